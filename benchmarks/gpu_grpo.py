@@ -101,10 +101,10 @@ def main() -> None:
         for name in options.only:
             rows.append({"name": name, **measure_fitting(options, name, model, folder)})
             print(json.dumps(rows[-1]), flush=True)
-    result = report(options, rows)
+            result = report(options, rows)
+            if options.out:  # what comes next may be cut off
+                options.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result["headline"]))
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def measure_fitting(options: argparse.Namespace, name: str, model: Path, folder: Path) -> dict[str, Any]:
@@ -262,6 +262,8 @@ def report(options: argparse.Namespace, rows: list[dict[str, Any]]) -> dict[str,
             if row["name"] in ON_TWO:
                 row["samples_per_s_of_a_gpu"] = round(row["samples_per_s"] / 2, 1)
             tokens = SAMPLES * options.new_tokens
+            if options.lengths == "mixed" and "parts" not in row:
+                continue
             if options.lengths == "mixed":
                 tokens = row["parts"]["perf/rollout_tokens_per_second"] * row["parts"]["perf/rollout_seconds"]
             row["response_tokens_per_s"] = round(tokens / row["step_s"])

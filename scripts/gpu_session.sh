@@ -77,11 +77,11 @@ item_tests_rest() { # 600 all other files of tests/gpu
         profile routing --limit 580 --out "$R/out"
 }
 item_grpo_long() { # 1200 1.7B dimensions, 1,024 new tokens, beside TRL as it is and tuned
-    python benchmarks/gpu_grpo.py --size 1.7b --new-tokens 1024 --steps 3 --limit 560 --out "$R/out.json" \
+    python benchmarks/gpu_grpo.py --size 1.7b --new-tokens 1024 --steps 3 --limit 280 --out "$R/out.json" \
         --only instep-hf trl-tuned instep-megatron trl
 }
-item_grpo_megatron() { # 420 Megatron beside TRL tuned, and how long a start takes whose caches are warm
-    python benchmarks/gpu_grpo.py --only instep-megatron trl-tuned --out "$R/out.json"
+item_grpo_megatron() { # 600 Megatron beside TRL tuned, and how long a start takes whose caches are warm
+    python benchmarks/gpu_grpo.py --only instep-megatron trl-tuned --limit 240 --out "$R/out.json"
     python benchmarks/gpu_grpo.py --only instep-megatron --steps 2 --out "$R/again.json"
 }
 item_grpo_side_by_side() { # 240 0.6B dimensions, nobody takes turns: early scores and steps
@@ -137,7 +137,7 @@ END
 
 start() {
     for item in "$@"; do declare -F "item_$item" >/dev/null || { echo "no item $item: $(items)" >&2; exit 2; }; done
-    mkdir -p ~/t "$Q" && cp -r "$HERE" ~/t/main && cd ~/t/main
+    rm -rf ~/t/main && mkdir -p ~/t "$Q" && cp -r "$HERE" ~/t/main && cd ~/t/main
     python -m pip install --quiet --no-index --no-deps --target ~/atropos ~/g/extra/wheels/*.whl
     mkdir -p .venv-atropos/bin
     local python # this one: `python3` may be another

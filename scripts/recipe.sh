@@ -19,5 +19,6 @@ FLAGS=(
     --use-dynamic-batch-size
     "${LAYOUT[@]}"
 )
-read -ra COMMAND <<< "${INSTEP:-python $HERE/../train.py}"
+COMMAND=(python "$HERE/../train.py")
+if [[ -n ${INSTEP:-} ]]; then read -ra COMMAND <<<"$INSTEP"; fi
 exec "${COMMAND[@]}" "${FLAGS[@]}" "$@"

@@ -171,15 +171,17 @@ def in_chunks(
     *,
     num_logits: int,
     vocab_size: int,
+    plain: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs and entropy by `head(hidden, targets, temperature, with_entropy)` of as many rows at a time as make
     `num_logits` logits. The first chunks keep their logits for the backward pass, in the type of `hidden` at most
-    8 bytes for each of `num_logits`; those behind are computed again.
+    8 bytes for each of `num_logits`; those behind are computed again. With a head that is not `plain`, which may keep
+    more than the logits, only the first one does.
 
     Logits of a chunk, their gradients and float32 copies need as much; a sixteenth is for copies.
     """
     size = max(1, num_logits * 15 // (16 * vocab_size))
-    kept = max(size, 8 * num_logits // (hidden.element_size() * vocab_size))
+    kept = max(size, 8 * num_logits // (hidden.element_size() * vocab_size)) if plain else size
     chunks = list(zip(hidden.split(size), targets.split(size), temperature.split(size), strict=True))
     parts, end = [], 0
     for chunk in chunks:

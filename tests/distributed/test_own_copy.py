@@ -31,6 +31,10 @@ def make(path, copies: bool, role: str = "actor", **kw) -> hf.HfBackend:
     finally:
         hf.has_room = has_room
     assert any(isinstance(m, FSDPModule) for m in made.policy.modules()) != copies
+    if copies:  # as FSDP2 casts parameters and no buffers
+        buffers = dict(made.policy.named_buffers())
+        assert buffers and all(buffer is buffers[n] for n, buffer in made._compute.named_buffers())
+        assert {p.dtype for p in made._compute.parameters()} == {torch.bfloat16}
     return made
 
 
@@ -103,5 +107,7 @@ def test_one_rank_of_an_adapter_is_not_sharded_and_has_float32_gradients(run_ran
 def test_a_copy_is_made_where_a_third_of_the_gpu_is_left():
     """12 bytes a parameter with moments in 8 bits, 18 with float32, 10 with moments on the host."""
     for optimizer, offload, most in (("adamw_8bit", False, 4.7), ("adam", False, 3.1), ("adam", True, 5.7)):
-        args = SimpleNamespace(optimizer=optimizer, optimizer_cpu_offload=offload)
+        args = SimpleNamespace(optimizer=optimizer, optimizer_cpu_offload=offload, colocate=True, offload_train=True)
         assert has_room(args, most * 1e9, 80 * 2**30) and not has_room(args, (most + 0.1) * 1e9, 80 * 2**30)
+        args.offload_train = False  # engines stay beside it
+        assert has_room(args, most * 0.5e9, 80 * 2**30) and not has_room(args, (most * 0.5 + 0.1) * 1e9, 80 * 2**30)

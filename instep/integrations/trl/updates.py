@@ -277,8 +277,8 @@ class Updates:
         """Called repeatedly: ends a pause that nobody ends, and brings the weights to engines that came back."""
         if self._paused is not None:
             if why := await self._why_resume(self._paused, self._pauser):
-                self._say(f"{why}: the engines go on")
                 await self.resume()
+                self._say(f"{why}: the engines go on")
         for engine in self._fleet.waiting():
             await self._run(partial(self.delivery.rejoin, engine))
 

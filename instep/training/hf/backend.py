@@ -115,6 +115,8 @@ class HfBackend:
                 selection.apply(dict(compute.model.named_parameters()))
             if tp > 1:
                 compute.parallelize(mesh[TP])
+            if copies:
+                _like_sharded(compute, self.policy, dtype)
             self._mirror = Mirror(self.policy, compute)
         self.parallel = ParallelInfo(
             rank,
@@ -392,6 +394,14 @@ def _blank(policy: Policy, device: torch.device) -> Policy:
     for parameter in policy.parameters():
         parameter.data = torch.empty_like(parameter, device=device)
     return policy.to(device)
+
+
+def _like_sharded(copy: Policy, masters: Policy, dtype: torch.dtype) -> None:
+    """Let the copy compute as under FSDP2: with the masters' buffers, which are not rounded, and weights in `dtype`."""
+    for module, twin in zip(copy.modules(), masters.modules(), strict=True):
+        module._buffers.update(twin._buffers)
+    for parameter in copy.parameters():
+        parameter.data = parameter.data.to(dtype)
 
 
 def _memory(device: torch.device) -> float:

@@ -1,4 +1,4 @@
-"""The weights that a policy computes with, where they are an engine's own (`--weight-sync single-copy`)."""
+"""The weights that a policy computes with, where they are an engine's own (`--weight-sync single-copy`) or a copy."""
 
 from __future__ import annotations
 

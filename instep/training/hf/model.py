@@ -158,7 +158,7 @@ class Policy(nn.Module):
         ranks = self.parallel.size if self.parallel is not None and self.parallel.splits_vocabulary else 1
         return in_chunks(
             self._head, hidden, targets, temperature, with_entropy,
-            num_logits=_LOGIT_ELEMENTS * ranks, vocab_size=self.vocab_size,
+            num_logits=_LOGIT_ELEMENTS * ranks, vocab_size=self.vocab_size, plain=not self._own_head,
         )  # fmt: skip
 
     def _logits(self, states: Tensor) -> Tensor:

@@ -338,20 +338,20 @@ def _step_plain(pieces: list[_Piece], clip: float) -> None:
 
 
 def _rates(group: dict[str, Any], steps: Tensor, clip: float) -> Tensor:
-    """What `_kernel` takes of a group, and of the steps that each of its parameters has made: float32 [params, 9].
+    """What `_kernel` takes of a group, and of the steps that each of its parameters has made: float32 [params, 12].
 
     They are numbers on the device, rounded once: another learning rate compiles nothing, and nobody waits for a step.
     """
     (beta1, beta2), lr, steps = group["betas"], group["lr"], steps.double() + 1
     columns = [beta1, 1 - beta1, beta2, 1 - beta2, lr * group["weight_decay"], group["eps"],
-               lr / (1 - beta1**steps), (1 - beta2**steps).rsqrt(), clip]  # fmt: skip
+               lr / (1 - beta1**steps), (1 - beta2**steps).rsqrt(), clip, 0, 0, 0]  # 16-byte rows  # fmt: skip
     return torch.stack([torch.ones_like(steps) * column for column in columns], 1).float()
 
 
 def _kernel(weight: Tensor, grad: Tensor, first: Tensor, first_scale: Tensor, second: Tensor, second_scale: Tensor,
             rates: Tensor, first_codes: _Codes, second_codes: _Codes) -> None:  # fmt: skip
     """AdamW of `[blocks, BLOCK]` elements, whose moments are read and written in 8 bits: what else `_step` does."""
-    beta1, rest1, beta2, rest2, decay, eps, rate, root, clip = rates.unbind()
+    beta1, rest1, beta2, rest2, decay, eps, rate, root, clip = rates.unbind()[:9]
     g, w = grad.float() * clip, weight.float()
     mean = beta1 * _decoded(first, first_scale, first_codes) + rest1 * g
     square = beta2 * _decoded(second, second_scale, second_codes) + rest2 * g * g

@@ -11,6 +11,8 @@ SHARE = 2 / 3  # of a GPU's memory, for all that a step keeps of the weights; th
 
 
 def has_room(args: Settings, num_parameters: float, memory: float) -> bool:
-    """Whether masters, gradients, moments and a bf16 copy of so many parameters leave a third of `memory` bytes."""
+    """Whether masters, gradients, moments and a bf16 copy of so many parameters leave a third of `memory` bytes; where
+    engines stay on the GPU, that and half of the rest."""
     moments = 0 if args.optimizer_cpu_offload else 2 if args.optimizer == "adamw_8bit" else 8
-    return num_parameters * (4 + 4 + moments + 2) <= SHARE * memory
+    beside_engines = args.colocate and not args.offload_train
+    return num_parameters * (4 + 4 + moments + 2) <= SHARE * memory / (2 if beside_engines else 1)
