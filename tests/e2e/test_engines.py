@@ -64,13 +64,14 @@ def test_a_killed_engine_costs_no_sample(tiny, tmp_path):
 
 
 @pytest.mark.vllm
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "env",
     [
         pytest.param({}, id="server"),
-        pytest.param({"KILL_CORE": "1"}, id="core", marks=pytest.mark.slow),
+        pytest.param({"KILL_CORE": "1"}, id="core"),
         # The last call of a rollout: the server, which outlives its core by seconds, refuses the sync that comes next.
-        pytest.param({"KILL_CORE": "1", "KILL_AT": "32"}, id="core before a sync", marks=pytest.mark.slow),
+        pytest.param({"KILL_CORE": "1", "KILL_AT": "32"}, id="core before a sync"),
     ],
 )
 def test_a_killed_vllm_costs_no_sample(small, tmp_path, env):
@@ -80,7 +81,7 @@ def test_a_killed_vllm_costs_no_sample(small, tmp_path, env):
 
 
 @pytest.mark.vllm
-@pytest.mark.slow  # `test_every_response_begins_with_the_cache_of_a_prefill_engine` asserts the same gap
+@pytest.mark.slow
 def test_vllm_and_the_trainer_agree(small, tmp_path):
     """Log-probs of every trained token, before and after updates, to 1e-5 in float32; versions on every token."""
     done = run(

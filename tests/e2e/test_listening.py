@@ -21,7 +21,7 @@ EMBEDDED, TWO_RANKS = "--rollout-backend embedded", "--actor-num-gpus-per-node 2
     [
         pytest.param(f"{EMBEDDED} --rollout-num-gpus 2 {TWO_RANKS}".split(), id="router", marks=pytest.mark.router),
         pytest.param(f"{EMBEDDED} --no-api-key".split(), id="no-api-key", marks=pytest.mark.slow),
-        pytest.param(on_vllm(), id="vllm", marks=pytest.mark.vllm),
+        pytest.param(on_vllm(), id="vllm", marks=[pytest.mark.vllm, pytest.mark.slow]),
         pytest.param(APART, id="prefill-decode", marks=[pytest.mark.vllm, pytest.mark.slow]),
     ],
 )

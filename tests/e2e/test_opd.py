@@ -76,6 +76,7 @@ def test_the_student_comes_nearer_to_its_teacher(tiny, teacher, tmp_path, kind, 
     )
 
 
+@pytest.mark.slow
 def test_both_kinds_of_teachers_say_the_same(tiny, teacher, tmp_path):
     """The first rollout of each run is the same: so are its distance and its step; with a reward beside the teacher."""
     path, engine = teacher

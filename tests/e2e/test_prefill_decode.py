@@ -22,6 +22,7 @@ def apart(num_engines, num_prefill):
     return [*on_vllm(num_engines), "--prefill-num-servers", str(num_prefill)]
 
 
+@pytest.mark.slow
 def test_every_response_begins_with_the_cache_of_a_prefill_engine(small, tmp_path):
     """Its tokens have the trainer's log-probs, before and after updates.
 

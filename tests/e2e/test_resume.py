@@ -158,6 +158,7 @@ def kill_and_count(tiny, root, kills, command="train", plan=None):
     return victim
 
 
+@pytest.mark.slow  # the tests above show it of runs that must end in the same bits
 def test_killed_at_random_nothing_is_lost_or_trained_twice(tiny, tmp_path):
     assert exit_codes(kill_and_count(tiny, tmp_path, kills=3)) == (3, 0)
 
