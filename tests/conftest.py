@@ -18,7 +18,11 @@ MISSING = {mark: [name for name in names if importlib.util.find_spec(name) is No
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Groups for `--dist loadgroup`: by shared fixture, unit tests by file; any other test goes where there is room."""
+    """Groups for `--dist loadgroup`: by shared fixture, unit tests by file; any other test goes where there is room.
+
+    Tests that join a Ray cluster come first: Ray reads its environment when a process imports it, once.
+    """
+    items.sort(key=lambda item: "cluster" not in getattr(item, "fixturenames", ()))
     for item in items:
         for mark, names in MISSING.items():
             if names and item.get_closest_marker(mark):
