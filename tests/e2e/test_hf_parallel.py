@@ -21,6 +21,7 @@ def steps_of(arguments: list[str]) -> list[dict[str, float]]:
     return [row for row in rows(Path(folder) / "metrics.jsonl") if "train/loss" in row]
 
 
+@pytest.mark.slow
 def test_two_ranks_that_share_layers_sync_and_train_as_one_does(tiny, tmp_path):
     """The engine agrees with the two ranks in each sync, and one rank makes the same steps of the same rollouts."""
     template = str(tmp_path / "rollout-{rollout_id}.pt")

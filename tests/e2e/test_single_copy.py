@@ -258,7 +258,7 @@ def test_the_memory_of_another_server_is_not_written(shared: Pair, sync: WeightS
     sync.run([shared.engine])
     before = shared.held()
     with Scratch(f"{SYNC}test-", memory_root()) as folder:
-        args, env = shared.args.replace(rollout_backend="embedded"), {MEMORY_VARIABLE: str(folder)}
+        args, env = shared.args.replace(rollout_backend="embedded", vllm_overrides={}), {MEMORY_VARIABLE: str(folder)}
         stale = args.replace(hf_checkpoint=str(shared.logs.parent / "stale"))
         other = start_engine(stale, plan_engines(stale)[0], num_threads=1, log_dir=tmp_path, env=env)
         try:
