@@ -16,6 +16,8 @@ from instep.types import TokenBatch
 
 ARGS = SimpleNamespace(
     weight_sync="auto",
+    colocate=False,
+    offload_train=False,
     async_save=False,
     optimizer="adam",
     optimizer_cpu_offload=False,

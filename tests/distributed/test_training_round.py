@@ -92,7 +92,8 @@ def run_rounds(root, name, estimator, *, shuffled=False, groups=None, distils=Fa
     batch = rounds[-1].batch
     rows = batch.token_columns["advantages"].split(batch.response_lengths.tolist())
     advantages = dict(zip(batch.sample_columns["index"].tolist(), rows, strict=True))
-    return {**rounds[-1].steps[-1], **rounds[-1].metrics}, advantages, load_file(folder / "out" / "model.safetensors")
+    metrics = {name: value for name, value in rounds[-1].metrics.items() if not name.startswith("perf/")}
+    return {**rounds[-1].steps[-1], **metrics}, advantages, load_file(folder / "out" / "model.safetensors")
 
 
 @pytest.fixture(scope="module")
