@@ -48,7 +48,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 from async_simulator import AHEAD, SYNCHRONOUS, Rates, fit_engine, samples_per_s  # noqa: E402
 from length_law import LONGEST, MEDIAN, SHORTEST, SIGMA, VOCABULARY, length  # noqa: E402
-from machine import cores  # noqa: E402
+from machine import cores, only_visible  # noqa: E402
 from random_model import dimensions, prompt, save_tokenizer  # noqa: E402
 
 PROMPTS, GROUP, PROMPT_LENGTH, HELD_OUT = {"cpu": 16, "cuda": 32}, 8, 16, 64
@@ -233,8 +233,8 @@ def watching(given: argparse.Namespace) -> Iterator[list[tuple[float, float]]]:
     if not is_shared(given) or shutil.which("nvidia-smi") is None:
         yield busy
         return
-    words = "nvidia-smi --query-gpu=utilization.gpu --format=csv,noheader,nounits -lms 100 -i 0".split()
-    watcher = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    words = "--query-gpu=utilization.gpu --format=csv,noheader,nounits -lms 100".split()
+    watcher = subprocess.Popen(["nvidia-smi", *only_visible(), *words], stdout=subprocess.PIPE, text=True)
 
     def read() -> None:
         for line in watcher.stdout or ():

@@ -1,10 +1,12 @@
-"""The machine of a CPU benchmark."""
+"""The machine of a benchmark."""
 
 from __future__ import annotations
 
 import os
 import platform
 from pathlib import Path
+
+from instep.gpus import visible_gpus
 
 
 def cpu_name() -> str:
@@ -19,3 +21,8 @@ def cpu_name() -> str:
 def cores() -> str:
     """Return the CPU's name, and how many of its cores this process may use."""
     return f"{cpu_name()}, {len(os.sched_getaffinity(0))} cores"
+
+
+def only_visible() -> list[str]:
+    """Words for nvidia-smi, by which it tells of those GPUs alone that CUDA_VISIBLE_DEVICES shows."""
+    return ["-i", ",".join(gpu.index for gpu in visible_gpus())] if visible_gpus() else []

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 import time
@@ -42,6 +41,7 @@ from instep.errors import InstepError  # noqa: E402
 from instep.models.shape import num_experts  # noqa: E402
 from instep.observability.versions import versions  # noqa: E402
 from instep.plan.memory import allocated  # noqa: E402
+from instep.processes import num_usable_cpus  # noqa: E402
 from instep.spans import ON_GPU  # noqa: E402
 from instep.training import lr_schedule  # noqa: E402
 from instep.types import TokenBatch  # noqa: E402
@@ -116,9 +116,9 @@ def measure(options: argparse.Namespace, model: Path, case: str, folder: Path) -
     where = ["--hf-checkpoint", str(model), "--prompt-data", str(model / "train.jsonl"), "--run-dir", str(folder)]
     args = parse([*FLAGS.split(), *size, *where, "--train-backend", backend, *more], "train")
     args = resolve_on_machine(args, with_engines=False)
-    workers = WorkerGroup("actor", 1, folder / "logs", {"OMP_NUM_THREADS": str(os.cpu_count())})
+    workers = WorkerGroup("actor", 1, folder / "logs", {"OMP_NUM_THREADS": str(num_usable_cpus())})
     try:
-        layout = workers.call("setup", args, 0, 1, str(folder / "rendezvous"), os.cpu_count(), timeout=300)
+        layout = workers.call("setup", args, 0, 1, str(folder / "rendezvous"), num_usable_cpus(), timeout=300)
         actor = RoleTrainer(args, workers, layout, lr_schedule.from_args(args, options.steps))
         actor.load_weights(model)
         config = json.loads((model / "config.json").read_text())

@@ -34,6 +34,7 @@ from instep.controller.role import RoleTrainer  # noqa: E402
 from instep.controller.sync.session import Session  # noqa: E402
 from instep.controller.sync.weight_sync import WeightSync  # noqa: E402
 from instep.observability.versions import versions  # noqa: E402
+from instep.processes import num_usable_cpus  # noqa: E402
 from instep.scratch import Scratch, memory_root  # noqa: E402
 from instep.training import lr_schedule  # noqa: E402
 from instep.weights.place import SYNC  # noqa: E402
@@ -114,10 +115,10 @@ def measure_way(
     data = ["--prompt-data", str(checkpoints[0].parent / "train.jsonl"), "--hf-checkpoint", str(checkpoints[0])]
     where = ["--run-dir", str(folder), "--weight-sync", way, "--precision", precision]
     args = parse([*FLAGS.split(), *data, *where], "train")
-    env = {"OMP_NUM_THREADS": str(os.cpu_count()), "GLOO_SOCKET_IFNAME": "lo"}
+    env = {"OMP_NUM_THREADS": str(num_usable_cpus()), "GLOO_SOCKET_IFNAME": "lo"}
     logs, memory = folder / "logs", Scratch(f"{SYNC}{os.getpid()}-", memory_root())
     workers, engine = WorkerGroup("actor", 1, logs, env), None
-    threads = os.cpu_count() or 1
+    threads = num_usable_cpus()
     try:
         spec, shared = plan_engines(args)[0], {MEMORY_VARIABLE: str(memory.path)}
         engine = start_engine(args, spec, num_threads=threads, log_dir=logs, env=shared)

@@ -34,6 +34,7 @@ import psutil
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.machine import only_visible  # noqa: E402
 from benchmarks.random_model import SIZES  # noqa: E402
 from benchmarks.weight_sync_headline import headline  # noqa: E402
 from scripts.gpu_main import compile_vllm  # noqa: E402
@@ -248,8 +249,8 @@ def floors(way: str, num_parameters: int, machine: dict[str, Any]) -> dict[str, 
 
 
 def used_gb() -> float | None:
-    """What all processes use of all GPUs; None where nvidia-smi does not tell it."""
-    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    """What all processes use of the GPUs that are seen here; None where nvidia-smi does not tell it."""
+    query = ["nvidia-smi", *only_visible(), "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):

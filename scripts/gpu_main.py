@@ -34,6 +34,7 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.machine import only_visible  # noqa: E402
 from benchmarks.random_model import dimensions, prompt  # noqa: E402
 from instep.observability.versions import versions  # noqa: E402
 from scripts.gpu_vllm import end  # noqa: E402
@@ -198,8 +199,8 @@ def finish(job: Job) -> None:
 
 
 def memory_used() -> dict[str, float]:
-    """GiB in use by all processes, by GPU; empty where nvidia-smi does not tell it."""
-    query = ["nvidia-smi", "--query-gpu=index,memory.used", "--format=csv,noheader,nounits"]
+    """GiB in use by all processes, by GPU that is seen here; empty where nvidia-smi does not tell it."""
+    query = ["nvidia-smi", *only_visible(), "--query-gpu=index,memory.used", "--format=csv,noheader,nounits"]
     try:
         lines = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()
     except (OSError, subprocess.SubprocessError):

@@ -4,7 +4,9 @@
 #
 #   gpu_session.sh prepare            here: .gpu/s0 ... .gpu/s3 (the bundle) and .gpu/extra (wheels, the guide's model)
 #   gpu_session.sh keep FOLDER        there, a call for each of them: it goes to ~/g
-#   gpu_session.sh start ITEM ...     there: unpacks all, copies this tree to ~/t/main, and runs the items in their order
+#   gpu_session.sh unpack             there: makes of ~/g what the items need
+#   gpu_session.sh start LANE ...     there: a copy of this tree runs the items of each lane in their order, the lanes side
+#                                     by side; LANE is "0: mfu_4b card" or "2,3: trl": its GPUs, 16 cores for each
 #   gpu_session.sh watch SECONDS      there: how far they are; logs and results to $OUT/results.txz
 #   gpu_session.sh items              their names
 #
@@ -14,21 +16,27 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 HERE=$PWD Q=$HOME/q
 BUNDLE=${BUNDLE:-../shared/gpu/build_bundle.sh}
 
-# ITEMS: each is run in ~/t/main with its folder in $R. The figure is its limit in seconds.
+# ITEMS: each is run in a copy of the tree with its folder in $R. The figure is its limit in seconds.
 item_train_4b() { # 300 one optimizer step of 4B dimensions with 8-bit AdamW, both backends
-    python benchmarks/train_step.py --size 4b --max-tokens-per-gpu 8192 --num-samples 256 --steps 3 --out "$R/out.json" \
-        --case "hf --optimizer adamw_8bit" "megatron --optimizer adamw_8bit --max-tokens-per-gpu 6400"
+    python benchmarks/train_step.py --size 4b --max-tokens-per-gpu 6400 --num-samples 256 --steps 3 --out "$R/out.json" \
+        --case "hf --optimizer adamw_8bit" "megatron --optimizer adamw_8bit"
 }
 item_mfu_4b() { # 480 MFU and the longest kernels of a step of 4B dimensions in 64 samples, both backends
-    python benchmarks/train_step.py --size 4b --num-samples 64 --max-tokens-per-gpu 8192 --kernels 40 --out "$R/out.json" \
-        --case "hf --optimizer adamw_8bit" "megatron --optimizer adamw_8bit --max-tokens-per-gpu 6400"
+    python benchmarks/train_step.py --size 4b --num-samples 64 --max-tokens-per-gpu 6400 --kernels 40 --out "$R/out.json" \
+        --case "hf --optimizer adamw_8bit" "megatron --optimizer adamw_8bit"
 }
-item_guide() { # 480 Atropos' guide in its three modes (alone on the GPU)
+item_guide() { # 560 Atropos' guide in its three modes (alone on the GPU)
     GUIDE_MODEL=~/g/extra/guide PYTHONPATH=$PYTHONPATH:$HOME/atropos \
         python -m pytest -q -p no:cacheprovider -m gpu -s tests/gpu/test_atropos_guide.py
 }
 item_async() { # 420 one step ahead against synchronous, one card
     python benchmarks/async.py --device cuda --limit 270 --modes synchronous "one step ahead" --out "$R/out.json"
+}
+item_async_versions() { # 300 two versions ahead against synchronous, one card
+    python benchmarks/async.py --device cuda --limit 280 --modes synchronous "2 versions" --out "$R/out.json"
+}
+item_async_two() { # 480 all modes, a card each for engine and trainer
+    python benchmarks/async.py --device cuda --limit 460 --out "$R/out.json"
 }
 item_lora_engine() { # 330 an engine's tokens/s with an adapter in one product, and without
     python benchmarks/lora_engine.py --size 4b --only base joined --out "$R/out.json"
@@ -139,46 +147,65 @@ END
     du -sh .gpu/s? .gpu/extra
 }
 
-start() {
-    for item in "$@"; do declare -F "item_$item" >/dev/null || { echo "no item $item: $(items)" >&2; exit 2; }; done
-    rm -rf ~/t/main && mkdir -p ~/t "$Q" && cp -r "$HERE" ~/t/main && cd ~/t/main
+unpack() {
+    . scripts/gpu_host.sh
     python -m pip install --quiet --no-index --no-deps --target ~/atropos ~/g/extra/wheels/*.whl
+}
+
+start() {
+    for item in $(printf '%s\n' "${@#*:}"); do
+        declare -F "item_$item" >/dev/null || { echo "no item $item: $(items)" >&2; exit 2; }
+    done
+    local copy python
+    mkdir -p ~/t "$Q" && copy=$(mktemp -d ~/t/XXXX) && cp -r "$HERE/." "$copy" && cd "$copy"
     mkdir -p .venv-atropos/bin
-    local python # this one: `python3` may be another
-    python=$(python -c 'import sys; print(sys.executable)')
+    python=$(python -c 'import sys; print(sys.executable)') # this one: `python3` may be another
     printf '#!/bin/sh\nexec %s "$@"\n' "$python" >.venv-atropos/bin/python
     printf '#!%s\nfrom atroposlib.cli.run_api import main\n\nmain()\n' "$python" >.venv-atropos/bin/run-api
     chmod +x .venv-atropos/bin/*
-    setsid scripts/gpu_session.sh queue "$@" >"$Q/queue.log" 2>&1 </dev/null &
+    for lane in "$@"; do
+        setsid scripts/gpu_session.sh queue "${lane%%:*}" ${lane#*:} >>"$Q/queue.log" 2>&1 </dev/null &
+    done
 }
 
 queue() {
     . scripts/gpu_host.sh
-    export VLLM_CACHE_ROOT=$HOME/.cache/vllm TORCHINDUCTOR_CACHE_DIR=$HOME/.cache/inductor
-    for item in "$@"; do
+    export CUDA_VISIBLE_DEVICES=$1 VLLM_CACHE_ROOT=$HOME/.cache/vllm TORCHINDUCTOR_CACHE_DIR=$HOME/.cache/inductor
+    export TMPDIR=$HOME/tmp/${1//,/} # models of benchmarks are of one lane
+    mkdir -p "$TMPDIR"
+    local cores=""
+    for gpu in ${1//,/ }; do cores+=${cores:+,}$((16 * gpu))-$((16 * gpu + 15)); done
+    for item in "${@:2}"; do
         export R=$Q/$item
-        mkdir -p "$R"
-        echo "$(date +%T) $item begins"
+        rm -rf "$R" && mkdir -p "$R"
+        echo "$(date +%T) $1: $item begins"
         status=0
         timeout --kill-after=10 "$(items | awk -v item="$item" '$1 == item { print $2 }')" \
-            "$0" one "$item" >"$R.log" 2>&1 || status=$?
-        echo "$(date +%T) $item ended with $status"
+            taskset -c "$cores" "$0" one "$item" >"$R.log" 2>&1 || status=$?
+        echo "$(date +%T) $1: $item ended with $status"
     done
+}
+
+pack() { # small files; some change while they are read
+    (cd "$Q" && find . -type f -size -2000k ! -name '*.safetensors' ! -name '*.pt' ! -path '*/checkpoints/*' -print0) |
+        tar cJf "$OUT/new" -C "$Q" --null --files-from=- 2>/dev/null || true
+    mv "$OUT/new" "$OUT/results.txz"
 }
 
 watch() {
     local until=$((SECONDS + $1))
-    while sleep 15 && ((SECONDS < until)); do
-        tar cJf "$OUT/new" -C "$Q" --exclude='*.safetensors' --exclude='*.pt' --exclude=checkpoints . && mv "$OUT/new" "$OUT/results.txz"
+    while sleep 15 && ((SECONDS < until)) && pgrep -f "gpu_session.sh queue" >/dev/null; do
+        pack
     done
+    pack
     cat "$Q/queue.log"
-    for log in "$Q"/*.log; do echo "== $log" && tail -n 12 "$log" | cut -c1-300; done
+    for log in $(ls -t "$Q"/*.log); do echo "== $log" && tail -n 8 "$log" | cut -c1-300; done
 }
 
 case ${1:-} in
     prepare) prepare ;;
     keep) mkdir -p ~/g && if [[ $2 == */extra ]]; then cp -r "$2" ~/g/; else cp "$2"/* ~/g/; fi ;;
-    start | queue | watch) "$@" ;;
+    unpack | start | queue | watch) "$@" ;;
     one) "item_$2" ;;
     items) items ;;
     *) sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "$0" && exit 2 ;;

@@ -35,9 +35,10 @@ def test_trls_trainer_sends_its_weights_by_nccl(tmp_path: Path) -> None:
         (made / "sft/hf").symlink_to(made / "task/hf")
     flags = [] if CPU else "--enforce_eager True --gpu_memory_utilization 0.3".split()
     engine, device = ("embedded", "cpu") if CPU else ("vllm", "cuda")
-    environment = {"CUDA_VISIBLE_DEVICES": "0", "VLLM_HOST_IP": "127.0.0.1"}
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+    environment = {"CUDA_VISIBLE_DEVICES": gpus[0], "VLLM_HOST_IP": "127.0.0.1"}
     environment["PYTHONPATH"] = str(HERE / "stub_vllm") if CPU else os.environ.get("PYTHONPATH", "")
-    where = {"engine": engine, "device": device, "CUDA_VISIBLE_DEVICES": "1"}
+    where = {"engine": engine, "device": device, "CUDA_VISIBLE_DEVICES": gpus[1] if not CPU else ""}
     with server(made / "sft/hf", tmp_path / "server", *flags, **where) as port:
         more = ["--server", f"http://127.0.0.1:{port}", "--group-port", str(free_port())]
         more += ["--prompts", "8"] if CPU else ["--cuda"]

@@ -169,13 +169,12 @@ def _first_line(error: BaseException) -> str:
 
 def _store(meeting: Meeting) -> dist.Store:
     timeout = timedelta(seconds=meeting.seconds)
-    options: Any = {"timeout": timeout, "wait_for_workers": False}
     if meeting.rank == 0:
         listener = socket.create_server((meeting.host, meeting.port))
-        return dist.TCPStore(
-            meeting.host, meeting.port, is_master=True, master_listen_fd=listener.detach(), use_libuv=False, **options
-        )
-    return dist.TCPStore(meeting.host, meeting.port, is_master=False, **options)
+        options: Any = {"master_listen_fd": listener.detach(), "use_libuv": False, "wait_for_workers": False}
+        return dist.TCPStore(meeting.host, meeting.port, is_master=True, timeout=timeout, **options)
+    # A trainer that is the master waits until both have counted themselves: `wait_for_workers`, which does that alone.
+    return dist.TCPStore(meeting.host, meeting.port, 2, is_master=False, timeout=timeout)
 
 
 class _GlooGroup:

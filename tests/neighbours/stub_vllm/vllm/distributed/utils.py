@@ -25,8 +25,8 @@ class StatelessProcessGroup:
 
     @staticmethod
     def create(host: str, port: int, rank: int, world_size: int) -> StatelessProcessGroup:
-        """Meet the others; the master waits for nobody, as in vLLM."""
-        store = TCPStore(host, port, world_size, is_master=rank == 0, timeout=WAIT, wait_for_workers=False)
+        """Meet the others; the master waits until each has counted itself, as in vLLM."""
+        store = TCPStore(host, port, world_size, is_master=rank == 0, timeout=WAIT)
         return StatelessProcessGroup(rank, world_size, store)
 
     def broadcast_obj(self, obj: Any, src: int) -> Any:
