@@ -47,16 +47,19 @@ def cpu_grpo() -> str:
 
 def gpu_grpo() -> str:
     parts = []
-    for name in ("gpu-grpo-h100", "gpu-grpo-h100-tuned", "gpu-grpo-h100-mixed"):
+    names = [*(f"gpu-grpo-h100{n}" for n in ("", "-tuned", "-mixed")), *(f"gpu-grpo-h200-{n}" for n in _ON_H200)]
+    for name in names:
         found = result(name)
         v, rows = found["versions"], [_GPU_GRPO.split("|"), *map(_gpu_grpo_row, found["rows"])]
-        parts += [measured(found, f", vLLM {v['vllm']}, one machine"), table(*rows)]
+        where = found.get("host", "one machine")
+        parts += [measured(found, f", vLLM {v['vllm']}, {where}"), table(*rows)]
         if found["headline"]:
             ratios = ", ".join(f"`{name}` **{value:.2f}**" for name, value in found["headline"].items())
             parts.append(f"Ratios of samples/s: {ratios}.")
     return "\n\n".join(parts)
 
 
+_ON_H200 = ("megatron", "long", "two")
 _GPU_GRPO = "run|seconds a step|samples/s|response tokens/s|rollout, train, sync|rollout, train: x the floor|"
 _GPU_GRPO += "to the first rollout, s|peak, GiB"
 
@@ -164,9 +167,12 @@ def weight_sync_gpu() -> str:
         for r in found["rows"]:
             name = f"{r['size']} `{r['way']}`"
             rows.append([name, r["error"], *[""] * 6] if "error" in r else [name, *_sync_cells(r)])
+        gpus += f", {found['host']}" if "host" in found else ""
         parts.append(f"{measured({**found, 'device': gpus})}\n\n{table(*rows)}")
         names = {True: "yes", False: "**no**", None: "not measured"}
-        figures = [[f"`{n}`", f["target"], f"{f['measured']}", names[f["met"]]] for n, f in found["headline"].items()]
+        here = tuple(f"{r['size']}_{r['way']}_" for r in found["rows"])
+        mine = {n: f for n, f in found["headline"].items() if n.startswith(here)}
+        figures = [[f"`{n}`", f["target"], f"{f['measured']}", names[f["met"]]] for n, f in mine.items()]
         told = [[*cells[:2], "" if cells[3] == names[None] else cells[2], cells[3]] for cells in figures]
         parts.append(table(["figure", "target", "measured", "met"], *told))
     return "\n\n".join(parts) or "Nothing measured yet."

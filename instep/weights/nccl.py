@@ -244,12 +244,12 @@ class _Packer:
             self._number, self._held = self._number + 1, 0
 
     def end(self) -> Delivered:
-        self._finish(0)
-        digests = texts_of(torch.cat(self._sums))
+        digests = texts_of(torch.cat(self._sums))  # while the last bucket is under way
         records = [
             TensorRecord(t.name, t.shape, t.dtype, t.offset, t.nbytes, digest)
             for t, digest in zip((t for bucket in self._plan for t in bucket), digests, strict=True)
         ]
+        self._finish(0)
         gather = time.monotonic() - self._began - self._met - self._waited
         return Delivered(tuple(records), {"gather": gather, "meet": self._met, "send": self._waited})
 

@@ -26,9 +26,10 @@ def test_a_request_comes_through_a_router_as_it_was() -> None:
     assert is_asked(BODY) and is_asked(passed, header) and not is_asked(passed, sglang_form.repeated(passed))
     asked = Asked.read(passed, header)
     assert asked == Asked.read(BODY) and asked.ids == [4, 5]
-    params = {"logprobs": 0, "n": 2, "max_tokens": 7, "stop": ["\u00e4"], "detokenize": True}
+    params = {"logprobs": 0, "n": 2, "max_tokens": 7, "stop": ["\u00e4"], "detokenize": True, "output_kind": 2}
     assert asked.payload([4, 5]) == {"token_ids": [4, 5], "sampling_params": params}
-    assert Asked.read({"prompt": "x"}).payload([9])["sampling_params"] == {"max_tokens": 16, "detokenize": False}
+    params = {"max_tokens": 16, "detokenize": False, "output_kind": 2}
+    assert Asked.read({"prompt": "x"}).payload([9])["sampling_params"] == params
 
 
 def test_a_gate_changes_this_form_alone() -> None:

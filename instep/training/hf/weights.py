@@ -48,7 +48,6 @@ class HfWeightSource(WeightSource):
     def __iter__(self) -> Iterator[tuple[TensorSpec, Tensor | None]]:
         return self._gathered(self._groups)
 
-    @torch.no_grad()
     def _gathered(self, groups: Groups) -> Iterator[tuple[TensorSpec, Tensor | None]]:
         wanted = [(self._weights[name], specs[0].dtype) for group, specs in groups for name in group.model]
         gathered = in_batches(wanted, self.emits)

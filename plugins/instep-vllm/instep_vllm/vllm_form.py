@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 DEFAULT_TOKENS = 16  # as in vLLM's SamplingParams
+FINAL_ONLY = 2  # vLLM's `output_kind`: vLLM 0.26 answers without it with those of `n` responses that end last, alone
 LONGEST_HEADER = 4000  # characters
 _KEY = "vllm_form"  # in the header: the sampling parameters of a request that came through a router
 
@@ -78,8 +79,8 @@ class Asked:
     def payload(self, ids: list[int]) -> dict[str, Any]:
         """The request for vLLM's route; `ids` are those of the prompt."""
         given = {name: value for name, value in self.params.items() if value is not None}
-        stops = bool(given.get("stop"))
-        return {"token_ids": ids, "sampling_params": {"max_tokens": DEFAULT_TOKENS, **given, "detokenize": stops}}
+        own = {"detokenize": bool(given.get("stop")), "output_kind": FINAL_ONLY}
+        return {"token_ids": ids, "sampling_params": {"max_tokens": DEFAULT_TOKENS, **given, **own}}
 
     @staticmethod
     def shown(answer: Mapping[str, Any]) -> list[list[int]]:
