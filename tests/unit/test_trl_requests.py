@@ -3,6 +3,8 @@
 import asyncio
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
@@ -11,8 +13,9 @@ from transformers import AutoTokenizer
 from instep.integrations.trl import forms
 from instep.integrations.trl.clients import Connection
 from instep.integrations.trl.forms import BadRequest
-from instep.integrations.trl.receiver import Meeting, careful_group
+from instep.integrations.trl.receiver import Meeting, _store, careful_group
 from instep.integrations.trl.texts import Texts, template_options
+from instep.ports import free_port
 from tests.assets import make_checkpoint
 
 
@@ -39,6 +42,17 @@ def test_an_id_of_nccl_is_read_from_a_store_and_nothing_else():
         ours.broadcast_obj(None, 0)
     ours.broadcast_obj("from us", 1)  # rank 1 of TRL >= 1.11 never does, rank 0 of a barrier of ours does
     assert trainer.broadcast_obj(None, 1) == "from us"
+
+
+def test_a_trainer_that_masters_the_store_need_not_wait_for_more_than_the_server():
+    """As vLLM makes it for the trainer of TRL >= 1.11: its constructor waits until two have counted themselves."""
+    port, seconds = free_port(), timedelta(seconds=30)
+    with ThreadPoolExecutor(1) as pool:
+        options = {"is_master": True, "timeout": seconds, "use_libuv": False}
+        trainer = pool.submit(dist.TCPStore, "127.0.0.1", port, 2, **options)
+        ours = _store(Meeting("127.0.0.1", port, 1, "cuda", 30.0))
+        trainer.result(timeout=20).set("id", b"1")
+        assert ours.get("id") == b"1"
 
 
 OPENAI = {"messages": [{"role": "user", "content": "1"}], "return_token_ids": True}
