@@ -78,6 +78,7 @@ def test_a_run_with_an_engine_of_its_own(tiny: Path, tmp_path: Path) -> None:
     check_output(done[-1].stdout, save, "final_model", session=2)
 
 
+@pytest.mark.slow
 def test_ranks_that_are_started_by_hand_reduce_their_gradients(tiny: Path, tmp_path: Path) -> None:
     """Two ranks on a batch make the steps that one rank makes on it."""
     found = []

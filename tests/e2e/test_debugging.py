@@ -165,6 +165,7 @@ def test_sigusr1_writes_stacks_and_queues_and_the_run_goes_on(tiny, tmp_path):
     assert f"running as pid {process.pid}" in doctor.stdout
 
 
+@pytest.mark.slow
 def test_sigusr1_while_the_run_starts_does_not_end_it(tiny, tmp_path):
     process = start(grpo_arguments(tiny, tmp_path, "--num-rollout", "1"))
     time.sleep(1.0)  # torch is being imported

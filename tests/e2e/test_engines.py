@@ -159,6 +159,7 @@ def test_engines_and_router_that_run_already(tiny, tmp_path):
             engine.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.router
 def test_an_engine_of_somebody_else_that_stands_still_costs_no_sample(tiny, tmp_path):
     """Nobody ends it, so the router drops the requests that wait there, and the other engine answers them."""

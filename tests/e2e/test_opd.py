@@ -108,6 +108,7 @@ def test_a_teacher_that_is_not_there(tiny, tmp_path, capsys):
     assert time.monotonic() - began < 30
 
 
+@pytest.mark.slow
 def test_a_teacher_of_another_vocabulary(tiny, tmp_path, capsys):
     from tests.engines.conftest import make_checkpoint as make_other
 

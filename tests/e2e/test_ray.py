@@ -242,6 +242,7 @@ def test_weights_stream_to_engines_on_other_nodes(tiny, tmp_path, cluster):
     assert {p.name for p in (tmp_path / "logs").iterdir()} >= {"actor-rank0.log", "engine-0.log", "engine-1.log"}
 
 
+@pytest.mark.slow
 def test_an_adapter_reaches_an_engine_on_another_node(tiny, tmp_path, cluster):
     """It alone travels, through the run's folder."""
     flags = ["--cluster", "ray", "--ray-address", cluster[0], "--num-gpus-per-node", "1", "--lora-rank", "4"]

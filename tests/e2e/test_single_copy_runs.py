@@ -89,7 +89,8 @@ def test_two_engines_follow_one_trainer(tiny: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("num_workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_workers", [1, 2])
 def test_a_server_that_a_user_has_started_shares_its_weights(tmp_path: Path, monkeypatch, num_workers: int) -> None:
     """The run finds it by its file, sends nothing, and leaves it with its last weights. It ends with a trainer that was
     killed at a step; the file that a killed server leaves is named."""

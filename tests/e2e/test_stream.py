@@ -153,7 +153,8 @@ def test_both_workers_of_an_engine_get_what_disk_brings(small, tmp_path, kind):
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("way", [pytest.param("nccl", marks=pytest.mark.slow), "ipc"])
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["nccl", "ipc"])
 def test_runs_on_vllm(small, tmp_path, way):
     done = run([*two_engines(small, tmp_path, "vllm", *on_vllm(2)), "--weight-sync", way], 400)
     assert done.returncode == 0, done.stderr[-4000:]
