@@ -84,6 +84,9 @@ item_tests_rest() { # 600 all other files of tests/gpu
     python scripts/gpu_main.py --tests async compiled conversion families fast faults grouped host latent optimizer plan \
         profile routing --limit 580 --out "$R/out"
 }
+item_grpo() { # 600 0.6B dimensions, hf beside TRL as it is and tuned
+    python benchmarks/gpu_grpo.py --only instep-hf trl trl-tuned --steps 4 --limit 190 --out "$R/out.json"
+}
 item_grpo_long() { # 600 1.7B dimensions, 1,024 new tokens, beside TRL tuned
     python benchmarks/gpu_grpo.py --size 1.7b --new-tokens 1024 --steps 3 --limit 280 --out "$R/out.json" \
         --only instep-hf trl-tuned

@@ -4,6 +4,8 @@ import json
 import shutil
 import time
 
+import pytest
+
 from instep.controller.space import num_weights
 from tests.e2e.commands import run, sft_arguments, start
 from tests.e2e.test_endings import in_rollout, wait_for
@@ -14,6 +16,7 @@ def files(folder):
     return {p.name: p.read_bytes() for p in (*folder.glob("*.json*"), *folder.glob("logs/*"))}
 
 
+@pytest.mark.slow
 def test_a_run_again_finished_damaged_and_anew(tiny, tmp_path):
     load = ["--load", str(tmp_path / "ckpt")]
     done = run(sft_arguments(tiny, tmp_path, "--num-rollout", "1", *load))

@@ -51,9 +51,8 @@ def numbers_of_versions(folder, mode, found):
     return {len(spans) for _, _, spans in found["rows"]}
 
 
-@pytest.mark.parametrize(
-    "mode", [pytest.param("abort", marks=pytest.mark.slow), "keep", pytest.param("wait", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["abort", "keep", "wait"])
 def test_responses_across_weight_syncs(long, mode):
     numbers = numbers_of_versions(long, mode, train(long, mode))
     assert (numbers == {1}) == (mode == "wait")  # with which every response ends before the weights change
