@@ -36,6 +36,8 @@ OPENMP_ENV = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "20000"}
 # Without these the libraries may choose another order of summation from one run to the next.
 DETERMINISTIC_ENV = {"MKL_CBWR": "AUTO", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
 _ERROR = re.compile(r"\b(\w*Error|ERROR)\b")
+# The last line of a traceback, with vLLM's process and logger before it.
+_RAISED = re.compile(r"(?:\(\w+ pid=\d+\) )?(?:ERROR [^\]]*\] )?([\w.]*(?:Error|Exception): .{1,400})")
 T = TypeVar("T")
 LOOK_SECONDS = 0.2  # between two looks at the processes of the run while something waits
 BEAT_SECONDS = 0.5
@@ -152,11 +154,17 @@ class SupervisedProcess:
 
     def log_tail(self, num_lines: int = 15) -> str:
         """The last lines of its output."""
+        return "\n".join(self._end_of_log(20_000)[-num_lines:])
+
+    def _end_of_log(self, num_bytes: int) -> list[str]:
         with open(self.log_path, "rb") as log:
             log.seek(0, os.SEEK_END)
-            log.seek(max(0, log.tell() - 20_000))
-            lines = log.read().decode(errors="replace").splitlines()
-        return "\n".join(lines[-num_lines:])
+            log.seek(max(0, log.tell() - num_bytes))
+            return log.read().decode(errors="replace").splitlines()
+
+    def _cause(self) -> str:
+        """The first exception in the end of its output: those behind it are often of others that it has taken along."""
+        return next((found[1] for line in self._end_of_log(200_000) if (found := _RAISED.match(line))), "")
 
     def _last_words(self) -> str:
         """The last line of its output that names an error, else the last line."""
@@ -180,6 +188,8 @@ class SupervisedProcess:
                 how += "; if nobody did so by hand, the machine may have run out of memory"
         else:
             how = f"exited with code {code}"
+            if (cause := self._cause()) and cause not in self.log_tail(num_lines):
+                how += f", and before that said {cause!r}"
         return f"{self.name} (pid {self.pid}) {how}; the end of {self.log_path}:\n{self.log_tail(num_lines)}"
 
     def remedy(self) -> str:

@@ -43,6 +43,21 @@ def test_exit_code_and_last_words_are_quoted(tmp_path):
     child.stop()
 
 
+def test_the_first_exception_is_told_where_others_follow_it(tmp_path):
+    """As of vLLM, whose server says of its core's death only that there was one, in a long traceback."""
+    log = """(APIServer pid=1) WARNING 11-27 00:32 [a.py:9] Found ulimit of 20000. This can cause `OSError: [Errno 24]`.
+    (EngineCore pid=2) ERROR 11-27 00:33 [core.py:13] Traceback (most recent call last):
+    (EngineCore pid=2) ERROR 11-27 00:33 [core.py:13] AssertionError: Error in memory profiling.
+    (APIServer pid=1) RuntimeError: Engine core initialization failed.
+    """
+    code = f"import sys; print({log!r}.replace('    ', '') + 'at\\n' * 20 + 'RuntimeError: see above'); sys.exit(1)"
+    child = SupervisedProcess("c", [sys.executable, "-c", code], tmp_path / "log")
+    assert wait_until(lambda: not child.alive())
+    told = child.describe()
+    assert "exited with code 1, and before that said 'AssertionError: Error in memory profiling.';" in told
+    assert "OSError" not in told and told.endswith("RuntimeError: see above")
+
+
 def test_stop_ends_grandchildren_and_those_who_ignore_sigterm(tmp_path):
     stubborn = "import signal, subprocess, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
     stubborn += "p = subprocess.Popen(['sleep', '60']); print(p.pid, flush=True); time.sleep(60)"
