@@ -214,7 +214,7 @@ def test_a_critic_with_experts_is_that_of_the_hf_backend(tmp_path):
         assert (got_weights[key] - want).norm() < 1e-5 * want.norm(), key
 
 
-@pytest.mark.parametrize("name", ["hf FSDP2 x2", "megatron TP2"])
+@pytest.mark.parametrize("name", ["hf FSDP2 x2", pytest.param("megatron TP2", marks=pytest.mark.slow)])
 def test_a_critic_from_an_actors_checkpoint_has_its_transformer_and_a_new_head(golden, tmp_path, name):
     """An actor's folder gives all but the head; as a critic's own, it does not fit."""
     root, _ = golden

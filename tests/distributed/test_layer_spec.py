@@ -112,7 +112,7 @@ def root(tmp_path_factory) -> Path:
 @pytest.mark.parametrize(
     "layout, path",
     [
-        ("one", f"{ME}.plain"),
+        pytest.param("one", f"{ME}.plain", marks=pytest.mark.slow),
         ("one", f"{ME}.one_for_all"),
         ("tp2-sp-tied", f"{ME}.plain"),
         ("pp2-virtual", f"{ME}.plain"),

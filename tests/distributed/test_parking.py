@@ -139,7 +139,10 @@ def _megatron_run(root, layout, dtype):
     "runs",
     [
         [("one", torch.float32), ("one", torch.bfloat16)],
-        [("dp2-dist-opt", torch.bfloat16), ("dp2", torch.float32), ("tp2-tied", torch.bfloat16)],
+        pytest.param(
+            [("dp2-dist-opt", torch.bfloat16), ("dp2", torch.float32), ("tp2-tied", torch.bfloat16)],
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["one", "two"],
 )

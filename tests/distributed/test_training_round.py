@@ -111,7 +111,7 @@ SHUFFLED, PACKED = ("two ranks", True), ("two ranks, packed", False)  # with the
 @pytest.mark.parametrize(
     ("estimator", "others", "distils"),
     [
-        ("reinforce_plus_plus", [SHUFFLED, PACKED], False),
+        pytest.param("reinforce_plus_plus", [SHUFFLED, PACKED], False, marks=pytest.mark.slow),
         ("rloo", [SHUFFLED], False),
         ("cispo", [PACKED], False),
         ("rloo", [SHUFFLED], True),

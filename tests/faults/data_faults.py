@@ -64,7 +64,7 @@ def disk_full_at_save(place: Place) -> None:
         check_whole(ckpt / "iter_0000001")
 
 
-@scenario(disk_full_at_metrics="error: the disk is full when metrics are written")
+@scenario(slow=True, disk_full_at_metrics="error: the disk is full when metrics are written")
 def disk_full_at_metrics(place: Place) -> None:
     patch = """
         from instep.observability.sinks import JsonLines
@@ -167,7 +167,7 @@ def shm_corrupted(place: Place) -> None:
         run.error("shm_corrupted", "SyncError: version 2 did not arrive", "tensor model.embed_tokens.weight")
 
 
-@scenario(shm_full="error: shared memory is full during a sync")
+@scenario(slow=True, shm_full="error: shared memory is full during a sync")
 def shm_full(place: Place) -> None:
     patch = """
         from instep.weights.shm import Shm
@@ -189,7 +189,7 @@ def shm_full(place: Place) -> None:
 # ---- numbers -----------------------------------------------------------------------------------------------------
 
 
-@scenario(nan_in_weights="error: a weight becomes NaN")
+@scenario(slow=True, nan_in_weights="error: a weight becomes NaN")
 def nan_in_weights(place: Place) -> None:
     patch = """
         from instep.training.hf.backend import HfBackend
@@ -236,6 +236,7 @@ def nan_in_gradients(place: Place) -> None:
 
 
 @scenario(
+    slow=True,
     clock_jumps="recovered: the clock of every process jumps by 6 hours, forward and back, twice a second",
 )
 def clock_jumps(place: Place) -> None:
@@ -283,7 +284,9 @@ def reward_hangs(place: Place) -> None:
         run.error("reward_hangs", "RewardError: the reward function took more than 2 s", "my_hooks.reward")
 
 
-@scenario(reward_leaks="error: a reward function leaks memory (`--controller-memory-limit 0.4 --no-hook-trial`)")
+@scenario(
+    slow=True, reward_leaks="error: a reward function leaks memory (`--controller-memory-limit 0.4 --no-hook-trial`)"
+)
 def reward_leaks(place: Place) -> None:
     hooks = """
         kept = []

@@ -67,7 +67,7 @@ def engine_killed(place: Place) -> None:
         run.error("engine_killed", "EngineError: engine 0 died (SIGKILL)", "log")
 
 
-@scenario(engine_http_killed="error: an engine's HTTP process is killed (SIGKILL)")
+@scenario(slow=True, engine_http_killed="error: an engine's HTTP process is killed (SIGKILL)")
 def engine_http_killed(place: Place) -> None:
     with place.run(*ENDLESS) as run:
         run.wait_steps()
@@ -77,7 +77,7 @@ def engine_http_killed(place: Place) -> None:
         )
 
 
-@scenario(engine_http_stopped="error: an engine's HTTP process is stopped (SIGSTOP)")
+@scenario(slow=True, engine_http_stopped="error: an engine's HTTP process is stopped (SIGSTOP)")
 def engine_http_stopped(place: Place) -> None:
     with place.run(*ENDLESS) as run:
         run.wait_steps()
@@ -201,6 +201,7 @@ def engine_garbage(place: Place) -> None:
 
 
 @scenario(
+    slow=True,
     worker_slow="recovered: a training worker stands still for 2 s",
     engine_slow="recovered: an engine stands still for 2 s",
     row_deleted="recovered: a row of the data file is deleted during the run",
@@ -285,7 +286,7 @@ def port_taken(place: Place) -> None:
             run.error("port_taken", f"ConfigError: port {port} is taken", "--engine-port", code=2)
 
 
-@scenario(worker_out_of_memory="error: a training worker gets no more memory (a limit, RLIMIT_AS)")
+@scenario(slow=True, worker_out_of_memory="error: a training worker gets no more memory (a limit, RLIMIT_AS)")
 def worker_out_of_memory(place: Place) -> None:
     patch = """
         from instep.training.hf.backend import HfBackend
