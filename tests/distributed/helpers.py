@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-
 PRELOADED = ["instep.training.hf.backend", "transformers.models.qwen3.modeling_qwen3", __name__]
 
 
