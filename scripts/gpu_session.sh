@@ -156,6 +156,9 @@ unpack() {
 }
 
 start() {
+    for lane in "$@"; do
+        [[ $lane =~ ^[0-9,]+: ]] || { echo "a lane is GPUS: ITEM ..., not $lane" >&2; exit 2; }
+    done
     for item in $(printf '%s\n' "${@#*:}"); do
         declare -F "item_$item" >/dev/null || { echo "no item $item: $(items)" >&2; exit 2; }
     done
