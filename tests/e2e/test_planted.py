@@ -32,7 +32,7 @@ from instep.training import lr_schedule
 from instep.weights.way import way_named
 from tests.assets import make_checkpoint
 from tests.e2e import plants, tampering
-from tests.e2e.commands import grpo_arguments, on_vllm, sync_folder
+from tests.e2e.commands import allowed, grpo_arguments, on_vllm, sync_folder
 from tests.e2e.test_sync_proof import train_once
 
 SECONDS = 10.0
@@ -285,7 +285,7 @@ def plant(stack: Stack, fault: Fault, patch: pytest.MonkeyPatch, kept: Path) -> 
 
 
 def limit_of(fault: Fault) -> float:
-    return SECONDS + 5.0 * (fault.way == "restart")  # an engine starts anew
+    return allowed(SECONDS + 5.0 * (fault.way == "restart"))  # an engine starts anew
 
 
 def seconds_until_named(stack: Stack, fault: Fault, kept: Path) -> float:

@@ -24,7 +24,7 @@ from instep.errors import SyncError
 from instep.processes import in_thread
 from instep.rollout import admission
 from instep.types import Sample
-from tests.e2e.commands import on_vllm
+from tests.e2e.commands import allowed, on_vllm
 from tests.e2e.test_planted import SECONDS, Stack, make_stack
 from tests.e2e.test_sync_proof import train_once
 
@@ -103,7 +103,9 @@ def test_an_old_cache_is_named_in_the_sync(stack: Stack, sync: WeightSync, monke
     began = time.monotonic()
     with pytest.raises(SyncError, match=f"{stack.engine.name} keeps cached keys and values of former") as caught:
         sync.run([stack.engine])
-    assert time.monotonic() - began < SECONDS and caught.value.where == stack.engine.url and caught.value.remedy
+    assert (
+        time.monotonic() - began < allowed(SECONDS) and caught.value.where == stack.engine.url and caught.value.remedy
+    )
     assert admission._closed and not under_way.done()  # nobody gets a token of it
     stack.engine.abort_requests(timeout=30)
     under_way.result(30)
@@ -120,7 +122,7 @@ def test_an_old_cache_that_is_denied_is_not_trained_on(
     began = time.monotonic()
     with pytest.raises(SyncError, match="the step was not trained") as caught:
         train(stack, sync, samples)
-    assert time.monotonic() - began < SECONDS
+    assert time.monotonic() - began < allowed(SECONDS)
     assert stack.actor.weight_digests("shm", 60) == before
     accused = sync.accuse([stack.engine], caught.value, "rollout 1")
     assert f"{stack.engine.name} at {stack.engine.url}" in accused.what

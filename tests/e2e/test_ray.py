@@ -17,7 +17,7 @@ from instep.arguments import parse
 from instep.cluster.placement import make_plan
 from instep.errors import ConfigError
 from tests.e2e import commands
-from tests.e2e.commands import children, gone_within, grpo_arguments, run
+from tests.e2e.commands import allowed, children, gone_within, grpo_arguments, run
 from tests.e2e.conftest import LOOPBACK
 
 HERE = Path(__file__).parent
@@ -32,7 +32,7 @@ def start_and_train(arguments):
         command, env=commands.ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     path = Path(arguments[arguments.index("--run-dir") + 1]) / "metrics.jsonl"
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 240  # the start is not what is tested
     while not (path.exists() and "train/loss" in path.read_text()):
         assert process.poll() is None, process.communicate()[1][-3000:]
         assert time.monotonic() < deadline, path
@@ -147,7 +147,7 @@ def test_a_killed_process_is_an_instep_error(tiny, tmp_path, ray_tmp, victim, wo
     os.kill(matching(ours, victim)[0].pid, signal.SIGKILL)
     started = time.monotonic()
     _, stderr = process.communicate(timeout=60)
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < allowed(30)
     assert process.returncode == 1 and "remedy" in stderr, stderr
     assert [word for word in words if word not in stderr] == [], stderr
     assert "its last words" in stderr or victim != "worker_main", stderr
@@ -269,7 +269,7 @@ def test_a_killed_controller_leaves_nothing_in_the_cluster(tiny, tmp_path, clust
 def test_an_address_where_there_is_no_ray(tiny, tmp_path, address, text):
     started = time.monotonic()
     done = run(grpo_arguments(tiny, tmp_path, "--cluster", "ray", "--ray-address", address), timeout=60)
-    assert done.returncode == 2 and text in done.stderr and time.monotonic() - started < 30
+    assert done.returncode == 2 and text in done.stderr and time.monotonic() - started < allowed(30)
 
 
 # ---- scripts ---------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 
 from instep.observability.sinks import read_json_lines
-from tests.e2e.commands import ENVIRONMENT, grpo_arguments
+from tests.e2e.commands import ENVIRONMENT, allowed, gone_within, grpo_arguments
 
 ENDLESS = ("--num-rollout", "1000")
 ROLES = {
@@ -115,7 +115,7 @@ class Run:
         if self.process.poll() is None:
             self.process.kill()
             self.process.communicate()
-        assert gone(self.children, 10), [p for p in self.children if p.is_running()]
+        assert gone_within(self.children, 10), [p for p in self.children if p.is_running()]
 
     # ---- what happens to it --------------------------------------------------------------------------------------
 
@@ -209,7 +209,7 @@ class Run:
         assert stderr.count("\n  where: ") == stderr.count("\n  remedy: ") == 1, stderr[-3000:]
         # From the command's start most of it is Python's imports, 24 s where other tests kept the machine busy.
         assert seconds <= allowed(within if self._mark.exists() else 40), seconds
-        assert gone(self.children, allowed(2)) and not left_in_shared_memory(self.process.pid)
+        assert gone_within(self.children, 2) and not left_in_shared_memory(self.process.pid)
         self.place.results[fault] = Result(seconds, self._words(stderr))
         return stderr
 
@@ -217,7 +217,7 @@ class Run:
         """It ends in order, at the user's wish."""
         code, stderr, seconds = self.end()
         assert code == 130 and stderr.rstrip().endswith("interrupted"), (code, stderr[-3000:])
-        assert seconds <= allowed(10) and gone(self.children, allowed(1)), seconds
+        assert seconds <= allowed(10) and gone_within(self.children, 1), seconds
         self.place.results[fault] = Result(seconds, "exit code 130, `interrupted`")
         return stderr
 
@@ -244,17 +244,6 @@ class Run:
         line = re.sub(r"pid=\d+\) (\w+) \d\d-\d\d [\d:]+ ", r"pid=N) \1 ", line)  # as vLLM's log has it
         line = re.sub(r"127\.0\.0\.1:\d+", "127.0.0.1:PORT", line)
         return line if len(line) <= 200 else line[:197] + "..."
-
-
-def allowed(seconds: float) -> float:
-    """A bound of a machine that has a core for each process; longer by the load where other tests run beside."""
-    return seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
-
-
-def gone(processes: list[psutil.Process], seconds: float) -> bool:
-    """Whether all have ended (or wait to be reaped) within some seconds."""
-    _, alive = psutil.wait_procs(processes, timeout=seconds)
-    return not [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
 
 def left_in_shared_memory(pid: int) -> list[Path]:

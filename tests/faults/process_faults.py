@@ -10,7 +10,8 @@ import socket
 import time
 from pathlib import Path
 
-from tests.faults.harness import ENDLESS, Place, Result, gone
+from tests.e2e.commands import gone_within
+from tests.faults.harness import ENDLESS, Place, Result
 from tests.faults.registry import scenario, unindent
 
 
@@ -252,7 +253,7 @@ def two_runs(place: Place) -> None:
         first.wait_steps()
         first.signal("controller", signal.SIGKILL)
         started = time.monotonic()
-        assert gone(first.children, 5)
+        assert gone_within(first.children, 5)
         seconds = time.monotonic() - started
         place.results["controller_killed"] = Result(seconds, "no process is left; the next run cleans shared memory")
         first.process.communicate()

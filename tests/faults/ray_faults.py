@@ -12,8 +12,9 @@ from pathlib import Path
 import psutil
 
 from tests.e2e import commands
+from tests.e2e.commands import gone_within
 from tests.e2e.conftest import LOOPBACK
-from tests.faults.harness import ENDLESS, Place, Run, gone
+from tests.faults.harness import ENDLESS, Place, Run
 from tests.faults.registry import scenario
 
 NODES = Path(commands.__file__).with_name("ray_nodes.py")
@@ -31,7 +32,7 @@ def nodes(num: int) -> Iterator[tuple[str, psutil.Process]]:
         ours = psutil.Process(process.pid).children(recursive=True)
         process.stdin.close()
         process.wait(60)
-    assert gone(ours, 10)
+    assert gone_within(ours, 10)
 
 
 def engine_of(above: psutil.Process) -> psutil.Process:

@@ -11,7 +11,7 @@ import pytest
 from instep_vllm import _wait_for_room
 
 from instep.weights.way import ROOM_VARIABLE
-from tests.faults.harness import gone
+from tests.e2e.commands import gone_within
 
 # A parent like vLLM's server, and a child like its core, in which a thread holds the interpreter's lock for ever.
 PARENT = """
@@ -42,7 +42,7 @@ def test_a_core_that_hangs_ends_with_its_server(tmp_path):
     finally:
         server.kill()
         server.wait(timeout=30)
-    assert gone(children, 10)
+    assert gone_within(children, 10)
 
 
 # A core whose server has ended before the plugin is loaded there.
@@ -74,7 +74,7 @@ def test_a_core_ends_whose_server_ended_as_it_began(tmp_path):
     finally:
         server.kill()
         server.wait(timeout=30)
-    assert gone(children, 10)
+    assert gone_within(children, 10)
 
 
 # A server that has loaded vLLM's plugins and a core that is forked from it, which loads them as a spawned one does.
