@@ -12,6 +12,7 @@ import psutil
 import torch
 
 from instep.weights.place import SYNC
+from tests.bounds import allowed
 
 ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
@@ -77,16 +78,11 @@ def start(arguments: list[str], **kwargs) -> subprocess.Popen[str]:
 
 def run(arguments: list[str], timeout: float = 180) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "instep.cli", *arguments]
-    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=timeout)
+    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=allowed(timeout))
 
 
 def children(pid: int) -> list[psutil.Process]:
     return psutil.Process(pid).children(recursive=True)
-
-
-def allowed(seconds: float) -> float:
-    """A bound of a machine that has a core for each process; longer by the load where other tests run beside."""
-    return seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 def gone_within(processes: list[psutil.Process], seconds: float) -> bool:

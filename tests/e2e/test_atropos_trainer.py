@@ -21,7 +21,8 @@ from instep.engines.guard import EVERYONE, GENERATE_VARIABLE, KEY_VARIABLE
 from instep.errors import EngineError
 from instep.ports import free_port
 from tests.assets import make_checkpoint
-from tests.e2e.commands import ENVIRONMENT, allowed
+from tests.bounds import allowed
+from tests.e2e.commands import ENVIRONMENT
 
 SERVED = {KEY_VARIABLE: "of-a-test", GENERATE_VARIABLE: EVERYONE}  # as `instep atropos-serve` serves
 EMBEDDED = [sys.executable, "-m", "tests.e2e.atropos_embedded"]
@@ -94,7 +95,7 @@ def test_ranks_that_are_started_by_hand_reduce_their_gradients(tiny: Path, tmp_p
                 for rank in range(1, size)
             ]
             done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
-            said = [(other.communicate(timeout=30)[0].decode(), other.returncode) for other in others]
+            said = [(other.communicate(timeout=60)[0].decode(), other.returncode) for other in others]
         assert done.returncode == 0, done.stderr[-2000:] + str(said)
         assert all("has joined rank 0" in text and code == 0 for text, code in said), said
         check_output(done.stdout, save, "final_adapter")
@@ -249,7 +250,7 @@ def test_a_run_with_a_server_that_the_user_has_started(tmp_path: Path, mode: str
             others = [subprocess.Popen([*train, "--trainer-rank", "1"], env=env)] if size > 1 else []
             done = subprocess.run(train, env=env, capture_output=True, text=True)
             assert done.returncode == 0, done.stderr[-3000:]
-            assert [other.wait(30) for other in others] == [0] * len(others)
+            assert [other.wait(60) for other in others] == [0] * len(others)
         assert "Step 4/4" in done.stdout and (save / ("final_model" if shared else "final_adapter")).is_dir()
         if not shared:
             check_adapters(
@@ -261,5 +262,5 @@ def test_a_run_with_a_server_that_the_user_has_started(tmp_path: Path, mode: str
     finally:
         server.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            server.wait(20)
+            server.wait(60)
         server.kill()

@@ -150,7 +150,7 @@ def test_sigusr1_writes_stacks_and_queues_and_the_run_goes_on(tiny, tmp_path):
     wait_for(lambda: len(steps(tmp_path)) > before, 20, process)
     doctor = instep("doctor", tmp_path)
     process.send_signal(signal.SIGINT)
-    stdout, stderr = process.communicate(timeout=20)
+    stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 130
     assert f"stacks and queues of all processes are in {tmp_path}/logs/dump-1.txt" in stdout + stderr
     text = path.read_text()

@@ -7,7 +7,8 @@ import time
 import pytest
 
 from instep.controller.space import num_weights
-from tests.e2e.commands import allowed, run, sft_arguments, start
+from tests.bounds import allowed
+from tests.e2e.commands import run, sft_arguments, start
 from tests.e2e.test_endings import in_rollout, wait_for
 
 

@@ -21,7 +21,8 @@ from instep.engines.vllm import SILENT_HEARTBEATS, VllmKind
 from instep.errors import ConfigError, EngineError
 from instep.ports import free_port
 from instep.processes import SupervisedProcess
-from tests.e2e.commands import allowed, grpo_arguments
+from tests.bounds import allowed
+from tests.e2e.commands import grpo_arguments
 
 
 class Server(ThreadingHTTPServer):

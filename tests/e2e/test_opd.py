@@ -12,7 +12,8 @@ from instep.ports import free_port
 from instep.processes import SupervisedProcess
 from tests import keys
 from tests.assets import make_checkpoint
-from tests.e2e.commands import allowed, grpo_arguments, run, start
+from tests.bounds import allowed
+from tests.e2e.commands import grpo_arguments, run, start
 from tests.keys import key_file
 
 NUM_ROLLOUT = 6

@@ -31,8 +31,9 @@ from instep.rollout import admission
 from instep.training import lr_schedule
 from instep.weights.way import way_named
 from tests.assets import make_checkpoint
+from tests.bounds import allowed
 from tests.e2e import plants, tampering
-from tests.e2e.commands import allowed, grpo_arguments, on_vllm, sync_folder
+from tests.e2e.commands import grpo_arguments, on_vllm, sync_folder
 from tests.e2e.test_sync_proof import train_once
 
 SECONDS = 10.0

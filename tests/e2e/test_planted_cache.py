@@ -24,7 +24,8 @@ from instep.errors import SyncError
 from instep.processes import in_thread
 from instep.rollout import admission
 from instep.types import Sample
-from tests.e2e.commands import allowed, on_vllm
+from tests.bounds import allowed
+from tests.e2e.commands import on_vllm
 from tests.e2e.test_planted import SECONDS, Stack, make_stack
 from tests.e2e.test_sync_proof import train_once
 

@@ -19,8 +19,8 @@ from instep.scratch import Scratch, memory_root
 from instep.weights.memory import attach
 from instep.weights.place import SYNC
 from instep.weights.source import TensorSpec
+from tests.bounds import allowed
 from tests.e2e import plants
-from tests.e2e.commands import allowed
 from tests.e2e.test_planted import SECONDS
 from tests.e2e.test_single_copy import Pair, pairs
 

@@ -76,7 +76,7 @@ class Server:
         """Exit code; whatever it had started has ended, too."""
         family = self.family()
         self.process.send_signal(number)
-        code = self.process.wait(30)
+        code = self.process.wait(60)
         assert not psutil.wait_procs(family, timeout=5)[1]
         return code
 
@@ -86,7 +86,7 @@ class Server:
     def __exit__(self, *_):
         if self.process.poll() is None:
             self.process.kill()
-            self.process.wait(10)
+            self.process.wait(60)
 
 
 @pytest.fixture(scope="module")

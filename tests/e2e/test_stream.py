@@ -14,7 +14,8 @@ from instep.controller.sync.session import EngineGone, _Carriage
 from instep.controller.sync.weight_sync import WeightSync
 from instep.engines.engine import Engine
 from instep.training import lr_schedule
-from tests.e2e.commands import allowed, grpo_arguments, on_vllm, run, sync_folder
+from tests.bounds import allowed
+from tests.e2e.commands import grpo_arguments, on_vllm, run, sync_folder
 from tests.e2e.test_engines import nothing_lost, two_engines
 from tests.e2e.test_families import train_once
 

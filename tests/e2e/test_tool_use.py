@@ -18,7 +18,8 @@ from instep.data.chat import tokenize_conversation
 from instep.observability.samples import gaps
 from instep.rollout.tokens import next_turn_ids
 from tests.assets import make_checkpoint
-from tests.e2e.commands import ENVIRONMENT, allowed
+from tests.bounds import allowed
+from tests.e2e.commands import ENVIRONMENT
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tool_use"
 

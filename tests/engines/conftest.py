@@ -192,7 +192,7 @@ def run_engine(
         yield engine
     finally:
         (process.terminate if kind == "vllm" else process.kill)()  # vLLM has children of its own
-        process.wait(timeout=30)
+        process.wait(timeout=60)
         engine.pool.shutdown(wait=False)
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from instep.engines.embedded.sampling import uniforms
-from tests.e2e.commands import allowed
+from tests.bounds import allowed
 from tests.engines.conftest import (
     MAX_MODEL_LEN,
     TOLERANCE,
@@ -215,9 +215,9 @@ def test_the_life_of_the_process(checkpoint: Path, tmp_path: Path) -> None:
     terminated.send_signal(signal.SIGTERM)
     ours.close()
     parent.kill()
-    assert terminated.wait(timeout=2) == 0
-    assert lined.wait(timeout=2) == 1
-    deadline = time.monotonic() + 2
+    assert terminated.wait(timeout=allowed(2)) == 0
+    assert lined.wait(timeout=allowed(2)) == 1
+    deadline = time.monotonic() + allowed(2)
     while is_running(child):
         assert time.monotonic() < deadline
         time.sleep(0.05)

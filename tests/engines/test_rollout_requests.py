@@ -22,7 +22,7 @@ from instep.rollout.http import post
 from instep.rollout.tokens import token_texts
 from instep.rollout.vllm_rollout import generate, generate_rollout
 from instep.types import Sample
-from tests.e2e.commands import allowed
+from tests.bounds import allowed
 from tests.engines.rollouts import calls, rollout, source_of, start_engine
 
 ME = __name__

@@ -16,7 +16,7 @@ from instep.rollout import runtime
 from instep.rollout.teacher import ServedTeacher
 from instep.types import TokenBatch
 from tests import keys
-from tests.e2e.commands import allowed
+from tests.bounds import allowed
 from tests.engines.conftest import MAX_MODEL_LEN
 
 

@@ -22,7 +22,8 @@ from typing import Any
 import psutil
 
 from instep.observability.sinks import read_json_lines
-from tests.e2e.commands import ENVIRONMENT, allowed, gone_within, grpo_arguments
+from tests.bounds import allowed
+from tests.e2e.commands import ENVIRONMENT, gone_within, grpo_arguments
 
 ENDLESS = ("--num-rollout", "1000")
 ROLES = {

@@ -51,7 +51,7 @@ def program(words: list[Any], log: Path, environment: dict[str, str]) -> Iterato
     finally:
         process.send_signal(signal.SIGTERM)
         try:
-            process.wait(20)
+            process.wait(60)
         except subprocess.TimeoutExpired:
             process.kill()
 
@@ -140,7 +140,7 @@ def test_a_run_outlives_the_restart_of_atropos_own_server(tmp_path: Path) -> Non
         with open(tmp_path / "api.log", "ab") as out:
             return subprocess.Popen([str(word) for word in words], env=environment, stdout=out, stderr=out)
 
-    outlives_its_api(tmp_path, tmp_path, serve).wait(20)
+    outlives_its_api(tmp_path, tmp_path, serve).wait(60)
 
 
 # ---- training --------------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from instep.weights.place import SYNC
 from instep.weights.source import TensorSpec, WeightSource
 from instep.weights.stream import Invitation, StreamBroken, StreamMismatch
 from instep.weights.way import Order, expandable
+from tests.bounds import allowed
 from tests.distributed.helpers import RankPool
 
 SHAPES = {"embed": (40, 64), "up": (128, 64), "norm": (64,), "scale": (), "none": (0, 4), "down": (64, 128)}
@@ -151,7 +152,7 @@ def test_a_planted_fault_is_refused_by_name_and_the_next_session_succeeds(tmp_pa
     began = time.monotonic()
     with pytest.raises(StreamMismatch) as refusal:
         carriage.sync()
-    assert refusal.value.tensor == names.get(fault, "up") and time.monotonic() - began < 10
+    assert refusal.value.tensor == names.get(fault, "up") and time.monotonic() - began < allowed(10)
     assert torch.equal(engine.held["up"], weights(1)["up"])  # nothing of it was loaded
     monkeypatch.undo()
     carriage.sync()
@@ -167,7 +168,7 @@ def test_an_engine_that_does_not_come_ends_the_session_for_all(tmp_path):
     began = time.monotonic()
     with pytest.raises((SyncError, StreamBroken), match="the engine is gone|a peer is gone"):
         carriage.sync()
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < allowed(10)
     engines[1].update = come
     carriage.sync()
     assert all(holds(engine, 3) for engine in engines)
@@ -295,7 +296,7 @@ def test_a_trainer_that_dies_ends_the_wait_of_its_engines(tmp_path):
         began = time.monotonic()
         with pytest.raises(StreamBroken, match="a peer is gone"):
             engine.update(info, {"version": "2", "nonce": "nonce"})
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < allowed(5)
     finally:
         trainer.kill()
         trainer.join(5)

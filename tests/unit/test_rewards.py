@@ -26,6 +26,7 @@ from instep.rollout.rewards.dapo import dapo
 from instep.rollout.rewards.dispatch import apply_rewards, compute_reward
 from instep.types import Sample
 from tests.assets import make_checkpoint
+from tests.bounds import allowed
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +81,7 @@ def test_hostile_responses_are_read_in_linear_time() -> None:
     text.gpqa("answer" + " " * 200_000 + "answer", "A", {})
     dapo("Answer:" * 100_000, "1")
     assert text.as_exact_number("9" * 100_000) is None
-    assert time.perf_counter() - start < 1.0
+    assert time.perf_counter() - start < allowed(1.0)
 
 
 @pytest.mark.parametrize(
@@ -319,7 +320,7 @@ def test_a_reward_that_fails_is_named(name: str, message: str, changed: dict[str
     start = time.monotonic()
     with pytest.raises(RewardError, match=message) as caught:
         apply(name, **changed)
-    assert time.monotonic() - start < 2.5
+    assert time.monotonic() - start < allowed(2.5)
     assert f"{__name__}.{name}" in caught.value.where
     assert "group 4, sample" in caught.value.where and caught.value.remedy
 
@@ -354,7 +355,7 @@ def test_many_quick_rewards_are_cheap() -> None:
     samples = [Sample(index=i, response=rf"\boxed{{{rng.randrange(9)}}}", label="4") for i in range(2000)]
     start = time.perf_counter()
     runtime.run(apply_rewards(args, samples, None), timeout=30)
-    assert time.perf_counter() - start < 2.0
+    assert time.perf_counter() - start < allowed(2.0)
     assert [s.reward for s in samples] == [float(s.response == r"\boxed{4}") for s in samples]
 
 

@@ -16,6 +16,7 @@ from instep.errors import EngineError, RewardError, RolloutError
 from instep.rollout import http, runtime
 from instep.rollout.client import complete
 from instep.types import Status, VersionSpan
+from tests.bounds import allowed
 
 
 @pytest.fixture(autouse=True)
@@ -159,7 +160,7 @@ def test_run_returns_raises_and_is_bounded() -> None:
     start = time.monotonic()
     with pytest.raises(RolloutError, match="not done after 0 s"):
         runtime.run(asyncio.sleep(30), timeout=0.2)
-    assert time.monotonic() - start < 1.5
+    assert time.monotonic() - start < allowed(1.5)
 
 
 def test_run_on_its_own_thread_is_refused_instead_of_hanging() -> None:
@@ -195,7 +196,7 @@ def test_cancel_all_reaches_every_caller(error: EngineError | None) -> None:
     runtime.cancel_all(error)
     for thread in threads:
         thread.join(5)
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < allowed(1)
     assert [f.what for f in failures] == [error.what if error else "the rollout was cancelled"] * 3
     runtime.run(asyncio.sleep(0), timeout=5)  # the loop goes on
     assert len(cancelled) == 3

@@ -16,6 +16,7 @@ from instep.observability.floors import CARDS, Model, peak_of
 from instep.observability.step_table import BETWEEN, IDLE, PHASE, step_table
 from instep.observability.trace import write_trace
 from instep.spans import ROLLOUT, Lane, Span
+from tests.bounds import allowed
 from tests.command_line import CONFIG, argv, make_folder, refusal
 
 MS = 1_000_000
@@ -81,7 +82,7 @@ def test_many_kernels_take_no_time() -> None:
     kernels = [of("engine 0", "k", 1 + i / 5000, 1 + (i + 0.5) / 5000, "s", kind="kernel") for i in range(100_000)]
     began = time.monotonic()
     lines = step_table([*STEP, *kernels], 0, 100 * MS, {}).lines
-    assert "rollout: the GPU of engine 0 is busy for 0.0100 s" in lines and time.monotonic() - began < 20
+    assert "rollout: the GPU of engine 0 is busy for 0.0100 s" in lines and time.monotonic() - began < allowed(20)
 
 
 def test_the_file_is_in_the_trace_event_format(tmp_path: Path) -> None:

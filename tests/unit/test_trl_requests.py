@@ -17,6 +17,7 @@ from instep.integrations.trl.receiver import Meeting, _store, careful_group
 from instep.integrations.trl.texts import Texts, template_options
 from instep.ports import free_port
 from tests.assets import make_checkpoint
+from tests.bounds import allowed
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +124,7 @@ def test_a_host_that_has_vanished_is_noticed():
         trainer.close()
         began = time.monotonic()
         assert connection.open
-        while connection.open and time.monotonic() - began < 60:
+        while connection.open and time.monotonic() - began < allowed(60):
             await asyncio.sleep(0.05)
         server.close()
         return time.monotonic() - began

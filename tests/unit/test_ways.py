@@ -62,6 +62,7 @@ from instep.weights.way import (
     way_of_adapters,
 )
 from tests.assets import make_checkpoint
+from tests.bounds import allowed
 
 NAMES = sorted({*WAYS, *OF_ADAPTERS, *map(golden, WAYS)} - {SINGLE_COPY})  # which samples
 TENSORS = {f"layer.{i}.weight": torch.arange(6.0).view(2, 3) + i for i in range(5)}
@@ -277,7 +278,7 @@ def test_a_sender_does_not_wait_for_engines_that_are_not_asked(tmp_path, monkeyp
     monkeypatch.setattr(carriage, "seconds_left", lambda: 30.0)
     with pytest.raises(SyncError, match="does not pause"):
         way_named(name).drive(carriage)
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < allowed(15)
 
 
 def test_after_a_refusal_nothing_more_is_delivered(tmp_path, monkeypatch):
@@ -498,7 +499,7 @@ def test_a_set_up_of_nccl_that_does_not_end_is_bounded(tmp_path, monkeypatch, pe
     with pytest.raises(StreamBroken, match=words):
         Group(store, invitation, torch.device("cuda", 0), 30.0, rank=0)
     ended.set()
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < allowed(10)
 
 
 def test_bytes_that_change_on_their_way_are_refused(tmp_path, monkeypatch):
@@ -527,7 +528,7 @@ def test_a_receiver_that_does_not_come_ends_the_stream(tmp_path):
     started = time.monotonic()
     with pytest.raises(SyncError, match="the engine is gone"):
         way_named("nccl").drive(receiver.carriage)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < allowed(10)
     receiver.carriage.deliver = receiver.deliver
     assert len(way_named("nccl").drive(receiver.carriage).tensors) == len(TENSORS)
     assert receiver.streams[0].group != receiver.streams[-1].group

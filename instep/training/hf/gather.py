@@ -17,7 +17,6 @@ Wanted = Sequence[tuple[Tensor, torch.dtype]]
 Finish = Callable[[], Iterator[Tensor | None]]
 
 
-@torch.no_grad()
 def in_batches(weights: Wanted, emits: bool) -> Iterator[Tensor | None]:
     """The whole of each weight in the dtype beside it, in their order (collective); None on ranks that do not emit."""
     finish: Finish | None = None
@@ -51,6 +50,7 @@ def _batches(weights: Wanted) -> Iterator[Wanted]:
         yield batch
 
 
+@torch.no_grad()
 def _start(batch: Wanted, emits: bool) -> Finish:
     """Begin to gather; each rank sends its rows in the wanted dtype, filled up to those of the first rank."""
     dtype, first = batch[0][1], batch[0][0]
@@ -76,10 +76,11 @@ def _start(batch: Wanted, emits: bool) -> Finish:
 def _alone(batch: Wanted, emits: bool) -> Finish:
     def finish() -> Iterator[Tensor | None]:
         for weight, dtype in batch:
+            weight = weight.detach()  # rather than without gradients, which a generator switches at each tensor
             if isinstance(weight, DTensor) and weight.device_mesh.size() > 1:
-                full = whole(weight.detach().to(dtype))  # cast first: half the bytes on the wire
+                full = whole(weight.to(dtype))  # cast first: half the bytes on the wire
             else:
-                full = whole(weight).detach().to(dtype)
+                full = whole(weight).to(dtype)
             yield full if emits else None
 
     return finish
