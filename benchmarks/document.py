@@ -186,13 +186,14 @@ def gpu_main() -> str:
     )
     rows = [head.split("|")]
     for run in found["runs"]:
+        beside = f"{run['beside']}; {run['date']}" if "date" in run else run["beside"]
         for r in run["rows"]:
             m = r["median"]
             sync = [_first_too(r, f"sync/{n}_seconds") for n in ("session", "pause", "transfer", "proof")]
             step = [_first_too(r, f"perf/{n}_seconds") for n in ("rollout", "train", "sync", "step")]
             names = [f"turns/{n}_seconds" for n in ("sleep", "wake", "offload", "onload")]
             turns = ", ".join(f"{m[n]:.2f}" for n in names) if names[0] in m else ""
-            rows.append([f"`{r['job']}`", f"{run['device']}; {run['beside']}", str(r["steps"]), *sync, *step, turns])
+            rows.append([f"`{r['job']}`", f"{run['device']}; {beside}", str(r["steps"]), *sync, *step, turns])
     v = found["versions"]
     text = f"Measured on {found['date']} (`{found['file']}`): vLLM {v['vllm']}, torch {v['torch']}. "
     text += "Seconds are medians over the steps but the first, whose seconds are in brackets."
@@ -209,7 +210,7 @@ def gpu_main() -> str:
 
 
 def async_training() -> str:
-    """The tables of `results/async-cpu.json` and, where there is one, `results/async-cuda.json`."""
+    """The tables of every `results/async-*.json`."""
     parts = []
     for path in sorted((ROOT / "benchmarks" / "results").glob("async-*.json")):
         found = result(path.stem)

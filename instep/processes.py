@@ -37,7 +37,8 @@ OPENMP_ENV = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "20000"}
 DETERMINISTIC_ENV = {"MKL_CBWR": "AUTO", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
 _ERROR = re.compile(r"\b(\w*Error|ERROR)\b")
 # The last line of a traceback, with vLLM's process and logger before it.
-_RAISED = re.compile(r"(?:\(\w+ pid=\d+\) )?(?:ERROR [^\]]*\] )?([\w.]*(?:Error|Exception): .{1,400})")
+_RAISED = re.compile(r"(?:\(\w+ pid=\d+\) )*(?:ERROR [^\]]*\] )?([\w.]*(?:Error|Exception): .{1,400})")
+_NEWS = re.compile(r"\bINFO\b")  # what a process says that is well
 T = TypeVar("T")
 LOOK_SECONDS = 0.2  # between two looks at the processes of the run while something waits
 BEAT_SECONDS = 0.5
@@ -163,8 +164,15 @@ class SupervisedProcess:
             return log.read().decode(errors="replace").splitlines()
 
     def _cause(self) -> str:
-        """The first exception in the end of its output: those behind it are often of others that it has taken along."""
-        return next((found[1] for line in self._end_of_log(200_000) if (found := _RAISED.match(line))), "")
+        """The first of the exceptions that end its output, with no news between them: those behind it are often of
+        others that it has taken along."""
+        cause = ""
+        for line in reversed(self._end_of_log(200_000)):
+            if found := _RAISED.match(line):
+                cause = found[1]
+            elif cause and _NEWS.search(line):
+                break
+        return cause
 
     def _last_words(self) -> str:
         """The last line of its output that names an error, else the last line."""

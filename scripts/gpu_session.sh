@@ -119,6 +119,11 @@ item_trl() { # 420 TRL's own trainer sends its weights by NCCL (two GPUs)
     python -m pytest -q -p no:cacheprovider -m gpu -s tests/gpu/test_trl.py
 }
 
+refuse() {
+    echo "$1" >&2
+    exit 2
+}
+
 items() { sed -n 's/^item_\([a-z0-9_]*\)() { # \([0-9]*\) \(.*\)/\1 \2 \3/p' "$HERE/scripts/gpu_session.sh"; }
 
 prepare() {
@@ -153,17 +158,24 @@ END
 unpack() {
     . scripts/gpu_host.sh
     python -m pip install --quiet --no-index --no-deps --target ~/atropos ~/g/extra/wheels/*.whl
+    touch ~/g/unpacked
 }
 
 start() {
+    [[ -e ~/g/unpacked ]] || refuse "first: gpu_session.sh unpack"
     for lane in "$@"; do
-        [[ $lane =~ ^[0-9,]+: ]] || { echo "a lane is GPUS: ITEM ..., not $lane" >&2; exit 2; }
+        [[ $lane =~ ^[0-9,]+: ]] || refuse "a lane is GPUS: ITEM ..., not $lane"
     done
     for item in $(printf '%s\n' "${@#*:}"); do
-        declare -F "item_$item" >/dev/null || { echo "no item $item: $(items)" >&2; exit 2; }
+        declare -F "item_$item" >/dev/null || refuse "no item $item: $(items)"
     done
-    local copy python
-    mkdir -p ~/t "$Q" && copy=$(mktemp -d ~/t/XXXX) && cp -r "$HERE/." "$copy" && cd "$copy"
+    local copy python twice
+    twice=$( (printf '%s\n' "${@%%:*}" | tr , '\n'; printf '%s\n' ${*#*:}) | sort | uniq -d)
+    [[ -z $twice ]] || refuse "twice: $twice"
+    mkdir -p ~/t "$Q"
+    copy=$(mktemp -d ~/t/XXXX)
+    cp -r "$HERE/." "$copy"
+    cd "$copy"
     mkdir -p .venv-atropos/bin
     python=$(python -c 'import sys; print(sys.executable)') # this one: `python3` may be another
     printf '#!/bin/sh\nexec %s "$@"\n' "$python" >.venv-atropos/bin/python
@@ -174,7 +186,11 @@ start() {
     done
 }
 
-queue() {
+queue() { # with a lock of each of its GPUs
+    for gpu in ${1//,/ }; do
+        exec {lock}>"$Q/gpu$gpu.lock"
+        flock --nonblock "$lock" || refuse "GPU $gpu has a lane: $1: ${*:2} is not run"
+    done
     . scripts/gpu_host.sh
     export CUDA_VISIBLE_DEVICES=$1 VLLM_CACHE_ROOT=$HOME/.cache/vllm TORCHINDUCTOR_CACHE_DIR=$HOME/.cache/inductor
     export TMPDIR=$HOME/tmp/${1//,/} # models of benchmarks are of one lane
@@ -192,10 +208,13 @@ queue() {
     done
 }
 
-pack() { # small files; some change while they are read
-    (cd "$Q" && find . -type f -size -2000k ! -name '*.safetensors' ! -name '*.pt' ! -path '*/checkpoints/*' -print0) |
-        tar cJf "$OUT/new" -C "$Q" --null --files-from=- 2>/dev/null || true
+pack() { # small files, some of which change while they are read (tar's 1)
+    local files=(-type f ! -name '*.safetensors' ! -name '*.pt' ! -path '*/checkpoints/*' ! -name '*.lock')
+    (cd "$Q" && find . "${files[@]}" -size -2000k -print0) |
+        { tar cJf "$OUT/new" -C "$Q" --warning=no-file-changed --ignore-failed-read --null --files-from=- ||
+            (($? == 1)) || echo "results.txz is not whole" >&2; }
     mv "$OUT/new" "$OUT/results.txz"
+    (cd "$Q" && find . "${files[@]}" ! -size -2000k -printf 'left out, as it is large: %p, %s bytes\n') >"$OUT/left_out"
 }
 
 watch() {
@@ -204,7 +223,7 @@ watch() {
         pack
     done
     pack
-    cat "$Q/queue.log"
+    cat "$OUT/left_out" "$Q/queue.log"
     for log in $(ls -t "$Q"/*.log); do echo "== $log" && tail -n 8 "$log" | cut -c1-300; done
 }
 

@@ -94,11 +94,9 @@ class Engine:
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
             if self.process is not None and not self.process.alive():
-                raise EngineError(
-                    f"{self.name} ended before it was ready",
-                    where=self.process.describe(),
-                    remedy=self.kind.start_remedy(self.process.log_tail()) or "the last lines of its log say why",
-                )
+                end = self.process.describe()
+                remedy = self.kind.start_remedy(end) or "its log says why"
+                raise EngineError(f"{self.name} ended before it was ready", where=end, remedy=remedy)
             self.watch()
             health = self.health(2.0)
             if health == "well":

@@ -18,7 +18,7 @@ from instep.cluster.engine_start import start_engine, start_router
 from instep.engines.wire import GENERATE
 from instep.rollout import runtime
 from instep.rollout.client import complete
-from tests.e2e.commands import ENVIRONMENT, grpo_arguments, run, start
+from tests.e2e.commands import ENVIRONMENT, gone_within, grpo_arguments, run, start
 from tests.keys import key_file
 
 NUM_ROLLOUT = 6
@@ -231,7 +231,7 @@ def test_nothing_of_vllm_outlives_a_killed_controller(small, tmp_path):
     assert len(family) >= 6  # a worker, a router, two servers with a core each
     controller.kill()
     process.communicate(timeout=60)
-    assert not psutil.wait_procs(family, timeout=5)[1]
+    assert gone_within(family, 5)
 
 
 def test_vllm_refuses_what_it_would_die_of(tiny, tmp_path):

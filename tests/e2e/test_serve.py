@@ -17,7 +17,7 @@ import pytest
 from instep.engines.guard import ATROPOS_ROUTES
 from instep.ports import free_port, free_ports
 from tests.assets import make_checkpoint
-from tests.e2e.commands import ENVIRONMENT, on_vllm, run
+from tests.e2e.commands import ENVIRONMENT, gone_within, on_vllm, run
 from tests.e2e.trl_sender import Http, Sender, weights_of
 from tests.engines.route_fuzz import GENERATION, OF_TRL, fuzz
 
@@ -77,7 +77,7 @@ class Server:
         family = self.family()
         self.process.send_signal(number)
         code = self.process.wait(60)
-        assert not psutil.wait_procs(family, timeout=5)[1]
+        assert gone_within(family, 5)
         return code
 
     def __enter__(self):
@@ -326,7 +326,7 @@ def test_nothing_outlives_a_killed_server(root):
         family = server.family()
         assert len(family) == 2  # the engine's two processes
         server.process.kill()
-        assert not psutil.wait_procs(family, timeout=5)[1]
+        assert gone_within(family, 5)
 
 
 def test_an_interrupt_before_it_is_ready(root):

@@ -16,7 +16,7 @@ from instep.ports import free_port
 from tests.assets import make_checkpoint
 from tests.bounds import allowed
 from tests.e2e import trl_sender
-from tests.e2e.commands import ENVIRONMENT
+from tests.e2e.commands import ENVIRONMENT, gone_within
 from tests.e2e.trl_sender import Http, Refusal, Sender, weights_of
 
 SEQUENCES = [[5, 6, 7, 8, 9], [10, 11, 12], [1, 42, 40, 26, 39, 52]]
@@ -67,7 +67,7 @@ class Server:
         family = psutil.Process(self.process.pid).children(recursive=True)
         self.process.terminate()
         self.process.wait(60)
-        assert not psutil.wait_procs(family, timeout=5)[1]
+        assert gone_within(family, 5)
 
 
 @pytest.fixture(scope="module")

