@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 def result(name: str) -> dict[str, Any]:
@@ -47,7 +48,8 @@ def cpu_grpo() -> str:
 
 def gpu_grpo() -> str:
     parts = []
-    names = [*(f"gpu-grpo-h100{n}" for n in ("", "-tuned", "-mixed")), *(f"gpu-grpo-h200-{n}" for n in _ON_H200)]
+    names = [f"gpu-grpo-h100{n}" for n in ("", "-tuned", "-mixed")]
+    names += sorted(path.stem for path in RESULTS.glob("gpu-grpo-h200-*.json"))
     for name in names:
         found = result(name)
         v, rows = found["versions"], [_GPU_GRPO.split("|"), *map(_gpu_grpo_row, found["rows"])]
@@ -59,12 +61,13 @@ def gpu_grpo() -> str:
     return "\n\n".join(parts)
 
 
-_ON_H200 = ("megatron", "long", "two")
 _GPU_GRPO = "run|seconds a step|samples/s|response tokens/s|rollout, train, sync|rollout, train: x the floor|"
 _GPU_GRPO += "to the first rollout, s|peak, GiB"
 
 
 def _gpu_grpo_row(r: dict[str, Any]) -> list[str]:
+    if "error" in r:
+        return [f"`{r['name']}`", str(r["error"]), *[""] * 6]
     parts = [r.get("parts", {}).get(f"perf/{name}_seconds") for name in ("rollout", "train", "sync")]
     peak = r["parts"]["perf/gpu_peak_bytes"] / 2**30 if "parts" in r else r["peak_gib"]
     tokens = r.get("response_tokens_per_s")  # with one length for all
@@ -72,7 +75,8 @@ def _gpu_grpo_row(r: dict[str, Any]) -> list[str]:
     cells.append(", ".join(f"{s:.2f}" for s in parts) if all(parts) else "")
     cells.append(", ".join(f"{phase['factor']:.2f}" for phase in r.get("roofline", {}).values()))
     cells += [f"{r.get('start_s', '')}", f"{peak:.1f}"]
-    return [f"`{r['name']}`", *cells]
+    name = f"`{r['name']}`" + (" (one step)" if len(r.get("steps_s", "ab")) == 1 else "")
+    return [name, *cells]
 
 
 def embedded_engine() -> str:
@@ -118,7 +122,12 @@ def bf16_gap() -> str:
 
 
 def controller_share() -> str:
-    found = result("controller-share-cpu")
+    """A table of every `results/controller-share-*.json`."""
+    return "\n\n".join(_controller_share(path.stem) for path in sorted(RESULTS.glob("controller-share-*.json")))
+
+
+def _controller_share(file: str) -> str:
+    found = result(file)
     rows = [["part", *(f"{r['samples']:,}, {r['lengths']}" for r in found["rows"])]]
     names = {"cpu": "**all, CPU seconds**", "wall": "wall clock, with waits for stand-ins and other work"}
     for name in found["rows"][0]["seconds"]:
@@ -157,7 +166,7 @@ def weight_sync() -> str:
 def weight_sync_gpu() -> str:
     """The tables of every device in `results/weight-sync-<device>.json`, of which weight_sync_gpu.py writes one."""
     parts = []
-    for path in sorted((ROOT / "benchmarks" / "results").glob("weight-sync-[0-9]x-*.json")):
+    for path in sorted(RESULTS.glob("weight-sync-[0-9]x-*.json")):
         found = result(path.stem)
         gpus = f"{found['num_gpus']} x {found['device']}, copying {found['copy_gb_per_s']:,.0f} GB/s"
         if "broadcast_gb_per_s" in found:
@@ -212,7 +221,7 @@ def gpu_main() -> str:
 def async_training() -> str:
     """The tables of every `results/async-*.json`."""
     parts = []
-    for path in sorted((ROOT / "benchmarks" / "results").glob("async-*.json")):
+    for path in sorted(RESULTS.glob("async-*.json")):
         found = result(path.stem)
         head = "|samples/s|rollout, s|trainer waits, s|training, s|sync, s|staleness|held-out reward"
         rows = [head.split("|")]

@@ -133,6 +133,8 @@ def measure(controller: Controller, stamps: Stamps, order: dict[str, Any]) -> di
     idle = [sync(controller, stamps, next(loads)) for _ in range(IDLE_SYNCS)]
     alone = median(answer_seconds(engine, model) for _ in range(3))
     with requests_in_flight(engine, model) as answered:
+        time.sleep(0.3)
+        first = sync(controller, stamps, next(loads))  # does not count
         while len(busy) < order["num_syncs"] and (time.monotonic() < deadline or len(busy) < 5):
             time.sleep(0.3)  # all are under way
             busy.append(sync(controller, stamps, next(loads)))
@@ -148,7 +150,7 @@ def measure(controller: Controller, stamps: Stamps, order: dict[str, Any]) -> di
         "trainer_peak_gb": memory.get("trainer_peak_bytes", 0.0) / 1e9,
         "tokens_per_s": throughput(engine, model),
     }
-    raw = {"busy": busy, "idle": idle, "waits": waits}
+    raw = {"first": first, "busy": busy, "idle": idle, "waits": waits}
     return found | {"busy": medians, "idle": medians_of(idle), "raw": raw}
 
 

@@ -58,7 +58,7 @@ ALSO = {"ipc": ["shm"]}  # ways that the engine of another takes, too: one start
 GB_PER_CELL = {"tiny": 1, "0.5b": 16, "0.6b": 16, "1.7b": 32, "4b": 70, "8b": 125}  # trainer and engine
 LARGE = ("4b", "8b")
 START_SECONDS = 240.0
-MEASURE_SECONDS = 90.0
+MEASURE_SECONDS, OF_LARGE = 90.0, 200.0  # a large model is loaded before each sync by single copy
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -156,7 +156,8 @@ class Cell:
     def __init__(self, options: argparse.Namespace, size: str, way: str):
         self.size, self.way = size, way
         name = f"{size}-{way}"
-        order = {"size": size, "device": options.device, "num_syncs": options.num_syncs, "seconds": MEASURE_SECONDS}
+        order = {"size": size, "device": options.device, "num_syncs": options.num_syncs}
+        order["seconds"] = self.seconds = OF_LARGE if size in LARGE else MEASURE_SECONDS
         order |= {"models": str(options.models), "run_dir": str(options.logs / name)}
         order |= {"flags": f"{WAYS[way]} {options.flags}"}
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -220,7 +221,7 @@ def wave(options: argparse.Namespace, pairs: list[tuple[str, str]], deadline: fl
         for cell, answer in zip(cells, ready, strict=True):
             of_cell = []
             for size, way in [(cell.size, cell.way), *also[cell.size, cell.way]]:
-                found = answer if "error" in answer else cell.measure(way, left(2 * MEASURE_SECONDS))
+                found = answer if "error" in answer else cell.measure(way, left(2 * cell.seconds))
                 of_cell.append({"size": size, "way": way, **found})
                 print(json.dumps({name: value for name, value in of_cell[-1].items() if name != "raw"}), flush=True)
             rows += of_cell

@@ -65,8 +65,9 @@ item_sync_06b() { # 300 syncs of 0.6B dimensions
 item_sync_4b() { # 300 syncs of 4B dimensions, and an adapter's tokens/s
     python benchmarks/weight_sync.py --device cuda --only 4b:ipc 4b:lora --limit 280 --out "$R/out.json"
 }
-item_sync_4b_copy() { # 300 syncs of 4B dimensions in one memory
-    python benchmarks/weight_sync.py --device cuda --only 4b:single-copy --limit 280 --out "$R/out.json"
+item_sync_4b_copy() { # 480 syncs of 4B dimensions in one memory, and by ipc from a copy, for which an H100 has no room
+    python benchmarks/weight_sync.py --device cuda --only 4b:ipc 4b:single-copy --flags=--optimizer-cpu-offload \
+        --limit 460 --out "$R/out.json"
 }
 item_sync_nccl() { # 480 syncs of 4B and 8B dimensions between two GPUs
     python benchmarks/weight_sync.py --device cuda --only 4b:nccl 8b:nccl --limit 460 --out "$R/out.json"
@@ -74,18 +75,22 @@ item_sync_nccl() { # 480 syncs of 4B and 8B dimensions between two GPUs
 item_sync_tp2() { # 300 syncs in one memory with TP 2 (two GPUs)
     python benchmarks/weight_sync.py --device cuda --only 0.6b:single-copy-tp2 --limit 280 --out "$R/out.json"
 }
-item_tests_ways() { # 540 the tests of the ways on one GPU
-    python scripts/gpu_main.py --tests ipc single_copy test_lora offload lease --limit 520 --out "$R/out"
+item_tests_ways() { # 480 the tests of the ways on one GPU
+    python scripts/gpu_main.py --tests ipc single_copy lease --side-by-side 3 --limit 460 --out "$R/out"
+}
+item_tests_alone() { # 600 tests whose engines measure what they have: one file at a time
+    python scripts/gpu_main.py --tests offload test_lora --side-by-side 1 --limit 580 --out "$R/out"
 }
 item_tests_two() { # 480 the tests that need two GPUs
-    python scripts/gpu_main.py --tests nccl single_copy hf_parallel context_parallel --limit 460 --out "$R/out"
+    python scripts/gpu_main.py --tests nccl single_copy hf_parallel context_parallel --side-by-side 4 --limit 460 \
+        --out "$R/out"
 }
 item_tests_rest() { # 600 all other files of tests/gpu
     python scripts/gpu_main.py --tests async compiled conversion families fast faults grouped host latent optimizer plan \
-        profile routing --limit 580 --out "$R/out"
+        profile routing --side-by-side 4 --limit 580 --out "$R/out"
 }
 item_grpo() { # 600 0.6B dimensions, hf beside TRL as it is and tuned
-    python benchmarks/gpu_grpo.py --only instep-hf trl trl-tuned --steps 4 --limit 190 --out "$R/out.json"
+    python benchmarks/gpu_grpo.py --only instep-hf trl trl-tuned --steps 4 --limit 230 --out "$R/out.json"
 }
 item_grpo_long() { # 600 1.7B dimensions, 1,024 new tokens, beside TRL tuned
     python benchmarks/gpu_grpo.py --size 1.7b --new-tokens 1024 --steps 3 --limit 280 --out "$R/out.json" \
@@ -105,7 +110,7 @@ item_grpo_side_by_side() { # 240 0.6B dimensions, nobody takes turns: early scor
 item_grpo_two() { # 480 two GPUs: one trains and one generates, and both on both, with two engines and with one of TP 2
     python benchmarks/gpu_grpo.py --only instep-hf-apart instep-hf-dp2 instep-hf-tp2 --out "$R/out.json"
 }
-item_card() { # 90 the card's rates, for instep plan
+item_card() { # 150 the card's rates, for instep plan
     XDG_CACHE_HOME=$R/cache python -m instep.cli plan --card-profile measure --hf-checkpoint ~/g/extra/guide/models/policy \
         --rollout-backend vllm --colocate --actor-num-gpus-per-node 1 --rollout-batch-size 32
 }
@@ -165,6 +170,7 @@ start() {
     [[ -e ~/g/unpacked ]] || refuse "first: gpu_session.sh unpack"
     for lane in "$@"; do
         [[ $lane =~ ^[0-9,]+: ]] || refuse "a lane is GPUS: ITEM ..., not $lane"
+        [[ ! $lane =~ guide || $lane =~ ^0 ]] || refuse "the guide types CUDA_VISIBLE_DEVICES=0: it needs GPU 0"
     done
     for item in $(printf '%s\n' "${@#*:}"); do
         declare -F "item_$item" >/dev/null || refuse "no item $item: $(items)"
@@ -209,12 +215,12 @@ queue() { # with a lock of each of its GPUs
 }
 
 pack() { # small files, some of which change while they are read (tar's 1)
-    local files=(-type f ! -name '*.safetensors' ! -name '*.pt' ! -path '*/checkpoints/*' ! -name '*.lock')
-    (cd "$Q" && find . "${files[@]}" -size -2000k -print0) |
+    local files=(-ignore_readdir_race -type f ! -name '*.safetensors' ! -name '*.pt' ! -path '*/checkpoints/*' ! -name '*.lock')
+    (cd "$Q" && find . "${files[@]}" -size -2000k -print0 || true) |
         { tar cJf "$OUT/new" -C "$Q" --warning=no-file-changed --ignore-failed-read --null --files-from=- ||
             (($? == 1)) || echo "results.txz is not whole" >&2; }
     mv "$OUT/new" "$OUT/results.txz"
-    (cd "$Q" && find . "${files[@]}" ! -size -2000k -printf 'left out, as it is large: %p, %s bytes\n') >"$OUT/left_out"
+    (cd "$Q" && find . "${files[@]}" ! -size -2000k -printf 'left out, as it is large: %p, %s bytes\n' || true) >"$OUT/left_out"
 }
 
 watch() {

@@ -26,7 +26,8 @@ class RankPool:
     """
 
     def __init__(self, world_size: int, *, timeout: float = 120, cuda: bool = False):
-        context = mp.get_context("forkserver")  # one process imports what all ranks of all pools need: 7 CPU seconds
+        # One process imports what all ranks of all pools need, for 7 CPU seconds; CUDA wants no fork.
+        context = mp.get_context("spawn" if cuda else "forkserver")
         context.set_forkserver_preload(PRELOADED)
         self.timeout, self.closed = timeout, False
         self._folder = tempfile.TemporaryDirectory()

@@ -7,6 +7,7 @@ stays closed, so that no token and no loss see the weights.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -196,7 +197,8 @@ def make_stack(
     spec = plan_engines(args.replace(hf_checkpoint=str(begun)))[0]
     env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **plants.environment(folder)}
     workers = WorkerGroup("actor", 1, folder / "logs", env)
-    own = {"CUDA_VISIBLE_DEVICES": str(gpu)} if device == "cuda" else {}
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+    own = {"CUDA_VISIBLE_DEVICES": seen[gpu]} if device == "cuda" else {}
     engine = start_engine(args, spec, num_threads=1, log_dir=folder / "logs", env=own)
 
     def start_anew(index: int, checkpoint: Path | None = None) -> None:

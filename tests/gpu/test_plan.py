@@ -32,6 +32,7 @@ def test_training_needs_what_is_planned(tmp_path: Path, size: str, case: str, to
     options = argparse.Namespace(
         device="cuda", max_tokens_per_gpu=tokens, num_samples=128, prompt=128, response=512, steps=3
     )
+    options.turns, options.kernels = False, 0
     row = measure(options, model, case, tmp_path / "run")
     print(f"\n{size} {case}: planned {row['planned_gib']} GiB, seen {row['peak_gib']} GiB, {row['seconds']} s")
     assert row["planned_gib"] == pytest.approx(row["peak_gib"], rel=0.1)

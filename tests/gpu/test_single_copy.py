@@ -111,6 +111,9 @@ class InProcess:
         assert way == "single-copy"
         return single_copy.WAY.digests(self.backend.weight_source())
 
+    def unwritten_weights(self, timeout: float) -> list[str]:
+        return single_copy.WAY.unwritten(self.backend.weight_source())
+
     def probe_log_probs(self, batch: Any, timeout: float) -> list[float]:
         (outputs,) = self.backend.forward_only([batch])
         return outputs.log_probs.tolist()

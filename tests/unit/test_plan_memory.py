@@ -104,7 +104,7 @@ def of_older_trees(monkeypatch):
 def test_runs_needed_what_is_planned(plan, job, of_older_trees):
     """`scripts/gpu_main.py` on H100 and H200: 0.6 B parameters, 8,192 tokens a micro-batch, prompts of 191 tokens."""
     runs = json.loads(GPU_MAIN.read_text())["runs"]
-    (row,) = [row for run in runs for row in run["rows"] if row["job"] == job]
+    row = next(row for run in runs for row in run["rows"] if row["job"] == job)  # the oldest
     way, _, backend = job.rpartition("-")
     flags = f"--train-backend {backend} --weight-sync {way} --use-dynamic-batch-size --max-tokens-per-gpu 8192 "
     flags += "--n-samples-per-prompt 8 --rollout-max-prompt-len 191 --rollout-max-response-len 128"
@@ -115,7 +115,7 @@ def test_runs_needed_what_is_planned(plan, job, of_older_trees):
 
 def test_an_engine_awake_and_asleep_takes_what_was_seen(plan):
     runs = json.loads(GPU_MAIN.read_text())["runs"]
-    (seen,) = [row["first"] for run in runs for row in run["rows"] if row["job"] == "ipc-hf"]
+    seen = next(row["first"] for run in runs for row in run["rows"] if row["job"] == "ipc-hf")
     flags = "--weight-sync ipc --use-dynamic-batch-size --max-tokens-per-gpu 8192 --vllm-kv-cache-memory-bytes "
     kind = only(plan(f"{flags} 4294967296 --rollout-batch-size 16 --vllm-max-model-len 512", size="0.6b"))
     rollout = seen["memory/rollout/others_bytes"] + seen["memory/rollout/trainer_reserved_bytes"]

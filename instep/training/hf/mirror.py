@@ -41,6 +41,7 @@ class Mirror:
         self._is_one = compute is masters
         names = named_weights(masters.model)
         self._pairs = [(name, tensor, names[name]) for name, tensor in named_weights(compute.model).items()]
+        self._is_plain = not any(isinstance(t, DTensor) for _, *both in self._pairs for t in both)
         self._stale = not self._is_one
         self._memory: EngineMemory | None = None
         self._sampler: Sampler | None = None  # of the same memory
@@ -102,9 +103,11 @@ class Mirror:
 
     def _pieces(self) -> tuple[list[Piece], list[Piece]]:
         """What this rank computes with, and its masters: pieces that are alike, and those to be gathered."""
+        if self._is_plain:
+            return self._pairs, []
         same, cut = [], []
         for name, tensor, master in self._pairs:
-            part, mine = local(tensor), local(master)
+            part, mine = _here(tensor), _here(master)
             if _divided(master):
                 if not self._shared:
                     cut.append((name, tensor, master))
@@ -184,7 +187,15 @@ class Mirror:
 
 def _divided(tensor: Tensor) -> bool:
     """Whether each data-parallel rank has a shard of it."""
-    return isinstance(tensor, DTensor) and tensor.device_mesh[DP].size() > 1
+    if not isinstance(tensor, DTensor):
+        return False
+    mesh = tensor.device_mesh
+    return mesh.size((mesh.mesh_dim_names or ()).index(DP)) > 1  # `mesh[DP]` makes a mesh, for a millisecond
+
+
+def _here(tensor: Tensor) -> Tensor:
+    """As `local`, where nobody wants gradients: hundreds of `to_local` take longer than the writing."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _point(tensor: Tensor, view: Tensor) -> None:
@@ -201,19 +212,17 @@ class MirroredSource(HfWeightSource):
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype, names: CheckpointNames, mirror: Mirror):
         super().__init__(model, dtype, names)
         self._mirror = mirror
+        # The names in a checkpoint of the model's parameters that are a weight each.
+        self._plain = {g.model[0]: g.checkpoint[0] for g in names.groups if g.converter is None}
 
     def write_into(self, memory: EngineMemory) -> Samples:
-        samples = self._mirror.write_into(memory, self._plain())
+        samples = self._mirror.write_into(memory, self._plain)
         self._write(memory, self._converted(), samples)
         return samples
 
     def unwritten(self, memory: EngineMemory) -> list[str]:
-        plain = names_of(self._mirror.unlike(memory, self._plain()))
+        plain = names_of(self._mirror.unlike(memory, self._plain))
         return plain + names_of(self._unlike(memory, self._converted()))
-
-    def _plain(self) -> dict[str, str]:
-        """The names in a checkpoint of the model's parameters that are a weight each."""
-        return {group.model[0]: group.checkpoint[0] for group in self._names.groups if group.converter is None}
 
     def _converted(self) -> Weights:
         """The weights that a parameter does not hold as they are (collective)."""
