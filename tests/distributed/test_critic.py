@@ -252,7 +252,9 @@ def test_bfloat16_is_near_and_values_are_not_rounded_to_it(golden, tmp_path, nam
     assert not torch.equal(values.bfloat16().float(), values)
 
 
-@pytest.mark.parametrize("one, two", [("hf", "hf FSDP2 x2"), ("megatron", "megatron TP2")])
+@pytest.mark.parametrize(
+    "one, two", [("hf", "hf FSDP2 x2"), pytest.param("megatron", "megatron TP2", marks=pytest.mark.slow)]
+)
 def test_a_critic_goes_on_under_another_layout(golden, tmp_path, one, two):
     root, (_, metrics, after, _) = golden
     with Critic(one, root, tmp_path / "one") as critic:

@@ -213,12 +213,18 @@ def with_hooks(tmp_path, monkeypatch):
     "more, words",
     [
         (["--custom-rm-path", "my_hooks.raises"], ["KeyError('no such key')", "my_hooks.py:4 in raises"]),
-        (["--custom-rm-path", "my_hooks.wrong_type"], ["my_hooks.wrong_type", "great"]),
+        pytest.param(
+            ["--custom-rm-path", "my_hooks.wrong_type"], ["my_hooks.wrong_type", "great"], marks=pytest.mark.slow
+        ),
         (
             ["--dynamic-sampling-filter-path", "my_hooks.filter_raises"],
             ["ZeroDivisionError", "my_hooks.py:8 in filter_raises"],
         ),
-        (["--rollout-sample-hook-path", "my_hooks.raises"], ["KeyError", "my_hooks.py:4 in raises"]),
+        pytest.param(
+            ["--rollout-sample-hook-path", "my_hooks.raises"],
+            ["KeyError", "my_hooks.py:4 in raises"],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_bad_hook_is_found_before_anything_starts(tiny, tmp_path, monkeypatch, more, words):
