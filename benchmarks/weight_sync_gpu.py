@@ -5,10 +5,11 @@
 Each way has a trainer (hf, float32 masters) and a vLLM of its own, in a process that starts them (a cell). Cells start
 side by side, in order as many as the memory takes, and are measured one after another while the others do nothing:
 syncs with 64 requests in flight that stay in the engine (`--pause-mode keep`), syncs with none, tokens per second. The
-trainer loads another checkpoint before every fifth sync. The tokens per second of `lora` are also put in relation to
-those of `ipc` (or single-copy) in the same run, whose engine has no adapters. Results go into
-`results/weight-sync-<device>.json`, where they replace those of the same ways and sizes; its `headline` compares all
-rows with what is to be reached. `--device cpu --size tiny` tries all of it without a GPU.
+trainer loads another checkpoint before every fifth sync. The first sync under requests does not count (`raw` has it).
+The tokens per second of `lora` are also put in relation to those of `ipc` (or single-copy) in the same run, whose
+engine has no adapters. Results go into `results/weight-sync-<device>.json`, where they replace those of the same ways
+and sizes; its `headline` compares all rows with what is to be reached.
+`--device cpu --size tiny` tries all of it without a GPU.
 """
 
 from __future__ import annotations
