@@ -48,15 +48,15 @@ def test_the_op_adds_to_tokens_that_have_the_adapter(slices: list[int], has_bias
 
 def test_the_op_is_one_to_a_compiler() -> None:
     import instep_vllm.fast.adapter  # noqa: F401
+    from torch import library
     from torch._subclasses import FakeTensorMode
-    from torch.library import opcheck
 
     with FakeTensorMode():
         y, b, tokens = torch.empty(5, 12), torch.empty(6, 3), torch.empty(9, dtype=torch.long)
         out = torch.ops.vllm.instep_add_adapter(y, b, None, tokens, [4, 2], 3)
         assert out.shape == (5, 6) and out.is_contiguous()
     real = (torch.randn(5, 12), torch.randn(6, 3), None, torch.zeros(9, dtype=torch.long), [4, 2], 3)
-    results = opcheck(torch.ops.vllm.instep_add_adapter.default, real)
+    results = library.opcheck(torch.ops.vllm.instep_add_adapter.default, real)
     assert set(results.values()) == {"SUCCESS"}
 
 

@@ -15,7 +15,7 @@ from instep.models.checkpoint_names import CheckpointNames, named_weights
 from instep.training.hf.gather import in_batches
 from instep.training.hf.model import Policy
 from instep.training.hf.samples import Sampler
-from instep.training.hf.shards import DP, box, local, over_dp, whole
+from instep.training.hf.shards import DP, box, local, num_dp, over_dp, whole
 from instep.training.hf.weights import HfWeightSource
 from instep.weights.memory import EngineMemory, unlike
 from instep.weights.parking import give_back
@@ -187,10 +187,7 @@ class Mirror:
 
 def _divided(tensor: Tensor) -> bool:
     """Whether each data-parallel rank has a shard of it."""
-    if not isinstance(tensor, DTensor):
-        return False
-    mesh = tensor.device_mesh
-    return mesh.size((mesh.mesh_dim_names or ()).index(DP)) > 1  # `mesh[DP]` makes a mesh, for a millisecond
+    return isinstance(tensor, DTensor) and num_dp(tensor.device_mesh) > 1
 
 
 def _here(tensor: Tensor) -> Tensor:

@@ -61,15 +61,20 @@ def part_of(weight: Tensor) -> Part | None:
     return Part(placement.dim, rank * length, (rank + 1) * length)
 
 
+def num_dp(mesh: DeviceMesh) -> int:
+    """The data-parallel ranks of a mesh that has this dimension; `mesh[DP]` would make a mesh, for a millisecond."""
+    return mesh.size((mesh.mesh_dim_names or ()).index(DP))
+
+
 def box(weight: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape and offset of what this rank holds of a weight."""
     shape, offset = list(weight.shape), [0] * weight.ndim
     if (part := part_of(weight)) is not None:
         shape[part.dim], offset[part.dim] = part.stop - part.start, part.start
     if isinstance(weight, DTensor) and DP in (weight.device_mesh.mesh_dim_names or ()):
-        mesh = weight.device_mesh[DP]
-        rows = -(-shape[0] // mesh.size())  # FSDP2 divides as torch.chunk does
-        first = min(rows * mesh.get_local_rank(), shape[0])
+        mesh = weight.device_mesh
+        rows = -(-shape[0] // num_dp(mesh))  # FSDP2 divides as torch.chunk does
+        first = min(rows * mesh.get_local_rank(DP), shape[0])
         shape[0], offset[0] = min(rows, shape[0] - first), offset[0] + first
     return tuple(shape), tuple(offset)
 
