@@ -124,6 +124,17 @@ def test_signals_end_a_command_with_130(number):
     assert (process.returncode, out, error) == (130, "cleaned up\n", "interrupted\n")
 
 
+def test_an_interrupt_in_an_exec_ends_python_m_with_130(tmp_path):
+    (tmp_path / "interrupted.py").write_text(
+        "import sys, instep.cli as cli\n"
+        "cli._run = lambda words: exec('raise KeyboardInterrupt')\n"
+        "sys.exit(cli.main(['train']))"
+    )
+    words = [sys.executable, "-m", "interrupted"]
+    done = subprocess.run(words, cwd=tmp_path, env=ENV, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
 def test_hooks_may_be_modules_of_the_current_folder(tmp_path):
     (tmp_path / "my_reward.py").write_text("raise SystemExit('imported too early')\n")
     done = subprocess.run(
