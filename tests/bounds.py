@@ -3,10 +3,26 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
 
 MOST = 6.0
 
 
 def allowed(seconds: float) -> float:
-    """A bound of a machine that has a core for each process; up to `MOST` times it where other tests run beside."""
-    return seconds * min(MOST, max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
+    """A bound of a machine that has a core for each process; up to `MOST` times it where other tests run beside.
+
+    The load is that of the last minute or of this moment, whichever is more.
+    """
+    with open("/proc/loadavg") as file:
+        last_minute, _, _, now, _ = file.read().split()
+    load = max(float(last_minute), float(now.partition("/")[0]))
+    return seconds * min(MOST, max(1.0, load / (os.cpu_count() or 1)))
+
+
+def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
+    """Wait for what must come, however busy the machine is."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"it did not come within {seconds:.0f} s"
+        time.sleep(0.02)

@@ -76,11 +76,11 @@ def take_array_share() -> dict[str, float]:
 
 
 def _ensure() -> _Loop:
+    """The loop, started if there is none. The caller holds `_lock`."""
     global _current
-    with _lock:
-        if _current is None:
-            _current = _Loop()
-        return _current
+    if _current is None:
+        _current = _Loop()
+    return _current
 
 
 def _abandon(loop: _Loop) -> None:
@@ -97,15 +97,16 @@ def run(coro: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
         RolloutError: the time is over.
         InstepError: the error given to `cancel_all`, or to the `bounded_steps` whose coroutine blocks the loop.
     """
-    home = _ensure()
-    if threading.current_thread() is home.thread:
-        coro.close()
-        raise RolloutError(
-            "a blocking call on the rollout loop's own thread", remedy="use `await` in async hooks", where="a hook"
-        )
     interrupt: concurrent.futures.Future[None] = concurrent.futures.Future()
-    home.interrupts.add(interrupt)
-    future = asyncio.run_coroutine_threadsafe(coro, home.loop)
+    with _lock:  # `shutdown` interrupts this call, or it gets a loop of its own
+        home = _ensure()
+        if threading.current_thread() is home.thread:
+            coro.close()
+            raise RolloutError(
+                "a blocking call on the rollout loop's own thread", remedy="use `await` in async hooks", where="a hook"
+            )
+        home.interrupts.add(interrupt)
+        future = asyncio.run_coroutine_threadsafe(coro, home.loop)
     deadline = None if timeout is None else time.monotonic() + timeout
     try:
         while True:
@@ -118,8 +119,7 @@ def run(coro: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
             step = home.step
             if step is not None and time.monotonic() > step[0]:
                 _abandon(home)  # its thread cannot be stopped, only left behind, to end what it has once it is free
-                home.interrupt(step[1])
-                home.loop.call_soon_threadsafe(_cancel_tasks, home.loop)
+                _cancel(home, step[1])
             elif deadline is not None and time.monotonic() > deadline:
                 raise RolloutError(
                     f"not done after {timeout:.0f} s", remedy="see the engines' logs", where="--rollout-timeout"
@@ -138,9 +138,12 @@ def _cancelled_error() -> InstepError:
 def cancel_all(error: BaseException | None = None) -> None:
     """End every task in flight, from any thread; each waiting `run` raises `error` (default: EngineError) at once."""
     home = _current
-    if home is None:
-        return
-    home.interrupt(error or _cancelled_error())
+    if home is not None:
+        _cancel(home, error or _cancelled_error())
+
+
+def _cancel(home: _Loop, error: BaseException) -> None:
+    home.interrupt(error)
     home.loop.call_soon_threadsafe(_cancel_tasks, home.loop)
 
 
@@ -154,8 +157,8 @@ def shutdown(timeout: float = 2.0) -> None:
     home = _current
     if home is None:
         return
-    cancel_all()
-    _abandon(home)
+    _abandon(home)  # first, so that nothing begins on it any more
+    _cancel(home, _cancelled_error())
     try:
         asyncio.run_coroutine_threadsafe(home.close(), home.loop).result(timeout)
     except concurrent.futures.TimeoutError:  # frozen or busy, it is left behind: a daemon whose complaints nobody hears
@@ -169,7 +172,8 @@ def shutdown(timeout: float = 2.0) -> None:
 
 def at_shutdown(closer: Callable[[], Awaitable[None]]) -> None:
     """Await `closer()` on the loop when it shuts down."""
-    _ensure().closers.append(closer)
+    with _lock:
+        _ensure().closers.append(closer)
 
 
 @contextlib.asynccontextmanager

@@ -25,7 +25,7 @@ class RankPool:
     A context manager. After a failure the pool is closed: its ranks may stand anywhere.
     """
 
-    def __init__(self, world_size: int, *, timeout: float = 120, cuda: bool = False):
+    def __init__(self, world_size: int, *, timeout: float = 600, cuda: bool = False):
         # One process imports what all ranks of all pools need, for 7 CPU seconds; CUDA wants no fork.
         context = mp.get_context("spawn" if cuda else "forkserver")
         context.set_forkserver_preload(PRELOADED)

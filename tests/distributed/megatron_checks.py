@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
+from instep.ports import free_port
 from tests.distributed.megatron_layouts import (
     BIAS_RATES,
     CLIP,
@@ -45,9 +45,7 @@ def compute(root: Path, names: list[str], resumes: list[tuple[str, str]]) -> dic
             mp.spawn(bare_faults, args=(root,))
             results["bare faults"] = torch.load(root / "faults.pt", weights_only=False)
     for size in sorted({LAYOUTS[name][0] for name in names}, reverse=True):
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = s.getsockname()[1]
+        port = free_port()
         here = [name for name in names if LAYOUTS[name][0] == size]
         mp.spawn(processes, args=(size, port, root, here, [r for r in resumes if r[1] in here]), nprocs=size)
         ranks = [torch.load(root / f"results-{size}-{r}.pt", weights_only=False) for r in range(size)]

@@ -166,6 +166,10 @@ class Engine:
     def submit(self, token_ids: list[int], **sampling_params: Any) -> Future[dict[str, Any]]:
         return self.pool.submit(self.generate, token_ids, **sampling_params)
 
+    def at_work(self) -> bool:
+        """Whether a request runs (a prefix cache in use is not reset)."""
+        return not self.ok("/reset_prefix_cache")["success"]
+
     def prompt_log_probs(self, token_ids: list[int]) -> list[float]:
         answer = self.ok("/inference/v1/generate", VLLM_WIRE.scoring_request(token_ids))
         assert answer["prompt_logprobs"][0] is None

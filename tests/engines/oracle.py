@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import time
 from typing import Any
 
 import torch
 
+from tests.bounds import allowed
 from tests.engines.conftest import (
     MAX_MODEL_LEN,
     Engine,
@@ -47,6 +49,9 @@ def partial(engine: Engine, end: str, **params: Any) -> dict[str, Any]:
         future = engine.submit(PROMPT, ignore_eos=True, logprobs=0, **params)
         time.sleep(wait)
         engine.ok(end)
+        done, _ = concurrent.futures.wait([future], allowed(5))
+        if not done:  # it came after the pause, and waits
+            engine.ok("/resume")
         choice = future.result(timeout=60)
         if 0 < len(choice["token_ids"]) < MAX_MODEL_LEN - len(PROMPT):
             return choice

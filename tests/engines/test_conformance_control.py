@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import http.client
 import json
 import time
 
 import pytest
 
-from tests.bounds import allowed
+from tests.bounds import allowed, until
 from tests.engines.conftest import (
     TOLERANCE,
     Engine,
@@ -71,12 +72,12 @@ def test_pause_keep_freezes_and_spans_are_exact(engine: Engine, clear_cache: str
 
 def test_pause_wait_drains_and_holds_newcomers(engine: Engine) -> None:
     running = engine.submit(PROMPT, ignore_eos=True)
-    time.sleep(0.1)
+    until(engine.at_work)
     pause = engine.pool.submit(engine.ok, "/pause?mode=wait")
-    time.sleep(0.1)
+    until(lambda: engine.ok("/is_paused", method="GET")["is_paused"])
     late = engine.submit(PROMPT, max_tokens=2, ignore_eos=True)
     pause.result(timeout=60)
-    assert running.result(timeout=allowed(1))["finish_reason"] == "length"
+    assert running.result(timeout=allowed(5))["finish_reason"] == "length"
     time.sleep(0.1)
     assert not late.done()
     engine.ok("/resume")
@@ -90,14 +91,18 @@ def test_abort_by_id_ends_that_request_only(engine: Engine) -> None:
         for name in ("one", "two")
     ]
     futures = [engine.pool.submit(engine.ok, "/inference/v1/generate", body) for body in bodies]
-    time.sleep(0.3)
-    engine.ok("/abort_requests", {"request_ids": ["generate-tokens-one"]})
-    aborted = futures[0].result(timeout=10)
+
+    def aborted_one() -> bool:  # asked again until it has come
+        engine.ok("/abort_requests", {"request_ids": ["generate-tokens-one"]})
+        return bool(concurrent.futures.wait([futures[0]], 0.2).done)
+
+    until(aborted_one)
+    aborted = futures[0].result()
     assert aborted["request_id"] == "generate-tokens-one"
     assert aborted["choices"][0]["finish_reason"] == "abort" and aborted["choices"][0]["token_ids"] == []
     assert not futures[1].done()
     engine.ok("/resume")
-    assert futures[1].result(timeout=10)["choices"][0]["finish_reason"] == "length"
+    assert futures[1].result(timeout=60)["choices"][0]["finish_reason"] == "length"
 
 
 def test_abort_all(engine: Engine) -> None:
@@ -116,9 +121,9 @@ def test_a_client_that_leaves_is_forgotten(engine: Engine) -> None:
     host = engine.url.removeprefix("http://")
     connection = http.client.HTTPConnection(host, timeout=10)
     connection.request("POST", "/inference/v1/generate", json.dumps({"token_ids": PROMPT}), HEADERS)
-    time.sleep(0.3)
+    time.sleep(allowed(0.3))
     connection.close()
-    time.sleep(0.3)
+    time.sleep(allowed(0.3))
     assert engine.ok("/abort_requests")["aborted"] == 0
 
 

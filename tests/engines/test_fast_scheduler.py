@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.bounds import until
 from tests.engines.conftest import Engine, make_checkpoint, run_engine
 from tests.engines.fake_vllm import response
 from tests.engines.test_fast_log_probs import fast, metric, num_running, stock
@@ -88,7 +89,7 @@ def test_pauses_and_forced_preemptions_lose_nothing(served: Engine) -> None:
 def test_an_abort_returns_a_beginning(served: Engine, route: str) -> None:
     prompts = [[5 + i] * (20 + i) for i in range(12)]
     asked = [served.pool.submit(fast, served, prompt, max_tokens=900, ignore_eos=True) for prompt in prompts]
-    time.sleep(0.5)
+    until(lambda: num_running(served) + metric(served, "vllm:num_requests_waiting{") == len(prompts))
     served.ok(route)
     served.ok("/resume")
     choices = [done.result(timeout=60)[0] for done in asked]

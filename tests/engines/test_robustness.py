@@ -91,8 +91,8 @@ def test_a_step_that_fails_fails_its_requests_only(tmp_path: Path) -> None:
     async def scenario() -> list[Any]:
         caller = Caller(ours)
         asked = [asyncio.create_task(caller.call_each("submit", [request(n)], cancel="abort")) for n in (5, 7, 6)]
-        first = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 60)
-        return [*first, await asyncio.wait_for(caller.call_each("submit", [request(5)], cancel="abort"), 60)]
+        first = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 300)
+        return [*first, await asyncio.wait_for(caller.call_each("submit", [request(5)], cancel="abort"), 300)]
 
     try:
         good, bad, _, again = asyncio.run(scenario())

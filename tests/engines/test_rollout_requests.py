@@ -22,7 +22,7 @@ from instep.rollout.http import post
 from instep.rollout.tokens import token_texts
 from instep.rollout.vllm_rollout import generate, generate_rollout
 from instep.types import Sample
-from tests.bounds import allowed
+from tests.bounds import allowed, until
 from tests.engines.rollouts import calls, rollout, source_of, start_engine
 
 ME = __name__
@@ -188,7 +188,8 @@ def test_an_engine_killed_during_a_rollout(make_args: Callable[..., Any], tiny_m
     victim = start_engine(tiny_model, tmp_path)
     args = make_args(*ENDLESS, url=victim.url)
     thread, failure = in_thread(lambda: generate_rollout(args, 0, source_of(args)))
-    time.sleep(0.7)
+    until(lambda: failure or sum(runtime.requests_in_flight.values()))
+    time.sleep(0.2)
     assert thread.is_alive() and victim.process is not None
     os.kill(victim.process.pid, signal.SIGKILL)
     start = time.monotonic()
@@ -201,7 +202,7 @@ def test_an_engine_killed_during_a_rollout(make_args: Callable[..., Any], tiny_m
 def test_cancel_all_ends_a_rollout_at_once(make_args: Callable[..., Any], server: Engine) -> None:
     args = make_args(*ENDLESS)
     thread, failure = in_thread(lambda: generate_rollout(args, 0, source_of(args)))
-    time.sleep(0.5)
+    until(lambda: failure or sum(runtime.requests_in_flight.values()))
     assert thread.is_alive()
     start = time.monotonic()
     runtime.cancel_all(EngineError("engine 0 died"))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import shutil
-import time
 from pathlib import Path
 
 import pytest
 
+from tests.bounds import until
 from tests.engines.conftest import Engine
 from tests.engines.oracle import PROMPT
 
@@ -22,9 +22,9 @@ def test_a_sleeping_engine_refuses_until_its_cache_is_awake(engine: Engine, leve
     assert status == 400 and "1 or 2" in refusal["error"]["message"]
     control.sleeps = True
     future = engine.submit(PROMPT, ignore_eos=True, max_tokens=900)
-    time.sleep(0.3)
+    until(engine.at_work)
     control.sleep(level, timeout=20)
-    assert future.result(timeout=20)["finish_reason"] == "abort" and control.has_weights == (level == 1)
+    assert future.result(timeout=60)["finish_reason"] == "abort" and control.has_weights == (level == 1)
     assert engine.ok("/is_sleeping", method="GET") == {"is_sleeping": True} and control.healthy(5)
     for tag in ("weights", "kv_cache"):
         status, refusal = engine.call("/inference/v1/generate", {"token_ids": PROMPT, "sampling_params": {}})

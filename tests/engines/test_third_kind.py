@@ -13,7 +13,7 @@ THIRD = [sys.executable, "-m", "tests.engines.third_kind"]
 
 
 def run(words: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*THIRD, *words], env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    return subprocess.run([*THIRD, *words], env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
 
 
 def test_a_run_with_a_kind_that_nobody_knows(tiny_model: Path, data: Path, tmp_path: Path) -> None:

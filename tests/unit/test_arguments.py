@@ -340,7 +340,7 @@ def test_no_torch_for_a_command_line():
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
         seconds.append(float(done.stdout))
-    assert min(seconds) < 0.5, seconds
+    assert min(seconds) < 1, seconds  # 0.4 here; torch alone takes more than two
 
 
 def test_help_shows_every_flag_that_acts():

@@ -96,8 +96,8 @@ def test_a_save_returns_before_it_is_written_and_the_next_waits(tmp_path):
     write(made, writer)
     made.check()
     assert made.metrics() == {} and writer.states == [(3, {"rollout_id": 3}, False)]
-    threading.Timer(0.3, writer.gate.set).start()
     began = time.monotonic()
+    threading.Timer(0.3, writer.gate.set).start()
     made.wait()
     assert time.monotonic() - began > 0.2
     (name, seconds), *none = made.metrics().items()

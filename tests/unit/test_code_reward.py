@@ -66,7 +66,7 @@ def test_a_program_passes_all_tests_or_has_no_reward(program: str, label: Any, r
 
 
 def test_limits_are_the_programs_fault() -> None:
-    assert graded("while True: pass", ASSERTS, seconds=1.5) == 0.0
+    assert graded("while True: pass", ASSERTS, seconds=4.0) == 0.0
     assert graded("x = 'a' * 10**10", ASSERTS, memory=256 << 20) == 0.0
 
 

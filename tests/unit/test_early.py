@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -253,9 +254,18 @@ def test_the_trainer_must_be_there_and_free(
 
 
 def test_nothing_is_begun_once_the_rollout_has_ended() -> None:
+    """The work ends while its processes are looked at."""
     calls: list[int] = []
-    Watch(lambda: None, "").run(lambda: time.sleep(0.05), timeout=30, what="it", meanwhile=lambda: calls.append(1))
-    assert not calls
+    end = threading.Event()
+
+    def check() -> None:
+        end.set()
+        for thread in threading.enumerate():
+            if thread.name == "it":
+                thread.join(30)
+
+    Watch(check, "").run(lambda: end.wait(30), timeout=60, what="it", meanwhile=lambda: calls.append(1))
+    assert end.is_set() and not calls
 
 
 def test_a_trainer_that_dies_while_it_scores_ends_the_rollout() -> None:

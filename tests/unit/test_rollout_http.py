@@ -16,7 +16,7 @@ from instep.errors import EngineError, RewardError, RolloutError
 from instep.rollout import http, runtime
 from instep.rollout.client import complete
 from instep.types import Status, VersionSpan
-from tests.bounds import allowed
+from tests.bounds import allowed, until
 
 
 @pytest.fixture(autouse=True)
@@ -90,8 +90,8 @@ def test_post_gives_up_after_its_retries_with_the_servers_words() -> None:
     ],
 )
 def test_post_takes_a_refusal_as_final(body: str, words: str) -> None:
-    error, count, seconds = posted([(404, body)])
-    assert count == 1 and seconds < 1
+    error, count, _ = posted([(404, body)])
+    assert count == 1
     assert isinstance(error, EngineError) and error.what == f"the request was refused with 404: {words}"
 
 
@@ -173,9 +173,10 @@ def test_run_on_its_own_thread_is_refused_instead_of_hanging() -> None:
 
 @pytest.mark.parametrize("error", [None, EngineError("engine 3 died")])
 def test_cancel_all_reaches_every_caller(error: EngineError | None) -> None:
-    cancelled, failures = [], []
+    begun, cancelled, failures = [], [], []
 
     async def long() -> None:
+        begun.append(1)
         try:
             await asyncio.sleep(60)
         except asyncio.CancelledError:
@@ -191,11 +192,11 @@ def test_cancel_all_reaches_every_caller(error: EngineError | None) -> None:
     threads = [threading.Thread(target=caller) for _ in range(3)]
     for thread in threads:
         thread.start()
-    time.sleep(0.2)
+    until(lambda: len(begun) == 3)
     start = time.monotonic()
     runtime.cancel_all(error)
     for thread in threads:
-        thread.join(5)
+        thread.join(60)
     assert time.monotonic() - start < allowed(1)
     assert [f.what for f in failures] == [error.what if error else "the rollout was cancelled"] * 3
     runtime.run(asyncio.sleep(0), timeout=5)  # the loop goes on
