@@ -61,6 +61,7 @@ def guarded(work: Callable[[], int]) -> int:
     """Do the work of a command. Returns its exit code, or that of its error, which is printed."""
     try:
         _terminate_like_interrupt()
+        _keep_interrupts()
         with private_files():
             keep_bytecode()
             return work()
@@ -278,6 +279,21 @@ def _terminate_like_interrupt() -> None:
         signal.signal(signal.SIGTERM, interrupt)
         if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
             signal.signal(signal.SIGHUP, interrupt)
+
+
+def _keep_interrupts() -> None:
+    """Raise an interrupt again that falls into a destructor or a callback of Python, where it would be lost."""
+    before = sys.unraisablehook
+
+    def hook(lost: sys.UnraisableHookArgs) -> None:
+        if issubclass(lost.exc_type, KeyboardInterrupt):
+            again = threading.Timer(0.02, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+            again.daemon = True
+            again.start()  # later: what is raised in here would be lost, too
+        else:
+            before(lost)
+
+    sys.unraisablehook = hook
 
 
 if __name__ == "__main__":

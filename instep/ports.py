@@ -18,7 +18,8 @@ PORTS = range(20000, 30000)  # below the ephemeral ports of connections, above R
 TRIES = 1000
 _SOCK_DIAG, _BY_FAMILY, _DUMP, _LISTEN = 4, 20, 0x301, 10  # see sock_diag(7)
 _END, _NO_COOKIE = (2, 3), 0xFFFFFFFF  # NLMSG_ERROR and NLMSG_DONE; INET_DIAG_NOCOOKIE
-_given: collections.deque[int] = collections.deque(maxlen=1000)  # the last ones of this process, not given again soon
+_KEPT = 256
+_given: collections.deque[tuple[int, socket.socket | None]] = collections.deque()  # the last ones, not given again
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -29,7 +30,8 @@ def free_port(host: str = "127.0.0.1") -> int:
 def free_ports(count: int, host: str = "127.0.0.1") -> int:
     """The first of `count` consecutive ports that were free a moment ago; 0 if `count` is 0.
 
-    No outgoing connection of this host gets them before the server listens, which takes vLLM seconds.
+    No outgoing connection of this host gets them before the server listens, which takes vLLM seconds, and no other
+    process that asks here, while this one lives (and has not been given 256 more).
 
     Raises:
         ConfigError: none were found after many tries.
@@ -39,14 +41,43 @@ def free_ports(count: int, host: str = "127.0.0.1") -> int:
     for _ in range(TRIES):
         first = PORTS.start + secrets.randbelow(len(PORTS) - count + 1)
         ports = range(first, first + count)
-        if not set(ports).intersection(_given) and all(_can_bind(port, host, reuse=False) for port in ports):
-            _given.extend(ports)
+        if all(_can_bind(port, host, reuse=False) for port in ports) and _reserve(ports):
             return first
     raise ConfigError(
         f"found no {count} free ports in a row from {PORTS.start} to {PORTS.stop - 1}",
         where=host,
         remedy="end what listens there, or name ports with --engine-port",
     )
+
+
+def _reserve(ports: range) -> bool:
+    """Whether no process of this host was given one of them; if so, no other one is given them now.
+
+    A name of Linux's abstract sockets stands for a port: it has one owner, and ends with it.
+    """
+    if {port for port, _ in _given}.intersection(ports):
+        return False
+    names: list[socket.socket | None] = []
+    for port in ports:
+        if sys.platform != "linux":
+            names.append(None)
+            continue
+        name = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        try:
+            name.bind(f"\0instep-port-{port}")
+        except OSError as error:
+            for other in (name, *filter(None, names)):
+                other.close()
+            if error.errno != errno.EADDRINUSE:
+                raise
+            return False
+        names.append(name)
+    _given.extend(zip(ports, names, strict=True))
+    while len(_given) > _KEPT:
+        _, oldest = _given.popleft()
+        if oldest is not None:
+            oldest.close()
+    return True
 
 
 def port_is_free(port: int, host: str = "127.0.0.1") -> bool:

@@ -176,7 +176,10 @@ def others(folder: Path) -> str:
 
 def contents(folder: Path) -> str:
     """What is in a folder, for errors."""
-    names = sorted(p.name for p in folder.iterdir())
+    try:
+        names = sorted(os.listdir(folder))
+    except FileNotFoundError:
+        return "nothing any more"
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "") or "nothing"
 
 
@@ -195,10 +198,12 @@ def _problem(folder: Path) -> tuple[Path, str] | None:
         return manifest, f"its list of files cannot be read: {error}"
     for name, (size, _) in files.items():
         path = folder / name
-        if not path.is_file():
+        try:
+            now = path.stat().st_size
+        except FileNotFoundError:
             return path, f"{name} is missing"
-        if path.stat().st_size != size:
-            return path, f"{name} has {path.stat().st_size:,} bytes instead of {size:,}"
+        if now != size:
+            return path, f"{name} has {now:,} bytes instead of {size:,}"
     return None
 
 

@@ -76,7 +76,7 @@ def start(arguments: list[str], **kwargs) -> subprocess.Popen[str]:
     )
 
 
-def run(arguments: list[str], timeout: float = 180) -> subprocess.CompletedProcess[str]:
+def run(arguments: list[str], timeout: float = 360) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "instep.cli", *arguments]
     return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=allowed(timeout))
 
@@ -85,7 +85,23 @@ def children(pid: int) -> list[psutil.Process]:
     return psutil.Process(pid).children(recursive=True)
 
 
+def words_of(process: psutil.Process) -> list[str]:
+    """Its command line; none if it has just ended."""
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:  # or one that waits to be reaped
+        return []
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """Whether it is gone, or waits to be reaped."""
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE or not process.is_running()
+    except psutil.NoSuchProcess:
+        return True
+
+
 def gone_within(processes: list[psutil.Process], seconds: float) -> bool:
     """Whether all have ended (or wait to be reaped) within the seconds that are allowed."""
     _, alive = psutil.wait_procs(processes, timeout=allowed(seconds))
-    return [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
+    return all(map(has_ended, alive))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import statistics
@@ -14,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from instep.checkpoints.folders import latest_iteration
-from tests.e2e.commands import ENVIRONMENT
+from tests.e2e.commands import ENVIRONMENT, gone_within, words_of
 
 VICTIMS = {"engine": "instep.engines.embedded", "worker": "instep.cluster", "critic": "instep.cluster"}
 WAYS = ("tree", "controller", "worker", "engine")  # and of PPO "critic", whose process is started after the actor's
@@ -39,7 +40,7 @@ class Run:
         self.arguments = [*arguments, "--save", str(run_dir / "ckpt"), "--load", str(run_dir / "ckpt")]
         self.sessions: list[Session] = []
 
-    def finish(self, timeout: float = 240) -> Session:
+    def finish(self, timeout: float = 600) -> Session:
         """The last session: nobody disturbs it."""
         process, _ = self._start()
         stderr = process.communicate(timeout=timeout)[1]
@@ -53,10 +54,10 @@ class Run:
         time.sleep(rng.random() * _typical_seconds(diary, phase))
         family = psutil.Process(process.pid).children(recursive=True)
         for victim in _victims(psutil.Process(process.pid), family, way):
-            victim.kill()
-        stderr = process.communicate(timeout=60)[1]
-        _, alive = psutil.wait_procs(family, timeout=10)
-        assert not alive, f"outlived the {way} killed in {phase}: {alive}"
+            with contextlib.suppress(psutil.NoSuchProcess):  # children die with their parent
+                victim.kill()
+        stderr = process.communicate(timeout=240)[1]
+        assert gone_within(family, 10), f"outlived the {way} killed in {phase}: {family}"
         return self._ended(f"{way} in {phase} of rollout {target}", process.returncode, stderr)
 
     def _start(self) -> tuple[subprocess.Popen[str], Path]:
@@ -77,7 +78,7 @@ class Run:
         return 0 if latest is None else latest + 1
 
     @staticmethod
-    def _await(process: subprocess.Popen[str], diary: Path, line: str, timeout: float = 120) -> None:
+    def _await(process: subprocess.Popen[str], diary: Path, line: str, timeout: float = 300) -> None:
         deadline = time.monotonic() + timeout
         while not (diary.exists() and line in diary.read_text()):
             assert process.poll() is None, f"the run ended by itself:\n{process.communicate()[1][-3000:]}"
@@ -90,8 +91,8 @@ def _victims(parent: psutil.Process, family: list[psutil.Process], way: str) -> 
         return [parent, *family]
     if way == "controller":
         return [parent]
-    chosen = [p for p in family if VICTIMS[way] in " ".join(p.cmdline())]
-    assert chosen, f"no {way} among {[p.cmdline() for p in family]}"
+    chosen = [p for p in family if VICTIMS[way] in " ".join(words_of(p))]
+    assert chosen, f"no {way} among {[words_of(p) for p in family]}"
     return [max(chosen, key=lambda p: p.pid)] if way == "critic" else chosen[:1]
 
 

@@ -102,7 +102,8 @@ def test_a_run_that_is_killed_while_a_checkpoint_is_written_goes_on_from_the_one
     assert latest_iteration(tmp_path / "ckpt") == 5 and digests(tmp_path, 3) and digests(tmp_path, 5)
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     seconds = [[row[name] for row in rows if name in row] for name in ("perf/save_seconds", "perf/save_write_seconds")]
-    assert [len(s) for s in seconds] == [3, 2] and min(map(min, seconds)) > 0  # that of 1 stood in a row of the killed
+    assert len(seconds[0]) == 3 and len(seconds[1]) in (2, 3)  # that of 1 may have stood in a row that the killed made
+    assert min(map(min, seconds)) > 0
 
 
 @pytest.mark.slow
@@ -164,7 +165,7 @@ def test_actor_and_critic_that_park_write_what_they_would_have_written(tiny, tmp
     for flags in ([], ["--async-save"]):
         folder = tmp_path / f"{len(flags)}"
         saves = ["--save", str(folder / "ckpt"), "--critic-save", str(folder / "critic")]
-        done = run(grpo_arguments(tiny, folder, *more, *saves, *flags), timeout=240)
+        done = run(grpo_arguments(tiny, folder, *more, *saves, *flags))
         assert done.returncode == 0, done.stderr[-3000:]
         found.append([digests(folder, i) for i in range(4)])
         critic = folder / "critic" / "iter_0000003"

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from instep.cli import main
+from tests.bounds import allowed
 from tests.e2e.commands import ENVIRONMENT, grpo_arguments, run
 
 LONG = json.dumps({"prompt": [{"role": "user", "content": "1" * 300}], "label": "1"})
@@ -263,7 +264,7 @@ def test_wrong_rows_are_found_without_torch_and_at_once(bad, tiny, tmp_path):
         done = subprocess.run([sys.executable, "-c", code, *words], env=ENVIRONMENT, capture_output=True, text=True)
         seconds.append(time.perf_counter() - started_at)
         assert done.returncode == 2 and "no_label.jsonl, line 5" in done.stderr, done.stderr
-    assert min(seconds) < 1
+    assert min(seconds) < allowed(1)
 
 
 def test_checkpoints_are_checked_without_torch(bad, tiny, tmp_path):
@@ -283,7 +284,7 @@ def test_checkpoints_are_checked_without_torch(bad, tiny, tmp_path):
 
 def test_skipped_rows_and_prompts_are_counted_for_the_user(bad, tiny, tmp_path):
     more = ["--prompt-data", str(bad / "mixed.jsonl"), "--skip-bad-rows", "--num-rollout", "1"]
-    done = run(grpo_arguments(tiny, tmp_path, *more), timeout=90)
+    done = run(grpo_arguments(tiny, tmp_path, *more))
     assert done.returncode == 0, done.stderr[-2000:]
     assert "mixed.jsonl: skipped 1 bad rows; the first: DataError: the row is not JSON" in done.stderr
     assert "mixed.jsonl, line 3" in done.stderr
@@ -294,7 +295,7 @@ def test_a_prompt_that_the_engine_refuses_is_named(tiny, tmp_path):
     """Without a chat template the prompts are not measured beforehand."""
     write(tmp_path / "text.jsonl", [json.dumps({"prompt": "1" * 200, "label": "1"})] * 4)
     words = grpo_arguments(tiny, tmp_path / "run", "--prompt-data", str(tmp_path / "text.jsonl"))
-    done = run([w for w in words if w != "--apply-chat-template"], timeout=90)
+    done = run([w for w in words if w != "--apply-chat-template"])
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "the prompt has 200 tokens; 1 to 127 are possible" in done.stderr, done.stderr[-2000:]
     assert f"{tmp_path / 'text.jsonl'}, line" in done.stderr and "--rollout-max-prompt-len" in done.stderr

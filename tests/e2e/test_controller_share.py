@@ -14,7 +14,7 @@ def test_the_controllers_share_is_small_and_grows_with_the_samples_alone(tmp_pat
     """On two busy cores 0.08 s for 128 samples; the bound is for cores that other tests share."""
     out = tmp_path / "share.json"
     command = [sys.executable, str(SCRIPT), "--samples", "128", "512", "--lengths", "uniform", "--out", str(out)]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     found = json.loads(out.read_text())
     few, many = (row["seconds"] for row in found["rows"])

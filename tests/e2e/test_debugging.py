@@ -13,13 +13,14 @@ import torch
 
 from instep.controller.dumps import load_rollout
 from instep.errors import CheckpointError
+from instep.observability.sinks import read_json_lines
 from tests.e2e import commands
 from tests.e2e.commands import ENVIRONMENT, grpo_arguments, run, start
 from tests.e2e.test_endings import LONG, in_rollout, wait_for
 
 
 def rows(run_dir, name="metrics.jsonl"):
-    return [json.loads(line) for line in (run_dir / name).read_text().splitlines()]
+    return read_json_lines(run_dir / name)
 
 
 def steps(run_dir):
@@ -28,7 +29,7 @@ def steps(run_dir):
 
 def instep(*words):
     command = [sys.executable, "-m", "instep.cli", *map(str, words)]
-    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +142,7 @@ def test_doctor_of_a_run(dumped):
 
 def test_sigusr1_writes_stacks_and_queues_and_the_run_goes_on(tiny, tmp_path):
     process = start(grpo_arguments(tiny, tmp_path, *LONG))
-    wait_for(in_rollout(tmp_path), 60, process)
+    wait_for(in_rollout(tmp_path), 240, process)
     for number in (0, 1):
         process.send_signal(signal.SIGUSR1)
         path = tmp_path / "logs" / f"dump-{number}.txt"
@@ -233,7 +234,7 @@ def test_a_bad_hook_is_found_before_anything_starts(tiny, tmp_path, monkeypatch,
     earlier = {"config.json": '{"args": {}, "versions": {}}', "metrics.jsonl": '{"step": 0}\n', "summary.json": "{}"}
     for name, text in earlier.items():  # of a run before, which a start that fails leaves as it is
         (tmp_path / "run" / name).write_text(text)
-    done = run(grpo_arguments(tiny, tmp_path / "run", *more), timeout=60)
+    done = run(grpo_arguments(tiny, tmp_path / "run", *more))
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr[-2000:]
     assert {p.name: p.read_text() for p in (tmp_path / "run").iterdir() if p.name != ".lock"} == earlier
     assert all(word in done.stderr for word in [*words, "the run has not begun", "train.jsonl"]), done.stderr
@@ -249,7 +250,7 @@ def test_a_bad_hook_is_found_before_anything_starts(tiny, tmp_path, monkeypatch,
 def test_a_bad_generate_function_is_found_before_the_first_rollout(tiny, tmp_path, monkeypatch, name, word):
     with_hooks(tmp_path, monkeypatch)
     more = ["--custom-generate-function-path", f"my_hooks.{name}"]
-    done = run(grpo_arguments(tiny, tmp_path / "run", *more), timeout=60)
+    done = run(grpo_arguments(tiny, tmp_path / "run", *more))
     assert done.returncode == 1 and "the run has not begun" in done.stderr and word in done.stderr, done.stderr
     assert not rows(tmp_path / "run") and "Traceback" not in done.stderr
 
@@ -274,7 +275,7 @@ def test_the_trial_leaves_no_trace_in_the_run(tiny, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_a_reward_that_asks_the_engine_is_tried_when_it_is_there(tiny, tmp_path, monkeypatch):
     with_hooks(tmp_path, monkeypatch)
-    done = run(grpo_arguments(tiny, tmp_path / "run", "--custom-rm-path", "my_hooks.asks_the_engine"), timeout=90)
+    done = run(grpo_arguments(tiny, tmp_path / "run", "--custom-rm-path", "my_hooks.asks_the_engine"))
     assert done.returncode == 0, done.stderr[-3000:]
 
 

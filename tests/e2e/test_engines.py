@@ -137,7 +137,7 @@ def test_engines_and_router_that_run_already(tiny, tmp_path):
     try:
         for engine in engines:
             engine.wait_ready(120)
-        router.wait_ready(30)
+        router.wait_ready(120)
         router.set_members([engines[0].url])
         given = [*two_engines(tiny, tmp_path, "embedded"), *key_file(tmp_path), "--rollout-external-engine-addrs"]
         given += [engine.url.removeprefix("http://") for engine in engines]
@@ -205,7 +205,7 @@ def test_a_session_stays_with_its_engine(tiny, tmp_path):
         for engine in engines:
             engine.wait_ready(120)
             engine.post("/update_weight_version", {"new_version": engine.name}, timeout=10)  # tells who has answered
-        router.wait_ready(30)
+        router.wait_ready(120)
         router.set_members([engine.url for engine in engines])
         served = runtime.run(everything(), timeout=60)
         assert all(len(names) == 1 for names in served), served

@@ -28,12 +28,12 @@ from tests.e2e.commands import ENVIRONMENT, grpo_arguments, on_vllm
 
 # A controller whose engine is somebody else's: it does what it reads.
 CONTROLLER = """
-import sys
+import sys, torch
 from instep.engines import held_lease, keys
 from instep.engines.engine import Engine
 from instep.engines.kind import kind_of
 from instep.errors import EngineError
-held_lease.LEASE_SECONDS, held_lease.RENEW_SECONDS = 3.0, 0.3
+held_lease.LEASE_SECONDS, held_lease.RENEW_SECONDS = 6.0, 0.3
 url, key, kind, folder = sys.argv[1:]
 keys.know(url, key)
 engine = Engine("engine 0", url, None, kind_of(kind), written_in_place=bool(folder))
@@ -44,11 +44,11 @@ for line in sys.stdin:
     except EngineError as error:
         print(error.what, "|", error.remedy, flush=True)
 """
-LEASE = 3.0
+LEASE = 6.0
 PAUSE, RESUME = 'engine.pause("abort", timeout=30)', "engine.resume(timeout=30)"
 START = 'engine.start_update("9", "nonce", timeout=30)'
 ATTACH = (
-    "import torch; from pathlib import Path; from instep.weights.memory import attach, sample_digests; "
+    "from pathlib import Path; from instep.weights.memory import attach, sample_digests; "
     "memory = attach(Path(folder), lock=True); "
     "views = [parts[0].view for parts in memory.slices[memory.nonces[0]].values()][:4]"
 )

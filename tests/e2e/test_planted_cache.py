@@ -24,7 +24,7 @@ from instep.errors import SyncError
 from instep.processes import in_thread
 from instep.rollout import admission
 from instep.types import Sample
-from tests.bounds import allowed
+from tests.bounds import allowed, until
 from tests.e2e.commands import on_vllm
 from tests.e2e.test_planted import SECONDS, Stack, make_stack
 from tests.e2e.test_sync_proof import train_once
@@ -78,7 +78,8 @@ def sampled(stack: Stack) -> Future[list[Sample]]:
         return samples
 
     under_way = in_thread(ask, "requests")
-    time.sleep(0.3)
+    until(lambda: not stack.engine.post("/reset_prefix_cache", timeout=30)["success"])  # one that is in use
+    time.sleep(0.2)
     return under_way
 
 

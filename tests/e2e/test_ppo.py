@@ -106,7 +106,7 @@ def test_a_checkpoint_that_is_no_critic_of_this_model(tiny, tmp_path):
 
     make_checkpoint(tmp_path / "other", layers=1)
     more = [*PPO, "--critic-load", str(tmp_path / "other")]
-    done = run(grpo_arguments(tiny, tmp_path / "run", *more), timeout=90)
+    done = run(grpo_arguments(tiny, tmp_path / "run", *more))
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "CheckpointError" in done.stderr and "weights are missing" in done.stderr, done.stderr[-2000:]
     assert str(tmp_path / "other") in done.stderr

@@ -16,9 +16,9 @@ import pytest
 from instep.arguments import parse
 from instep.cluster.placement import make_plan
 from instep.errors import ConfigError
-from tests.bounds import allowed
+from tests.bounds import allowed, until
 from tests.e2e import commands
-from tests.e2e.commands import children, gone_within, grpo_arguments, run
+from tests.e2e.commands import children, gone_within, grpo_arguments, run, words_of
 from tests.e2e.conftest import LOOPBACK
 
 HERE = Path(__file__).parent
@@ -46,7 +46,7 @@ def on_ray(tiny, run_dir, *more):
 
 
 def matching(processes, text):
-    return [p for p in processes if text in " ".join(p.cmdline())]
+    return [p for p in processes if text in " ".join(words_of(p))]
 
 
 def metrics(run_dir, name):
@@ -193,7 +193,7 @@ def test_the_seeds_plans_are_reserved_as_planned(joined, words, num_nodes, free)
     hosts = joined.reserve(plan, gpus=True, timeout=60, status=print)
     assert [host.info.gpus for host in hosts] == [tuple("01234567")] * num_nodes
     assert len({host.info.node_id for host in hosts}) == num_nodes and joined.is_here(hosts[0])
-    assert ray.available_resources().get("GPU", 0) == free
+    until(lambda: ray.available_resources().get("GPU", 0) == free)
     (group,) = [g for g in ray.util.placement_group_table().values() if g["state"] == "CREATED"]
     assert group["bundles"] == {i: {"CPU": 8.0, "GPU": 8.0} for i in range(num_nodes)}
     assert group["bundles_to_node_id"] == {i: host.info.node_id for i, host in enumerate(hosts)}
@@ -205,8 +205,8 @@ def test_a_plan_that_does_not_fit_says_what_there_is(joined):
     plan = make_plan(parse("--actor-num-nodes 4 --actor-num-gpus-per-node 8".split(), "plan"))
     with pytest.raises(ConfigError) as caught:
         joined.reserve(plan, gpus=True, timeout=2, status=print)
-    text = "the plan needs 5 node(s) with 8, 8, 8, 8, 1 GPUs, but Ray has 3 node(s) with 8, 8, 8 GPUs, 24 of them free"
-    assert text in caught.value.what
+    text = "the plan needs 5 node(s) with 8, 8, 8, 8, 1 GPUs, but Ray has 3 node(s) with 8, 8, 8 GPUs, "
+    assert text in caught.value.what and " of them free" in caught.value.what  # what earlier tests had comes back
 
 
 def test_a_run_over_two_nodes_is_the_run_of_one_host(tiny, tmp_path, cluster):
@@ -269,7 +269,7 @@ def test_a_killed_controller_leaves_nothing_in_the_cluster(tiny, tmp_path, clust
 )
 def test_an_address_where_there_is_no_ray(tiny, tmp_path, address, text):
     started = time.monotonic()
-    done = run(grpo_arguments(tiny, tmp_path, "--cluster", "ray", "--ray-address", address), timeout=60)
+    done = run(grpo_arguments(tiny, tmp_path, "--cluster", "ray", "--ray-address", address))
     assert done.returncode == 2 and text in done.stderr and time.monotonic() - started < allowed(30)
 
 

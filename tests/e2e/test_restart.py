@@ -131,7 +131,7 @@ def test_an_engine_that_does_not_come_up_ends_the_run_with_its_log(stack: Stack)
         assert "unrecognized arguments: --no-such-flag" in error.value.where or not flags
         stack.flags[:] = []
         stack.fleet.start_on([stack.engine], Path(stack.args.hf_checkpoint))  # as if it had not happened
-        stack.engine.wait_ready(60)
+        stack.engine.wait_ready(240)
     assert synced(stack, stack.args).run([stack.engine]).probe_max_abs_diff <= 1e-5
 
 

@@ -17,7 +17,7 @@ import pytest
 from instep.engines.guard import ATROPOS_ROUTES
 from instep.ports import free_port, free_ports
 from tests.assets import make_checkpoint
-from tests.e2e.commands import ENVIRONMENT, gone_within, on_vllm, run
+from tests.e2e.commands import ENVIRONMENT, gone_within, on_vllm, run, words_of
 from tests.e2e.trl_sender import Http, Sender, weights_of
 from tests.engines.route_fuzz import GENERATION, OF_TRL, fuzz
 
@@ -66,7 +66,7 @@ class Server:
     def engine(self, index):
         """The process of an engine, found by the address in the table."""
         port = re.search(rf"engine {index}.*?http://127.0.0.1:(\d+)", self.text, re.DOTALL)[1]
-        words = [(p, p.cmdline()) for p in psutil.Process(self.process.pid).children()]
+        words = [(p, words_of(p)) for p in psutil.Process(self.process.pid).children()]
         return next(p for p, w in words if "--port" in w and w[w.index("--port") + 1] == port and "router" not in w[2])
 
     def ask(self, **more):

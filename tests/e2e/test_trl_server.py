@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from instep.ports import free_port
 from tests.assets import make_checkpoint
-from tests.bounds import allowed
+from tests.bounds import allowed, until
 from tests.e2e import trl_sender
 from tests.e2e.commands import ENVIRONMENT, gone_within
 from tests.e2e.trl_sender import Http, Refusal, Sender, weights_of
@@ -343,7 +343,7 @@ def test_a_pause_ends_with_the_trainer_that_has_died(server, root):
         assert Http(server.url)("/is_paused", method="GET")["is_paused"]  # while it lives
         dying.kill()
     assert Http(server.url)("/generate/", {"prompts": [[5, 6]]})["completion_ids"]
-    assert "which has paused the engines, has the weight group no more" in server.output.read_text()
+    until(lambda: "which has paused the engines, has the weight group no more" in server.output.read_text())
 
 
 @pytest.mark.vllm

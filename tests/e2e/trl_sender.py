@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-SECONDS = timedelta(seconds=30)
+SECONDS = timedelta(seconds=120)
 PACKED_BYTES = 1 << 30
 
 

@@ -23,7 +23,7 @@ import psutil
 
 from instep.observability.sinks import read_json_lines
 from tests.bounds import allowed
-from tests.e2e.commands import ENVIRONMENT, gone_within, grpo_arguments
+from tests.e2e.commands import ENVIRONMENT, gone_within, grpo_arguments, has_ended, words_of
 
 ENDLESS = ("--num-rollout", "1000")
 ROLES = {
@@ -128,12 +128,12 @@ class Run:
         path = self.run_dir / "metrics.jsonl"
         return path.read_text().count('"train/loss"') if path.exists() else 0
 
-    def wait_steps(self, num: int = 1, seconds: float = 180) -> None:
+    def wait_steps(self, num: int = 1, seconds: float = 360) -> None:
         """Until `num` training steps more are done than now; the engine and the workers are at work then."""
         wanted = self.num_steps() + num
         self.wait(lambda: self.num_steps() >= wanted, seconds)
 
-    def wait(self, condition: Callable[[], bool], seconds: float = 180) -> None:
+    def wait(self, condition: Callable[[], bool], seconds: float = 360) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             assert self.process.poll() is None, self.process.communicate()[1][-3000:]
@@ -161,10 +161,9 @@ class Run:
         then the one that computes.
         """
         if role == "vllm":
-            server = next(p for p in self.children if p.is_running() and "instep.engines.vllm_main" in p.cmdline())
+            server = next(p for p in self.children if p.is_running() and "instep.engines.vllm_main" in words_of(p))
             return [server.pid, max(server.children(), key=lambda child: child.memory_info().rss).pid]
-        alive = [p for p in self.children if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-        return [p.pid for p in alive if ROLES[role] in p.cmdline()]
+        return [p.pid for p in self.children if not has_ended(p) and ROLES[role] in words_of(p)]
 
     def signal(self, role: str, number: int, which: int = 0) -> None:
         """The fault is a signal."""
@@ -181,7 +180,7 @@ class Run:
 
     # ---- how it ends ---------------------------------------------------------------------------------------------
 
-    def end(self, limit: float = 180) -> tuple[int, str, float]:
+    def end(self, limit: float = 360) -> tuple[int, str, float]:
         """Wait for the end: exit code, stderr, seconds since the fault (without one: since the start)."""
         deadline = time.monotonic() + limit
         while self.process.poll() is None and time.monotonic() < deadline:

@@ -118,7 +118,7 @@ def rewards_and_stdout(place: Place) -> None:
         run.mark()
         run.recovered("stdout_lost", "a line on stderr: what is printed is in RUN_DIR/logs/stdout.txt")
         kept = run.run_dir / "logs" / "stdout.txt"
-        run.wait(lambda: re.search(r" rollout \d+ \(", kept.read_text()) is not None)
+        run.wait(lambda: kept.exists() and re.search(r" rollout \d+ \(", kept.read_text()) is not None)
         run.signal("controller", signal.SIGHUP)
         run.interrupted("terminal_closed", "nothing was saved (no --save)")
     assert "stdout was lost (Broken pipe)" in (run.run_dir / "summary.json").read_text()

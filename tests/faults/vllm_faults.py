@@ -75,5 +75,5 @@ def vllm_core_hangs(place: Place) -> None:
     with vllm(place, "--heartbeat-timeout", "3", patches=patches) as run:
         run.wait_steps()
         (place.folder / "run-code" / "mark-now").touch()
-        hangs = "EngineError: engine 0 hangs: it has computed nothing for 3 s"
+        hangs = "EngineError: engine 0 hangs: it has computed nothing for "
         run.error("vllm_core_hangs", hangs, "--heartbeat-timeout")

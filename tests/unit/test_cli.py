@@ -57,7 +57,7 @@ def test_report_wants_a_folder(tmp_path, capsys):
 
 
 @pytest.mark.alone
-def test_help_in_half_a_second_without_torch():
+def test_help_in_a_moment_without_torch():
     """Seconds of one core, which are those of the clock where nothing else runs."""
     code = (
         "import sys, time; from instep.cli import main; code = main(['train', '--help'])\n"
@@ -69,7 +69,7 @@ def test_help_in_half_a_second_without_torch():
         done = subprocess.run([sys.executable, "-c", code], env=ENV, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
         seconds.append(float(done.stderr))
-    assert min(seconds) < 0.5, seconds
+    assert min(seconds) < 1, seconds  # 0.4 on an idle machine; torch alone takes more than two
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU it is used")
@@ -132,6 +132,20 @@ def test_an_interrupt_in_an_exec_ends_python_m_with_130(tmp_path):
     )
     words = [sys.executable, "-m", "interrupted"]
     done = subprocess.run(words, cwd=tmp_path, env=ENV, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
+def test_an_interrupt_in_a_destructor_is_not_lost():
+    code = (
+        "import os, signal, sys, time, instep.cli as cli\n"
+        "class Late:\n"
+        "    def __del__(self): os.kill(os.getpid(), signal.SIGINT); time.sleep(0)\n"
+        "def run(words):\n"
+        "    late = Late(); del late; time.sleep(60)\n"
+        "cli._run = run\n"
+        "sys.exit(cli.main(['train']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=ENV, capture_output=True, text=True, timeout=50)
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
 
 

@@ -201,6 +201,9 @@ def test_ports():
         taken.bind(("127.0.0.1", port))
         taken.listen()
         assert not port_is_free(port)
+    code = f"from instep import ports; ports.PORTS = range({row}, {row + 3}); ports.free_port()"
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "found no 1 free ports in a row" in other.stderr  # they are ours, though nobody listens yet
 
 
 def _running(pid):
