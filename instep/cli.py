@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import faulthandler
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -61,8 +62,7 @@ def guarded(work: Callable[[], int]) -> int:
     """Do the work of a command. Returns its exit code, or that of its error, which is printed."""
     try:
         _terminate_like_interrupt()
-        _keep_interrupts()
-        with private_files():
+        with _interrupts_kept(), private_files():
             keep_bytecode()
             return work()
     except InstepError as error:
@@ -281,19 +281,26 @@ def _terminate_like_interrupt() -> None:
             signal.signal(signal.SIGHUP, interrupt)
 
 
-def _keep_interrupts() -> None:
-    """Raise an interrupt again that falls into a destructor or a callback of Python, where it would be lost."""
+@contextlib.contextmanager
+def _interrupts_kept() -> Iterator[None]:
+    """Within, an interrupt that falls into a destructor or a callback of Python and would be lost comes again."""
     before = sys.unraisablehook
 
     def hook(lost: sys.UnraisableHookArgs) -> None:
         if issubclass(lost.exc_type, KeyboardInterrupt):
-            again = threading.Timer(0.02, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+            ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+            number = signal.SIGTERM if ignored else signal.SIGINT  # ignored: in the background of a script
+            again = threading.Timer(0.02, signal.pthread_kill, (threading.main_thread().ident, number))
             again.daemon = True
             again.start()  # later: what is raised in here would be lost, too
         else:
             before(lost)
 
     sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
 
 
 if __name__ == "__main__":

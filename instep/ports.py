@@ -55,23 +55,20 @@ def _reserve(ports: range) -> bool:
 
     A name of Linux's abstract sockets stands for a port: it has one owner, and ends with it.
     """
-    if {port for port, _ in _given}.intersection(ports):
+    if {port for port, _ in list(_given)}.intersection(ports):
         return False
-    names: list[socket.socket | None] = []
+    names: list[socket.socket | None] = []  # None: this system has no such names
     for port in ports:
-        if sys.platform != "linux":
-            names.append(None)
-            continue
-        name = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        try:
-            name.bind(f"\0instep-port-{port}")
-        except OSError as error:
-            for other in (name, *filter(None, names)):
-                other.close()
-            if error.errno != errno.EADDRINUSE:
-                raise
-            return False
+        name = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) if sys.platform == "linux" else None
         names.append(name)
+        try:
+            if name is not None:
+                name.bind(f"\0instep-port-{port}")
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                for other in filter(None, names):
+                    other.close()
+                return False
     _given.extend(zip(ports, names, strict=True))
     while len(_given) > _KEPT:
         _, oldest = _given.popleft()

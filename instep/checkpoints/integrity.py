@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import stat
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -199,11 +200,13 @@ def _problem(folder: Path) -> tuple[Path, str] | None:
     for name, (size, _) in files.items():
         path = folder / name
         try:
-            now = path.stat().st_size
-        except FileNotFoundError:
+            now = path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            now = None
+        if now is None or not stat.S_ISREG(now.st_mode):
             return path, f"{name} is missing"
-        if now != size:
-            return path, f"{name} has {now:,} bytes instead of {size:,}"
+        if now.st_size != size:
+            return path, f"{name} has {now.st_size:,} bytes instead of {size:,}"
     return None
 
 

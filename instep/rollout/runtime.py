@@ -39,8 +39,12 @@ class _Loop:
         self.closers: list[Callable[[], Awaitable[None]]] = []
         self.step: tuple[float, InstepError] | None = None  # of the step that runs now: deadline and error
         self.interrupts: set[concurrent.futures.Future[None]] = set()
-        self.thread = threading.Thread(target=self.loop.run_forever, name="instep-rollout", daemon=True)
+        self.thread = threading.Thread(target=self._run, name="instep-rollout", daemon=True)
         self.thread.start()
+
+    def _run(self) -> None:
+        _of_thread.home = self
+        self.loop.run_forever()
 
     async def close(self) -> None:
         others = asyncio.all_tasks(self.loop) - {asyncio.current_task()}
@@ -59,6 +63,11 @@ class _Loop:
                 waiting.set_exception(error)
 
 
+class _OfThread(threading.local):
+    home: _Loop | None = None
+
+
+_of_thread = _OfThread()  # the loop that runs in this thread, which may have been abandoned
 _lock = threading.Lock()
 _current: _Loop | None = None
 _listener: ProgressListener | None = None
@@ -97,14 +106,14 @@ def run(coro: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
         RolloutError: the time is over.
         InstepError: the error given to `cancel_all`, or to the `bounded_steps` whose coroutine blocks the loop.
     """
+    if _of_thread.home is not None:
+        coro.close()
+        raise RolloutError(
+            "a blocking call on the rollout loop's own thread", remedy="use `await` in async hooks", where="a hook"
+        )
     interrupt: concurrent.futures.Future[None] = concurrent.futures.Future()
     with _lock:  # `shutdown` interrupts this call, or it gets a loop of its own
         home = _ensure()
-        if threading.current_thread() is home.thread:
-            coro.close()
-            raise RolloutError(
-                "a blocking call on the rollout loop's own thread", remedy="use `await` in async hooks", where="a hook"
-            )
         home.interrupts.add(interrupt)
         future = asyncio.run_coroutine_threadsafe(coro, home.loop)
     deadline = None if timeout is None else time.monotonic() + timeout
@@ -171,9 +180,9 @@ def shutdown(timeout: float = 2.0) -> None:
 
 
 def at_shutdown(closer: Callable[[], Awaitable[None]]) -> None:
-    """Await `closer()` on the loop when it shuts down."""
+    """Await `closer()` on the loop when it shuts down: that of this thread, or the one of the process."""
     with _lock:
-        _ensure().closers.append(closer)
+        (_of_thread.home or _ensure()).closers.append(closer)
 
 
 @contextlib.asynccontextmanager

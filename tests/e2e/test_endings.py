@@ -35,18 +35,24 @@ def test_a_run_dir_shows_what_happened(tiny, tmp_path):
 
 
 def test_a_second_interrupt_does_not_lose_the_way_to_go_on(tiny, tmp_path):
-    """It comes while the processes end, before the report is written."""
-    process = start([*sft_arguments(tiny, tmp_path, "--num-rollout", "100000"), "--save-interval", "1"])
-    try:
-        saved = tmp_path / "ckpt" / "latest_checkpointed_iteration.txt"
-        wait_for(saved.exists, 120, process)
-        process.send_signal(signal.SIGINT)
-        assert process.stderr is not None
-        line = next(line for line in process.stderr if line.startswith("interrupted, "))
-        process.send_signal(signal.SIGINT)
-        rest = process.communicate(timeout=60)[1]
-    finally:
-        process.kill()
-    iteration = tmp_path / "ckpt" / f"iter_{int(saved.read_text()):07d}"
-    assert f"the last checkpoint is {iteration}: the same command, with --load {tmp_path / 'ckpt'}," in line
-    assert process.returncode == 130 and "Traceback" not in rest and rest.count("interrupted, ") == 0
+    """It comes while the processes end, before the report is written: tried again where this machine was too slow."""
+    for number in range(3):
+        folder = tmp_path / str(number)
+        process = start([*sft_arguments(tiny, folder, "--num-rollout", "100000"), "--save-interval", "1"])
+        try:
+            saved = folder / "ckpt" / "latest_checkpointed_iteration.txt"
+            wait_for(saved.exists, 120, process)
+            process.send_signal(signal.SIGINT)
+            assert process.stderr is not None
+            line = next(line for line in process.stderr if line.startswith("interrupted, "))
+            before = not (folder / "summary.json").exists()  # nothing is waited for before that line
+            process.send_signal(signal.SIGINT)
+            rest = process.communicate(timeout=240)[1]
+        finally:
+            process.kill()
+        iteration = folder / "ckpt" / f"iter_{int(saved.read_text()):07d}"
+        assert f"the last checkpoint is {iteration}: the same command, with --load {folder / 'ckpt'}," in line
+        assert "Traceback" not in rest and rest.count("interrupted, ") == 0
+        if before:
+            break
+    assert before and process.returncode == 130

@@ -76,7 +76,7 @@ def test_the_timeline_of_a_step_and_where_it_went(tiny: Path, tmp_path: Path, ca
     assert sum(phases.values()) == pytest.approx(about["seconds"], rel=1e-6)
     metrics = [json.loads(line) for line in (tmp_path / "run-profile" / "metrics.jsonl").read_text().splitlines()]
     for name in ("rollout", "train", "sync"):
-        assert phases[name] == pytest.approx(metrics[-1][f"perf/{name}_seconds"], abs=0.05)
+        assert phases[name] == pytest.approx(metrics[-1][f"perf/{name}_seconds"], abs=0.02, rel=0.1)
     floors = {row["part"]: row for row in about["table"] if row["floor"]}
     early = {"log-probs": "perf/early_log_probs_seconds", "forward and backward": "perf/early_train_seconds"}
     late = {part for part, name in early.items() if not metrics[-1][name]}

@@ -72,7 +72,7 @@ def test_pause_keep_freezes_and_spans_are_exact(engine: Engine, clear_cache: str
 
 def test_pause_wait_drains_and_holds_newcomers(engine: Engine) -> None:
     running = engine.submit(PROMPT, ignore_eos=True)
-    until(engine.at_work)
+    until(lambda: running.done() or engine.at_work())
     pause = engine.pool.submit(engine.ok, "/pause?mode=wait")
     until(lambda: engine.ok("/is_paused", method="GET")["is_paused"])
     late = engine.submit(PROMPT, max_tokens=2, ignore_eos=True)

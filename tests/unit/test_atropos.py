@@ -187,16 +187,16 @@ def test_waits_have_a_bound(caplog: pytest.LogCaptureFixture, monkeypatch: pytes
         monkeypatch.setattr("instep.integrations.atropos.client.FIRST_CONTACT", 10.0)
         monkeypatch.setattr("instep.integrations.atropos.client.TELL_AFTER", 0.1)
         with pytest.raises(RolloutError, match="no environment has sent.*; no environment has registered") as waited:
-            next_batch(client, 1.0)
-        assert re.search("no batch of 8 sequences has come for [01] s", caplog.text)
+            next_batch(client, 2.0)
+        assert re.search("no batch of 8 sequences has come for [0-2] s", caplog.text)
         api.register_env()
         assert "--atropos-timeout" in waited.value.remedy and "rollout_server_url" in waited.value.remedy
         api.post("/scored_data", group(3))
         with pytest.raises(RolloutError, match=r"1 groups wait in the API; environment 0 \(e\) was heard of \d"):
-            next_batch(client, 1.0)
+            next_batch(client, 2.0)
     with pytest.raises(EngineError, match="has not answered"):
         next_batch(client, 0.3)
-    assert "does not answer as before" in caplog.text and time.monotonic() - begun < allowed(10)
+    assert "does not answer as before" in caplog.text and time.monotonic() - begun < allowed(15)
 
 
 def test_an_api_that_hangs_is_named(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

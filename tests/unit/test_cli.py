@@ -135,11 +135,14 @@ def test_an_interrupt_in_an_exec_ends_python_m_with_130(tmp_path):
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
 
 
-def test_an_interrupt_in_a_destructor_is_not_lost():
+@pytest.mark.parametrize("number", ["SIGINT", "SIGTERM"])
+def test_an_interrupt_in_a_destructor_is_not_lost(number):
+    """Not even where SIGINT is ignored, as in a job in the background of a script."""
     code = (
         "import os, signal, sys, time, instep.cli as cli\n"
+        f"if '{number}' == 'SIGTERM': signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
         "class Late:\n"
-        "    def __del__(self): os.kill(os.getpid(), signal.SIGINT); time.sleep(0)\n"
+        f"    def __del__(self): os.kill(os.getpid(), signal.{number}); time.sleep(0)\n"
         "def run(words):\n"
         "    late = Late(); del late; time.sleep(60)\n"
         "cli._run = run\n"

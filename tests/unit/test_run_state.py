@@ -108,12 +108,22 @@ def test_a_damaged_checkpoint_is_named_with_the_complete_ones(tmp_path):
     (folder / "weights.bin").unlink()
     with pytest.raises(CheckpointError, match=r"weights\.bin is missing"):
         check_whole(folder)
+    (folder / "weights.bin").mkdir()
+    with pytest.raises(CheckpointError, match=r"weights\.bin is missing"):
+        check_whole(folder)
+    (folder / "files.json").write_text('{"weights.bin/part": 1}')
+    (folder / "weights.bin").rmdir()
+    (folder / "weights.bin").touch()
+    with pytest.raises(CheckpointError, match=r"weights\.bin/part is missing"):
+        check_whole(folder)
     (folder / "files.json").write_text("{")
     with pytest.raises(CheckpointError, match="list of files cannot be read"):
         check_whole(folder)
     (folder / "files.json").unlink()
     with pytest.raises(CheckpointError, match=r"its list of files is missing; there is run_state\.json"):
         check_whole(folder)
+    with pytest.raises(CheckpointError, match=r"it is not complete, \.metadata is missing; there is nothing any more"):
+        check_whole(tmp_path / "iter_0000004")  # deleted under us
 
 
 def test_checkpoints_of_others(tmp_path):
