@@ -1,0 +1,61 @@
+"""Ctrl-C and SIGTERM end a command with exit code 130, wherever they fall."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ENV = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_end_a_command_with_130(number):
+    code = (
+        "import sys, time, instep.cli as cli\n"
+        "def wait(words):\n"
+        "    try: print('ready', flush=True); time.sleep(60)\n"
+        "    finally: print('cleaned up', flush=True)\n"
+        "cli._run = wait\n"
+        "sys.exit(cli.main(['train']))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        process.send_signal(number)
+        out, error = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert (process.returncode, out, error) == (130, "cleaned up\n", "interrupted\n")
+
+
+def test_an_interrupt_in_an_exec_ends_python_m_with_130(tmp_path):
+    (tmp_path / "interrupted.py").write_text(
+        "import sys, instep.cli as cli\n"
+        "cli._run = lambda words: exec('raise KeyboardInterrupt')\n"
+        "sys.exit(cli.main(['train']))"
+    )
+    words = [sys.executable, "-m", "interrupted"]
+    done = subprocess.run(words, cwd=tmp_path, env=ENV, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
+@pytest.mark.parametrize("number", ["SIGINT", "SIGTERM"])
+def test_an_interrupt_in_a_destructor_is_not_lost(number):
+    """Not even where SIGINT is ignored, as in a job in the background of a script."""
+    code = (
+        "import os, signal, sys, time, instep.cli as cli\n"
+        f"if '{number}' == 'SIGTERM': signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "class Late:\n"
+        f"    def __del__(self): os.kill(os.getpid(), signal.{number}); time.sleep(0)\n"
+        "def run(words):\n"
+        "    late = Late(); del late; time.sleep(60)\n"
+        "cli._run = run\n"
+        "sys.exit(cli.main(['train']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=ENV, capture_output=True, text=True, timeout=50)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
