@@ -40,10 +40,10 @@ class Run:
         self.arguments = [*arguments, "--save", str(run_dir / "ckpt"), "--load", str(run_dir / "ckpt")]
         self.sessions: list[Session] = []
 
-    def finish(self, timeout: float = 600) -> Session:
+    def finish(self) -> Session:
         """The last session: nobody disturbs it."""
         process, _ = self._start()
-        stderr = process.communicate(timeout=timeout)[1]
+        stderr = process.communicate(timeout=600)[1]
         return self._ended("", process.returncode, stderr)
 
     def kill(self, rng: random.Random, phase: str, way: str) -> Session:

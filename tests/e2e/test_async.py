@@ -27,11 +27,11 @@ def kill_and_compare(tiny, root, backend, num_rollout, plan, *more):
     """A run that is killed as `plan` says ends like one that nobody disturbs, bit for bit; returns the latter."""
     rng = random.Random(SEED)
     whole = Run(asynchronous(tiny, root / "whole", backend, num_rollout, *more), root / "whole")
-    assert whole.finish(timeout=300).exit_code == 0, whole.sessions[0].stderr[-3000:]
+    assert whole.finish().exit_code == 0, whole.sessions[0].stderr[-3000:]
     victim = Run(asynchronous(tiny, root / "killed", backend, num_rollout, *more), root / "killed")
     for phase, way in plan:
         assert victim.kill(rng, phase, way).exit_code != 0
-    assert victim.finish(timeout=300).exit_code == 0, victim.sessions[-1].stderr[-3000:]
+    assert victim.finish().exit_code == 0, victim.sessions[-1].stderr[-3000:]
     assert exit_codes(victim) == (len(plan), 0)
 
     ours, theirs = tensors(victim.run_dir), tensors(whole.run_dir)
@@ -74,7 +74,7 @@ def test_one_step_ahead_with_partial_rollouts_nothing_is_lost_or_trained_twice(t
 
 def test_one_step_ahead(tiny, tmp_path):
     run = Run(asynchronous(tiny, tmp_path / "run", "hf", 4, "--save-interval", "4"), tmp_path / "run")
-    assert run.finish(timeout=300).exit_code == 0, run.sessions[0].stderr[-3000:]
+    assert run.finish().exit_code == 0, run.sessions[0].stderr[-3000:]
     assert trained_versions(run, 4) == one_step_ahead(4)
 
 
@@ -107,7 +107,7 @@ def test_staleness_0_is_the_synchronous_run_bit_for_bit(tiny, tmp_path, backend)
     for command, bound in (("train", []), ("train-async", ["--max-staleness", "0"])):
         words = asynchronous(tiny, tmp_path / command, backend, 4, *more, *bound)
         runs[command] = Run([command, *words[1:]], tmp_path / command)
-        done = runs[command].finish(timeout=300)
+        done = runs[command].finish()
         assert done.exit_code == 0, done.stderr[-3000:]
     ours, theirs = (tensors(run.run_dir) for run in runs.values())
     assert [n for n in ours if not ours[n].equal(theirs[n])] == []
@@ -148,7 +148,7 @@ def test_nothing_is_lost_or_trained_twice_without_determinism(tiny, tmp_path):
     run, rng = Run(["train-async", *words[1:]], tmp_path / "run"), random.Random(SEED)
     for phase, way in kills:
         assert run.kill(rng, phase, way).exit_code != 0
-    assert run.finish(timeout=300).exit_code == 0, run.sessions[-1].stderr[-3000:]
+    assert run.finish().exit_code == 0, run.sessions[-1].stderr[-3000:]
     rows = rows_of(run.run_dir)
     rounds = {}
     for row in rows:

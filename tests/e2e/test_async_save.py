@@ -76,7 +76,7 @@ def held(process: subprocess.Popen[str], folder: Path) -> None:
 def ended(process: subprocess.Popen[str], by: Callable[[], Any]) -> tuple[str, str]:
     try:
         by()
-        return process.communicate(timeout=60)
+        return process.communicate(timeout=240)
     finally:
         process.kill()
 

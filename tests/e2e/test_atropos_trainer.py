@@ -95,7 +95,7 @@ def test_ranks_that_are_started_by_hand_reduce_their_gradients(tiny: Path, tmp_p
                 for rank in range(1, size)
             ]
             done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
-            said = [(other.communicate(timeout=60)[0].decode(), other.returncode) for other in others]
+            said = [(other.communicate(timeout=240)[0].decode(), other.returncode) for other in others]
         assert done.returncode == 0, done.stderr[-2000:] + str(said)
         assert all("has joined rank 0" in text and code == 0 for text, code in said), said
         check_output(done.stdout, save, "final_adapter")
@@ -121,7 +121,7 @@ def test_the_death_of_a_rank_that_joined_is_named(tiny: Path, tmp_path: Path) ->
             time.sleep(0.1)
         other.send_signal(signal.SIGKILL)
         began = time.monotonic()
-        _, error = first.communicate(timeout=60)
+        _, error = first.communicate(timeout=240)
     assert first.returncode == 1 and "actor rank 1 (started by hand) has ended" in error, error
     assert time.monotonic() - began < allowed(20)
     other.wait()
@@ -161,7 +161,7 @@ def test_the_death_of_the_users_server_ends_the_trainer_which_goes_on_with_the_n
                 assert time.monotonic() < deadline and run.poll() is None
                 time.sleep(0.1)
             server.kill()
-            _, error = run.communicate(timeout=60)  # takes seconds, and some more on a busy machine
+            _, error = run.communicate(timeout=240)  # takes seconds, and some more on a busy machine
         trained = rows(save)
         assert run.returncode == EngineError.exit_code and f"127.0.0.1:{engine}" in error and "remedy:" in error, error
         steps = str(len(trained) + 2)

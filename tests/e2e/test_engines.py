@@ -230,7 +230,7 @@ def test_nothing_of_vllm_outlives_a_killed_controller(small, tmp_path):
     family = controller.children(recursive=True)
     assert len(family) >= 6  # a worker, a router, two servers with a core each
     controller.kill()
-    process.communicate(timeout=60)
+    process.communicate(timeout=240)
     assert gone_within(family, 5)
 
 

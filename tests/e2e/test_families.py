@@ -124,7 +124,7 @@ def stack(name, folder, *more, kind="vllm", sizes=MappingProxyType({})):
 
     try:
         ranks = [(args, rank, n, str(folder / "rendezvous"), 1) for rank in range(n)]
-        layout = workers.call("setup", per_rank=ranks, timeout=120)
+        layout = workers.call("setup", per_rank=ranks, timeout=300)
         actor = RoleTrainer(args, workers, layout, lr_schedule.from_args(args, 1))
         actor.load_weights(checkpoint)
         assert (actor.remark() == "") is (family.packed or args.train_backend == "megatron")

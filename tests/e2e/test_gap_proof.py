@@ -37,7 +37,7 @@ def stack(tiny, tmp_path_factory):
     workers = WorkerGroup("actor", 1, folder / "logs", {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"})
     engine = start_engine(args, plan_engines(args)[0], num_threads=1, log_dir=folder / "logs")
     try:
-        layout = workers.call("setup", args, 0, 1, str(folder / "rendezvous"), 1, timeout=120)
+        layout = workers.call("setup", args, 0, 1, str(folder / "rendezvous"), 1, timeout=300)
         actor = RoleTrainer(args, workers, layout, lr_schedule.from_args(args, 100))
         engine.wait_ready(120)
         yield args, actor, engine, make_checkpoint(folder / "other", seed=7)

@@ -135,7 +135,7 @@ def test_a_teacher_that_dies_on_the_way(tiny, teacher, tmp_path):
             assert running.poll() is None and time.monotonic() < deadline
             time.sleep(0.1)
         engine.process.kill()
-        _, error = running.communicate(timeout=60)
+        _, error = running.communicate(timeout=240)
     finally:
         running.kill()
         engine.stop()

@@ -208,7 +208,7 @@ def make_stack(
 
     fleet = Fleet(args, [engine], restart=start_anew, log_dir=folder / "logs", status=print)
     try:
-        layout = workers.call("setup", args, 0, 1, str(folder / "rendezvous"), 1, timeout=120)
+        layout = workers.call("setup", args, 0, 1, str(folder / "rendezvous"), 1, timeout=300)
         actor = RoleTrainer(args, workers, layout, lr_schedule.from_args(args, 1))
         actor.load_weights(model)
         try:

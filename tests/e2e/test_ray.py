@@ -69,7 +69,7 @@ def test_its_own_ray_stays_on_loopback_and_ctrl_c_ends_it(tiny, tmp_path, ray_tm
     assert {p.nice() for p in matching(ours, "instep.")} == {psutil.Process().nice()}
     assert 8265 not in {c.laddr.port for c in listening}  # the dashboard's
     process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 130
+    assert process.wait(240) == 130
     assert gone_within(ours, 10)
     assert list(ray_tmp.iterdir()) == []
     process.communicate()
@@ -88,7 +88,7 @@ def test_sigusr1_shows_the_stacks_of_its_processes_in_deterministic_mode(tiny, t
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 130
+    assert process.wait(240) == 130
     process.communicate()
     text = path.read_text()
     assert f"Stacks of engine 0 (pid {engines[0].pid})" in text and "worker_main.py" in text
@@ -147,7 +147,7 @@ def test_a_killed_process_is_an_instep_error(tiny, tmp_path, ray_tmp, victim, wo
         file.write("its last words\n")
     os.kill(matching(ours, victim)[0].pid, signal.SIGKILL)
     started = time.monotonic()
-    _, stderr = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=240)
     assert time.monotonic() - started < allowed(30)
     assert process.returncode == 1 and "remedy" in stderr, stderr
     assert [word for word in words if word not in stderr] == [], stderr

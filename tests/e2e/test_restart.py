@@ -69,7 +69,7 @@ def stack(request: pytest.FixtureRequest, tiny: Path, tmp_path_factory: pytest.T
     said: list[str] = []
     fleet = Fleet(args, [engine], restart=start_anew, log_dir=folder / "logs", status=said.append)
     try:
-        layout = workers.call("setup", args, 0, 1, str(folder / "rendezvous"), 1, timeout=120)
+        layout = workers.call("setup", args, 0, 1, str(folder / "rendezvous"), 1, timeout=300)
         actor = RoleTrainer(args, workers, layout, lr_schedule.from_args(args, 1))
         actor.load_weights(model)
         fleet.wait_ready(300)

@@ -50,7 +50,7 @@ def kill_and_compare(tiny, root, backend, kills, *more, plan=None):
     rng = random.Random(SEED + kills)
     num_rollout = 2 * kills + 4
     whole = Run(arguments(tiny, root / "whole", backend, num_rollout, *EXACT, *more), root / "whole")
-    assert whole.finish(timeout=120 + 5 * num_rollout).exit_code == 0, whole.sessions[0].stderr[-3000:]
+    assert whole.finish().exit_code == 0, whole.sessions[0].stderr[-3000:]
     expected = metrics(whole.run_dir)
     assert sorted(expected) == list(range(num_rollout))
 
@@ -62,7 +62,7 @@ def kill_and_compare(tiny, root, backend, kills, *more, plan=None):
         assert steps[:2] == [session.start, session.start + 1], session
         for step in steps:  # also those that the next session will do again
             assert session.metrics[step] == expected[step], (session.killed, step)
-    last = victim.finish(timeout=120 + 5 * num_rollout)
+    last = victim.finish()
     assert last.exit_code == 0, last.stderr[-3000:]
 
     assert metrics(victim.run_dir) == expected
@@ -138,7 +138,7 @@ def kill_and_count(tiny, root, kills, command="train", plan=None):
     victim = Run([command, *words[1:]], root / "run")
     for phase, way in plan or schedule(rng, kills):
         assert victim.kill(rng, phase, way).exit_code != 0
-    last = victim.finish(timeout=120 + 5 * num_rollout)
+    last = victim.finish()
     assert last.exit_code == 0, last.stderr[-3000:]
     rows = [row for row in samples(victim.run_dir) if row["split"] == "train"]
     by_step: dict = {}

@@ -76,7 +76,7 @@ class Server:
         """Exit code; whatever it had started has ended, too."""
         family = self.family()
         self.process.send_signal(number)
-        code = self.process.wait(60)
+        code = self.process.wait(240)
         assert gone_within(family, 5)
         return code
 
@@ -86,7 +86,7 @@ class Server:
     def __exit__(self, *_):
         if self.process.poll() is None:
             self.process.kill()
-            self.process.wait(60)
+            self.process.wait(240)
 
 
 @pytest.fixture(scope="module")

@@ -97,7 +97,7 @@ def pairs(
     engine = pair.start()
     try:
         per_rank = [(args, rank, num_ranks, str(root / "rendezvous"), 1) for rank in range(num_ranks)]
-        layout = workers.call("setup", per_rank=per_rank, timeout=120)
+        layout = workers.call("setup", per_rank=per_rank, timeout=300)
         actor = RoleTrainer(args, workers, layout, lr_schedule.from_args(args, 1))
         actor.load_weights(checkpoint)
         engine.wait_ready(240)

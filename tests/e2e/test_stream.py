@@ -36,7 +36,7 @@ class Stack:
         self.stale, self.plan, self.logs = stale, plan_engines(stale), folder / "logs"
         self.engines = [start_engine(stale, spec, num_threads=1, log_dir=self.logs) for spec in self.plan]
         setup = [(args, rank, 2, str(folder / "rendezvous"), 1) for rank in range(2)]
-        layout = self.workers.call("setup", per_rank=setup, timeout=120)
+        layout = self.workers.call("setup", per_rank=setup, timeout=300)
         self.actor = RoleTrainer(args, self.workers, layout, lr_schedule.from_args(args, 1))
         self.actor.load_weights(model / "hf")
         for engine in self.engines:

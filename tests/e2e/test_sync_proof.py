@@ -39,7 +39,7 @@ def stack(tiny, tmp_path_factory):
     engine_args = args.replace(hf_checkpoint=str(make_checkpoint(folder / "stale", seed=7)))
     engine = start_engine(engine_args, plan_engines(engine_args)[0], num_threads=1, log_dir=folder / "logs")
     try:
-        layout = workers.call("setup", args, 0, 1, str(folder / "rendezvous"), 1, timeout=120)
+        layout = workers.call("setup", args, 0, 1, str(folder / "rendezvous"), 1, timeout=300)
         actor = RoleTrainer(args, workers, layout, lr_schedule.from_args(args, 1))
         actor.load_weights(tiny / "hf")
         engine.wait_ready(120)

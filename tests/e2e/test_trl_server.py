@@ -66,7 +66,7 @@ class Server:
     def __exit__(self, *_):
         family = psutil.Process(self.process.pid).children(recursive=True)
         self.process.terminate()
-        self.process.wait(60)
+        self.process.wait(240)
         assert gone_within(family, 5)
 
 
