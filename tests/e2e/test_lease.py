@@ -33,7 +33,7 @@ from instep.engines import held_lease, keys
 from instep.engines.engine import Engine
 from instep.engines.kind import kind_of
 from instep.errors import EngineError
-held_lease.LEASE_SECONDS, held_lease.RENEW_SECONDS = 6.0, 0.3
+held_lease.LEASE_SECONDS, held_lease.RENEW_SECONDS = 4.0, 0.3
 url, key, kind, folder = sys.argv[1:]
 keys.know(url, key)
 engine = Engine("engine 0", url, None, kind_of(kind), written_in_place=bool(folder))
@@ -44,7 +44,7 @@ for line in sys.stdin:
     except EngineError as error:
         print(error.what, "|", error.remedy, flush=True)
 """
-LEASE = 6.0
+LEASE = 4.0
 PAUSE, RESUME = 'engine.pause("abort", timeout=30)', "engine.resume(timeout=30)"
 START = 'engine.start_update("9", "nonce", timeout=30)'
 ATTACH = (
