@@ -207,6 +207,7 @@ class Deployment:
         for part in (self._fleet, self._cluster, self._sync):
             if part is not None:
                 part.close()
+        admission.reset()  # also where nothing was synced
         self._scratch.remove()
         self._memory.remove()
 
