@@ -68,10 +68,6 @@ class Handler(BaseHTTPRequestHandler):
         self.do_GET()
 
 
-def wait_until(condition, seconds=10.0):
-    until(condition, seconds)
-
-
 def fleet_of(tiny, tmp_path, engines, router=None):
     words = ["--rollout-backend", "embedded", "--rollout-external-engine-addrs", *(e.address for e in engines)]
     if router is not None:
@@ -93,7 +89,7 @@ def test_the_loss_of_the_last_engine_of_somebody_else_is_told(tiny, tmp_path, fa
         fleet.check()
         engine.well = False
         with pytest.raises(EngineError, match="engine 0 has not answered /health"):
-            wait_until(fleet.check)
+            until(fleet.check)
         fleet.close()
 
 
@@ -122,10 +118,10 @@ def test_an_engine_of_somebody_else_comes_back(tiny, tmp_path, fast):
         urls = [engine.url for engine in fleet.engines]
         assert router.workers == sorted(urls)
         first.well = False
-        wait_until(lambda: router.workers == urls[1:])
+        until(lambda: router.workers == urls[1:])
         fleet.check()
         first.well = True
-        wait_until(fleet.waiting)
+        until(fleet.waiting)
         fleet.admit(fleet.waiting())
         assert sorted(router.workers) == sorted(urls)
         fleet.close()
@@ -201,7 +197,7 @@ def test_those_that_start_anew_count_until_they_fail(tiny, tmp_path):
             assert router.workers == []
             gate.set()
             with pytest.raises(EngineError, match="no regular engine of model actor is left"):
-                wait_until(fleet.check)
+                until(fleet.check)
         finally:
             end(fleet)
 
@@ -234,16 +230,16 @@ def test_the_gpu_of_an_engine_is_given_on_when_it_is_ready_or_gone(tiny, tmp_pat
             fleet.admit(fleet.engines)
             first, _, third = fleet.engines
             fleet._notice(first, "hangs", True)
-            wait_until(lambda: not first.process.alive())
+            until(lambda: not first.process.alive())
             time.sleep(0.2)
             assert not restarted and not left, "it has no room yet"
             room.set()
-            wait_until(lambda: left)
+            until(lambda: left)
             assert left == [(state, code == SERVE)] and restarted == [0]
             room.clear()
             fleet._notice(third, "hangs", True)
             fleet.close()
-            wait_until(lambda: "restart engine 2" not in [thread.name for thread in threading.enumerate()])
+            until(lambda: "restart engine 2" not in [thread.name for thread in threading.enumerate()])
             assert restarted == [0]
         finally:
             end(fleet)
@@ -278,11 +274,11 @@ def test_a_vllm_whose_core_hangs_is_started_anew_and_the_last_one_ends_the_run(t
             first.post("/update_weights", timeout=20)
             assert len(router.workers) == num and not restarted
             if num == 2:
-                wait_until(lambda: restarted)
+                until(lambda: restarted)
                 assert restarted[0] == 0 and fleet.engines[1].url in router.workers
             else:
                 with pytest.raises(EngineError, match=r"engine 0 hangs: it has computed nothing for \d+ s"):
-                    wait_until(fleet.check)
+                    until(fleet.check)
         finally:
             end(fleet)
 
@@ -297,14 +293,14 @@ def test_a_vllm_of_somebody_else_that_hangs_stays_away(tiny, tmp_path, fast):
         fleet.admit(fleet.engines)
         urls = [engine.url for engine in fleet.engines]
         first.hangs = True
-        wait_until(lambda: router.workers == urls[1:])
+        until(lambda: router.workers == urls[1:])
         with pytest.raises(EngineError, match="engine 0 does not answer any more"):  # a control call to it ends so
             fleet.check_reachable(fleet.engines[0])
         fleet.check_reachable(fleet.engines[1])
         time.sleep(2.0)
         assert not fleet.waiting()
         first.hangs = False
-        wait_until(fleet.waiting)
+        until(fleet.waiting)
         fleet.check_reachable(fleet.engines[0])
         fleet.close()
 
@@ -320,7 +316,7 @@ def test_nothing_of_an_engine_that_stays_away_is_left(tiny, tmp_path):
             fleet.admit(fleet.engines)
             parts[0].kill()
             fleet.check()
-            wait_until(lambda: not parts[1].alive())
+            until(lambda: not parts[1].alive())
             assert router.workers == [fleet.engines[1].url]
         finally:
             end(fleet)

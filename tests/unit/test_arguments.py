@@ -17,6 +17,7 @@ from instep.arguments.serving import SERVED
 from instep.cluster.placement import make_plan
 from instep.engines.spec import Slot
 from instep.errors import ConfigError
+from tests.bounds import allowed
 from tests.command_line import CONFIG, argv, make_folder, refusal
 
 ROOT = Path(__file__).parents[2]
@@ -340,7 +341,7 @@ def test_no_torch_for_a_command_line():
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
         seconds.append(float(done.stdout))
-    assert min(seconds) < 1, seconds  # 0.4 here; torch alone takes more than two
+    assert min(seconds) < allowed(0.5), seconds
 
 
 def test_help_shows_every_flag_that_acts():

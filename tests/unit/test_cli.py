@@ -13,6 +13,7 @@ import torch
 import instep
 from instep.cli import COMMANDS, HELP, main
 from tests.assets import make_checkpoint, make_prompts
+from tests.bounds import allowed
 
 ROOT = Path(__file__).parents[2]
 ENV = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -56,7 +57,7 @@ def test_report_wants_a_folder(tmp_path, capsys):
 
 
 @pytest.mark.alone
-def test_help_in_a_moment_without_torch():
+def test_help_in_half_a_second_without_torch():
     """Seconds of one core, which are those of the clock where nothing else runs."""
     code = (
         "import sys, time; from instep.cli import main; code = main(['train', '--help'])\n"
@@ -68,7 +69,7 @@ def test_help_in_a_moment_without_torch():
         done = subprocess.run([sys.executable, "-c", code], env=ENV, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
         seconds.append(float(done.stderr))
-    assert min(seconds) < 1, seconds  # 0.4 on an idle machine; torch alone takes more than two
+    assert min(seconds) < allowed(0.5), seconds
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU it is used")
