@@ -29,11 +29,17 @@ item_guide() { # 560 Atropos' guide in its three modes (alone on the GPU)
     GUIDE_MODEL=~/g/extra/guide PYTHONPATH=$PYTHONPATH:$HOME/atropos \
         python -m pytest -q -p no:cacheprovider -m gpu -s tests/gpu/test_atropos_guide.py
 }
+item_guide_none() { # 280 its mode `none` (alone on the GPU)
+    INSTEP_GUIDE_MODES=none item_guide
+}
 item_async() { # 420 one step ahead against synchronous, one card
     python benchmarks/async.py --device cuda --limit 270 --modes synchronous "one step ahead" --out "$R/out.json"
 }
 item_async_versions() { # 300 two versions ahead against synchronous, one card
     python benchmarks/async.py --device cuda --limit 280 --modes synchronous "2 versions" --out "$R/out.json"
+}
+item_async_trace() { # 200 one run two versions ahead, whose responses, metrics and logs come back
+    python benchmarks/async.py --device cuda --limit 190 --modes "2 versions" --logs "$R/logs" --out "$R/out.json"
 }
 item_async_two() { # 480 all modes, a card each for engine and trainer
     python benchmarks/async.py --device cuda --limit 460 --out "$R/out.json"
@@ -113,6 +119,7 @@ item_grpo_two() { # 480 two GPUs: one trains and one generates, and both on both
 item_card() { # 150 the card's rates, for instep plan
     XDG_CACHE_HOME=$R/cache python -m instep.cli plan --card-profile measure --hf-checkpoint ~/g/extra/guide/models/policy \
         --rollout-backend vllm --colocate --actor-num-gpus-per-node 1 --rollout-batch-size 32
+    cp "$R"/cache/instep/card-*.json "$R/"
 }
 item_controller() { # 90 the controller's share
     python benchmarks/controller_share.py --out "$R/out.json"
@@ -215,7 +222,7 @@ queue() { # with a lock of each of its GPUs
 }
 
 pack() { # small files, some of which change while they are read (tar's 1)
-    local files=(-ignore_readdir_race -type f ! -name '*.safetensors' ! -name '*.pt' ! -path '*/checkpoints/*' ! -name '*.lock')
+    local files=(-ignore_readdir_race -type f ! -name '*.safetensors' ! -name '*.pt' ! -path '*/checkpoints/*' ! -path '*/cache/*' ! -name '*.lock')
     (cd "$Q" && find . "${files[@]}" -size -2000k -print0 || true) |
         { tar cJf "$OUT/new" -C "$Q" --warning=no-file-changed --ignore-failed-read --null --files-from=- ||
             (($? == 1)) || echo "results.txz is not whole" >&2; }

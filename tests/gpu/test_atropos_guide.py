@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="there is no CUDA device here"),
     pytest.mark.skipif(not ATROPOS.is_dir(), reason="scripts/setup_beside.sh makes .venv-atropos"),
 ]
-MODES = ("none", "shared_vllm", "lora_only")
+MODES = os.environ.get("INSTEP_GUIDE_MODES", "none shared_vllm lora_only").split()
 LIMIT = 520.0 if DEVICE == "cuda" else 900.0  # seconds, for all
 # vLLM measures what is free as it starts, and stops where others free memory meanwhile, or have more than its share
 # leaves (0.9 of the card, if nothing is said); with this it measures nothing.

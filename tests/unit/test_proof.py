@@ -136,3 +136,15 @@ def test_later_sessions_never_take_old_scores_for_the_golden_ones(bf16: Proof) -
     world.shift, world.off = 0.1, 0.1  # the trainer has moved, the engine's scores are the old ones
     bf16.prove(world, "shm", sent("b"))
     assert world.transfers == ["disk"]
+
+
+def test_an_engine_that_was_started_anew_is_not_started_once_more(bf16: Proof) -> None:
+    """Each start may round otherwise, and 0.5 is the most that rounding explains."""
+    world: Any = Bf16World()
+    bf16.score_loaded(world.engines)
+    world.off = 0.06
+    assert bf16.prove(world, "restart", sent("a")).tolerance == pytest.approx(0.12)
+    world.off, world.shift = 0.6, 0.1
+    with pytest.raises(SyncError, match=r"differ from the trainer's by 0.6, on the golden path as well, more than 0.5"):
+        bf16.prove(world, "restart", sent("b"))
+    assert world.transfers == []

@@ -19,7 +19,7 @@ from instep.controller.sync.session import Session
 from instep.engines.engine import Engine, EngineRefusal
 from instep.errors import SyncError
 from instep.types import TokenBatch
-from instep.weights.way import GOLDEN, OF_ADAPTERS, SINGLE_COPY, Sent, golden
+from instep.weights.way import GOLDEN, OF_ADAPTERS, RESTART, SINGLE_COPY, Sent, golden
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
@@ -151,11 +151,14 @@ class Proof:
 
         In bf16 trainer and engine round differently, by how much depends on the weights. An engine must score the same
         after both ways; the difference to the trainer that remains is rounding, and sets the tolerance from now on.
+        Engines of the way `restart` are not started a second time.
 
         Args:
             rescored: the scores with the same weights from disk, if they are known (`score_loaded`): nothing is sent.
         """
-        if rescored is None:
+        if way == RESTART:
+            rescored = scores  # it is the slow way, and each start may round otherwise: its kernels are tuned anew
+        elif rescored is None:
             session.transfer(golden(way))
             session.hand_over()
             rescored = session.each(lambda engine: self.engine_scores(engine, session))
