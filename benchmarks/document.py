@@ -232,7 +232,7 @@ def async_training() -> str:
             rows.append([mode, *(f"{value:.2f}" if value else "" for value in figures)])
         h, num_seeds = found["headline"], len({row["seed"] for row in found["rows"]})
         text = f"Medians of {num_seeds} seeds." if num_seeds > 1 else "One seed."
-        for name, more in (("One step ahead", ""), ("`--max-staleness 2`", "_2_versions")):
+        for name, more in [("One step ahead", ""), *((f"`--max-staleness {n}`", f"_{n}_versions") for n in (2, 4))]:
             if f"samples_ratio{more}" in h:
                 text += f" {name}: {h[f'samples_ratio{more}']:.2f} times the synchronous samples/s"
                 bounded = f"bound{more}" in h

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 HERE, MEASURE = "here", "measure"  # values of --card-profile beside a file
 WIDTHS = {"cuda": (1024, 4096), "cpu": (128, 512)}  # of the layers that are measured
-TOKENS = {"cuda": 8192, "cpu": 1024}
+TOKENS = {"cuda": 32768, "cpu": 1024}  # so many that a slow host does not keep a GPU waiting
 SEGMENT = 512  # tokens of each sequence
 LAYERS = 2
 

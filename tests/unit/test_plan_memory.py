@@ -385,7 +385,7 @@ def test_a_note_says_that_nobody_has_to_take_turns(plan, capsys, flags, size, sa
     more = f"--n-samples-per-prompt 8 --rollout-max-response-len 512 --vllm-max-model-len 768 {flags}"
     assert main(["plan", *plan(more, size=size)]) == 0
     (*notes,) = [line for line in capsys.readouterr().out.splitlines() if "side by side" in line]
-    assert len(notes) == said and all(f"with {SIDE_BY_SIDE} no step moves 7.2 GB" in note for note in notes)
+    assert len(notes) == said and all(f"with {SIDE_BY_SIDE} no step moves 7.15 GB" in note for note in notes)
     words = plan(f"{more} --device cuda --gpu-memory-gb 80", size=size)
     assert command.check_launch(parse(words, "plan"), words) == notes
 
