@@ -5,7 +5,7 @@ or both on one GPU.
     python benchmarks/async.py --device cuda [--rollouts 10] [--more FLAGS] [--out FILE]
 
 Four commands train a random model on a task whose responses have heavy-tailed lengths (`length_law.py`): `instep
-train`, `instep train-async` (one step ahead), and that with `--max-staleness 2` and with `4`, each from the same weights,
+train`, `instep train-async` (one step ahead), and that with `--max-staleness 2` and `4`, each from the same weights,
 with the same prompts and lengths; nothing sleeps. On a CPU the engine (the embedded one) has one core, trainer and
 controller the other. On GPUs the engine is vLLM, the model has 0.6 B dimensions; where there are two GPUs engine and
 trainer have one each, else both share one and keep their memory all the time. Samples a second are those of all

@@ -70,7 +70,9 @@ def side_by_side(args: Settings, gpus: Sequence[Gpus], words: Sequence[str], par
     if not roomy or not all(kind.fits and kind.most <= TIGHT * kind.size for kind in planned):
         return []
     moved = max(item.host for kind in gpus for item in kind.items if item.name == PARKED) / GB
-    gain = f"no step moves {moved:.3g} GB of a GPU to the host and back nor lets engines sleep, and finished groups are "
+    gain = (
+        f"no step moves {moved:.3g} GB of a GPU to the host and back nor lets engines sleep, and finished groups are "
+    )
     gain += "scored and trained on while others are generated, where docs/performance.md says so"
     return [f"trainer and engines would fit on their GPUs side by side: with {' '.join(_STAY)} {gain}"]
 
