@@ -1,6 +1,7 @@
 """The controller's own share of a step: what it costs when engines and trainer cost nothing.
 
     python benchmarks/controller_share.py [--samples 256 8192] [--lengths uniform mixed] [--json] [--out FILE]
+    python benchmarks/controller_share.py --tokens-per-second 400000 --samples 8192 --out FILE
 
 A real controller runs steps of GRPO: 8 samples a prompt, math reward, one optimizer step. Prompt and response have
 128 + 512 tokens (`uniform`), or any number of 64 to 256 + 32 to 512 (`mixed`). The engine is a process that answers at
@@ -80,7 +81,7 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
     "ledger": [(controlling.LedgeredDataSource, "finish_rollout"), (controlling.Ledger, "consume")],
     "run state": [(controlling, "data_state")],
 }
-REST = "requests, tasks and all else"
+REST, BEYOND = "requests, tasks and all else", "beyond the engine"
 
 
 class Spans:
@@ -221,9 +222,12 @@ def make_task(folder: Path, num_prompts: int, lengths: str) -> dict[str, Path]:
     return {"hf": folder, "data": data, "answers": folder / "answers.json"}
 
 
-def measure(task: dict[str, Path], num_samples: int, spans: Spans, more: list[str], folder: Path) -> dict[str, Any]:
+def measure(
+    task: dict[str, Path], num_samples: int, spans: Spans, more: list[str], folder: Path, rate: float | None
+) -> dict[str, Any]:
     """The row of `num_samples` samples a step: medians over its steps."""
     command = [sys.executable, str(HERE / "stand_ins.py"), "engine", str(task["answers"])]
+    command += [str(rate)] if rate else []
     engine = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     steps = []
     try:
@@ -247,13 +251,15 @@ def measure(task: dict[str, Path], num_samples: int, spans: Spans, more: list[st
                 controller.finish_step(rollout, trained)
                 controlling.data_state(controller.data_source, rollout_id)
                 seconds = {"cpu": time.process_time() - cpu, "wall": time.perf_counter() - wall}
+                if rate:
+                    seconds[BEYOND] = seconds["wall"] - rollout.num_response_tokens / rate
                 parts = spans.take()
                 parts[REST] = seconds["cpu"] - sum(parts.values())
                 steps.append({**seconds, "generate wall": generated - wall, **parts})
     finally:
         engine.kill()
         engine.wait()
-    names = ["cpu", "wall", "generate wall", *PARTS, REST]
+    names = ["cpu", "wall", *([BEYOND] if rate else []), "generate wall", *PARTS, REST]
     row = {name: statistics.median(step.get(name, 0.0) for step in steps[1:]) for name in names}
     return {"samples": num_samples, "seconds": row, "steps": steps}
 
@@ -261,6 +267,7 @@ def measure(task: dict[str, Path], num_samples: int, spans: Spans, more: list[st
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, nargs="+", default=[256, 8192])
+    parser.add_argument("--tokens-per-second", type=float, help="of the engine; default: it answers at once")
     parser.add_argument("--json", action="store_true", help="answers in vLLM's JSON")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "controller-share-cpu.json")
     parser.add_argument("--lengths", nargs="+", choices=LENGTHS, default=list(LENGTHS))
@@ -271,9 +278,13 @@ def main() -> None:
         rows = []
         for lengths in given.lengths:
             task = make_task(Path(folder) / lengths, STEPS * max(given.samples) // GROUP, lengths)
-            rows += [{"lengths": lengths, **measure(task, n, spans, more, task["hf"])} for n in given.samples]
+            rate = given.tokens_per_second
+            rows += [{"lengths": lengths, **measure(task, n, spans, more, task["hf"], rate)} for n in given.samples]
     for name in rows[0]["seconds"]:
         print(f"{name:40}" + "".join(f"{row['seconds'][name]:10.3f}" for row in rows))
+    headline = {f"cpu_seconds_{row['lengths']}_{row['samples']}": row["seconds"]["cpu"] for row in rows}
+    if given.tokens_per_second:
+        headline |= {f"beyond_{row['lengths']}_{row['samples']}": row["seconds"][BEYOND] for row in rows}
     versions = {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -288,9 +299,10 @@ def main() -> None:
             "lengths": {name: LENGTHS[name] for name in given.lengths},
             "group": GROUP,
             "answers": "json" if given.json else "arrays",
+            "tokens_per_second": given.tokens_per_second,
         },
         "rows": rows,
-        "headline": {f"cpu_seconds_{row['lengths']}_{row['samples']}": row["seconds"]["cpu"] for row in rows},
+        "headline": headline,
     }
     given.out.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -129,11 +129,17 @@ def controller_share() -> str:
 def _controller_share(file: str) -> str:
     found = result(file)
     rows = [["part", *(f"{r['samples']:,}, {r['lengths']}" for r in found["rows"])]]
-    names = {"cpu": "**all, CPU seconds**", "wall": "wall clock, with waits for stand-ins and other work"}
+    names = {
+        "cpu": "**all, CPU seconds**",
+        "wall": "wall clock, with waits for stand-ins and other work",
+        "beyond the engine": "**beyond the engine**",
+    }
     for name in found["rows"][0]["seconds"]:
         if name != "generate wall":
             rows.append([names.get(name, name), *(f"{r['seconds'][name]:.3f}" for r in found["rows"])])
-    return f"{measured(found)}\n\n{table(*rows)}"
+    rate = found["workload"].get("tokens_per_second")
+    pace = f" The engine makes {rate:,.0f} tokens a second." if rate else ""
+    return f"{measured(found)}{pace}\n\n{table(*rows)}"
 
 
 def data_files() -> str:

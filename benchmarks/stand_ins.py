@@ -1,7 +1,8 @@
 """An engine and a worker that cost nothing, each a real process, for `controller_share.py`.
 
-    python benchmarks/stand_ins.py engine ANSWERS    answers each request at once; prints its port
-    python benchmarks/stand_ins.py worker            answers each call at once, with metrics of zeros
+    python benchmarks/stand_ins.py engine ANSWERS [RATE]    answers each request at once, or makes RATE tokens a second,
+                                                            one request after the other; prints its port
+    python benchmarks/stand_ins.py worker                   answers each call at once, with metrics of zeros
 
 ANSWERS is JSON, a list of responses, each a list of token ids. They are taken by seed, and come in arrays to a client
 that accepts them, else in vLLM's JSON; `n` of a request makes it n responses.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -34,13 +36,22 @@ def log_probs_of(ids: list[int], number: int) -> list[float]:
 class Answers:
     """The bodies of all answers, made when they are first asked for."""
 
-    def __init__(self, responses: list[list[int]]):
-        self._ids = responses
+    def __init__(self, responses: list[list[int]], rate: float):
+        self._ids, self._rate, self._busy_until = responses, rate, 0.0
         self._log_probs = [log_probs_of(ids, i) for i, ids in enumerate(responses)]
         self.body = functools.cache(self._body)
 
+    def due(self, first: int, n: int, now: float) -> float:
+        """When an engine has made the answer that is asked for now."""
+        num_tokens = sum(len(self._ids[place]) for place in self._places(first, n))
+        self._busy_until = max(now, self._busy_until) + num_tokens / self._rate
+        return self._busy_until
+
+    def _places(self, first: int, n: int) -> list[int]:
+        return [(first + i) % len(self._ids) for i in range(n)]
+
     def _body(self, first: int, n: int, arrays: bool) -> bytes:
-        places = [(first + i) % len(self._ids) for i in range(n)]
+        places = self._places(first, n)
         if arrays:
             return encode([{"index": i, **self._choice(place)} for i, place in enumerate(places)])
         return json.dumps({"choices": [self._as_vllm(i, self._choice(p)) for i, p in enumerate(places)]}).encode()
@@ -75,14 +86,15 @@ class Connection(asyncio.Protocol):
         self._data = b""
         params = json.loads(body).get("sampling_params", {})
         arrays = CONTENT_TYPE.encode() in fields.get(b"accept", b"")
-        answer = self._answers.body(params.get("seed", 0) % 64, params.get("n", 1), arrays)
+        asked = params.get("seed", 0) % 64, params.get("n", 1)
+        answer, loop = self._answers.body(*asked, arrays), asyncio.get_running_loop()
         kind = CONTENT_TYPE if arrays else "application/json"
         answered = f"HTTP/1.1 200 OK\r\ncontent-type: {kind}\r\ncontent-length: {len(answer)}\r\n\r\n"
-        self._transport.write(answered.encode() + answer)
+        loop.call_at(self._answers.due(*asked, loop.time()), self._transport.write, answered.encode() + answer)
 
 
-async def serve(responses: list[list[int]]) -> None:
-    answers = Answers(responses)
+async def serve(responses: list[list[int]], rate: float) -> None:
+    answers = Answers(responses, rate)
     server = await asyncio.get_running_loop().create_server(lambda: Connection(answers), "127.0.0.1", 0, backlog=4096)
     print(server.sockets[0].getsockname()[1], flush=True)
     await server.serve_forever()
@@ -114,6 +126,7 @@ def work() -> None:
 if __name__ == "__main__":
     follow_parent()
     if sys.argv[1] == "engine":
-        asyncio.run(serve(json.loads(Path(sys.argv[2]).read_text())))
+        rate = float(sys.argv[3]) if len(sys.argv) > 3 else math.inf
+        asyncio.run(serve(json.loads(Path(sys.argv[2]).read_text()), rate))
     else:
         work()
