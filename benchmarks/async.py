@@ -6,7 +6,7 @@ or both on one GPU.
 
 Four commands train a random model on a task whose responses have heavy-tailed lengths (`length_law.py`): `instep
 train`, `instep train-async` (one step ahead), and that with `--max-staleness 2` and `4`, each from the same weights,
-with the same prompts and lengths; nothing sleeps. On a CPU the engine (the embedded one) has one core, trainer and
+with the same prompts and lengths; nothing sleeps. Responses that go on through a sync stay in the engine. On a CPU the engine (the embedded one) has one core, trainer and
 controller the other. On GPUs the engine is vLLM, the model has 0.6 B dimensions; where there are two GPUs engine and
 trainer have one each, else both share one and keep their memory all the time. Samples a second are those of all
 rollouts but the first ones, by the clock between the rows of metrics.jsonl; the reward is that of held-out prompts
@@ -57,11 +57,12 @@ ENDING = 20.0  # seconds in which a run that was interrupted ends its processes
 SKIPPED = 3  # first rollouts of a run, in which queues fill and processes warm up
 MODEL: dict[str, Any] = dict(hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=4)
 MODEL |= dict(num_key_value_heads=2, head_dim=64, vocab_size=VOCABULARY, tie_word_embeddings=True)
+KEEP = ("--pause-mode", "keep")
 MODES: dict[str, tuple[str, ...]] = {
     SYNCHRONOUS: ("train",),
     AHEAD: ("train-async",),
-    "2 versions": ("train-async", "--max-staleness", "2"),
-    "4 versions": ("train-async", "--max-staleness", "4"),
+    "2 versions": ("train-async", "--max-staleness", "2", *KEEP),
+    "4 versions": ("train-async", "--max-staleness", "4", *KEEP),
 }
 NAMES = {AHEAD: "", "2 versions": "_2_versions", "4 versions": "_4_versions"}  # the ends of their keys in `headline`
 SCHEDULES: dict[str, str | int] = {SYNCHRONOUS: SYNCHRONOUS, AHEAD: AHEAD, "2 versions": 2, "4 versions": 4}

@@ -14,8 +14,9 @@ class Capabilities:
     Attributes:
         engine: its name in errors; version: empty for an engine that is part of instep.
         version_spans: its answers say which weight version made each token. Without that (vLLM 0.26) the client notes
-            the version, which is exact because no request is under way when it changes (`rollout/admission.py`); the
-            pause mode `keep`, which mixes versions in a response, is refused.
+            the version, which is exact because no request is under way when it changes (`rollout/admission.py`).
+        spans_in_arrays: its answers in arrays say it, at least. The pause mode `keep`, which mixes versions in a
+            response, wants one of the two; under it tokens of other answers are of unknown versions.
         stop_reasons: its answers say which stop token or string ended a response. Without that (vLLM 0.26) the client
             looks for the stop string that the last token completed (`rollout/tokens.py`).
         digests: `/weight_checker` gives a digest of every weight under its Hugging Face name. vLLM's own covers neither
@@ -27,17 +28,23 @@ class Capabilities:
     engine: str
     version: str = ""
     version_spans: bool = True
+    spans_in_arrays: bool = False
     stop_reasons: bool = True
     digests: bool = False
     strict_requests: bool = False
     serves_nothing_unproven: bool = False
 
-    def check_pause(self, mode: str) -> None:
-        """Raise ConfigError if the weight versions of tokens would be unknown under this `--pause-mode`."""
-        if mode == "keep" and not self.version_spans:
+    def check_pause(self, mode: str, *, arrays: bool) -> None:
+        """Raise ConfigError if the weight versions of tokens would be unknown under this `--pause-mode`.
+
+        Args:
+            arrays: whether the engine answers in arrays.
+        """
+        if mode == "keep" and not (self.version_spans or (self.spans_in_arrays and arrays)):
             raise ConfigError(
-                f"{self.engine} {self.version} does not say which weights made a token, so a response that goes on "
-                "after a sync would have unknown versions",
+                f"{self.engine} {self.version} does not say in JSON which weights made a token, so a response that "
+                "goes on after a sync would have unknown versions",
                 where="--pause-mode keep",
-                remedy=f"use abort or wait, or a newer {self.engine}",
+                remedy=f"use abort or wait, engines that this run starts, without --no-fast-log-probs, or a newer "
+                f"{self.engine}",
             )

@@ -274,7 +274,7 @@ def resolve_backend(args: Settings) -> str:
         kind, how = _auto_kind(args.device), f" ({AUTO}, on {args.device})"
     if not args.rollout_external_engine_addrs:  # those say themselves what they are
         kind.check_installed(f"--rollout-backend {kind.name}{how}")
-        kind.capabilities.check_pause(args.pause_mode)
+        kind.capabilities.check_pause(args.pause_mode, arrays=not args.no_fast_log_probs)
     return kind.name
 
 

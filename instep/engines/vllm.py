@@ -78,7 +78,7 @@ class VllmKind(EngineKind):
                 remedy="install vLLM 0.26 or 0.32 (make install-vllm does so on a CPU)",
             )
         recent = release(version) >= (0, 32)
-        return Capabilities(self.title, version, version_spans=recent, stop_reasons=recent)
+        return Capabilities(self.title, version, version_spans=recent, spans_in_arrays=True, stop_reasons=recent)
 
     @functools.cached_property
     def wire(self) -> WireFormat:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -110,37 +111,102 @@ def check_idle(engine: Engine) -> None:
         time.sleep(0.05)
 
 
-def test_the_routed_experts_of_tokens_that_are_held_back_leave_with_them() -> None:
-    """A mixture's engine, whose scheduler adds the experts of the prompt to the first token, then a row to each."""
-    from instep_vllm.fast import BUNCH, KEY
+@dataclass
+class Below:
+    """The scheduler below the mixin, with one fast request of at most 100 tokens, `a`."""
+
+    requests: dict[str, Any] = field(default_factory=dict)
+
+    def add_request(self, request: Any) -> None:
+        self.requests[request.request_id] = request
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        from vllm.v1.engine import EngineCoreOutputs
+
+        return {0: EngineCoreOutputs(outputs=[model_runner_output])}
+
+
+def above() -> tuple[Any, Any]:
+    """A scheduler of the mixin alone, and its request."""
+    from instep_vllm.fast import KEY
     from instep_vllm.fast.scheduler import HoldBack
     from vllm import SamplingParams
-    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
-    from vllm.v1.outputs import LogprobsLists
 
     params = SamplingParams(max_tokens=100, logprobs=0, ignore_eos=True, extra_args={KEY: 1})
     request = SimpleNamespace(
         request_id="a", sampling_params=params, output_token_ids=[], max_tokens=100, resumable=False, client_index=0
     )
+    scheduler = type("Scheduler", (HoldBack, Below), {})()
+    scheduler.add_request(request)
+    return scheduler, request
 
-    class Below:
-        requests = {"a": request}
 
-        def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-            return {0: EngineCoreOutputs(outputs=[model_runner_output])}
+def output_of(request: Any, token: int, *, first: bool = False, last: bool = False) -> Any:
+    """vLLM's output with the next token of the request, which is of rank 7."""
+    from vllm.v1.engine import EngineCoreOutput, FinishReason
+    from vllm.v1.outputs import LogprobsLists
 
-    class Scheduler(HoldBack, Below):
-        pass
+    request.output_token_ids.append(token)
+    output = EngineCoreOutput("a", [token])
+    output.new_logprobs = LogprobsLists(np.array([[token]]), np.array([[-1.0]]), np.array([7]))
+    output.prefill_stats = object() if first else None
+    output.finish_reason = FinishReason.LENGTH if last else None
+    return output
 
-    scheduler, sent, num = Scheduler(), [], BUNCH + 5
+
+def test_the_routed_experts_of_tokens_that_are_held_back_leave_with_them() -> None:
+    """A mixture's engine, whose scheduler adds the experts of the prompt to the first token, then a row to each."""
+    from instep_vllm.fast import BUNCH
+
+    scheduler, request = above()
+    sent, num = [], BUNCH + 5
     rows = np.arange(2 * (10 + num - 1)).reshape(-1, 2, 1)  # of a prompt of 10 tokens, and of all but the last
     for i in range(num):
-        request.output_token_ids.append(i)
-        output = EngineCoreOutput("a", [i])
-        output.new_logprobs = LogprobsLists(np.array([[i]]), np.array([[-1.0]]), np.array([0]))
+        output = output_of(request, i, first=i == 0, last=i == num - 1)
         output.routed_experts = rows[:10] if i == 0 else rows[9 + i : 10 + i]
-        output.prefill_stats = object() if i == 0 else None
-        output.finish_reason = FinishReason.LENGTH if i == num - 1 else None
         sent += scheduler.update_from_output(None, output)[0].outputs
     assert 1 < len(sent) <= 4 and sum((o.new_token_ids for o in sent), []) == list(range(num))
     assert np.array_equal(np.concatenate([o.routed_experts for o in sent]), rows)
+
+
+def test_every_token_is_marked_with_the_weights_that_made_it() -> None:
+    """What is held back leaves before the engine core hears of other weights."""
+    from instep_vllm.fast import versions
+
+    class Core:
+        instep_set_version: Any
+
+    versions.install(Core)
+    core, (scheduler, request) = Core(), above()
+    core.scheduler = scheduler  # type: ignore[attr-defined]
+    marks: list[int] = []
+
+    def step(i: int, **how: bool) -> None:
+        for message in scheduler.update_from_output(None, output_of(request, i, **how))[0].outputs:
+            marks.extend(message.new_logprobs.sampled_token_ranks.tolist())
+
+    core.instep_set_version("0")
+    for i in range(40):
+        step(i, first=i == 0)
+    marks.extend(mark for _, out in scheduler.flush() for mark in out.new_logprobs.sampled_token_ranks.tolist())
+    core.instep_set_version("12")
+    for i in range(40, 45):
+        step(i, last=i == 44)
+    assert versions.spans(marks) == [
+        {"version": "0", "start": 0, "end": 40},
+        {"version": "12", "start": 40, "end": 45},
+    ]
+
+
+@pytest.mark.parametrize(("version", "is_known"), [("3", True), ("mine", False), ("", False)])
+def test_a_response_of_one_token_is_marked_too(version: str, is_known: bool) -> None:
+    """The rank that vLLM gave it is no mark; a version that is no number is not known."""
+    from instep_vllm.fast import versions
+
+    scheduler, request = above()
+    versions._set_version(SimpleNamespace(scheduler=scheduler), version)
+    del scheduler.requests["a"]  # as it ends with this token
+    (message,) = scheduler.update_from_output(None, output_of(request, 5, first=True, last=True))[0].outputs
+    spans = versions.spans(message.new_logprobs.sampled_token_ranks.tolist())
+    assert spans == ([{"version": version, "start": 0, "end": 1}] if is_known else [])
+    assert versions.spans([7]) == versions.spans([-4, None]) == versions.spans([]) == []

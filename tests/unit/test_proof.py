@@ -95,15 +95,18 @@ class Bf16World(World):
 
     def __init__(self) -> None:
         super().__init__()
-        self.off, self.transfers = 0.05, list[str]()
+        self.off, self.transfers, self.off_after = 0.05, list[str](), None
 
     def transfer(self, way: str) -> None:
         self.transfers.append(way)
+        self.off = self.off if self.off_after is None else self.off_after
 
 
 @pytest.fixture
 def bf16() -> Proof:
-    args: Any = SimpleNamespace(precision="bf16", sync_tolerance=None, vllm_overrides={}, sync_timeout=10.0)
+    args: Any = SimpleNamespace(
+        precision="bf16", sync_tolerance=None, vllm_overrides={}, sync_timeout=10.0, pause_mode="abort"
+    )
     proof = Proof(args, vocab_size=50, max_len=LENGTH + 1)
     proof._wrongly_sent = lambda *_: []  # type: ignore[method-assign]
     return proof
@@ -148,3 +151,21 @@ def test_an_engine_that_was_started_anew_is_not_started_once_more(bf16: Proof) -
     with pytest.raises(SyncError, match=r"differ from the trainer's by 0.6, on the golden path as well, more than 0.5"):
         bf16.prove(world, "restart", sent("b"))
     assert world.transfers == []
+
+
+@pytest.mark.parametrize(("mode", "after", "holds"), [
+    ("abort", 0.06, True), ("abort", 0.07, False), ("keep", 0.035, True), ("keep", 0.07, True), ("keep", 0.02, False),
+])  # fmt: skip
+def test_beside_responses_that_go_on_an_engine_may_round_otherwise(
+    bf16: Proof, mode: str, after: float, holds: bool
+) -> None:
+    """By the difference to the trainer that remains: weights that were sent wrongly differ by more than that."""
+    world: Any = Bf16World()
+    bf16._args.pause_mode = mode  # type: ignore[misc]
+    world.off, world.off_after = 0.06, after
+    if holds:
+        assert bf16.prove(world, "shm", sent("a")).tolerance == pytest.approx(2 * after)
+    else:
+        with pytest.raises(SyncError, match=r"changed by 0.0[14] over the golden path, more than 0.0"):
+            bf16.prove(world, "shm", sent("a"))
+    assert world.transfers == ["disk"]

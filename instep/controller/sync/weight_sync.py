@@ -79,7 +79,7 @@ class WeightSync:
     """Owns the versions of the policy and the sessions that carry them to the engines.
 
     Args:
-        args: `pause_mode`, `sync_timeout`, `sync_tolerance`, `precision`.
+        args: `pause_mode`, `sync_timeout`, `sync_tolerance`, `precision`, and how engines answer and who starts them.
         way: the way of the run.
         folder: of the run, in the shared memory of this host.
         vocab_size, max_len: see `Proof`; only for a new one.
@@ -156,8 +156,9 @@ class WeightSync:
             SyncError: the weights did not arrive, or the proof failed; the error names engine and tensor.
             EngineGone: no engine is left.
         """
+        arrays = not (self._args.no_fast_log_probs or self._args.rollout_external_engine_addrs)
         for engine in engines:
-            engine.capabilities.check_pause(self._args.pause_mode)
+            engine.capabilities.check_pause(self._args.pause_mode, arrays=arrays)
         session = self._session(engines, self.version + 1)
         self.version += 1
         admission.close()
@@ -169,8 +170,8 @@ class WeightSync:
 
     def _open(self, session: Session) -> None:
         """Admit requests again."""
-        spans = all(engine.capabilities.version_spans for engine in session.engines)
-        admission.open_again(None if spans else str(self.version))
+        told = self._args.pause_mode == "keep" or all(e.capabilities.version_spans for e in session.engines)
+        admission.open_again(None if told else str(self.version))
 
     def rejoin(self, engine: Engine) -> SyncResult:
         """Bring the current version to one engine that has been started anew, while the others serve.

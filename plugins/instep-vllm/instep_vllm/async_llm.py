@@ -21,6 +21,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from instep_vllm.fast.versions import tell
 from instep_vllm.lease import Lease, NoLease
 from instep_vllm.loaded import Loaded
 
@@ -41,13 +42,20 @@ class Keeper:
     """The lease of one engine, and what its server knows of the weights in it.
 
     Args:
-        resume: lets the engine generate; end: ends it.
+        resume: lets the engine generate; end: ends it; brought: hears which version a session has brought.
         several: whether the engine has data-parallel replicas, of which one may load what another refuses.
     """
 
-    def __init__(self, resume: Callable[[], Awaitable[None]], end: Callable[[], Awaitable[None]], several: bool):
+    def __init__(
+        self,
+        resume: Callable[[], Awaitable[None]],
+        end: Callable[[], Awaitable[None]],
+        brought: Callable[[str], Awaitable[None]],
+        several: bool,
+    ):
         self.lease = Lease(self._expired)
-        self._resume, self._end, self._several = resume, end, several
+        self._resume, self._end, self._brought, self._several = resume, end, brought, several
+        self._version = ""  # that the session announced
         self._torn = False  # the engine may hold weights of two versions
         self._complete = False  # the last update has found all weights of its session there
         self.num_updates, self.last_update = 0, 0.0  # sessions that were completed, and when the last one was
@@ -59,6 +67,11 @@ class Keeper:
     def check(self) -> None:
         with _told():
             self.lease.check()
+
+    async def begin(self, begin: Callable[[], Awaitable[None]], announced: Any) -> None:
+        self.check()
+        await begin()
+        self._version = str(announced.get("version", "")) if isinstance(announced, dict) else ""
 
     async def update(self, load: Callable[[], Awaitable[None]], info: Any) -> None:
         self.check()
@@ -76,6 +89,7 @@ class Keeper:
         self.check()
         await finish()
         if self._complete:  # else a session ends that was given up
+            await self._brought(self._version)
             self._torn = False
             self.lease.whole()
             self.num_updates, self.last_update = self.num_updates + 1, time.time()
@@ -128,7 +142,7 @@ def install(llm: Any, end: Callable[[], Awaitable[None]] = _end_server) -> None:
     def keeper(self: Any) -> Keeper:
         if "_instep_keeper" not in self.__dict__:
             several = self.vllm_config.parallel_config.data_parallel_size > 1
-            self._instep_keeper = Keeper(lambda: resume(self), end, several)
+            self._instep_keeper = Keeper(lambda: resume(self), end, lambda version: tell(self, version), several)
         return self._instep_keeper
 
     @functools.wraps(init)
@@ -136,8 +150,7 @@ def install(llm: Any, end: Callable[[], Awaitable[None]] = _end_server) -> None:
         if isinstance(request.init_info, dict) and "lease" in request.init_info:
             keeper(self).ask(request.init_info["lease"])
         else:
-            keeper(self).check()
-            await init(self, request)
+            await keeper(self).begin(lambda: init(self, request), request.init_info)
 
     @functools.wraps(update)
     async def update_weights(self: Any, request: Any) -> None:

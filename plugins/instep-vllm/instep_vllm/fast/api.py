@@ -16,7 +16,7 @@ from typing import Any
 from vllm.logger import init_logger
 
 from instep_vllm import answers
-from instep_vllm.fast import KEY, RANGE, VERSIONS, minor_version
+from instep_vllm.fast import KEY, RANGE, VERSIONS, minor_version, versions
 from instep_vllm.kv_params import PATH, App, Message, Receive, Send
 
 logger = init_logger("vllm.instep")
@@ -128,9 +128,10 @@ async def _sample(engine: Any, prompt: list[int], params: Any, request_id: str, 
     flat = result.logprobs  # in a position there may be those of other tokens, which other requests have asked for
     log_probs = [flat.logprobs[start] for start in flat.start_indices]
     choice = {"token_ids": result.token_ids, "log_probs": log_probs}
-    versions = getattr(result, "weight_versions", None)  # from 0.32 on
-    if versions:
-        spans = [{"version": s.version, "start": s.start, "end": s.end} for s in versions]
+    told = getattr(result, "weight_versions", None)  # from 0.32 on
+    if told:
+        choice["weight_versions"] = [{"version": s.version, "start": s.start, "end": s.end} for s in told]
+    elif spans := versions.spans([flat.ranks[start] for start in flat.start_indices]):
         choice["weight_versions"] = spans
     if result.routed_experts is not None:  # of an engine that returns them (--enable-return-routed-experts)
         choice["routed_experts"] = result.routed_experts

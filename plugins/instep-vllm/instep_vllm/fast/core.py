@@ -1,7 +1,8 @@
 """A pause lets out what the scheduler holds back, while the weights that made it are still the engine's.
 
 `abort`: before the requests end, so that they end with all that they have. `keep`: when the last step is done. With
-`wait` nothing is left. vLLM 0.32 writes its weight version into each message, and here it is written, too.
+`wait` nothing is left. vLLM 0.32 writes its weight version into each message, and here it is written, too; `versions.py` is
+for older ones.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Any
 
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.core import EngineCoreProc
+
+from instep_vllm.fast import versions
 
 
 def install() -> None:
@@ -32,6 +35,7 @@ def install() -> None:
         return paused
 
     EngineCoreProc.pause_scheduler = pause_scheduler
+    versions.install(EngineCoreProc)
 
 
 def flush(core: EngineCoreProc) -> None:

@@ -234,7 +234,7 @@ class QuickScheduler(HoldBack, AsyncScheduler):
         return outputs, stopped
 
     def _output(self, request: Request, held: Held, ends: bool) -> EngineCoreOutput:
-        output = held.fill(EngineCoreOutput(request_id=request.request_id, new_token_ids=[]))
+        output = held.fill(EngineCoreOutput(request_id=request.request_id, new_token_ids=[]), self.mark)
         output.stop_reason, output.trace_headers = request.stop_reason, request.trace_headers
         output.events = request.take_events()
         output.prefill_stats = request.take_prefill_stats()

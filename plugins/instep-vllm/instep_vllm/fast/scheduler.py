@@ -21,6 +21,7 @@ from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request
 
 from instep_vllm.fast import BUNCH, RANGE, VERSIONS, is_fast, is_known, minor_version
+from instep_vllm.fast.versions import UNKNOWN
 
 logger = init_logger("vllm.instep")
 
@@ -49,14 +50,14 @@ class Held:
         """Whether a request with `count` tokens sends them now."""
         return (count + self.offset) % BUNCH == 0
 
-    def fill(self, output: EngineCoreOutput) -> EngineCoreOutput:
-        """Put all that was not sent into `output`. Of the ranks, which nobody asked for, it says 0."""
+    def fill(self, output: EngineCoreOutput, mark: int) -> EngineCoreOutput:
+        """Put all that was not sent into `output`. In the place of ranks, which nobody asked for, it says `mark`."""
         tokens = self.request.output_token_ids[self.num_sent :]
         self.num_sent += len(tokens)
         output.new_token_ids = tokens
         ids = np.array(tokens, np.int32).reshape(-1, 1)
         log_probs = np.array(self.log_probs, np.float32).reshape(-1, 1)
-        output.new_logprobs = LogprobsLists(ids, log_probs, np.zeros(len(tokens), np.int32))
+        output.new_logprobs = LogprobsLists(ids, log_probs, np.full(len(tokens), mark, np.int32))
         if self.routes:
             output.routed_experts = np.concatenate(self.routes)
         self.log_probs, self.routes = [], []
@@ -64,12 +65,21 @@ class Held:
 
 
 class HoldBack:
-    """A mixin in front of a scheduler of vLLM. It changes what leaves the engine core when, and nothing else."""
+    """A mixin in front of a scheduler of vLLM. It changes what leaves the engine core when, and nothing else.
+
+    Attributes:
+        mark: what `versions.py` puts in the place of ranks: which weights make tokens now.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._held: dict[str, Held] = {}
         self._offsets = itertools.count()
+        self.mark = UNKNOWN
+
+    def add_request(self, request: Request) -> None:
+        super().add_request(request)  # type: ignore[misc]
+        self._of(request)  # here, as one that ends with its first token is not known any more when that leaves
 
     def _of(self, request: Request | None) -> Held | None:
         """What is held of a request; None for one that is not fast."""
@@ -91,7 +101,7 @@ class HoldBack:
         """Whether `output` leaves now, with all that is held of its request; it is held back otherwise."""
         requests: dict[str, Request] = self.requests  # type: ignore[attr-defined]
         held = self._held.get(output.request_id) or self._of(requests.get(output.request_id))
-        if held is None:  # not fast, or it has ended with its first token
+        if held is None:
             return True
         if output.new_logprobs is not None:
             held.log_probs += output.new_logprobs.logprobs[:, 0].tolist()
@@ -101,7 +111,7 @@ class HoldBack:
         due = held.is_due(len(held.request.output_token_ids))
         if not (ended or due or output.prefill_stats is not None or output.events):
             return False
-        held.fill(output)
+        held.fill(output, self.mark)
         if ended:
             del self._held[output.request_id]
         return True
@@ -116,7 +126,7 @@ class HoldBack:
         """All that is held back, with the index of the client that it is for."""
         for request_id, held in self._held.items():
             if len(held.request.output_token_ids) > held.num_sent:
-                output = held.fill(EngineCoreOutput(request_id=request_id, new_token_ids=[]))
+                output = held.fill(EngineCoreOutput(request_id=request_id, new_token_ids=[]), self.mark)
                 yield held.request.client_index, output
 
 
