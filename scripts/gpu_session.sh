@@ -35,14 +35,15 @@ item_guide_none() { # 280 its mode `none` (alone on the GPU)
 item_async() { # 420 one step ahead against synchronous, one card
     python benchmarks/async.py --device cuda --limit 270 --modes synchronous "one step ahead" --out "$R/out.json"
 }
-item_async_versions() { # 300 two versions ahead against synchronous, one card
-    python benchmarks/async.py --device cuda --limit 280 --modes synchronous "2 versions" --out "$R/out.json"
+item_async_versions() { # 420 two and four versions ahead against synchronous, one card
+    python benchmarks/async.py --device cuda --limit 400 --modes synchronous "2 versions" "4 versions" --out "$R/out.json"
 }
 item_async_trace() { # 200 one run two versions ahead, whose responses, metrics and logs come back
     python benchmarks/async.py --device cuda --limit 190 --modes "2 versions" --logs "$R/logs" --out "$R/out.json"
 }
-item_async_two() { # 480 all modes, a card each for engine and trainer
-    python benchmarks/async.py --device cuda --limit 460 --out "$R/out.json"
+item_async_two() { # 480 two and four versions against synchronous, a card each for engine and trainer
+    python benchmarks/async.py --device cuda --limit 460 --modes synchronous "2 versions" "4 versions" \
+        --logs "$R/logs" --out "$R/out.json"
 }
 item_lora_engine() { # 330 an engine's tokens/s with an adapter in one product, and without
     python benchmarks/lora_engine.py --size 4b --only base joined --out "$R/out.json"

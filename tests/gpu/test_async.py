@@ -11,7 +11,6 @@ import os
 import pytest
 import torch
 
-from instep.engines.vllm import VllmKind
 from tests.e2e import conftest
 from tests.e2e.commands import on_vllm
 from tests.e2e.test_async_freshness import NEAR, NUM_ROLLOUT, gap_with_prefix_hits
@@ -25,8 +24,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not ON_GPU and not CPU, reason
 
 @pytest.mark.parametrize("mode", ["abort", "keep"])
 def test_every_token_is_of_the_version_it_claims_while_both_share_a_gpu(long, mode):
-    if mode == "keep" and not VllmKind().capabilities.version_spans:
-        pytest.skip("this vLLM does not say which weights made a token")
     gap, hits = gap_with_prefix_hits(long, mode, *on_vllm(ENGINES))
     print(f"{mode}: the largest gap is {gap:.1e} nats; tokens found in the {ENGINES} caches: {hits}")
     assert gap < NEAR and len(hits) == ENGINES and min(hits) > 500

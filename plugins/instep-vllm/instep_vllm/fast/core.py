@@ -1,8 +1,8 @@
 """A pause lets out what the scheduler holds back, while the weights that made it are still the engine's.
 
 `abort`: before the requests end, so that they end with all that they have. `keep`: when the last step is done. With
-`wait` nothing is left. vLLM 0.32 writes its weight version into each message, and here it is written, too; `versions.py` is
-for older ones.
+`wait` nothing is left. vLLM 0.32 writes its weight version into each message, and here it is written, too; for older
+ones there is `versions.py`.
 """
 
 from __future__ import annotations
