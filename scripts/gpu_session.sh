@@ -122,6 +122,9 @@ item_card() { # 150 the card's rates, for instep plan
         --rollout-backend vllm --colocate --actor-num-gpus-per-node 1 --rollout-batch-size 32
     cp "$R"/cache/instep/card-*.json "$R/"
 }
+item_parking() { # 60 how long a parked trainer takes to come back
+    python benchmarks/parking.py
+}
 item_controller() { # 90 the controller's share
     python benchmarks/controller_share.py --out "$R/out.json"
 }
