@@ -38,13 +38,13 @@ class Capabilities:
         """Raise ConfigError if the weight versions of tokens would be unknown under this `--pause-mode`.
 
         Args:
-            arrays: whether the engine answers in arrays.
+            arrays: whether the engine answers in arrays (`kind.answers_in_arrays`).
         """
         if mode == "keep" and not (self.version_spans or (self.spans_in_arrays and arrays)):
             raise ConfigError(
                 f"{self.engine} {self.version} does not say in JSON which weights made a token, so a response that "
                 "goes on after a sync would have unknown versions",
                 where="--pause-mode keep",
-                remedy=f"use abort or wait, engines that this run starts, without --no-fast-log-probs, or a newer "
-                f"{self.engine}",
+                remedy="use abort or wait, or engines that this run starts, without --no-fast-log-probs, --vllm-config "
+                f"and --vllm-scheduler-cls, or a newer {self.engine}",
             )

@@ -274,8 +274,14 @@ def resolve_backend(args: Settings) -> str:
         kind, how = _auto_kind(args.device), f" ({AUTO}, on {args.device})"
     if not args.rollout_external_engine_addrs:  # those say themselves what they are
         kind.check_installed(f"--rollout-backend {kind.name}{how}")
-        kind.capabilities.check_pause(args.pause_mode, arrays=not args.no_fast_log_probs)
+        kind.capabilities.check_pause(args.pause_mode, arrays=answers_in_arrays(args))
     return kind.name
+
+
+def answers_in_arrays(args: Settings) -> bool:
+    """Whether all engines of a run surely answer in arrays, from instep's own scheduler."""
+    others = args.rollout_external_engine_addrs or args.vllm_config or "scheduler_cls" in args.vllm_overrides
+    return not (args.no_fast_log_probs or others)
 
 
 def profile_folder(name: str) -> str:

@@ -41,6 +41,8 @@ class Ran:
     def __init__(self, folder: Path, made: Path):
         self._deadline = time.monotonic() + LIMIT
         self._measured = threading.Event()
+        if "none" not in MODES:
+            self._measured.set()
         self.guides: dict[str, Guide] = {}
         for mode in MODES:
             # Adapters travel every third step, and an environment is some batches ahead.

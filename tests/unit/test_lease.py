@@ -149,18 +149,28 @@ def async_llm(monkeypatch):
     for name in [name for name in sys.modules if name.split(".")[0] == "instep_vllm"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "instep_vllm", package)
-    yield importlib.import_module("instep_vllm.async_llm")
-    for name in ("instep_vllm.lease", "instep_vllm.async_llm"):
-        sys.modules.pop(name, None)
+    module = importlib.import_module("instep_vllm.async_llm")
+    monkeypatch.setattr(importlib.import_module("instep_vllm.fast.versions"), "minor_version", lambda: 26)
+    yield module
+    for name in [name for name in sys.modules if name.startswith("instep_vllm.")]:
+        sys.modules.pop(name)
 
 
-def make_llm(replicas=1):
+def make_llm(replicas=1, scheduler="instep_vllm.fast.scheduler.make"):
     """A class with the methods of vLLM's that are wrapped, which notes what reaches them."""
 
     class Llm:
         def __init__(self):
-            self.did = []
-            self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=replicas))
+            self.did, self.told = [], []
+            self.engine_core = SimpleNamespace(call_utility_async=self.note)
+            self.vllm_config = SimpleNamespace(
+                parallel_config=SimpleNamespace(data_parallel_size=replicas),
+                scheduler_config=SimpleNamespace(scheduler_cls=scheduler),
+            )
+
+        async def note(self, method, version):
+            assert method == "instep_set_version"
+            self.told.append(version)
 
         async def init_weight_transfer_engine(self, request):
             self.did.append("init")
@@ -188,8 +198,8 @@ class Trainer:
     async def lease(self, **about):
         await self.llm.init_weight_transfer_engine(SimpleNamespace(init_info={"lease": asking(**about)}))
 
-    async def init(self):
-        await self.llm.init_weight_transfer_engine(SimpleNamespace(init_info={"protocol": 1}))
+    async def init(self, version="3"):
+        await self.llm.init_weight_transfer_engine(SimpleNamespace(init_info={"protocol": 1, "version": version}))
 
     async def update(self, backend="shm", **info):
         await self.llm.update_weights(SimpleNamespace(update_info={"backend": backend, **info}))
@@ -413,3 +423,42 @@ def test_a_lease_that_is_refused_says_what_to_do(monkeypatch, said, remedy):
         engine.start_update("1", "nonce", timeout=5.0)
     assert remedy in caught.value.remedy and caught.value.where == engine.url and (len(asked) > 1) == (HELD in said)
     assert engine.lease._ended is None  # no thread
+
+
+# ---- which version a session has brought -----------------------------------------------------------------------------
+
+
+def versions_told(async_llm, sessions, **options):
+    """What the engine core hears in sessions with these versions, each with its updates."""
+
+    async def run():
+        llm, trainer = await begun(async_llm, **options)
+        for version, updates in sessions:
+            await trainer.init(version)
+            for backend in updates:
+                await trainer.update(backend)
+            await llm.finish_weight_update()
+        llm._instep_keeper.lease.end()
+        return llm.told
+
+    return asyncio.run(run())
+
+
+def test_the_core_hears_which_version_a_session_has_brought(async_llm):
+    assert versions_told(async_llm, [("3", ["shm", "complete"]), ("4", ["lora", "complete"])]) == ["3", "4"]
+
+
+@pytest.mark.parametrize("given_up", [[], ["shm"], ["complete", "shm"]])
+def test_a_session_that_was_given_up_has_brought_nothing(async_llm, given_up):
+    """The engine computes as before it, or nobody knows with what: it is still of the last session."""
+    assert versions_told(async_llm, [("3", ["shm", "complete"]), ("4", given_up)]) == ["3"]
+
+
+@pytest.mark.parametrize("scheduler", [None, "vllm.Scheduler", "instep_vllm.fast.scheduler.FastScheduler", object])
+def test_a_core_without_the_scheduler_that_listens_is_told_nothing(async_llm, scheduler):
+    assert versions_told(async_llm, [("3", ["shm", "complete"])], scheduler=scheduler) == []
+
+
+def test_a_vllm_that_tells_versions_itself_is_told_nothing(async_llm, monkeypatch):
+    monkeypatch.setattr(sys.modules["instep_vllm.fast.versions"], "minor_version", lambda: 32)
+    assert versions_told(async_llm, [("3", ["shm", "complete"])]) == []

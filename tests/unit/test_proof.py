@@ -159,7 +159,7 @@ def test_an_engine_that_was_started_anew_is_not_started_once_more(bf16: Proof) -
 def test_beside_responses_that_go_on_an_engine_may_round_otherwise(
     bf16: Proof, mode: str, after: float, holds: bool
 ) -> None:
-    """By the difference to the trainer that remains: weights that were sent wrongly differ by more than that."""
+    """By as much as it differs from the trainer: that is what one more pass of the same weights may change."""
     world: Any = Bf16World()
     bf16._args.pause_mode = mode  # type: ignore[misc]
     world.off, world.off_after = 0.06, after

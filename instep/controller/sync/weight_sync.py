@@ -27,6 +27,7 @@ from instep.controller.sync.proof import Proof
 from instep.controller.sync.session import Session
 from instep.controller.turns import Turns
 from instep.engines.engine import Engine
+from instep.engines.kind import answers_in_arrays
 from instep.errors import EngineError, InstepError, SyncError
 from instep.rollout import admission
 from instep.weights.way import SINGLE_COPY
@@ -156,9 +157,8 @@ class WeightSync:
             SyncError: the weights did not arrive, or the proof failed; the error names engine and tensor.
             EngineGone: no engine is left.
         """
-        arrays = not (self._args.no_fast_log_probs or self._args.rollout_external_engine_addrs)
         for engine in engines:
-            engine.capabilities.check_pause(self._args.pause_mode, arrays=arrays)
+            engine.capabilities.check_pause(self._args.pause_mode, arrays=answers_in_arrays(self._args))
         session = self._session(engines, self.version + 1)
         self.version += 1
         admission.close()

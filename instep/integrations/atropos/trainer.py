@@ -131,8 +131,8 @@ def words_of(flags: argparse.Namespace) -> tuple[str, list[str]]:
 
 
 def _pause_mode() -> str:
-    """`keep`, with which responses go on after a sync as the original's do, where vLLM says which weights made a token;
-    else responses end before the weights change."""
+    """`keep`, with which responses go on after a sync as the original's do, where vLLM's JSON says which weights made a
+    token; else responses end before the weights change."""
     from instep.engines.vllm import VllmKind
 
     return "keep" if VllmKind(installed_version("vllm") or TABLES["vllm"][0]).capabilities.version_spans else "wait"

@@ -2,6 +2,8 @@
 
     POST /init_weight_transfer_engine {"init_info": {"lease": {...}}}
 
+It also tells the engine core which version a session has brought (`fast/versions.py`).
+
 It is for engines that instep has not started; those end with their trainer. When the lease expires the engine goes on
 with the weights that it had. Where it may hold some of two versions, it ends: a session has loaded some and was not
 completed, or the trainer has written in place.
@@ -71,6 +73,7 @@ class Keeper:
     async def begin(self, begin: Callable[[], Awaitable[None]], announced: Any) -> None:
         self.check()
         await begin()
+        self._complete = False
         self._version = str(announced.get("version", "")) if isinstance(announced, dict) else ""
 
     async def update(self, load: Callable[[], Awaitable[None]], info: Any) -> None:
@@ -90,7 +93,7 @@ class Keeper:
         await finish()
         if self._complete:  # else a session ends that was given up
             await self._brought(self._version)
-            self._torn = False
+            self._torn = self._complete = False
             self.lease.whole()
             self.num_updates, self.last_update = self.num_updates + 1, time.time()
             Loaded.request = None  # a trainer's adapter is newer

@@ -1,8 +1,8 @@
 """A pause lets out what the scheduler holds back, while the weights that made it are still the engine's.
 
-`abort`: before the requests end, so that they end with all that they have. `keep`: when the last step is done. With
-`wait` nothing is left. vLLM 0.32 writes its weight version into each message, and here it is written, too; for older
-ones there is `versions.py`.
+`abort`: before the requests end, so that they end with all that they have. `keep` and `wait`: when the last step is
+done; a request that was preempted outlives a `wait`, too. vLLM 0.32 writes its weight version into each message, and
+here it is written, too; for older ones there is `versions.py`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def install() -> None:
         if mode == "abort":
             flush(self)
         paused = stock(self, mode, clear_cache)
-        if mode == "keep" and paused is None:
+        if mode != "abort" and paused is None:
             flush(self)
-        elif mode == "keep":
+        elif mode != "abort":
             paused.add_done_callback(lambda _: flush(self))  # before the one that answers the caller
         return paused
 

@@ -16,13 +16,14 @@ from instep_vllm.fast import VERSIONS, minor_version
 UNKNOWN = 0  # the mark of tokens of weights that no session has brought
 TOLD_BY_VLLM = 32  # from this minor version on
 LARGEST = 2**31 - 2
+SCHEDULER = "instep_vllm.fast.scheduler.make"  # as `--scheduler-cls` names it; it installs what is called here
 _METHOD = "instep_set_version"  # of the engine core
 
 
 async def tell(llm: Any, version: str) -> None:
     """Let the cores of `llm`, vLLM's `AsyncLLM`, mark tokens with `version` from now on, if they have our scheduler."""
-    is_ours = str(llm.vllm_config.scheduler_config.scheduler_cls).startswith("instep_vllm.fast.")
-    if is_ours and minor_version() in VERSIONS and minor_version() < TOLD_BY_VLLM:
+    wants_it = minor_version() in VERSIONS and minor_version() < TOLD_BY_VLLM
+    if wants_it and llm.vllm_config.scheduler_config.scheduler_cls == SCHEDULER:
         await llm.engine_core.call_utility_async(_METHOD, version)
 
 
