@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.bounds import allowed
 from tests.e2e.commands import ENVIRONMENT
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "controller_share.py"
@@ -37,4 +38,4 @@ def test_beside_an_engine_that_takes_its_time_only_the_rest_counts(tmp_path: Pat
     for step in row["steps"]:
         assert step["generate wall"] > 2.0
         assert step["beyond the engine"] == pytest.approx(step["wall"] - 2.0)
-    assert 0 < found["headline"]["beyond_uniform_32"] < 0.8, row
+    assert 0 < found["headline"]["beyond_uniform_32"] < allowed(0.8), row
