@@ -38,8 +38,9 @@ item_async() { # 420 one step ahead against synchronous, one card
 item_async_versions() { # 420 two and four versions ahead against synchronous, one card
     python benchmarks/async.py --device cuda --limit 400 --modes synchronous "2 versions" "4 versions" --out "$R/out.json"
 }
-item_async_trace() { # 200 one run two versions ahead, whose responses, metrics and logs come back
-    python benchmarks/async.py --device cuda --limit 190 --modes "2 versions" --logs "$R/logs" --out "$R/out.json"
+item_async_profile() { # 200 a run four versions ahead: where two of its rollouts went; responses, metrics and logs
+    python benchmarks/async.py --device cuda --limit 190 --modes "4 versions" --logs "$R/logs" --out "$R/out.json" \
+        --more "--profile --profile-step-start 6 --profile-step-end 8"
 }
 item_async_two() { # 480 two and four versions against synchronous, a card each for engine and trainer
     python benchmarks/async.py --device cuda --limit 460 --modes synchronous "2 versions" "4 versions" \
