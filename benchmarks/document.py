@@ -139,7 +139,8 @@ def _controller_share(file: str) -> str:
             rows.append([names.get(name, name), *(f"{r['seconds'][name]:.3f}" for r in found["rows"])])
     rate = found["workload"].get("tokens_per_second")
     pace = f" The engine makes {rate:,.0f} tokens a second." if rate else ""
-    return f"{measured(found)}{pace}\n\n{table(*rows)}"
+    host = f" {found['host']}" if "host" in found else ""
+    return f"{measured(found, host)}{pace}\n\n{table(*rows)}"
 
 
 def data_files() -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parent))
 from random_model import dimensions  # noqa: E402
@@ -24,15 +25,11 @@ from random_model import dimensions  # noqa: E402
 from instep.weights.parking import Parking, give_back  # noqa: E402
 
 
-def shapes(size: str) -> list[tuple[int, ...]]:
+def shapes(size: str) -> list[torch.Size]:
     """Those of the weights of a Qwen3 of these dimensions."""
-    d = dimensions(size)
-    width, queries, keys = d["hidden_size"], d["num_attention_heads"] * d["head_dim"], d["num_key_value_heads"]
-    keys *= d["head_dim"]
-    ffn = d["intermediate_size"]
-    layer = [(queries, width), (keys, width), (keys, width), (width, queries), (d["head_dim"],), (d["head_dim"],)]
-    layer += [(ffn, width), (ffn, width), (width, ffn), (width,), (width,)]
-    return [(d["vocab_size"], width), (width,), *layer * d["num_hidden_layers"]]
+    with torch.device("meta"):
+        model = Qwen3ForCausalLM(Qwen3Config(**dimensions(size)))
+    return [parameter.shape for parameter in model.parameters()]
 
 
 def main() -> None:
