@@ -57,7 +57,7 @@ ENDING = 20.0  # seconds in which a run that was interrupted ends its processes
 SKIPPED = 3  # first rollouts of a run, in which queues fill and processes warm up
 MODEL: dict[str, Any] = dict(hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=4)
 MODEL |= dict(num_key_value_heads=2, head_dim=64, vocab_size=VOCABULARY, tie_word_embeddings=True)
-KEEP = ("--pause-mode", "keep")
+KEEP = ("--pause-mode", "keep")  # as by default, but for a generate function of one's own with vLLM 0.26
 MODES: dict[str, tuple[str, ...]] = {
     SYNCHRONOUS: ("train",),
     AHEAD: ("train-async",),

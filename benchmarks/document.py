@@ -274,7 +274,7 @@ def _sync_cells(r: dict[str, Any]) -> list[str]:
 def planned_seconds() -> str:
     from plan_seconds import PHASES, rows
 
-    lines = [["what, on one H100: seconds planned, and seen", *PHASES]]
+    lines = [["what, on one GPU: seconds planned, and seen", *PHASES]]
     for row in rows():
         cells = [f"{row.planned[p]:.2f}, {row.seen[p]:.2f}" if p in row.seen else "" for p in PHASES]
         lines.append([f"`{row.name}`", *cells])

@@ -19,7 +19,6 @@ from typing import Any
 from instep.arguments import parse
 from instep.controller.controller import Controller
 from instep.controller.role import RoleTrainer
-from instep.engines.capabilities import Capabilities
 from instep.engines.engine import Engine
 from instep.errors import InstepError
 from instep.rollout import runtime
@@ -85,7 +84,6 @@ def main() -> None:
     words += f"--hf-checkpoint {models}/{size}-0 --run-dir {order['run_dir']} "
     flags = order["flags"] if order["device"] == "cuda" else order["flags"].replace("--colocate", "")
     stamps = Stamps()
-    Capabilities.check_pause = lambda self, mode: None  # type: ignore[method-assign]  # nothing here asks for versions
     try:
         with Controller(parse([*words.split(), *flags.split()], "train"), title="weight sync") as controller:
             base = throughput(controller.deployment.engines[0], controller.args.hf_checkpoint)

@@ -89,8 +89,8 @@ item_tests_ways() { # 480 the tests of the ways on one GPU
 item_tests_alone() { # 600 tests whose engines measure what they have: one file at a time
     python scripts/gpu_main.py --tests offload test_lora --side-by-side 1 --limit 580 --out "$R/out"
 }
-item_tests_two() { # 480 the tests that need two GPUs
-    python scripts/gpu_main.py --tests nccl single_copy hf_parallel context_parallel --side-by-side 4 --limit 460 \
+item_tests_two() { # 600 the tests that need two GPUs
+    python scripts/gpu_main.py --tests nccl single_copy hf_parallel context_parallel --side-by-side 4 --limit 580 \
         --out "$R/out"
 }
 item_tests_rest() { # 600 all other files of tests/gpu

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from instep.arguments.concern import Problem, Settings, flag_name
+from instep.arguments.concern import Given, Problem, Settings, flag_name
 from instep.arguments.flag import COUNT, INDEX, Flag, FlagGroup
 from instep.arguments.rollout import DEFAULT_ROLLOUT
-from instep.weights.way import SINGLE_COPY
+from instep.engines.kind import AUTO, tells_versions
+from instep.weights.way import RESTART, SINGLE_COPY
 
 ASYNCHRONOUS = FlagGroup(
     "Asynchronous training (docs/async.md)",
@@ -34,6 +35,20 @@ ASYNCHRONOUS = FlagGroup(
         ),
     ),
 )
+
+
+def pause_mode(args: Settings, given: Given) -> str:
+    """Under `--max-staleness` long responses live through syncs: ending and resending them would cost half the gain.
+
+    In deterministic mode they end before each sync.
+    """
+    if args.pause_mode != AUTO:
+        return args.pause_mode
+    through_syncs = args.command == "train-async" and args.max_staleness and not args.deterministic_mode
+    refused = args.weight_sync == RESTART or args.prefill_num_servers or args.vllm_config
+    if not through_syncs or refused or args.rollout_external_engine_addrs:
+        return "abort"
+    return "keep" if tells_versions(args) else "abort"
 
 
 def only_async(args: Settings, given: set[str]) -> Iterator[Problem]:
@@ -81,4 +96,5 @@ def staleness(args: Settings, given: set[str]) -> Iterator[Problem]:
             yield Problem(what, flag_name(name), refused=False)
 
 
+RESOLVERS = (pause_mode,)
 RULES = (only_async, both_at_work, staleness)

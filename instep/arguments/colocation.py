@@ -90,7 +90,7 @@ def turns(args: Settings, given: set[str]) -> Iterator[Problem]:
     elif args.pause_mode == "keep" and args.offload_rollout:
         remedy = "use --pause-mode abort or wait, or leave it out"
         yield Problem(_KEEP, "--offload-rollout with --pause-mode keep", remedy)
-    elif args.pause_mode == "keep" and shares_gpus(args) and args.device == "cuda":
+    elif args.pause_mode == "keep" and "pause_mode" in given and shares_gpus(args) and args.device == "cuda":
         if "no_offload_rollout" not in given:
             yield Problem(f"{_KEEP}, so that engines keep their GPU memory", "--pause-mode keep", refused=False)
 

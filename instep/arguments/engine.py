@@ -53,10 +53,11 @@ ENGINE = FlagGroup(
         ),
         Flag(
             "--pause-mode",
-            default="abort",
-            choices=("abort", "keep", "wait"),
+            default=AUTO,
+            choices=(AUTO, "abort", "keep", "wait"),
             help="what becomes of responses that are under way when the weights change: they end with what they have "
-            "and are continued, stay in the engine and go on, or end first",
+            "and are continued, stay in the engine and go on, or end first; auto: keep with --max-staleness where the "
+            "engines say which weights made a token, else abort",
         ),
         Flag(
             "--sync-tolerance",

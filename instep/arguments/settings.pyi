@@ -232,7 +232,7 @@ class Settings:
     overlong_buffer_len: int | None
     overlong_penalty_factor: float
     partial_rollout: bool
-    pause_mode: Literal["abort", "keep", "wait"]
+    pause_mode: str
     pipeline_model_parallel_size: int
     port: int
     position_embedding_type: Literal["rope"] | None

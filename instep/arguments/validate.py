@@ -56,6 +56,7 @@ RESOLVERS: tuple[Resolver, ...] = (
     *rollout.RESOLVERS,
     *parallel.RESOLVERS,
     *evaluation.RESOLVERS,
+    *asynchronous.RESOLVERS,
     *colocation.RESOLVERS,
     *planning.RESOLVERS,
 )

@@ -34,13 +34,17 @@ class Capabilities:
     strict_requests: bool = False
     serves_nothing_unproven: bool = False
 
+    def tells_versions(self, *, arrays: bool) -> bool:
+        """Whether its answers, in arrays or in JSON, say which weights made each token."""
+        return self.version_spans or (self.spans_in_arrays and arrays)
+
     def check_pause(self, mode: str, *, arrays: bool) -> None:
         """Raise ConfigError if the weight versions of tokens would be unknown under this `--pause-mode`.
 
         Args:
             arrays: whether the engine answers in arrays (`kind.answers_in_arrays`).
         """
-        if mode == "keep" and not (self.version_spans or (self.spans_in_arrays and arrays)):
+        if mode == "keep" and not self.tells_versions(arrays=arrays):
             raise ConfigError(
                 f"{self.engine} {self.version} does not say in JSON which weights made a token, so a response that "
                 "goes on after a sync would have unknown versions",

@@ -5,6 +5,7 @@ No other code depends on which kind it has. A further kind is a module with a `K
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -276,6 +277,22 @@ def resolve_backend(args: Settings) -> str:
         kind.check_installed(f"--rollout-backend {kind.name}{how}")
         kind.capabilities.check_pause(args.pause_mode, arrays=answers_in_arrays(args))
     return kind.name
+
+
+def tells_versions(args: Settings) -> bool:
+    """Whether the engines that this run starts surely say which weights made each token, as `--pause-mode keep` wants.
+
+    For `auto`: those of all kinds that are installed here and that it may mean. An engine that says it in arrays alone
+    is asked for JSON with stop strings, and maybe by a generate function of the user's own.
+    """
+    named = named_kind(args)
+    arrays = answers_in_arrays(args) and not args.rollout_stop and args.custom_generate_function_path is None
+    found = []
+    for kind in [named] if named else [kind for kind in all_kinds() if kind.auto_device]:
+        with contextlib.suppress(ConfigError):  # of a kind that is not installed; whoever starts it is told
+            kind.check_installed("--rollout-backend")
+            found.append(kind.capabilities.tells_versions(arrays=arrays))
+    return all(found)
 
 
 def answers_in_arrays(args: Settings) -> bool:

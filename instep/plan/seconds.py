@@ -21,7 +21,7 @@ from instep.weights.way import SINGLE_COPY
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
 
-# Seen on an H100 with 16 cores.
+# Seen on H100s with 16 cores.
 EAGER = 0.5  # of the rate of compiled layers
 MEGATRON = 0.94  # of that of compiled layers of hf (`benchmarks/results/train-step-h100.json`)
 DECODE = 0.65  # of a copy's bytes a second, in a decode step of vLLM
@@ -30,7 +30,9 @@ STOCK_STEP, STOCK_REQUEST = 3.4e-3, 62e-6  # and with its own, whose answers are
 OPS = 45  # operations of a layer's decode step in the embedded engine
 SESSION = 0.13  # calls of a session, and its proof
 SHM = 0.85e9  # bytes a second from the trainer's GPU through shared memory and two digests into the engine's
-SLEEP = 0.32  # an engine that goes to sleep and wakes: medians of `turns/sleep_seconds` + `turns/wake_seconds`
+# An engine that goes to sleep and wakes: `turns/sleep_seconds` + `turns/wake_seconds`, also seen on H200s; a second for
+# each byte that it gives back and maps again.
+SLEEP, SLEEP_BYTE = 0.04, 3.6e-12
 
 
 @dataclass(frozen=True)
@@ -179,5 +181,9 @@ def sync_seconds(args: Settings, card: Card, work: Work) -> float:
         parked = masters(rank) + (0.0 if args.optimizer_cpu_offload else moments(rank))
         turns += parked / card.to_host + parked / card.to_device
     if args.offload_rollout:
-        turns += SLEEP
+        sleeping = [engine for engine in plan_engines(args) if engine.sleeps]
+        planned = (plan_engine(args, engine, work.shape, args.gpu_memory_gb * 2**30) for engine in sleeping)
+        turns += max(
+            (SLEEP + SLEEP_BYTE * (engine.weights + max(0.0, engine.cache)) for engine in planned), default=0.0
+        )
     return SESSION + moved + turns

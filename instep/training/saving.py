@@ -19,7 +19,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -55,7 +55,7 @@ class Saver:
             OSError, CheckpointException: a rank could not write.
         """
         self._copies.wait()  # those of `to_host`: a planner may read them
-        writer = _Snapshot(path, self._keep) if self._in_background else dcp.FileSystemWriter(path)
+        writer = _Snapshot(path, self._keep) if self._in_background else _Writer(path)
         dcp.save(state, storage_writer=writer, planner=planner)
         self._own.clear()
         if isinstance(writer, _Snapshot):
@@ -111,7 +111,17 @@ class Saver:
             yield
 
 
-class _Snapshot(dcp.FileSystemWriter):
+class _Writer(dcp.FileSystemWriter):
+    """torch's writer, whose `.metadata` does not say whether a tensor lay in pinned memory, as copies do."""
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        for entry in metadata.state_dict_metadata.values():
+            if isinstance(entry, TensorStorageMetadata):
+                entry.properties.pin_memory = False
+        super().finish(metadata, results)
+
+
+class _Snapshot(_Writer):
     """torch's writer of a rank's files, which copies what it shall write and writes it later."""
 
     def __init__(self, path: Path, keep: Any):

@@ -8,16 +8,20 @@ import importlib.util
 import json
 import os
 import sys
+import weakref
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig
 
+from instep.training.hf import mirror
 from instep.training.hf.backend import HfBackend
 from instep.weights.memory import attach, digests_of
+from instep.weights.parking import shard
 from instep.weights.place import SYNC, process_mark
 from tests.distributed.hf_runs import ARGS, make_checkpoint, oracle_training, train, weights_of
 
@@ -154,6 +158,32 @@ def test_engines_hold_the_weights(run_ranks, plugin, tmp_path, dtype, tp, engine
     for rank, (_, _, told, _, _, still) in enumerate(ranks):  # the sample of the masters, which no rank has whole
         opened = list(held)[rank : rank + 1] if apart else list(held)
         assert told == still == {nonce: held[nonce] for nonce in opened}, rank
+
+
+def _first_write_rank(path, folder):
+    backend = make(path, 2, torch.bfloat16)
+    memory = attach(folder, lock=False)
+    memory.on_gpus, memory.crowded, memory.wait = True, False, lambda: None
+    nonce = list(memory.slices)[backend.parallel.rank]
+    memory.slices = {nonce: memory.slices[nonce]}
+    named = backend._compute.model.named_parameters()
+    before = {name: weakref.ref(shard(p)) for name, p in named if isinstance(p, DTensor)}
+    held = []
+    mirror.give_back = lambda device: held.extend(name for name, tensor in before.items() if tensor() is not None)
+    backend.weight_source().write_into(memory)
+    return len(before), held
+
+
+def test_what_the_parameters_were_is_given_back(run_ranks, plugin, tmp_path):
+    """To the GPU, when the first session makes them views of the engine's memory."""
+    path = make_checkpoint(tmp_path / "model", tied=False, vocab_size=72)
+    blank = {name: torch.zeros(w.shape, dtype=torch.bfloat16) for name, w in oracle_training(path)[1].items()}
+    place = tmp_path / f"{SYNC}0"
+    place.mkdir(mode=0o700)
+    for rank in range(2):
+        Worker(plugin, place, rank, 2, blank)
+    for number, held in run_ranks(_first_write_rank, 2, path, tmp_path):
+        assert number > 10 and held == ["model.embed_tokens.weight", "lm_head.weight"]  # an engine cuts them otherwise
 
 
 def _both_ways_rank(path):

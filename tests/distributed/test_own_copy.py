@@ -40,8 +40,8 @@ def make(path, copies: bool, role: str = "actor", **kw) -> hf.HfBackend:
 
 def _rank(path, folder, role):
     """Two steps, the first of which was begun early; scores and weights in between; what the other kind makes of it."""
-    results, writes, pieces = [], [], Mirror._pieces
-    Mirror._pieces = lambda self: writes.append(1) or pieces(self)
+    results, writes, gathered = [], [], Mirror._gathered
+    Mirror._gathered = lambda self, cut: writes.append(1) or gathered(self, cut)
     critic, score = role == "critic", make_batch(7)
     loss = value_loss if critic else loss_fn
     name = "values" if critic else "log_probs"
@@ -69,7 +69,7 @@ def _rank(path, folder, role):
             backend.load(folder / f"{role}-{not copies}")
             results.append([getattr(backend.forward_only([score])[0], name), weights_of(backend)])
     finally:
-        Mirror._pieces = pieces
+        Mirror._gathered = gathered
     return results, len(writes)
 
 

@@ -31,11 +31,18 @@ def file_of(info: Info) -> Path:
     return next(Path(info["path"]).glob("*.safetensors"))
 
 
+def _of_before(info: Info, kept: Path) -> tuple[Path, Path]:
+    """Bytes and message of an earlier session: of a folder or of a bucket, as a first session may send both."""
+    kind = "folder" if "path" in info else "bucket"
+    return kept / f"{kind}.bytes", kept / f"{kind}.json"
+
+
 def keep(info: Info, kept: Path) -> Info:
     """Keep what is sent, for a later session; it goes on unchanged."""
     if "manifest" in info:
-        shutil.copy(file_of(info), kept / "bytes")
-        (kept / "info").write_text(json.dumps(info))
+        data, message = _of_before(info, kept)
+        shutil.copy(file_of(info), data)
+        message.write_text(json.dumps(info))
     return info
 
 
@@ -63,7 +70,7 @@ def flipped_bit(info: Info, kept: Path) -> Info:
 def half_written(info: Info, kept: Path) -> Info:
     """The second half of a tensor has the bytes that the session before has sent."""
     start, size = _offset(info)
-    old = (kept / "bytes").read_bytes()
+    old = _of_before(info, kept)[0].read_bytes()
     with file_of(info).open("r+b") as file:
         file.seek(start + size // 2)
         file.write(old[start + size // 2 : start + size])
@@ -77,15 +84,15 @@ def cut_off(info: Info, kept: Path) -> Info:
 
 
 def old_bytes(info: Info, kept: Path) -> Info:
-    shutil.copy(kept / "bytes", file_of(info))
+    shutil.copy(_of_before(info, kept)[0], file_of(info))
     return info
 
 
 def old_message(info: Info, kept: Path) -> Info:
     """The message of the session before, over the bytes of this one."""
-    old = json.loads((kept / "info").read_text())
+    old = json.loads(_of_before(info, kept)[1].read_text())
     old["manifest"]["path"] = info["manifest"]["path"]
-    return {**old, **({"path": info["path"]} if "path" in info else {})}
+    return old | ({"path": info["path"]} if "path" in info else {})
 
 
 def removed(info: Info, kept: Path) -> Info:

@@ -34,10 +34,18 @@ def outcome(tiny: Path, folder: Path, *more: str) -> tuple[dict[int, dict], dict
     return {row["step"]: row for row in rows if "train/loss" in row}, load_file(folder / "hf-2" / "model.safetensors")
 
 
+def memories() -> set[Path]:
+    """What engines of runs of this user have made; tests without a run have folders of other names."""
+    found = memory_root().glob("instep-sync-*/memory-*")
+    return {path for path in found if "-test-" not in path.parent.name and path.stat().st_uid == os.geteuid()}
+
+
 @pytest.mark.slow
+@pytest.mark.alone  # runs of other tests have their memory in the same place
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_run_is_the_same_as_by_shared_memory(tiny: Path, tmp_path: Path, precision: str) -> None:
     """Two optimizer steps a rollout, a reference that is refreshed, exports; and again, resumed after two rollouts."""
+    before = memories()
     by_shm = outcome(tiny, tmp_path / "shm", "--weight-sync", "shm", "--precision", precision)
     one = ["--weight-sync", "single-copy", "--precision", precision]
     by_one = outcome(tiny, tmp_path / "one", *one)
@@ -52,7 +60,7 @@ def test_a_run_is_the_same_as_by_shared_memory(tiny: Path, tmp_path: Path, preci
             assert row["sync/bytes"] == 0 < by_shm[0][step]["sync/bytes"] and row["train/grad_norm"] > 0
         assert weights.keys() == by_shm[1].keys()
         assert all(weights[name].equal(by_shm[1][name]) for name in weights)
-    assert not [path for path in memory_root().glob("instep-sync-*/memory-*") if path.stat().st_uid == os.geteuid()]
+    assert not memories() - before
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 def test_copies_are_pinned_and_complete_before_the_tensors_change():
     device = torch.device("cuda", torch.cuda.current_device())
     tensors = [torch.randn(64 << 20, device=device), torch.randn(512, 300, device=device).t(), torch.ones(3)]
-    want = [t.cpu() for t in tensors]
+    want = [t.cpu().clone() for t in tensors]
     copies = HostCopies(device, "--async-save", "none")
     for _ in range(2):
         copies.clear()
@@ -56,11 +56,12 @@ def test_megatron_writes_the_same_as_a_save_that_waits(tmp_path):
 
 @pytest.mark.parametrize("backend", ["hf", "megatron"])
 def test_a_run_waits_less_for_a_save_in_the_background(tiny, tmp_path, backend):
-    """Of 101 M parameters, 1.2 GB; the first save pins its memory."""
+    """Of 101 M parameters, 1.2 GB; the first save pins its memory, and each has the time to end before the next."""
     data = make_conversations(tmp_path / "sft.jsonl", 64)
     waited = {}
     for name, flags in (("waiting", []), ("background", ["--async-save"])):
         more = ["--device", "cuda", "--precision", "bf16", "--num-rollout", "6", "--save-interval", "2", *flags]
+        more += ["--rollout-function-path", "tests.gpu.slow_sft.rollout"]
         words = sft_arguments(tiny, tmp_path / name, *more, "--train-backend", backend, "--prompt-data", str(data))
         done = run(words, timeout=280)
         assert done.returncode == 0, done.stderr[-3000:]

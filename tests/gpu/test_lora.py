@@ -150,7 +150,7 @@ def test_log_probs_follow_the_trainer_over_swaps(stack: Stack, sync: WeightSync,
 
     monkeypatch.setattr(Engine, "post", timed)
     swaps, pauses, before = [], [], None
-    for number in range(6):
+    for number in range(10):
         train_once(stack.actor.workers, 1e-3)
         seconds.clear()
         result = sync.run([stack.engine])
@@ -166,7 +166,7 @@ def test_log_probs_follow_the_trainer_over_swaps(stack: Stack, sync: WeightSync,
         assert result.num_tensors == 2 * 7 * LAYERS
         before = log_probs
     num_bytes = result.num_bytes / 1e6
-    swap, pause = (1e3 * statistics.median(found[2:]) for found in (swaps, pauses))  # the first two find the places
+    swap, pause = (1e3 * statistics.median(found[4:]) for found in (swaps, pauses))  # the first four warm up
     print(f"an adapter of {num_bytes:.1f} MB in {result.num_tensors} tensors: {swap:.1f} ms, the pause {pause:.1f} ms")
     assert swap <= 50 and pause <= 50
 

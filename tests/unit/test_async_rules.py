@@ -8,6 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from instep.arguments import parse
+from instep.engines.kind import _built_in
+from instep.engines.vllm import VllmKind
+from instep.errors import ConfigError
 from instep.train_async import syncs_after
 from tests.command_line import argv, make_folder, refusal
 
@@ -17,6 +20,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_folder(tmp_path, monkeypatch)
 
 
+PREFILL = "--rollout-backend vllm --prefill-num-servers 1 --rollout-num-gpus 2"
 REFUSED = [
     ("--offload-train", "none can sleep meanwhile"),
     ("--colocate --offload", "none can sleep meanwhile"),
@@ -47,6 +51,59 @@ def test_trainer_and_engines_that_share_gpus_do_not_sleep() -> None:
     args = parse(argv("--colocate --device cuda"), "train-async")
     assert not args.offload_train and not args.offload_rollout
     assert parse(argv("--colocate --device cuda")).offload_train
+
+
+@pytest.mark.parametrize(
+    "words, command, mode",
+    [
+        ("", "train", "abort"),
+        ("--pause-mode keep", "train", "keep"),
+        ("", "train-async", "abort"),
+        ("--max-staleness 0", "train-async", "abort"),
+        ("--max-staleness 2", "train-async", "keep"),
+        ("--max-staleness 2 --rollout-backend embedded --rollout-stop END", "train-async", "keep"),
+        ("--max-staleness 2 --colocate --device cuda", "train-async", "keep"),
+        ("--max-staleness 2 --pause-mode abort", "train-async", "abort"),
+        ("--max-staleness 2 --pause-mode wait", "train-async", "wait"),
+        ("--max-staleness 2 --deterministic-mode", "train-async", "abort"),
+        ("--max-staleness 2 --weight-sync restart", "train-async", "abort"),
+        (f"--max-staleness 2 {PREFILL}", "train-async", "abort"),
+        ("--max-staleness 2 --rollout-external-engine-addrs 127.0.0.1:8000", "train-async", "abort"),
+    ],
+)
+def test_responses_stay_in_the_engine_where_they_live_through_syncs(words: str, command: str, mode: str) -> None:
+    args = parse(argv(words), command)
+    assert args.pause_mode == mode
+    assert not [note for note in args.notes if "keep" in note]
+
+
+@pytest.mark.parametrize(
+    "version, words, mode",
+    [
+        ("0.26.0", "", "keep"),
+        ("0.26.0", "--no-fast-log-probs", "abort"),
+        ("0.26.0", "--rollout-stop END", "abort"),  # which is asked for in JSON
+        ("0.26.0", "--custom-generate-function-path json.dumps", "abort"),  # maybe, too
+        ("0.32.0+cpu", "--rollout-stop END", "keep"),
+        ("0.32.0+cpu", "--no-fast-log-probs", "keep"),
+        (None, "", "keep"),  # of `auto` the other kind is left, which can
+    ],
+)
+def test_they_stay_where_the_engine_tells_versions(
+    version: str | None, words: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def installed(where: str) -> None:
+        if version is None:
+            raise ConfigError("not installed", where=where, remedy="install it")
+
+    kind = VllmKind(version or "")
+    monkeypatch.setattr(kind, "check_installed", installed)
+    monkeypatch.setattr("instep.engines.vllm.KIND", kind)
+    _built_in.cache_clear()
+    try:
+        assert parse(argv(f"--max-staleness 2 {words}"), "train-async").pause_mode == mode
+    finally:
+        _built_in.cache_clear()
 
 
 def test_what_is_trained_on_is_not_on_policy() -> None:

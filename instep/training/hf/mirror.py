@@ -42,7 +42,6 @@ class Mirror:
         names = named_weights(masters.model)
         self._pairs = [(name, tensor, names[name]) for name, tensor in named_weights(compute.model).items()]
         self._is_plain = not any(isinstance(t, DTensor) for _, *both in self._pairs for t in both)
-        self._stale = not self._is_one
         self._memory: EngineMemory | None = None
         self._sampler: Sampler | None = None  # of the same memory
         self._views: set[str] = set()  # the names of the parameters that are views of it
@@ -50,6 +49,8 @@ class Mirror:
         self._shared = False  # whether all ranks have all views in memory of all, so that each writes its shard
         self._index, self._others = 0, False  # the worker whose memory is viewed; whether a rank has another one, too
         self._gradients: dict[nn.Parameter, Tensor] = {}
+        self._same, self._cut = self._pieces()
+        self.changed()
         if not self._is_one:
             for parameter in (p for p in compute.parameters() if p.requires_grad):
                 parameter.register_post_accumulate_grad_hook(self._take)
@@ -92,17 +93,21 @@ class Mirror:
         """Write the masters through to the model, if they have changed (collective)."""
         if not self._stale:
             return
-        same, cut = self._pieces()
-        for _, part, master in self._gathered(cut):
+        for _, part, master in self._gathered(self._cut):
             part.copy_(master)
-        if same:
-            torch._foreach_copy_([part for _, part, _ in same], [master for _, _, master in same])
+        if self._same:
+            torch._foreach_copy_([part for _, part, _ in self._same], [master for _, _, master in self._same])
         if self._memory is not None and not self._memory.on_gpus and dist.get_world_size() > 1:
             dist.barrier()  # all ranks have written into what they share
         self._stale = False
 
     def _pieces(self) -> tuple[list[Piece], list[Piece]]:
-        """What this rank computes with, and its masters: pieces that are alike, and those to be gathered."""
+        """What this rank computes with, and its masters: pieces that are alike, and those to be gathered.
+
+        They are found once for each memory: to look through hundreds of DTensors takes longer than to write them.
+        """
+        if self._is_one:
+            return [], []
         if self._is_plain:
             return self._pairs, []
         same, cut = [], []
@@ -147,8 +152,7 @@ class Mirror:
     @torch.no_grad()
     def unlike(self, memory: EngineMemory, names: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
         """Whether a bit of the memory is not as `write_into` leaves it, by name (collective)."""
-        same, cut = ([], []) if self._is_one else self._pieces()
-        for name, part, master in chain(same, self._gathered(cut)):
+        for name, part, master in chain(self._same, self._gathered(self._cut)):
             yield names.get(name, name), unlike(part, master)
         for name, full in self._written_apart(memory, names):
             yield names[name], memory.unlike(names[name], full)
@@ -181,6 +185,7 @@ class Mirror:
         self._everywhere = set.intersection(*found)
         self._shared = not memory.on_gpus and len(self._everywhere) == len(self._pairs)
         self._memory = memory
+        self._same, self._cut = self._pieces()
         give_back(next(self.compute.parameters()).device)  # what the parameters were
         self.changed()
 
