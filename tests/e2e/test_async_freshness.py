@@ -73,3 +73,12 @@ def gap_with_prefix_hits(folder, mode, *more):
 def test_every_token_of_vllm_is_of_the_version_it_claims(long, mode):
     gap, hits = gap_with_prefix_hits(long, mode, *on_vllm(2))
     assert gap < NEAR and len(hits) == 2 and min(hits) > 500
+
+
+ADAPTER = ["--lora-rank", "4", "--weight-sync", "lora", "--lr", "2e-2"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["embedded", pytest.param("vllm", marks=pytest.mark.vllm)])
+def test_every_token_is_of_the_adapter_that_it_claims(long, engine):
+    assert gap_of_every_token(long, "keep", *(on_vllm(2) if engine == "vllm" else ()), *ADAPTER) < NEAR
