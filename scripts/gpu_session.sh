@@ -86,8 +86,11 @@ item_sync_tp2() { # 300 syncs in one memory with TP 2 (two GPUs)
 item_tests_ways() { # 480 the tests of the ways on one GPU
     python scripts/gpu_main.py --tests ipc single_copy lease --side-by-side 3 --limit 460 --out "$R/out"
 }
-item_tests_alone() { # 600 tests whose engines measure what they have: one file at a time
-    python scripts/gpu_main.py --tests offload test_lora --side-by-side 1 --limit 580 --out "$R/out"
+item_tests_offload() { # 480 trainers and engines that free their memory (alone on the GPU)
+    python scripts/gpu_main.py --tests offload --side-by-side 1 --limit 460 --out "$R/out"
+}
+item_tests_lora() { # 560 adapters: an engine measures what it has (alone on the GPU)
+    python scripts/gpu_main.py --tests test_lora --side-by-side 1 --limit 540 --out "$R/out"
 }
 item_tests_two() { # 600 the tests that need two GPUs
     python scripts/gpu_main.py --tests nccl single_copy hf_parallel context_parallel --side-by-side 4 --limit 580 \
