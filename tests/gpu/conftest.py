@@ -11,6 +11,6 @@ import pytest
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     if report.failed:
-        told = f"\n{report.nodeid} has failed in its {report.when}:\n{report.longreprtext}"
+        told = f"\n{report.nodeid} has failed in its {report.when}:\n{report.longreprtext}\n{report.capstdout}"
         item.config.get_terminal_writer().line(told)
     return report
