@@ -82,6 +82,7 @@ APART = "--rollout-num-gpus 1 "
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that its run ends with it
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rollout-backend", choices=("embedded", "vllm"), help="default: vllm on GPUs")
