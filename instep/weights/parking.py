@@ -16,6 +16,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import mmap
+import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -136,10 +138,7 @@ class Parking:
         return [self._pool[start : start + size] for start, size in zip([0, *ends], sizes, strict=False)]
 
     def _pin(self, size: int) -> None:
-        """Make a pool of `size` bytes. torch's own pinned memory would be rounded up to a power of 2."""
-        runtime = torch.cuda.cudart() if self._stream is not None else None
-        if runtime is not None and self._pool.numel():
-            runtime.cudaHostUnregister(self._pool.data_ptr())
+        """Make a pool of `size` bytes; that of before goes first."""
         self._pool = torch.empty(0, dtype=torch.uint8)
         self._pool = host_memory(size, self._device, "--offload-train", "--no-offload-train")
 
@@ -184,7 +183,10 @@ class HostCopies:
 
 
 def host_memory(size: int, device: torch.device, flag: str, without: str) -> Tensor:
-    """`size` bytes of host memory, pinned for a GPU; who does not keep them for good unregisters them before.
+    """`size` bytes of host memory, pinned for a GPU until their tensor and its views are gone.
+
+    They have pages of their own: CUDA pins no page twice, and malloc gives several tensors the same one. torch's own
+    pinned memory would be rounded up to a power of 2.
 
     Raises:
         TrainingError: the host has not so much left, or CUDA does not pin it.
@@ -197,16 +199,18 @@ def host_memory(size: int, device: torch.device, flag: str, without: str) -> Ten
             where=flag,
             remedy=f"use {without}, more GPUs, or a host with more memory",
         )
-    memory = torch.empty(size, dtype=torch.uint8)
-    if not cuda:
-        return memory
-    memory.zero_()  # touched by all threads first: CUDA would do it with one
-    if code := int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 1)):
+    if not cuda or not size:
+        return torch.empty(size, dtype=torch.uint8)
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = torch.frombuffer(pages, dtype=torch.uint8).zero_()  # all threads touch it; CUDA would with one
+    runtime = torch.cuda.cudart()
+    if code := int(runtime.cudaHostRegister(memory.data_ptr(), size, 1)):
         raise TrainingError(
             f"CUDA does not pin {size / 1e9:.1f} GB of host memory (error {code})",
             where=flag,
             remedy=f"raise the memory of the container, or use {without}",
         )
+    weakref.finalize(pages, runtime.cudaHostUnregister, memory.data_ptr()).atexit = False  # the process ends with all
     return memory
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from instep.weights.parking import Parking, give_back
+from instep.weights.parking import Parking, give_back, host_memory
 from tests.assets import make_prompts, make_tokenizer
 from tests.distributed import megatron_layouts, megatron_runs
 from tests.distributed.helpers import RankPool
@@ -50,6 +50,19 @@ def test_parked_tensors_free_the_gpu_and_come_back_as_they_were():
         print(f"\nround {round_}: 128 MiB left in {left:.3f} s, came back in {time.monotonic() - began:.3f} s")
         del busy
     assert parking.num_bytes == 8 * 16 * MIB
+
+
+def test_host_memory_is_pinned_until_it_is_gone():
+    """CUDA refuses to pin a page that is pinned: pieces have none in common, and what is gone leaves none behind."""
+    device = torch.device("cuda")
+    for size in (6_000, 300_000, 64 * MIB):
+        for _ in range(20):
+            memory = [host_memory(size, device, "--a", "--b") for _ in range(4)]
+            view = memory[0][size // 2 :]
+            memory.clear()
+            assert view.is_pinned() and view.numel() == size - size // 2
+            view.copy_(torch.ones(len(view), dtype=torch.uint8, device=device))
+            assert view.sum() == len(view)
 
 
 def _megatron_rank(root: Path) -> list[tuple[object, int, float]]:
