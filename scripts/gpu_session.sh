@@ -42,8 +42,8 @@ item_async_profile() { # 200 a run four versions ahead: where two of its rollout
     python benchmarks/async.py --device cuda --limit 190 --modes "4 versions" --logs "$R/logs" --out "$R/out.json" \
         --more "--profile --profile-step-start 6 --profile-step-end 8"
 }
-item_async_two() { # 720 four versions against synchronous, three seeds, a card each for engine and trainer
-    python benchmarks/async.py --device cuda --limit 700 --seeds 0 1 2 --modes synchronous "4 versions" \
+item_async_two() { # 600 four versions against synchronous, three seeds, a card each for engine and trainer
+    python benchmarks/async.py --device cuda --limit 580 --seeds 0 1 2 --modes synchronous "4 versions" \
         --logs "$R/logs" --out "$R/out.json"
 }
 item_lora_engine() { # 330 an engine's tokens/s with an adapter in one product, and without
