@@ -19,6 +19,7 @@ import pytest
 from instep.arguments import parse
 from instep.cli import main
 from instep.engines.guard import EVERYONE, GENERATION_ROUTES
+from instep.engines.vllm import VllmKind
 from instep.errors import ConfigError, EngineError
 from instep.integrations.atropos import server, trainer
 from instep.integrations.atropos.trainer_flags import layer_indices, parser, read
@@ -256,6 +257,7 @@ def served(model: Path, *words: str) -> tuple[list[str], dict[str, str]]:
 @pytest.fixture
 def installed(monkeypatch):
     monkeypatch.setattr("instep.engines.vllm.VllmKind.check_installed", lambda self, where: None)
+    monkeypatch.setattr("instep.engines.vllm.VllmKind.capabilities", VllmKind("0.32.0").capabilities)
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -356,6 +358,7 @@ def test_the_guides_pkill_finds_the_server_whose_log_has_every_line_at_once(tmp_
     (tmp_path / "vllm/__init__.py").touch()
     (tmp_path / "vllm/entrypoints/cli/main.py").write_text("import time\nprint('it serves')\ntime.sleep(100)\n")
     code = "from instep.engines.vllm import VllmKind; VllmKind.check_installed = lambda *_: None; "
+    code += "VllmKind.capabilities = VllmKind('0.32.0').capabilities; "
     code += "from instep.integrations.atropos.server import main; import sys; main(sys.argv[1:])"
     model, port, log = make_checkpoint(tmp_path / "hf", head_dim=32), str(free_port()), tmp_path / "log"
     env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
@@ -375,6 +378,7 @@ def test_the_guides_pkill_finds_the_server_whose_log_has_every_line_at_once(tmp_
 
 
 def test_state_is_open_and_control_needs_the_key() -> None:
+    pytest.importorskip("instep_vllm")
     from instep_vllm.atropos import ROUTES
 
     opened = {path for path in ROUTES if path in GENERATION_ROUTES}

@@ -8,6 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
+
+pytest.importorskip("instep_vllm")
 from instep_vllm import _wait_for_room
 
 from instep.weights.way import ROOM_VARIABLE

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+pytest.importorskip("instep_vllm")
 from instep_vllm import sglang
 from instep_vllm.token_names import Middleware
 
