@@ -134,13 +134,9 @@ class Parking:
         ends = list(itertools.accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes))
         total = ends[-1] if ends else 0
         if total > self._pool.numel():
-            self._pin(total)
+            self._pool = torch.empty(0, dtype=torch.uint8)  # the former one goes first
+            self._pool = host_memory(total, self._device, "--offload-train", "--no-offload-train")
         return [self._pool[start : start + size] for start, size in zip([0, *ends], sizes, strict=False)]
-
-    def _pin(self, size: int) -> None:
-        """Make a pool of `size` bytes; that of before goes first."""
-        self._pool = torch.empty(0, dtype=torch.uint8)
-        self._pool = host_memory(size, self._device, "--offload-train", "--no-offload-train")
 
 
 class HostCopies:
@@ -199,7 +195,7 @@ def host_memory(size: int, device: torch.device, flag: str, without: str) -> Ten
             where=flag,
             remedy=f"use {without}, more GPUs, or a host with more memory",
         )
-    if not cuda or not size:
+    if not cuda:
         return torch.empty(size, dtype=torch.uint8)
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory = torch.frombuffer(pages, dtype=torch.uint8).zero_()  # all threads touch it; CUDA would with one
