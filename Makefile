@@ -9,7 +9,8 @@ SEED ?= 0
 OUT ?= runs/quickstart
 # One thread per process, as one test more than there are cores runs at a time (many wait now and then); the folders of
 # long tests first, so that no core waits at the end.
-PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q --durations=15
+# Bytecode is kept where the environment says that it is not (containers): a run is three processes that import a lot.
+PYTEST := PYTHONDONTWRITEBYTECODE= HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q --durations=15
 LEARNERS ?= 1
 NEIGHBOURS ?= trl-1.10 trl-1.16 atropos verifiers
 JOBS ?= $(shell expr $$(nproc) + 1)

@@ -9,7 +9,6 @@ of torch's profiler come with the same clock, within a tenth of a millisecond.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import gzip
@@ -126,6 +125,8 @@ def timed(function: Callable[P, T], name: str, settle: Callable[[], object] | No
 
 def _lane() -> Lane:
     """The asyncio task that runs, else the thread."""
+    import asyncio  # a tenth of the time of `instep train --help`, which records nothing
+
     try:
         task = asyncio.current_task()
     except RuntimeError:  # no loop runs in this thread

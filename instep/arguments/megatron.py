@@ -275,9 +275,14 @@ def megatron_table() -> tuple[Flag, ...]:
     return tuple(flags)
 
 
+@cache
+def _patterns() -> list[re.Pattern[str]]:
+    return [re.compile(pattern) for pattern, *_ in _NOT_PASSED]
+
+
 def _verdict(name: str, is_field: bool) -> tuple[Any, str, str]:
-    for pattern, status, note, instead in _NOT_PASSED:
-        if re.match(pattern, name):
+    for pattern, (_, status, note, instead) in zip(_patterns(), _NOT_PASSED, strict=True):
+        if pattern.match(name):
             return status, note or NOT_HONOURED, _INSTEAD.get(name, instead)
     if is_field:
         return "acts", "handed to megatron-core as it is", ""
