@@ -2,20 +2,22 @@
 or both on one GPU.
 
     python benchmarks/async.py [--rollouts 20] [--seeds 0 1 2] [--out FILE]
-    python benchmarks/async.py --device cuda [--rollouts 10] [--more FLAGS] [--out FILE]
+    python benchmarks/async.py --device cuda [--rollouts 20] [--more FLAGS] [--out FILE]
 
-Four commands train a random model on a task whose responses have heavy-tailed lengths (`length_law.py`): `instep
-train`, `instep train-async` (one step ahead), and that with `--max-staleness 2` and `4`, each from the same weights,
-with the same prompts and lengths; nothing sleeps. Responses that go on through a sync stay in the engine. On a CPU the
-engine (the embedded one) has one core, trainer and controller the other. On GPUs the engine is vLLM, the model has
-0.6 B dimensions; where there are two GPUs engine and trainer have one each, else both share one and keep their memory
-all the time. Samples a second are those of all rollouts but the first ones, by the clock between the rows of
-metrics.jsonl; the reward is that of held-out prompts under the last weights.
+Five commands train a random model on a task whose responses have heavy-tailed lengths (`length_law.py`): `instep
+train` in turns (with a hook that sees whole rollouts, so that nothing is trained before a rollout has ended) and as it
+is, `instep train-async` (one step ahead), and that with `--max-staleness 2` and `4`, each from the same weights, with
+the same prompts and lengths; nothing sleeps but a request that an abort has ended, for 20 ms. Responses that go on
+through a sync stay in the engine. On a CPU the engine (the embedded one) has one core, trainer and controller the
+other. On GPUs the engine is vLLM, the model has 0.6 B dimensions; where there are two GPUs engine and trainer have one
+each, else both share one and keep their memory all the time. Samples a second are those of all rollouts but the first
+ones, by the clock between the rows of metrics.jsonl; the reward is that of held-out prompts under the last weights.
 
-The bounds are those of a simulator of the same lengths and schedules (`async_simulator.py`), whose rates are the
-synchronous run's: how long after its round's beginning each response ended, and its seconds of training, sync and all
-else. On one card its `slow` is the sum of the shares of the time in which the card is busy while it generates and while
-it trains (nvidia-smi), at least 1; where nvidia-smi does not tell, 2: one of them always waits for the other.
+The bounds are those of a simulator of the same lengths and schedules (`async_simulator.py`), as multiples of what
+`instep train` has reached. Its rates are those of the run in turns, where each side works alone: how long after its
+round's beginning each response ended, and the seconds of training, sync and all else. On one card its `slow` is the sum
+of the shares of the time in which the card is busy while it generates and while it trains (nvidia-smi), at least 1;
+where nvidia-smi does not tell, 2: one of them always waits for the other.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ from instep.observability.versions import versions
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
-from async_simulator import AHEAD, SYNCHRONOUS, Rates, fit_engine, samples_per_s  # noqa: E402
+from async_simulator import AHEAD, IN_TURNS, Rates, fit_engine, samples_per_s  # noqa: E402
 from length_law import LONGEST, MEDIAN, SHORTEST, SIGMA, VOCABULARY, length  # noqa: E402
 from machine import cores, only_visible  # noqa: E402
 from random_model import dimensions, prompt, save_tokenizer  # noqa: E402
@@ -54,18 +56,21 @@ from random_model import dimensions, prompt, save_tokenizer  # noqa: E402
 PROMPTS, GROUP, PROMPT_LENGTH, HELD_OUT = {"cpu": 16, "cuda": 32}, 8, 16, 64
 LATE = 124  # as the exit code of a run that was interrupted
 ENDING = 20.0  # seconds in which a run that was interrupted ends its processes
+TILT = 0.1  # of the embeddings of 150,000 words, see `random_model.py`
 SKIPPED = 3  # first rollouts of a run, in which queues fill and processes warm up
 MODEL: dict[str, Any] = dict(hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=4)
 MODEL |= dict(num_key_value_heads=2, head_dim=64, vocab_size=VOCABULARY, tie_word_embeddings=True)
 KEEP = ("--pause-mode", "keep")  # as by default, but for a generate function of one's own with vLLM 0.26
+SYNCHRONOUS = "synchronous"
 MODES: dict[str, tuple[str, ...]] = {
+    IN_TURNS: ("train", "--rollout-all-samples-process-path", "length_law.whole_rollouts"),
     SYNCHRONOUS: ("train",),
     AHEAD: ("train-async",),
     "2 versions": ("train-async", "--max-staleness", "2", *KEEP),
     "4 versions": ("train-async", "--max-staleness", "4", *KEEP),
 }
 NAMES = {AHEAD: "", "2 versions": "_2_versions", "4 versions": "_4_versions"}  # the ends of their keys in `headline`
-SCHEDULES: dict[str, str | int] = {SYNCHRONOUS: SYNCHRONOUS, AHEAD: AHEAD, "2 versions": 2, "4 versions": 4}
+SCHEDULES: dict[str, str | int] = {IN_TURNS: IN_TURNS, AHEAD: AHEAD, "2 versions": 2, "4 versions": 4}
 FLAGS = f"--input-key prompt --n-samples-per-prompt {GROUP} --rollout-shuffle "
 FLAGS += f"--rollout-max-response-len {LONGEST} --custom-generate-function-path length_law.generate "
 FLAGS += "--custom-rm-path length_law.reward --train-backend hf --actor-num-gpus-per-node 1 "
@@ -88,7 +93,7 @@ def main() -> None:
     parser.add_argument("--rollout-backend", choices=("embedded", "vllm"), help="default: vllm on GPUs")
     parser.add_argument("--size", help="dimensions of random_model.py; default: 0.6b on GPUs, 5 M on a CPU")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), metavar="MODE")
-    parser.add_argument("--rollouts", type=int, help="default: 20, on GPUs 10")
+    parser.add_argument("--rollouts", type=int, default=20)
     parser.add_argument("--prompts", type=int, help=f"of a rollout, {GROUP} samples each; default: 16, on GPUs 32")
     parser.add_argument("--seeds", type=int, nargs="+", help="default: 0 1 2, on GPUs 0")
     parser.add_argument("--more", default="", help="further flags of instep")
@@ -101,7 +106,6 @@ def main() -> None:
     on_gpu = given.device == "cuda"
     given.rollout_backend = given.rollout_backend or ("vllm" if on_gpu else "embedded")
     given.size = given.size or ("0.6b" if on_gpu else None)
-    given.rollouts = given.rollouts or (10 if on_gpu else 20)
     given.prompts = given.prompts or PROMPTS[given.device]
     given.seeds = given.seeds if given.seeds is not None else [0] if on_gpu else [0, 1, 2]
     given.out = given.out or HERE / "results" / f"async-{given.device}.json"
@@ -162,7 +166,9 @@ def flags(given: argparse.Namespace) -> str:
 def make_inputs(given: argparse.Namespace, folder: Path, seed: int) -> None:
     if given.size:
         code = [sys.executable, str(HERE / "random_model.py"), given.size, str(folder / "model"), "--seed", str(seed)]
-        subprocess.run([*code, "--device", given.device], check=True)  # its process gives the memory back
+        subprocess.run(
+            [*code, "--device", given.device, "--tilt", str(TILT)], check=True
+        )  # its process gives the memory back
     else:
         make_small_model(folder / "model", seed)
     words = int(json.loads((folder / "model" / "config.json").read_text())["vocab_size"])
@@ -226,7 +232,7 @@ def measure(given: argparse.Namespace, folder: Path, mode: str, seed: int, deadl
             error = "its time was over" if code == LATE else f"exit code {code}"
             return {"error": error, "log": output.read()[-4000:].splitlines()}
     found = figures(given, out)
-    return found | (simulated(given, out, busy) if mode == SYNCHRONOUS else {})
+    return found | (simulated(given, out, busy) if mode == IN_TURNS else {})
 
 
 @contextlib.contextmanager
@@ -255,7 +261,7 @@ def watching(given: argparse.Namespace) -> Iterator[list[tuple[float, float]]]:
 
 
 def simulated(given: argparse.Namespace, out: Path, busy: list[tuple[float, float]]) -> dict[str, Any]:
-    """The rates of a synchronous run, and the samples a second that each mode reaches in the simulator with them."""
+    """The rates of a run in turns, and the samples a second that each schedule reaches in the simulator with them."""
     steps = steps_of(out)
     rows = [json.loads(line) for line in (out / "responses.jsonl").read_text().splitlines()]
     responses = {(r["group"], r["index"]): r for r in rows if r["ended"] < steps[-1]["time"]}  # not the evaluation's
@@ -278,12 +284,11 @@ def simulated(given: argparse.Namespace, out: Path, busy: list[tuple[float, floa
     whole = (steps[-1]["time"] - steps[SKIPPED - 1]["time"]) / len(lengths)
     other = max(0.0, whole - rollout - of("train") - of("sync"))
     most = 512 if given.rollout_backend == "vllm" else 256
-    # A forward pass takes a third of what it takes to train.
-    rates = Rates(step, running, train, of("sync"), other, first / batch, train / 3, most)
+    rates = Rates(step, running, train, of("sync"), other, first, most)
     shares = busy_shares(steps, busy) if is_shared(given) else {}
     slow = max(1.0, sum(shares.values())) if shares else 2.0 if is_shared(given) else 1.0
     more: dict[str, Any] = {"prompt": PROMPT_LENGTH, "slow": slow, "skipped": SKIPPED}
-    reached = {mode: samples_per_s(groups, batch, SCHEDULES[mode], rates, **more) for mode in MODES}
+    reached = {mode: samples_per_s(groups, batch, schedule, rates, **more) for mode, schedule in SCHEDULES.items()}
     return {"rates": {**asdict(rates), "slow": slow}, "busy": shares, "simulated_samples_per_s": reached}
 
 
@@ -318,7 +323,7 @@ def figures(given: argparse.Namespace, out: Path) -> dict[str, Any]:
         "effective_sample_ratio": min(row["train/effective_sample_ratio"] for row in counted),
         "groups_dropped": sum(row.get("rollout/num_groups_stale", 0) for row in steps),
     }
-    for phase in ("rollout", "wait", "train", "sync"):
+    for phase in ("rollout", "wait", "early_train", "train", "sync"):
         found[f"{phase}_s"] = mean(row.get(f"perf/{phase}_seconds", 0.0) for row in counted)
     for side in ("trainer", "engine"):
         found[f"{side}_idle_ratio"] = mean(row[f"perf/{side}_idle_ratio"] for row in counted)
@@ -341,22 +346,22 @@ def pin(pid: int, two: list[int], ended: threading.Event) -> None:
 
 def report(given: argparse.Namespace, rows: list[dict[str, Any]]) -> dict[str, Any]:
     measured = {(row["mode"], row["seed"]): row for row in rows if "error" not in row}
-    seeds_run = sorted({seed for _, seed in measured})
-    both = {mode: [s for s in seeds_run if {(mode, s), (SYNCHRONOUS, s)} <= measured.keys()] for mode in MODES}
     headline: dict[str, float] = {}
     for mode, name in NAMES.items():
-        if not (seeds := both[mode] or both[SYNCHRONOUS]):
-            continue
-        slow = {seed: measured[SYNCHRONOUS, seed] for seed in seeds}
-        reached = {s: slow[s]["simulated_samples_per_s"] for s in seeds}
-        if any(mode not in speeds for speeds in reached.values()):
-            continue  # a file of before there was this mode
-        bound = headline[f"bound{name}"] = median(reached[s][mode] / reached[s][SYNCHRONOUS] for s in seeds)
-        if both[mode]:
-            ratio = median(measured[mode, s]["samples_per_s"] / slow[s]["samples_per_s"] for s in seeds)
-            rewards = [measured[mode, s]["held_out_reward"] - slow[s]["held_out_reward"] for s in seeds]
-            headline |= {f"samples_ratio{name}": ratio, f"share_of_bound{name}": ratio / bound}
+        slow = {seed: row for (of, seed), row in measured.items() if of == SYNCHRONOUS}
+        turns = {
+            seed: measured[IN_TURNS, seed]["simulated_samples_per_s"] for seed in slow if (IN_TURNS, seed) in measured
+        }
+        fast = {seed: measured[mode, seed] for seed in slow if (mode, seed) in measured}
+        if turns:
+            headline[f"bound{name}"] = median(turns[seed][mode] / slow[seed]["samples_per_s"] for seed in turns)
+        if fast:
+            ratio = median(row["samples_per_s"] / slow[seed]["samples_per_s"] for seed, row in fast.items())
+            headline[f"samples_ratio{name}"] = ratio
+            rewards = [row["held_out_reward"] - slow[seed]["held_out_reward"] for seed, row in fast.items()]
             headline["reward_difference"] = min(mean(rewards), headline.get("reward_difference", 1.0))
+        if turns and fast:
+            headline[f"share_of_bound{name}"] = ratio / headline[f"bound{name}"]
     return {
         "benchmark": "async",
         "device": device(given),

@@ -1,23 +1,25 @@
 """A simulator of the schedules that `async.py` measures: the samples a second that they can reach at given rates.
 
-It has one engine, which runs all its requests at once, and one trainer. A decode step takes `step` seconds and
-`running` more for each request; a response is one token longer after it. The trainer takes `train` seconds a token; a
-sync stops both. On two devices neither slows the other. On one card both are `slow` times as slow while both are at
-work: kernels of two processes take turns there, so `slow` is the sum of the shares of the time in which each of them
-alone keeps the card busy, and at least 1. Everything else (requests on their way, rewards, files) is `other`, during
-which the trainer waits, and the engine too if it has nothing to do.
+It has one engine, which runs all its requests at once, and one trainer. A request is `first` seconds on its way; then a
+decode step takes `step` seconds and `running` more for each request, and a response is one token longer after it. The
+trainer takes `train` seconds a token; a sync stops both, and costs the engine nothing else: the tokens that it reads
+again after one are what a schedule may lose to its bound. On two devices neither slows the other. On one card both are
+`slow` times as slow while both are at work: kernels of two processes take turns there, so `slow` is the sum of the
+shares of the time in which each of them alone keeps the card busy, and at least 1. Everything else (rewards, files) is
+`other`, during which the trainer waits, and the engine too if it has nothing to do.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
 
-SYNCHRONOUS, AHEAD = "synchronous", "one step ahead"  # schedules; a number is that of --max-staleness
+IN_TURNS, AHEAD = "in turns", "one step ahead"  # schedules; a number is that of --max-staleness
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,7 @@ class Rates:
         train: of the trainer for each token, with those of prompts.
         sync: of a weight sync.
         other: of a round, for all else.
-        begin: of the engine for each group that begins: its prompt, and the way of its requests.
-        prefill: for each token that an engine reads again after a sync.
+        first: from the issue of a request to its first decode step.
         most_running: requests that decode at a time.
     """
 
@@ -40,8 +41,7 @@ class Rates:
     train: float
     sync: float
     other: float = 0.0
-    begin: float = 0.0
-    prefill: float = 0.0
+    first: float = 0.0
     most_running: int = 512
 
 
@@ -53,67 +53,57 @@ class _Machine:
     """
 
     rates: Rates
-    prompt: int
     slow: float
     now: float = 0.0
     decoded: float = 0.0
-    debt: float = 0.0  # the engine's seconds before the next token
-    running: list[tuple[float, int, int]] = field(default_factory=list)  # (`decoded` at its end, group, length), a heap
-    waiting: list[tuple[int, int]] = field(default_factory=list)  # (length, group)
+    coming: deque[tuple[float, int, int]] = field(default_factory=deque)  # (when, length, group), in order
+    waiting: deque[tuple[int, int]] = field(default_factory=deque)  # (length, group)
+    running: list[tuple[float, int]] = field(default_factory=list)  # (`decoded` at its end, group), a heap
     left: dict[int, int] = field(default_factory=dict)  # responses of a group that have not ended
 
     def begin(self, group: int, lengths: Sequence[int]) -> None:
         self.left[group] = len(lengths)
-        self.waiting += [(length, group) for length in lengths]
-        self.debt += self.rates.begin
-        self._admit()
+        self.coming.extend((self.now + self.rates.first, length, group) for length in lengths)
 
     def is_ready(self, group: int) -> bool:
         return not self.left[group]
 
     def wait(self, done: Callable[[], bool]) -> None:
         while not done():
-            due = self._due()
-            self.now += due
-            self._decode(due)
+            self._go(self._next(1.0), 1.0)
 
     def train(self, seconds: float, slow: float | None = None) -> None:
         """Let `seconds` of work be done while the engine goes on."""
         while seconds > 0:
-            due, part = self._due(), seconds
             factor = (self.slow if slow is None else slow) if self.running else 1.0
-            part = min(part, due)
-            self.now += part * factor
-            self._decode(part)
-            seconds -= part
+            passed = min(self._next(factor), seconds * factor)
+            self._go(passed, factor)
+            seconds -= passed / factor
 
     def sync(self) -> None:
-        """Stop everything; requests that go on are read again."""
+        """Stop everything."""
         self.now += self.rates.sync
-        known = sum(self.prompt + length - (end - self.decoded) for end, _, length in self.running)
-        self.debt += known * self.rates.prefill
 
     def _step(self) -> float:
         return self.rates.step + self.rates.running * len(self.running)
 
-    def _due(self) -> float:
-        """Seconds to the end of the next response."""
-        return self.debt + (self.running[0][0] - self.decoded) * self._step() if self.running else float("inf")
+    def _next(self, factor: float) -> float:
+        """Seconds until a response ends or a request is there, the engine being `factor` times as slow."""
+        ends = (self.running[0][0] - self.decoded) * self._step() * factor if self.running else float("inf")
+        comes = max(0.0, self.coming[0][0] - self.now) if self.coming else float("inf")
+        return min(ends, comes)
 
-    def _decode(self, seconds: float) -> None:
-        if not self.running:
-            return
-        paid = min(seconds, self.debt)
-        self.debt -= paid
-        self.decoded += (seconds - paid) / self._step()
+    def _go(self, seconds: float, factor: float) -> None:
+        self.now += seconds
+        if self.running:
+            self.decoded += seconds / factor / self._step()
         while self.running and self.running[0][0] <= self.decoded + 1e-9:
             self.left[heapq.heappop(self.running)[1]] -= 1
-        self._admit()
-
-    def _admit(self) -> None:
+        while self.coming and self.coming[0][0] <= self.now + 1e-9:
+            self.waiting.append(self.coming.popleft()[1:])
         while self.waiting and len(self.running) < self.rates.most_running:
-            length, group = self.waiting.pop(0)
-            heapq.heappush(self.running, (self.decoded + length, group, length))
+            length, group = self.waiting.popleft()
+            heapq.heappush(self.running, (self.decoded + length, group))
 
 
 def samples_per_s(
@@ -131,23 +121,23 @@ def samples_per_s(
     Args:
         groups: the lengths of the responses, in tokens, of each group in the order in which groups begin.
         batch: groups of a round.
-        schedule: `SYNCHRONOUS`, `AHEAD`, or the bound of `--max-staleness`, at least 1.
+        schedule: `IN_TURNS` (a rollout, then its training), `AHEAD`, or the bound of `--max-staleness`, at least 1.
         prompt: tokens of a prompt.
         slow: 1 on two devices; on one, how much slower both are while both work.
         skipped: rounds at the beginning that do not count.
     """
-    machine = _Machine(rates, prompt, slow)
+    machine = _Machine(rates, slow)
     run = _groups_ahead if isinstance(schedule, int) else _rounds
-    ends = run(machine, groups, batch, schedule)
+    ends = run(machine, groups, batch, schedule, prompt)
     counted = ends[-1] - (ends[skipped - 1] if skipped else 0.0)
     return sum(len(group) for group in groups[skipped * batch : len(ends) * batch]) / counted
 
 
-def _train(machine: _Machine, groups: Sequence[Sequence[int]], chosen: Sequence[int]) -> None:
-    machine.train(machine.rates.train * sum(machine.prompt + length for i in chosen for length in groups[i]))
+def _train(machine: _Machine, groups: Sequence[Sequence[int]], chosen: Sequence[int], prompt: int) -> None:
+    machine.train(machine.rates.train * sum(prompt + length for i in chosen for length in groups[i]))
 
 
-def _rounds(machine: _Machine, groups: Sequence[Sequence[int]], batch: int, schedule: Any) -> list[float]:
+def _rounds(machine: _Machine, groups: Sequence[Sequence[int]], batch: int, schedule: Any, prompt: int) -> list[float]:
     """`RoundsAhead` of controller/ahead.py; returns when each round has ended."""
     num_rounds, ends = len(groups) // batch, []
     rounds = [range(i * batch, (i + 1) * batch) for i in range(num_rounds)]
@@ -161,12 +151,12 @@ def _rounds(machine: _Machine, groups: Sequence[Sequence[int]], batch: int, sche
 
     for round_id in range(num_rounds):
         is_ahead = schedule == AHEAD and round_id + 1 < num_rounds
-        if schedule == SYNCHRONOUS or round_id == 0:
+        if schedule == IN_TURNS or round_id == 0:
             begin(round_id)
         wait(round_id)
         if is_ahead:
             begin(round_id + 1)
-        _train(machine, groups, rounds[round_id])
+        _train(machine, groups, rounds[round_id], prompt)
         if is_ahead:
             wait(round_id + 1)
         machine.sync()
@@ -175,7 +165,9 @@ def _rounds(machine: _Machine, groups: Sequence[Sequence[int]], batch: int, sche
     return ends
 
 
-def _groups_ahead(machine: _Machine, groups: Sequence[Sequence[int]], batch: int, bound: Any) -> list[float]:
+def _groups_ahead(
+    machine: _Machine, groups: Sequence[Sequence[int]], batch: int, bound: Any, prompt: int
+) -> list[float]:
     """`GroupsAhead` and `Stream`, with a sync after every round; returns when each round has ended."""
     num_rounds, ends, version = len(groups) // batch, list[float](), 0
     begun: dict[int, int] = {}  # version of each group that no round has taken
@@ -208,7 +200,7 @@ def _groups_ahead(machine: _Machine, groups: Sequence[Sequence[int]], batch: int
             assert version - of <= bound
             del begun[group]
         open_for(places(version, bound))
-        _train(machine, groups, [group for _, group in chosen])
+        _train(machine, groups, [group for _, group in chosen], prompt)
         machine.sync()
         version += 1
         open_for(batch + places(version, bound) if version < num_rounds else 0)
@@ -218,7 +210,7 @@ def _groups_ahead(machine: _Machine, groups: Sequence[Sequence[int]], batch: int
 
 
 def fit_engine(rounds: Sequence[Sequence[tuple[int, float]]]) -> tuple[float, float, float]:
-    """The rates of an engine, from synchronous rounds: (seconds to the first token, `step`, `running`).
+    """The rates of an engine, from rounds in turns: (seconds to the first token, `step`, `running`).
 
     A response of length l ends at t0 + step * l + running * s(l), where s(l) are the tokens that all requests of the
     round have by then: least squares over all responses.

@@ -53,6 +53,10 @@ async def reward(args: Any, sample: Sample) -> float:
     return sum(token < half for token in response) / len(response)
 
 
+def whole_rollouts(args: Any, samples: list[Any], data_source: Any) -> None:
+    """For --rollout-all-samples-process-path, which lets nothing be trained before a rollout has ended."""
+
+
 @functools.cache
 def vocabulary(checkpoint: str) -> int:
     return int(json.loads((Path(checkpoint) / "config.json").read_text())["vocab_size"])

@@ -38,9 +38,14 @@ def dimensions(size: str) -> dict[str, Any]:
     return {**_COMMON, **SIZES[size]}
 
 
-def make_model(folder: Path, size: str, *, device: str = "cpu", seed: int = 0) -> Path:
+def make_model(folder: Path, size: str, *, device: str = "cpu", seed: int = 0, tilt: float = 0.0) -> Path:
     """Make a random Qwen3 (or Qwen3-MoE) and its tokenizer in `folder`, unless they are there; the weights are made on
-    `device`."""
+    `device`.
+
+    Args:
+        tilt: unless 0, the first value of the embeddings in the lower half of the vocabulary, and less that in the
+            upper half: what a reward that prefers one of them can be learned by in few steps.
+    """
     import torch
     from safetensors.torch import save_file
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -63,6 +68,9 @@ def make_model(folder: Path, size: str, *, device: str = "cpu", seed: int = 0) -
 
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: weight(name, shape) for name, shape in shapes.items()}
+    if tilt:
+        firsts = weights["model.embed_tokens.weight"][:, 0]
+        firsts[: len(firsts) // 2], firsts[len(firsts) // 2 :] = tilt, -tilt
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     save_tokenizer(folder, config.vocab_size)
     config.save_pretrained(folder)  # the last: it says that the model is whole
@@ -107,5 +115,6 @@ if __name__ == "__main__":
     parser.add_argument("folder", type=Path)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tilt", type=float, default=0.0)
     options = parser.parse_args()
-    make_model(options.folder, options.size, device=options.device, seed=options.seed)
+    make_model(options.folder, options.size, device=options.device, seed=options.seed, tilt=options.tilt)
