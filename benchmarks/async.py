@@ -6,11 +6,12 @@ or both on one GPU.
 
 Four commands train a random model on a task whose responses have heavy-tailed lengths (`length_law.py`): `instep
 train`, `instep train-async` (one step ahead), and that with `--max-staleness 2` and `4`, each from the same weights,
-with the same prompts and lengths; nothing sleeps. Responses that go on through a sync stay in the engine. On a CPU the
-engine (the embedded one) has one core, trainer and controller the other. On GPUs the engine is vLLM, the model has
-0.6 B dimensions; where there are two GPUs engine and trainer have one each, else both share one and keep their memory
-all the time. Samples a second are those of all rollouts but the first ones, by the clock between the rows of
-metrics.jsonl; the reward is that of held-out prompts under the last weights.
+with the same prompts and lengths; no sleep stands for work (a response whose request a sync has ended asks again after
+0.02 s). Responses that go on through a sync stay in the engine. On a CPU the engine (the embedded one) has one core,
+trainer and controller the other. On GPUs the engine is vLLM, the model has 0.6 B dimensions; where there are two GPUs
+engine and trainer have one each, else both share one and keep their memory all the time. Samples a second are those of
+all rollouts but the first ones, by the clock between the rows of metrics.jsonl; the reward is that of held-out prompts
+under the last weights.
 
 The bounds are those of a simulator of the same lengths and schedules (`async_simulator.py`), whose rates are the
 synchronous run's: how long after its round's beginning each response ended, and its seconds of training, sync and all
