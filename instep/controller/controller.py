@@ -51,7 +51,7 @@ from instep.controller.trainer import Trainer
 from instep.controller.trial import HookTrial
 from instep.controller.watch import StandstillWatch, Watch
 from instep.data.ledger import Ledger, LedgeredDataSource
-from instep.data.source import load_source
+from instep.data.source import load_source, num_rollouts
 from instep.engines.kind import kind_of
 from instep.errors import CheckpointError, SyncError
 from instep.hooks import Hook
@@ -100,8 +100,7 @@ class Controller:
         self.data_source = LedgeredDataSource(source, self.ledger, under_way=under_way)
         if with_engines and args.eval_interval is not None:
             read_sets(self.hook_args)
-        epochs, batch = args.num_epoch or 0, args.rollout_batch_size
-        self.num_rollout = math.ceil(epochs * len(source) / batch) if args.num_rollout is None else args.num_rollout
+        self.num_rollout = num_rollouts(args, source)
         replays = args.load_debug_rollout_data is not None
         self._rollout_hook = Hook("--rollout-function-path", args.rollout_function_path)
         self._rollout_function = dumps.replay(args) if replays else self._rollout_hook.call

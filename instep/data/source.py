@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import math
 import threading
+from collections.abc import Sized
 from typing import TYPE_CHECKING, Any
 
 from instep.checkpoints.values import to_text
@@ -206,6 +208,13 @@ def load_source(args: Settings, hook_args: Any) -> Any:
     """The data source of a run. Raises: RolloutError, ConfigError, DataError."""
     hook = Hook("--data-source-path", args.data_source_path)
     return hook.function(hook_args) if hook.path.startswith("instep.") else UserSource(hook, hook_args)
+
+
+def num_rollouts(args: Settings, source: Sized) -> int:
+    """The rounds of a run: `--num-rollout`, or as many whole ones as `--num-epoch` passes over its prompts take."""
+    if args.num_rollout is not None:
+        return args.num_rollout
+    return math.ceil((args.num_epoch or 0) * len(source) / args.rollout_batch_size)
 
 
 def pop_first(args: Settings, rollout_id: int | None, buffer: list[Group], num_groups: int) -> list[Group]:

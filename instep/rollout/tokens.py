@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -46,10 +47,10 @@ def forget_tokenizers() -> None:
 
 def without_end(args: Settings, response: str) -> str:
     """The text of a response without the special tokens that it ends with (`<|im_end|>`, ...)."""
-    special = tuple(tokenizer_of(args).all_special_tokens)
-    while (cut := next((t for t in special if t and response.endswith(t)), "")) or response != response.rstrip():
-        response = response.removesuffix(cut).rstrip()
-    return response
+    special = "|".join(re.escape(token[::-1]) for token in tokenizer_of(args).all_special_tokens if token)
+    ends = re.match(rf"(?:{special or '(?!)'}|\s+)*+", response[::-1])  # backwards, so that the time is linear
+    assert ends is not None
+    return response[: len(response) - ends.end()]
 
 
 def where_of(sample: Sample) -> str:

@@ -1,4 +1,4 @@
-"""docs/hooks.md, made from this table and examples/hooks.py: `python scripts/docs/hooks.py > docs/hooks.md`."""
+"""docs/hooks.md, made from this table and examples/: `python scripts/docs/hooks.py > docs/hooks.md`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from instep.arguments.flag import Flag
 from instep.arguments.flag import hook as hook_type
 
 MODULE = "examples.hooks"
+EVAL_CONFIG = Path(hooks.__file__).with_name("eval.yaml")
 
 
 @dataclass(frozen=True)
@@ -269,13 +270,25 @@ thread; a hook that runs a model on its CPUs calls `torch.set_num_threads` itsel
 """
 
 
+_TAIL = """## Hooks of one evaluation set
+
+`custom_rm_path` and `custom_generate_function_path` of a data set in an `--eval-config`
+([evaluation.md](evaluation.md)) are called as `--custom-rm-path` and `--custom-generate-function-path` are, and in
+their place, for the samples of this set. [examples/eval.yaml](../examples/eval.yaml):
+
+```yaml
+{}```
+"""
+
+
 def acting() -> list[Flag]:
     """The flags that take a function."""
     return [f for group in GROUPS for f in group.flags if f.type is hook_type and f.status == "acts"]
 
 
 def markdown() -> str:
-    return "\n".join([_HEAD, *(line for entry in ENTRIES for line in _section(entry))])
+    tail = _TAIL.format(EVAL_CONFIG.read_text())
+    return "\n".join([_HEAD, *(line for entry in ENTRIES for line in _section(entry)), tail])
 
 
 def _section(entry: Entry) -> Iterator[str]:

@@ -100,11 +100,12 @@ def _hooks() -> Iterator[str]:
         "([engines.md](engines.md#sglangs-generate)), so that the generate function of slime's usage guide runs as "
         "it stands there. `await instep.rollout.vllm_rollout.generate(args, sample, sampling_params)` appends one "
         "turn without a request of your own. `GenerateState(args)` has `tokenizer` and `sampling_params`; its "
-        "`semaphore` and `aborted` are left out, as a run bounds its requests, and ends them, by itself. A reward "
-        "function gets what it gets in slime: one sample, with `--group-rm` a list, and the siblings of a fan-out as a "
-        "list if its second parameter is named `samples` or is a list by its annotation (one that takes a `Sample` is "
-        "called once for each). slime's `train_async.py` with `generate_rollout_fully_async` is `instep train-async "
-        "--max-staleness N`, without a rollout function ([async.md](async.md))."
+        "`semaphore` and `aborted` are left out, as a run bounds its requests, and ends them, by itself (slime's guide "
+        "and examples read neither; `slime.rollout.sglang_streaming_rollout`, which reads `aborted`, is not here). A "
+        "reward function gets what it gets in slime: one sample, with `--group-rm` a list, and the siblings of a "
+        "fan-out as a list if its second parameter is named `samples` or is a list by its annotation (one that takes a "
+        "`Sample` is called once for each). slime's `train_async.py` with `generate_rollout_fully_async` is `instep "
+        "train-async --max-staleness N`, without a rollout function ([async.md](async.md))."
     )
     yield ""
     yield (

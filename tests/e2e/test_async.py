@@ -72,10 +72,15 @@ def test_one_step_ahead_with_partial_rollouts_nothing_is_lost_or_trained_twice(t
     assert exit_codes(kill_and_count(tiny, tmp_path, 3, command="train-async", plan=plan)) == (3, 0)
 
 
-def test_one_step_ahead(tiny, tmp_path):
-    run = Run(asynchronous(tiny, tmp_path / "run", "hf", 4, "--save-interval", "4"), tmp_path / "run")
+def test_one_step_ahead_with_a_sync_after_every_second_rollout_and_before_an_evaluation(tiny, tmp_path):
+    """Syncs come after rollouts 1 and 3, before the evaluation after 2, and before the checkpoint after 4."""
+    more = ["--update-weights-interval", "2", "--eval-interval", "3", "--save-interval", "5"]
+    run = Run(asynchronous(tiny, tmp_path / "run", "hf", 5, *more), tmp_path / "run")
     assert run.finish().exit_code == 0, run.sessions[0].stderr[-3000:]
-    assert trained_versions(run, 4) == one_step_ahead(4)
+    versions = {0: 1, 1: 2, 2: 3, 3: 4, 4: 5}  # before rollout 0 the engines get version 1
+    assert trained_versions(run, 5, versions) == {0: {("1",)}, 1: {("1",)}, 2: {("1",)}, 3: {("2",)}, 4: {("3",)}}
+    rows = [row for row in rows_of(run.run_dir) if row["split"] != "train"]
+    assert {(row["rollout_id"], *row["weight_versions"]) for row in rows} == {(0, "1"), (3, "3"), (5, "5")}
 
 
 def one_step_ahead(num_rollout):
@@ -83,13 +88,19 @@ def one_step_ahead(num_rollout):
     return {i: {(str(max(1, i)),)} for i in range(num_rollout)}
 
 
-def trained_versions(run, num_rollout):
-    """The versions of the samples that were trained on, by rollout."""
+def trained_versions(run, num_rollout, synced=None):
+    """The versions of the samples that were trained on, by rollout.
+
+    Args:
+        synced: the version that the engines have after a step; None: there is a sync after each.
+    """
     rows = [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = {row["step"]: row for row in rows if "train/loss" in row}
     assert sorted(steps) == list(range(num_rollout))
     assert [steps[i]["async/staleness_ratio/1"] for i in range(1, num_rollout)] == [1.0] * (num_rollout - 1)
-    assert steps[0]["async/staleness_max"] == 0 and steps[2]["sync/version"] == 4
+    assert steps[0]["async/staleness_max"] == 0
+    versions = {i: row["sync/version"] for i, row in steps.items() if "sync/version" in row}
+    assert versions == (synced or {i: i + 2 for i in range(num_rollout)})
     assert undocumented({name for row in rows for name in row}) == set()
     found = {}
     for row in rows_of(run.run_dir):

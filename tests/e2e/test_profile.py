@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from instep.cli import main
+from instep.rollout.vllm_rollout import generate
+from instep.types import Sample
 from tests.e2e.commands import grpo_arguments, on_vllm
 
 REQUIRED = {"X": {"name", "cat", "ph", "ts", "dur", "pid", "tid", "args"}, "M": {"name", "ph", "pid", "tid", "args"}}
@@ -91,10 +93,31 @@ def test_the_timeline_of_an_asynchronous_step_has_both_sides_at_work(tiny: Path,
     flags += ["--rollout-max-response-len", "64"]
     assert main(["train-async", *grpo_arguments(tiny, tmp_path / "run", *flags)[1:]]) == 0
     about, of = read(tmp_path / "run" / "profile" / "step-0.trace.json.gz")
-    begun, ended = one(of["controller"], "train")
-    decodes = [s["ts"] for s in of["engine 0"] if s["name"] == "decode"]
-    assert sum(begun < t < ended for t in decodes) > 3, "the engine makes rollout 1 while rollout 0 is trained"
+    assert decodes_beside_training(of) > 3, "the engine makes rollout 1 while rollout 0 is trained"
     assert {"wait", "train", "sync"} <= {row["phase"] for row in about["table"]}
+
+
+def decodes_beside_training(of: dict[str, list[dict[str, Any]]]) -> int:
+    begun, ended = one(of["controller"], "train")
+    return sum(begun < s["ts"] < ended for s in of["engine 0"] if s["name"] == "decode")
+
+
+async def uneven(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Every other group is long, and still under way when the first round is taken."""
+    limit = 600 if (sample.group_index or 0) % 2 else 8
+    return await generate(args, sample, {**sampling_params, "max_new_tokens": limit, "ignore_eos": True})
+
+
+@pytest.mark.slow
+def test_the_timeline_of_groups_that_go_on_through_a_sync(long: Path, tmp_path: Path) -> None:
+    flags = ["--num-rollout", "2", "--profile", "--profile-step-start", "0", "--profile-step-end", "1"]
+    flags += ["--max-staleness", "1", "--custom-generate-function-path", f"{__name__}.uneven"]
+    assert main(["train-async", *grpo_arguments(long, tmp_path / "run", *flags)[1:]]) == 0
+    about, of = read(tmp_path / "run" / "profile" / "step-0.trace.json.gz")
+    assert decodes_beside_training(of) > 3, "the engine makes groups of rollout 1 while rollout 0 is trained"
+    assert {"wait", "train", "sync"} <= {row["phase"] for row in about["table"]}
+    resumed = max(s["ts"] + s["dur"] for s in of["controller"] if s["name"] == "resume")
+    assert any(s["ts"] > resumed for s in of["engine 0"] if s["name"] == "decode"), "and after the sync"
 
 
 @pytest.mark.vllm

@@ -5,6 +5,7 @@ Those of Megatron run in tests/distributed: test_megatron_hooks.py and test_laye
 
 from __future__ import annotations
 
+import json
 import runpy
 from collections.abc import Callable
 from pathlib import Path
@@ -93,3 +94,20 @@ def test_an_evaluation(make_args: Callable[..., Any], data: Path, server: Engine
     assert len(as_eval_output(output).data["sums"]["rewards"]) == len(
         generate_rollout(args, 0, None, evaluation=True).data["sums"]["rewards"]
     )
+
+
+def test_hooks_of_one_evaluation_set(
+    make_args: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sums.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"{i} + 1 =", "label": "2"}) + "\n" for i in (1, 2))
+    )
+    monkeypatch.chdir(tmp_path)
+    args = make_args("--eval-config", str(ROOT / "examples/eval.yaml"), "--eval-interval", "1")
+    data = generate_rollout(args, 0, None, evaluation=True).data
+    brief, two_turns = data["brief"], data["two_turns"]
+    assert brief["rewards"] == [1 / (1 + s.response_length) for s in brief["samples"]]
+    assert [set(s.reward) for s in brief["samples"]] == [{"score", "brevity"}] * 2
+    assert two_turns["rewards"] == [0.0] * 2  # of its rm_type
+    half = args.rollout_max_response_len // 2
+    assert all(s.response_length == half or 0 in s.loss_mask for s in two_turns["samples"])

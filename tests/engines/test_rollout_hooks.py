@@ -146,7 +146,7 @@ def test_a_bad_generate_function_is_named(make_args: Callable[..., Any], name: s
 # ---- evaluation
 
 
-def test_evaluation_on_two_sets(make_args: Callable[..., Any], tmp_path: Path) -> None:
+def test_evaluation_on_three_sets(make_args: Callable[..., Any], tmp_path: Path) -> None:
     easy, other = tmp_path / "easy.jsonl", tmp_path / "other.jsonl"
     easy.write_text("".join(json.dumps({"prompt": f"{i}", "label": "1"}) + "\n" for i in range(3)))
     other.write_text("".join(json.dumps({"question": f"{i}?", "gold": "2"}) + "\n" for i in range(4)))
@@ -167,12 +167,13 @@ eval:
       rm_type: math
       custom_generate_function_path: {ME}.evaluated
       metadata_overrides: {{kind: b}}
+    - {{name: own, path: {easy}, max_response_len: 5, custom_rm_path: {ME}.measured, reward_key: length}}
 """
     )
     args = make_args("--eval-config", str(config), "--eval-interval", "1")
     output = generate_rollout(args, 0, None, evaluation=True)
-    assert set(output.data) == {"easy", "other"}
-    first, second = output.data["easy"], output.data["other"]
+    assert set(output.data) == {"easy", "other", "own"}
+    first, second, third = (output.data[name] for name in ("easy", "other", "own"))
     assert [len(first[k]) for k in ("rewards", "truncated", "samples")] == [3, 3, 3]
     assert [len(second[k]) for k in ("rewards", "truncated", "samples")] == [8, 8, 8]
     assert [s.prompt for s in first["samples"]] == [
@@ -183,9 +184,15 @@ eval:
     assert second["rewards"] == [1.0] * 8  # by its own rm_type, although --custom-rm-path is given
     assert all(s.metadata["kind"] == "b" and s.label == "2" for s in second["samples"])
     assert calls == [(True, 7, 1.0)] * 8
+    assert third["rewards"] == [s.response_length for s in third["samples"]] and len(third["rewards"]) == 3
+    assert all(s.reward["label"] == "1" for s in third["samples"])  # by its own custom_rm_path, not --custom-rm-path
     again = generate_rollout(args, 9, None, evaluation=True)
     assert [s.tokens for s in again.data["easy"]["samples"]] == [s.tokens for s in first["samples"]]
     assert len({tuple(s.tokens) for s in second["samples"]}) > 4  # n samples of one prompt differ
+
+
+async def measured(args: Any, sample: Sample, **kwargs: Any) -> dict[str, Any]:
+    return {"length": sample.response_length, "label": sample.label}
 
 
 async def evaluated(args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False) -> Sample:

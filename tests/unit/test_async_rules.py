@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import instep
 from instep.arguments import parse
 from instep.engines.kind import _built_in
 from instep.engines.vllm import VllmKind
@@ -127,6 +128,11 @@ def test_a_truncated_distribution_is_no_base_for_the_ratio_to_older_weights(flag
 def test_flags_without_effect_are_told() -> None:
     notes = parse(argv("--max-staleness 1 --over-sampling-batch-size 64"), "train-async").notes
     assert any("--over-sampling-batch-size" in note and "no effect" in note for note in notes)
+
+
+@pytest.mark.parametrize("name", ["train_sync.py", "train_async.py"])
+def test_the_loops_can_be_read_at_a_glance(name: str) -> None:
+    assert len(Path(instep.__file__).with_name(name).read_text().splitlines()) < 100
 
 
 @pytest.mark.parametrize(

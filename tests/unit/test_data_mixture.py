@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from instep.data import mixture
 from instep.data.ledger import Ledger, LedgeredDataSource
 from instep.data.mixture import scattered
 from instep.data.rows import split_files
-from instep.data.source import RolloutDataSourceWithBuffer
+from instep.data.source import RolloutDataSourceWithBuffer, num_rollouts
 from instep.errors import DataError
 from tests.command_line import argv, make_folder, refusal
 from tests.unit.test_data import labels, source, write
@@ -43,6 +45,22 @@ def test_one_file_is_shuffled_as_in_slime(tmp_path: Path):
         permutation = list(range(50))
         random.shuffle(permutation)
         assert got[50 * epoch : 50 * (epoch + 1)] == permutation
+
+
+@pytest.mark.parametrize("weights", [None, [1.0, 3.0, 1.0]])
+@pytest.mark.parametrize(
+    ("num_epoch", "batch", "expected"), [(1, 4, 3), (2, 4, 5), (4, 4, 9), (1, 9, 1), (1, 10, 1), (2, 10, 2), (3, 1, 27)]
+)
+def test_epochs_are_passes_over_all_files_in_whole_rollouts(
+    tmp_path: Path, weights: list[float] | None, num_epoch: int, batch: int, expected: int
+):
+    path = files(tmp_path, 3, 5, 9).replace("2.jsonl", "2.jsonl@[8:]")  # 9 prompts
+    data = source(path, prompt_data_weights=weights)
+    args = argparse.Namespace(num_rollout=None, num_epoch=num_epoch, rollout_batch_size=batch)
+    assert num_rollouts(args, data) == expected
+    if weights is None:
+        times = Counter(read(data, expected * batch))
+        assert len(times) == 9 and min(times.values()) >= num_epoch
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 64, 65, 1000, 20_000])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import socket
@@ -36,6 +37,38 @@ def python(request, monkeypatch):
         pytest.skip(f"this host does not let us: {probe.stderr.strip()}")
     monkeypatch.setattr(run, "_found", (means, ""))
     return lambda code, stdin="", **limits: asyncio.run(run_python(code, stdin, limits=Limits(**limits)))
+
+
+_WORDS = {"--size": 1, "--tmpfs": 1, "--ro-bind": 2, "--symlink": 2, "--dev": 1, "--remount-ro": 1, "--chdir": 1}
+_WORDS |= {"--unshare-all": 0, "--die-with-parent": 0, "--new-session": 0, "--clearenv": 0, "--cap-drop": 1}
+
+
+def test_what_bubblewrap_is_asked_for(tmp_path, monkeypatch):
+    """Also where it is not installed: a program in its place tells its arguments."""
+    stand_in = tmp_path / "bwrap"
+    stand_in.write_text(f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\n")
+    stand_in.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    limits = Limits(seconds=60, memory=300 << 20, processes=3, file_bytes=1000)
+    words = json.loads(asyncio.run(run._in_sandbox("bubblewrap", "print(1)", "", limits)).stdout)
+    start = words.index(os.path.realpath(sys.executable))
+    flags, program, asked = iter(words[:start]), words[start:], []
+    for flag in flags:
+        asked.append((flag, *(next(flags) for _ in range(_WORDS[flag]))))  # another flag may give something away
+    one, at = {words[0] for words in asked}, {words: i for i, words in enumerate(asked)}
+    assert {"--unshare-all", "--die-with-parent", "--new-session", "--clearenv"} <= one and ("--cap-drop", "ALL") in at
+    assert at["--size", str(run.FILES_BYTES)] + 1 == at["--tmpfs", "/tmp"], "the one file system that is written to"
+    assert at["--dev", "/dev"] + 1 == at["--remount-ro", "/dev"] and asked[-1] == ("--remount-ro", "/")
+    assert [words for words in asked if words[0] in ("--tmpfs", "--dev")] == [("--tmpfs", "/tmp"), ("--dev", "/dev")]
+    bound = {words[1:] for words in asked if words[0] == "--ro-bind"}
+    system = {"/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/etc/ld.so.cache", sys.base_prefix}
+    assert ("/usr", "/usr") in bound and all(source == target and source in system for source, target in bound)
+    linked = {words[2]: words[1] for words in asked if words[0] == "--symlink"}
+    assert linked == {path: os.readlink(path) for path in system if os.path.islink(path)}
+
+    assert program[1:5] == ["-I", "-S", "-c", run.BOOT.read_text()] and len(program) == 6
+    limited = {"RLIMIT_AS": 300 << 20, "RLIMIT_CPU": 60, "RLIMIT_FSIZE": 1000, "RLIMIT_NOFILE": 64, "RLIMIT_CORE": 0}
+    assert json.loads(program[5]) == {"limits": {**limited, "RLIMIT_NPROC": 4}, "sandbox": True}
 
 
 def test_it_computes_with_input_and_output(python):

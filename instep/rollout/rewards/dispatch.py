@@ -18,8 +18,8 @@ from instep.rollout import runtime
 from instep.rollout.http import post_within
 from instep.rollout.rewards import text
 from instep.rollout.rewards.code import LIMITS, passes_all, read_tests
-from instep.rollout.rewards.dapo import dapo
 from instep.rollout.rewards.pool import shared_pool
+from instep.rollout.rewards.rules import Algebra, grade, num_chars_read
 from instep.rollout.rewards.trl import arguments, is_trls
 from instep.rollout.tokens import without_end
 from instep.types import Group, Sample, Status, as_number, name_of, reward_of
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 BUILT_IN = "built-in"  # as a sample's custom_rm_path: the rule of its rm_type instead of --custom-rm-path
-MAX_ALGEBRA_CHARS = 1000  # a longer answer is compared as text only
+LONG_CHARS = 20_000  # a rule that takes more apart would hold up all requests for milliseconds
+OF_GPQA = ("choices", "correct_letter")  # what a rule reads of the metadata
 
 
 async def apply_rewards(
@@ -236,39 +237,42 @@ async def _built_in(args: HookSettings, sample: Sample) -> Any:
 
 
 def _by_rule(args: HookSettings, sample: Sample) -> Any:
-    """The reward by the built-in rule of `sample`, or a `_Later` where a server or algebra has to be waited for."""
+    """The reward by the built-in rule of `sample`, or a `_Later` where something else has to do the work."""
     name = rm_type_of(args, sample)
     _refuse_failed(args, sample)
-    response = sample.response
-    if name.startswith("boxed_"):
-        name, response = name.removeprefix("boxed_"), text.last_boxed(response) or ""
-    if name == "random":
+    rule, response = name.removeprefix("boxed_"), sample.response
+    if rule == "random":
         import random
 
         return float(random.Random(f"{args.rollout_seed}/{sample.execution_id}").random() < 0.5)
-    if name == "remote_rm":
+    if rule in ("remote_rm", "code") and rule != name:
+        response = text.last_boxed(response) or ""
+    if rule == "remote_rm":
         return _Later(partial(_remote, args, sample, response))
     if sample.label is None:
         raise RewardError(
             "the sample has no label",
-            where=f"--rm-type {name}: {name_of(sample)}",
+            where=f"--rm-type {rule}: {name_of(sample)}",
             remedy="name its column: --label-key",
         )
-    if name in ("f1", "dapo", "exact_match"):
-        response = without_end(args, response)
-    if name == "exact_match":
-        return text.exact(response, sample.label)
-    if name == "code":
+    if rule == "code":
         return _Later(partial(_code, args, sample, response))
-    if name == "f1":
-        return text.f1(response, sample.label)
-    if name == "gpqa":
-        return text.gpqa(response, sample.label, sample.metadata or {})
-    if name == "dapo":
-        return dapo(response, sample.label)
-    if name == "deepscaler":
-        response = text.after_thinking(response) or ""
-    return _math(args, sample, text.last_boxed(response))
+    if rule in ("math", "deepscaler"):
+        shared_pool(args.reward_num_workers).warm()  # so that a worker runs when an answer needs algebra
+    if rule in ("f1", "dapo", "exact_match"):
+        response = without_end(args, response)
+    metadata = {key: value for key, value in (sample.metadata or {}).items() if key in OF_GPQA}
+    job = {"name": name, "response": response, "label": sample.label, "metadata": metadata}
+    if num_chars_read(name, response) > LONG_CHARS:
+        return _Later(partial(_in_worker, args, sample, job))
+    graded = grade(**job)
+    return _Later(partial(_algebra, args, sample, graded)) if isinstance(graded, Algebra) else graded
+
+
+async def _in_worker(args: HookSettings, sample: Sample, job: dict[str, Any]) -> Any:
+    where = f"--rm-type {job['name']}: {name_of(sample)}"
+    graded = await shared_pool(args.reward_num_workers).grade(job, timeout=args.reward_timeout, where=where)
+    return await _algebra(args, sample, graded) if isinstance(graded, Algebra) else graded
 
 
 async def _code(args: HookSettings, sample: Sample, response: str) -> float:
@@ -287,28 +291,10 @@ async def _code(args: HookSettings, sample: Sample, response: str) -> float:
         raise RewardError(what, where=where, remedy=remedy) from error
 
 
-def _math(args: HookSettings, sample: Sample, answer: str | None) -> float | _Later:
-    """1.0 if the boxed answer equals the label (or one of several), else 0.0; algebra is for later."""
-    labels = sample.label if isinstance(sample.label, list) else [sample.label]
-    pool = shared_pool(args.reward_num_workers)
-    pool.warm()  # so that a worker runs when an answer needs algebra
-    if answer is None:
-        return 0.0
-    hard = []
-    for label in map(str, labels):
-        label = text.last_boxed(label) or label
-        equal = text.quick_equal(answer, label)
-        if equal:
-            return 1.0
-        if equal is None and max(len(answer), len(label)) <= MAX_ALGEBRA_CHARS:
-            hard.append(label)
-    return _Later(partial(_algebra, args, sample, answer, hard)) if hard else 0.0
-
-
-async def _algebra(args: HookSettings, sample: Sample, answer: str, labels: list[str]) -> float:
+async def _algebra(args: HookSettings, sample: Sample, graded: Algebra) -> float:
     pool, where = shared_pool(args.reward_num_workers), f"math reward: {name_of(sample)}"
-    for label in labels:
-        if await pool.equal(answer, label, timeout=args.reward_timeout, where=where):
+    for label in graded.labels:
+        if await pool.equal(graded.answer, label, timeout=args.reward_timeout, where=where):
             return 1.0
     return 0.0
 

@@ -20,9 +20,11 @@ from instep.errors import RewardError
 from instep.kernel import state_of, stopped
 from instep.processes import num_usable_cpus
 from instep.rollout import runtime
+from instep.rollout.rewards.rules import Algebra
 
 logger = logging.getLogger(__name__)
 NUM_THREADS = 8
+LINE_BYTES = 1 << 24  # of a worker's answer, at most
 NUM_TRIES = 3  # of a job whose worker ends: the third death is the job's own fault
 LOOK_SECONDS = 0.5  # between two looks at whether a worker stands stopped
 START_SECONDS = 60.0  # for a worker to start and import math-verify on a busy machine
@@ -46,7 +48,7 @@ class Worker:
         """Raises OSError: no process could be started."""
         ours, theirs = socket.socketpair()
         with theirs:
-            reader, writer = await asyncio.open_connection(sock=ours)
+            reader, writer = await asyncio.open_connection(sock=ours, limit=LINE_BYTES)
             command, end = [sys.executable, "-m", "instep.rollout.rewards.worker"], theirs.fileno()
             try:  # a Ctrl-C in the terminal is the controller's to handle
                 process = subprocess.Popen(command, stdin=end, stdout=end, start_new_session=True)
@@ -66,7 +68,7 @@ class Worker:
     async def ask(self, job: dict[str, Any]) -> dict[str, Any]:
         """The answer, or {} if it has died."""
         try:
-            self.writer.write(json.dumps(job).encode() + b"\n")
+            self.writer.write(json.dumps(job, default=str).encode() + b"\n")  # rules compare the text of all values
             await self.writer.drain()
             answer: dict[str, Any] = json.loads(await self.reader.readline() or "{}")
         except (BrokenPipeError, ConnectionResetError):
@@ -108,20 +110,30 @@ class RewardPool:
             self._start()
 
     async def equal(self, answer: str, label: str, *, timeout: float, where: str) -> bool:
-        """Whether two answers are equal as mathematics.
+        """Whether two answers are equal as mathematics. Raises: as `grade`."""
+        job, what = {"answer": answer, "label": label}, f"the answer {answer!r:.80}"
+        return bool(await self._done(job, "math", what, timeout, where))
+
+    async def grade(self, job: dict[str, Any], *, timeout: float, where: str) -> Any:
+        """What `rules.grade(**job)` returns.
 
         Raises:
             RewardError: it took more than `timeout` seconds (the worker is killed), or the worker failed.
         """
+        what = f"the response {job['response']!r:.80} of {len(job['response'])} characters"
+        out = await self._done(job, job["name"], what, timeout, where)
+        return Algebra(*out) if isinstance(out, list) else out
+
+    async def _done(self, job: dict[str, Any], rule: str, what: str, timeout: float, where: str) -> Any:
         result: dict[str, Any] = {}
         for _ in range(NUM_TRIES):
             worker = await self._free_worker(where)
             try:
-                result = await asyncio.wait_for(worker.ask({"answer": answer, "label": label}), timeout)
+                result = await asyncio.wait_for(worker.ask(job), timeout)
             except TimeoutError:
                 if state_of(worker.pid) != "T":  # else it has not worked on it
                     raise RewardError(
-                        f"the math reward took more than {timeout:g} s for the answer {answer!r:.80}",
+                        f"the {rule} reward took more than {timeout:g} s for {what}",
                         where=where,
                         remedy="raise --reward-timeout, or use a simpler label",
                     ) from None
@@ -136,12 +148,12 @@ class RewardPool:
                 break
             logger.warning("a reward worker (pid %d) has ended: its job is given to another one", worker.pid)
         else:
-            what = f"the worker of the math reward died, {NUM_TRIES} times, with the answer {answer!r:.80}"
-            raise RewardError(what, where=where, remedy="was it killed for its memory?")
+            died = f"the worker of the {rule} reward died, {NUM_TRIES} times, with {what}"
+            raise RewardError(died, where=where, remedy="was it killed for its memory?")
         if "error" in result:
             remedy = "install math-verify (pip install 'instep[rewards]')" if "math_verify" in result["error"] else ""
-            raise RewardError(f"the math reward raised {result['error']}", where=where, remedy=remedy)
-        return bool(result["equal"])
+            raise RewardError(f"the {rule} reward raised {result['error']}", where=where, remedy=remedy)
+        return result["is"]
 
     async def _free_worker(self, where: str) -> Worker:
         """The first that is free; a wait for it is bounded, as the earlier jobs and its start are."""

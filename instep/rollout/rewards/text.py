@@ -16,12 +16,16 @@ _BOXES = ("\\boxed{", "\\fbox{")
 _FRACTION = re.compile(r"([-+]?)\\[dt]?frac\{(\d+)\}\{(\d+)\}")
 
 
+def first_box(text: str) -> int:
+    """Where the first `\\boxed{` (or `\\fbox{`) begins; the end of the text without one."""
+    return min((at for at in map(text.find, _BOXES) if at >= 0), default=len(text))
+
+
 def last_boxed(text: str) -> str | None:
     """The content of the last `\\boxed{...}` (or `\\fbox{...}`) whose braces close; None if there is none."""
     open_braces: list[tuple[bool, int]] = []
     best: tuple[int, int] | None = None
-    first = min((at for at in map(text.find, _BOXES) if at >= 0), default=len(text))  # what is before does not count
-    for token in _BRACE.finditer(text, first):
+    for token in _BRACE.finditer(text, first_box(text)):  # what is before does not count
         if token[0] != "}":
             open_braces.append((len(token[0]) > 1, token.end()))
         elif open_braces:
@@ -88,8 +92,8 @@ def f1(response: str, label: Any) -> float:
     Text is compared in lower case, without punctuation and articles. `yes`, `no` and `noanswer` are right as a whole or
     not at all, and without a common word the result is 0, also where nothing was to be said.
     """
-    labels = label if isinstance(label, list) else [label]
-    return max((_f1(_words(response), _words(str(x))) for x in labels), default=0.0)
+    labels, said = label if isinstance(label, list) else [label], _words(response)
+    return max((_f1(said, _words(str(x))) for x in labels), default=0.0)
 
 
 def _words(text: str) -> list[str]:

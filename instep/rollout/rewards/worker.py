@@ -16,6 +16,7 @@ from typing import Any
 
 from instep.kernel import set_name
 from instep.processes import follow_parent
+from instep.rollout.rewards.rules import grade
 
 PARSE_SECONDS = 3  # math-verify's own limit for one expression; a response that exceeds it is wrong, not an error
 
@@ -46,7 +47,7 @@ def main() -> None:
     while True:
         job: dict[str, Any] = json.loads(jobs.get())
         try:
-            result: dict[str, Any] = {"equal": algebra_equal(job["answer"], job["label"])}
+            result: dict[str, Any] = {"is": grade(**job) if "response" in job else algebra_equal(**job)}
         except Exception as error:  # noqa: BLE001 - a process border: the parent names function and sample
             result = {"error": repr(error)}
         print(json.dumps(result), file=out)

@@ -1,0 +1,58 @@
+"""The built-in rewards that read text alone. This module imports nothing heavy, as reward workers run it, too."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from instep.rollout.rewards import text
+from instep.rollout.rewards.dapo import TAIL_CHARS, dapo
+
+MAX_ALGEBRA_CHARS = 1000  # a longer answer is compared as text only
+
+
+class Algebra(NamedTuple):
+    """What text does not decide: whether `answer` equals one of `labels` as mathematics."""
+
+    answer: str
+    labels: list[str]
+
+
+def num_chars_read(name: str, response: str) -> int:
+    """How many characters of a response a rule takes apart; others it skips, which takes no time."""
+    if name == "dapo":
+        return min(len(response), TAIL_CHARS)
+    if name.startswith("boxed_") or name in ("math", "deepscaler"):
+        return len(response) - text.first_box(response)
+    return len(response)
+
+
+def grade(name: str, response: str, label: Any, metadata: dict[str, Any]) -> float | dict[str, Any] | Algebra:
+    """The reward by the rule that `--rm-type` calls `name`; its time is linear in the length of the response."""
+    if name.startswith("boxed_"):
+        name, response = name.removeprefix("boxed_"), text.last_boxed(response) or ""
+    if name == "exact_match":
+        return text.exact(response, label)
+    if name == "f1":
+        return text.f1(response, label)
+    if name == "gpqa":
+        return text.gpqa(response, label, metadata)
+    if name == "dapo":
+        return dapo(response, label)
+    if name == "deepscaler":
+        response = text.after_thinking(response) or ""
+    return _math(text.last_boxed(response), label)
+
+
+def _math(answer: str | None, label: Any) -> float | Algebra:
+    """1.0 if the boxed answer equals the label (or one of several), else 0.0."""
+    if answer is None:
+        return 0.0
+    hard = []
+    for one in map(str, label if isinstance(label, list) else [label]):
+        one = text.last_boxed(one) or one
+        equal = text.quick_equal(answer, one)
+        if equal:
+            return 1.0
+        if equal is None and max(len(answer), len(one)) <= MAX_ALGEBRA_CHARS:
+            hard.append(one)
+    return Algebra(answer, hard) if hard else 0.0
