@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -47,10 +47,7 @@ def forget_tokenizers() -> None:
 
 def without_end(args: Settings, response: str) -> str:
     """The text of a response without the special tokens that it ends with (`<|im_end|>`, ...)."""
-    special = "|".join(re.escape(token[::-1]) for token in tokenizer_of(args).all_special_tokens if token)
-    ends = re.match(rf"(?:{special or '(?!)'}|\s+)*+", response[::-1])  # backwards, so that the time is linear
-    assert ends is not None
-    return response[: len(response) - ends.end()]
+    return _without_ends(response.rstrip(), tokenizer_of(args).all_special_tokens).rstrip()
 
 
 def where_of(sample: Sample) -> str:
@@ -276,11 +273,12 @@ def _shows(text: str, form: Message) -> bool:
     return _THOUGHT in text or _THOUGHT not in str(form)
 
 
-def _without_ends(text: str, ends: tuple[str, ...]) -> str:
+def _without_ends(text: str, ends: Iterable[str]) -> str:
     """`text` without the special tokens at its end, and the blanks between them."""
-    while (cut := next((end for end in ends if end and text.rstrip().endswith(end)), "")) != "":
-        text = text.rstrip().removesuffix(cut)
-    return text
+    special = "|".join(re.escape(end[::-1]) for end in ends if end) or "(?!)"
+    cut = re.match(rf"(?:\s*+(?:{special}))*+", text[::-1])  # backwards, so that the time is linear
+    assert cut is not None
+    return text[: len(text) - cut.end()]
 
 
 def _rest(text: str, beginning: str) -> str | None:

@@ -35,7 +35,7 @@ def last_boxed(text: str) -> str | None:
     return None if best is None else text[best[0] : best[1]].strip()
 
 
-@functools.lru_cache(4096)  # answers within a group are often equal, and have one label
+@functools.lru_cache(512)  # answers within a group are often equal, and have one label
 def normalize(answer: str) -> str:
     """The answer without marks that do not change its meaning: spaces, dollars, `\\left`, `\\text`, ..."""
     out = answer.strip().strip("$").strip()
@@ -48,7 +48,7 @@ def normalize(answer: str) -> str:
     return out.rstrip(".%")
 
 
-@functools.lru_cache(4096)
+@functools.lru_cache(512)
 def as_exact_number(text: str) -> Fraction | None:
     """A plain integer, decimal or fraction (`3/4`, `\\frac{3}{4}`) as an exact number."""
     text = _FRACTION.sub(r"\1\2/\3", text)
