@@ -109,8 +109,7 @@ def trained_versions(run, num_rollout, synced=None):
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["hf", "megatron"])
+@pytest.mark.parametrize("backend", ["hf", pytest.param("megatron", marks=pytest.mark.slow)])
 def test_staleness_0_is_the_synchronous_run_bit_for_bit(tiny, tmp_path, backend):
     more = ["--save-interval", "4", "--over-sampling-batch-size", "6"]
     more += ["--dynamic-sampling-filter-path", "tests.e2e.observed.two_of_three"]
