@@ -248,7 +248,7 @@ def test_the_engine_is_held_while_the_trainer_writes(shared: Pair, sync: WeightS
 
 def test_a_second_trainer_is_refused(shared: Pair, sync: WeightSync) -> None:
     sync.run([shared.engine])
-    with pytest.raises(SyncError, match="another trainer is attached"):
+    with pytest.raises(SyncError, match=f"another trainer is attached to the weights of {shared.engine.name}"):
         attach(shared.folder, lock=True)
 
 
