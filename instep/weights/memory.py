@@ -54,7 +54,7 @@ class EngineMemory:
     """The weights of all engines that share them here, as far as this process may write them.
 
     Args:
-        workers: the manifest of each worker of each engine.
+        workers: the manifest of each worker of each engine, with the `engine` and the `place` of the manifest.
         locks: file descriptors that keep other trainers away until they are closed.
 
     Attributes:
@@ -66,26 +66,34 @@ class EngineMemory:
     """
 
     def __init__(self, workers: Sequence[Mapping[str, Any]], locks: Sequence[int] = ()):
-        self.homes = {str(worker["nonce"]): _home(worker) for worker in workers}
-        self.nonces = list(self.homes)
-        self.crowded = len({_gpu(worker) for worker in workers}) < len(workers)
-        self.dtype, self.architecture = str(workers[0]["dtype"]), str(workers[0]["architecture"])
-        self.on_gpus = any(memory["kind"] == "cuda" for worker in workers for memory in worker["memories"])
+        self.homes: dict[str, str] = {}
         self.written_at: float | None = None
         self._locks, self._workers = list(locks), workers
+        self._engines: dict[str, tuple[str, dict[str, Any]]] = {}  # by name: what and where it is, and its tensors
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
         self.slices: dict[str, dict[str, list[Slice]]] = {}
         for worker in workers:
-            self.shapes |= {name: tuple(t["shape"]) for name, t in worker["tensors"].items()}
-            self.dtypes |= {name: str(t["dtype"]) for name, t in worker["tensors"].items()}
-            if not all(_reachable(memory) for memory in worker["memories"]):
-                continue
-            memories = [_OPENERS[memory["kind"]](memory) for memory in worker["memories"]]
-            slices = self.slices[str(worker["nonce"])] = {}
-            for name, tensor in worker["tensors"].items():
-                dtype = getattr(torch, tensor["dtype"])
-                slices[name] = [_slice(record, memories[record["memory"]], dtype, name) for record in tensor["slices"]]
+            with _explained(worker["engine"], worker["place"]):
+                self._open(worker)
+        self.nonces = list(self.homes)
+        self.crowded = len({_gpu(worker) for worker in workers}) < len(workers)
+        self.on_gpus = any(memory["kind"] == "cuda" for worker in workers for memory in worker["memories"])
+
+    def _open(self, worker: Mapping[str, Any]) -> None:
+        self.homes[worker["nonce"]] = _home(worker)
+        where = f"the memory of {worker['engine']} ({worker['architecture']}, {worker['dtype']}), {worker['place']}"
+        _, tensors = self._engines.setdefault(worker["engine"], (where, {}))
+        tensors |= worker["tensors"]
+        self.shapes |= {name: tuple(t["shape"]) for name, t in worker["tensors"].items()}
+        self.dtypes |= {name: str(t["dtype"]) for name, t in worker["tensors"].items()}
+        if not all(_reachable(memory) for memory in worker["memories"]):
+            return
+        memories = [_OPENERS[memory["kind"]](memory) for memory in worker["memories"]]
+        slices = self.slices[worker["nonce"]] = {}
+        for name, tensor in worker["tensors"].items():
+            dtype = getattr(torch, tensor["dtype"])
+            slices[name] = [_slice(record, memories[record["memory"]], dtype, name) for record in tensor["slices"]]
 
     def close(self) -> None:
         """Let another trainer attach."""
@@ -93,19 +101,11 @@ class EngineMemory:
             os.close(self._locks.pop())
 
     def check(self, specs: Sequence[TensorSpec]) -> None:
-        """Raise SyncError unless the engine has exactly the weights of the trainer; it names the tensor."""
+        """Raise SyncError unless each engine has exactly the weights of the trainer; it names engine and tensor."""
         ours = {spec.name: spec for spec in specs}
-        for name in sorted(ours.keys() ^ self.shapes.keys()):
-            has, lacks = ("trainer", "engine") if name in ours else ("engine", "trainer")
-            raise self._differs(f"the {has} has {name}, the {lacks} has not")
-        for name, spec in ours.items():
-            if spec.shape != self.shapes[name]:
-                raise self._differs(f"{name} is {spec.shape} in the trainer and {self.shapes[name]} in the engine")
-            if (dtype := dtype_name(spec.dtype)) != self.dtypes[name]:
-                raise self._differs(f"{name} is {dtype} in the trainer and {self.dtypes[name]} in the engine")
-
-    def _differs(self, what: str) -> SyncError:
-        return SyncError(what, where=f"the memory of the engine ({self.architecture}, {self.dtype})", remedy=AGAIN)
+        for engine, (where, theirs) in self._engines.items():
+            if what := _difference(ours, theirs, engine):
+                raise SyncError(what, where=where, remedy=AGAIN)
 
     def whole(self, name: str) -> torch.Tensor | None:
         """The view of a weight that lies in one piece in the only memory that is opened; None for any other."""
@@ -186,6 +186,19 @@ class EngineMemory:
         self.written_at = self.written_at or time.monotonic()
 
 
+def _difference(ours: Mapping[str, TensorSpec], theirs: Mapping[str, Any], engine: str) -> str:
+    """The first difference between the weights of the trainer and the tensors of an engine's manifests; "": none."""
+    for name in sorted(ours.keys() ^ theirs.keys()):
+        has, lacks = ("the trainer", engine) if name in ours else (engine, "the trainer")
+        return f"{has} has {name}, {lacks} has not"
+    for name, spec in ours.items():
+        if spec.shape != (shape := tuple(theirs[name]["shape"])):
+            return f"{name} is {spec.shape} in the trainer and {shape} in {engine}"
+        if (dtype := dtype_name(spec.dtype)) != theirs[name]["dtype"]:
+            return f"{name} is {dtype} in the trainer and {theirs[name]['dtype']} in {engine}"
+    return ""
+
+
 def attach(folder: Path, *, lock: bool) -> EngineMemory:
     """The memory of the engines that share their weights in `folder`.
 
@@ -197,8 +210,7 @@ def attach(folder: Path, *, lock: bool) -> EngineMemory:
     """
     locks: list[int] = []
     try:
-        with _explained(folder):
-            return EngineMemory(_workers(folder, locks if lock else None), locks)
+        return EngineMemory(_workers(folder, locks if lock else None), locks)
     except SyncError:
         for fd in locks:
             os.close(fd)
@@ -207,39 +219,46 @@ def attach(folder: Path, *, lock: bool) -> EngineMemory:
 
 def nonces_in(folder: Path) -> list[str]:
     """The nonces of all memory that `attach` would open; nothing is opened. Raises SyncError as it does."""
-    with _explained(folder):
-        return [str(worker["nonce"]) for worker in _workers(folder, None)]
+    return [worker["nonce"] for worker in _workers(folder, None)]
 
 
 def _workers(folder: Path, locks: list[int] | None) -> list[dict[str, Any]]:
     """The manifests of the workers of all engines that live; `locks` gets the lock of each engine."""
-    workers, ended = list[dict[str, Any]](), list[str]()
+    workers, ended = list[dict[str, Any]](), list[tuple[str, str]]()
     for place in _places(folder):
-        check_memory_folder(str(place))
-        first = json.loads((place / "memory-0.json").read_text())
-        if not lives(first["process"]):  # it is started anew, or it was killed and left its files
-            ended.append(str(place))
-            continue
-        if locks is not None:
-            locks.append(_lock(place / "memory-0.json"))  # an engine that is started anew has a new file
-        workers += [first]
-        workers += [json.loads((place / f"memory-{i}.json").read_text()) for i in range(1, first["num_ranks"])]
+        about = {"engine": _engine(place, folder), "place": str(place)}
+        with _explained(**about):
+            check_memory_folder(str(place))
+            first = json.loads((place / "memory-0.json").read_text())
+            if not lives(first["process"]):  # it is started anew, or it was killed and left its files
+                ended.append((about["engine"], str(place)))
+                continue
+            if locks is not None:  # an engine that is started anew has a new file
+                locks.append(_lock(place / "memory-0.json", about["engine"]))
+            others = [json.loads((place / f"memory-{i}.json").read_text()) for i in range(1, first["num_ranks"])]
+            workers += [{**worker, **about, "nonce": str(worker["nonce"])} for worker in (first, *others)]
     if not workers:
-        raise ValueError(f"the engine that shared it has ended: {ended[0]}")
+        with _explained(*ended[0]):
+            raise ValueError("the engine that shared it has ended")
     return workers
 
 
 @contextmanager
-def _explained(folder: Path) -> Iterator[None]:
-    """Say in a SyncError what is wrong with a memory."""
+def _explained(engine: str, place: str) -> Iterator[None]:
+    """Say in a SyncError what is wrong with the memory of an engine."""
     try:
         yield
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, NoPlace) as error:
         raise SyncError(
-            f"the memory in which the engine shares its weights cannot be opened: {error!r}",
-            where=str(folder),
+            f"the memory in which {engine} shares its weights cannot be opened: {error!r}",
+            where=place,
             remedy="see the engine's log; --weight-sync shm needs no such memory",
         ) from error
+
+
+def _engine(place: Path, folder: Path) -> str:
+    """The name of the engine that shares its weights in `place`: a run numbers its own, and has one of another's."""
+    return f"engine {place.name.removeprefix(SYNC) if place != folder else 0}"
 
 
 def _places(folder: Path) -> list[Path]:
@@ -320,15 +339,15 @@ def _slice(record: Mapping[str, Any], memory: torch.Tensor, dtype: torch.dtype, 
     return Slice(flat.as_strided(shape, stride), record["source_offset"], tuple(record["source_stride"]))
 
 
-def _lock(path: Path) -> int:
-    """A file descriptor that holds the lock of `path`."""
+def _lock(path: Path, engine: str) -> int:
+    """A file descriptor that holds the lock of `path`, a file of `engine`."""
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         os.close(fd)
         raise SyncError(
-            "another trainer is attached to this engine's weights",
+            f"another trainer is attached to the weights of {engine}",
             where=str(path),
             remedy="end it first: two trainers cannot write into one memory",
         ) from error
@@ -337,7 +356,7 @@ def _lock(path: Path) -> int:
 
 def _home(worker: Mapping[str, Any]) -> str:
     """Where a worker's memory is, for messages."""
-    return f"rank {worker['rank']} of an engine" + (f" on GPU {_gpu(worker)}" if _gpu(worker) else "")
+    return f"rank {worker['rank']} of {worker['engine']}" + (f" on GPU {_gpu(worker)}" if _gpu(worker) else "")
 
 
 def _gpu(worker: Mapping[str, Any]) -> str:

@@ -187,6 +187,7 @@ CHANGES: dict[str, Callable[[Items], Items]] = {
     "exchanged tensors": _exchanged,
     "transposed": _transposed,
     "wrong shard": _change("layers.0.mlp.gate_proj", _halves),
+    "transposed B": _change("layers.0.mlp.gate_proj.lora_B", lambda tensor: tensor.T.reshape(tensor.shape)),
     "wrong shard of B": _change("layers.0.mlp.gate_proj.lora_B", _halves),
     "wrong dtype": _as_float16,
     "one element off": _change("layers.0.mlp.down_proj.weight", _one_off),

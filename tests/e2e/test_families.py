@@ -30,7 +30,7 @@ from tests.assets import make_prompts
 from tests.e2e.commands import grpo_arguments, on_vllm
 from tests.families import FAMILIES, make_family
 
-DENSE = "phi qwen2 qwen3 llama mistral phi3 gemma gemma2 starcoder2".split()
+DENSE = "phi qwen2 qwen3 llama yi mistral phi3 gemma gemma2 starcoder2".split()
 LIMITS = {"fp32": 1.1e-4, "bf16": 0.5}  # of what a proof allows
 pytestmark = pytest.mark.vllm
 

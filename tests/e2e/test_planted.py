@@ -30,7 +30,7 @@ from instep.engines.engine import Engine
 from instep.errors import EngineError, SyncError
 from instep.rollout import admission
 from instep.training import lr_schedule
-from instep.weights.way import way_named
+from instep.weights.way import MEMORY_VARIABLE, SINGLE_COPY, way_named
 from tests.assets import make_checkpoint
 from tests.bounds import allowed
 from tests.e2e import plants, tampering
@@ -70,7 +70,9 @@ SENT = {  # name of the plant -> what the error names
 OF_ADAPTER = {
     "stale tensor": O_PROJ,
     "exchanged tensors": KV,
+    "transposed B": f"{GATE}.lora_B",
     "wrong shard of B": f"{GATE}.lora_B",
+    "wrong dtype": UP,
     "one element of A off": f"{DOWN}.lora_A",
     "not a number": f"{UP}.*is not finite",
     "missing tensor": UP,
@@ -78,6 +80,7 @@ OF_ADAPTER = {
     "of another run": "sent wrongly|Sent wrongly",
     "scale": "another alpha",
 }
+OF_CHECKPOINT = ("stale tensor", "exchanged tensors", "transposed", "wrong shard", "wrong dtype", "not a number")
 IN_MEMORY: dict[str, tuple[tampering.Change, str]] = {  # on the way `shm`
     "flipped bit": (tampering.flipped_bit, UP),
     "half written": (tampering.half_written, UP),
@@ -128,7 +131,7 @@ FAULTS: list[Fault] = []
 
 def _table() -> None:
     FAULTS.extend(Fault(way, name, words) for way in ("shm", "disk", "nccl", "ipc") for name, words in SENT.items())
-    FAULTS.extend(Fault("restart", name, SENT[name]) for name in ("stale tensor", "exchanged tensors", "not a number"))
+    FAULTS.extend(Fault("restart", name, SENT[name]) for name in OF_CHECKPOINT)
     FAULTS.extend(Fault(way, name, words) for way in LORA for name, words in OF_ADAPTER.items())
     adapter_stream = {**STREAM, "names exchanged": "log-probs of the probe differ"}
     FAULTS.extend(Fault("lora_ipc", name, words, "stream") for name, words in adapter_stream.items())
@@ -199,6 +202,8 @@ def make_stack(
     workers = WorkerGroup("actor", 1, folder / "logs", env)
     seen = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
     own = {"CUDA_VISIBLE_DEVICES": seen[gpu]} if device == "cuda" else {}
+    if args.weight_sync == SINGLE_COPY:
+        own[MEMORY_VARIABLE] = str(sync_folder(args))
     engine = start_engine(args, spec, num_threads=1, log_dir=folder / "logs", env=own)
 
     def start_anew(index: int, checkpoint: Path | None = None) -> None:

@@ -33,18 +33,28 @@ PROMPT, NUM_TOKENS = [5, 6, 7], 900
 FLAGS = ["--pause-mode", "keep", "--n-samples-per-prompt", "2", "--rollout-batch-size", "1"]
 
 
-@pytest.fixture(scope="module", params=["embedded", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.slow])])
+VLLM = [pytest.mark.vllm, pytest.mark.slow]
+CASES = [
+    *[pytest.param("embedded", way, id=f"embedded-{way}") for way in ("shm", "disk", "nccl", "ipc")],
+    pytest.param("embedded single-copy", "single-copy", id="embedded-single-copy"),
+    pytest.param("vllm", "shm", id="vllm-shm", marks=VLLM),
+]
+pytestmark = pytest.mark.parametrize("stack,way", CASES, indirect=["stack"], scope="module")
+
+
+@pytest.fixture(scope="module")
 def stack(request: pytest.FixtureRequest, long: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    flags = on_vllm() if request.param == "vllm" else ["--rollout-backend", "embedded"]
+    kind, *way = request.param.split()
+    flags = on_vllm() if kind == "vllm" else ["--rollout-backend", kind]
+    flags += ["--weight-sync", *way] if way else []  # how the engine starts
     yield from make_stack(tmp_path_factory.mktemp("cache"), long, *flags, *FLAGS, head_dim=32, max_len=1024)
 
 
 @pytest.fixture
-def sync(stack: Stack) -> Iterator[WeightSync]:
-    """A proven sync, after which the trainer has made a step."""
-    made = stack.sync("shm")
+def sync(stack: Stack, way: str) -> Iterator[WeightSync]:
+    """A proven sync."""
+    made = stack.sync(way)
     made.run([stack.engine])
-    train_once(stack.actor.workers, 1e-2)
     yield made
     made.close()
     stack.engine.resume(timeout=30)
@@ -57,6 +67,15 @@ def keeps_its_cache(patch: pytest.MonkeyPatch, lies: bool) -> None:
     patch.setattr(Engine, "pause", pause)
     if lies:
         patch.setattr(Engine, "reset_cache", lambda self, *, timeout: None)
+
+
+def step(stack: Stack, sync: WeightSync) -> Future[list[Sample]]:
+    """A step of the trainer; returns two responses under way, held meanwhile by an engine of its memory."""
+    if sync.writes_in_place:
+        under_way = sampled(stack)
+        sync.hold([stack.engine])
+    train_once(stack.actor.workers, 1e-2)
+    return under_way if sync.writes_in_place else sampled(stack)
 
 
 def sampled(stack: Stack) -> Future[list[Sample]]:
@@ -93,15 +112,14 @@ def train(stack: Stack, sync: WeightSync, samples: list[Sample]) -> dict[str, fl
 
 
 def test_a_cache_that_is_computed_anew_is_trained_on(stack: Stack, sync: WeightSync) -> None:
-    under_way = sampled(stack)
+    under_way = step(stack, sync)
     sync.run([stack.engine])
-    step = train(stack, sync, under_way.result(120))
-    assert step["log_prob_gap_fresh"] < 1e-4
+    assert train(stack, sync, under_way.result(120))["log_prob_gap_fresh"] < 1e-4
 
 
 def test_an_old_cache_is_named_in_the_sync(stack: Stack, sync: WeightSync, monkeypatch: pytest.MonkeyPatch) -> None:
-    under_way = sampled(stack)
     keeps_its_cache(monkeypatch, lies=False)
+    under_way = step(stack, sync)
     began = time.monotonic()
     with pytest.raises(SyncError, match=f"{stack.engine.name} keeps cached keys and values of former") as caught:
         sync.run([stack.engine])
@@ -117,8 +135,8 @@ def test_an_old_cache_that_is_denied_is_not_trained_on(
     stack: Stack, sync: WeightSync, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The probe passes, as its tokens are not in the cache; the log-probs of those that follow it do not."""
-    under_way = sampled(stack)
     keeps_its_cache(monkeypatch, lies=True)
+    under_way = step(stack, sync)
     sync.run([stack.engine])
     before, samples = stack.actor.weight_digests("shm", 60), under_way.result(120)
     began = time.monotonic()

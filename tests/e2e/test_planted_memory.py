@@ -22,7 +22,7 @@ from instep.weights.source import TensorSpec
 from tests.bounds import allowed
 from tests.e2e import plants
 from tests.e2e.test_planted import SECONDS
-from tests.e2e.test_single_copy import Pair, pairs
+from tests.e2e.test_single_copy import SLOW, Pair, pairs
 
 UP = "model.layers.1.mlp.up_proj.weight"
 K, V = (f"model.layers.0.self_attn.{x}_proj.weight" for x in "kv")
@@ -94,10 +94,10 @@ FAULTS: dict[str, tuple[Change, str]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+@pytest.fixture(scope="module", params=["embedded", pytest.param("vllm", marks=SLOW)])
+def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("shared")
-    yield from pairs(folder, "embedded", "bf16", env=plants.environment(folder))
+    yield from pairs(folder, request.param, "bf16", env=plants.environment(folder))
 
 
 @pytest.fixture
@@ -159,9 +159,9 @@ def test_a_write_that_does_not_reach_the_memory_is_named(shared: Pair, sync: Wei
 @pytest.mark.parametrize(
     "what,words",
     [
-        ("shape", rf"{UP} is .* in the trainer and .* in the engine"),
-        ("dtype", rf"{UP} is bfloat16 in the trainer and float16 in the engine"),
-        ("name", r"the engine has .*other.weight, the trainer has not"),
+        ("shape", rf"{UP} is .* in the trainer and .* in engine 0"),
+        ("dtype", rf"{UP} is bfloat16 in the trainer and float16 in engine 0"),
+        ("name", r"engine 0 has .*other.weight, the trainer has not"),
         ("offset", "lies outside the memory|cannot be opened"),
         ("nothing", "cannot be opened"),
         ("another folder", "cannot be opened"),
@@ -188,5 +188,5 @@ def test_a_map_that_lies_is_refused_before_a_write(shared: Pair, sync: WeightSyn
         (folder / "memory-0.json").write_text("{" if what == "nothing" else json.dumps(content))
         with pytest.raises(SyncError, match=words) as caught:
             attach(folder, lock=True).check(specs)
-    assert caught.value.remedy and caught.value.where
+    assert shared.engine.name in caught.value.what and caught.value.remedy and caught.value.where
     sync.run([shared.engine])

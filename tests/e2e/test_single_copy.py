@@ -156,7 +156,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 def test_what_a_step_changes_is_what_the_engine_computes_with(
     shared: Pair, sync: WeightSync, told: list[dict[str, Any]], tmp_path: Path
 ) -> None:
-    """Against the golden twin: transformers with the trainer's export, to 1e-5 of the log-probs in float32."""
+    """Against the golden twin: transformers with the trainer's export, whose log-probs in float32 differ by 1e-5."""
     full = shared.args.precision == "fp32"
     for number in range(3):
         before = shared.scores()
@@ -174,7 +174,7 @@ def test_what_a_step_changes_is_what_the_engine_computes_with(
         dtype = torch.float32 if full else torch.bfloat16
         after, twin = shared.scores(), shared.exported_scores(tmp_path / str(number), dtype)
         assert not torch.equal(before, after)
-        assert (after - twin).abs().max() <= (1e-5 * twin.abs().max() if full else 5e-2)
+        assert (after - twin).abs().max() <= (1e-5 if full else 5e-2)
         held = shared.memory()
         ours = shared.actor.weight_digests("disk", 60)
         assert {n: tensor_digest(held.whole(n)) for n in held.shapes} == ours and len(ours) == result.num_tensors
@@ -248,7 +248,7 @@ def test_the_engine_is_held_while_the_trainer_writes(shared: Pair, sync: WeightS
 
 def test_a_second_trainer_is_refused(shared: Pair, sync: WeightSync) -> None:
     sync.run([shared.engine])
-    with pytest.raises(SyncError, match="another trainer is attached"):
+    with pytest.raises(SyncError, match=f"another trainer is attached to the weights of {shared.engine.name}"):
         attach(shared.folder, lock=True)
 
 
@@ -316,7 +316,7 @@ def test_the_shards_of_two_workers_follow_the_trainer(tmp_path: Path, precision:
                 assert sync.run([pair.engine]).num_bytes == 0
                 dtype = torch.float32 if precision == "fp32" else torch.bfloat16
                 scores, twin = pair.scores(), pair.exported_scores(tmp_path / str(number), dtype)
-                assert (scores - twin).abs().max() <= (1e-5 * twin.abs().max() if precision == "fp32" else 5e-2)
+                assert (scores - twin).abs().max() <= (1e-5 if precision == "fp32" else 5e-2)
                 assert len(pair.memory().slices) == 2 and pair.memory().whole(NORM) is None
             sync.run([pair.engine], "disk")  # every byte
             session = sync._session([pair.engine])

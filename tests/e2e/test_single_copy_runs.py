@@ -78,7 +78,7 @@ def test_an_engine_in_another_dtype_is_named_with_its_tensor(tiny: Path, tmp_pat
     flags = ["--rollout-backend", "embedded", "--weight-sync", "single-copy", "--vllm-dtype", "bfloat16"]
     done = run(grpo_arguments(tiny, tmp_path, *flags, "--precision", "fp32"))
     assert done.returncode == 1 and "SyncError" in done.stderr, done.stderr
-    assert "model.embed_tokens.weight is float32 in the trainer and bfloat16 in the engine" in done.stderr
+    assert "model.embed_tokens.weight is float32 in the trainer and bfloat16 in engine 0" in done.stderr
 
 
 def test_two_engines_follow_one_trainer(tiny: Path, tmp_path: Path) -> None:

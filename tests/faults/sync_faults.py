@@ -101,8 +101,18 @@ def memory_too_small(place: Place) -> None:
 
 @scenario(slow=True, other_dtype="error: the engine holds its weights in another dtype (`--weight-sync single-copy`)")
 def other_dtype(place: Place) -> None:
-    with place.run("--weight-sync", "single-copy", "--vllm-dtype", "bfloat16", "--precision", "fp32") as run:
-        run.error("other_dtype", "SyncError: model.embed_tokens.weight is float32 in the trainer and bfloat16")
+    patch = """
+        from instep.weights.memory import EngineMemory
+        check = EngineMemory.check
+        def marked(self, specs):
+            mark()
+            check(self, specs)
+        EngineMemory.check = marked
+        """
+    flags = ("--weight-sync", "single-copy", "--vllm-dtype", "bfloat16", "--precision", "fp32")
+    with place.run(*flags, patches={"worker": patch}) as run:
+        words = "SyncError: model.embed_tokens.weight is float32 in the trainer and bfloat16 in engine 0"
+        run.error("other_dtype", words, "where:  the memory of engine 0 (")
 
 
 @scenario(quantized="error: the engines would quantize weights that are trained (`--vllm-quantization`)")

@@ -48,7 +48,7 @@ def test_values_and_their_types():
         argv(
             "--lr=2e-5 --rollout-top-k -1 --rollout-stop a b --rollout-stop-token-ids 1 2 --use-tis --tis-clip 3 "
             "--rollout-sample-hook-path json.dumps --rollout-sample-hook-path json.loads --train-backend fsdp --bf16 "
-            "--disable-grpo-std-normalization --num-steps-per-rollout 4"
+            "--disable-grpo-std-normalization --num-steps-per-rollout 4 --sync-way disk"
         )
         + ["--apply-chat-template-kwargs", '{"enable_thinking": false}']
     )
@@ -56,7 +56,7 @@ def test_values_and_their_types():
     assert args.rollout_stop == ["a", "b"] and args.rollout_stop_token_ids == [1, 2]
     assert args.use_tis is True and args.tis_clip == 3.0
     assert args.rollout_sample_hook_path == ["json.dumps", "json.loads"]
-    assert args.train_backend == "hf" and args.precision == "bf16"
+    assert args.train_backend == "hf" and args.precision == "bf16" and args.weight_sync == "disk"
     assert args.grpo_std_normalization is False
     assert args.global_batch_size == 8
     assert args.apply_chat_template_kwargs == {"enable_thinking": False}

@@ -262,9 +262,7 @@ def test_memory_of_another_gpu_is_not_opened_and_its_engine_is_named(plugin, fol
         def publish(self, folder: Path, on_event) -> None:
             on_event(Written({}, tuple(specs()), memory.homes))
 
-    with pytest.raises(
-        SyncError, match=r"no rank of the trainer is on the GPU of rank 0 of an engine on GPU 1234-5678"
-    ):
+    with pytest.raises(SyncError, match=r"no rank of the trainer is on the GPU of rank 0 of engine 0 on GPU 1234-5678"):
         SingleCopy().drive(Carriage())
 
 
@@ -303,9 +301,9 @@ def test_both_sides_have_the_same_storage(plugin, folder) -> None:
 @pytest.mark.parametrize(
     "dtype,changed,what",
     [
-        (torch.bfloat16, {}, "embed.weight is bfloat16 in the trainer and float32 in the engine"),
-        (torch.float32, {"gate": (13, WIDTH)}, "gate.weight is (13, 8) in the trainer and (12, 8) in the engine"),
-        (torch.float32, {"extra": (3,)}, "the trainer has extra.weight, the engine has not"),
+        (torch.bfloat16, {}, "embed.weight is bfloat16 in the trainer and float32 in engine 0"),
+        (torch.float32, {"gate": (13, WIDTH)}, "gate.weight is (13, 8) in the trainer and (12, 8) in engine 0"),
+        (torch.float32, {"extra": (3,)}, "the trainer has extra.weight, engine 0 has not"),
     ],
 )
 def test_another_model_or_dtype_is_named(plugin, folder, dtype, changed, what) -> None:
@@ -313,6 +311,25 @@ def test_another_model_or_dtype_is_named(plugin, folder, dtype, changed, what) -
     with pytest.raises(SyncError) as caught:
         attach(folder, lock=False).check(specs(dtype, **changed))
     assert what in caught.value.what and "--weight-sync shm" in caught.value.remedy
+
+
+def test_of_several_engines_the_one_that_differs_is_named(plugin, folder) -> None:
+    """Also where what lies in its memory cannot be opened, or has another trainer."""
+    places = [folder / f"{SYNC}{number}" for number in range(2)]
+    for place, dtype in zip(places, (torch.float32, torch.float16), strict=True):
+        place.mkdir(mode=0o700)
+        engine(plugin, place, 2, dtype)
+    with pytest.raises(SyncError, match="embed.weight is float32 in the trainer and float16 in engine 1") as caught:
+        attach(folder, lock=False).check(specs())
+    assert caught.value.where == f"the memory of engine 1 (Some, float16), {places[1]}"
+    held = attach(places[1], lock=True)
+    with pytest.raises(SyncError, match="another trainer is attached to the weights of engine 1"):
+        attach(folder, lock=True)
+    held.close()
+    (places[1] / "memory-1.json").write_text("{}")
+    with pytest.raises(SyncError, match="the memory in which engine 1 shares its weights cannot be opened") as caught:
+        attach(folder, lock=True)
+    assert caught.value.where == str(places[1])
 
 
 def test_a_second_trainer_is_refused_until_the_first_is_gone(plugin, folder) -> None:

@@ -21,7 +21,8 @@ from tests.assets import make_checkpoint
 QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "max_position_embeddings": 40960}
 GPU_MAIN = Path(__file__).parents[2] / "benchmarks" / "results" / "gpu-main.json"
 SIDE_BY_SIDE = "--no-offload-train --no-offload-rollout"
-HALF = "--vllm-kv-cache-memory-bytes 40000000000"
+HALF = f"--vllm-kv-cache-memory-bytes {40 << 30} --recompute-granularity full "  # of a card of 80 GiB
+HALF += "--rollout-max-prompt-len 1024 --rollout-max-response-len 1024"
 
 
 @pytest.fixture
@@ -280,11 +281,17 @@ def test_the_table_and_its_json_say_the_same(plan, capsys):
 
 
 def test_what_fits_in_turns_only_is_refused_side_by_side_and_the_remedy_fits(plan, capsys):
-    assert main(["plan", *plan(HALF)]) == 0
+    """4 B parameters on a card of 80 GiB, as docs/plan.md has it."""
+    for turns in ("", "--offload"):
+        kind = only(plan(f"{HALF} {turns}"))
+        assert kind.fits and of(kind, "masters") == pytest.approx(4 * 4.022, rel=1e-3)  # in float32
+        assert of(kind, "KV cache") >= kind.size / 2e9
+        assert main(["plan", *plan(f"{HALF} {turns}")]) == 0
     capsys.readouterr()
     assert main(["plan", *plan(f"{HALF} {SIDE_BY_SIDE}")]) == 2
     err = capsys.readouterr().err
-    assert "the training needs about" in err and f"--offload (without {SIDE_BY_SIDE}) fits" in err
+    assert "the training needs about 125 GB of a GPU that has 86" in err
+    assert f"--offload (without {SIDE_BY_SIDE}) fits" in err
     assert main(["plan", *plan(f"{HALF} {SIDE_BY_SIDE} --gpu-memory-gb 180")]) == 0
 
 

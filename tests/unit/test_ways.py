@@ -548,5 +548,5 @@ def test_a_trainer_that_does_not_fit_leaves_the_memory_to_the_next(tmp_path):
     SharedWeights(AutoModelForCausalLM.from_pretrained(tmp_path / "hf"), tmp_path / "hf", carriage.memory_folder)
     order = Order("3", "nonce", carriage.memory_folder, 50, tmp_path / "hf")
     for _ in range(2):
-        with pytest.raises(SyncError, match="has layer.0.weight, the engine has not"):
+        with pytest.raises(SyncError, match="has layer.0.weight, engine 0 has not"):
             SingleCopy().send(Source(), order, print)
