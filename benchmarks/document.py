@@ -230,20 +230,24 @@ def async_training() -> str:
     parts = []
     for path in sorted(RESULTS.glob("async-*.json")):
         found = result(path.stem)
-        head = "|samples/s|rollout, s|trainer waits, s|training, s|sync, s|staleness|held-out reward"
+        head = "|samples/s|rollout, s|trained in it, s|trainer waits, s|training, s|sync, s|staleness|held-out reward"
         rows = [head.split("|")]
         for mode in dict.fromkeys(row["mode"] for row in found["rows"]):
             mine = [row for row in found["rows"] if row["mode"] == mode and "error" not in row]
-            names = ["samples_per_s", "rollout_s", "wait_s", "train_s", "sync_s", "staleness_mean", "held_out_reward"]
-            figures = [median(row[name] for row in mine) if mine else 0.0 for name in names]
+            names = "samples_per_s rollout_s early_train_s wait_s train_s sync_s staleness_mean held_out_reward".split()
+            figures = [median(row.get(name, 0.0) for row in mine) if mine else 0.0 for name in names]
             rows.append([mode, *(f"{value:.2f}" if value else "" for value in figures)])
         h, num_seeds = found["headline"], len({row["seed"] for row in found["rows"]})
         text = f"Medians of {num_seeds} seeds." if num_seeds > 1 else "One seed."
-        for name, more in [("One step ahead", ""), *((f"`--max-staleness {n}`", f"_{n}_versions") for n in (2, 4))]:
+        named = [("One step ahead", "one step ahead", "")]
+        named += [(f"`--max-staleness {n}`", f"{n} versions", f"_{n}_versions") for n in (2, 4)]
+        for name, mode, more in named:
             if f"samples_ratio{more}" in h:
                 text += f" {name}: {h[f'samples_ratio{more}']:.2f} times the synchronous samples/s"
-                bounded = f"bound{more}" in h
-                text += f", {h[f'share_of_bound{more}']:.0%} of the bound {h[f'bound{more}']:.2f}." if bounded else "."
+                if f"bound{more}" in h:
+                    text += f", {h[f'share_of_bound{more}']:.0%} of the bound {h[f'bound{more}']:.2f}"
+                num = len({row["seed"] for row in found["rows"] if row["mode"] == mode and "error" not in row})
+                text += "." if num == num_seeds else f" ({num} of the seeds)."
         if "reward_difference" in h:
             text += f" The lowest held-out reward less the synchronous one's: {h['reward_difference']:+.3f}."
         parts.append(f"{measured(found)}\n\n{table(*rows)}\n\n{text}")

@@ -83,6 +83,16 @@ def test_asynchronous_training_is_faster_and_learns_as_much():
     assert abs(headline["reward_difference"]) < 0.05 and all(row["groups_dropped"] == 0 for row in rows)
 
 
+@pytest.mark.parametrize("cards", ["shared", "two"])
+def test_four_versions_ahead_are_faster_by_what_was_asked_on_gpus(cards):
+    found = json.loads((ROOT / "benchmarks" / "results" / f"async-h200-{cards}-versions.json").read_text())
+    rates = {(row["mode"], row["seed"]): row["samples_per_s"] for row in found["rows"]}
+    seeds = [seed for mode, seed in rates if mode == "4 versions"]
+    ratio = median(rates["4 versions", seed] / rates["synchronous", seed] for seed in seeds)
+    assert found["headline"]["samples_ratio_4_versions"] == pytest.approx(ratio) and ratio >= 1.8
+    assert all(row["groups_dropped"] == 0 for row in found["rows"])
+
+
 def test_files_larger_than_memory():
     """The first batch of a 5 GB file within 5 s of a later start, and a process that grows by 500 MB at most."""
     found = json.loads((ROOT / "benchmarks" / "results" / "data-files-cpu.json").read_text())
