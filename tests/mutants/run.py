@@ -83,13 +83,12 @@ def try_tests(tests: Sequence[str], mutant: Mutant | None = None, seconds: float
     with tempfile.TemporaryDirectory(prefix="instep-mutant-") as folder:
         tree = Path(folder)
         for name in ("instep", "tests", "plugins"):  # a link would lead back to the right text
-            shutil.copytree(ROOT / name, tree / name)
+            # Bytecode would be of the right text, and of another path than tests ask for.
+            shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
         for name in _ALSO_READ:
             os.symlink(ROOT / name, tree / name)
         if mutant is not None:
             place = tree / mutant.file
-            for compiled in (place.parent / "__pycache__").glob(f"{place.stem}.*.pyc"):
-                compiled.unlink()  # of the right text
             place.write_text(mutant.planted(), encoding="utf-8")
         (tree / "log").touch()
         child = os.fork()
