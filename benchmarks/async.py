@@ -166,9 +166,8 @@ def flags(given: argparse.Namespace) -> str:
 def make_inputs(given: argparse.Namespace, folder: Path, seed: int) -> None:
     if given.size:
         code = [sys.executable, str(HERE / "random_model.py"), given.size, str(folder / "model"), "--seed", str(seed)]
-        subprocess.run(
-            [*code, "--device", given.device, "--tilt", str(TILT)], check=True
-        )  # its process gives the memory back
+        code += ["--device", given.device, "--tilt", str(TILT)]
+        subprocess.run(code, check=True)  # its process gives the memory back
     else:
         make_small_model(folder / "model", seed)
     words = int(json.loads((folder / "model" / "config.json").read_text())["vocab_size"])
@@ -346,12 +345,14 @@ def pin(pid: int, two: list[int], ended: threading.Event) -> None:
 
 def report(given: argparse.Namespace, rows: list[dict[str, Any]]) -> dict[str, Any]:
     measured = {(row["mode"], row["seed"]): row for row in rows if "error" not in row}
+    slow = {seed: row for (mode, seed), row in measured.items() if mode == SYNCHRONOUS}
+    turns = {
+        seed: row["simulated_samples_per_s"]
+        for (mode, seed), row in measured.items()
+        if mode == IN_TURNS and seed in slow
+    }
     headline: dict[str, float] = {}
     for mode, name in NAMES.items():
-        slow = {seed: row for (of, seed), row in measured.items() if of == SYNCHRONOUS}
-        turns = {
-            seed: measured[IN_TURNS, seed]["simulated_samples_per_s"] for seed in slow if (IN_TURNS, seed) in measured
-        }
         fast = {seed: measured[mode, seed] for seed in slow if (mode, seed) in measured}
         if turns:
             headline[f"bound{name}"] = median(turns[seed][mode] / slow[seed]["samples_per_s"] for seed in turns)
