@@ -219,9 +219,8 @@ def test_the_replay_is_off_policy_and_learns(golden):
     assert metrics[1]["kl_loss"] > metrics[0]["kl_loss"]
 
 
-@pytest.mark.parametrize(
-    "loss", [loss if loss == "gspo" else pytest.param(loss, marks=pytest.mark.slow) for loss in LOSSES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", LOSSES)
 def test_losses_over_whole_samples_agree_in_every_layout(loss, tmp_path):
     make_checkpoint(tmp_path / "hf")
     make_prompts(tmp_path / "train.jsonl", 16)

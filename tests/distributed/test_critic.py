@@ -172,7 +172,7 @@ def golden(tmp_path_factory):
 
 
 FAST = [
-    pytest.param(name, marks=pytest.mark.slow if name in ("megatron PP2", "megatron CP2", "megatron") else ())
+    pytest.param(name, marks=pytest.mark.slow if name not in ("hf", "hf FSDP2 x2", "megatron TP2 SP") else ())
     for name in LAYOUTS
     if "EP" not in name
 ]

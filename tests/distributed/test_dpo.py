@@ -115,9 +115,8 @@ def golden(tmp_path_factory):
     return root, oracle(root)
 
 
-FAST = [
-    pytest.param(name, marks=pytest.mark.slow) if name in ("megatron PP2", "megatron DP2") else name for name in LAYOUTS
-]
+FEW = ("hf", "hf FSDP2 x2", "megatron TP2")
+FAST = [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
 
 
 @pytest.mark.parametrize("name", FAST)

@@ -113,8 +113,8 @@ SHUFFLED, PACKED = ("two ranks", True), ("two ranks, packed", False)  # with the
     [
         pytest.param("reinforce_plus_plus", [SHUFFLED, PACKED], False, marks=pytest.mark.slow),
         ("rloo", [SHUFFLED], False),
-        ("cispo", [PACKED], False),
-        ("rloo", [SHUFFLED], True),
+        pytest.param("cispo", [PACKED], False, marks=pytest.mark.slow),
+        pytest.param("rloo", [SHUFFLED], True, marks=pytest.mark.slow),
     ],
 )
 def test_a_round_does_not_depend_on_the_layout(root, estimator, others, distils):

@@ -126,15 +126,12 @@ def test_staleness_0_is_the_synchronous_run_bit_for_bit(tiny, tmp_path, backend)
     assert all(before[name] == after[name] for name in ("ledger", "data_source", "version", "num_steps"))
 
 
-def test_groups_ahead_resume_exactly_after_three_kills(tiny, tmp_path):
-    ages = kills_of_groups(tiny, tmp_path, "hf", 3)
-    assert ages[:4] == [0, 1, 2, 2] and max(ages) == 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["hf", "megatron"])
-def test_groups_ahead_resume_exactly_after_twenty_kills(tiny, tmp_path, backend):
-    ages = kills_of_groups(tiny, tmp_path, backend, 20)
+@pytest.mark.parametrize(
+    "backend, kills",
+    [("hf", 1), *(pytest.param(backend, 20, marks=pytest.mark.slow) for backend in ("hf", "megatron"))],
+)
+def test_groups_ahead_resume_exactly_after_kills(tiny, tmp_path, backend, kills):
+    ages = kills_of_groups(tiny, tmp_path, backend, kills)
     assert ages[:4] == [0, 1, 2, 2] and max(ages) == 2
 
 

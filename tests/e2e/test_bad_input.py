@@ -291,6 +291,7 @@ def test_skipped_rows_and_prompts_are_counted_for_the_user(bad, tiny, tmp_path):
     assert "mixed.jsonl: skipped 1 prompts of more than 127 tokens" in done.stderr  # its context of 128 is the limit
 
 
+@pytest.mark.slow
 def test_a_prompt_that_the_engine_refuses_is_named(tiny, tmp_path):
     """Without a chat template the prompts are not measured beforehand."""
     write(tmp_path / "text.jsonl", [json.dumps({"prompt": "1" * 200, "label": "1"})] * 4)

@@ -31,6 +31,7 @@ def test_the_controllers_share_is_small_and_grows_with_the_samples_alone(tmp_pat
     assert found["headline"]["cpu_seconds_uniform_128"] == few["cpu"]
 
 
+@pytest.mark.slow
 def test_beside_an_engine_that_takes_its_time_only_the_rest_counts(tmp_path: Path) -> None:
     """32 samples of 512 tokens, of which the engine makes 8,192 a second: 2 seconds."""
     found = measured(tmp_path / "share.json", "--samples", "32", "--tokens-per-second", "8192")

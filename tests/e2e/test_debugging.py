@@ -240,13 +240,8 @@ def test_a_bad_hook_is_found_before_anything_starts(tiny, tmp_path, monkeypatch,
     assert all(word in done.stderr for word in [*words, "the run has not begun", "train.jsonl"]), done.stderr
 
 
-@pytest.mark.parametrize(
-    "name, word",
-    [
-        pytest.param("raises", "my_hooks.py:4 in raises", marks=pytest.mark.slow),
-        ("generates_nothing", "no sample"),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name, word", [("raises", "my_hooks.py:4 in raises"), ("generates_nothing", "no sample")])
 def test_a_bad_generate_function_is_found_before_the_first_rollout(tiny, tmp_path, monkeypatch, name, word):
     with_hooks(tmp_path, monkeypatch)
     more = ["--custom-generate-function-path", f"my_hooks.{name}"]
@@ -279,6 +274,7 @@ def test_a_reward_that_asks_the_engine_is_tried_when_it_is_there(tiny, tmp_path,
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+@pytest.mark.slow
 def test_an_alarm_is_told_at_once_in_the_table_and_in_the_metrics(tiny, tmp_path):
     """Responses of 2 tokens are all cut off."""
     more = ["--rollout-max-response-len", "2", "--num-rollout", "4", "--alarm-zero-std-ratio", "1"]

@@ -4,6 +4,8 @@ import json
 import signal
 import time
 
+import pytest
+
 from tests.bounds import allowed
 from tests.e2e.commands import grpo_arguments, run, sft_arguments, start
 
@@ -34,6 +36,7 @@ def test_a_run_dir_shows_what_happened(tiny, tmp_path):
     assert summary["ledger"]["num_consumed"] == 4
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_does_not_lose_the_way_to_go_on(tiny, tmp_path):
     """It comes while the processes end, before the report is written: tried again where this machine was too slow."""
     for number in range(3):

@@ -169,9 +169,8 @@ def test_a_dense_family_shares_one_memory_with_the_trainer(name, tmp_path):
             sync.close()
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "qwen3_moe" else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
 def test_the_adapter_of_a_family_is_proven_by_every_way(name, tmp_path):
     """Each layer with an adapter counts: a step moves all of B, and the next proof compares log-probs."""
     with stack(name, tmp_path, "--lora-rank", "4", "--weight-sync", "lora", "--lr", "1e-2") as made:

@@ -86,7 +86,7 @@ def memory() -> Iterator[Path]:
         yield folder
 
 
-@pytest.fixture(scope="module", params=["embedded", pytest.param("vllm", marks=pytest.mark.vllm)])
+@pytest.fixture(scope="module", params=["embedded", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.slow])])
 def served(
     request: pytest.FixtureRequest, tiny: Path, memory: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engine]:

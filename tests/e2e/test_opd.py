@@ -57,7 +57,7 @@ def rows(run_dir):
     "kind, backend",
     [
         ("engine", "hf"),
-        ("model", "megatron"),
+        pytest.param("model", "megatron", marks=pytest.mark.slow),
         pytest.param("engine", "megatron", marks=pytest.mark.slow),
         pytest.param("model", "hf", marks=pytest.mark.slow),
     ],

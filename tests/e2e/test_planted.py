@@ -345,6 +345,7 @@ def test_a_planted_fault_is_named_with_vllm(planted_vllm: Stack, fault: Fault, t
     assert seconds_until_named(planted_vllm, fault, tmp_path) <= limit_of(fault)
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.parametrize("fault", [f for f in FAULTS if str(f) in ADAPTERS_ON_VLLM], ids=str)
 def test_a_planted_fault_of_an_adapter_is_named_with_vllm(

@@ -35,7 +35,8 @@ FLAGS = ["--pause-mode", "keep", "--n-samples-per-prompt", "2", "--rollout-batch
 
 VLLM = [pytest.mark.vllm, pytest.mark.slow]
 CASES = [
-    *[pytest.param("embedded", way, id=f"embedded-{way}") for way in ("shm", "disk", "nccl", "ipc")],
+    pytest.param("embedded", "shm", id="embedded-shm"),
+    *[pytest.param("embedded", way, id=f"embedded-{way}", marks=pytest.mark.slow) for way in ("disk", "nccl", "ipc")],
     pytest.param("embedded single-copy", "single-copy", id="embedded-single-copy"),
     pytest.param("vllm", "shm", id="vllm-shm", marks=VLLM),
 ]

@@ -101,6 +101,7 @@ def test_a_grpo_run_goes_on_with_ppo_and_a_critic_of_its_own(tiny, tmp_path):
     assert row["step"] == 1 and row["critic/values_mean"] == 0.0
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_is_no_critic_of_this_model(tiny, tmp_path):
     from tests.assets import make_checkpoint
 

@@ -88,6 +88,7 @@ def test_the_timeline_of_a_step_and_where_it_went(tiny: Path, tmp_path: Path, ca
     assert (folder / "step-2.txt").read_text().split("\n", 1)[1].strip() in printed and "ui.perfetto.dev" in printed
 
 
+@pytest.mark.slow
 def test_the_timeline_of_an_asynchronous_step_has_both_sides_at_work(tiny: Path, tmp_path: Path) -> None:
     flags = ["--num-rollout", "2", "--profile", "--profile-step-start", "0", "--profile-step-end", "1"]
     flags += ["--rollout-max-response-len", "64"]

@@ -65,6 +65,7 @@ def test_a_loop_that_is_left_by_an_error_is_closed_and_goes_on(tiny: Path, tmp_p
     assert children() <= before and len(list(tmp_path.glob("prompts-*.jsonl"))) == 1
 
 
+@pytest.mark.slow
 def test_the_loops_of_other_commands(tiny: Path, tmp_path: Path) -> None:
     before = children()
     flags = as_keywords(grpo_arguments(tiny, tmp_path / "ahead", "--num-rollout", "3", "--max-staleness", "1"))

@@ -212,6 +212,7 @@ def test_a_plan_that_does_not_fit_says_what_there_is(joined):
     assert text in caught.value.what
 
 
+@pytest.mark.slow
 def test_a_run_over_two_nodes_is_the_run_of_one_host(tiny, tmp_path, cluster):
     """Trainer on node 0, engine on node 1, weights through the disk: the same rollouts and losses."""
     common = ["--weight-sync", "disk", "--actor-num-gpus-per-node", "2"]
@@ -236,6 +237,7 @@ def test_ranks_on_two_nodes_train_together(tiny, tmp_path, cluster):
     assert len(metrics(tmp_path, "train/loss")) == 2
 
 
+@pytest.mark.slow
 def test_weights_stream_to_engines_on_other_nodes(tiny, tmp_path, cluster):
     """They meet at a port of rank 0's host, and the group serves every sync."""
     flags = ["--cluster", "ray", "--ray-address", cluster[0], "--weight-sync", "nccl", "--num-gpus-per-node", "1"]

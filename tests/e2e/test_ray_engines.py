@@ -32,6 +32,7 @@ def started(tiny, run_dir, address, words, **settings):
     return cluster, plan_engines(args)
 
 
+@pytest.mark.slow
 def test_an_engine_that_dies_is_started_anew_at_its_address(tiny, tmp_path, cluster):
     words = "--rollout-backend embedded --rollout-num-gpus 2"
     there, _ = started(tiny, tmp_path, cluster[0], words, device="cpu", precision="fp32")

@@ -117,6 +117,7 @@ def test_an_engine_scores_as_by_disk_and_the_fleet_takes_it_for_no_death(stack: 
     assert stack.fleet.available() == [engine] and not stack.said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stack", ["embedded"], indirect=True)
 def test_an_engine_that_does_not_come_up_ends_the_run_with_its_log(stack: Stack) -> None:
     """It ends before it is ready, or is not ready within the bound."""

@@ -79,7 +79,7 @@ def kill_and_compare(tiny, root, backend, kills, *more, plan=None):
 
 
 # Four kills: one in each phase of a step.
-@pytest.mark.parametrize("backend, kills", [("hf", 2), ("megatron", 1)])
+@pytest.mark.parametrize("backend, kills", [("hf", 2), pytest.param("megatron", 1, marks=pytest.mark.slow)])
 def test_killed_at_random_and_resumed_is_bit_identical(tiny, tmp_path, backend, kills):
     assert exit_codes(kill_and_compare(tiny, tmp_path, backend, kills)) == (kills, 0)
 
@@ -174,7 +174,8 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("backend", ["hf", pytest.param("megatron", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["hf", "megatron"])
 def test_another_layout_resumes_with_equal_parameters(tiny, tmp_path, backend):
     """One rank saves; two go on, at learning rate 0: what they export is what the one had."""
     ckpt = ["--save", str(tmp_path / "ckpt"), "--load", str(tmp_path / "ckpt"), "--lr-decay-style", "constant"]

@@ -290,6 +290,7 @@ def test_the_only_engine_comes_back(root):
         assert server.end() == 0, server.text
 
 
+@pytest.mark.slow
 def test_several_models(root, tmp_path):
     """Each at an address of its own."""
     make_checkpoint(tmp_path / "ref", seed=1)
@@ -342,6 +343,7 @@ def refusal(root, run_dir, *more, model="hf"):
     return done.returncode, done.stderr
 
 
+@pytest.mark.slow
 def test_an_engine_that_cannot_start_is_one_error(root, tmp_path):
     from safetensors.torch import load_file, save_file
 

@@ -114,7 +114,7 @@ SLOW = [VLLM, pytest.mark.slow]
 KINDS = [
     "embedded fp32",
     pytest.param("embedded bf16", marks=pytest.mark.slow),
-    "embedded bf16 2",  # ranks of the trainer
+    pytest.param("embedded bf16 2", marks=pytest.mark.slow),  # ranks of the trainer
     pytest.param("embedded fp32 2", marks=pytest.mark.slow),
     pytest.param("embedded bf16 2 megatron", marks=pytest.mark.slow),  # which keeps its own parameters
     pytest.param("vllm fp32", marks=VLLM),
@@ -252,7 +252,7 @@ def test_a_second_trainer_is_refused(shared: Pair, sync: WeightSync) -> None:
         attach(shared.folder, lock=True)
 
 
-@pytest.mark.parametrize("shared", ["embedded bf16 2", pytest.param("vllm fp32", marks=VLLM)], indirect=True)
+@pytest.mark.parametrize("shared", ["embedded fp32", pytest.param("vllm fp32", marks=VLLM)], indirect=True)
 def test_the_memory_of_another_server_is_not_written(shared: Pair, sync: WeightSync, tmp_path: Path) -> None:
     """As when a bridge file of server B lies where the trainer of server A looks for its own."""
     sync.run([shared.engine])
@@ -277,7 +277,7 @@ def test_the_memory_of_another_server_is_not_written(shared: Pair, sync: WeightS
     sync.run([shared.engine])
 
 
-@pytest.mark.parametrize("shared", ["embedded bf16 2", pytest.param("vllm bf16", marks=SLOW)], indirect=True)
+@pytest.mark.parametrize("shared", ["embedded fp32", pytest.param("vllm bf16", marks=SLOW)], indirect=True)
 def test_an_engine_that_is_started_anew_shares_new_memory(shared: Pair, sync: WeightSync) -> None:
     """The trainer's weights outlive the engine, and move into the memory of the next one."""
     sync.hold([shared.engine])

@@ -74,6 +74,7 @@ def test_what_cannot_share_is_refused_before_anything_starts(tiny: Path, tmp_pat
     assert done.returncode == 2 and what in done.stderr and "--weight-sync shm" in done.stderr, done.stderr
 
 
+@pytest.mark.slow
 def test_an_engine_in_another_dtype_is_named_with_its_tensor(tiny: Path, tmp_path: Path) -> None:
     flags = ["--rollout-backend", "embedded", "--weight-sync", "single-copy", "--vllm-dtype", "bfloat16"]
     done = run(grpo_arguments(tiny, tmp_path, *flags, "--precision", "fp32"))

@@ -141,6 +141,7 @@ def warm_up(out, steps):
     tokenizer.save_pretrained(out / "sft" / "hf")
 
 
+@pytest.mark.slow
 def test_a_short_run(tmp_path):
     warm_up(tmp_path, 60)
     small = "--num-rollout 2 --rollout-batch-size 4 --num-threads 1".split()

@@ -92,11 +92,13 @@ def compare_with_loaded(models, tmp_path, backend, kl):
     return largest
 
 
-@pytest.mark.parametrize("kl", ["loss", pytest.param("reward", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kl", ["loss", "reward"])
 def test_a_served_reference_is_the_loaded_one(models, tmp_path, kl):
     assert compare_with_loaded(models, tmp_path, "embedded", kl) < 1e-5
 
 
+@pytest.mark.slow
 def test_responses_end_where_the_reference_could_not_score_them(models, tmp_path):
     """Its context is the policy's, and one token has to follow a prompt."""
     more = ["--num-rollout", "1", "--use-kl-loss", "--rollout-max-response-len", "500"]
@@ -133,6 +135,7 @@ def test_the_death_of_the_only_reference_ends_the_run_by_name(models, tmp_path, 
     assert len(rows(tmp_path)) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.router
 def test_one_of_two_references_that_dies_serves_again(models, tmp_path):
     """As soon as it is ready, and without a session."""
@@ -146,6 +149,7 @@ def test_one_of_two_references_that_dies_serves_again(models, tmp_path):
     assert {p.name for p in (tmp_path / "logs").glob("router*")} == {"router-ref.log"}  # the actor needs none
 
 
+@pytest.mark.slow
 def test_a_vocabulary_of_another_model_is_refused(models, tmp_path):
     from tests.engines.conftest import make_checkpoint as make_other
 

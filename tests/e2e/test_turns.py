@@ -117,6 +117,7 @@ def test_a_run_goes_on_within_turns(tiny, tmp_path, moves):
     assert len(resumed) == 1 and [resumed[0][n] for n in same] == [whole[1][n] for n in same]
 
 
+@pytest.mark.slow
 def test_the_trainer_alone_leaves(tiny, tmp_path, moves, monkeypatch):
     """Requests wait for the proof, also with `keep`: until then the trainer may need its memory."""
     admit = WeightSync._open
@@ -135,6 +136,7 @@ def test_the_engines_alone_sleep(tiny, tmp_path, moves):
     assert [m for m in moves if m] == [*first, "offload states", "wake weights", *session, *PROOF]
 
 
+@pytest.mark.slow
 def test_with_an_adapter_the_engine_keeps_its_base(tiny, tmp_path, moves):
     run(tiny, tmp_path, "--offload", "--num-rollout", "1", "--lora-rank", "4", "--weight-sync", "lora")
     expected = [*START, *FIRST_SYNC, *PROOF, "sleep 2", "onload all", "train", *SYNC]
@@ -154,6 +156,7 @@ def test_vllm_takes_its_turns_by_its_own_routes(tmp_path, moves):
     assert all(row["train/log_prob_gap_max"] < 1e-4 for row in rows)
 
 
+@pytest.mark.slow
 def test_an_engine_that_dies_asleep_comes_back_when_the_trainer_is_away(tiny, tmp_path, moves, monkeypatch, capsys):
     from instep.cluster.launch import LocalCluster
     from instep.controller.role import RoleTrainer

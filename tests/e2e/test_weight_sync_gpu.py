@@ -13,6 +13,7 @@ from tests.e2e.commands import ENVIRONMENT
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "weight_sync_gpu.py"
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_syncs_are_measured_while_requests_stay_in_the_engine(tmp_path: Path) -> None:
     limit = allowed(240)

@@ -50,7 +50,7 @@ HANG = """
     """
 
 
-@scenario(worker_hangs="error: a training worker hangs (`--heartbeat-timeout 3`)")
+@scenario(slow=True, worker_hangs="error: a training worker hangs (`--heartbeat-timeout 3`)")
 def worker_hangs(place: Place) -> None:
     patch = """
         from instep.training.hf.backend import HfBackend
@@ -164,7 +164,7 @@ def message_stopped(place: Place) -> None:
         run.error("message_stopped", "WorkerError: actor rank 0 is stopped, during ", "kill -CONT")
 
 
-@scenario(engine_stopped="error: an engine is stopped (SIGSTOP)")
+@scenario(slow=True, engine_stopped="error: an engine is stopped (SIGSTOP)")
 def engine_stopped(place: Place) -> None:
     with place.run(*ENDLESS) as run:
         run.wait_steps()
@@ -190,7 +190,7 @@ def engine_hangs(place: Place) -> None:
         run.error("engine_hangs", "EngineError: engine 0 has not answered for", "in hang")
 
 
-@scenario(engine_garbage="error: an engine answers with garbage")
+@scenario(slow=True, engine_garbage="error: an engine answers with garbage")
 def engine_garbage(place: Place) -> None:
     garbage = """
         def spoil():
@@ -277,7 +277,7 @@ def port_stolen(place: Place) -> None:
             )
 
 
-@scenario(port_taken="error: `--engine-port` names one that is taken")
+@scenario(slow=True, port_taken="error: `--engine-port` names one that is taken")
 def port_taken(place: Place) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -68,7 +68,9 @@ HANG_LATER = """
     """
 
 
-@scenario(vllm=True, vllm_core_hangs="error: vLLM's core hangs (noticed after 3 s here, 5 minutes by default)")
+@scenario(
+    vllm=True, slow=True, vllm_core_hangs="error: vLLM's core hangs (noticed after 3 s here, 5 minutes by default)"
+)
 def vllm_core_hangs(place: Place) -> None:
     patch = "import instep.engines.vllm; instep.engines.vllm.SILENT_HEARTBEATS = 1"
     patches = {"controller": patch, "other": unindent(HANG, HANG_LATER)}

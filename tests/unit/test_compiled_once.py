@@ -99,7 +99,8 @@ def compilations(recompute: str | None) -> tuple[int, int, set[bool], float]:
     return first, later, kinds, float((torch.cat([g.flatten() for g in grads]) - eager).norm() / eager.norm())
 
 
-@pytest.mark.parametrize("recompute", [None, *(pytest.param(r, marks=pytest.mark.slow) for r in ("full", "selective"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", [None, "full", "selective"])
 def test_no_mix_of_lengths_is_compiled_anew(recompute):
     """In a process of its own: the compiler gives up on layers that other tests have made it compile."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:

@@ -91,6 +91,7 @@ def test_activations_of_plain_layers(tmp_path, like_a_gpu, size, family):
     assert kept(rank(tmp_path, config)) == pytest.approx(on_meta(config), rel=0.03)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "size, family",
     [
