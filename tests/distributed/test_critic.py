@@ -240,7 +240,7 @@ def test_a_critic_from_an_actors_checkpoint_has_its_transformer_and_a_new_head(g
             critic.workers.call("load_weights", tmp_path / "actor", False, timeout=60)
 
 
-@pytest.mark.parametrize("name", ["hf", "megatron"])
+@pytest.mark.parametrize("name", ["hf", pytest.param("megatron", marks=pytest.mark.slow)])
 def test_bfloat16_is_near_and_values_are_not_rounded_to_it(golden, tmp_path, name):
     root, (_, metrics, after, _) = golden
     with Critic(name, root, tmp_path, "bf16") as critic:
@@ -252,9 +252,8 @@ def test_bfloat16_is_near_and_values_are_not_rounded_to_it(golden, tmp_path, nam
     assert not torch.equal(values.bfloat16().float(), values)
 
 
-@pytest.mark.parametrize(
-    "one, two", [("hf", "hf FSDP2 x2"), pytest.param("megatron", "megatron TP2", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("one, two", [("hf", "hf FSDP2 x2"), ("megatron", "megatron TP2")])
 def test_a_critic_goes_on_under_another_layout(golden, tmp_path, one, two):
     root, (_, metrics, after, _) = golden
     with Critic(one, root, tmp_path / "one") as critic:

@@ -28,6 +28,7 @@ def in_rollout(run_dir):
     return lambda: path.exists() and "train/loss" in path.read_text()
 
 
+@pytest.mark.slow
 def test_a_run_dir_shows_what_happened(tiny, tmp_path):
     done = run(grpo_arguments(tiny, tmp_path, "--num-rollout", "1"))
     assert done.returncode == 0, done.stderr[-3000:]

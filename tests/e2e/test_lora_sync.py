@@ -32,9 +32,9 @@ from tests.e2e.test_sync_proof import tamper, train_once
 A = "base_model.model.model.layers.0.self_attn.{}_proj.lora_A.weight"
 B = A.replace("lora_A", "lora_B")
 KINDS = ["embedded", pytest.param("vllm", marks=pytest.mark.vllm)]
-TWO = [  # tensor parallel; and with base and adapter in one product, as on a GPU
-    pytest.param(name, marks=[pytest.mark.vllm, pytest.mark.slow]) for name in ("vllm of two", "vllm of two, joined")
-]
+SLOW = [pytest.mark.vllm, pytest.mark.slow]
+# Tensor parallel; and with base and adapter in one product, as on a GPU.
+TWO = [pytest.param(name, marks=SLOW) for name in ("vllm of two", "vllm of two, joined")]
 ONE_PRODUCT = ["--vllm-additional-config", '{"instep_adapter": 1}']
 
 
@@ -130,6 +130,7 @@ def test_an_adapter_in_buckets_that_both_have_open_is_the_same(stack, sync, monk
         assert sync.engine_scores() == scores
 
 
+@pytest.mark.parametrize("stack", ["embedded", pytest.param("vllm", marks=SLOW), *TWO], indirect=True)
 def test_merged_weights_give_the_same_scores(stack, sync, tiny, tmp_path):
     """An engine that gets the merged weights by way of a checkpoint scores as one with base and adapter."""
     args, actor, engine = stack

@@ -130,13 +130,14 @@ def test_a_killed_controller_takes_its_ray_with_it(tiny, tmp_path, ray_tmp):
     process.communicate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "victim, words",
     [
         ("worker_main", ["WorkerError", "actor rank 0", "SIGKILL", "memory at its death", "GB resident (peak"]),
-        pytest.param("engines.embedded", ["EngineError", "engine 0", "SIGKILL"], marks=pytest.mark.slow),
-        pytest.param("ray::Host", ["is lost with its node 127.0.0.1"], marks=pytest.mark.slow),
-        pytest.param("raylet/raylet", ["is lost with its node 127.0.0.1"], marks=pytest.mark.slow),
+        ("engines.embedded", ["EngineError", "engine 0", "SIGKILL"]),
+        ("ray::Host", ["is lost with its node 127.0.0.1"]),
+        ("raylet/raylet", ["is lost with its node 127.0.0.1"]),
     ],
 )
 def test_a_killed_process_is_an_instep_error(tiny, tmp_path, ray_tmp, victim, words):
@@ -259,6 +260,7 @@ def test_an_adapter_reaches_an_engine_on_another_node(tiny, tmp_path, cluster):
     assert 0 < max(metrics(tmp_path, "sync/bytes")) < 100_000
 
 
+@pytest.mark.slow
 def test_a_killed_controller_leaves_nothing_in_the_cluster(tiny, tmp_path, cluster):
     process = start_and_train(grpo_arguments(tiny, tmp_path, "--cluster", "ray", "--ray-address", cluster[0], *LONG))
     nodes = children(cluster[1].pid)

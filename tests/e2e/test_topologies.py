@@ -114,6 +114,7 @@ def test_a_reference_on_vllm_is_the_loaded_one(models, tmp_path):
     assert compare_with_loaded(models, tmp_path, "vllm", "loss") < 1e-5
 
 
+@pytest.mark.slow
 def test_hooks_reach_each_model_by_its_name(models, tmp_path):
     """Beside it: without a KL a frozen model is only served, and no session ever tells it of a version."""
     hook = ["--custom-rm-path", "tests.e2e.topology_hooks.reward", "--no-hook-trial"]

@@ -115,6 +115,7 @@ def test_the_exported_checkpoint_is_the_trained_policy(finished, tiny):
     assert all(torch.allclose(before[k], after[k], atol=0.02) for k in before)
 
 
+@pytest.mark.slow
 def test_num_rollout_0_evaluates_whatever_the_interval_is(finished, tiny, tmp_path):
     """The checkpoint covers 2 rollouts, which are no multiple of 3. Two sets are evaluated, each in its own way."""
     held_out = {"name": "held-out", "path": str(tiny / "eval.jsonl")}

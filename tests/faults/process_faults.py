@@ -60,7 +60,7 @@ def worker_hangs(place: Place) -> None:
         run.error("worker_hangs", "WorkerError: actor rank 0 has not answered for", "in hang", "in train")
 
 
-@scenario(engine_killed="error: an engine is killed (SIGKILL)")
+@scenario(slow=True, engine_killed="error: an engine is killed (SIGKILL)")
 def engine_killed(place: Place) -> None:
     with place.run(*ENDLESS) as run:
         run.wait_steps()

@@ -92,14 +92,7 @@ def test_activations_of_plain_layers(tmp_path, like_a_gpu, size, family):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "size, family",
-    [
-        ("wide ffn", "qwen3"),
-        pytest.param("many heads", "llama", marks=pytest.mark.slow),
-        pytest.param("wide ffn", "qwen3_moe", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("size, family", [("wide ffn", "qwen3"), ("many heads", "llama"), ("wide ffn", "qwen3_moe")])
 def test_activations_of_compiled_layers(tmp_path, size, family):
     """Measured in a process of its own: the compiler gives up on layers that other tests have made it compile."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
