@@ -238,7 +238,6 @@ def test_ranks_on_two_nodes_train_together(tiny, tmp_path, cluster):
     assert len(metrics(tmp_path, "train/loss")) == 2
 
 
-@pytest.mark.slow
 def test_weights_stream_to_engines_on_other_nodes(tiny, tmp_path, cluster):
     """They meet at a port of rank 0's host, and the group serves every sync."""
     flags = ["--cluster", "ray", "--ray-address", cluster[0], "--weight-sync", "nccl", "--num-gpus-per-node", "1"]

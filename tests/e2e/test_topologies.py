@@ -92,8 +92,7 @@ def compare_with_loaded(models, tmp_path, backend, kl):
     return largest
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kl", ["loss", "reward"])
+@pytest.mark.parametrize("kl", ["loss", pytest.param("reward", marks=pytest.mark.slow)])
 def test_a_served_reference_is_the_loaded_one(models, tmp_path, kl):
     assert compare_with_loaded(models, tmp_path, "embedded", kl) < 1e-5
 

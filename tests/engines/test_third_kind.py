@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.e2e.commands import ENVIRONMENT, grpo_arguments
 
 THIRD = [sys.executable, "-m", "tests.engines.third_kind"]
@@ -18,7 +16,6 @@ def run(words: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*THIRD, *words], env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.slow
 def test_a_run_with_a_kind_that_nobody_knows(tiny_model: Path, data: Path, tmp_path: Path) -> None:
     """It has no route of any other kind, so whoever went past the kind would get a 404."""
     words = grpo_arguments(tmp_path, tmp_path / "run", "--hf-checkpoint", str(tiny_model), "--prompt-data", str(data))
