@@ -36,23 +36,27 @@ item_async() { # 440 one step ahead against synchronous, one card
     python benchmarks/async.py --device cuda --limit 420 --modes "in turns" synchronous "one step ahead" --out "$R/out.json"
 }
 item_async_versions() { # 600 two and four versions ahead against synchronous, one card
-    python benchmarks/async.py --device cuda --limit 580 --modes "in turns" synchronous "2 versions" "4 versions" \
-        --out "$R/out.json"
+    python benchmarks/async.py --device cuda --rollouts 24 --limit 580 --out "$R/out.json" \
+        --modes "in turns" synchronous "4 versions" "2 versions"
 }
 item_async_profile() { # 200 a run four versions ahead: where two of its rollouts went; responses, metrics and logs
     python benchmarks/async.py --device cuda --limit 190 --modes "4 versions" --logs "$R/logs" --out "$R/out.json" \
         --more "--profile --profile-step-start 6 --profile-step-end 8"
 }
-item_async_two() { # 600 four versions against synchronous and in turns, a card each for engine and trainer
-    python benchmarks/async.py --device cuda --limit 350 --modes "in turns" synchronous "4 versions" \
+item_async_two() { # 700 four versions against synchronous and in turns, a card each for engine and trainer
+    python benchmarks/async.py --device cuda --rollouts 24 --limit 420 --modes "in turns" synchronous "4 versions" \
         --logs "$R/logs" --out "$R/out.json"
-    async_pair 1 230 --add --out "$R/out.json"
+    async_pair 1 270 --add --out "$R/out.json"
 }
-item_async_pair() { # 240 a third seed of it
-    async_pair 2 230 --out "$R/out.json"
+item_async_pair() { # 280 a third seed of it
+    async_pair 2 270 --out "$R/out.json"
 }
 async_pair() {
-    python benchmarks/async.py --device cuda --seeds "$1" --limit "$2" --modes synchronous "4 versions" --logs "$R/logs" "${@:3}"
+    python benchmarks/async.py --device cuda --rollouts 24 --seeds "$1" --limit "$2" --modes synchronous "4 versions" \
+        --logs "$R/logs" "${@:3}"
+}
+item_async_save() { # 300 a run that saves in the background waits less, with Megatron (alone on the GPU)
+    python -m pytest -q -p no:cacheprovider -m gpu -s tests/gpu/test_async_save.py -k "waits_less and megatron"
 }
 item_lora_engine() { # 330 an engine's tokens/s with an adapter in one product, and without
     python benchmarks/lora_engine.py --size 4b --only base joined --out "$R/out.json"

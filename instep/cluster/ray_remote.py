@@ -148,8 +148,10 @@ class HostHandle:
                 remedy="if this came from a hook of yours, correct it there; otherwise please report it with this text",
             ) from None
         except ray.exceptions.RayError as error:
+            late = isinstance(error, ray.exceptions.GetTimeoutError)
+            how = f" within {timeout:.0f} s" if late else f": {why(error)}"
             raise WorkerError(
-                f"a node's actor did not answer '{method}': {why(error)}",
+                f"a node's actor did not answer '{method}'{how}",
                 where="Ray",
                 remedy="instep must be installed on every node, in the same version; `ray status` and the files in "
                 "Ray's logs folder say more",

@@ -10,11 +10,13 @@ from tests.assets import make_checkpoint, make_conversations, make_prompts
 from tests.e2e import commands
 from tests.e2e.commands import children, gone_within
 
-# Loopback only; idle workers, one per CPU of each node, would only slow the tests down. Ray reads it when imported.
+# Loopback only; idle workers, one per CPU of each node, would only slow the tests down, and workers at Ray's nice 15
+# starve beside other tests. Ray reads it when imported.
 LOOPBACK = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_prestart_worker_first_driver": "0",
+    "RAY_worker_niceness": "0",
     "RAY_AUTH_MODE": "token",
     "RAY_AUTH_TOKEN": secrets.token_hex(32),
 }

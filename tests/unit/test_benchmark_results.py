@@ -93,6 +93,20 @@ def test_four_versions_ahead_are_faster_by_what_was_asked_on_gpus(cards):
     assert all(row["groups_dropped"] == 0 for row in found["rows"])
 
 
+@pytest.mark.parametrize("cards, asked", [("shared", 1.75), ("two", 1.8)])
+def test_four_versions_ahead_reach_most_of_their_bound_and_learn_as_much_on_gpus(cards, asked):
+    """On one card a single seed, whose synchronous run is faster than that of the three seeds above."""
+    found = json.loads((ROOT / "benchmarks" / "results" / f"async-h200-{cards}-bound.json").read_text())
+    headline, rows = found["headline"], {(row["mode"], row["seed"]): row for row in found["rows"]}
+    pairs = [(row, rows["synchronous", seed]) for (mode, seed), row in rows.items() if mode == "4 versions"]
+    ratio = median(fast["samples_per_s"] / slow["samples_per_s"] for fast, slow in pairs)
+    bound = rows["in turns", 0]["simulated_samples_per_s"]["4 versions"] / rows["synchronous", 0]["samples_per_s"]
+    assert headline["bound_4_versions"] == pytest.approx(bound)
+    assert headline["samples_ratio_4_versions"] == pytest.approx(ratio) and max(asked, 0.75 * bound) <= ratio < bound
+    assert all(min(row["held_out_reward"] for row in pair) > 0.95 for pair in pairs)
+    assert abs(headline["reward_difference"]) < 0.02
+
+
 def test_files_larger_than_memory():
     """The first batch of a 5 GB file within 5 s of a later start, and a process that grows by 500 MB at most."""
     found = json.loads((ROOT / "benchmarks" / "results" / "data-files-cpu.json").read_text())
