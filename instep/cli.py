@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from instep import __version__
 from instep.bytecode import keep_bytecode
 from instep.errors import ConfigError, InstepError
+from instep.importing import without_collections
 from instep.private import private_files
 
 if TYPE_CHECKING:
@@ -177,17 +178,14 @@ def run(args: Args) -> dict[str, Any]:
     from instep.observability.output import lasting_output
 
     with lasting_output(Path(args.run_dir) / "logs"):
-        if args.command in ("sft", "dpo"):
-            from instep.sft import sft
-
-            return sft(args)
-        if args.command == "train-async":
-            from instep.train_async import train_async
-
-            return train_async(args)
-        from instep.train_sync import train
-
-        return train(args)
+        with without_collections():  # of torch, above all
+            if args.command in ("sft", "dpo"):
+                from instep.sft import sft as loop
+            elif args.command == "train-async":
+                from instep.train_async import train_async as loop
+            else:
+                from instep.train_sync import train as loop
+        return loop(args)
 
 
 def _helps(command: str, words: list[str]) -> bool:

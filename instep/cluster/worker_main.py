@@ -9,13 +9,17 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from instep.cluster.local import WorkerChannel
+from instep.importing import without_collections
 from instep.processes import follow_parent
+
+with without_collections():
+    from instep.cluster.local import WorkerChannel  # heavy: torch
 
 
 def main() -> int:
     def make(event: Callable[[Any], None]) -> Any:
-        from instep.training.worker import Worker  # heavy: torch
+        with without_collections():
+            from instep.training.worker import Worker
 
         return Worker(event)
 

@@ -25,6 +25,7 @@ from instep.checkpoints.adapter import lora_of
 from instep.checkpoints.plain import random_state, seed_all, set_random_state, trusting_no_code
 from instep.checkpoints.remote_code import own_code_named
 from instep.errors import CheckpointError, ConfigError
+from instep.importing import without_collections
 from instep.training.backend import Frozen, LossFn, LossOutput, ParallelInfo, Role, TokenOutputs, TrainBackend
 from instep.training.begun import BegunStep
 from instep.training.choices import OwnChoices
@@ -68,10 +69,11 @@ class Worker(Profiled):
 
     def prepare(self, args: Settings) -> None:
         """Import what the model needs, while engines start; it touches no GPU."""
-        if args.train_backend != "megatron":
-            importlib.import_module("instep.training.hf.backend")
-        elif args.device != "cpu":  # there its stand-ins for CUDA come first
-            importlib.import_module("megatron.core.optimizer")
+        with without_collections():
+            if args.train_backend != "megatron":
+                importlib.import_module("instep.training.hf.backend")
+            elif args.device != "cpu":  # there its stand-ins for CUDA come first
+                importlib.import_module("megatron.core.optimizer")
 
     def setup(
         self,
@@ -94,6 +96,7 @@ class Worker(Profiled):
         Returns:
             The place of this rank, without its process group.
         """
+        self.prepare(args)  # unless that has been done while engines started
         self.args, self.role = args, role
         self._hooks = MegatronHooks.from_args(args)  # all None with --train-backend hf
         self._choices = OwnChoices(args, role)
@@ -113,7 +116,8 @@ class Worker(Profiled):
         seed_all(args.seed, args.seed + rank)
         torch.use_deterministic_algorithms(args.deterministic_mode)
         if args.no_torch_compile:
-            torch.compiler.set_stance("force_eager")
+            with without_collections():
+                torch.compiler.set_stance("force_eager")
         self.backend = self._build(with_optimizer=True)
         self.loss_fn = value_loss_fn(args.value_clip) if role == "critic" else loss_fn_from_args(args)
         return replace(self.backend.parallel, dp_group=None)

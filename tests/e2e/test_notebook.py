@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.e2e.commands import ENVIRONMENT
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -25,7 +23,6 @@ asyncio.run(execute(sys.argv[1]))
 """
 
 
-@pytest.mark.slow
 def test_the_example_notebook(tmp_path: Path) -> None:
     for name in ("notebook", "quickstart"):
         shutil.copytree(EXAMPLES / name, tmp_path / name, ignore=shutil.ignore_patterns("runs", "__pycache__"))

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from instep.checkpoints.hf_export import check_hf_checkpoint
 from instep.engines.guard import Guard
+from instep.importing import without_collections
 from instep.kernel import set_name
 from instep.processes import LIFELINE_VARIABLE, follow_parent
 from instep.weights.way import MEMORY_VARIABLE
@@ -48,14 +49,15 @@ def parse_args() -> argparse.Namespace:
 
 def load_engine(args: argparse.Namespace, pipe: Connection) -> Any:
     check_hf_checkpoint(args.model)
-    import torch  # only now: these take seconds
-    import transformers
+    with without_collections():
+        import torch  # only now: these take seconds
+        import transformers
 
-    from instep.engines.embedded.model import Runner, load_model
-    from instep.engines.embedded.scheduler import Scheduler
-    from instep.engines.embedded.shared import SharedWeights
-    from instep.engines.embedded.weights import LiveWeights
-    from instep.models.rope import context_length
+        from instep.engines.embedded.model import Runner, load_model
+        from instep.engines.embedded.scheduler import Scheduler
+        from instep.engines.embedded.shared import SharedWeights
+        from instep.engines.embedded.weights import LiveWeights
+        from instep.models.rope import context_length
 
     transformers.utils.logging.disable_progress_bar()
     trust = args.trust_remote_code
