@@ -244,14 +244,19 @@ def async_training() -> str:
         for name, mode, more in named:
             if f"samples_ratio{more}" in h:
                 text += f" {name}: {h[f'samples_ratio{more}']:.2f} times the synchronous samples/s"
-                if f"bound{more}" in h:
+                num, in_turns = (num_seeds_of(found, name) for name in (mode, "in turns"))
+                if f"share_of_bound{more}" in h:
                     text += f", {h[f'share_of_bound{more}']:.0%} of the bound {h[f'bound{more}']:.2f}"
-                num = len({row["seed"] for row in found["rows"] if row["mode"] == mode and "error" not in row})
+                    text += " of one seed" if in_turns == 1 < num else ""
                 text += "." if num == num_seeds else f" ({num} of the seeds)."
         if "reward_difference" in h:
             text += f" The lowest held-out reward less the synchronous one's: {h['reward_difference']:+.3f}."
         parts.append(f"{measured(found)}\n\n{table(*rows)}\n\n{text}")
     return "\n\n".join(parts)
+
+
+def num_seeds_of(found: dict[str, Any], mode: str) -> int:
+    return len({row["seed"] for row in found["rows"] if row["mode"] == mode and "error" not in row})
 
 
 def _first_too(row: dict[str, Any], name: str) -> str:

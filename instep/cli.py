@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from instep import __version__
 from instep.bytecode import keep_bytecode
 from instep.errors import ConfigError, InstepError
-from instep.importing import without_collections
+from instep.importing import first_import
 from instep.private import private_files
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ def run(args: Args) -> dict[str, Any]:
     from instep.observability.output import lasting_output
 
     with lasting_output(Path(args.run_dir) / "logs"):
-        with without_collections():  # of torch, above all
+        with first_import("torch"):
             if args.command in ("sft", "dpo"):
                 from instep.sft import sft as loop
             elif args.command == "train-async":

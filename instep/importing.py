@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 
 @contextmanager
-def without_collections() -> Iterator[None]:
-    """Import something large in this block: Python does not collect garbage meanwhile, nor looks through it later.
+def first_import(module: str) -> Iterator[None]:
+    """In this block the large `module` is imported, unless it is there: then the block is as any other.
 
-    torch and transformers make a million objects, which all stay: looking through them again and again takes an eighth
-    of the time of their import. Enter it once, before there is anything large: cycles that are garbage by its end stay.
+    Python does not collect garbage meanwhile, nor looks through what there is by then later (`gc.freeze`): torch and
+    transformers make a million objects, which all stay, and looking through them again and again takes an eighth of the
+    time of their import.
     """
+    if module in sys.modules:
+        yield
+        return
     collects = gc.isenabled()
     gc.disable()
     try:

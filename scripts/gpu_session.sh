@@ -33,7 +33,8 @@ item_guide_none() { # 280 its mode `none` (alone on the GPU)
     INSTEP_GUIDE_MODES=none item_guide
 }
 item_async() { # 440 one step ahead against synchronous, one card
-    python benchmarks/async.py --device cuda --limit 420 --modes "in turns" synchronous "one step ahead" --out "$R/out.json"
+    python benchmarks/async.py --device cuda --rollouts 24 --limit 420 --out "$R/out.json" \
+        --modes "in turns" synchronous "one step ahead"
 }
 item_async_versions() { # 600 two and four versions ahead against synchronous, one card
     python benchmarks/async.py --device cuda --rollouts 24 --limit 580 --out "$R/out.json" \

@@ -11,6 +11,7 @@ import pickle
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import Enum, EnumType
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +47,21 @@ _NAMES = {
 }
 
 
+def _member(owner: object, name: str) -> Enum:
+    if not (isinstance(owner, EnumType) and name in owner.__members__):
+        raise pickle.UnpicklingError(f"it asks for '{name}' of {owner!r:.80}, which no index needs")
+    found: Enum = owner.__members__[name]
+    return found
+
+
 class _Unpickler(pickle.Unpickler):
     """Makes only what an index of a distributed checkpoint is made of."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module.startswith("megatron.") and name in _CLASSES.get(module, "").split():
             return type(name, (), {})  # Megatron itself is not needed, and not imported
+        if (module, name) == ("builtins", "getattr"):
+            return _member  # of an enum, which the first releases of Python 3.11 write so
         known = (module, name) in _NAMES or name in _CLASSES.get(module, "").split()
         found = super().find_class(module, name) if known else getattr(torch, name, None) if module == "torch" else None
         if not known and not isinstance(found, torch.dtype):

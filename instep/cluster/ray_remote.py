@@ -150,11 +150,14 @@ class HostHandle:
         except ray.exceptions.RayError as error:
             late = isinstance(error, ray.exceptions.GetTimeoutError)
             how = f" within {timeout:.0f} s" if late else f": {why(error)}"
+            remedy = "instep must be installed on every node, in the same version"
+            if late:
+                remedy = "its node is busy or cannot be reached: a start has --worker-start-timeout seconds, and Ray's "
+                remedy += "actors have nice 15 unless RAY_worker_niceness=0 is set where `ray start` runs"
             raise WorkerError(
                 f"a node's actor did not answer '{method}'{how}",
                 where="Ray",
-                remedy="instep must be installed on every node, in the same version; `ray status` and the files in "
-                "Ray's logs folder say more",
+                remedy=f"{remedy}; `ray status` and the files in Ray's logs folder say more",
             ) from None
 
     def tell(self, method: str, *args: Any) -> None:

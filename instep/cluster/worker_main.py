@@ -9,16 +9,16 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from instep.importing import without_collections
+from instep.importing import first_import
 from instep.processes import follow_parent
 
-with without_collections():
-    from instep.cluster.local import WorkerChannel  # heavy: torch
+with first_import("torch"):
+    from instep.cluster.local import WorkerChannel
 
 
 def main() -> int:
     def make(event: Callable[[Any], None]) -> Any:
-        with without_collections():
+        with first_import("instep.training.worker"):
             from instep.training.worker import Worker
 
         return Worker(event)

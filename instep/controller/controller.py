@@ -85,6 +85,7 @@ class Controller:
             for lock in self._locks:  # in a notebook the traceback would keep them
                 unless_made.callback(lock.release)
             unless_made.callback(runtime.shutdown)
+            unless_made.callback(self._garbage.end)
             self._prepare(args, title, with_engines)
             unless_made.pop_all()
 

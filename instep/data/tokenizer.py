@@ -8,7 +8,7 @@ from typing import Any
 
 from instep.checkpoints.remote_code import own_code_named
 from instep.errors import CheckpointError
-from instep.importing import without_collections
+from instep.importing import first_import
 
 _one = threading.Lock()  # transformers finds its names as they are asked for, which two threads must not do at once
 
@@ -21,7 +21,7 @@ def load_tokenizer(path: str, trust_remote_code: bool) -> Any:
         CheckpointError: there is none, or it is Python code of the checkpoint's own that is not trusted.
     """
     try:
-        with _one, own_code_named(path, "tokenizer"), without_collections():
+        with _one, own_code_named(path, "tokenizer"), first_import("transformers.models.auto.tokenization_auto"):
             from transformers import AutoTokenizer
 
             return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)

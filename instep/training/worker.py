@@ -25,13 +25,14 @@ from instep.checkpoints.adapter import lora_of
 from instep.checkpoints.plain import random_state, seed_all, set_random_state, trusting_no_code
 from instep.checkpoints.remote_code import own_code_named
 from instep.errors import CheckpointError, ConfigError
-from instep.importing import without_collections
+from instep.importing import first_import
 from instep.training.backend import Frozen, LossFn, LossOutput, ParallelInfo, Role, TokenOutputs, TrainBackend
 from instep.training.begun import BegunStep
 from instep.training.choices import OwnChoices
 from instep.training.gap import COLUMN, FreshGap, measured
 from instep.training.losses import loss_fn_from_args, metrics_of_step, value_loss_fn
 from instep.training.megatron.hooks import MegatronHooks
+from instep.training.megatron.version import require_megatron
 from instep.training.postprocess import postprocessed
 from instep.training.profile import Profiled
 from instep.training.rendezvous import store
@@ -68,12 +69,15 @@ class Worker(Profiled):
     # ---- start ---------------------------------------------------------------------------------------------------
 
     def prepare(self, args: Settings) -> None:
-        """Import what the model needs, while engines start; it touches no GPU."""
-        with without_collections():
-            if args.train_backend != "megatron":
-                importlib.import_module("instep.training.hf.backend")
-            elif args.device != "cpu":  # there its stand-ins for CUDA come first
-                importlib.import_module("megatron.core.optimizer")
+        """Import what the model needs, where there are turns while engines start; it touches no GPU."""
+        name = "instep.training.hf.backend"
+        if args.train_backend == "megatron":
+            if args.device == "cpu":  # there its stand-ins for CUDA come first
+                return
+            require_megatron("training.worker")
+            name = "megatron.core.optimizer"
+        with first_import(name):
+            importlib.import_module(name)
 
     def setup(
         self,
@@ -96,7 +100,6 @@ class Worker(Profiled):
         Returns:
             The place of this rank, without its process group.
         """
-        self.prepare(args)  # unless that has been done while engines started
         self.args, self.role = args, role
         self._hooks = MegatronHooks.from_args(args)  # all None with --train-backend hf
         self._choices = OwnChoices(args, role)
@@ -106,6 +109,7 @@ class Worker(Profiled):
         if cuda:
             torch.cuda.set_device((rank if gpu is None else gpu) % torch.cuda.device_count())
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        self.prepare(args)  # unless that has been done while engines started
         dist.init_process_group(
             "nccl" if cuda else "gloo",
             store=store(rendezvous, world_size, args.train_timeout),
@@ -116,7 +120,7 @@ class Worker(Profiled):
         seed_all(args.seed, args.seed + rank)
         torch.use_deterministic_algorithms(args.deterministic_mode)
         if args.no_torch_compile:
-            with without_collections():
+            with first_import("torch._dynamo"):
                 torch.compiler.set_stance("force_eager")
         self.backend = self._build(with_optimizer=True)
         self.loss_fn = value_loss_fn(args.value_clip) if role == "critic" else loss_fn_from_args(args)

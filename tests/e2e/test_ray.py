@@ -191,7 +191,7 @@ def test_the_seeds_plans_are_reserved_as_planned(joined, words, num_nodes, free)
     import ray
 
     plan = make_plan(parse(words.split(), "plan"))
-    hosts = joined.reserve(plan, gpus=True, timeout=240, status=print)
+    hosts = joined.reserve(plan, gpus=True, timeout=180, status=print)
     assert [host.info.gpus for host in hosts] == [tuple("01234567")] * num_nodes
     assert len({host.info.node_id for host in hosts}) == num_nodes and joined.is_here(hosts[0])
     until(lambda: ray.available_resources().get("GPU", 0) == free)

@@ -93,18 +93,22 @@ def test_four_versions_ahead_are_faster_by_what_was_asked_on_gpus(cards):
     assert all(row["groups_dropped"] == 0 for row in found["rows"])
 
 
-@pytest.mark.parametrize("cards, asked", [("shared", 1.75), ("two", 1.8)])
-def test_four_versions_ahead_reach_most_of_their_bound_and_learn_as_much_on_gpus(cards, asked):
-    """On one card a single seed, whose synchronous run is faster than that of the three seeds above."""
+@pytest.mark.parametrize("cards, at_least", [("shared", 1.79), ("two", 1.8)])
+def test_four_versions_ahead_reach_most_of_their_bound_and_learn_as_much_on_gpus(cards, at_least):
+    """On one card a single seed, which has 1.799 times; the three seeds above have 2.36."""
     found = json.loads((ROOT / "benchmarks" / "results" / f"async-h200-{cards}-bound.json").read_text())
     headline, rows = found["headline"], {(row["mode"], row["seed"]): row for row in found["rows"]}
     pairs = [(row, rows["synchronous", seed]) for (mode, seed), row in rows.items() if mode == "4 versions"]
     ratio = median(fast["samples_per_s"] / slow["samples_per_s"] for fast, slow in pairs)
-    bound = rows["in turns", 0]["simulated_samples_per_s"]["4 versions"] / rows["synchronous", 0]["samples_per_s"]
-    assert headline["bound_4_versions"] == pytest.approx(bound)
-    assert headline["samples_ratio_4_versions"] == pytest.approx(ratio) and max(asked, 0.75 * bound) <= ratio < bound
+    simulated = rows["in turns", 0]["simulated_samples_per_s"]["4 versions"]
+    share = rows["4 versions", 0]["samples_per_s"] / simulated
+    assert headline["bound_4_versions"] == pytest.approx(simulated / rows["synchronous", 0]["samples_per_s"])
+    assert headline["samples_ratio_4_versions"] == pytest.approx(ratio) and ratio >= at_least
+    assert headline["share_of_bound_4_versions"] == pytest.approx(share) and 0.75 < share < 1
+    lost = [slow["held_out_reward"] - fast["held_out_reward"] for fast, slow in pairs]
+    assert headline["reward_difference"] == pytest.approx(-sum(lost) / len(lost)) and max(lost) < 0.01
     assert all(min(row["held_out_reward"] for row in pair) > 0.95 for pair in pairs)
-    assert abs(headline["reward_difference"]) < 0.02
+    assert all(row["groups_dropped"] == 0 for row in found["rows"])
 
 
 def test_files_larger_than_memory():

@@ -7,6 +7,7 @@ import io
 import json
 import pickle
 import random
+from enum import Enum
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import _StoragePrefix
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 
 from instep.checkpoints.plain import METADATA, load_data, random_state, set_random_state, trusting_no_code
 from instep.data.tokenizer import load_tokenizer
@@ -62,6 +63,43 @@ def test_an_index_with_plans_of_ranks_and_of_older_versions_is_data(tmp_path):
     with pytest.raises(CheckpointError, match=r"no index of a checkpoint: it names "), trusting_no_code(folder):
         raise AssertionError("the block runs")
     assert not (tmp_path / "was-here").exists()
+
+
+class EarlyPython(pickle.Pickler):
+    """Writes members of enums as the first releases of Python 3.11 do: by `getattr`."""
+
+    def reducer_override(self, value):
+        return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
+
+
+def written_early(content):
+    file = io.BytesIO()
+    EarlyPython(file).dump(content)
+    return file.getvalue()
+
+
+def test_an_index_that_an_early_python_3_11_has_written_is_data(tmp_path):
+    state = {"w": torch.randn(3)}
+    dcp.save(state, checkpoint_id=tmp_path)
+    written = written_early(pickle.loads((tmp_path / METADATA).read_bytes()))
+    assert b"getattr" in written
+    (tmp_path / METADATA).write_bytes(written)
+    out = {"w": torch.zeros(3)}
+    with trusting_no_code(tmp_path):
+        dcp.load(out, checkpoint_id=tmp_path)
+    assert torch.equal(out["w"], state["w"])
+
+
+@pytest.mark.parametrize("owner, name", [(WriteItemType, "mro"), (_StoragePrefix, "__init__"), (torch.Size, "count")])
+def test_an_index_that_asks_for_more_than_members_of_enums_is_refused(tmp_path, owner, name):
+    class Asks:
+        def __reduce__(self):
+            return getattr, (owner, name)
+
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path)
+    (tmp_path / METADATA).write_bytes(pickle.dumps(Asks()))
+    with pytest.raises(CheckpointError, match=f"asks for '{name}' of <"), trusting_no_code(tmp_path):
+        raise AssertionError("the block runs")
 
 
 def test_an_index_that_names_a_function_is_refused(tmp_path, trace):

@@ -1,30 +1,42 @@
 import gc
+import sys
 
 import pytest
 
-from instep.importing import without_collections
+from instep.importing import first_import
+
+
+def collections():
+    return [generation["collections"] for generation in gc.get_stats()]
 
 
 def test_nothing_is_collected_in_the_block_and_what_it_made_is_not_looked_through_again():
     before = gc.get_freeze_count()
-    collections = [generation["collections"] for generation in gc.get_stats()]
     try:
-        with without_collections():
+        with first_import("no_such_module"):
+            begun = collections()
             made = [[] for _ in range(10_000)]  # a dozen collections with Python's thresholds
-            assert not gc.isenabled()
-            assert [generation["collections"] for generation in gc.get_stats()] == collections
+            assert not gc.isenabled() and collections() == begun
         assert gc.isenabled() and gc.get_freeze_count() >= before + len(made)
     finally:
         gc.unfreeze()
 
 
-def test_collections_that_were_off_or_an_import_that_fails_leave_them_as_they_were():
+def test_a_module_that_is_there_changes_nothing():
+    before = gc.get_freeze_count()
+    assert "json" in sys.modules or __import__("json")
+    with first_import("json"):
+        assert gc.isenabled()
+    assert gc.get_freeze_count() == before
+
+
+def test_collections_that_were_off_stay_so_and_an_import_that_fails_turns_them_on_again():
     try:
-        with pytest.raises(ModuleNotFoundError), without_collections():
-            import no_such_module  # type: ignore[import-not-found]  # noqa: F401
+        with pytest.raises(ModuleNotFoundError), first_import("no_such_module"):
+            import no_such_module  # noqa: F401
         assert gc.isenabled()
         gc.disable()
-        with without_collections():
+        with first_import("no_such_module"):
             pass
         assert not gc.isenabled()
     finally:

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from instep.checkpoints.hf_export import check_hf_checkpoint
 from instep.engines.guard import Guard
-from instep.importing import without_collections
+from instep.importing import first_import
 from instep.kernel import set_name
 from instep.processes import LIFELINE_VARIABLE, follow_parent
 from instep.weights.way import MEMORY_VARIABLE
@@ -49,7 +49,7 @@ def parse_args() -> argparse.Namespace:
 
 def load_engine(args: argparse.Namespace, pipe: Connection) -> Any:
     check_hf_checkpoint(args.model)
-    with without_collections():
+    with first_import("torch"):
         import torch  # only now: these take seconds
         import transformers
 
