@@ -44,10 +44,10 @@ item_async_profile() { # 200 a run four versions ahead: where two of its rollout
     python benchmarks/async.py --device cuda --limit 190 --modes "4 versions" --logs "$R/logs" --out "$R/out.json" \
         --more "--profile --profile-step-start 6 --profile-step-end 8"
 }
-item_async_two() { # 700 four versions against synchronous and in turns, a card each for engine and trainer
-    python benchmarks/async.py --device cuda --rollouts 24 --limit 420 --modes "in turns" synchronous "4 versions" \
+item_async_two() { # 600 four versions against synchronous and in turns, a card each for engine and trainer
+    python benchmarks/async.py --device cuda --rollouts 24 --limit 345 --modes "in turns" synchronous "4 versions" \
         --logs "$R/logs" --out "$R/out.json"
-    async_pair 1 270 --add --out "$R/out.json"
+    async_pair 1 240 --add --out "$R/out.json"
 }
 item_async_pair() { # 280 a third seed of it
     async_pair 2 270 --out "$R/out.json"
