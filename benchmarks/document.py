@@ -244,10 +244,10 @@ def async_training() -> str:
         for name, mode, more in named:
             if f"samples_ratio{more}" in h:
                 text += f" {name}: {h[f'samples_ratio{more}']:.2f} times the synchronous samples/s"
-                num, in_turns = (num_seeds_of(found, name) for name in (mode, "in turns"))
+                num = num_seeds_of(found, mode)
                 if f"share_of_bound{more}" in h:
                     text += f", {h[f'share_of_bound{more}']:.0%} of the bound {h[f'bound{more}']:.2f}"
-                    text += " of one seed" if in_turns == 1 < num else ""
+                    text += " of one seed" if num_seeds_of(found, "in turns") == 1 < num else ""
                 text += "." if num == num_seeds else f" ({num} of the seeds)."
         if "reward_difference" in h:
             text += f" The lowest held-out reward less the synchronous one's: {h['reward_difference']:+.3f}."

@@ -69,7 +69,7 @@ class Worker(Profiled):
     # ---- start ---------------------------------------------------------------------------------------------------
 
     def prepare(self, args: Settings) -> None:
-        """Import what the model needs, where there are turns while engines start; it touches no GPU."""
+        """Import what the model needs; where GPUs are shared in turns, while engines start: it touches no GPU."""
         name = "instep.training.hf.backend"
         if args.train_backend == "megatron":
             if args.device == "cpu":  # there its stand-ins for CUDA come first

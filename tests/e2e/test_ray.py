@@ -15,7 +15,8 @@ import pytest
 
 from instep.arguments import parse
 from instep.cluster.placement import make_plan
-from instep.errors import ConfigError
+from instep.cluster.ray_remote import HostHandle
+from instep.errors import ConfigError, WorkerError
 from tests.bounds import allowed, until
 from tests.e2e import commands
 from tests.e2e.commands import children, gone_within, grpo_arguments, run, words_of
@@ -180,6 +181,21 @@ def joined(cluster):
     ray.connect(num_cpus=0, status=print)
     yield ray
     ray.close()
+
+
+def test_an_actor_that_is_late_says_how_long_and_what_to_do(joined):
+    import ray
+
+    class Late:
+        def info(self):
+            time.sleep(600)
+
+    actor = ray.remote(num_cpus=0)(Late).remote()
+    with pytest.raises(WorkerError) as caught:
+        HostHandle(actor, timeout=2)
+    ray.kill(actor)
+    assert caught.value.what == "a node's actor did not answer 'info' within 2 s"
+    assert "--worker-start-timeout" in caught.value.remedy and "RAY_worker_niceness=0" in caught.value.remedy
 
 
 PPO = "--advantage-estimator ppo --actor-num-gpus-per-node 4 --critic-num-gpus-per-node 4 --rollout-num-gpus 8"

@@ -1,5 +1,4 @@
 import gc
-import sys
 
 import pytest
 
@@ -24,8 +23,7 @@ def test_nothing_is_collected_in_the_block_and_what_it_made_is_not_looked_throug
 
 def test_a_module_that_is_there_changes_nothing():
     before = gc.get_freeze_count()
-    assert "json" in sys.modules or __import__("json")
-    with first_import("json"):
+    with first_import("pytest"):
         assert gc.isenabled()
     assert gc.get_freeze_count() == before
 
