@@ -105,7 +105,7 @@ def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
             loaded = asyncio.run(generate_again(fresh, scratch / "exported", synced))
             between = largest_difference(controller, fresh, synced)
         assert controller.last_sync is not None
-        version, probe = controller.last_sync.version, controller.last_sync.probe_max_abs_diff
+        version, probe = controller.last_sync.version, controller.last_sync.proven.last.largest
         differences = gaps_of(controller, synced)
         clipped = clipped_by_gspo(differences, synced)
         loaded_gap = float(gaps_of(controller, loaded).abs().mean())
@@ -143,7 +143,7 @@ def gaps_of(controller: Controller, samples: list[Sample]) -> torch.Tensor:
         response_lengths=torch.tensor([s.response_length for s in samples]),
         sample_columns={"temperature": torch.ones(len(samples))},
     )
-    ours = torch.tensor(trainer_of(controller).probe_log_probs(batch, timeout=300))
+    ours = torch.tensor(trainer_of(controller).probe_log_probs(batch, timeout=300)[0])
     engine = torch.tensor([x for s in samples for x in s.rollout_log_probs or ()])
     return ours - engine
 

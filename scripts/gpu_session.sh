@@ -148,6 +148,21 @@ item_controller() { # 90 the controller's share
 item_megatron_parallel() { # 300 Megatron on two GPUs gives the losses and norms of one
     python -m pytest -q -p no:cacheprovider -m gpu -s tests/gpu/test_megatron_parallel.py
 }
+real_task() { # the real model, whose GGUF parts lie in ~/g
+    [[ -e ~/gemma/model.safetensors ]] || PYTHONPATH=$PYTHONPATH:$HOME/atropos \
+        flock ~/gemma.lock python benchmarks/real_model.py ~/gemma --parts ~/g/gguf_*
+    python benchmarks/real_task.py --model ~/gemma --logs "$R/logs" --out "$R/out.json" "$@"
+}
+item_real_beside() { # 590 the real model by every way at defaults, beside TRL
+    real_task --limit 170
+}
+item_real_rest() { # 590 the real model by the other ways, 21 syncs each
+    real_task --rollouts 21 --limit 150 --only ipc-fp32 ipc-awake shm disk
+    real_task --rollouts 3 --limit 150 --only restart --add
+}
+item_real_two() { # 300 the real model on two GPUs
+    real_task --rollouts 21 --limit 140 --only nccl nccl-async
+}
 item_trl() { # 420 TRL's own trainer sends its weights by NCCL (two GPUs)
     python -m pytest -q -p no:cacheprovider -m gpu -s tests/gpu/test_trl.py
 }

@@ -46,6 +46,7 @@ from instep.controller.run_state import beginning, check_savable, data_state, ho
 from instep.controller.saves import Saves
 from instep.controller.space import check_space, num_saves
 from instep.controller.stacks import DumpOnSignal, describe_queues, write_dump
+from instep.controller.sync.probe import Difference
 from instep.controller.sync.weight_sync import SyncResult
 from instep.controller.trainer import Trainer
 from instep.controller.trial import HookTrial
@@ -111,7 +112,7 @@ class Controller:
         self._num_rounds = 0  # of this session, finished
         self.evaluations: list[dict[str, float]] = []
         self.last_sync: SyncResult | None = None
-        self._max_probe_diff = 0.0  # of all syncs
+        self._largest_diff = Difference(0.0, 0.0, 0.0)  # of all syncs
         self._memory = PssSampler()
         self._gpu_peak = 0.0
         for root in filter(None, (args.save, args.critic_save)):
@@ -233,7 +234,7 @@ class Controller:
         result = self.deployment.sync_weights()
         if result is not None:
             self.last_sync = result
-            self._max_probe_diff = max(self._max_probe_diff, result.probe_max_abs_diff)
+            self._largest_diff = max(self._largest_diff, result.proven.last)
 
     def generate(self, rollout_id: int) -> Rollout:
         """Generate the groups of one round, with rewards; they are finished in the ledger."""
@@ -281,6 +282,7 @@ class Controller:
             return None
         batch: TrainedBatch | None = None
         memory = self.deployment.memory("rollout")
+        self.deployment.offer(groups)
         self.deployment.hold_engines()
         try:
             with self.log.phase("train", rollout_id) as phase:
@@ -303,6 +305,8 @@ class Controller:
         metrics = {**batch.metrics, **training_metrics(batch.steps), **memory, **self.deployment.memory("train")}
         if args.command == "train-async":
             metrics |= staleness_metrics(batch.batch, version)
+        if self.last_sync is not None and metrics.get("train/log_prob_gap_coverage") == 0:
+            metrics |= self.last_sync.gap()
         trained = TrainedRollout(metrics, {"train": phase.seconds}, len(batch.steps), len(batch.batch.tokens))
         if (gap := metrics.get("train/log_prob_gap_fresh", 0.0)) > (limit := self.deployment.gap_limit):
             self.log.progress.line(f"the log-prob gap of rollout {rollout_id} is {gap:.3g} nats, more than {limit:.3g}")
@@ -407,8 +411,10 @@ class Controller:
         }
         summary |= evaluation_summary(self.evaluations, max(self.num_rollout, self.start_rollout_id))
         if self.last_sync is not None:
-            summary["sync_probe_max_abs_diff"] = self._max_probe_diff
-            summary["sync_probe_tolerance"] = self.last_sync.tolerance
+            summary["sync_probe_rms_diff"] = self._largest_diff.rms
+            summary["sync_probe_mean_abs_diff"] = self._largest_diff.mean
+            summary["sync_probe_max_abs_diff"] = self._largest_diff.largest
+            summary["sync_probe_tolerance"] = self.last_sync.proven.tolerance
         return summary
 
     def _dump(self) -> None:

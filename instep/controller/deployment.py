@@ -19,10 +19,11 @@ from instep.cluster.local import WorkerGroup
 from instep.controller.fleet import Fleet
 from instep.controller.run_state import Beginning
 from instep.controller.space import check_shared_memory
+from instep.controller.sync.probe import start_token
 from instep.controller.sync.proof import Proof
 from instep.controller.sync.session import EngineGone
 from instep.controller.sync.weight_sync import SyncResult, WeightSync
-from instep.controller.trainer import Trainer, first_weights
+from instep.controller.trainer import Trainer
 from instep.controller.turns import Turns
 from instep.engines.engine import Engine
 from instep.errors import EngineError, SyncError
@@ -34,6 +35,7 @@ from instep.rollout.scorer import served_reference
 from instep.rollout.teacher import served_teacher
 from instep.rollout.tokens import tokenizer_of
 from instep.scratch import Scratch, memory_root, places, sweep
+from instep.types import Group
 from instep.weights.bridge import shared_folder
 from instep.weights.place import SYNC
 from instep.weights.way import LORA, SINGLE_COPY, way_meant
@@ -172,18 +174,16 @@ class Deployment:
             self._proof(128).rehearse(self.trainer.actor)
 
     def _proof(self, max_len: int) -> Proof:
-        return Proof(self._args, vocab_size=int(self._hf_config["vocab_size"]), max_len=max_len)
+        config = self._hf_config
+        return Proof(self._args, vocab_size=int(config["vocab_size"]), max_len=max_len, start=start_token(config))
 
     def _wait_ready(self, fleet: Fleet) -> Proof | None:
-        """Wait for the engines; those that have loaded what the trainer begins with score the probe at once."""
-        args = self._args
-        fleet.wait_ready(args.engine_start_timeout)
-        if not self.engines or args.debug_rollout_only:
+        """Wait for the engines, of which one writes the first texts of the probe."""
+        fleet.wait_ready(self._args.engine_start_timeout)
+        if not self.engines or self._args.debug_rollout_only:
             return None
         proof = self._proof(self._model_len(128))
-        others = args.vllm_config or args.lora_rank or self._beginning.checkpoint is not None
-        if not others and first_weights(args).resolve() == Path(args.hf_checkpoint).resolve():
-            proof.score_loaded([e for e in self.engines if e.update_weights and e.process is not None])
+        proof.begin([engine for engine in self.engines if engine.update_weights])
         return proof
 
     def _shared(self) -> Path:
@@ -250,6 +250,11 @@ class Deployment:
         engines = self._fleet.processes if self._fleet is not None else []
         return [*engines, *(p for group in self.worker_groups for p in group.processes)]
 
+    def offer(self, groups: list[Group]) -> None:
+        """Let the next sync's proof score a text of these groups, too."""
+        if self._sync is not None:
+            self._sync.proof.offer(groups)
+
     def sync_weights(self) -> SyncResult | None:
         """Bring a new version from the workers to every engine, proven; None where one of the two is missing."""
         if self._sync is None:
@@ -263,8 +268,8 @@ class Deployment:
                 raise EngineError(error.what, where=error.where, remedy=error.remedy) from error
             fleet.synced(began, result.engines)
         self._has_stepped = False
-        if result.first_diff > result.tolerance and self._args.precision == "fp32":
-            how = f"differed by {result.first_diff:.3g} at first, and agreed when they were asked again"
+        if result.proven.first.rms > result.proven.tolerance:
+            how = f"differed by {result.proven.first.rms:.3g} at first, and agreed when they were asked again"
             self._log.progress.line(f"sync {result.version}: trainer's and engine's scores of the probe {how}")
         return result
 

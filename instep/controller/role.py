@@ -291,7 +291,14 @@ class RoleTrainer:
         found = self.workers.call("unwritten_weights", timeout=timeout)
         return sorted({name for names in found for name in names})
 
-    def probe_log_probs(self, batch: TokenBatch, timeout: float) -> list[float]:
-        """Log-probs of the response tokens of `batch`, which every rank scores as a whole."""
+    def layer_sketches(self, batch: TokenBatch, timeout: float) -> dict[int, list[list[float]]] | None:
+        """See `Worker.layer_sketches`; None where no rank has all tokens of all layers."""
+        if self.workers.num_ranks != 1:
+            return None
+        return self.workers.call("layer_sketches", batch, timeout=timeout)[0]  # type: ignore[no-any-return]
+
+    def probe_log_probs(self, batch: TokenBatch, timeout: float) -> tuple[list[float], list[float]]:
+        """Log-probs of the response tokens of `batch`, and those after one more rounding: see `Worker.score`."""
         results = self.workers.call("score", batch, timeout=timeout)
-        return next(result for result in results if result is not None).tolist()
+        plain, rounded = next(result for result in results if result is not None).tolist()
+        return plain, rounded

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import json
@@ -20,6 +21,7 @@ from instep.engines.held_lease import HeldLease
 from instep.engines.http import check_open, check_server, open_directly, open_without_key
 from instep.engines.kind import EngineKind, all_kinds
 from instep.engines.topology import POLICY, ServerRole
+from instep.engines.wire import GenerationRequest
 from instep.errors import EngineError
 from instep.processes import Process, stop_all, watched
 from instep.spans import Span, span
@@ -318,6 +320,17 @@ class Engine:
         wire = self.kind.wire
         answer = self.post(wire.generate_route, wire.scoring_request(tokens), timeout=timeout, replica=replica)
         return wire.prompt_log_probs(answer, tokens, f"{self.name} at {self.url}")
+
+    def sample(self, tokens: Sequence[int], num_tokens: int, *, num: int, timeout: float) -> list[list[int]]:
+        """Return `num` texts of exactly `num_tokens` that it writes after `tokens`, at temperature 1; always alike."""
+        asked = {"max_tokens": num_tokens, "temperature": 1.0, "seed": 0, "ignore_eos": True}
+        request = GenerationRequest(self.url, "", tokens, asked)
+
+        async def send(payload: dict[str, Any]) -> tuple[dict[str, Any], None]:
+            return self.post(self.kind.wire.generate_route, payload, timeout=timeout), None
+
+        made = asyncio.run(self.kind.wire.complete_n(request, num, send))
+        return [one.token_ids for one in made]
 
     def start_profile(self, *, timeout: float) -> None:
         self.kind.start_profile(self, timeout=timeout)

@@ -31,7 +31,7 @@ class GenerationRequest:
     """A request for one response to the prompt `token_ids`.
 
     Attributes:
-        url: where it is sent; model: the name of the model there.
+        url: where it is sent; model: the name of the model there ("": its only one).
         sampling_params: the sampling parameters under vLLM's names.
         session: the router sends requests of one session to one engine if it can.
         alone: it is not joined with others.
@@ -93,7 +93,8 @@ class WireFormat:
         given = request.sampling_params
         own = {"logprobs": 0, "detokenize": bool(given.get("stop")), "output_kind": FINAL_ONLY}
         sampling_params = own | given | ({"n": n} if n > 1 else {})
-        payload = {"model": request.model, "token_ids": list(request.token_ids), "sampling_params": sampling_params}
+        named = {"model": request.model} if request.model else {}
+        payload = {**named, "token_ids": list(request.token_ids), "sampling_params": sampling_params}
         answer, version = await send(payload)
         choices = answer.get("choices")
         if not isinstance(choices, list) or len(choices) != n:

@@ -70,7 +70,8 @@ _SAMPLED = (
     Figure("entropy", "train/entropy"),
     _GRAD_NORM,
     Figure("length", "rollout/response_length_mean", 1),
-    Figure("gap", "train/log_prob_gap_max"),
+    Figure("gap", "train/log_prob_gap_mean"),
+    Figure("gap max", "train/log_prob_gap_max"),
     Figure("rollout tok/s", "perf/rollout_tokens_per_second", 0),
     _TRAIN_SPEED,
 )

@@ -76,7 +76,8 @@ class Progress:
         self.console = console or Console()
         self.status = ""
         self.course: list[float] = []  # of the first figure
-        self.last: dict[str, float] = {}
+        self.last: dict[str, float] = {}  # metrics of the last step
+        self._last_step: int | None = None
         self._seen: set[int] = set()
         self._announced: set[str] = set()
         self._start = self._last_line = now = time.monotonic()
@@ -147,8 +148,9 @@ class Progress:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show a row of metrics. Rows with `rollout/` or `train/` metrics count as a step, once for each `step`."""
         with self._lock:
-            self.last.update(metrics)
             if any(name.startswith(("rollout/", "train/")) for name in metrics):
+                self.last = {**(self.last if step == self._last_step else {}), **metrics}
+                self._last_step = step
                 self._finish_step(step, metrics)
         for name, value in metrics.items():
             if name.startswith("eval/") and name.endswith("/reward_mean"):

@@ -121,15 +121,15 @@ def headline(history: History, summary: Mapping[str, Any]) -> list[tuple[str, st
     peak = summary.get("peak_pss_bytes") or max(peaks, default=None)
     if peak:
         found.append(("peak memory (PSS)", f"{peak / 1e9:.2f} GB"))
-    gaps = history.column("train/log_prob_gap_max")[1]
+    gaps = history.column("train/log_prob_gap_mean")[1]
     if gaps:
-        found.append(("largest log-prob gap to the engine", f"{max(gaps):.1e}"))
-    elif history.names("train/log_prob_gap_max"):
+        found.append(("largest mean log-prob gap to the engine", f"{max(gaps):.1e}"))
+    elif history.names("train/log_prob_gap_mean"):
         found.append(("log-prob gap to the engine", "not available"))
-    probes = history.column("sync/probe_max_abs_diff")[1]
-    probe = summary.get("sync_probe_max_abs_diff", max(probes, default=None))
+    probes = history.column("sync/probe_rms_diff")[1]
+    probe = summary.get("sync_probe_rms_diff", max(probes, default=None))
     if probe is not None:
-        found.append(("largest sync probe difference", f"{probe:.1e}"))
+        found.append(("largest sync probe difference (rms)", f"{probe:.1e}"))
     alarms = raised_alarms(history, summary)
     if alarms or history.names("alarm/", ""):
         found.append((f"alarms: {describe(alarms)}", str(len(alarms))))

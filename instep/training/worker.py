@@ -26,6 +26,7 @@ from instep.checkpoints.plain import random_state, seed_all, set_random_state, t
 from instep.checkpoints.remote_code import own_code_named
 from instep.errors import CheckpointError, ConfigError
 from instep.importing import first_import
+from instep.models.layer_sketches import layer_sketches
 from instep.training.backend import Frozen, LossFn, LossOutput, ParallelInfo, Role, TokenOutputs, TrainBackend
 from instep.training.begun import BegunStep
 from instep.training.choices import OwnChoices
@@ -36,6 +37,7 @@ from instep.training.megatron.version import require_megatron
 from instep.training.postprocess import postprocessed
 from instep.training.profile import Profiled
 from instep.training.rendezvous import store
+from instep.training.rounding import UNITS, rounded_embedding
 from instep.training.selection import selection_of
 from instep.types import TokenBatch
 from instep.weights import single_copy
@@ -355,9 +357,21 @@ class Worker(Profiled):
         return loss_fn
 
     def score(self, batch: TokenBatch) -> torch.Tensor | None:
-        """Log-probs of a sync's probe, float32 `[num_response_tokens]`; all ranks score the same batch."""
-        outputs = self.backend.forward_only([batch.to(self.device)])
-        return outputs[0].log_probs.cpu() if outputs is not None and self.backend.parallel.is_output_rank else None
+        """Log-probs of a sync's probe, and those with embeddings that are rounded once more; all ranks score all of it.
+
+        Returns:
+            float32 `[2, num_response_tokens]`; None except on an output rank.
+        """
+        found = [self.backend.forward_only([batch.to(self.device)])]
+        with rounded_embedding(self.backend.embedding, UNITS[self.args.precision]):
+            found.append(self.backend.forward_only([batch.to(self.device)]))
+        if not self.backend.parallel.is_output_rank:
+            return None
+        return torch.stack([outputs[0].log_probs.cpu() for outputs in found if outputs is not None])
+
+    def layer_sketches(self, batch: TokenBatch) -> dict[int, list[list[float]]]:
+        """What each layer returns for the tokens of `batch`, see `models/layer_sketches.py`."""
+        return layer_sketches(self.backend.layers, lambda: self.backend.forward_only([batch.to(self.device)]))
 
     # ---- weights -------------------------------------------------------------------------------------------------
 

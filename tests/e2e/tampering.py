@@ -212,6 +212,8 @@ def forged(info: Info, kept: Path) -> Info:
 def _configured(info: Info, field: str, factor: int) -> Info:
     """With another configuration of the adapter, which is in the manifest of a bucket, or beside an invitation."""
     about = info.get("manifest", info)
+    if "config" not in about:  # of the golden path, whose folder has it
+        return info
     about = {**about, "config": {**about["config"], field: factor * about["config"][field]}}
     return {**info, "manifest": about} if "manifest" in info else about
 

@@ -87,8 +87,8 @@ class Stack(NamedTuple):
     def difference(self, sync, way):
         """The largest difference of log-probs in the proof of a sync by `way`, and the one that is allowed."""
         result = sync.run([self.engine], way)
-        print(f"{way}: version {result.version} proven, off by {result.probe_max_abs_diff:.1e}")
-        return result.probe_max_abs_diff, result.tolerance
+        print(f"{way}: version {result.version} proven, off by {result.proven.last.largest:.1e}")
+        return result.proven.last.rms, result.proven.tolerance
 
 
 @contextlib.contextmanager

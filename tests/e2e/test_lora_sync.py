@@ -87,7 +87,7 @@ def test_the_adapter_alone_travels_and_each_step_of_it_is_proven(stack, sync):
         train_once(actor.workers, lr)
         result = sync.run([engine])
         scores.append(sync.engine_scores())
-        assert result.probe_max_abs_diff <= 1e-5 * max(1.0, *map(abs, scores[-1])), result
+        assert result.proven.last.largest <= 1e-5 * max(1.0, *map(abs, scores[-1])), result
     assert scores[0] != scores[1] != scores[2]
     if args.rollout_backend == "vllm":
         log = (Path(args.hf_checkpoint).parent / "logs" / "engine-0.log").read_text()
@@ -115,7 +115,7 @@ def test_an_adapter_in_buckets_that_both_have_open_is_the_same(stack, sync, monk
         train_once(actor.workers, lr)
         result = sync.run([engine], "lora_ipc")
         loads.append(whole_loads(args))
-        assert result.num_tensors == 28 and result.probe_max_abs_diff <= result.tolerance
+        assert result.num_tensors == 28 and result.proven.last.rms <= result.proven.tolerance
         assert result.seconds_of["paused"] > result.seconds_of["load"]  # which counts as of the pause
     assert paused == [("lora_ipc", False)] * 8 and len(set(loads)) == 1
     monkeypatch.undo()
@@ -275,8 +275,11 @@ FAULTS = {
         r"layers\.7\.\S+ belongs to no layer",
     ),
     "another rank": (lambda m: {**m, "config": {**m["config"], "r": 8}}, "lora_A.* expected"),
-    "another alpha": (lambda m: {**m, "config": {**m["config"], "lora_alpha": 3}}, "another alpha"),
-    "names swapped": (with_names_swapped, "log-probs of the probe differ"),
+    "another alpha": (
+        lambda m: {**m, "config": {**m["config"], "lora_alpha": 3}} if "config" in m else m,
+        "another alpha",
+    ),
+    "names swapped": (lambda m: with_names_swapped(m) if "config" in m else m, "changed by .* over the golden path"),
     "half of the adapter": (lambda m: {**m, "config": {**m["config"], "num_tensors": 56}}, "28 of 56 tensors"),
     "an old session": (lambda m: {**m, "nonce": "0000"}, "version and nonce"),
 }
@@ -292,7 +295,7 @@ def test_a_wrong_adapter_is_named_and_the_next_good_one_is_proven(stack, sync, m
         with pytest.raises(SyncError, match=words) as caught:
             sync.run([engine])
     assert engine.url in str(caught.value)
-    assert sync.run([engine]).probe_max_abs_diff <= 1e-4
+    assert sync.run([engine]).proven.last.largest <= 1e-4
 
 
 def test_an_engine_that_ignores_the_adapter_is_caught(stack, sync, monkeypatch):
@@ -336,7 +339,7 @@ def test_a_vllm_that_takes_no_adapters_says_how_to_start_it(stack, sync, tmp_pat
         with pytest.raises(SyncError, match="takes no adapter of rank 4: start it with INSTEP_LORA=1, --enable-lora"):
             sync.run([engine])
         merged = sync.run([engine], "shm")  # merged weights do reach it
-        assert merged.probe_max_abs_diff <= 1e-5 * 10
+        assert merged.proven.last.largest <= 1e-5 * 10
     finally:
         engine.stop()
 
@@ -362,7 +365,7 @@ def test_a_run_on_a_quantized_base(small, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "train/loss" in row]
-    assert len(steps) == 3 and all(0 < row["sync/probe_max_abs_diff"] <= row["sync/probe_tolerance"] for row in steps)
+    assert len(steps) == 3 and all(0 < row["sync/probe_rms_diff"] <= row["sync/probe_tolerance"] for row in steps)
     assert 0 < max(row["train/log_prob_gap_max"] for row in steps) < 0.5
     assert "Quantizing 8 layers" in (tmp_path / "run" / "logs" / "engine-0.log").read_text()
 

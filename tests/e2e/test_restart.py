@@ -103,7 +103,7 @@ def test_an_engine_scores_as_by_disk_and_the_fleet_takes_it_for_no_death(stack: 
         result = sync.run([engine])
         stack.fleet.synced([engine], result.engines)
         stack.fleet.check()
-        assert stack.scores() == by_disk and result.probe_max_abs_diff <= 1e-5 and result.num_bytes > 300_000
+        assert stack.scores() == by_disk and result.proven.last.largest <= 1e-5 and result.num_bytes > 300_000
         assert engine.process is not None
         words = Path(f"/proc/{engine.process.pid}/cmdline").read_text().split("\0")
         pids.append(engine.process.pid)
@@ -133,7 +133,7 @@ def test_an_engine_that_does_not_come_up_ends_the_run_with_its_log(stack: Stack)
         stack.flags[:] = []
         stack.fleet.start_on([stack.engine], Path(stack.args.hf_checkpoint))  # as if it had not happened
         stack.engine.wait_ready(240)
-    assert synced(stack, stack.args).run([stack.engine]).probe_max_abs_diff <= 1e-5
+    assert synced(stack, stack.args).run([stack.engine]).proven.last.largest <= 1e-5
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def stack_of_vllm(request, small, tmp_path):
 
 def test_a_stream_is_proven_and_outlives_an_engine_that_dies_in_it(stack, monkeypatch):
     first = stack.syncs.run(stack.engines)
-    assert first.probe_max_abs_diff <= 1e-5 and first.num_bytes > 300_000 and first.engines == stack.engines
+    assert first.proven.last.largest <= 1e-5 and first.num_bytes > 300_000 and first.engines == stack.engines
     second = stack.syncs.run(stack.engines)
     later = [stack.syncs.run(stack.engines).seconds for _ in range(2)]
     assert second.num_bytes == first.num_bytes and min(second.seconds, *later) < first.seconds  # the group is there
@@ -111,7 +111,7 @@ def run_while_one_dies(stack, monkeypatch):
     started = time.monotonic()
     result = stack.syncs.run(stack.engines)
     assert time.monotonic() - started < allowed(20) and result.engines == stack.engines[1:]
-    assert result.probe_max_abs_diff <= 1e-5
+    assert result.proven.last.largest <= 1e-5
     return result
 
 
@@ -123,7 +123,7 @@ def test_an_engine_of_somebody_elses_that_was_started_anew_gets_a_new_stream(sta
     weights = stack.engines[1].weight_digests(timeout=30)
     stack.restart(1)
     result = stack.syncs.run(stack.engines)
-    assert result.engines == stack.engines and result.probe_max_abs_diff <= 1e-5
+    assert result.engines == stack.engines and result.proven.last.largest <= 1e-5
     assert stack.engines[1].weight_digests(timeout=30) == weights
 
 
@@ -147,7 +147,7 @@ def test_both_workers_of_an_engine_get_what_disk_brings(small, tmp_path, kind):
         assert engine.num_workers(60) == 2
         for way in ("nccl", "ipc", "shm", "nccl", "ipc"):
             result = stack.syncs.run([engine], way)
-            assert result.probe_max_abs_diff <= 1e-5 and result.num_bytes > 300_000
+            assert result.proven.last.largest <= 1e-5 and result.num_bytes > 300_000
             compare_with_disk(stack, engine)
             train_once(stack.actor)
     finally:

@@ -150,7 +150,7 @@ def versions(sync: WeightSync, actor: RoleTrainer, engine: Engine) -> str:
         ours, theirs = scores(actor, engine)
         gaps = [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
         mean, largest = sum(gaps) / len(gaps), max(gaps)
-        off, allowed = result.probe_max_abs_diff, result.tolerance
+        off, allowed = result.proven.last.rms, result.proven.tolerance
         said.append(f"gap {mean:.1e}, at most {largest:.1e}, proof {off:.1e} of {allowed:.1e}, {result.seconds:.1f} s")
         assert off <= allowed <= LARGEST_GAP and mean <= MEAN_GAP and largest <= LARGEST_GAP, said
         if step:
@@ -168,7 +168,7 @@ def scores(actor: RoleTrainer, engine: Engine) -> tuple[list[float], list[float]
     lengths = torch.full((NUM_SAMPLES,), LENGTH)
     batch = TokenBatch(samples.flatten(), lengths, lengths - 1, sample_columns={"temperature": torch.ones(NUM_SAMPLES)})
     theirs = [x for sample in samples.tolist() for x in engine.prompt_log_probs(sample, timeout=60)]
-    return actor.probe_log_probs(batch, 120), theirs
+    return actor.probe_log_probs(batch, 120)[0], theirs
 
 
 def ends_of(logs: Path, num: int = 12) -> str:

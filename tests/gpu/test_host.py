@@ -8,7 +8,6 @@ import torch
 
 from instep.arguments import parse
 from instep.controller.controller import Controller
-from instep.controller.sync import proof
 from instep.controller.sync.session import Session
 from instep.rollout import admission
 from tests.assets import make_checkpoint, make_prompts
@@ -29,7 +28,6 @@ def test_the_first_session_loads_nothing_twice_and_rollouts_know_the_cache(tmp_p
     words = grpo_arguments(tmp_path, tmp_path / "run", "--num-rollout", "1", *flags.split())
     ways, transfer = [], Session.transfer
     monkeypatch.setattr(Session, "transfer", lambda self, way: (ways.append(way), transfer(self, way))[1])
-    monkeypatch.setattr(proof, "BF16_TOLERANCE", 1e-7)  # so that the first difference is compared
     with Controller(parse(words[1:], "train"), title="host") as controller:
         assert 0 < admission.num_cached_tokens < math.inf
         controller.sync_weights()

@@ -178,7 +178,8 @@ def test_the_engine_holds_what_a_checkpoint_would_have_brought(controller):
     tokens = list(range(5, 45))
     for _ in range(4):
         result = sync.run([engine])
-        print(f"probe {result.probe_max_abs_diff:.2e} ({result.tolerance:.2e}), {result.seconds:.3f} s, {result.parts}")
+        found = result.proven
+        print(f"probe {found.last.rms:.2e} of {found.tolerance:.2e}, {result.seconds:.3f} s, {result.parts}")
     ours = engine.prompt_log_probs(tokens, timeout=60)
     sync.run([engine], "disk")
     assert engine.prompt_log_probs(tokens, timeout=60) == ours

@@ -26,6 +26,7 @@ from instep.cluster.engine_plan import plan_engines
 from instep.cluster.engine_start import start_engine
 from instep.cluster.local import WorkerGroup
 from instep.controller.role import RoleTrainer
+from instep.controller.sync.probe import difference
 from instep.controller.sync.session import EngineGone, Session
 from instep.controller.sync.weight_sync import WeightSync
 from instep.engines.engine import Engine
@@ -35,6 +36,7 @@ from instep.training import lr_schedule
 from instep.training.hf.backend import HfBackend
 from instep.training.hf.mirror import Mirror
 from instep.training.hf.shards import mesh_of
+from instep.training.rounding import UNITS, rounded_embedding
 from instep.weights import single_copy
 from instep.weights.memory import attach, digests_of
 from instep.weights.place import SYNC
@@ -114,9 +116,11 @@ class InProcess:
     def unwritten_weights(self, timeout: float) -> list[str]:
         return single_copy.WAY.unwritten(self.backend.weight_source())
 
-    def probe_log_probs(self, batch: Any, timeout: float) -> list[float]:
-        (outputs,) = self.backend.forward_only([batch])
-        return outputs.log_probs.tolist()
+    def probe_log_probs(self, batch: Any, timeout: float) -> tuple[list[float], list[float]]:
+        (plain,) = self.backend.forward_only([batch])
+        with rounded_embedding(self.backend.embedding, UNITS["bf16"]):
+            (rounded,) = self.backend.forward_only([batch])
+        return plain.log_probs.tolist(), rounded.log_probs.tolist()
 
 
 def big_checkpoint(folder: Path) -> Path:
@@ -177,7 +181,7 @@ def test_write_through_and_session_at_06b(tmp_path: Path) -> None:
             backend.load_hf(checkpoint)
             actor: Any = InProcess(backend)
             sync = WeightSync(args, actor, "single-copy", folder, vocab_size=50, max_len=128)
-            probe = sync.run([engine]).probe_max_abs_diff
+            probe = sync.run([engine]).proven.last.largest
             numel = sum(p.numel() for p in backend.policy.parameters())
             held = (torch.cuda.memory_allocated() - before) / numel
             assert held < 12.2  # bytes a parameter: masters and moments, and no weights of bf16
@@ -205,7 +209,7 @@ def test_write_through_and_session_at_06b(tmp_path: Path) -> None:
             for _ in range(2):
                 backend.policy.model.get_parameter(NORM).data.mul_(1.25)
                 backend._changed()
-                assert sync.run([engine]).probe_max_abs_diff < 0.5
+                assert sync.run([engine]).proven.last.largest < 0.5
             sync.close()
             del backend, actor, mirror, ours, theirs
     finally:
@@ -282,9 +286,9 @@ def test_a_write_of_anybody_is_seen_by_engine_and_trainer_bit_for_bit(pair: Pair
     pair.engine.reset_cache(timeout=60)
     changed = pair.scores()
     assert (changed - scores).abs().max() > 1e-2
-    expected = sync.proof._trainer_scores(Session(pair.args, pair.actor, [pair.engine], 1, pair.folder))
+    expected = sync.proof._trainer_scores(Session(pair.args, pair.actor, [pair.engine], 1, pair.folder)).plain
     found = sync.proof.engine_scores(pair.engine, Session(pair.args, pair.actor, [pair.engine], 1, pair.folder))
-    assert max(abs(a - b) for a, b in zip(expected, found, strict=True)) <= result.tolerance  # both have the new norm
+    assert difference(expected, found).rms <= 2 * result.proven.tolerance  # both have the new norm
     view.copy_(kept)
     torch.cuda.synchronize()
     pair.engine.reset_cache(timeout=60)
@@ -386,6 +390,6 @@ def test_a_rank_beside_the_engine_writes_nothing(tmp_path: Path) -> None:
                 sync.hold([engine])
                 train_once(actor.workers, 1e-3)
                 result = sync.run([engine])
-                assert result.num_bytes == 0 and result.probe_max_abs_diff <= result.tolerance
+                assert result.num_bytes == 0 and result.proven.last.rms <= result.proven.tolerance
             sync.run([engine], "disk")
         assert torch.isfinite(torch.tensor(engine.prompt_log_probs(TOKENS, timeout=60))).all()

@@ -16,7 +16,6 @@ from instep.controller.round_metrics import (
     wandb_settings,
 )
 from instep.controller.run_state import changed_arguments, restore_source, source_state, start_rollout_id
-from instep.controller.sync.proof import any_equal, largest_gap
 from instep.data.ledger import Ledger
 from instep.errors import ConfigError, RolloutError
 from instep.types import RolloutFnEvalOutput, RolloutFnTrainOutput, Sample
@@ -154,16 +153,6 @@ def test_groups_that_a_rollout_function_made_are_taken_in_once():
     ledger.adopt(made)  # a second time they are known, and closed
     with pytest.raises(RolloutError, match="cannot be consumed"):
         ledger.consume(made)
-
-
-def test_scores_of_replicas_are_compared_one_by_one():
-    """An engine answers for its data-parallel replicas one after the other."""
-    expected, before = [-1.0, -2.0], [-1.5, -2.5, -1.25, -2.25]
-    assert largest_gap(expected, [-1.0, -2.0, -1.0, -2.5]) == 0.5
-    assert largest_gap(expected, [-1.0, -2.0, -1.0, float("nan")]) == float("inf")
-    assert not any_equal([-1.0, -2.0, -1.0, -2.0], before, 2)
-    assert any_equal([-1.0, -2.0, -1.25, -2.25], before, 2)  # the second one has old weights
-    assert not any_equal([-1.0, -2.0], [], 2)
 
 
 def test_a_step_lasts_as_long_as_its_phases_without_the_evaluation():

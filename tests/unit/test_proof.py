@@ -2,39 +2,61 @@
 
 from __future__ import annotations
 
+import json
+import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from instep.controller.sync.proof import Proof
+from instep.controller.sync.otherwise import relative_difference
+from instep.controller.sync.probe import Probe, difference, start_token
+from instep.controller.sync.proof import ALLOWED, Proof, scores_alike
 from instep.controller.turns import Turns
-from instep.errors import SyncError
+from instep.errors import EngineError, SyncError
+from instep.models.layer_sketches import layer_sketches
+from instep.training.rounding import UNITS, rounded_embedding
+from instep.types import Sample
 from instep.weights.manifest import TensorRecord
 from instep.weights.way import Sent
 
-LENGTH, LARGEST = 6, 40.0  # of the two probes; the largest |log-prob| in them
+LENGTH = 6  # of the two texts
+ROUNDING = 1e-3  # relative, of the trainer's scores
 
 
 class World:
-    """A session in which the trainer's scores fall from -1 to -40; those of the engine are off by `off` and `shift`."""
+    """A session in which the trainer's scores fall from -1 to -40; those of the engine are off by `off`, relatively."""
 
-    def __init__(self) -> None:
-        self.off, self.shift, self.version = 0.0, 0.0, "1"
+    def __init__(self, folder: Path) -> None:
+        self.off, self.shift, self.version, self.off_after = 0.0, 0.0, "1", None
+        self.rounding, self.transfers, self.wrong = ROUNDING, list[str](), dict[str, str]()
+        (folder / "config.json").write_text(json.dumps({"model_type": "x", "sliding_window": 512}))
+        self.args = SimpleNamespace(hf_checkpoint=str(folder), precision="bf16")
         digests = SimpleNamespace(digests=False)
-        engine = SimpleNamespace(name="engine 0", url="http://e", num_replicas=1, capabilities=digests)
-        engine.prompt_log_probs = lambda tokens, **_: [x + self.off for x in self.scores()]
+        kind = SimpleNamespace(layer_sketches=lambda *_, **__: None)
+        engine = SimpleNamespace(name="engine 0", url="http://e", num_replicas=1, capabilities=digests, kind=kind)
+        engine.prompt_log_probs = lambda tokens, **_: [x * (1 + self.off) for x in self.scores()]
         self.engines = [engine]
-        actor = SimpleNamespace(check_weights=lambda timeout: None, weight_digests=lambda way, timeout: {})
-        actor.probe_log_probs = lambda batch, timeout: [*self.scores(), *self.scores()]
+        actor = SimpleNamespace(check_weights=lambda timeout: None, weight_digests=lambda way, timeout: self.wrong)
+        actor.probe_log_probs = self.trainer_scores
         self.actor = actor
         self.turns = Turns(SimpleNamespace(offload_train=False, offload_rollout=False, weight_sync="shm"))
+
+    def trainer_scores(self, batch: Any, timeout: float) -> tuple[list[float], list[float]]:
+        plain = [*self.scores(), *self.scores()]
+        return plain, [x * (1 + self.rounding) for x in plain]
 
     def hand_over(self) -> None:
         """The engines answer already."""
 
+    def transfer(self, way: str) -> None:
+        self.transfers.append(way)
+        self.off = self.off if self.off_after is None else self.off_after
+
     def scores(self) -> list[float]:
-        return [-1.0 - i - self.shift for i in range(LENGTH - 2)] + [-LARGEST]
+        return [-1.0 - i - self.shift for i in range(LENGTH - 2)] + [-40.0]
 
     def each(self, call: Any) -> dict[str, Any]:
         return {engine.url: call(engine) for engine in self.engines}
@@ -43,28 +65,118 @@ class World:
         return 10.0
 
 
+@pytest.fixture
+def world(tmp_path: Path) -> Any:
+    return World(tmp_path)
+
+
 def sent(digest: str) -> Sent:
     return Sent((TensorRecord("w", (1,), "float32", 0, 4, digest),), "xxh3-128")
 
 
+def make_proof(**settings: Any) -> Proof:
+    defaults = {"precision": "bf16", "sync_tolerance": None, "vllm_overrides": {}, "pause_mode": "abort"}
+    proof = Proof(SimpleNamespace(**defaults | settings), vocab_size=50, max_len=LENGTH + 1)  # type: ignore[arg-type]
+    proof._wrongly_sent = lambda *_: []  # type: ignore[method-assign]
+    return proof
+
+
 @pytest.fixture
 def proof() -> Proof:
-    args: Any = SimpleNamespace(precision="fp32", sync_tolerance=None, vllm_overrides={})
-    return Proof(args, vocab_size=50, max_len=LENGTH + 1)
+    return make_proof()
 
 
-def test_in_fp32_scores_may_differ_by_roundings_of_the_largest(proof: Proof) -> None:
-    world: Any = World()
-    world.off = 3.5e-4
+def test_scores_may_differ_by_what_rounding_explains(proof: Proof, world: Any) -> None:
+    world.off = 0.9 * ALLOWED * ROUNDING
     proven = proof.prove(world, "shm", sent("a"))
-    assert proven.tolerance == pytest.approx(1e-5 * LARGEST) and proven.last == pytest.approx(3.5e-4)
-    world.off = 5e-4
-    with pytest.raises(SyncError, match=r"does not hold version 1: .* differ from the trainer's by 0.0005"):
+    assert proven.tolerance == pytest.approx(ALLOWED * ROUNDING) and proven.rounding.rms == pytest.approx(ROUNDING)
+    assert proven.last.rms == pytest.approx(world.off) and world.transfers == []
+    assert proven.last.largest == pytest.approx(40 * world.off) and proven.first == proven.last
+
+
+def test_what_differs_once_is_scored_again(proof: Proof, world: Any) -> None:
+    asked, (engine,) = list[int](), world.engines
+    engine.prompt_log_probs = lambda tokens, **_: [
+        x * (1 + 0.5 * (len(asked) < 2)) for x in asked.append(1) or world.scores()
+    ]
+    proven = proof.prove(world, "shm", sent("a"))
+    assert proven.first.rms > proven.tolerance > proven.last.rms == 0
+
+
+def test_float32_is_not_better_than_its_digits(proof: Proof, world: Any) -> None:
+    world.rounding, world.off = 1e-8, 9e-6
+    assert proof.prove(world, "shm", sent("a")).tolerance == 1e-5
+
+
+def test_wrong_tensors_are_named(proof: Proof, world: Any) -> None:
+    proof._wrongly_sent = lambda *_: ["w"]  # type: ignore[method-assign]
+    world.off = 0.5
+    with pytest.raises(SyncError, match=r"does not hold version 1: .* by 0.5 .*more than 0.003. .*sent wrongly: w"):
+        proof.prove(world, "shm", sent("a"))
+    assert world.transfers == []
+
+
+def test_an_engine_whose_scores_change_over_the_golden_path_did_not_hold_the_weights(proof: Proof, world: Any) -> None:
+    world.off, world.off_after = 0.005, 0.001
+    with pytest.raises(SyncError, match=r"does not hold version 1: .* changed by 0.00398 over the golden path"):
+        proof.prove(world, "shm", sent("a"))
+    assert world.transfers == ["disk"]
+
+
+def test_an_engine_that_rounds_more_may_go_on_so(proof: Proof, world: Any) -> None:
+    world.off = 6 * ROUNDING
+    assert proof.prove(world, "shm", sent("a")).tolerance == pytest.approx(12 * ROUNDING)
+    world.shift = 0.5
+    proof.prove(world, "shm", sent("b"))
+    assert world.transfers == ["disk"]  # once
+
+
+def test_an_engine_that_computes_otherwise_is_not_said_to_hold_wrong_weights(proof: Proof, world: Any) -> None:
+    world.off = 0.02
+    with pytest.raises(SyncError) as caught:
+        proof.prove(world, "shm", sent("a"))
+    error = caught.value
+    assert "trainer and engine 0 compute differently, although its weights are the trainer's" in error.what
+    assert "0.2 nats in the mean and 0.8 at most, 20 times what rounding explains" in error.what
+    assert "Suspect first: sliding windows" in error.what and "does not hold" not in error.what
+    assert "--sync-tolerance 0.03 accepts it" in error.remedy
+
+
+def test_an_adapter_that_moves_away_later_is_scaled_wrongly(proof: Proof, world: Any) -> None:
+    """Its golden path would be scaled wrongly, too."""
+    world.off = 4 * ROUNDING
+    proof.prove(world, "lora", sent("a"))  # the first time it is how this engine rounds
+    world.shift, world.off = 0.5, 9 * ROUNDING
+    with pytest.raises(SyncError, match="although the adapter was sent as it is: .*another alpha"):
+        proof.prove(world, "lora", sent("b"))
+
+
+def test_a_tolerance_of_the_user_is_all_that_counts(world: Any) -> None:
+    proof = make_proof(sync_tolerance=0.3)
+    world.off = 0.25
+    assert proof.prove(world, "shm", sent("a")).tolerance == 0.3
+    world.off, world.shift = 0.35, 0.5
+    with pytest.raises(SyncError, match="compute differently"):
         proof.prove(world, "shm", sent("b"))
+    assert world.transfers == []
 
 
-def test_old_scores_after_a_change_of_weights_are_old_weights(proof: Proof) -> None:
-    world: Any = World()
+def test_a_base_that_the_engine_quantizes_differs_by_more_than_rounding(world: Any) -> None:
+    proof = make_proof(vllm_overrides={"quantization": ["--quantization", "fp8"]})
+    world.off = 0.2
+    assert proof.prove(world, "shm", sent("a")).tolerance == pytest.approx(0.4)
+
+
+def test_scores_that_are_no_numbers_are_never_within_the_tolerance(proof: Proof, world: Any) -> None:
+    world.off = math.nan
+    with pytest.raises(SyncError, match="by inf nats"):
+        proof.prove(world, "restart", sent("a"))
+    world.off, world.rounding = 0.1, math.nan  # a trainer whose second pass overflows explains nothing
+    with pytest.raises(SyncError, match="compute differently"):
+        proof.prove(world, "restart", sent("b"))
+
+
+def test_old_scores_after_a_change_of_weights_are_old_weights(proof: Proof, world: Any) -> None:
     proof.prove(world, "shm", sent("a"))
     proof.prove(world, "shm", sent("a"))  # a step that was skipped changes nothing
     world.shift = 0.5
@@ -73,99 +185,171 @@ def test_old_scores_after_a_change_of_weights_are_old_weights(proof: Proof) -> N
         proof.prove(world, "shm", sent("c"))
 
 
-def test_the_half_of_an_adapter_that_is_multiplied_by_zero_may_change_without_effect(proof: Proof) -> None:
+def test_old_scores_are_seen_in_the_text_that_stayed(proof: Proof, world: Any) -> None:
+    proof.prove(world, "shm", sent("a"))
+    proof.offer([[Sample(tokens=list(range(LENGTH)), response_length=2)]])
+    proof.probe.turn()
+    with pytest.raises(SyncError, match="still answers with old weights"):
+        proof.prove(world, "shm", sent("b"))
+
+
+def test_the_half_of_an_adapter_that_is_multiplied_by_zero_may_change_without_effect(proof: Proof, world: Any) -> None:
     """With rewards that are all alike weight decay moves A alone, and B is still the 0 that it began with."""
 
     def adapter(a: str, b: str) -> Sent:
         names = {"q.lora_A.weight": a, "q.lora_B.weight": b}
         return Sent(tuple(TensorRecord(n, (1,), "float32", 0, 4, d) for n, d in names.items()), "xxh3-128")
 
-    world: Any = World()
     proof.prove(world, "lora", adapter("a", "zero"))
     proof.prove(world, "lora", adapter("decayed", "zero"))
     with pytest.raises(SyncError, match=r"still answers with old weights: 1 tensors changed \(q.lora_B.weight, ...\)"):
         proof.prove(world, "lora", adapter("decayed", "moved"))
 
 
-# ---- bf16: what engines have loaded by themselves is a golden twin ---------------------------------------------------
-
-
-class Bf16World(World):
-    """A session whose engine rounds otherwise than the trainer; `transfers` are the ways that were taken."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.off, self.transfers, self.off_after = 0.05, list[str](), None
-
-    def transfer(self, way: str) -> None:
-        self.transfers.append(way)
-        self.off = self.off if self.off_after is None else self.off_after
-
-
-@pytest.fixture
-def bf16() -> Proof:
-    args: Any = SimpleNamespace(
-        precision="bf16", sync_tolerance=None, vllm_overrides={}, sync_timeout=10.0, pause_mode="abort"
-    )
-    proof = Proof(args, vocab_size=50, max_len=LENGTH + 1)
-    proof._wrongly_sent = lambda *_: []  # type: ignore[method-assign]
-    return proof
-
-
-def test_the_first_session_is_compared_with_what_the_engine_has_loaded(bf16: Proof) -> None:
-    world: Any = Bf16World()
-    bf16.score_loaded(world.engines)
-    assert bf16.prove(world, "shm", sent("a")).tolerance == pytest.approx(0.1)
-    assert world.transfers == []  # it has scored the same after both ways
-    world.off, world.shift = 0.2, 0.5
-    assert bf16.prove(world, "shm", sent("b")).tolerance == pytest.approx(0.4)
+@pytest.mark.parametrize(("mode", "after", "holds"), [
+    ("abort", 5.9, True), ("abort", 4.5, False), ("keep", 3.5, True), ("keep", 2.5, False),
+])  # fmt: skip
+def test_beside_responses_that_go_on_an_engine_may_round_otherwise(
+    world: Any, mode: str, after: float, holds: bool
+) -> None:
+    """By as much as it differs from the trainer: that is what one more pass of the same weights may change."""
+    proof = make_proof(pause_mode=mode)
+    world.off, world.off_after = 6 * ROUNDING, after * ROUNDING
+    if holds:
+        assert proof.prove(world, "shm", sent("a")).tolerance == pytest.approx(12 * ROUNDING)
+    else:
+        with pytest.raises(SyncError, match="over the golden path, more than 0.00"):
+            proof.prove(world, "shm", sent("a"))
     assert world.transfers == ["disk"]
 
 
-def test_an_engine_that_scores_otherwise_than_what_it_had_loaded_is_compared_on_disk(bf16: Proof) -> None:
-    world: Any = Bf16World()
-    bf16.score_loaded(world.engines)
-    world.off = 0.06
-    bf16.prove(world, "shm", sent("a"))
-    assert world.transfers == ["disk"]
-
-
-def test_later_sessions_never_take_old_scores_for_the_golden_ones(bf16: Proof) -> None:
-    """An engine that has gone back to what it had loaded at the start must not pass."""
-    world: Any = Bf16World()
-    world.off = 0.0
-    bf16.score_loaded(world.engines)
-    bf16.prove(world, "shm", sent("a"))  # within the tolerance: nothing is to be compared
-    world.shift, world.off = 0.1, 0.1  # the trainer has moved, the engine's scores are the old ones
-    bf16.prove(world, "shm", sent("b"))
-    assert world.transfers == ["disk"]
-
-
-def test_an_engine_that_was_started_anew_is_not_started_once_more(bf16: Proof) -> None:
-    """Each start may round otherwise, and 0.5 is the most that rounding explains."""
-    world: Any = Bf16World()
-    bf16.score_loaded(world.engines)
-    world.off = 0.06
-    assert bf16.prove(world, "restart", sent("a")).tolerance == pytest.approx(0.12)
-    world.off, world.shift = 0.6, 0.1
-    with pytest.raises(SyncError, match=r"differ from the trainer's by 0.6, on the golden path as well, more than 0.5"):
-        bf16.prove(world, "restart", sent("b"))
+def test_an_engine_that_was_started_anew_is_not_started_once_more(proof: Proof, world: Any) -> None:
+    """Each start may round otherwise: its kernels are tuned once more."""
+    world.off = 6 * ROUNDING
+    assert proof.prove(world, "restart", sent("a")).tolerance == pytest.approx(12 * ROUNDING)
     assert world.transfers == []
 
 
-@pytest.mark.parametrize(("mode", "after", "holds"), [
-    ("abort", 0.06, True), ("abort", 0.07, False), ("keep", 0.035, True), ("keep", 0.07, True), ("keep", 0.02, False),
-])  # fmt: skip
-def test_beside_responses_that_go_on_an_engine_may_round_otherwise(
-    bf16: Proof, mode: str, after: float, holds: bool
-) -> None:
-    """By as much as it differs from the trainer: that is what one more pass of the same weights may change."""
-    world: Any = Bf16World()
-    bf16._args.pause_mode = mode  # type: ignore[misc]
-    world.off, world.off_after = 0.06, after
-    if holds:
-        assert bf16.prove(world, "shm", sent("a")).tolerance == pytest.approx(2 * after)
-    else:
-        with pytest.raises(SyncError, match=r"changed by 0.0[14] over the golden path, more than 0.0"):
-            bf16.prove(world, "shm", sent("a"))
-    assert world.transfers == ["disk"]
+def test_the_gap_of_sampled_tokens_is_bounded_by_that_of_the_probe(world: Any) -> None:
+    proof = make_proof()
+    proof.prove(world, "shm", sent("a"))
+    mean = difference(*world.trainer_scores(None, 0.0)).mean
+    assert mean == pytest.approx(1e-2) and proof.gap_limit == pytest.approx(10 * mean)
+    world.rounding = 1e-7
+    proof.prove(world, "shm", sent("a"))
+    assert proof.gap_limit == 1e-3
+    world.rounding = 0.1
+    proof.prove(world, "shm", sent("a"))
+    assert proof.gap_limit == 0.5
+    assert make_proof(sync_tolerance=3.0).gap_limit == 3.0
+
+
+# ---- the probe -------------------------------------------------------------------------------------------------------
+
+
+def test_one_unlucky_token_does_not_decide() -> None:
+    expected = [-1.0] * 189 + [-25.0]
+    assert difference(expected, [*expected[:-1], -24.3]).rms < 3e-3
+    assert difference(expected, [x - 0.1 for x in expected]).rms == pytest.approx(0.1, rel=0.01)
+
+
+def test_replicas_are_compared_one_by_one() -> None:
+    """An engine answers for its data-parallel replicas one after the other."""
+    expected = [-1.0, -2.0]
+    found = difference(expected, [-1.0, -2.0, -1.0, -3.0])
+    assert (found.rms, found.mean, found.largest) == (pytest.approx(math.sqrt(0.125)), 0.5, 1.0)
+    assert difference(expected, [-1.0, -2.0, -1.0, math.nan]).rms == math.inf
+    assert difference(expected, [-1.0, -3.0], counted=[True, False]).largest == 0
+    probe = Probe(vocab_size=50, max_len=5)
+    num = probe.num_scores
+    before = probe.by_text([-1.5] * num + [-1.25] * num)
+    assert not scores_alike(probe.by_text([-1.0] * 2 * num), before)
+    assert scores_alike(probe.by_text([-1.0] * num + [-1.25] * num), before)  # the second one has old weights
+    assert not scores_alike(before, {})
+
+
+class Writer:
+    """An engine that writes, or cannot."""
+
+    def __init__(self, made: list[list[int]] | None):
+        self.made, self.asked = made, 0
+
+    def sample(self, tokens: list[int], num_tokens: int, *, num: int, timeout: float) -> list[list[int]]:
+        self.asked += 1
+        if self.made is None:
+            raise EngineError("no")
+        return [text[:num_tokens] for text in self.made]
+
+
+def test_an_engine_writes_the_first_texts_and_rollouts_the_later_ones() -> None:
+    probe = Probe(vocab_size=50, max_len=LENGTH + 1, start=7)
+    random = [text.tokens for text in probe.texts]
+    broken, writer = Writer(None), Writer([[1] * 9, [2] * 9])
+    probe.sample([broken, writer], 1.0)  # type: ignore[list-item]
+    probe.sample([writer], 1.0)  # type: ignore[list-item]
+    assert (broken.asked, writer.asked) == (1, 1)
+    assert [t.tokens for t in probe.texts] == [(7, 1, 1, 1, 1, 1), (7, 2, 2, 2, 2, 2)] and random[0] != random[1]
+    long = Sample(tokens=[9] * 10 + [10, 11, 12, 13], response_length=3, loss_mask=[1, 0, 1])
+    probe.offer([[long], [Sample(tokens=[20, 21, 22], response_length=1)]])
+    probe.turn()
+    assert probe.texts[1].tokens == (9, 9, 10, 11, 12, 13) and probe.texts[1].made == (False, False, True, False, True)
+    assert probe.texts[0].tokens == (7, 2, 2, 2, 2, 2)
+    short = [[Sample(tokens=[20 + i, 21, 22], response_length=1)] for i in range(3)]
+    probe.offer([[[short[0][0]]], *short[1:]])  # type: ignore[list-item]
+    probe.turn()
+    probe.turn()  # nothing new
+    assert probe.texts[1].tokens == (20, 21, 22, 21, 21, 22) and probe.texts[0].tokens[0] == 9
+    before = list(probe.texts)
+    for useless in ([[Sample(tokens=[1, 2], response_length=1)]], [[Sample(tokens=[60] * 9, response_length=1)]]):
+        probe.offer(useless)
+        probe.turn()
+    assert probe.texts == before
+    batch = probe.batch()
+    assert batch.tokens.tolist() == [*before[0].tokens, *before[1].tokens] and batch.response_lengths.tolist() == [5, 5]
+
+
+@pytest.mark.parametrize(("made", "asked"), [([[1] * 9, [99] * 9], 1), (None, 1)])
+def test_texts_that_the_trainer_cannot_score_are_not_taken(made: Any, asked: int) -> None:
+    probe = Probe(vocab_size=50, max_len=LENGTH + 1)
+    random, writer = list(probe.texts), Writer(made)
+    probe.sample([writer], 1.0)  # type: ignore[list-item]
+    assert probe.texts == random and writer.asked == asked
+
+
+def test_a_text_begins_as_the_model_says() -> None:
+    assert start_token({"bos_token_id": 2, "eos_token_id": 1}) == 2
+    assert start_token({"bos_token_id": None, "eos_token_id": [5, 6]}) == 5
+    assert start_token({}) == 0
+
+
+# ---- what the trainer measures ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_an_embedding_is_rounded_by_one_unit_in_the_last_place(precision: str) -> None:
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
+    embedding = torch.nn.Embedding(50, 64, dtype=dtype)
+    tokens = torch.arange(50)
+    plain = embedding(tokens)
+    with rounded_embedding(embedding, UNITS[precision]):
+        rounded = embedding(tokens)
+    bits = {torch.bfloat16: torch.int16, torch.float32: torch.int32}[dtype]
+    steps = plain.view(bits).int() - rounded.view(bits).int()
+    assert set(steps.unique().tolist()) == {0, 1} and 0.45 < steps.float().mean() < 0.55
+    assert torch.equal(embedding(tokens), plain)
+    with rounded_embedding(None, UNITS[precision]):  # a rank of another pipeline stage
+        pass
+
+
+def test_layers_are_compared_by_a_few_numbers_per_token() -> None:
+    torch.manual_seed(0)
+    layers = dict(enumerate(torch.nn.Linear(8, 8) for _ in range(3)))
+    model, given = torch.nn.Sequential(*layers.values()), torch.randn(1, 5, 8)
+    right = layer_sketches(layers, lambda: model(given))
+    assert [len(right[place]) for place in range(3)] == [5, 5, 5] and len(right[0][0]) == 4
+    with torch.no_grad():
+        layers[1].weight.mul_(1.5)
+    wrong = layer_sketches(layers, lambda: model(given))
+    found = [relative_difference(right[place], wrong[place]) for place in range(3)]
+    assert found[0] == 0 and found[1] > 0.1 < found[2]
+    assert not any(layer._forward_hooks for layer in layers.values())

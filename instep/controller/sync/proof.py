@@ -6,41 +6,53 @@ computes with these weights, and that its scores have changed if the weights hav
 
 from __future__ import annotations
 
-import itertools
 import math
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-
+from instep.controller.sync.otherwise import computes_otherwise
+from instep.controller.sync.probe import Difference, Probe, Text, difference
 from instep.controller.sync.session import Session
 from instep.engines.engine import Engine, EngineRefusal
 from instep.errors import SyncError
-from instep.types import TokenBatch
+from instep.types import Group
 from instep.weights.way import GOLDEN, OF_ADAPTERS, RESTART, SINGLE_COPY, Sent, golden
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
     from instep.controller.role import RoleTrainer
 
-FP32_TOLERANCE = 1e-5  # times the largest |log-prob| of the probe: rounding grows with the logits
-BF16_TOLERANCE = 2e-2  # until a comparison with the golden path shows that the arithmetic differs by more
-GOLDEN_FACTOR = 2.0
-ARITHMETIC_LIMIT = 0.5  # no rounding explains more: then the trainer exports something else than it trains
-GOLDEN_TOLERANCE = 1e-3  # between the scores of an engine that does nothing else, of one version loaded in two ways
-GAP_FACTOR = 10.0  # of the tolerance, which is for the largest difference of the probe: for a mean over sampled tokens
-LEAST_GAP_LIMIT = 1e-3
+ALLOWED = 3.0  # times what one rounding of the embeddings does to the trainer's scores; 0.7 to 1.6 were seen
+MOST_ALLOWED = 10.0  # where the golden path shows that the engine holds the right weights
+LEAST_TOLERANCE = 1e-5  # float32 scores, which travel as text, are not better
+MOST_QUANTIZED = 0.5  # a base that the engine alone quantizes differs by more than rounding
+GAP_FACTOR = 10.0  # the mean gap of sampled tokens over that of the probe
+LEAST_GAP_LIMIT, MOST_GAP_LIMIT = 1e-3, 0.5
+SAMPLE_SECONDS = 60.0  # for the first texts; a paused engine writes none
 NOT_A_NUMBER = "float values are not JSON compliant"  # what vLLM answers where a log-prob is NaN
 ENGINE_DIGESTS = "xxh3-128"  # the kind that `/weight_checker` gives
 
 
-class Proven(NamedTuple):
-    """The largest |trainer - engine| log-prob difference of the probe, at first and at last, and the one allowed."""
+class TrainerScores(NamedTuple):
+    """The trainer's scores of the probe, and its scores after one more rounding (`Worker.score`)."""
 
-    first: float
-    last: float
+    plain: list[float]
+    rounded: list[float]
+
+
+class Proven(NamedTuple):
+    """What a proof has measured.
+
+    Attributes:
+        first, last: the largest difference of an engine at first, and after the probe was scored again, if it was.
+        rounding: what one rounding of the embeddings does to the trainer's scores.
+        tolerance: the `rms` that was allowed.
+    """
+
+    first: Difference
+    last: Difference
+    rounding: Difference
     tolerance: float
 
 
@@ -49,86 +61,94 @@ class Proof:
 
     Args:
         args: `precision`, `sync_tolerance`, `pause_mode`.
-        vocab_size: the probe's tokens are drawn below it.
-        max_len: most tokens of a sequence.
+        vocab_size, max_len, start: see `Probe`.
     """
 
-    def __init__(self, args: Settings, *, vocab_size: int, max_len: int):
+    def __init__(self, args: Settings, *, vocab_size: int, max_len: int, start: int = 0):
         self._args = args
-        length = max(4, min(64, max_len - 1))
-        generator = torch.Generator().manual_seed(0)
-        self._probe = [torch.randint(0, vocab_size, (length,), generator=generator).tolist() for _ in range(2)]
-        # Where engine and trainer round alike; a base that the engine quantizes differs as bf16 does, but more.
-        self._exact = args.precision == "fp32" and not args.vllm_overrides.get("quantization")
+        self.probe = Probe(vocab_size=vocab_size, max_len=max_len, start=start)
+        self._quantized = bool(args.vllm_overrides.get("quantization"))
         self._sent: Sent | None = None  # last proven
-        self._scores: dict[str, list[float]] = {}  # engine url -> probe scores under it
-        self._loaded: dict[str, list[float]] = {}  # those of what an engine has loaded by itself
-        self._tolerance: float = BF16_TOLERANCE if args.sync_tolerance is None else args.sync_tolerance
+        self._scores: dict[str, dict[tuple[int, Text], list[float]]] = {}  # engine url -> its scores under it
+        self._allowed, self._typical_gap = ALLOWED, 0.0
 
     @property
     def gap_limit(self) -> float:
-        """The largest mean gap (nats) of tokens of proven weights: 1e-3 in fp32, 0.2 to 0.5 in bf16 as calibrated."""
-        limit = max(LEAST_GAP_LIMIT, GAP_FACTOR * self._tolerance)
-        return limit if self._args.sync_tolerance is not None else min(limit, ARITHMETIC_LIMIT)
+        """The largest mean gap (nats) of tokens of proven weights: ten times the mean difference of the probe, or ten
+        times what rounding explains of it; at least 1e-3, at most 0.5 or --sync-tolerance."""
+        most = max(MOST_GAP_LIMIT, self._args.sync_tolerance or 0.0)
+        return min(most, max(LEAST_GAP_LIMIT, GAP_FACTOR * self._typical_gap, self._args.sync_tolerance or 0.0))
 
-    def score_loaded(self, engines: Sequence[Engine]) -> None:
-        """Score the probe with the checkpoint that `engines` have loaded by themselves, and the trainer, too.
+    def begin(self, engines: Sequence[Engine]) -> None:
+        """Let one of `engines`, which serve, write the first texts of the probe; only the first call does."""
+        self.probe.sample([e for e in engines if e.role != "prefill"], min(SAMPLE_SECONDS, self._args.sync_timeout))
 
-        The first session brings the same weights, so that these scores take the place of a comparison with the golden
-        path, which would have the engines load that checkpoint again. In fp32 nothing is compared with it.
-        """
-        if not self._exact and self._args.sync_tolerance is None:
-            deadline = time.monotonic() + self._args.sync_timeout
-            with ThreadPoolExecutor(max(1, len(engines))) as pool:
-                jobs = {e.url: pool.submit(self._scores_of, e, lambda: deadline - time.monotonic()) for e in engines}
-            self._loaded = {url: job.result() for url, job in jobs.items()}
+    def offer(self, groups: Sequence[Group]) -> None:
+        """Let the next proof score a text of these groups, too."""
+        self.probe.offer(groups)
 
-    def differing(self, session: Session) -> dict[str, float]:
+    def rehearse(self, actor: RoleTrainer) -> None:
+        """Let the trainer score the probe, so that its first session compiles nothing."""
+        actor.probe_log_probs(self.probe.batch(), self._args.sync_timeout)
+
+    def differing(self, session: Session) -> dict[str, Difference]:
         """Score the probe once more; returns URL -> difference of each engine that is not within the tolerance."""
         expected = self._trainer_scores(session)
         session.hand_over()
         scores = session.each(lambda engine: self.engine_scores(engine, session))
-        gaps = {url: largest_gap(expected, s) for url, s in scores.items()}
-        return {url: gap for url, gap in gaps.items() if not gap <= self._tolerance}
+        tolerance = self._tolerance(expected)
+        return {url: d for url, d in self._differences(expected, scores).items() if not d.rms <= tolerance}
 
     def prove(self, session: Session, way: str, sent: Sent) -> Proven:
         """Show that each engine of the session holds the weights that were sent.
 
         On a CPU, one first forward pass of a process in about eighty was off by 2e-5 of its log-probs, and exact from
-        then on (torch 2.13, reason unknown). So what differs in fp32 is scored once more: wrong weights stay wrong.
+        then on (torch 2.13, reason unknown). So what differs is scored once more: wrong weights stay wrong.
 
         Raises:
-            SyncError: an engine does not; the error names it and the tensors that differ.
+            SyncError: an engine does not; the error names it and the tensors that differ. Or it does, and computes
+                otherwise than the trainer.
         """
         expected, scores = self._both_score(session, way)
-        loaded, self._loaded = self._loaded, {}  # for the first session alone
-        if self._exact and self._args.sync_tolerance is None:
-            self._tolerance = FP32_TOLERANCE * max(1.0, *map(abs, expected))
-        gaps = {url: largest_gap(expected, s) for url, s in scores.items()}
-        first = max(gaps.values())
-        if not self._exact and not first <= self._tolerance:
-            alike = [largest_gap(loaded[url], own) for url, own in scores.items() if url in loaded]
-            same = len(alike) == len(scores) and max(alike) <= GOLDEN_TOLERANCE
-            self._compare_with_golden(session, way, scores, expected, sent, scores if same else None)
-        elif not first <= self._tolerance:
+        found = self._differences(expected, scores)
+        first, tolerance = max(found.values()), self._tolerance(expected)
+        if not first.rms <= tolerance:
             expected = self._trainer_scores(session)
             scores = session.each(lambda engine: self.engine_scores(engine, session))
-            gaps = {url: largest_gap(expected, s) for url, s in scores.items()}
+            found, tolerance = self._differences(expected, scores), self._tolerance(expected)
+        self._check_changed(session, sent, scores)
+        if not max(found.values()).rms <= tolerance:
+            self._explain(session, way, sent, expected, scores)
+            tolerance = self._tolerance(expected)
+        self._scores |= {url: self.probe.by_text(own) for url, own in scores.items()}
+        self._sent = sent
+        rounding = self._rounding(expected)
+        self._typical_gap = max(rounding.mean, *(d.mean for d in found.values()))
+        return Proven(first, max(found.values()), rounding, tolerance)
+
+    def _rounding(self, expected: TrainerScores) -> Difference:
+        found = difference(expected.plain, expected.rounded)
+        return found if math.isfinite(found.rms) else Difference(0.0, 0.0, 0.0)
+
+    def _tolerance(self, expected: TrainerScores) -> float:
+        if self._args.sync_tolerance is not None:
+            return self._args.sync_tolerance
+        return max(LEAST_TOLERANCE, self._allowed * self._rounding(expected).rms)
+
+    def _differences(self, expected: TrainerScores, scores: dict[str, list[float]]) -> dict[str, Difference]:
+        return {url: difference(expected.plain, own, self.probe.made) for url, own in scores.items()}
+
+    def _check_changed(self, session: Session, sent: Sent, scores: dict[str, list[float]]) -> None:
+        """Raise SyncError if tensors have changed and an engine scores the texts that it has scored before alike."""
         changed = self._changed(sent)
         for engine in session.engines:
-            gap = gaps[engine.url]
-            if not gap <= self._tolerance:
-                how = f"differ from the trainer's by {gap:.3g}"
-                raise self._wrong(session, engine, how, self._tolerance, way, sent)
-            if changed and any_equal(scores[engine.url], self._scores.get(engine.url, []), len(expected)):
+            if changed and scores_alike(self.probe.by_text(scores[engine.url]), self._scores.get(engine.url, {})):
                 raise SyncError(
                     f"{engine.name} still answers with old weights: {len(changed)} tensors changed "
                     f"({', '.join(changed[:3])}, ...), but not one of its probe scores did",
                     where=engine.url,
                     remedy=f"resume from the last checkpoint; try --weight-sync {GOLDEN} if it happens again",
                 )
-        self._scores, self._sent = {**self._scores, **scores}, sent
-        return Proven(first, max(gaps.values()), self._tolerance)
 
     def _changed(self, sent: Sent) -> list[str]:
         """Return the names of the tensors that differ from the last proven ones; none if the digests' kinds differ."""
@@ -138,56 +158,56 @@ class Proof:
         changed = [name for name, digest in sent.digests.items() if before.get(name) != digest]
         return [name for name in changed if not name.endswith(".lora_A.weight")]  # without effect while B is 0
 
-    def _compare_with_golden(
-        self,
-        session: Session,
-        way: str,
-        scores: dict[str, list[float]],
-        expected: list[float],
-        sent: Sent,
-        rescored: dict[str, list[float]] | None,
+    def _explain(
+        self, session: Session, way: str, sent: Sent, expected: TrainerScores, scores: dict[str, list[float]]
     ) -> None:
-        """Send the same version once more through a checkpoint on disk, and compare the scores before and after.
+        """Find out why engines differ by more than the tolerance: allow more from now on, or raise.
 
-        In bf16 trainer and engine round differently, by how much depends on the weights. An engine must score the same
-        after both ways; the difference to the trainer that remains is rounding, and sets the tolerance from now on.
-        Engines of the way `restart` are not started a second time.
+        Wrong are weights whose digests differ, and an engine whose scores change when the same version comes once more
+        as a checkpoint on disk, the golden path; engines of the way `restart` are not started once more. Else trainer
+        and engine compute otherwise. Twice the difference is allowed from now on if it is below `MOST_ALLOWED` times
+        what rounding explains. Adapters get this once: the golden path cannot see that an engine scales them wrongly.
 
-        Args:
-            rescored: the scores with the same weights from disk, if they are known (`score_loaded`): nothing is sent.
+        Raises:
+            SyncError: see `prove`.
         """
-        if way == RESTART:
-            rescored = scores  # it is the slow way, and each start may round otherwise: its kernels are tuned anew
-        elif rescored is None:
+        rounding, tolerance = self._rounding(expected), self._tolerance(expected)
+        off = {url: d for url, d in self._differences(expected, scores).items() if not d.rms <= tolerance}
+        for engine in [e for e in session.engines if e.url in off]:
+            if wrong := self._wrong_tensors(session, engine, way, sent):
+                gap = off[engine.url]
+                how = f"differ from the trainer's by {gap.rms:.3g} (the largest by {gap.largest:.3g} nats)"
+                raise self._wrong(session, engine, how, tolerance, wrong)
+        if self._args.sync_tolerance is None and way != RESTART:
             session.transfer(golden(way))
             session.hand_over()
-            rescored = session.each(lambda engine: self.engine_scores(engine, session))
-        wrong = self._wrongly_sent(session, way, sent)  # what is sent wrongly by both ways is no rounding
-        for engine in session.engines:
-            after = rescored[engine.url]
-            between, gap = largest_gap(after, scores[engine.url]), largest_gap(expected, after)
-            # Beside responses that go on an engine rounds otherwise each time, by what it differs from the trainer.
-            allowed = GOLDEN_TOLERANCE if self._args.pause_mode != "keep" else max(GOLDEN_TOLERANCE, gap)
-            if not between <= allowed:
-                raise self._wrong(session, engine, f"changed by {between:.3g} over the golden path", allowed, way, sent)
-            if wrong:
-                how = f"differ from the trainer's by {gap:.3g}"
-                raise self._wrong(session, engine, how, self._tolerance, way, sent)
-            if not gap <= ARITHMETIC_LIMIT:
-                how = f"differ from the trainer's by {gap:.3g}, on the golden path as well"
-                raise self._wrong(session, engine, how, ARITHMETIC_LIMIT, way, sent)
-            self._tolerance = max(self._tolerance, GOLDEN_FACTOR * gap)
+            for url, after in session.each(lambda engine: self.engine_scores(engine, session)).items():
+                engine = next(e for e in session.engines if e.url == url)
+                between = difference(scores[url], after).rms
+                # Beside responses that go on an engine rounds otherwise each time, by what it differs from the trainer.
+                gap = self._differences(expected, {url: after})[url]
+                allowed = max(LEAST_TOLERANCE, rounding.rms)
+                allowed = max(allowed, gap.rms) if self._args.pause_mode == "keep" else allowed
+                if not between <= allowed:
+                    why = "The adapter that it had was another one, or had another alpha." if way in OF_ADAPTERS else ""
+                    raise self._wrong(session, engine, f"changed by {between:.3g} over the golden path", allowed, why)
+        most = MOST_QUANTIZED if self._quantized else max(LEAST_TOLERANCE, MOST_ALLOWED * rounding.rms)
+        again = way in OF_ADAPTERS and self._sent is not None and not self._quantized
+        for engine in [e for e in session.engines if e.url in off]:
+            gap = off[engine.url]
+            if self._args.sync_tolerance is not None or again or not gap.rms <= most:
+                raise computes_otherwise(session, engine, way, self.probe, gap, rounding, tolerance)
+            self._allowed = max(self._allowed, 2 * gap.rms / rounding.rms)
 
-    def _wrong(self, session: Session, engine: Engine, how: str, tolerance: float, way: str, sent: Sent) -> SyncError:
+    def _wrong(self, session: Session, engine: Engine, how: str, tolerance: float, tensors: str) -> SyncError:
         return SyncError(
             f"{engine.name} does not hold version {session.version}: its log-probs of the probe {how}, more than "
-            f"{tolerance:.3g}. {self._name_culprits(session, engine, way, sent)}",
+            f"{tolerance:.3g}. {tensors}".rstrip(),
             where=engine.url,
-            remedy="if both are right and the arithmetic differs, set --sync-tolerance; else resume from the last "
-            "checkpoint",
+            remedy=f"resume from the last checkpoint; try --weight-sync {GOLDEN} if it happens again",
         )
 
-    def _both_score(self, session: Session, way: str) -> tuple[list[float], dict[str, list[float]]]:
+    def _both_score(self, session: Session, way: str) -> tuple[TrainerScores, dict[str, list[float]]]:
         """The scores of the trainer, and by URL those of the engines, at once unless they take turns on the GPUs."""
         with ThreadPoolExecutor(1) as pool:
             ours = pool.submit(self._trainer_looks, session, way)
@@ -197,20 +217,7 @@ class Proof:
             scores = session.each(lambda engine: self.engine_scores(engine, session))
             return ours.result(), scores
 
-    def rehearse(self, actor: RoleTrainer) -> None:
-        """Let the trainer score the probe, so that its first session compiles nothing."""
-        actor.probe_log_probs(self._batch(), self._args.sync_timeout)
-
-    def _batch(self) -> TokenBatch:
-        lengths = torch.tensor([len(p) for p in self._probe])
-        return TokenBatch(
-            tokens=torch.tensor([t for p in self._probe for t in p]),
-            total_lengths=lengths,
-            response_lengths=lengths - 1,
-            sample_columns={"temperature": torch.ones(len(self._probe))},
-        )
-
-    def _trainer_looks(self, session: Session, way: str) -> list[float]:
+    def _trainer_looks(self, session: Session, way: str) -> TrainerScores:
         """Its scores. By single copy it first finds each bit that it has written in the engines' memory."""
         if way == SINGLE_COPY and (unwritten := session.actor.unwritten_weights(session.seconds_left())):
             raise SyncError(
@@ -221,27 +228,24 @@ class Proof:
             )
         return self._trainer_scores(session)
 
-    def _trainer_scores(self, session: Session) -> list[float]:
+    def _trainer_scores(self, session: Session) -> TrainerScores:
         with session.turns.borrowed(session, optimizer=False):
-            scores = session.actor.probe_log_probs(self._batch(), session.seconds_left())
-            if not all(map(math.isfinite, scores)):
+            scores = TrainerScores(*session.actor.probe_log_probs(self.probe.batch(), session.seconds_left()))
+            if not all(map(math.isfinite, scores.plain)):
                 session.actor.check_weights(session.seconds_left())  # the better name for it
         return scores
 
     def engine_scores(self, engine: Engine, session: Session) -> list[float]:
         """Return the scores of the probe by each replica of an engine, one after the other."""
-        return self._scores_of(engine, session.seconds_left)
-
-    def _scores_of(self, engine: Engine, seconds_left: Callable[[], float]) -> list[float]:
         out: list[float] = []
-        replicas = range(engine.num_replicas) if engine.num_replicas > 1 else [None]
-        for replica, tokens in itertools.product(replicas, self._probe):
-            try:
-                out += engine.prompt_log_probs(tokens, timeout=seconds_left(), replica=replica)
-            except EngineRefusal as refusal:
-                if NOT_A_NUMBER not in refusal.what:
-                    raise
-                out += [math.nan] * (len(tokens) - 1)
+        for replica in range(engine.num_replicas) if engine.num_replicas > 1 else [None]:
+            for tokens in (list(text.tokens) for text in self.probe.texts):
+                try:
+                    out += engine.prompt_log_probs(tokens, timeout=session.seconds_left(), replica=replica)
+                except EngineRefusal as refusal:
+                    if NOT_A_NUMBER not in refusal.what:
+                        raise
+                    out += [math.nan] * (len(tokens) - 1)
         return out
 
     def _wrongly_sent(self, session: Session, way: str, sent: Sent) -> list[str]:
@@ -253,34 +257,18 @@ class Proof:
         with session.turns.borrowed(session, optimizer=False):
             return session.actor.weight_digests(way, session.seconds_left())
 
-    def _name_culprits(self, session: Session, engine: Engine, way: str, sent: Sent) -> str:
+    def _wrong_tensors(self, session: Session, engine: Engine, way: str, sent: Sent) -> str:
         """Name the weights whose digests differ: what the trainer holds now, what was sent, what the engine holds."""
-        wrong_sent = self._wrongly_sent(session, way, sent)
-        if way in OF_ADAPTERS:
-            if wrong_sent:
-                return f"Tensors that were sent wrongly: {', '.join(wrong_sent[:8])}."
-            return (
-                "The adapter is the trainer's, tensor by tensor: the engine has another base than --hf-checkpoint or "
-                "another alpha, or its requests do not use the adapter."
-            )
-        if not engine.capabilities.digests:
-            return f"Sent wrongly: {', '.join(wrong_sent[:8]) or 'nothing'}; this engine cannot say what it holds."
-        ours = self._trainer_digests(session, way if sent.digest_kind == ENGINE_DIGESTS else GOLDEN)
-        theirs = engine.weight_digests(timeout=session.seconds_left())
-        wrong_held = sorted(n for n, d in ours.items() if n in theirs and theirs[n] != d)
-        if wrong_held:
-            return f"Tensors that differ from the trainer's: {', '.join(wrong_held[:8])}."
-        if wrong_sent:
-            return f"Tensors that were sent wrongly: {', '.join(wrong_sent[:8])}."
-        return "Every tensor of the engine equals the trainer's byte for byte: the two compute differently."
+        if way not in OF_ADAPTERS and engine.capabilities.digests:
+            ours = self._trainer_digests(session, way if sent.digest_kind == ENGINE_DIGESTS else GOLDEN)
+            theirs = engine.weight_digests(timeout=session.seconds_left())
+            if wrong := sorted(name for name, d in ours.items() if name in theirs and theirs[name] != d):
+                return f"Tensors that differ from the trainer's: {', '.join(wrong[:8])}."
+        wrong = self._wrongly_sent(session, way, sent)
+        return f"Tensors that were sent wrongly: {', '.join(wrong[:8])}." if wrong else ""
 
 
-def largest_gap(expected: list[float], scores: list[float]) -> float:
-    """Return max |a - b| over all replicas; it is infinite where a score is not a number."""
-    gaps = [abs(x - y) for x, y in zip(itertools.cycle(expected), scores, strict=False)]
-    return max(gap if gap == gap else float("inf") for gap in gaps)
-
-
-def any_equal(scores: list[float], before: list[float], num: int) -> bool:
-    """Whether a replica scores as before; each replica has `num` scores."""
-    return any(scores[i : i + num] == before[i : i + num] for i in range(0, len(scores), num))
+def scores_alike(scores: dict[tuple[int, Text], list[float]], before: dict[tuple[int, Text], list[float]]) -> bool:
+    """Whether a replica scores all texts that it has scored before as it did then."""
+    known = {key: own == before[key] for key, own in scores.items() if key in before}
+    return any(all(same for (other, _), same in known.items() if other == replica) for replica, _ in known)

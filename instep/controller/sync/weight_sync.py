@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from instep.controller.role import RoleTrainer
-from instep.controller.sync.proof import Proof
+from instep.controller.sync.proof import Proof, Proven
 from instep.controller.sync.session import Session
 from instep.controller.turns import Turns
 from instep.engines.engine import Engine
@@ -42,9 +42,7 @@ class SyncResult:
 
     Attributes:
         engines: the engines that provably hold the version.
-        probe_max_abs_diff: the largest |trainer - engine| log-prob difference of the probe.
-        first_diff: the one of the first scoring, which differs from the other where the probe was scored again.
-        tolerance: the difference that is allowed.
+        proven: what the proof has measured.
         parts: the seconds of the parts of the way, by name.
         seconds_of: the seconds of the session by step (`Session.seconds`), and of the `proof`.
     """
@@ -55,18 +53,24 @@ class SyncResult:
     seconds: float
     num_bytes: int
     num_tensors: int
-    probe_max_abs_diff: float
-    first_diff: float
-    tolerance: float
+    proven: Proven
     parts: Mapping[str, float]
     seconds_of: dict[str, float]
+
+    def gap(self) -> dict[str, float]:
+        """Return the gap of the responses that the probe holds, for a step on older tokens, which have none."""
+        found = self.proven.last
+        return {"train/log_prob_gap_mean": found.mean, "train/log_prob_gap_max": found.largest}
 
     def metrics(self) -> dict[str, float]:
         """Return `sync/*`, which the round logs that the sync ends."""
         return {
             "sync/version": self.version,
-            "sync/probe_max_abs_diff": self.probe_max_abs_diff,
-            "sync/probe_tolerance": self.tolerance,
+            "sync/probe_rms_diff": self.proven.last.rms,
+            "sync/probe_tolerance": self.proven.tolerance,
+            "sync/probe_rounding": self.proven.rounding.rms,
+            "sync/probe_mean_abs_diff": self.proven.last.mean,
+            "sync/probe_max_abs_diff": self.proven.last.largest,
             "sync/bytes": self.num_bytes,
             **{f"sync/{name}_seconds": seconds for name, seconds in self.parts.items()},
             "sync/pause_seconds": self.seconds_of.get("paused", 0.0),
@@ -124,6 +128,7 @@ class WeightSync:
         Raises:
             EngineGone: no engine is left.
         """
+        self.proof.begin(engines)
         admission.close()
         session = self._session(engines)
         session.drain()
@@ -159,6 +164,8 @@ class WeightSync:
         """
         for engine in engines:
             engine.capabilities.check_pause(self._args.pause_mode, arrays=answers_in_arrays(self._args))
+        self.proof.begin(engines)
+        self.proof.probe.turn()
         session = self._session(engines, self.version + 1)
         self.version += 1
         admission.close()
@@ -202,8 +209,8 @@ class WeightSync:
         except InstepError as failure:
             what = f"{error.what}; the engines could not be asked again: {failure.what}"
             return SyncError(what, where=where, remedy=f"{failure.remedy}; resume from the last checkpoint")
-        off = "its scores of the probe are off by"
-        names = [f"{e.name} at {e.url} ({off} {wrong[e.url]:.3g})" for e in engines if e.url in wrong]
+        off = "its scores of the probe are off, in the mean by"
+        names = [f"{e.name} at {e.url} ({off} {wrong[e.url].mean:.3g} nats)" for e in engines if e.url in wrong]
         if names:
             found = f"version {self.version} is not what these engines hold any more: {', '.join(names)}"
             remedy = "something else loaded weights into them: their logs show what calls their control routes"
@@ -214,7 +221,7 @@ class WeightSync:
                 "look at `instep samples RUN_DIR --worst gap --tokens`: does a generate function record other tokens, "
                 "log-probs or sampling parameters than the engine's, were other weights loaded for a while, or did an "
                 "engine keep what it had cached under former weights? If the "
-                "arithmetic differs by so much, raise --sync-tolerance (its tenfold is allowed) or use --on-gap warn"
+                "arithmetic differs by so much, raise --sync-tolerance or use --on-gap warn"
             )
         return SyncError(f"{error.what}; {found}", where=where, remedy=f"{remedy}; resume from the last checkpoint")
 
@@ -232,9 +239,7 @@ class WeightSync:
             seconds=time.monotonic() - session.started,
             num_bytes=sum(t.nbytes for t in sent.tensors),
             num_tensors=len(sent.tensors),
-            probe_max_abs_diff=proven.last,
-            first_diff=proven.first,
-            tolerance=proven.tolerance,
+            proven=proven,
             parts=sent.seconds,
             seconds_of=session.seconds,
         )

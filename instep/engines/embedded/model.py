@@ -1,6 +1,7 @@
 """A transformers decoder with its own key/value cache, which has one row per running request and no gaps."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, C
 from instep.engines.embedded.protocol import Ranked
 from instep.engines.embedded.routes import Recorder
 from instep.errors import CheckpointError
+from instep.models.decoder_layers import decoder_layers
+from instep.models.layer_sketches import layer_sketches
 from instep.models.rope import fix_rope
 from instep.processes import pulse
 
@@ -159,6 +162,16 @@ class Runner(Cache):
                 likely = [(t, p, i) for i, (t, p) in enumerate(zip(others, scores, strict=True), 1) if t != token]
                 out.append([(token, score, rank), *likely])
         return out
+
+    def layer_sketches(self, texts: Sequence[Sequence[int]]) -> dict[int, list[list[float]]]:
+        """What each layer returns for the tokens of `texts`; the cache is not touched."""
+        layers = dict(enumerate(decoder_layers(self.model)))
+        found = dict[int, list[list[float]]]()
+        for text in texts:
+            run = partial(self.model, torch.tensor([text], device=self.device), use_cache=False)
+            for place, sketch in layer_sketches(layers, run).items():
+                found.setdefault(place, []).extend(sketch)
+        return found
 
     def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Store new keys and values, and return those to attend to; the model's attention calls this."""

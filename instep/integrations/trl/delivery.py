@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, cast
 
 from instep.arguments.rollout import context_of_model
 from instep.controller.role import RoleTrainer
-from instep.controller.sync.proof import Proof, any_equal
+from instep.controller.sync.proof import Proof, scores_alike
 from instep.controller.sync.session import EngineGone, Session
 from instep.errors import InstepError, SyncError
 from instep.integrations.trl.staging import Incoming, Layout, Slot, StagedWeights
@@ -203,7 +203,8 @@ class Delivery:
             own = scores[engine.url]
             if not all(map(math.isfinite, own)):
                 raise _unproven(engine, "computes NaN with these weights")
-            if moved and any_equal(own, self._scores.get(engine.url, []), len(own) // max(1, engine.num_replicas)):
+            before = self._scores.get(engine.url, [])
+            if moved and scores_alike(self._proof.probe.by_text(own), self._proof.probe.by_text(before)):
                 raise _unproven(engine, "still scores as under the weights before, which differ")
         return scores
 

