@@ -153,12 +153,18 @@ real_task() { # the real model, whose GGUF parts lie in ~/g
         flock ~/gemma.lock python benchmarks/real_model.py ~/gemma --parts ~/g/gguf_*
     python benchmarks/real_task.py --model ~/gemma --logs "$R/logs" --out "$R/out.json" "$@"
 }
-item_real_beside() { # 590 the real model by every way at defaults, beside TRL
-    real_task --limit 170
+item_real_beside() { # 590 the real model at defaults, beside TRL
+    real_task --limit 240 --only trl ipc lora
 }
-item_real_rest() { # 590 the real model by the other ways, 21 syncs each
-    real_task --rollouts 21 --limit 150 --only ipc-fp32 ipc-awake shm disk
-    real_task --rollouts 3 --limit 150 --only restart --add
+item_real_copy() { # 590 the real model in one memory, ahead, and in float32
+    real_task --limit 240 --only single-copy async
+    real_task --limit 200 --rollouts 21 --only ipc-fp32 --add
+}
+item_real_ways() { # 400 the real model by shm and disk, 21 syncs each
+    real_task --rollouts 21 --limit 150 --only shm disk
+}
+item_real_restart() { # 300 the real model with engines that are started for each version
+    real_task --rollouts 3 --limit 280 --only restart
 }
 item_real_two() { # 300 the real model on two GPUs
     real_task --rollouts 21 --limit 140 --only nccl nccl-async

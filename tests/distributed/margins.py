@@ -1,0 +1,220 @@
+"""How far a proof's statistic of right syncs is from that of wrong ones: engine and trainer score the same texts.
+
+    python -m tests.distributed.margins [--real DIR]      writes tests/distributed/margins.json
+
+The statistic is what a proof compares with its tolerance: the difference of the probe over what one rounding of the
+embeddings explains (`controller/sync/probe.py`). The trainer is the `hf` backend; the engine of the families is the
+embedded one, that of the real model (`benchmarks/real_model.py`) is transformers, a sample at a time. Faults are planted
+in the engine's weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from instep.controller.sync.probe import Probe, difference
+from instep.engines.embedded.model import Runner, load_model
+from instep.training.hf.backend import HfBackend
+from instep.training.rounding import UNITS, rounded_embedding
+from tests.distributed.helpers import RankPool
+from tests.distributed.hf_runs import ARGS
+from tests.families import make_family
+
+TABLE = Path(__file__).parent / "margins.json"
+FAMILIES = "qwen2 qwen3 qwen3_moe llama yi mistral mixtral phi3 gemma starcoder2".split()
+FULL = {"mistral": {"sliding_window": None}, "starcoder2": {"sliding_window": None}}  # as the embedded engine has it
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+UNLIKELY = -20.0  # the mean log-prob of random tokens under a peaked model
+NUM_RIGHT = 20
+Weights = dict[str, torch.Tensor]
+Fault = Callable[[Weights, Probe], None]
+
+
+def make_model(name: str, folder: Path, precision: str, peaked: bool) -> Path:
+    """A random checkpoint of a family; a peaked one has an output layer under which random tokens are unlikely."""
+    path = make_family(name, folder, precision, tie_word_embeddings=False, **FULL.get(name, {}))
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    head, tokens = model.get_output_embeddings().weight, torch.randint(0, 64, (1, 48))
+    with torch.no_grad():
+        while peaked and model(tokens).logits[0, :-1].log_softmax(-1).gather(1, tokens[0, 1:, None]).mean() > UNLIKELY:
+            head.mul_(1.5)
+    model.to(DTYPES[precision]).save_pretrained(path)
+    return path
+
+
+class Pair:
+    """A trainer, and the scores of an engine whose weights are `engine`."""
+
+    def __init__(self, path: Path, precision: str, embedded: bool):
+        self.precision, config = precision, AutoConfig.from_pretrained(path)
+        self.backend = HfBackend(ARGS, hf_config=config, device=torch.device("cpu"), dtype=DTYPES[precision])  # type: ignore[arg-type]
+        self.backend.load_hf(path)
+        if embedded:
+            self.engine: PreTrainedModel = load_model(str(path), DTYPES[precision], torch.device("cpu"), 128, False)
+            runner = Runner(self.engine, 4, 128)
+            self._score = lambda tokens: [place[0][1] for place in runner.score(tokens)]
+        else:
+            self.engine = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[precision]).eval()
+            self._score = self._plain
+        self.vocab_size, start = config.vocab_size, config.bos_token_id
+        self.start = start if isinstance(start, int) else 0
+
+    @torch.no_grad()
+    def _plain(self, tokens: list[int]) -> list[float]:
+        logits = self.engine(torch.tensor([tokens])).logits[0, :-1].float()
+        return logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()  # type: ignore[no-any-return]
+
+    def probe(self, seed: int) -> Probe:
+        """Texts that the engine writes at temperature 1."""
+        probe = Probe(vocab_size=self.vocab_size, max_len=128, start=self.start)
+        torch.manual_seed(seed)
+        probe.sample([self], 0.0)  # type: ignore[list-item]
+        return probe
+
+    def sample(self, tokens: list[int], num_tokens: int, *, num: int, timeout: float) -> list[list[int]]:
+        rows = torch.tensor([tokens] * num)
+        made = self.engine.generate(
+            rows, attention_mask=torch.ones_like(rows), max_new_tokens=num_tokens, min_new_tokens=num_tokens,
+            do_sample=True, temperature=1.0, top_k=0, top_p=1.0, pad_token_id=0,
+        ) if self.engine.config._attn_implementation != "instep_embedded" else self._sampled(rows, num_tokens)  # fmt: skip
+        return [row[len(tokens) :] for row in made.tolist()]
+
+    @torch.no_grad()
+    def _sampled(self, rows: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        for _ in range(num_tokens):
+            likely = torch.stack([self.engine(row[None], use_cache=False).logits[0, -1] for row in rows])
+            rows = torch.cat([rows, torch.multinomial(likely.float().softmax(-1), 1)], dim=1)
+        return rows
+
+    def statistic(self, probe: Probe, unit: float | None = None) -> float:
+        """The difference over what rounding explains, but of at least the least tolerance (1e-5, as 3 is allowed)."""
+        batch = probe.batch()
+        ours = self.backend.forward_only([batch])[0].log_probs.tolist()
+        with rounded_embedding(self.backend.embedding, unit or UNITS[self.precision]):
+            rounded = self.backend.forward_only([batch])[0].log_probs.tolist()
+        theirs = [score for text in probe.texts for score in self._score(list(text.tokens))]
+        return difference(ours, theirs).rms / max(1e-5 / 3, difference(ours, rounded).rms)
+
+
+def faults(weights: Weights) -> Iterator[tuple[str, Fault]]:
+    """The faults that this model can have."""
+
+    def change(name: str, how: Callable[[torch.Tensor], torch.Tensor]) -> Fault:
+        return lambda weights, probe: weights[name].copy_(how(weights[name].clone())) and None
+
+    def exchange(one: str, other: str) -> Fault:
+        def plant(weights: Weights, probe: Probe) -> None:
+            kept = weights[one].clone()
+            weights[one].copy_(weights[other])
+            weights[other].copy_(kept)
+
+        return plant
+
+    def rows(weights: Weights, probe: Probe) -> None:
+        a, b = probe.texts[0].tokens[5], next(t for t in probe.texts[0].tokens[6:] if t != probe.texts[0].tokens[5])
+        embedding = next(weight for name, weight in weights.items() if "embed_tokens" in name)
+        embedding[[a, b]] = embedding[[b, a]].clone()
+
+    def scaled(weights: Weights, probe: Probe) -> None:
+        """As if the engine used 0.9 of an adapter whose part of each weight is a fifth of it."""
+        generator = torch.Generator().manual_seed(3)
+        for name, weight in weights.items():
+            if name.endswith("_proj.weight") and weight.ndim == 2:
+                a, b = (torch.randn(size, 4, generator=generator) for size in weight.shape)
+                part = a @ b.T
+                weight.sub_((0.1 * 0.2 * weight.float().norm() / part.norm() * part).to(weight.dtype))
+
+    first = next(n for n in weights if n.endswith("layers.1.input_layernorm.weight"))
+    yield (
+        "one norm left at its first values",
+        change(first, lambda w: torch.ones_like(w) if "gemma" not in first else w * 0),
+    )
+    yield "two rows of the embedding exchanged", rows
+    yield "adapter scaled by 0.9", scaled
+    square = next((n for n, w in weights.items() if "layers.1" in n and w.ndim == 2 and w.shape[0] == w.shape[1]), "")
+    if square:
+        yield "one tensor transposed", change(square, lambda w: w.T)
+    halves = [
+        n for n in weights if "layers.0" in n and n.endswith(("gate_proj.weight", "gate_up_proj.weight", "c_fc.weight"))
+    ]
+    if halves:
+        yield "two shards exchanged", change(halves[0], lambda w: torch.cat(w.chunk(2)[::-1]))
+        yield "one shard zero", change(halves[0], lambda w: torch.cat([w[: len(w) // 2], 0 * w[len(w) // 2 :]]))
+    keys, values = (next((n for n in weights if f"layers.0.self_attn.{x}_proj.weight" in n), "") for x in "kv")
+    if keys and weights[keys].shape == weights[values].shape:
+        yield "keys and values exchanged", exchange(keys, values)
+    experts = next((n for n in weights if "layers.0" in n and n.endswith("experts.gate_up_proj")), "")
+    if experts:
+        yield "two experts exchanged", change(experts, lambda w: w[[1, 0, *range(2, len(w))]])
+    bias = next((n for n in weights if "layers.0" in n and n.endswith("q_proj.bias")), "")
+    if bias:
+        yield "a bias left out", change(bias, torch.zeros_like)
+
+
+@torch.no_grad()
+def margins(path: Path, precision: str, embedded: bool = True) -> dict[str, Any]:
+    """The largest statistic of right syncs, and that of each fault."""
+    pair = Pair(path, precision, embedded)
+    weights = dict(pair.engine.named_parameters())
+    probes = [pair.probe(seed) for seed in range(4 if embedded else 2)]
+    right = []
+    for number in range(NUM_RIGHT):  # the policy moves, on both sides alike
+        right.append(pair.statistic(probes[number % len(probes)]))
+        if embedded:
+            _move(pair, number)
+    found: dict[str, float] = {}
+    for name, plant in faults(weights):
+        kept = {n: w.clone() for n, w in weights.items()}
+        plant({n: w.data for n, w in weights.items()}, probes[0])
+        found[name] = pair.statistic(probes[0])
+        for n, weight in weights.items():
+            weight.data.copy_(kept[n])
+    return {"right": max(right), "wrong": found}
+
+
+def _move(pair: Pair, seed: int) -> None:
+    theirs = dict(pair.engine.named_parameters())
+    generator = torch.Generator().manual_seed(seed)
+    for name, weight in pair.backend.policy.model.named_parameters():
+        noise = 0.01 * weight.abs().mean() * torch.randn(weight.shape, generator=generator)
+        weight.data.copy_((weight.data + noise.to(weight.dtype)).to(DTYPES[pair.precision]))
+        theirs[name].data.copy_(weight.data)
+    pair.backend._changed()
+
+
+def of_families(folder: Path, names: list[str], precision: str) -> dict[str, dict[str, Any]]:
+    out = {}
+    for name in names:
+        for kind in ("flat", "peaked"):
+            path = make_model(name, folder / f"{name}-{kind}-{precision}", precision, kind == "peaked")
+            out[f"{name}, {kind}, {precision}"] = margins(path, precision)
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--real", type=Path, help="the folder of the real model; its rows stay as they are without")
+    options = parser.parse_args()
+    table = json.loads(TABLE.read_text()) if TABLE.exists() else {}
+    pool = RankPool(1)
+    try:
+        with tempfile.TemporaryDirectory() as scratch:
+            for precision in ("bf16", "fp32") if not options.real else ():
+                table |= pool.run(of_families, Path(scratch), FAMILIES, precision)[0]
+        if options.real:
+            table["gemma-3-270m, real, bf16"] = pool.run(margins, options.real, "bf16", False)[0]
+    finally:
+        pool.close()
+    TABLE.write_text(json.dumps(table, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
