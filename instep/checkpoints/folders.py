@@ -261,7 +261,8 @@ def has_optimizer(folder: Path) -> bool:
     Raises:
         CheckpointError: it cannot be read.
     """
-    from instep.checkpoints.plain import METADATA, load_data, read_index  # they import torch
+    from instep.checkpoints.plain import METADATA, read_index  # they import torch
+    from instep.checkpoints.torch_files import load_data
 
     if (folder / METADATA).is_file():
         return any("optimizer." in key for key in read_index(folder).state_dict_metadata)

@@ -36,7 +36,8 @@ from instep.checkpoints.megatron_files import (
     torch_dist_tensors,
     torch_tensors,
 )
-from instep.checkpoints.plain import METADATA, load_data
+from instep.checkpoints.plain import METADATA
+from instep.checkpoints.torch_files import load_data
 from instep.errors import CheckpointError
 from instep.models.shape import ModelShape
 from instep.models.weight_map import HEAD, Kind, WeightEntry, join, weight_entries
