@@ -129,9 +129,10 @@ class _Machine:
                 stack[-1] = _made(stack[-1], args)
             elif op == 0x62:  # BUILD
                 state = pop()
-                if type(made := stack[-1]) is not Made or made.state is not None:
+                if type(made := stack[-1]) is Made and made.state is None:
+                    made.state = state
+                elif type(made) is not dict:  # an OrderedDict may have attributes: a state_dict's _metadata
                     raise NoData("it changes what it has not made")
-                made.state = state
             elif op == 0x86:  # TUPLE2
                 last = pop()
                 stack[-1] = (stack[-1], last)
