@@ -8,12 +8,9 @@ knows the ones that data is written with, and refuses the others. What a pickle 
 from __future__ import annotations
 
 import gc
-import os
-import stat
 import struct
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 MAX_BYTES = 512 * 2**20  # of a pickle: a million chunks of tensors in an index; each byte becomes some 40 of memory
 MAX_KEY = 2**32  # whole numbers up to here cannot be chosen so that a dict of them takes for ever
@@ -55,16 +52,6 @@ class Ours:
 
 
 Names = Callable[[str, str], Any]  # a module and a name -> a `Name`, an `Ours` or a constant; raises NoData
-
-
-def open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading, never waiting for a writer as a pipe does. Raises OSError."""
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    file = os.fdopen(handle, "rb")
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        file.close()
-        raise OSError(None, "it is no regular file")
-    return file
 
 
 def read(data: bytes, names: Names, persistent: Callable[[Any], Any] | None = None) -> Any:

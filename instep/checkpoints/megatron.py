@@ -13,7 +13,6 @@ layer after them as Transformer Engine has them (`self_attention.linear_qkv.laye
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -38,6 +37,7 @@ from instep.checkpoints.megatron_files import (
 )
 from instep.checkpoints.plain import METADATA
 from instep.checkpoints.torch_files import load_data
+from instep.documents import read_json
 from instep.errors import CheckpointError
 from instep.models.shape import ModelShape
 from instep.models.weight_map import HEAD, Kind, WeightEntry, join, weight_entries
@@ -56,6 +56,10 @@ class Part:
     @property
     def shape(self) -> tuple[int, ...]:
         return self.stored.shape[len(self.index) :]
+
+    @property
+    def rows(self) -> int:
+        return self.shape[0] if self.shape else 0
 
     def read(self, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """The box at `offsets` with `sizes`. Raises LookupError: the chunks do not cover it."""
@@ -120,7 +124,7 @@ class MegatronCheckpoint:
         for entry in entries:
             parts, want = self._parts(entry, ""), full_shape(entry)
             used |= {part.key for part in parts}
-            shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:]) if parts else ()
+            shape = (sum(part.rows for part in parts), *parts[0].shape[1:]) if parts else ()
             padded = entry.kind is Kind.VOCAB and shape[1:] == want[1:] and shape[:1] >= want[:1]
             outside = [
                 part for part in parts if any(i >= n for i, n in zip(part.index, part.stored.shape, strict=False))
@@ -161,7 +165,7 @@ class MegatronCheckpoint:
         zeros = (0,) * (len(full) - 1)
         if not parts:
             raise self._damaged(f"{prefix}{entry.megatron} is missing")
-        if prefix and entry.kind is not Kind.VOCAB and sum(part.shape[0] for part in parts) != full[0]:
+        if prefix and entry.kind is not Kind.VOCAB and sum(part.rows for part in parts) != full[0]:
             raise self._damaged(f"{parts[0].key} has shape {parts[0].stored.shape}, not the parameter's")
         try:
             if entry.kind is Kind.GATE_UP and (size > 1 or len(parts) > 1):
@@ -244,7 +248,7 @@ def _check_backend(folder: Path) -> None:
     """Refuse what has an index like `torch_dist`'s, and other tensors. Raises CheckpointError."""
     file = folder / "metadata.json"
     try:
-        backend = json.loads(file.read_text())["sharded_backend"] if file.exists() else None
+        backend = read_json(file)["sharded_backend"] if file.exists() else None
     except (OSError, ValueError, LookupError, TypeError) as error:
         what, remedy = (
             f"metadata.json does not name a format: {error!r}",
@@ -260,18 +264,20 @@ def _check_backend(folder: Path) -> None:
         )
 
 
-def _steps(node: Any, name: str = "") -> Iterator[float]:
+def _steps(node: Any, name: str = "", depth: int = 0) -> Iterator[float]:
     """The steps that a state of Megatron's optimizers counts: per group, or for all parameters."""
+    if depth > 8:  # chained optimizers, their groups, and entries of these
+        return
     if name in ("optimizer_step", "common_step", "step"):
         if isinstance(node, (int, float)) or (isinstance(node, Tensor) and node.numel() == 1):
             yield float(node)
     elif isinstance(node, dict):
         for key, value in node.items():
             if name or key in ("optimizer", "optimizer_step"):
-                yield from _steps(value, str(key))
+                yield from _steps(value, str(key), depth + 1)
     elif isinstance(node, list):
         for value in node:
-            yield from _steps(value, name)
+            yield from _steps(value, name, depth + 1)
 
 
 def _names(entry: WeightEntry) -> Iterator[tuple[str, tuple[int, ...]]]:

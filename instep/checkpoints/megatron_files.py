@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from instep.checkpoints.plain import read_index
+from instep.checkpoints.plain import MAX_NAME, read_index
 from instep.checkpoints.torch_files import TensorFiles, load_data
 from instep.errors import CheckpointError
 from instep.models.weight_map import Kind, WeightEntry
@@ -32,9 +33,12 @@ LAYERS, LOCAL_EXPERTS, EXPERTS = "decoder.layers.", "mlp.experts.local_experts."
 _EXTRA_STATE = re.compile(r"(^|\.)_extra_state")
 _RANK_FOLDER = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
 RANK_FILE = "model_optim_rng.pt"
+MAX_PLACES = 10**7  # layers, times experts, times ranks that share each
 # The key of the optimizer's state in a file of instep's: by chunk, then by the state's and the parameter's name.
 OPTIMIZER = "optimizer_by_parameter"
 # A rank's name of the weights of its experts in one module (grouped GEMM): the first number is the expert's.
+_NUMBERED = re.compile(rf"{re.escape(LAYERS)}(\d{{1,9}})\.(.+)")
+_OF_EXPERT = re.compile(rf"{re.escape(LOCAL_EXPERTS)}(\d{{1,9}})\.(.+)")
 _GROUPED = re.compile(r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)")
 
 
@@ -60,6 +64,8 @@ class Stored:
         """The chunks that have a part of the tensor at these leading indices, of a layer or an expert."""
         if (lead := len(index)) not in self._by_lead:
             places: dict[tuple[int, ...], list[Chunk]] = {}
+            if sum(math.prod(chunk.sizes[:lead]) for chunk in self.chunks) > MAX_PLACES:
+                raise LookupError("its chunks are of more layers or experts than there can be")
             for chunk in self.chunks:
                 ranges = [range(o, o + n) for o, n in zip(chunk.offsets[:lead], chunk.sizes[:lead], strict=True)]
                 for place in product(*ranges):
@@ -80,10 +86,10 @@ def torch_dist_tensors(folder: Path) -> dict[str, Stored]:
     for key, about in index.state_dict_metadata.items():
         if not isinstance(about, TensorStorageMetadata) or _EXTRA_STATE.search(key):
             continue
-        chunks = []
+        chunks, itemsize = [], about.properties.dtype.itemsize
         for chunk in about.chunks:
             info = index.storage_data.get(MetadataIndex(key, chunk.offsets))
-            if info is None:
+            if info is None or not 0 < math.prod(chunk.sizes) * itemsize <= info.length:
                 continue  # whoever asks for it is told that it is not there
             args = (info.relative_path, info.offset, info.length)
             chunks.append(Chunk(tuple(chunk.offsets), tuple(chunk.sizes), partial(files.read, *args)))
@@ -113,6 +119,9 @@ def torch_tensors(folder: Path, entries: Sequence[WeightEntry]) -> dict[str, Sto
     for name, parts in found.items():
         own = _split(name)[1]
         entry = by_name.get(own) or by_name.get(_own_name(own))
+        if len({part.shape for part in parts.values()}) > 1:
+            what, remedy = f"{name} has another shape on each rank", "take another checkpoint, or copy it again"
+            raise CheckpointError(what, where=str(folder), remedy=remedy)
         stored[name] = _joined(entry, [parts[tp] for tp in sorted(parts)])
     return stored
 
@@ -131,8 +140,14 @@ def _ranks(folder: Path) -> dict[tuple[int, int, int], list[dict[str, Any]]]:
         state = load_data(path / RANK_FILE)
         keys = [k for k in ("model", *(f"model{i}" for i in range(len(state)))) if k in state]
         chunks, states = [state[k] for k in keys], state.get(OPTIMIZER) or {}
-        if not chunks or not all(isinstance(chunk, dict) for chunk in chunks):
+        dicts = [*chunks, states, *(states.values() if isinstance(states, dict) else ())]
+        if not chunks or not all(isinstance(part, dict) for part in dicts):
             raise CheckpointError("it holds no model", where=str(path / RANK_FILE), remedy="take another checkpoint")
+        if not all(
+            isinstance(name, str) and len(name) <= MAX_NAME and name.isprintable() for part in dicts for name in part
+        ):
+            what = f"the name of a tensor is no text of at most {MAX_NAME} characters"
+            raise CheckpointError(what, where=str(path / RANK_FILE), remedy="take another checkpoint")
         models[tuple(g for g in match.groups() if g is not None)] = [
             chunk | {f"optimizer.{name}": tensor for name, tensor in states.get(key, {}).items()}
             for key, chunk in zip(keys, chunks, strict=True)
@@ -151,17 +166,16 @@ def _ranks(folder: Path) -> dict[tuple[int, int, int], list[dict[str, Any]]]:
 
 def _whole_name(name: str, first: int, ep: int, weights: dict[str, Any]) -> str:
     """The name in the whole model of what a rank calls `name`: layers over all stages, experts over all ranks."""
-    if not name.startswith(LAYERS):
+    if (numbered := _NUMBERED.fullmatch(name)) is None:
         return name
-    layer, rest = name.removeprefix(LAYERS).split(".", 1)
+    layer, rest = numbered.groups()
     rest = _GROUPED.sub(rf"{LOCAL_EXPERTS}\3.\1.\2", rest)
-    if rest.startswith(LOCAL_EXPERTS):
+    if (of_expert := _OF_EXPERT.fullmatch(rest)) is not None:
         other = (
             rf"{re.escape(LAYERS)}{layer}\.mlp\.experts\.(local_experts\.\d+\.linear_fc2\.weight|linear_fc2\.weight\d+)"
         )
         local = sum(re.fullmatch(other, key) is not None for key in weights)
-        expert, within = rest.removeprefix(LOCAL_EXPERTS).split(".", 1)
-        rest = f"{EXPERTS}{ep * local + int(expert)}.{within}"
+        rest = f"{EXPERTS}{ep * local + int(of_expert[1])}.{of_expert[2]}"
     return f"{LAYERS}{int(layer) + first}.{rest}"
 
 
@@ -174,8 +188,11 @@ def _own_name(name: str) -> str:
 
 def _joined(entry: WeightEntry | None, parts: Sequence[Tensor]) -> Stored:
     first = parts[0]
+    if not first.ndim:
+        return Stored(first.dtype, (), (Chunk((), (), first.contiguous),))
     dim = None if entry is None else entry.split_dim
-    if entry is None or dim is None or len(parts) == 1 or first.shape[dim] == full_shape(entry)[dim]:
+    alone = len(parts) == 1 or dim is None or dim >= first.ndim
+    if entry is None or dim is None or alone or first.shape[dim] == full_shape(entry)[dim]:
         parts, dim = parts[:1], 0
     chunks, at = [], 0
     for part in parts:

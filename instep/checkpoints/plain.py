@@ -31,8 +31,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType
 from torch.futures import Future
 
-from instep.checkpoints.inert import MAX_BYTES, Made, Name, NoData, Ours, open_regular, read
+from instep.checkpoints.inert import MAX_BYTES, Made, Name, NoData, Ours, read
 from instep.checkpoints.torch_files import DTYPES, MAX_DIMENSIONS, MAX_SIZE, TensorFiles, load_data
+from instep.documents import open_regular
 from instep.errors import CheckpointError
 
 METADATA = ".metadata"
@@ -131,7 +132,7 @@ def _fields(made: Any, *names: str) -> Mapping[str, Any]:
     """The attributes of what should be an instance of the last class, or the first, of these names."""
     if type(made) is not Made or made.of is None or made.of.name not in names or made.args:
         raise NoData(f"there is something else in the place of a {names[0]}")
-    state = {} if made.state is None else made.state
+    state: Any = {} if made.state is None else made.state
     if type(state) is not dict:
         raise NoData(f"a {names[0]} in it has no attributes")
     return state
@@ -165,7 +166,9 @@ def _entry(made: Any) -> TensorStorageMetadata | BytesStorageMetadata:
 def _chunk(made: Any, size: torch.Size) -> ChunkStorageMetadata:
     fields = _fields(made, "ChunkStorageMetadata")
     offsets, sizes = fields.get("offsets"), fields.get("sizes")
-    if type(offsets) is not torch.Size or type(sizes) is not torch.Size or not len(offsets) == len(sizes) == len(size):
+    if not (isinstance(offsets, torch.Size) and isinstance(sizes, torch.Size)):
+        raise NoData("a chunk in it has no place in its tensor")
+    if not len(offsets) == len(sizes) == len(size):
         raise NoData("a chunk in it has no place in its tensor")
     for offset, length, whole in zip(offsets, sizes, size, strict=True):
         if offset + length > whole:
@@ -194,7 +197,7 @@ def _info(made: Any) -> _StorageInfo:
 
 
 def _text(value: Any, what: str) -> str:
-    if type(value) is not str or len(value) > MAX_NAME or "\0" in value:
+    if type(value) is not str or len(value) > MAX_NAME or not value.isprintable():
         raise NoData(f"{what} is no text of at most {MAX_NAME} characters")
     return value
 
@@ -219,11 +222,16 @@ def load_tensors(state: dict[str, Any], folder: Path, index: Metadata) -> None:
     Raises:
         CheckpointError: one is missing or damaged, of another shape, or no tensor.
     """
+    remedy = "give a folder that `save` of this model wrote (--no-load-optim if it has no optimizer)"
+    for name, about in index.state_dict_metadata.items():  # torch would leave what no chunk has as it is
+        if isinstance(about, TensorStorageMetadata):
+            there = {chunk.offsets: chunk.sizes.numel() for chunk in about.chunks}
+            if sum(there.values()) < about.size.numel():
+                raise CheckpointError(f"cannot read: no file has all of {name}", where=str(folder), remedy=remedy)
     try:
         with warnings.catch_warnings(action="ignore", category=UserWarning):  # of a process without ranks
             dcp.load(state, storage_reader=_Reader(folder, index), no_dist=not dist.is_initialized())
     except (OSError, CheckpointException) as error:
-        remedy = "give a folder that `save` of this model wrote (--no-load-optim if it has no optimizer)"
         raise CheckpointError(f"cannot read: {cause_of(error)}", where=str(folder), remedy=remedy) from error
 
 

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from instep.checkpoints.inert import Name, NoData, Ours, check_plain, open_regular, read
+from instep.checkpoints.inert import Name, NoData, Ours, check_plain, read
+from instep.documents import open_regular
 from instep.errors import CheckpointError
 
 AHEAD_BYTES = 8 * 2**20  # which the kernel reads beyond a tensor that is asked for
@@ -134,11 +135,11 @@ def read_archive(data: mmap.mmap, offset: int, length: int) -> Any:
     def storage(where: Any) -> _Storage:
         if type(where) is not tuple or len(where) != 5 or where[0] != "storage" or type(where[2]) is not str:
             raise NoData("it names something outside of it that is no storage")
-        dtype, number = where[1], where[4]
+        kind, number = where[1], where[4]
         start, num_bytes = place(f"data/{where[2]}")
-        if type(dtype) is not torch.dtype and not (type(dtype) is Name and dtype.name == "UntypedStorage"):
+        dtype = kind if isinstance(kind, torch.dtype) else None
+        if dtype is None and not (type(kind) is Name and kind.name == "UntypedStorage"):
             raise NoData("a storage in it is of an unknown type")
-        dtype = dtype if type(dtype) is torch.dtype else None
         if type(number) is not int or not 0 <= number * (dtype.itemsize if dtype else 1) <= num_bytes:
             raise NoData("a storage in it is larger than its record")
         return _Storage(dtype, start, num_bytes)
@@ -172,7 +173,7 @@ def _tensor(data: mmap.mmap, args: tuple[Any, ...], types: tuple[Any, ...], bits
     if type(storage) is not _Storage or type(sizes) is not tuple or type(stride) is not tuple:
         raise NoData("a tensor in it is none")
     dtype = types[0] if types else storage.dtype
-    if type(dtype) is not torch.dtype or len(sizes) != len(stride) or len(sizes) > MAX_DIMENSIONS:
+    if not isinstance(dtype, torch.dtype) or len(sizes) != len(stride) or len(sizes) > MAX_DIMENSIONS:
         raise NoData("a tensor in it is none")
     if any(bits):
         raise NoData("a tensor in it is to be conjugated or negated")

@@ -24,7 +24,8 @@ FORBIDDEN = [
     "builtins exec", "builtins eval", "os system", "posix system", "nt system", "subprocess Popen", "builtins setattr",
     "torch load", "torch.hub load", "torch.distributed.checkpoint.filesystem os", "pathlib os", "shutil rmtree",
     "builtins __import__", "functools partial", "operator attrgetter", "torch.distributed.checkpoint.metadata os",
-    "torch.distributed.checkpoint.metadata Metadata.__init__.__globals__", "torch.distributed.checkpoint.planner reduce",
+    "torch.distributed.checkpoint.metadata Metadata.__init__.__globals__", "pathlib Path.home",
+    "torch.distributed.checkpoint.planner reduce",
 ]  # fmt: skip
 ENUMS = [name for name in ALLOWED if "ENCODING" in name or "Type" in name.split()[1][-4:]]
 ATTRIBUTES = (

@@ -1,4 +1,4 @@
-"""Checkpoints that ran code, or wrote where they liked, when they were loaded; both by changing classes that are read."""
+"""Checkpoints that ran code, or wrote where they liked, when they were loaded: both change classes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def by_enums(code: str) -> bytes:
 
 
 def run(script: str, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, timeout=200, check=False)
+    command = [sys.executable, "-c", script, *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
 
 
 def test_an_enum_whose_members_are_replaced_runs_nothing(tmp_path: Path) -> None:
