@@ -44,7 +44,7 @@ def memory_scratch(prefix: str) -> Scratch:
         raise ConfigError(
             f"shared memory cannot be used: {root} takes no folder ({error.strerror or error})",
             where=str(root),
-            remedy="mount it writable for you, or make room (docker: --shm-size=8g, and no --read-only for it)",
+            remedy="mount it so that you may write there, or make room (docker: --shm-size=8g)",
         ) from error
 
 

@@ -141,6 +141,7 @@ def _fields(made: Any, *names: str) -> Mapping[str, Any]:
 def _metadata(content: Any) -> Metadata:
     fields = _fields(content, "Metadata", "MCoreMetadata")
     entries, places, version = (fields.get(name) for name in ("state_dict_metadata", "storage_data", "version"))
+    places = {} if places is None else places
     if type(entries) is not dict or type(places) is not dict:
         raise NoData("it has no dict of tensors, or none of their places")
     if type(version) not in (str, type(None)):
@@ -191,7 +192,7 @@ def _info(made: Any) -> _StorageInfo:
         raise NoData("its tensors are written by extensions of torch (compressed, or encrypted), which are not read")
     if type(offset) is not int or type(length) is not int or not (0 <= offset < MAX_SIZE and 0 <= length < MAX_SIZE):
         raise NoData("the place of a tensor in its file is none")
-    if Path(_text(name, "the name of a file")).name != name or name == "..":
+    if not name or Path(_text(name, "the name of a file")).name != name or name == "..":
         raise NoData(f"it names the file {name!r:.80}, which is not in its folder")
     return _StorageInfo(name, offset, length)
 

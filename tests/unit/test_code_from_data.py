@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import _StoragePrefix
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 
 from instep.checkpoints.inert import Made
@@ -103,6 +103,14 @@ def test_an_index_that_asks_for_more_than_members_of_enums_is_refused(tmp_path, 
     dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path)
     (tmp_path / METADATA).write_bytes(pickle.dumps(Asks()))
     with pytest.raises(CheckpointError, match=f"asks for '{name}' of "):
+        read_index(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../other", "/etc/passwd", "a/b", "..", ".", ""])
+def test_an_index_that_names_files_elsewhere_is_refused(tmp_path, name):
+    index = Metadata({}, storage_data={MetadataIndex("w"): _StorageInfo(name, 0, 0)})
+    (tmp_path / METADATA).write_bytes(pickle.dumps(index))
+    with pytest.raises(CheckpointError, match=r"it names the file '.*', which is not in its folder"):
         read_index(tmp_path)
 
 
