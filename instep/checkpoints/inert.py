@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import gc
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 MAX_BYTES = 512 * 2**20  # of a pickle: a million chunks of tensors in an index; each byte becomes some 40 of memory
@@ -54,6 +55,24 @@ class Ours:
 Names = Callable[[str, str], Any]  # a module and a name -> a `Name`, an `Ours` or a constant; raises NoData
 
 
+def check_size(num_bytes: int) -> None:
+    """Refuse a pickle of so many bytes before it is read. Raises NoData."""
+    if num_bytes > MAX_BYTES:
+        raise NoData(f"it has {num_bytes:,} bytes, more than {MAX_BYTES:,}")
+
+
+@contextmanager
+def collecting_nothing() -> Iterator[None]:
+    """In this block many values are made, and none is garbage: looking through them takes as long as making them."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
 def read(data: bytes, names: Names, persistent: Callable[[Any], Any] | None = None) -> Any:
     """The value of a pickle: numbers, texts, bytes, tuples, lists and dicts, and in them `Name`, `Made` and constants.
 
@@ -65,23 +84,17 @@ def read(data: bytes, names: Names, persistent: Callable[[Any], Any] | None = No
     Raises:
         NoData: an opcode, or something that is named, is none of data; or the pickle is cut off.
     """
-    collects = gc.isenabled()
-    gc.disable()  # nothing of the many values is garbage
     try:
-        return _Machine(data, names, persistent).run()
+        with collecting_nothing():
+            return _Machine(data, names, persistent).run()
     except (IndexError, struct.error) as error:
         raise NoData("it ends too early, or takes from an empty stack") from error
     except UnicodeDecodeError as error:
         raise NoData("a text in it is none") from error
-    finally:
-        if collects:
-            gc.enable()
 
 
 class _Machine:
     def __init__(self, data: bytes, names: Names, persistent: Callable[[Any], Any] | None):
-        if len(data) > MAX_BYTES:
-            raise NoData(f"it has {len(data):,} bytes, more than {MAX_BYTES:,}")
         self.data, self.pos = data, 0
         self.stack: list[Any] = []
         self.marks: list[int] = []  # where on the stack a mark is

@@ -6,6 +6,7 @@ checked torch's `Metadata` is made here, which torch then gets: it reads no inde
 
 from __future__ import annotations
 
+import os
 import random
 import warnings
 from collections.abc import Mapping
@@ -31,7 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType
 from torch.futures import Future
 
-from instep.checkpoints.inert import MAX_BYTES, Made, Name, NoData, Ours, read
+from instep.checkpoints.inert import Made, Name, NoData, Ours, check_size, collecting_nothing, read
 from instep.checkpoints.torch_files import DTYPES, MAX_DIMENSIONS, MAX_SIZE, TensorFiles, load_data
 from instep.documents import open_regular
 from instep.errors import CheckpointError
@@ -68,9 +69,9 @@ def read_index(folder: Path) -> Metadata:
     """
     index = folder / METADATA
     try:
-        with open_regular(index) as file:
-            content = read(file.read(MAX_BYTES + 1), _named)
-        found = _metadata(content)
+        with open_regular(index) as file, collecting_nothing():
+            check_size(os.fstat(file.fileno()).st_size)
+            found = _metadata(read(file.read(), _named))
     except OSError as error:
         raise CheckpointError(
             f"{METADATA} cannot be read: {error.strerror or error}", where=str(index), remedy="take another checkpoint"
@@ -192,7 +193,7 @@ def _info(made: Any) -> _StorageInfo:
         raise NoData("its tensors are written by extensions of torch (compressed, or encrypted), which are not read")
     if type(offset) is not int or type(length) is not int or not (0 <= offset < MAX_SIZE and 0 <= length < MAX_SIZE):
         raise NoData("the place of a tensor in its file is none")
-    if not name or Path(_text(name, "the name of a file")).name != name or name == "..":
+    if "/" in _text(name, "the name of a file") or name in ("", ".", ".."):
         raise NoData(f"it names the file {name!r:.80}, which is not in its folder")
     return _StorageInfo(name, offset, length)
 

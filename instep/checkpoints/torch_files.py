@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from instep.checkpoints.inert import Name, NoData, Ours, check_plain, read
+from instep.checkpoints.inert import Name, NoData, Ours, check_plain, check_size, read
 from instep.documents import open_regular
 from instep.errors import CheckpointError
 
@@ -164,6 +164,7 @@ def read_archive(data: mmap.mmap, offset: int, length: int) -> Any:
         if data[start : start + min(size, 9)] != b"little":
             raise NoData("it was written on a machine with another order of bytes")
     start, size = place("data.pkl")
+    check_size(size)
     return read(data[start : start + size], names, storage)
 
 

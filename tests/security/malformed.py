@@ -127,6 +127,7 @@ TORCH_DIST: dict[str, Damage] = {
     "an index of ten bytes that asks for 2 GB": file(METADATA, b"\x80\4B\xff\xff\xff\x7fabc"),
     "an index that is no pickle": file(METADATA, b"hello"),
     "an empty index": file(METADATA, b""),
+    "an index of a terabyte": lambda folder: os.truncate(folder / METADATA, 2**40),
     "a pipe for the index": pipe(METADATA),
     "a pipe for a file of tensors": pipe("__0_0.distcp"),
     "a pipe for metadata.json": pipe("metadata.json"),

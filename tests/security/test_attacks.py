@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import torch.distributed.checkpoint as dcp
 
 from instep.checkpoints.plain import METADATA
@@ -65,8 +64,7 @@ def test_an_enum_whose_members_are_replaced_runs_nothing(tmp_path: Path) -> None
     assert done.returncode == 1 and "CheckpointError: .metadata is no index" in done.stderr, done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("where", ["pathlib PosixPath", "pathlib PurePosixPath"])
-def test_a_path_class_that_is_changed_changes_no_path(tmp_path: Path, where: str) -> None:
+def test_a_path_class_that_is_changed_changes_no_path(tmp_path: Path) -> None:
     """Pickle's BUILD would set an attribute of the class: all paths of the conversion would have another parent."""
     random_model(MODELS["untied"]).save_pretrained(tmp_path / "hf")
     words = ["--hf-checkpoint", str(tmp_path / "hf"), "--save", str(tmp_path / "m")]
@@ -77,17 +75,17 @@ def test_a_path_class_that_is_changed_changes_no_path(tmp_path: Path, where: str
     content = pickle.loads(place.read_bytes())  # of our own
     content.planner_data = "PLANNED"
     raw = pickle.dumps(content, protocol=3)  # without frames, which count bytes
-    changed = b"]" + named(where) + slots("name", text("elsewhere")) + b"ba"
+    changed = b"]" + named("pathlib PosixPath") + slots("name", text("elsewhere")) + b"ba"
     memo = raw.index(text("PLANNED")) + len(text("PLANNED"))
     assert raw[memo : memo + 1] in (b"q", b"r")
     place.write_bytes(raw.replace(text("PLANNED"), changed))
     script = f"""
 import sys
-from pathlib import Path, PosixPath, PurePosixPath
+from pathlib import Path, PosixPath
 from instep.cli import main
-before = [dict(vars(kind)) for kind in (PosixPath, PurePosixPath)]
+before = dict(vars(PosixPath))
 code = main(["convert", "megatron-to-hf", "--load", {str(tmp_path / "m")!r}, *sys.argv[1:]])
-assert [dict(vars(kind)) for kind in (PosixPath, PurePosixPath)] == before, "a class has changed"
+assert dict(vars(PosixPath)) == before, "a class has changed"
 sys.exit(code)
 """
     done = run(script, "--hf-checkpoint", str(tmp_path / "hf"), "--save", str(tmp_path / "new"))
