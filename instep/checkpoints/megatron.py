@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from instep.checkpoints.inert import MAX_DEPTH
 from instep.checkpoints.megatron_files import (
     EXPERTS,
     FUSED,
@@ -238,7 +239,10 @@ class MegatronCheckpoint:
         if not self._optimizer_prefixes:
             raise self._no_state("it has no optimizer state by parameter")
         place = next(iter(sorted(self.folder.glob(f"mp_rank_*/{RANK_FILE}"))), self.folder / "common.pt")
-        steps = list(_steps(load_data(place)))
+        try:
+            steps = list(_steps(load_data(place), set()))
+        except (OverflowError, RuntimeError) as error:
+            raise self._no_state(f"the number of the optimizer's steps in {place.name} is none") from error
         if not steps:
             raise self._no_state(f"the number of the optimizer's steps is not written down in {place.name}")
         return max(steps)
@@ -264,20 +268,20 @@ def _check_backend(folder: Path) -> None:
         )
 
 
-def _steps(node: Any, name: str = "", depth: int = 0) -> Iterator[float]:
-    """The steps that a state of Megatron's optimizers counts: per group, or for all parameters."""
-    if depth > 8:  # chained optimizers, their groups, and entries of these
-        return
+def _steps(node: Any, seen: set[int], name: str = "", depth: int = 0) -> Iterator[float]:
+    """The steps that a state of Megatron's optimizers counts: per group, or for all parameters.
+
+    Args:
+        seen: ids of what has been looked through: a file may hold the same again and again, or itself.
+    """
     if name in ("optimizer_step", "common_step", "step"):
         if isinstance(node, (int, float)) or (isinstance(node, Tensor) and node.numel() == 1):
             yield float(node)
-    elif isinstance(node, dict):
-        for key, value in node.items():
-            if name or key in ("optimizer", "optimizer_step"):
-                yield from _steps(value, str(key), depth + 1)
-    elif isinstance(node, list):
-        for value in node:
-            yield from _steps(value, name, depth + 1)
+    elif isinstance(node, (dict, list)) and id(node) not in seen and depth < MAX_DEPTH:
+        seen.add(id(node))
+        for key, value in node.items() if isinstance(node, dict) else [(name, part) for part in node]:
+            if name or isinstance(node, list) or key in ("optimizer", "optimizer_step"):
+                yield from _steps(value, seen, str(key), depth + 1)
 
 
 def _names(entry: WeightEntry) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -133,7 +133,7 @@ def read_archive(data: mmap.mmap, offset: int, length: int) -> Any:
         return offset + start, info.file_size
 
     def storage(where: Any) -> _Storage:
-        if type(where) is not tuple or len(where) != 5 or where[0] != "storage" or type(where[2]) is not str:
+        if type(where) is not tuple or len(where) != 5 or type(where[2]) is not str:
             raise NoData("it names something outside of it that is no storage")
         kind, number = where[1], where[4]
         start, num_bytes = place(f"data/{where[2]}")
@@ -176,7 +176,7 @@ def _tensor(data: mmap.mmap, args: tuple[Any, ...], types: tuple[Any, ...], bits
     dtype = types[0] if types else storage.dtype
     if not isinstance(dtype, torch.dtype) or len(sizes) != len(stride) or len(sizes) > MAX_DIMENSIONS:
         raise NoData("a tensor in it is none")
-    if any(bits):
+    if any(bit is not None and not (type(bit) is dict and not bit) for bit in bits):
         raise NoData("a tensor in it is to be conjugated or negated")
     if not all(type(n) is int and 0 <= n < MAX_SIZE for n in (first, *sizes, *stride)):
         raise NoData("a tensor in it has an impossible shape")
@@ -192,7 +192,7 @@ def _tensor(data: mmap.mmap, args: tuple[Any, ...], types: tuple[Any, ...], bits
 
 def _bytes(args: tuple[Any, ...]) -> bytes:
     """As protocol 2 writes them: a text in Latin 1."""
-    if len(args) != 2 or type(args[0]) is not str or args[1] != "latin1":
+    if list(map(type, args)) != [str, str] or args[1] != "latin1":
         raise NoData("bytes in it are none")
     try:
         return args[0].encode("latin1")

@@ -99,6 +99,13 @@ def test_what_contains_itself_has_no_steps_and_is_no_dump(tmp_path: Path, bounde
     inner: dict[str, object] = {"step": 3}
     inner["optimizer"] = [inner, inner, inner]
     torch.save(inner, tmp_path / "common.pt")
-    assert set(_steps(load_data(tmp_path / "common.pt"))) == {3.0}
+    assert set(_steps(load_data(tmp_path / "common.pt"), set())) == {3.0}
     with pytest.raises(CheckpointError, match="nested more than 100 levels deep"):
         load_plain(tmp_path / "common.pt")
+
+
+def test_a_tensor_has_no_more_elements_than_its_storage(tmp_path: Path) -> None:
+    """A copy of one that repeats four bytes would take 2 GB."""
+    torch.save({"w": torch.zeros(1).expand(2**29)}, tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match="larger than its storage"):
+        load_data(tmp_path / "a.pt")
