@@ -95,10 +95,12 @@ def test_a_checkpoint_of_torch_gives_its_tensors_or_one_error(tmp_path: Path, bo
         assert all(torch.equal(read[key], saved[key]) for key in saved)
 
 
-def test_what_contains_itself_has_no_steps_and_is_no_dump(tmp_path: Path, bounded: None) -> None:
-    inner: dict[str, object] = {"step": 3}
-    inner["optimizer"] = [inner, inner, inner]
-    torch.save(inner, tmp_path / "common.pt")
+def test_what_contains_itself_is_looked_through_once_and_is_no_dump(tmp_path: Path, bounded: None) -> None:
+    groups: list[object] = [{"step": 3}]
+    for _ in range(60):
+        groups = [*groups, groups, groups]  # 2 ** 60 steps, if each is counted
+    groups[1:1] = [groups]
+    torch.save({"optimizer": groups}, tmp_path / "common.pt")
     assert set(_steps(load_data(tmp_path / "common.pt"), set())) == {3.0}
     with pytest.raises(CheckpointError, match="nested more than 100 levels deep"):
         load_plain(tmp_path / "common.pt")
