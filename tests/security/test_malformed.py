@@ -102,7 +102,7 @@ def test_what_contains_itself_is_looked_through_once_and_is_no_dump(tmp_path: Pa
     groups[1:1] = [groups]
     torch.save({"optimizer": groups}, tmp_path / "common.pt")
     assert set(_steps(load_data(tmp_path / "common.pt"), set())) == {3.0}
-    with pytest.raises(CheckpointError, match="nested more than 100 levels deep"):
+    with pytest.raises(CheckpointError, match=r"more than 100( levels|,000,000 values)"):
         load_plain(tmp_path / "common.pt")
 
 
