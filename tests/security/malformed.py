@@ -242,8 +242,14 @@ def _header(header: str, size: int | None = None) -> Damage:
     return file("model.safetensors", struct.pack("<Q", len(raw) if size is None else size) + raw)
 
 
+def _beside(folder: Path) -> None:
+    """Weights that fit, in a file that is none of this folder."""
+    _weight_map(_all("../other.safetensors"))(folder)
+    (folder / "model.safetensors").rename(folder.parent / "other.safetensors")
+
+
 HF: dict[str, Damage] = {
-    "a weight beside the folder": _weight_map(_all("../other.safetensors")),
+    "a weight beside the folder": _beside,
     "a weight by its whole path": _weight_map(_all("/etc/passwd")),
     "a weight below the folder and out of it": _weight_map(_all("a/../../other.safetensors")),
     "the folder for a weight": _weight_map(_all(".")),
