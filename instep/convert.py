@@ -34,6 +34,7 @@ from instep.checkpoints.hf_export import (
     copy_companions,
     fp8_block,
     new_export,
+    read_hf_config,
     write_weights,
 )
 from instep.checkpoints.hf_weights import opened_weights
@@ -131,6 +132,7 @@ def _shape(folder: Path, trusted: bool) -> ModelShape:
     remedy = "give a folder with the config.json of the model"
     if not folder.is_dir():
         raise ConfigError(f"{folder} is no folder", where="--hf-checkpoint", remedy=remedy)
+    read_hf_config(folder)  # transformers would say less of what is wrong with it
     try:
         with own_code_named(str(folder), "model"):
             config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trusted)

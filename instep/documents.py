@@ -1,14 +1,37 @@
-"""JSON and YAML that users hand in: read, or refused with one line that says what is wrong and where in the text."""
+"""Files, JSON and YAML that users hand in: read, or refused with one line that says what is wrong and where."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import stat
 import sys
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
 MAX_DEPTH = 100  # of lists and objects; Python copies and prints some hundred levels, no more
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file for reading, never waiting for a writer as a pipe does. Raises OSError."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(None, "it is no regular file")
+    return os.fdopen(handle, "rb")
+
+
+def read_text(path: Path) -> str:
+    """The text of a regular file in UTF-8. Raises: OSError, ValueError."""
+    with open_regular(path) as file:
+        return file.read().decode("utf-8")
+
+
+def read_json(path: Path) -> Any:
+    """The value of a JSON file. Raises: OSError, ValueError as `parse_json`."""
+    return parse_json(read_text(path))
 
 
 def parse_json(text: str) -> Any:

@@ -22,6 +22,26 @@ _KEPT = 256
 _given: collections.deque[tuple[int, socket.socket | None]] = collections.deque()  # the last ones, not given again
 
 
+def check_loopback() -> int:
+    """Connect to a server of our own on loopback, as engines and ranks are reached; returns the port that was tried.
+
+    Raises:
+        ConfigError: this host lets nothing through there.
+    """
+    try:
+        with socket.create_server((LOOPBACK, 0)) as server:
+            with socket.create_connection(server.getsockname(), timeout=5) as client:
+                server.settimeout(5)
+                server.accept()[0].close()
+                return int(client.getpeername()[1])
+    except OSError as error:
+        raise ConfigError(
+            f"no connection over {LOOPBACK}: {error.strerror or error}",
+            where="this host",
+            remedy="engines and ranks are reached there: allow it (a sandbox, a firewall, `ip link set lo up`)",
+        ) from error
+
+
 def free_port(host: str = "127.0.0.1") -> int:
     """A port that was free a moment ago; see `free_ports`."""
     return free_ports(1, host)

@@ -20,6 +20,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from instep.errors import ConfigError
+
 LOCK = ".instep-scratch"
 ANY = "instep-*"  # matches the folders of all kinds
 
@@ -27,6 +29,23 @@ ANY = "instep-*"  # matches the folders of all kinds
 def memory_root() -> Path:
     """The folder of shared memory; without one that of temporary files."""
     return Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
+
+
+def memory_scratch(prefix: str) -> Scratch:
+    """A scratch folder in shared memory, for what processes hand to each other.
+
+    Raises:
+        ConfigError: none can be made there.
+    """
+    root = memory_root()
+    try:
+        return Scratch(prefix, root)
+    except OSError as error:
+        raise ConfigError(
+            f"shared memory cannot be used: {root} takes no folder ({error.strerror or error})",
+            where=str(root),
+            remedy="mount it so that you may write there, or make room (docker: --shm-size=8g)",
+        ) from error
 
 
 class Scratch:

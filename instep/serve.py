@@ -19,7 +19,7 @@ from instep.controller.fleet import Fleet
 from instep.engines import keys
 from instep.engines.topology import model_path, policy_model, served_models
 from instep.errors import ConfigError
-from instep.ports import port_is_free
+from instep.ports import check_loopback, port_is_free
 from instep.processes import LOOK_SECONDS, lock_folders
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ def serve(args: Args, before: Callable[[Args, Fleet, Path, Callable[[str], None]
         ConfigError: the port or the folder is taken, or an engine is not installed.
         EngineError: an engine did not start, none is left, or the router has died.
     """
+    check_loopback()
     logs = Path(args.run_dir) / "logs"
     args = resolve_on_machine(args, with_engines=True)
     num_models = len(served_models(args))

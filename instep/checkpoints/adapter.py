@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from instep.checkpoints.hf_export import exporting
 from instep.checkpoints.integrity import folder_digest
 from instep.checkpoints.weight_files import opened
+from instep.documents import read_json
 from instep.errors import CheckpointError
 from instep.models.shape import KV_B
 
@@ -117,9 +118,12 @@ def read_layout(folder: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        content: dict[str, Any] = json.loads(path.read_text())
-        Base(**content["base"])
-        return {name: content[name] for name in ("rank", "alpha", "modules", "base")}
+        content: dict[str, Any] = read_json(path)
+        found = {name: content[name] for name in ("rank", "alpha", "modules", "base")}
+        texts = [*found["modules"], *asdict(Base(**found["base"])).values()]
+        if not all(isinstance(text, str) for text in texts) or not isinstance(found["modules"], list):
+            raise TypeError("names of modules, and the base, are texts")
+        return found
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"it does not say what its adapter is: {error!r}", where=str(path), remedy="take another checkpoint"

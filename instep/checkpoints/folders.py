@@ -32,6 +32,7 @@ from instep.checkpoints.integrity import (
     write_manifest,
 )
 from instep.checkpoints.values import SAVABLE, from_text, to_text
+from instep.documents import read_text
 from instep.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -66,8 +67,11 @@ def latest_iteration(root: Path | None) -> int | None:
                 remedy="write the number of the one to load into that file or into --ckpt-step; or name another folder",
             )
         return max(complete(root), default=None)
-    text = (root / TRACKER).read_text(errors="backslashreplace").strip()
-    if text == "release" or text.isdecimal():
+    try:
+        text = read_text(root / TRACKER).strip()
+    except (OSError, ValueError) as error:
+        text = str(getattr(error, "strerror", None) or error)
+    if text == "release" or (text.isdecimal() and len(text) < 19):
         return RELEASE if text == "release" else int(text)
     raise CheckpointError(
         f"{text!r:.60} is no iteration, nor `release`",
@@ -240,7 +244,7 @@ def read_state(folder: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        state = from_text(path.read_text(encoding="utf-8"))
+        state = from_text(read_text(path))
         if not isinstance(state, dict):
             raise ValueError("it holds no JSON object")
         for name, kind in _STATE.items():
@@ -261,7 +265,8 @@ def has_optimizer(folder: Path) -> bool:
     Raises:
         CheckpointError: it cannot be read.
     """
-    from instep.checkpoints.plain import METADATA, load_data, read_index  # they import torch
+    from instep.checkpoints.plain import METADATA, read_index  # they import torch
+    from instep.checkpoints.torch_files import load_data
 
     if (folder / METADATA).is_file():
         return any("optimizer." in key for key in read_index(folder).state_dict_metadata)

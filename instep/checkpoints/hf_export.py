@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from instep.checkpoints.integrity import Kind, contents, is_ours, put_in_place, write_manifest
-from instep.checkpoints.weight_files import INDEX, SINGLE, read_index
-from instep.documents import parse_json
+from instep.checkpoints.weight_files import SINGLE
+from instep.documents import read_json
 from instep.errors import CheckpointError, ConfigError
 from instep.models.mtp import KEYS, mtp_names, num_mtp_layers
-from instep.models.shape import QUANTIZATION, with_quantization
+from instep.models.shape import QUANTIZATION, check_types, with_quantization
+from instep.models.sizes import INDEX, weight_map
 from instep.private import share
 from instep.scratch import Scratch
 
@@ -91,7 +92,7 @@ def check_hf_checkpoint(path: str | Path) -> dict[str, Any]:
     files = [path / SINGLE]
     if (path / INDEX).exists():
         try:
-            files = [path / name for name in sorted(set(read_index(path).values()))]
+            files = [path / name for name in sorted(set(weight_map(path).values()))]
         except (OSError, ValueError) as error:
             raise ConfigError(f"{INDEX} cannot be read: {error}", where=str(path / INDEX), remedy=remedy) from error
     missing = [f.name for f in files if not f.is_file()]
@@ -101,13 +102,27 @@ def check_hf_checkpoint(path: str | Path) -> dict[str, Any]:
     return config
 
 
+def check_regular(folder: Path) -> None:
+    """Refuse a folder with pipes, sockets and devices: whoever reads one waits for ever. Raises ConfigError."""
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if path.exists() and not path.is_file() and not path.is_dir():
+            what, remedy = f"{path.name} is no file, but a pipe, a socket or a device", "copy the checkpoint again"
+            raise ConfigError(what, where=str(path), remedy=remedy)
+
+
 def read_hf_config(folder: Path) -> dict[str, Any]:
     """The config.json of a Hugging Face folder, with its quantization (`with_quantization`).
 
     Raises:
         ConfigError: it is missing or no JSON object, or hf_quant_config.json cannot be read.
     """
-    config = _read_json(folder / "config.json", "give a folder with config.json and safetensors weights")
+    check_regular(folder)
+    place, remedy = folder / "config.json", "give a folder with config.json and safetensors weights"
+    config = _read_json(place, remedy)
+    try:
+        check_types(config)
+    except ValueError as error:
+        raise ConfigError(f"config.json cannot be read: {error}", where=str(place), remedy=remedy) from error
     try:
         return with_quantization(config, folder)
     except (OSError, ValueError) as error:
@@ -185,7 +200,7 @@ def check_files(path: str | Path, *, needs_chat_template: bool) -> None:
 
 def _read_json(path: Path, remedy: str) -> dict[str, Any]:
     try:
-        data = parse_json(path.read_text())
+        data = read_json(path)
     except FileNotFoundError:
         raise ConfigError(f"{path.name} is missing", where=str(path.parent), remedy=remedy) from None
     except (OSError, ValueError) as error:

@@ -19,6 +19,7 @@ from typing import Literal
 import xxhash
 
 from instep.atomic import free_name, replace_folder, sync_folder, write_text
+from instep.documents import read_json
 from instep.errors import CheckpointError
 
 MANIFEST = "files.json"
@@ -212,7 +213,7 @@ def _problem(folder: Path) -> tuple[Path, str] | None:
 
 def _read_manifest(folder: Path) -> tuple[str, dict[str, tuple[int, str | None]]]:
     """The kind, and size and digest by name; an earlier instep listed sizes alone. Raises: OSError, ValueError."""
-    content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    content = read_json(folder / MANIFEST)
     if not isinstance(content, dict):
         raise ValueError("it holds no JSON object")
     if content.get("written_by") != "instep":
@@ -224,6 +225,8 @@ def _read_manifest(folder: Path) -> tuple[str, dict[str, tuple[int, str | None]]
     for name, entry in files.items():
         if not (isinstance(entry, list) and [type(x) for x in entry] in ([int, str], [int, type(None)])):
             raise ValueError(f"the entry of {name} is no size and digest")
+        if (path := Path(name)).is_absolute() or ".." in path.parts:
+            raise ValueError(f"it lists {name!r:.80}, which is not in its folder")
     return str(content.get("kind")), {name: (entry[0], entry[1]) for name, entry in files.items()}
 
 

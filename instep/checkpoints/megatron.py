@@ -13,7 +13,6 @@ layer after them as Transformer Engine has them (`self_attention.linear_qkv.laye
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -25,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from instep.checkpoints.inert import MAX_DEPTH
 from instep.checkpoints.megatron_files import (
     EXPERTS,
     FUSED,
@@ -36,7 +36,9 @@ from instep.checkpoints.megatron_files import (
     torch_dist_tensors,
     torch_tensors,
 )
-from instep.checkpoints.plain import METADATA, load_data
+from instep.checkpoints.plain import METADATA
+from instep.checkpoints.torch_files import load_data
+from instep.documents import read_json
 from instep.errors import CheckpointError
 from instep.models.shape import ModelShape
 from instep.models.weight_map import HEAD, Kind, WeightEntry, join, weight_entries
@@ -55,6 +57,10 @@ class Part:
     @property
     def shape(self) -> tuple[int, ...]:
         return self.stored.shape[len(self.index) :]
+
+    @property
+    def rows(self) -> int:
+        return self.shape[0] if self.shape else 0
 
     def read(self, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """The box at `offsets` with `sizes`. Raises LookupError: the chunks do not cover it."""
@@ -119,7 +125,7 @@ class MegatronCheckpoint:
         for entry in entries:
             parts, want = self._parts(entry, ""), full_shape(entry)
             used |= {part.key for part in parts}
-            shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:]) if parts else ()
+            shape = (sum(part.rows for part in parts), *parts[0].shape[1:]) if parts else ()
             padded = entry.kind is Kind.VOCAB and shape[1:] == want[1:] and shape[:1] >= want[:1]
             outside = [
                 part for part in parts if any(i >= n for i, n in zip(part.index, part.stored.shape, strict=False))
@@ -160,7 +166,7 @@ class MegatronCheckpoint:
         zeros = (0,) * (len(full) - 1)
         if not parts:
             raise self._damaged(f"{prefix}{entry.megatron} is missing")
-        if prefix and entry.kind is not Kind.VOCAB and sum(part.shape[0] for part in parts) != full[0]:
+        if prefix and entry.kind is not Kind.VOCAB and sum(part.rows for part in parts) != full[0]:
             raise self._damaged(f"{parts[0].key} has shape {parts[0].stored.shape}, not the parameter's")
         try:
             if entry.kind is Kind.GATE_UP and (size > 1 or len(parts) > 1):
@@ -233,7 +239,10 @@ class MegatronCheckpoint:
         if not self._optimizer_prefixes:
             raise self._no_state("it has no optimizer state by parameter")
         place = next(iter(sorted(self.folder.glob(f"mp_rank_*/{RANK_FILE}"))), self.folder / "common.pt")
-        steps = list(_steps(load_data(place)))
+        try:
+            steps = list(_steps(load_data(place), set()))
+        except (OverflowError, RuntimeError) as error:
+            raise self._no_state(f"the number of the optimizer's steps in {place.name} is none") from error
         if not steps:
             raise self._no_state(f"the number of the optimizer's steps is not written down in {place.name}")
         return max(steps)
@@ -243,7 +252,7 @@ def _check_backend(folder: Path) -> None:
     """Refuse what has an index like `torch_dist`'s, and other tensors. Raises CheckpointError."""
     file = folder / "metadata.json"
     try:
-        backend = json.loads(file.read_text())["sharded_backend"] if file.exists() else None
+        backend = read_json(file)["sharded_backend"] if file.exists() else None
     except (OSError, ValueError, LookupError, TypeError) as error:
         what, remedy = (
             f"metadata.json does not name a format: {error!r}",
@@ -259,18 +268,20 @@ def _check_backend(folder: Path) -> None:
         )
 
 
-def _steps(node: Any, name: str = "") -> Iterator[float]:
-    """The steps that a state of Megatron's optimizers counts: per group, or for all parameters."""
+def _steps(node: Any, seen: set[int], name: str = "", depth: int = 0) -> Iterator[float]:
+    """The steps that a state of Megatron's optimizers counts: per group, or for all parameters.
+
+    Args:
+        seen: ids of what has been looked through: a file may hold the same again and again, or itself.
+    """
     if name in ("optimizer_step", "common_step", "step"):
         if isinstance(node, (int, float)) or (isinstance(node, Tensor) and node.numel() == 1):
             yield float(node)
-    elif isinstance(node, dict):
-        for key, value in node.items():
-            if name or key in ("optimizer", "optimizer_step"):
-                yield from _steps(value, str(key))
-    elif isinstance(node, list):
-        for value in node:
-            yield from _steps(value, name)
+    elif isinstance(node, (dict, list)) and id(node) not in seen and depth < MAX_DEPTH:
+        seen.add(id(node))
+        for key, value in node.items() if isinstance(node, dict) else [(name, part) for part in node]:
+            if name or isinstance(node, list) or key in ("optimizer", "optimizer_step"):
+                yield from _steps(value, seen, str(key), depth + 1)
 
 
 def _names(entry: WeightEntry) -> Iterator[tuple[str, tuple[int, ...]]]:

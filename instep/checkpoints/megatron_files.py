@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import mmap
-import os
+import math
 import re
-import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from instep.checkpoints.plain import NO_PICKLE, load_data, read_index
+from instep.checkpoints.plain import MAX_NAME, read_index
+from instep.checkpoints.torch_files import TensorFiles, load_data
 from instep.errors import CheckpointError
 from instep.models.weight_map import Kind, WeightEntry
 
@@ -34,10 +33,12 @@ LAYERS, LOCAL_EXPERTS, EXPERTS = "decoder.layers.", "mlp.experts.local_experts."
 _EXTRA_STATE = re.compile(r"(^|\.)_extra_state")
 _RANK_FOLDER = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
 RANK_FILE = "model_optim_rng.pt"
-AHEAD_BYTES = 8 * 2**20  # which the kernel reads beyond a tensor that is asked for
+MAX_PLACES = 10**7  # layers, times experts, times ranks that share each
 # The key of the optimizer's state in a file of instep's: by chunk, then by the state's and the parameter's name.
 OPTIMIZER = "optimizer_by_parameter"
 # A rank's name of the weights of its experts in one module (grouped GEMM): the first number is the expert's.
+_NUMBERED = re.compile(rf"{re.escape(LAYERS)}(\d{{1,9}})\.(.+)")
+_OF_EXPERT = re.compile(rf"{re.escape(LOCAL_EXPERTS)}(\d{{1,9}})\.(.+)")
 _GROUPED = re.compile(r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)")
 
 
@@ -63,6 +64,8 @@ class Stored:
         """The chunks that have a part of the tensor at these leading indices, of a layer or an expert."""
         if (lead := len(index)) not in self._by_lead:
             places: dict[tuple[int, ...], list[Chunk]] = {}
+            if sum(math.prod(chunk.sizes[:lead]) for chunk in self.chunks) > MAX_PLACES:
+                raise LookupError("its chunks are of more layers or experts than there can be")
             for chunk in self.chunks:
                 ranges = [range(o, o + n) for o, n in zip(chunk.offsets[:lead], chunk.sizes[:lead], strict=True)]
                 for place in product(*ranges):
@@ -77,89 +80,21 @@ def full_shape(entry: WeightEntry) -> tuple[int, ...]:
 
 
 def torch_dist_tensors(folder: Path) -> dict[str, Stored]:
-    index = read_index(folder)
-    places: dict[tuple[str, tuple[int, ...]], Any] = {}
-    ends: dict[str, int] = {}
-    for where, info in (index.storage_data or {}).items():
-        places[where.fqn, tuple(where.offset or ())] = info
-        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
-    for name, end in ends.items():
-        path = folder / name
-        if path.parent != folder or not path.is_file() or path.stat().st_size < end:
-            raise CheckpointError(
-                f"{name} is {'cut off' if path.is_file() else 'missing'}",
-                where=str(folder),
-                remedy="copy the checkpoint again, with all its files, or take another one",
-            )
-
-    @lru_cache(8)  # tensors are not copied: reading takes no memory that the kernel could not drop
-    def mapped(path: Path) -> mmap.mmap:
-        with path.open("rb") as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-
-    @lru_cache(1)  # the parts of a fused parameter lie in one chunk
-    def read(path: Path, offset: int, length: int) -> Tensor:
-        with path.open("rb", buffering=0) as file:
-            os.posix_fadvise(file.fileno(), offset, length + AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
-            try:
-                tensor = torch.load(_View(file, offset, length), map_location="meta", weights_only=True)
-            except (RuntimeError, AssertionError, ArithmeticError, struct.error, *NO_PICKLE) as error:
-                what = f"{path.name} holds no tensor at byte {offset} ({type(error).__name__})"
-                raise ValueError(what) from error
-        if not isinstance(tensor, Tensor):
-            raise ValueError(f"{path.name} holds no tensor at byte {offset}")
-        if not tensor.numel():
-            return torch.empty(tensor.shape, dtype=tensor.dtype)
-        storage: Any = tensor.untyped_storage()
-        start, num = storage._checkpoint_offset, storage.nbytes()
-        if start + num > length:
-            raise ValueError(f"{path.name} holds a part of a tensor at byte {offset}")
-        flat = torch.frombuffer(mapped(path), dtype=tensor.dtype, count=num // tensor.itemsize, offset=offset + start)
-        return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-
+    """Raises CheckpointError as `read_index`."""
+    index, files = read_index(folder), TensorFiles(folder)
     stored = {}
     for key, about in index.state_dict_metadata.items():
         if not isinstance(about, TensorStorageMetadata) or _EXTRA_STATE.search(key):
             continue
-        chunks = []
+        chunks, itemsize = [], about.properties.dtype.itemsize
         for chunk in about.chunks:
-            info = places.get((key, tuple(chunk.offsets)))
-            if info is None or getattr(info, "transform_descriptors", None):
+            info = index.storage_data.get(MetadataIndex(key, chunk.offsets))
+            if info is None or not 0 < math.prod(chunk.sizes) * itemsize <= info.length:
                 continue  # whoever asks for it is told that it is not there
-            args = (folder / info.relative_path, info.offset, info.length)
-            chunks.append(Chunk(tuple(chunk.offsets), tuple(chunk.sizes), partial(read, *args)))
+            args = (info.relative_path, info.offset, info.length)
+            chunks.append(Chunk(tuple(chunk.offsets), tuple(chunk.sizes), partial(files.read, *args)))
         stored[key] = Stored(about.properties.dtype, tuple(about.size), tuple(chunks))
     return stored
-
-
-class _View:
-    """A part of a file, as a file of its own."""
-
-    def __init__(self, file: Any, offset: int, length: int):
-        self.file, self.offset, self.length, self.at = file, offset, length, 0
-
-    def seek(self, to: int, whence: int = 0) -> int:
-        self.at = to + (0, self.at, self.length)[whence]
-        if self.at < 0:
-            raise ValueError("it begins before the file")
-        return self.at
-
-    def tell(self) -> int:
-        return self.at
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")[: max(0, self.length - self.at)]
-        self.file.seek(self.offset + self.at)
-        count = 0
-        while count < len(view) and (got := self.file.readinto(view[count:])):  # at most 2 GiB a call
-            count += got
-        self.at += count
-        return count
-
-    def read(self, size: int = -1) -> bytes:
-        left = max(0, self.length - self.at)
-        buffer = bytearray(left if size < 0 else min(size, left))
-        return bytes(buffer[: self.readinto(buffer)])
 
 
 def torch_tensors(folder: Path, entries: Sequence[WeightEntry]) -> dict[str, Stored]:
@@ -184,6 +119,9 @@ def torch_tensors(folder: Path, entries: Sequence[WeightEntry]) -> dict[str, Sto
     for name, parts in found.items():
         own = _split(name)[1]
         entry = by_name.get(own) or by_name.get(_own_name(own))
+        if len({part.shape for part in parts.values()}) > 1:
+            what, remedy = f"{name} has another shape on each rank", "take another checkpoint, or copy it again"
+            raise CheckpointError(what, where=str(folder), remedy=remedy)
         stored[name] = _joined(entry, [parts[tp] for tp in sorted(parts)])
     return stored
 
@@ -202,8 +140,14 @@ def _ranks(folder: Path) -> dict[tuple[int, int, int], list[dict[str, Any]]]:
         state = load_data(path / RANK_FILE)
         keys = [k for k in ("model", *(f"model{i}" for i in range(len(state)))) if k in state]
         chunks, states = [state[k] for k in keys], state.get(OPTIMIZER) or {}
-        if not chunks or not all(isinstance(chunk, dict) for chunk in chunks):
+        dicts = [*chunks, states, *(states.values() if isinstance(states, dict) else ())]
+        if not chunks or not all(isinstance(part, dict) for part in dicts):
             raise CheckpointError("it holds no model", where=str(path / RANK_FILE), remedy="take another checkpoint")
+        if not all(
+            isinstance(name, str) and len(name) <= MAX_NAME and name.isprintable() for part in dicts for name in part
+        ):
+            what = f"the name of a tensor is no text of at most {MAX_NAME} characters"
+            raise CheckpointError(what, where=str(path / RANK_FILE), remedy="take another checkpoint")
         models[tuple(g for g in match.groups() if g is not None)] = [
             chunk | {f"optimizer.{name}": tensor for name, tensor in states.get(key, {}).items()}
             for key, chunk in zip(keys, chunks, strict=True)
@@ -222,17 +166,16 @@ def _ranks(folder: Path) -> dict[tuple[int, int, int], list[dict[str, Any]]]:
 
 def _whole_name(name: str, first: int, ep: int, weights: dict[str, Any]) -> str:
     """The name in the whole model of what a rank calls `name`: layers over all stages, experts over all ranks."""
-    if not name.startswith(LAYERS):
+    if (numbered := _NUMBERED.fullmatch(name)) is None:
         return name
-    layer, rest = name.removeprefix(LAYERS).split(".", 1)
+    layer, rest = numbered.groups()
     rest = _GROUPED.sub(rf"{LOCAL_EXPERTS}\3.\1.\2", rest)
-    if rest.startswith(LOCAL_EXPERTS):
+    if (of_expert := _OF_EXPERT.fullmatch(rest)) is not None:
         other = (
             rf"{re.escape(LAYERS)}{layer}\.mlp\.experts\.(local_experts\.\d+\.linear_fc2\.weight|linear_fc2\.weight\d+)"
         )
         local = sum(re.fullmatch(other, key) is not None for key in weights)
-        expert, within = rest.removeprefix(LOCAL_EXPERTS).split(".", 1)
-        rest = f"{EXPERTS}{ep * local + int(expert)}.{within}"
+        rest = f"{EXPERTS}{ep * local + int(of_expert[1])}.{of_expert[2]}"
     return f"{LAYERS}{int(layer) + first}.{rest}"
 
 
@@ -245,8 +188,11 @@ def _own_name(name: str) -> str:
 
 def _joined(entry: WeightEntry | None, parts: Sequence[Tensor]) -> Stored:
     first = parts[0]
+    if not first.ndim:
+        return Stored(first.dtype, (), (Chunk((), (), first.contiguous),))
     dim = None if entry is None else entry.split_dim
-    if entry is None or dim is None or len(parts) == 1 or first.shape[dim] == full_shape(entry)[dim]:
+    alone = len(parts) == 1 or dim is None or dim >= first.ndim
+    if entry is None or dim is None or alone or first.shape[dim] == full_shape(entry)[dim]:
         parts, dim = parts[:1], 0
     chunks, at = [], 0
     for part in parts:

@@ -1,31 +1,44 @@
 """Checkpoints hold data only: what may come from a stranger is read without running code that it names.
 
-Pickles name functions to be called. torch's distributed checkpoints have two kinds of them: the index `.metadata`, and
-entries that are no tensors; `torch.save` files are a third.
+The index `.metadata` of a distributed checkpoint is a pickle. It is read once, as data (`inert.py`); from what has been
+checked torch's `Metadata` is made here, which torch then gets: it reads no index, and no entry, by itself.
 """
 
 from __future__ import annotations
 
 import os
-import pickle
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
-from enum import Enum, EnumType
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numpy._core.multiarray import _reconstruct
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType
+from torch.futures import Future
 
+from instep.checkpoints.inert import Made, Name, NoData, Ours, check_size, collecting_nothing, read
+from instep.checkpoints.torch_files import DTYPES, MAX_DIMENSIONS, MAX_SIZE, TensorFiles, load_data
+from instep.documents import open_regular
 from instep.errors import CheckpointError
 
 METADATA = ".metadata"
-_FORCED = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # torch.load obeys it also where its caller says weights_only=False
-NO_PICKLE = (pickle.UnpicklingError, EOFError, AttributeError, ImportError, TypeError, ValueError, LookupError)
+MAX_NAME = 1000  # characters of a tensor's
 _CLASSES = {
     "torch.distributed.checkpoint.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex "
     "StorageMeta TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING",
@@ -34,136 +47,229 @@ _CLASSES = {
     "torch.distributed.checkpoint.planner": "BytesIOWriteData SavePlan TensorWriteData WriteItem WriteItemType",
     "torch.distributed._shard.sharded_tensor.metadata": "MEM_FORMAT_ENCODING TensorProperties",
     "megatron.core.dist_checkpointing.strategies.torch": "MCoreMetadata MCoreSavePlan",  # of megatron-core 0.15
+    "collections": "OrderedDict",
+    "pathlib": "Path PosixPath PurePosixPath",
+    "pathlib._local": "PosixPath",  # Python 3.13
+    "torch": "device",
+    "torch.serialization": "_get_layout",
 }
-_NAMES = {
-    ("collections", "OrderedDict"),
-    ("pathlib", "Path"),
-    ("pathlib", "PosixPath"),
-    ("pathlib", "PurePosixPath"),
-    ("pathlib._local", "PosixPath"),  # Python 3.13
-    ("torch", "Size"),
-    ("torch", "device"),
-    ("torch.serialization", "_get_layout"),
-}
+_ENUMS = {"_MEM_FORMAT_ENCODING", "MEM_FORMAT_ENCODING", "WriteItemType"}
 
 
-def _member(owner: object, name: str) -> Enum:
-    if not (isinstance(owner, EnumType) and name in owner.__members__):
-        raise pickle.UnpicklingError(f"it asks for '{name}' of {owner!r:.80}, which no index needs")
-    found: Enum = owner.__members__[name]
-    return found
-
-
-class _Unpickler(pickle.Unpickler):
-    """Makes only what an index of a distributed checkpoint is made of."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module.startswith("megatron.") and name in _CLASSES.get(module, "").split():
-            return type(name, (), {})  # Megatron itself is not needed, and not imported
-        if (module, name) == ("builtins", "getattr"):
-            return _member  # of an enum, which the first releases of Python 3.11 write so
-        known = (module, name) in _NAMES or name in _CLASSES.get(module, "").split()
-        found = super().find_class(module, name) if known else getattr(torch, name, None) if module == "torch" else None
-        if not known and not isinstance(found, torch.dtype):
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which no index needs")
-        return found
+# ---- the index of a distributed checkpoint ---------------------------------------------------------------------------
 
 
 def read_index(folder: Path) -> Metadata:
-    """The index of the distributed checkpoint `folder`.
+    """The index of the distributed checkpoint `folder`, whose files are there and as long as it says.
+
+    It holds what a reader needs: how tensors lie in files, not by which plans ranks have written them.
 
     Raises:
-        CheckpointError: there is none, or it names something that no index needs.
+        CheckpointError: there is none, it names something that no index needs, or a file is missing.
     """
     index = folder / METADATA
     try:
-        with open(index, "rb") as file:
-            content = _Unpickler(file).load()
-            if not (isinstance(content, Metadata) or type(content).__name__ == "MCoreMetadata"):
-                raise pickle.UnpicklingError("it holds something else")
-            return content
+        with open_regular(index) as file, collecting_nothing():
+            check_size(os.fstat(file.fileno()).st_size)
+            found = _metadata(read(file.read(), _named))
     except OSError as error:
         raise CheckpointError(
             f"{METADATA} cannot be read: {error.strerror or error}", where=str(index), remedy="take another checkpoint"
         ) from error
-    except NO_PICKLE as error:
+    except NoData as error:
         raise CheckpointError(
             f"{METADATA} is no index of a checkpoint: {error}",
             where=str(index),
             remedy="the file is damaged, or made to run code: take another checkpoint",
         ) from error
+    _check_files(folder, found)
+    return found
 
 
-def load_data(path: Path) -> Any:
-    """What `torch.save` has put into `path`: tensors (in mapped memory), numbers, texts, lists and dicts.
+def _check_files(folder: Path, index: Metadata) -> None:
+    ends: dict[str, int] = {}
+    for info in index.storage_data.values():
+        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+    for name, end in ends.items():
+        path = folder / name
+        if not path.is_file() or path.stat().st_size < end:
+            raise CheckpointError(
+                f"{name} is {'cut off' if path.is_file() else 'missing'}",
+                where=str(folder),
+                remedy="copy the checkpoint again, with all its files, or take another one",
+            )
 
-    Whatever else is in it, such as the arguments of the program that wrote it, becomes an empty `Unknown`; nothing that
-    the file names is imported or called.
 
-    Raises:
-        CheckpointError: the file is missing or damaged.
-    """
-    try:
-        names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-        stands_in = [(type("Unknown", (Unknown,), {}), name) for name in names]
-        with torch.serialization.safe_globals(stands_in):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (OSError, RuntimeError, ValueError, *NO_PICKLE) as error:
+def _named(module: str, name: str) -> Any:
+    if name in _CLASSES.get(module, "").split():
+        return Name(module, name)
+    if (module, name) == ("builtins", "getattr"):
+        return Ours(_member)  # of an enum, which the first releases of Python 3.11 write so
+    if (module, name) == ("torch", "Size"):
+        return Ours(_size)
+    if module == "torch" and name in DTYPES:
+        return DTYPES[name]
+    raise NoData(f"it names {module}.{name}, which no index needs")
+
+
+def _member(args: tuple[Any, ...]) -> Made:
+    owner, name = args if len(args) == 2 else (None, None)
+    if type(owner) is not Name or owner.name not in _ENUMS or type(name) is not str:
+        raise NoData(f"it asks for {name!r:.40} of {owner!s:.80}, which no index needs")
+    return Made(owner, (name,))
+
+
+def _size(args: tuple[Any, ...]) -> torch.Size:
+    numbers = args[0] if len(args) == 1 else None
+    if type(numbers) is not tuple or len(numbers) > MAX_DIMENSIONS:
+        raise NoData("a shape in it is none")
+    for number in numbers:
+        if type(number) is not int or not 0 <= number < MAX_SIZE:
+            raise NoData("a shape in it is none")
+    return torch.Size(numbers)
+
+
+def _fields(made: Any, *names: str) -> Mapping[str, Any]:
+    """The attributes of what should be an instance of the last class, or the first, of these names."""
+    if type(made) is not Made or made.of is None or made.of.name not in names or made.args:
+        raise NoData(f"there is something else in the place of a {names[0]}")
+    state: Any = {} if made.state is None else made.state
+    if type(state) is not dict:
+        raise NoData(f"a {names[0]} in it has no attributes")
+    return state
+
+
+def _metadata(content: Any) -> Metadata:
+    fields = _fields(content, "Metadata", "MCoreMetadata")
+    entries, places, version = (fields.get(name) for name in ("state_dict_metadata", "storage_data", "version"))
+    places = {} if places is None else places
+    if type(entries) is not dict or type(places) is not dict:
+        raise NoData("it has no dict of tensors, or none of their places")
+    if type(version) not in (str, type(None)):
+        raise NoData("its version is no text")
+    stored = {_text(name, "the name of a tensor"): _entry(entry) for name, entry in entries.items()}
+    data = {_index(where): _info(info) for where, info in places.items()}
+    return Metadata(stored, storage_data=data, storage_meta=StorageMeta(), version=version)
+
+
+def _entry(made: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+    if type(made) is Made and made.of is not None and made.of.name == "BytesStorageMetadata":
+        return BytesStorageMetadata()
+    fields = _fields(made, "TensorStorageMetadata")
+    about, size, chunks = (fields.get(name) for name in ("properties", "size", "chunks"))
+    about = about.state if type(about) is Made and about.of is not None and about.of.name == "TensorProperties" else ()
+    if type(about) is not tuple or len(about) != 5 or type(about[0]) is not torch.dtype:
+        raise NoData("a tensor in it has no type")
+    if type(size) is not torch.Size or type(chunks) is not list:
+        raise NoData("a tensor in it has no shape, or no list of chunks")
+    return TensorStorageMetadata(TensorProperties(about[0]), size, [_chunk(chunk, size) for chunk in chunks])
+
+
+def _chunk(made: Any, size: torch.Size) -> ChunkStorageMetadata:
+    fields = _fields(made, "ChunkStorageMetadata")
+    offsets, sizes = fields.get("offsets"), fields.get("sizes")
+    if not (isinstance(offsets, torch.Size) and isinstance(sizes, torch.Size)):
+        raise NoData("a chunk in it has no place in its tensor")
+    if not len(offsets) == len(sizes) == len(size):
+        raise NoData("a chunk in it has no place in its tensor")
+    for offset, length, whole in zip(offsets, sizes, size, strict=True):
+        if offset + length > whole:
+            raise NoData("a chunk in it lies outside of its tensor")
+    return ChunkStorageMetadata(offsets, sizes)
+
+
+def _index(made: Any) -> MetadataIndex:
+    fields = _fields(made, "MetadataIndex")
+    offset, index = fields.get("offset"), fields.get("index")
+    if type(offset) not in (torch.Size, type(None)) or type(index) not in (int, type(None)):
+        raise NoData("the place of a chunk in it is none")
+    return MetadataIndex(_text(fields.get("fqn"), "the name of a tensor"), offset, index)
+
+
+def _info(made: Any) -> _StorageInfo:
+    fields = _fields(made, "_StorageInfo")
+    name, offset, length = (fields.get(key) for key in ("relative_path", "offset", "length"))
+    if fields.get("transform_descriptors"):
+        raise NoData("its tensors are written by extensions of torch (compressed, or encrypted), which are not read")
+    if type(offset) is not int or type(length) is not int or not (0 <= offset < MAX_SIZE and 0 <= length < MAX_SIZE):
+        raise NoData("the place of a tensor in its file is none")
+    if "/" in _text(name, "the name of a file") or name in ("", ".", ".."):
+        raise NoData(f"it names the file {name!r:.80}, which is not in its folder")
+    return _StorageInfo(name, offset, length)
+
+
+def _text(value: Any, what: str) -> str:
+    if type(value) is not str or len(value) > MAX_NAME or not value.isprintable():
+        raise NoData(f"{what} is no text of at most {MAX_NAME} characters")
+    return value
+
+
+def refuse_others(path: Path, index: Metadata, names: set[str]) -> None:
+    """Refuse a checkpoint that has further weights: torch would read those of the names that there are, silently."""
+    stored = index.state_dict_metadata
+    if others := sorted({name.removeprefix("model.") for name in stored if name.startswith("model.")} - names):
         raise CheckpointError(
-            f"{path.name} cannot be read: {_why(error)}",
+            f"{len(others)} of its weights are not the model's, the first {others[0]!r}",
             where=str(path),
-            remedy="the file is damaged, or made to run code: take another checkpoint",
-        ) from error
+            remedy="load it with the model that wrote it: --hf-checkpoint names its config.json",
+        )
 
 
-class Unknown:
-    """Something in a checkpoint that is no data."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def __setstate__(self, state: Any) -> None: ...
+# ---- tensors of a distributed checkpoint -----------------------------------------------------------------------------
 
 
-@contextmanager
-def trusting_no_code(folder: Path) -> Iterator[None]:
-    """Read the distributed checkpoint `folder` in this block, without running code that it names.
+def load_tensors(state: dict[str, Any], folder: Path, index: Metadata) -> None:
+    """Read the tensors of `state`, a dict of dicts, from `folder` into themselves; collective, if ranks are.
 
     Raises:
-        CheckpointError: its index is none, or it or a file names something that is no data.
+        CheckpointError: one is missing or damaged, of another shape, or no tensor.
     """
-    if others := sorted(folder.glob("__*.metadata")):  # torch would read these in place of a broken index
-        raise CheckpointError(
-            f"{others[0].name} is an index of one rank alone, which is not read",
-            where=str(others[0]),
-            remedy="take another checkpoint: instep and Megatron write one index for all ranks",
-        )
-    if (folder / METADATA).is_file():
-        read_index(folder)
-    before = os.environ.get(_FORCED)
-    os.environ[_FORCED] = "1"
+    remedy = "give a folder that `save` of this model wrote (--no-load-optim if it has no optimizer)"
+    for name, about in index.state_dict_metadata.items():  # torch would leave what no chunk has as it is
+        if isinstance(about, TensorStorageMetadata):
+            there = {chunk.offsets: chunk.sizes.numel() for chunk in about.chunks}
+            if sum(there.values()) < about.size.numel():
+                raise CheckpointError(f"cannot read: no file has all of {name}", where=str(folder), remedy=remedy)
     try:
-        yield
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"the checkpoint holds what is no data: {_why(error)}",
-            where=str(folder),
-            remedy="it would have to run code of the checkpoint: take another one",
-        ) from error
-    finally:
-        if before is None:
-            del os.environ[_FORCED]
-        else:
-            os.environ[_FORCED] = before
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # of a process without ranks
+            dcp.load(state, storage_reader=_Reader(folder, index), no_dist=not dist.is_initialized())
+    except (OSError, CheckpointException) as error:
+        raise CheckpointError(f"cannot read: {cause_of(error)}", where=str(folder), remedy=remedy) from error
 
 
-def _why(error: Exception) -> str:
-    """The line of torch's message that says what it has met, if there is one."""
-    lines = str(error).splitlines() or [type(error).__name__]
-    return next((line.strip() for line in lines if "Unsupported" in line), lines[0])
+class _Reader(dcp.FileSystemReader):
+    """Hands the index that has been checked to torch, and reads tensors without `torch.load`."""
+
+    def __init__(self, folder: Path, index: Metadata):
+        super().__init__(folder)
+        self._index, self._files = index, TensorFiles(folder)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._index
+
+    def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            name, info = item.storage_index.fqn, self._index.storage_data.get(item.storage_index)
+            if info is None or item.type is LoadItemType.BYTE_IO:
+                raise ValueError(f"{name} is no tensor, or lies in no file")
+            stored = self._files.read(info.relative_path, info.offset, info.length)
+            part = narrow_tensor_by_index(stored, item.storage_offsets, item.lengths)
+            target = planner.resolve_tensor(item).detach()
+            if target.shape != part.shape:
+                raise ValueError(f"{name} has a part of shape {[*part.shape]} in the place of {[*target.shape]}")
+            target.copy_(part)
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
 
-# What an array of numpy's is pickled as: data, too.
-_NUMPY = [np.ndarray, np.dtype, type(np.dtype(np.uint32)), _reconstruct]
+def cause_of(error: OSError | CheckpointException) -> BaseException:
+    """The error of the first rank that failed; the text of a CheckpointException holds all tracebacks."""
+    if isinstance(error, CheckpointException):
+        return next(iter(error.failures.values()))[0]
+    return error
+
 
 # ---- random states ---------------------------------------------------------------------------------------------------
 
@@ -192,35 +298,26 @@ def set_random_state(path: Path) -> None:
     Raises:
         CheckpointError: the file holds something else.
     """
+    state = load_data(path)
     try:
-        with torch.serialization.safe_globals(_NUMPY):  # as an earlier instep has saved them
-            state = torch.load(path, weights_only=True)
         version, words, gauss = state["python"]
-        keys, *rest = state["numpy"][-4:]  # it had the generator's name first
+        keys, position, *rest = state["numpy"][-4:]  # an earlier instep had the generator's name first
+        keys = _keys(keys)
+        if len(words) != 625 or keys.shape != (624,) or not 0 <= int(position) <= 624:  # numpy would look beyond them
+            raise ValueError("a generator's state has another length")
         random.setstate((version, tuple(map(int, words)), gauss))
-        np.random.set_state(("MT19937", np.asarray(keys).astype(np.uint32), *rest))
+        np.random.set_state(("MT19937", keys, int(position), *rest))
         torch.set_rng_state(state["torch"])
-    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, TypeError, ValueError, AttributeError) as error:
+    except (RuntimeError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise CheckpointError(
-            f"the random state cannot be read: {_why(error)}",
+            f"the random state cannot be read: {error!s:.200}",
             where=str(path),
             remedy="take another checkpoint, or go on with its weights alone (--no-load-optim)",
         ) from error
 
 
-def cause_of(error: OSError | CheckpointException) -> BaseException:
-    """The error of the first rank that failed; the text of a CheckpointException holds all tracebacks."""
-    if isinstance(error, CheckpointException):
-        return next(iter(error.failures.values()))[0]
-    return error
-
-
-def refuse_others(path: Path, names: set[str]) -> None:
-    """Refuse a checkpoint that has further weights: torch would read those of the names that there are, silently."""
-    stored = read_index(path).state_dict_metadata if (path / METADATA).is_file() else {}
-    if others := sorted({name.removeprefix("model.") for name in stored if name.startswith("model.")} - names):
-        raise CheckpointError(
-            f"{len(others)} of its weights are not the model's, the first {others[0]!r}",
-            where=str(path),
-            remedy="load it with the model that wrote it: --hf-checkpoint names its config.json",
-        )
+def _keys(stored: Any) -> np.ndarray:
+    if isinstance(stored, torch.Tensor):
+        return stored.numpy().astype(np.uint32)
+    raw = stored.state[-1]  # as numpy pickles an array; an earlier instep has saved it so
+    return np.frombuffer(raw, "<u4")

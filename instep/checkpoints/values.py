@@ -62,6 +62,6 @@ def _decoded(entry: dict[str, Any]) -> Any:
         import torch
 
         flat = torch.from_numpy(numpy.ndarray(len(raw), numpy.uint8, raw))
-        return flat.view(getattr(torch, entry["dtype"])).reshape(entry["shape"])
-    except (AttributeError, RuntimeError, TypeError) as error:
+        return flat.view(vars(torch)[entry["dtype"]]).reshape(entry["shape"])  # getattr would import some names
+    except (AttributeError, KeyError, OverflowError, RuntimeError, TypeError) as error:
         raise ValueError(f"no {entry['instep']!r:.20}: {error}") from error

@@ -9,10 +9,11 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from instep.documents import parse_json
+from instep.documents import open_regular
 from instep.errors import CheckpointError
+from instep.models.sizes import INDEX, weight_map
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+SINGLE = "model.safetensors"
 
 
 def weight_files(folder: Path) -> dict[str, Path]:
@@ -23,7 +24,7 @@ def weight_files(folder: Path) -> dict[str, Path]:
     """
     try:
         if (folder / INDEX).exists():
-            return {name: folder / file for name, file in read_index(folder).items()}
+            return {name: folder / file for name, file in weight_map(folder).items()}
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{INDEX} cannot be read: {error}",
@@ -34,15 +35,6 @@ def weight_files(folder: Path) -> dict[str, Path]:
         return dict.fromkeys(tensors.keys(), folder / SINGLE)
 
 
-def read_index(folder: Path) -> dict[str, str]:
-    """The name of the file of each tensor, by the tensor's name. Raises: OSError, ValueError."""
-    index = parse_json((folder / INDEX).read_text(encoding="utf-8"))
-    files = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
-        raise ValueError("it has no weight_map, an object with the name of a file for each tensor")
-    return files
-
-
 @contextmanager
 def opened(file: Path) -> Iterator[Any]:
     """Open a file of weights with `safetensors.safe_open` (`keys()`, `get_tensor(name)`, `get_slice(name)`).
@@ -51,6 +43,7 @@ def opened(file: Path) -> Iterator[Any]:
         CheckpointError: the file is missing or damaged, or lacks a tensor that the block asks for.
     """
     try:
+        open_regular(file).close()  # a pipe would be waited for
         with safe_open(file, framework="pt") as tensors:
             yield tensors
     except (OSError, SafetensorError) as error:

@@ -28,13 +28,14 @@ from instep.controller.turns import Turns
 from instep.engines.engine import Engine
 from instep.errors import EngineError, SyncError
 from instep.observability.run_logger import RunLogger
+from instep.ports import check_loopback
 from instep.processes import Process
 from instep.rollout import admission
 from instep.rollout.client import get_model_url
 from instep.rollout.scorer import served_reference
 from instep.rollout.teacher import served_teacher
 from instep.rollout.tokens import tokenizer_of
-from instep.scratch import Scratch, memory_root, places, sweep
+from instep.scratch import Scratch, memory_scratch, places, sweep
 from instep.types import Group
 from instep.weights.bridge import shared_folder
 from instep.weights.place import SYNC
@@ -84,12 +85,13 @@ class Deployment:
         for root, pattern in places(log.run_dir, args.save_hf):
             sweep(root, pattern)
         self._scratch = Scratch("instep-run-")
-        self._memory = Scratch(f"{SYNC}{os.getpid()}-", memory_root())
+        self._memory = memory_scratch(f"{SYNC}{os.getpid()}-")
 
     # ---- start and end -------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Start all processes, load the models, and let the engines serve the weights of `--hf-checkpoint`."""
+        check_loopback()
         self._shared()  # a server that has ended is noticed before anything starts
         check_shared_memory(self._args, self._memory.path)
         args, logs, line = self._args, self._log.run_dir / "logs", self._log.progress.line

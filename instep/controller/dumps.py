@@ -11,7 +11,6 @@ from __future__ import annotations
 import glob
 import math
 import os
-import pickle
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ import numpy as np
 import torch
 
 from instep.atomic import replacing
+from instep.checkpoints.torch_files import load_plain
 from instep.controller.round import TrainedBatch
 from instep.errors import CheckpointError, RolloutError
 from instep.types import Group, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample
@@ -62,19 +62,19 @@ def load_rollout(path: Path, share: float | None = None) -> RolloutFnTrainOutput
         CheckpointError: there is no such file, or it holds something else.
     """
     try:
-        content = torch.load(path, weights_only=True)
-        samples = [Sample.from_dict(s) for s in content["samples"]]
-    except OSError as error:
-        raise _unreadable(path, error.strerror or str(error)) from error
-    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, TypeError, ValueError) as error:
+        content = load_plain(path)
+        groups: dict[int | None, Group] = {}
+        for sample in (Sample.from_dict(s) for s in content["samples"]):
+            groups.setdefault(sample.group_index, []).append(sample)
+        metrics = dict(content.get("metrics", {}))
+    except CheckpointError as error:
+        raise _unreadable(path, error.what) from error
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise _unreadable(path, f"{type(error).__name__}: {error}") from error
-    groups: dict[int | None, Group] = {}
-    for sample in samples:
-        groups.setdefault(sample.group_index, []).append(sample)
     kept = list(groups.values())
     if share is not None:
         kept = kept[: max(1, math.floor(share * len(kept)))]
-    return RolloutFnTrainOutput(kept, content.get("metrics", {}))
+    return RolloutFnTrainOutput(kept, metrics)
 
 
 def replay(args: Settings) -> Callable[..., RolloutFnTrainOutput]:

@@ -5,7 +5,6 @@ Both follow from the number of the model's weights; without torch.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shutil
@@ -18,6 +17,7 @@ from instep.cluster.engine_plan import plan_engines
 from instep.cluster.placement import num_critic_gpus
 from instep.engines.kind import SHARED_MEMORY_REMEDY
 from instep.errors import CheckpointError, SyncError
+from instep.models.sizes import safetensors_header
 from instep.scratch import export_folder
 from instep.weights.way import SINGLE_COPY
 
@@ -38,8 +38,7 @@ def num_weights(folder: Path) -> int:
     """The number of weights of a Hugging Face checkpoint, from the headers of its safetensors files, each once."""
     shapes: dict[str, list[int]] = {}
     for path in folder.glob("model*.safetensors"):  # not the copies of another format beside them
-        with path.open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        header = safetensors_header(path)
         shapes |= {name: tensor["shape"] for name, tensor in header.items() if name != "__metadata__"}
     if (folder / "config.json").exists() and read_hf_config(folder).get("tie_word_embeddings"):
         shapes.pop("lm_head.weight", None)

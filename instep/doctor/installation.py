@@ -8,7 +8,6 @@ import os
 import platform
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,7 +17,9 @@ from pathlib import Path
 import psutil
 
 from instep.doctor.check import Check
+from instep.errors import ConfigError
 from instep.observability.versions import package_version
+from instep.ports import check_loopback
 from instep.processes import num_usable_cpus
 from instep.scratch import ANY, left, memory_root
 
@@ -200,14 +201,9 @@ def memory_limit() -> int | None:
 
 def _loopback() -> Check:
     try:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            with socket.create_connection(server.getsockname(), timeout=5) as client:
-                server.settimeout(5)
-                server.accept()[0].close()
-                port = client.getpeername()[1]
-    except OSError as error:
-        remedy = "engines are reached over 127.0.0.1: allow it (a sandbox, a firewall, `ip link set lo up`)"
-        return Check("loopback", "fail", f"no connection over 127.0.0.1: {error}", remedy)
+        port = check_loopback()
+    except ConfigError as error:
+        return Check("loopback", "fail", error.what, error.remedy)
     return Check("loopback", "ok", f"127.0.0.1 answers (port {port} tried)")
 
 

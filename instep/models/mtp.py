@@ -8,7 +8,7 @@ from typing import Any
 
 KEYS = ("num_mtp_layers", "num_nextn_predict_layers")  # of config.json, for one number
 _MODULE = re.compile(r"(model\.)?mtp[._]")
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 
 
 def num_mtp_layers(config: Mapping[str, Any]) -> int:

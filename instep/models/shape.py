@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from instep.documents import parse_json
+from instep.documents import read_json
 from instep.errors import ConfigError
-from instep.models.mtp import num_mtp_layers
+from instep.models.mtp import KEYS, num_mtp_layers
 from instep.models.rope import rope_by_layer
 
 QUANTIZATION = "hf_quant_config.json"
@@ -17,11 +17,34 @@ QUANTIZATION = "hf_quant_config.json"
 
 def read_config(folder: str | Path) -> dict[str, Any]:
     """The config.json of a Hugging Face folder, with the entries of its `text_config`. Raises: OSError, ValueError."""
-    config = parse_json((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    config = read_json(Path(folder) / "config.json")
     if not isinstance(config, dict):
         raise ValueError("is JSON, but not an object like '{\"key\": 1}'")
+    check_types(config)
     text = config.get("text_config")
     return with_quantization({**config, **text} if isinstance(text, dict) else config, folder)
+
+
+def check_types(config: Mapping[str, Any]) -> None:
+    """Refuse a config.json whose entries, as far as they decide anything before a model is made, are of other types.
+
+    Raises: ValueError.
+    """
+    names, how = config.get("architectures"), config.get("quantization_config")
+    groups = how.get("config_groups") if isinstance(how, dict) else None
+    inner = list(groups.values()) if isinstance(groups, dict) else []
+    inner += [group.get("weights") for group in inner if isinstance(group, dict)]
+    kinds: list[tuple[str, object, type]] = [
+        ("architectures", names, list),
+        *(("architectures", name, str) for name in (names if isinstance(names, list) else [])),
+        ("model_type", config.get("model_type"), str),
+        ("quantization_config", how, dict),
+        *(("quantization_config.config_groups", part, dict) for part in (groups, *inner)),
+        *((key, config.get(key), int) for key in (*KEYS, "num_hidden_layers")),
+    ]
+    wrong = [name for name, value, kind in kinds if not isinstance(value, (kind, type(None)))]
+    if wrong:
+        raise ValueError(f"its entry {wrong[0]} is of another type than models have there")
 
 
 def with_quantization(config: dict[str, Any], folder: str | Path) -> dict[str, Any]:
@@ -32,7 +55,7 @@ def with_quantization(config: dict[str, Any], folder: str | Path) -> dict[str, A
     file = Path(folder) / QUANTIZATION
     if config.get("quantization_config") or not file.exists():
         return config
-    there = parse_json(file.read_text(encoding="utf-8"))
+    there = read_json(file)
     how = there.get("quantization", there) if isinstance(there, dict) else None
     if not isinstance(how, dict):
         raise ValueError(f"{QUANTIZATION} has no object `quantization`")

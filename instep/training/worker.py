@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from instep.checkpoints.adapter import lora_of
-from instep.checkpoints.plain import random_state, seed_all, set_random_state, trusting_no_code
+from instep.checkpoints.plain import random_state, seed_all, set_random_state
 from instep.checkpoints.remote_code import own_code_named
 from instep.errors import CheckpointError, ConfigError
 from instep.importing import first_import
@@ -432,8 +432,7 @@ class Worker(Profiled):
 
     def load(self, path: Path, optimizer: bool) -> None:
         """Read what `save` wrote; without `optimizer` the weights alone."""
-        with trusting_no_code(path):
-            self.backend.load(path, optimizer=optimizer)
+        self.backend.load(path, optimizer=optimizer)
         if optimizer and (rng := path / f"rng_{self.backend.parallel.rank}.pt").exists():
             set_random_state(rng)
 
@@ -461,8 +460,7 @@ def _load_weights(model: TrainBackend, path: Path, fresh_head: bool = False) -> 
     if (path / "config.json").exists():
         model.load_hf(path)
     else:
-        with trusting_no_code(path):
-            model.load(path, optimizer=False, fresh_head=fresh_head)
+        model.load(path, optimizer=False, fresh_head=fresh_head)
 
 
 def _cannot_write(path: Path, error: Exception) -> CheckpointError:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from instep.checkpoints.megatron_files import RANK_FILE
-from instep.checkpoints.plain import load_data, trusting_no_code
+from instep.checkpoints.torch_files import load_data
 from instep.convert import main as convert
 from instep.errors import CheckpointError
 from tests.distributed.foreign import load_torch_dist, save_torch, save_torch_dist
@@ -47,8 +47,7 @@ def save_and_load(root: Path, name: str) -> dict[str, Any]:
     saved = export(backend)
     (save_torch_dist if kind == "torch_dist" else save_torch)(folder, backend, **how)
     other, _ = make_backend(root, READS[hf.name], with_optimizer=False)
-    with trusting_no_code(folder):
-        other.load(folder, optimizer=False)
+    other.load(folder, optimizer=False)
     return dict(saved=saved, read=export(other))
 
 
@@ -82,8 +81,7 @@ def goes_on_from_our_torch(root: Path, saves: str, loads: str, dtype: torch.dtyp
     straight = train(backend, range(2, 4))
     assert "was not written" in refusal(lambda: backend.save(root / "nowhere")).what
     other, _ = make_backend(root, loads, dtype=dtype)
-    with trusting_no_code(folder):
-        other.load(folder)
+    other.load(folder)
     read = export(other)
     files = sorted(str(p.relative_to(folder)) for p in folder.rglob("*.pt"))
     place = backend.placement

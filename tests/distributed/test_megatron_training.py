@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from instep.checkpoints.plain import trusting_no_code
 from instep.convert import main as convert
 from tests.distributed.megatron_layouts import random_model
 from tests.distributed.megatron_runs import export, make_args, refusal
@@ -42,8 +41,7 @@ def load(folder: Path, optimizer: bool, sizes: dict[str, Any]) -> dict[str, Any]
     backend = MegatronBackend(make_args(**sizes), hf_config=CONFIG, **more)
     if optimizer and folder.parent.name == "torch":
         return dict(refused=refusal(lambda: backend.load(folder)))
-    with trusting_no_code(folder):
-        backend.load(folder, optimizer=optimizer)
+    backend.load(folder, optimizer=optimizer)
     inner = backend.optimizer.chained_optimizers[0].optimizer
     moments = [[s[key] for s in inner.state.values() if key in s] for key in ("exp_avg", "exp_avg_sq")]
     return dict(read=export(backend), moments=moments)

@@ -21,7 +21,7 @@ from instep.engines.topology import model_path, policy_model, served_models
 from instep.errors import ConfigError, EngineError
 from instep.integrations.trl.command_line import COMMAND, LEVELS, Serving, read
 from instep.models.shape import read_config
-from instep.scratch import Scratch, memory_root
+from instep.scratch import memory_scratch
 from instep.serve import describe, serve
 from instep.weights.place import SYNC
 
@@ -103,7 +103,7 @@ class Port:
         if self._layout.refusal and self._command == COMMAND:
             remedy = "serve full precision of a model that transformers has; `instep serve` has its texts alone"
             raise ConfigError(self._layout.refusal, where=f"{COMMAND} --model", remedy=remedy)
-        self._memory = Scratch(f"{SYNC}{os.getpid()}-", memory_root())
+        self._memory = memory_scratch(f"{SYNC}{os.getpid()}-")
         self._updates = Updates(args, fleet, self._layout, self._memory.path, logs, serving.host, say)
         host, port = (fleet.hook_attributes()[name] for name in ("vllm_router_ip", "vllm_router_port"))
         model = model_path(args, policy_model(served_models(args)))

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.fsdp import FSDPModule
@@ -25,7 +24,7 @@ from transformers import PretrainedConfig
 
 from instep.checkpoints.adapter import CONFIG as ADAPTER_CONFIG
 from instep.checkpoints.adapter import Base, Lora, base_of, check_layout, export_adapter, write_layout
-from instep.checkpoints.plain import cause_of, refuse_others
+from instep.checkpoints.plain import cause_of, load_tensors, read_index, refuse_others
 from instep.checkpoints.weight_files import weight_files
 from instep.errors import CheckpointError
 from instep.models.checkpoint_names import CheckpointNames, named_weights
@@ -352,12 +351,9 @@ class HfBackend:
         state = self._state(optimizer, adapter)
         if (head := self._fresh_head(fresh_head)) is not None:
             del state["model"][head]
-        refuse_others(Path(path), {*state["model"], str(head)})
-        try:
-            dcp.load(state, checkpoint_id=path)
-        except (OSError, CheckpointException) as error:
-            remedy = "give a folder that `save` of this model wrote (--no-load-optim if it has no optimizer)"
-            raise CheckpointError(f"cannot read: {cause_of(error)}", where=str(path), remedy=remedy) from error
+        index = read_index(Path(path))
+        refuse_others(Path(path), index, {*state["model"], str(head)})
+        load_tensors(state, Path(path), index)
         for name, moments in state.get("optimizer", {}).items():
             assert self.optimizer is not None
             load_state(self.optimizer, self._named(adapter)[name], moments)
