@@ -27,7 +27,7 @@ from typing import Protocol, TypeVar
 
 from instep import locks
 from instep.errors import ConfigError, writing
-from instep.kernel import catches, family, name_of, stopped
+from instep.kernel import allow_descriptors, catches, family, name_of, stopped
 
 LIFELINE_VARIABLE = "INSTEP_LIFELINE_FD"
 # Engine and trainer take turns on the same cores: a thread may spin for some 50 us for its next piece of work, then it
@@ -267,6 +267,7 @@ def follow_parent(partner: socket.socket | None = None, *, own_pulse: bool = Fal
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     faulthandler.enable()
+    allow_descriptors()
     if os.getppid() != parent:
         os._exit(1)
     fd = os.environ.pop(LIFELINE_VARIABLE, None)
