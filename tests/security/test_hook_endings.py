@@ -228,11 +228,14 @@ def test_a_run_whose_reward_ends_it(how: str, folder: Path, tmp_path: Path, monk
 
 def test_a_child_that_a_hook_forked_keeps_no_lock(tmp_path: Path) -> None:
     lock, scratch = FolderLock(tmp_path / "run", "--run-dir"), Scratch("instep-endings-", tmp_path)
+    told, tells = os.pipe()
     child = os.fork()
     if child == 0:
+        os.write(tells, b".")
         time.sleep(600)
         os._exit(0)
     try:
+        assert os.read(told, 1) == b"."
         with pytest.raises(ConfigError, match="another run is at work"):
             FolderLock(tmp_path / "run", "--run-dir")
         lock.release()

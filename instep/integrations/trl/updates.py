@@ -256,14 +256,11 @@ class Updates:
     # ---- pauses ------------------------------------------------------------------------------------------------------
 
     async def pause(self, mode: str) -> None:
-        """Let the engines generate nothing until `resume`, while the trainer lives, for `--sync-timeout` at most.
-
-        Nobody makes a pause longer by asking again; after one that nobody has ended, the engines go on for as long.
-        """
+        """Let the engines generate nothing until `resume`, while the trainer lives, for `--sync-timeout` at most, however
+        often it is asked for. After a pause that nobody has ended they go on for as long."""
         holder, now = self._client, time.monotonic()
         pauser = holder if holder is not None and await self._holds(holder) else None
-        if pauser is None and now < self._no_pause_before:
-            left = self._no_pause_before - now
+        if pauser is None and (left := self._no_pause_before - now) > 0:
             raise Refused(f"nobody has ended the last pause: the next one may begin in {left:.0f} s", 409)
         if self._paused is None:
             self._paused, self._pauser = now, pauser
@@ -285,10 +282,10 @@ class Updates:
     async def look(self) -> None:
         """Called repeatedly: ends a pause that nobody ends, and brings the weights to engines that came back."""
         if self._paused is not None:
-            pauser = self._pauser
-            if why := await self._why_resume(self._paused, pauser):
+            if why := await self._why_resume(self._paused, self._pauser):
+                again = time.monotonic() + self._args.sync_timeout if self._pauser is None else 0.0
                 await self.resume()
-                self._no_pause_before = 0.0 if pauser else time.monotonic() + self._args.sync_timeout
+                self._no_pause_before = again
                 self._say(f"{why}: the engines go on")
         for engine in self._fleet.waiting():
             await self._run(partial(self.delivery.rejoin, engine))

@@ -89,5 +89,8 @@ def shut(listeners: set[int]) -> None:
     """Have the kernel drop each packet for the listeners, by a filter that takes no byte of any (on Linux)."""
     drop = ctypes.create_string_buffer(struct.pack("=HBBI", RETURN, 0, 0, 0))
     for listener in listeners:
-        with socket.socket(fileno=os.dup(listener)) as door:
+        door = socket.socket(fileno=listener)  # no further descriptor: there may be none left
+        try:
             door.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("@HP", 1, ctypes.addressof(drop)))
+        finally:
+            door.detach()
