@@ -256,8 +256,8 @@ class Updates:
     # ---- pauses ------------------------------------------------------------------------------------------------------
 
     async def pause(self, mode: str) -> None:
-        """Let the engines generate nothing until `resume`, while the trainer lives, for `--sync-timeout` at most, however
-        often it is asked for. After a pause that nobody has ended they go on for as long."""
+        """Let the engines generate nothing until `resume`, while the trainer lives, for `--sync-timeout` at most. A pause
+        that is asked for again is no longer; after one that nobody has ended the engines go on for as long."""
         holder, now = self._client, time.monotonic()
         pauser = holder if holder is not None and await self._holds(holder) else None
         if pauser is None and (left := self._no_pause_before - now) > 0:
