@@ -256,8 +256,9 @@ class Updates:
     # ---- pauses ------------------------------------------------------------------------------------------------------
 
     async def pause(self, mode: str) -> None:
-        """Let the engines generate nothing until `resume`, while the trainer lives, for `--sync-timeout` at most. A pause
-        that is asked for again is no longer; after one that nobody has ended the engines go on for as long."""
+        """Let the engines generate nothing until `resume`, while the trainer lives, for `--sync-timeout` at most.
+
+        Asking again makes it no longer; after a pause that nobody has ended the engines go on for as long."""
         holder, now = self._client, time.monotonic()
         pauser = holder if holder is not None and await self._holds(holder) else None
         if pauser is None and (left := self._no_pause_before - now) > 0:
@@ -282,10 +283,9 @@ class Updates:
     async def look(self) -> None:
         """Called repeatedly: ends a pause that nobody ends, and brings the weights to engines that came back."""
         if self._paused is not None:
-            if why := await self._why_resume(self._paused, self._pauser):
-                again = time.monotonic() + self._args.sync_timeout if self._pauser is None else 0.0
+            if why := await self._why_resume(self._paused, pauser := self._pauser):
                 await self.resume()
-                self._no_pause_before = again
+                self._no_pause_before = 0.0 if pauser else time.monotonic() + self._args.sync_timeout
                 self._say(f"{why}: the engines go on")
         for engine in self._fleet.waiting():
             await self._run(partial(self.delivery.rejoin, engine))
