@@ -87,7 +87,7 @@ def test_a_group_of_gloo(how: str, tmp_path: Path) -> None:
 
 
 STORE = """
-import resource, sys
+import resource, sys, time
 from datetime import timedelta
 from instep.integrations.trl.receiver import Meeting, _store
 from instep.weights.gloo import shut
@@ -98,6 +98,12 @@ store, doors = _store(meeting)
 trainer = dist.TCPStore("127.0.0.1", meeting.port, 2, is_master=False, timeout=timedelta(seconds=300))
 print("open", flush=True)
 sys.stdin.readline()
+try:
+    while True:  # until the flood has used the descriptors up
+        open("/dev/null").close()
+        time.sleep(0.01)
+except OSError:
+    pass
 store.set("a", "1")
 print(trainer.get("a"), flush=True)
 shut(doors)
