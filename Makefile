@@ -15,7 +15,7 @@ LEARNERS ?= 1
 NEIGHBOURS ?= trl-1.10 trl-1.16 atropos verifiers
 JOBS ?= $(shell expr $$(nproc) + 1)
 PARALLEL := -n $(JOBS) --dist loadgroup --no-loadscope-reorder
-TESTS := tests/security tests/e2e tests/faults tests/distributed tests/engines tests/oracles tests/unit
+TESTS := tests/e2e tests/faults tests/distributed tests/engines tests/oracles tests/security tests/unit
 
 help:  ## print this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | \

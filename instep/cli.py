@@ -18,6 +18,7 @@ from instep import __version__
 from instep.bytecode import keep_bytecode
 from instep.errors import ConfigError, InstepError
 from instep.importing import first_import
+from instep.kernel import allow_descriptors
 from instep.private import private_files
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ def guarded(work: Callable[[], int]) -> int:
     """Do the work of a command. Returns its exit code, or that of its error, which is printed."""
     try:
         _terminate_like_interrupt()
+        allow_descriptors()
         with _interrupts_kept(), private_files():
             keep_bytecode()
             return work()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import dis
 import functools
 import importlib
 import inspect
 import os
 import re
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +19,7 @@ from typing import Any
 
 from instep.errors import ConfigError, InstepError, RolloutError
 
-_OURS = str(Path(__file__).parent) + os.sep
+_OURS, _PYTHONS = (str(Path(module).parent) + os.sep for module in (__file__, os.__file__))
 # What aiohttp, httpx, requests, urllib and openai raise for an answer 401.
 _UNAUTHORIZED = re.compile(r"\b401\b.{0,20}(?i:unauthorized)|\b401, message|Error code: 401\b|Error 401:")
 
@@ -72,8 +75,10 @@ class Hook:
         except InstepError as error:
             error.where = error.where or self.place(where)
             raise
-        except Exception as error:  # the border to the user's code
-            if self.path.startswith("instep."):
+        except (asyncio.CancelledError, GeneratorExit):
+            raise
+        except BaseException as error:  # the border to the user's code, also for its sys.exit()
+            if self.path.startswith("instep.") or is_interrupt(error):
                 raise
             at = raised_at(error, self.function if self.path else None)
             remedy = "correct that line, or catch the error there; `instep train --help` shows what the hook gets"
@@ -133,7 +138,9 @@ def load_function(dotted_path: str) -> Callable[..., Any]:
             where=f"hook {dotted_path}",
             remedy="put its folder on PYTHONPATH, or start instep in it; the path is package.module.function",
         ) from error
-    except Exception as error:  # the border to a user's code: whatever it raises is named here
+    except BaseException as error:  # the border to a user's code: whatever it raises is named here
+        if is_interrupt(error):
+            raise
         raise ConfigError(
             f"importing {module_name!r} raised {type(error).__name__}: {error}",
             where=f"hook {dotted_path}, {raised_at(error)}",
@@ -156,6 +163,19 @@ def load_function(dotted_path: str) -> Callable[..., Any]:
     return found
 
 
+def is_interrupt(error: BaseException) -> bool:
+    """Whether it is Ctrl-C (or SIGTERM), which no code of the user's has raised by a `raise` of its own."""
+    if not isinstance(error, KeyboardInterrupt) or threading.current_thread() is not threading.main_thread():
+        return False
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    assert last is not None
+    code = last.tb_frame.f_code
+    raised = any(s.offset == last.tb_lasti and s.opname == "RAISE_VARARGS" for s in dis.get_instructions(code))
+    return not raised or code.co_filename.startswith((_OURS, _PYTHONS))  # a handler of signals, or asyncio's
+
+
 def raised_at(error: BaseException, function: Callable[..., Any] | None = None) -> str:
     """`file:line in name`: the innermost frame of `error`, if possible in the file of `function`; of a call that does
     not fit the function, its definition."""
@@ -163,7 +183,7 @@ def raised_at(error: BaseException, function: Callable[..., Any] | None = None) 
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     source = inspect.getsourcefile(inspect.unwrap(function)) if inspect.isfunction(function) else None
-    own = [f for f in frames if f.filename == source] if source else []
+    own = [f for f in frames if (f.filename == source if source else not f.filename.startswith(_OURS))]
     last = (own or frames)[-1]
     if source and not own and isinstance(error, TypeError) and last.filename.startswith(_OURS):
         code = inspect.unwrap(function).__code__  # type: ignore[union-attr, arg-type]

@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import re
+import resource
 import sys
 import threading
 import time
@@ -15,6 +16,7 @@ from typing import NamedTuple
 
 STOPPED_SECONDS = 3.0  # a process that stands stopped for so long is a fault; a shorter stop is only slow
 LOOK_SECONDS = 0.5  # between two looks at the states of a family
+DESCRIPTORS = 65536  # open files of a process, where its hard limit allows so many; the default is often 1024
 FAMILY_SECONDS = 2.0  # between two looks at who belongs to it, which cost more
 
 
@@ -51,6 +53,14 @@ def set_name(name: str) -> None:
     """Name this process for `name_of`, `ps` and `top`."""
     with contextlib.suppress(OSError):  # not Linux, or /proc is read-only: it is a comfort
         Path("/proc/self/comm").write_text(name)
+
+
+def allow_descriptors() -> None:
+    """Let this process and its children have many open files, so that connections of others do not use them up."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(DESCRIPTORS, hard)
+    if 0 <= soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def family(pid: int) -> list[int]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
-import fcntl
 import os
 import re
 import signal
@@ -26,8 +25,9 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from instep import locks
 from instep.errors import ConfigError, writing
-from instep.kernel import catches, family, name_of, stopped
+from instep.kernel import allow_descriptors, catches, family, name_of, stopped
 
 LIFELINE_VARIABLE = "INSTEP_LIFELINE_FD"
 # Engine and trainer take turns on the same cores: a thread may spin for some 50 us for its next piece of work, then it
@@ -267,6 +267,7 @@ def follow_parent(partner: socket.socket | None = None, *, own_pulse: bool = Fal
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     faulthandler.enable()
+    allow_descriptors()
     if os.getppid() != parent:
         os._exit(1)
     fd = os.environ.pop(LIFELINE_VARIABLE, None)
@@ -345,7 +346,7 @@ class FolderLock:
             folder.mkdir(parents=True, exist_ok=True)
             self._fd = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)  # children get none
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            locks.lock(self._fd)
         except BlockingIOError:
             holder = os.read(self._fd, 100).decode(errors="replace").strip()
             self.release()
@@ -360,8 +361,7 @@ class FolderLock:
 
     def release(self) -> None:
         fd, self._fd = self._fd, -1  # first, because a second Ctrl-C may come in between
-        if fd >= 0:
-            os.close(fd)
+        locks.close(fd)
 
     __del__ = release
 

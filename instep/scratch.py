@@ -20,6 +20,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from instep import locks
 from instep.errors import ConfigError
 
 LOCK = ".instep-scratch"
@@ -70,7 +71,7 @@ class Scratch:
         self.path, self._fd = path, -1
         try:
             self._fd = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)  # not inherited by children
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            locks.lock(self._fd)
             os.stat(path / LOCK)
         except (FileNotFoundError, BlockingIOError):
             self.remove()
@@ -86,8 +87,7 @@ class Scratch:
         """Remove the folder with all that is in it."""
         shutil.rmtree(self.path, ignore_errors=True)
         fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        locks.close(fd)
 
     def __enter__(self) -> Path:
         return self.path

@@ -12,7 +12,7 @@ from instep.controller.round import Rollout
 from instep.processes import LOOK_SECONDS, in_thread
 from instep.rollout import runtime
 from instep.rollout.outputs import as_train_output
-from instep.rollout.stream import Stream
+from instep.rollout.stream import Stream, num_tokens
 from instep.types import RolloutFnTrainOutput
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class RoundsAhead:
         first = controller.start_rollout_id
         if (groups := controller.ledger.finished) and first < controller.num_rollout:
             self._next = Future()
-            output = RolloutFnTrainOutput(groups)
+            output = RolloutFnTrainOutput(groups, {"rollout/num_tokens_generated": float(sum(map(num_tokens, groups)))})
             self._next.set_result(controller.rollout_of(first, output, 0, {}))
 
     def take(self, rollout_id: int) -> Rollout:

@@ -28,6 +28,7 @@ from instep.controller import dumps
 from instep.controller.deployment import Deployment
 from instep.controller.device import resolve_on_machine
 from instep.controller.garbage import Garbage
+from instep.controller.last_word import LastWord
 from instep.controller.profile import StepProfile
 from instep.controller.records import Records
 from instep.controller.round import Rollout, TrainedBatch, TrainedRollout, TrainingRound
@@ -87,6 +88,8 @@ class Controller:
                 unless_made.callback(lock.release)
             unless_made.callback(runtime.shutdown)
             unless_made.callback(self._garbage.end)
+            self._last_word = LastWord(own_hooks(args))
+            unless_made.callback(self._last_word.close)
             self._prepare(args, title, with_engines)
             unless_made.pop_all()
 
@@ -176,6 +179,7 @@ class Controller:
     ) -> None:
         left = isinstance(error, GeneratorExit)  # a user's own loop, which is no failure
         with ExitStack() as last:  # also when a second Ctrl-C comes in between
+            last.callback(self._last_word.close)
             last.callback(self._garbage.end)
             last.callback(torch.set_num_threads, self._num_threads)
             for lock in self._locks:

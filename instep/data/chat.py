@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from instep.data.branches import Branch, Conversation, Message, Turn, whole_text
 from instep.data.rendered import as_it_stands, as_rendered
-from instep.errors import ConfigError, DataError
+from instep.errors import CheckpointError, ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,18 +30,25 @@ def render(
 
     Raises:
         DataError: the template refuses the messages.
+        CheckpointError: it computes too much (`template.py`).
     """
     import jinja2
 
+    from instep.data.template import TemplateTooLarge, apply_template
+
     clean = [{k: v for k, v in message.items() if k != "step_loss_mask"} for message in messages]
     try:
-        text = tokenizer.apply_chat_template(
+        text = apply_template(
+            tokenizer,
             clean,
             tools=list(tools) if tools else None,
             tokenize=False,
             add_generation_prompt=generation_prompt,
             **(template_kwargs or {}),
         )
+    except TemplateTooLarge as error:
+        remedy = "look at its chat_template before you use this checkpoint: it computes without end"
+        raise CheckpointError(str(error), where=where, remedy=remedy) from error
     except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
         roles = ", ".join(str(m.get("role")) for m in messages)
         raise DataError(

@@ -1,18 +1,76 @@
-"""Bodies of requests to our own servers, whose aiohttp leaves them as they come (`AS_THEY_COME`)."""
+"""Requests to our own servers: bodies, which aiohttp leaves as they come (`AS_THEY_COME`), and what is half sent.
+
+aiohttp waits for the rest of a request as long as its connection lives. Whoever imports this module has servers that
+close it after `REST_SECONDS` (its head), or after those and what its body may take (`BYTES_PER_SECOND`).
+"""
 
 from __future__ import annotations
 
+import asyncio
 import zlib
 from typing import Any
 
-from aiohttp import web
+from aiohttp import web, web_server
+from aiohttp.web_protocol import RequestHandler
 
+REST_SECONDS = 20.0  # from the first byte of a request, or the begin of its connection, to the end of its head
+BYTES_PER_SECOND = 4e6  # of a body, at least
+BODY_SECONDS = 300.0  # at most
 AS_THEY_COME: dict[str, Any] = {"auto_decompress": False}  # its own faults there are no answer, but a traceback
+
+
+class _Impatient(RequestHandler):
+    """A connection that ends when it brings half of a request's head and no more."""
+
+    __slots__ = ("_rest",)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._rest: asyncio.TimerHandle | None = None
+        super().connection_made(transport)
+        self._wait_for_rest()
+
+    def _wait_for_rest(self) -> None:
+        if self._rest is None:
+            self._rest = self._loop.call_later(REST_SECONDS, self.force_close)
+
+    def _forget(self) -> None:
+        if self._rest is not None:
+            self._rest.cancel()
+            self._rest = None
+
+    def data_received(self, data: bytes) -> None:
+        before = self._request_count
+        super().data_received(data)
+        if self._request_count != before:
+            self._forget()
+        elif self._waiter is not None and not self._waiter.done():  # no request is under way
+            self._wait_for_rest()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._forget()
+        super().connection_lost(exc)
+
+
+web_server.RequestHandler = _Impatient  # type: ignore[misc]
+
+
+async def read_of(request: web.Request) -> bytes:
+    """The body as it comes. Raises web.HTTPRequestTimeout: it does not come."""
+    length = request.content_length
+    seconds = BODY_SECONDS if length is None else min(BODY_SECONDS, REST_SECONDS + length / BYTES_PER_SECOND)
+    if not request.body_exists:
+        return b""
+    try:
+        async with asyncio.timeout(seconds):
+            return await request.read()
+    except TimeoutError:
+        request.protocol.force_close()  # aiohttp would wait for the rest, to throw it away
+        raise web.HTTPRequestTimeout(text=f"the body did not come within {seconds:.0f} s") from None
 
 
 async def body_of(request: web.Request, limit: int) -> bytes:
     """The body, decompressed to at most `limit` bytes. Raises web.HTTPException: of what cannot be."""
-    body, coding = await request.read(), request.headers.get("Content-Encoding", "").strip().lower()
+    body, coding = await read_of(request), request.headers.get("Content-Encoding", "").strip().lower()
     if not body or coding in ("", "identity"):
         return body
     if coding not in ("gzip", "x-gzip", "deflate"):

@@ -20,10 +20,14 @@ WINDOW = 3  # steps whose mean is compared with a bound
 RECENT = 20  # steps that a spike is compared with, and that a reward must be stuck for
 SPIKE = 10.0  # gradient norm over the median of the recent steps
 JUMP = 3.0  # response length over the median of the recent steps
+MASKED = 2  # steps in which nothing was trained
 STUCK = 1e-3  # spread of the reward
 TOP = 0.1  # of the rewards' spread: what may be missing to the best reward of a task that is solved
 RISING = 0.05  # of the rewards' spread: growth over the recent steps of a reward that rises
 _KEEP = 200  # steps that are remembered besides the first ones
+
+_WEIGHT = "train/loss_weight"
+_REJECTED = {"train/rs_clipfrac": "--use-rs", "train/opsm_clipfrac": "--use-opsm"}  # shares of tokens that are left out
 
 Steps = Sequence[Mapping[str, float]]
 
@@ -152,6 +156,23 @@ def length_explosion(steps: Steps, limits: Limits) -> str | None:
     )
 
 
+def nothing_trained(steps: Steps, limits: Limits) -> str | None:
+    """The whole weight of some steps is masked, or their gradient is 0 although rewards differ."""
+    recent = steps[-MASKED:]
+    if not steps or not any(name in steps[-1] for name in (_WEIGHT, "train/grad_norm", *_REJECTED)):
+        return None
+    why = ""
+    if all(step.get(_WEIGHT) == 0 for step in recent):
+        why = f"{_WEIGHT} is 0, as every token is masked; look at loss_mask and remove_sample of your functions"
+    for name, flag in _REJECTED.items():
+        if all(step.get(name, 0.0) >= 1 for step in recent):
+            why = f"{name} is 1, as {flag} leaves every token out; look at train/log_prob_gap_mean, or widen its bounds"
+    still = [step.get("train/grad_norm") == 0 and step.get("rollout/zero_std_groups_ratio", 0.0) < 1 for step in recent]
+    if not why and all(still) and not _solved(steps):
+        why = "train/grad_norm is 0 although rewards differ; look at the masks, the advantages and --lr of your run"
+    return f"nothing was trained in the last {len(recent)} steps: {why}" if why and len(recent) == MASKED else ""
+
+
 ALARMS: dict[str, Callable[[Steps, Limits], str | None]] = {
     f.__name__: f
     for f in (
@@ -163,9 +184,12 @@ ALARMS: dict[str, Callable[[Steps, Limits], str | None]] = {
         grad_norm_spike,
         reward_stuck,
         length_explosion,
+        nothing_trained,
     )
 }
 _READ = (
+    _WEIGHT,
+    *_REJECTED,
     "train/entropy",
     "train/log_prob_gap_mean",
     "train/engine_kl",

@@ -19,6 +19,7 @@ import aiohttp
 
 from instep.engines.http import checked_socket
 from instep.errors import EngineError, InstepError, RolloutError
+from instep.hooks import raised_at
 from instep.types import Group
 
 T = TypeVar("T")
@@ -44,7 +45,13 @@ class _Loop:
 
     def _run(self) -> None:
         _of_thread.home = self
-        self.loop.run_forever()
+        while True:
+            try:
+                return self.loop.run_forever()
+            except (SystemExit, KeyboardInterrupt) as error:  # asyncio lets those of a task end its loop
+                what = f"a task of a hook's own raised {error!r}"
+                remedy = "await the tasks that the hook begins, and catch the error there"
+                self.interrupt(RolloutError(what, where=raised_at(error), remedy=remedy))
 
     async def close(self) -> None:
         others = asyncio.all_tasks(self.loop) - {asyncio.current_task()}

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from instep.errors import RewardError, RolloutError
 from instep.rollout import runtime
 from instep.rollout.execute import run_group
+from instep.rollout.outputs import flatten
 from instep.rollout.together import generate_group
 from instep.rollout.vllm_rollout import GroupRollout, order_of
 from instep.types import Group, RolloutFnTrainOutput, Status, begin_under
@@ -55,6 +56,7 @@ class Stream(GroupRollout):
         self._begun = {order_of(g): _Begun([], oldest_version(g, version), g) for g in finished}
         self._tasks: set[asyncio.Task[None]] = set()
         self._version, self._room = version, 0
+        self._num_wasted = 0  # tokens of groups that no round gets
         self._error: BaseException | None = None
         self._changed = asyncio.Event()
 
@@ -81,9 +83,11 @@ class Stream(GroupRollout):
         await self._until(lambda: self._can_take(oldest, places))
         chosen = sorted((entry.version, key) for key, entry in self._begun.items() if entry.group is not None)
         self.kept = [group for _, key in chosen[: self.target] if (group := self._begun.pop(key).group) is not None]
+        # Tokens count in the round that takes their group: a resume, which finds it finished, changes no figure.
+        self.execution.num_tokens = self._num_wasted + sum(map(num_tokens, self.kept))
         output = await self._output()
         output.metrics["async/queue_length"] = float(self.num_ready)
-        self.finished, self.execution.num_tokens = [], 0
+        self.finished, self._num_wasted = [], 0
         self.counts.clear()
         self.execution.rollout_id = rollout_id + 1
         lengths = self.execution.lengths
@@ -118,6 +122,7 @@ class Stream(GroupRollout):
         """
         entry = self._begun.pop(key)
         assert entry.group is not None
+        self._num_wasted += num_tokens(entry.group)
         self.counts["stale"] += 1
         begins_anew = bool(entry.fresh) and not any(s.response_length for s in entry.fresh)
         if self.args.stale_groups == "requeue" and begins_anew:
@@ -149,6 +154,7 @@ class Stream(GroupRollout):
             sample.begun_version = entry.version if sample.begun_version is None else sample.begun_version
         if any(s.status is Status.ABORTED for s in group):  # by a sync: its own generate function has not gone on
             del self._begun[key]
+            self._num_wasted += num_tokens(group)
             self.counts["aborted"] += 1
             self.data_source.give_again([entry.fresh])
         else:
@@ -159,6 +165,7 @@ class Stream(GroupRollout):
                 self.data_source.ledger.finish([group])
             else:
                 del self._begun[key]
+                self._num_wasted += num_tokens(group)
                 self._reject(group, verdict)
         self._check_waste()
         self._begin()
@@ -183,6 +190,11 @@ class Stream(GroupRollout):
                 await asyncio.wait_for(self._changed.wait(), max(0.0, deadline - time.monotonic()))
             except TimeoutError:
                 raise self._late(self.num_ready, len(self._tasks)) from None
+
+
+def num_tokens(group: Group) -> int:
+    """The tokens that were generated for a group."""
+    return sum(sample.response_length for sample in flatten(group))
 
 
 def oldest_version(group: Group, otherwise: int) -> int:

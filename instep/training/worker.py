@@ -41,6 +41,7 @@ from instep.training.rounding import UNITS, rounded_embedding
 from instep.training.selection import selection_of
 from instep.types import TokenBatch
 from instep.weights import single_copy
+from instep.weights.gloo import guard_groups
 from instep.weights.parking import give_back
 from instep.weights.source import WeightSource
 from instep.weights.way import OF_ADAPTERS, SINGLE_COPY, Order, way_named
@@ -112,6 +113,7 @@ class Worker(Profiled):
             torch.cuda.set_device((rank if gpu is None else gpu) % torch.cuda.device_count())
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self.prepare(args)  # unless that has been done while engines started
+        guard_groups()
         dist.init_process_group(
             "nccl" if cuda else "gloo",
             store=store(rendezvous, world_size, args.train_timeout),

@@ -11,7 +11,6 @@ parameter, which a rank of the trainer opens if it is on that GPU. It must not w
 from __future__ import annotations
 
 import base64
-import fcntl
 import json
 import math
 import mmap
@@ -25,6 +24,7 @@ from typing import Any
 
 import torch
 
+from instep import locks
 from instep.errors import SyncError
 from instep.weights.manifest import digest, dtype_name
 from instep.weights.place import SYNC, NoPlace, check_memory_folder, lives, open_bucket
@@ -98,7 +98,7 @@ class EngineMemory:
     def close(self) -> None:
         """Let another trainer attach."""
         while self._locks:
-            os.close(self._locks.pop())
+            locks.close(self._locks.pop())
 
     def check(self, specs: Sequence[TensorSpec]) -> None:
         """Raise SyncError unless each engine has exactly the weights of the trainer; it names engine and tensor."""
@@ -343,9 +343,9 @@ def _lock(path: Path, engine: str) -> int:
     """A file descriptor that holds the lock of `path`, a file of `engine`."""
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        locks.lock(fd)
     except OSError as error:
-        os.close(fd)
+        locks.close(fd)
         raise SyncError(
             f"another trainer is attached to the weights of {engine}",
             where=str(path),

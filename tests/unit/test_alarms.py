@@ -60,6 +60,10 @@ def test_a_healthy_run_raises_none():
         ("grad_norm_spike", series("train/grad_norm", [1, 1, 2, 1, 1, 11]), 5),
         ("grad_norm_spike", series("train/grad_norm", [1.0, math.nan]), 1),
         ("reward_stuck", series("rollout/reward_mean", [0.3] * 20), 19),
+        ("nothing_trained", series("train/loss_weight", [1.0, 0.0, 1.0, 0.0, 0.0]), 4),
+        ("nothing_trained", series("train/rs_clipfrac", [0.5, 1.0, 1.0]), 2),
+        ("nothing_trained", series("train/opsm_clipfrac", [1.0, 1.0]), 1),
+        ("nothing_trained", series("train/grad_norm", [1.0, 0.0, 0.0]), 2),
         ("length_explosion", series("rollout/response_length_mean", [10, 10, 11, 10, 10, 31]), 5),
     ],
 )
@@ -93,6 +97,14 @@ def test_what_raises_none(rows):
 
 
 RECORDED = Path(__file__).parent / "recorded"
+
+
+def test_a_gradient_of_nothing_to_learn_is_no_fault_of_masks():
+    """Groups with one reward throughout have an alarm of their own, and a solved task has none."""
+    equal = [{"train/grad_norm": 0.0, "train/loss_weight": 1.0, "rollout/zero_std_groups_ratio": 1.0}] * 2
+    assert watch(equal)[0] == {}
+    solved = {"rollout/reward_mean": 0.99, "rollout/reward_max": 1.0, "rollout/reward_std": 0.4}
+    assert watch([{"train/grad_norm": 0.0, "rollout/zero_std_groups_ratio": 0.9, **solved}] * 5)[0] == {}
 
 
 def recorded(name):

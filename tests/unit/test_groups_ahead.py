@@ -260,3 +260,30 @@ def test_a_finished_run_makes_no_stream(make):
     args = make("--max-staleness", "2")
     controller: Any = SimpleNamespace(args=args, ledger=ledger, start_rollout_id=12, num_rollout=12)
     assert isinstance(rollouts_ahead(controller, lambda _: True), RoundsAhead)
+
+
+def test_a_resume_counts_the_tokens_that_the_run_would_have_counted(make: Any) -> None:
+    """Groups that a checkpoint kept were generated before it; those that were taken before do not count again."""
+    args = make("--max-staleness", "2", "--deterministic-mode")
+    name, whole, states = "rollout/num_tokens_generated", [], []
+    run = Run(args)
+    for rollout in run.rounds():
+        whole.append(rollout.metrics[name])
+        states.append(run.state())
+    assert whole == [16.0] * 12, "4 groups of 2 samples of 2 tokens"
+    kept = 0
+    for start in (3, 7):
+        again = Run(args, states[start - 1], start)
+        kept += len(again.ledger.finished)
+        assert [rollout.metrics[name] for rollout in again.rounds()] == whole[start:]
+    assert kept
+
+
+def test_a_round_that_a_checkpoint_kept_has_its_tokens(make: Any) -> None:
+    run = Run(make("--max-staleness", "2", "--deterministic-mode"))
+    next(rounds := run.rounds())
+    rounds.close()
+    groups = run.ledger.finished
+    assert groups
+    kept = RoundsAhead(run, 0).take(run.start_rollout_id)  # type: ignore[arg-type]
+    assert kept.metrics["rollout/num_tokens_generated"] == 4.0 * len(groups)

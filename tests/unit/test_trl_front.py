@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from types import SimpleNamespace
 
 import pytest
 
 from instep.arguments import parse
+from instep.engines import bodies
 from instep.integrations.trl import front
 from instep.integrations.trl.access import Access
 from instep.integrations.trl.delivery import _Unproven
@@ -95,6 +97,44 @@ def test_a_pause_ends_when_the_trainer_has_gone_that_had_the_group(port, args):
     other("/pause?mode=keep")  # by nobody who had the group: it lasts
     asyncio.run(asyncio.sleep(1.0))
     assert other("/is_paused", method="GET") == {"is_paused": True}
+
+
+def test_a_pause_of_somebody_without_the_group_has_an_end(port, args):
+    """However often it is asked for again; afterwards requests are answered for as long."""
+    url, updates = port(_layout(args))
+    http = Http(url)
+    updates._args = args.replace(sync_timeout=2.0)
+    http("/pause?mode=keep")
+    began = updates._paused
+    http("/pause?mode=keep")
+    assert updates._paused == began
+    asyncio.run(asyncio.wait_for(_until(lambda: not updates.delivery.paused), 60))
+    updates._args = args.replace(sync_timeout=600.0)
+    updates._no_pause_before += 600.0
+    with pytest.raises(Refusal, match="nobody has ended the last pause") as raised:
+        http("/pause?mode=keep")
+    assert raised.value.status == 409 and not updates.delivery.paused
+    http("/init_communicator/", {"port": 1, "world_size": 2})
+    http("/pause?mode=keep")  # a trainer with the weight group may
+    assert updates.delivery.paused
+    http.close()
+
+
+def test_what_is_half_sent_is_closed(port, args, monkeypatch):
+    monkeypatch.setattr(bodies, "REST_SECONDS", 0.5)
+    url, _ = port(_layout(args))
+    host, port_ = url.removeprefix("http://").split(":")
+    for text in (b"POST /pause HTTP/1.1\r\nHost: localhost\r\n", b"POST /pause HTTP/1.1\r\nContent-Length: 9\r\n\r\n{"):
+        with socket.create_connection((host, int(port_)), timeout=300) as half:
+            half.sendall(text)
+            while half.recv(1000):
+                pass
+    with socket.create_connection((host, int(port_)), timeout=300) as idle:  # of a client that lives
+        idle.sendall(b"GET /is_paused HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert b"200 OK" in idle.recv(1000)
+        idle.settimeout(2.0)
+        with pytest.raises(TimeoutError):
+            idle.recv(1000)
 
 
 async def _until(there):

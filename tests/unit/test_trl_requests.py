@@ -51,7 +51,7 @@ def test_a_trainer_that_masters_the_store_need_not_wait_for_more_than_the_server
     with ThreadPoolExecutor(1) as pool:
         options = {"is_master": True, "timeout": seconds, "use_libuv": False}
         trainer = pool.submit(dist.TCPStore, "127.0.0.1", port, 2, **options)
-        ours = _store(Meeting("127.0.0.1", port, 1, "cuda", 30.0))
+        ours, _ = _store(Meeting("127.0.0.1", port, 1, "cuda", 30.0))
         trainer.result(timeout=20).set("id", b"1")
         assert ours.get("id") == b"1"
 

@@ -58,7 +58,9 @@ def load_engine(args: argparse.Namespace, pipe: Connection) -> Any:
         from instep.engines.embedded.shared import SharedWeights
         from instep.engines.embedded.weights import LiveWeights
         from instep.models.rope import context_length
+        from instep.weights.gloo import guard_groups
 
+    guard_groups()
     transformers.utils.logging.disable_progress_bar()
     trust = args.trust_remote_code
     hf_config = transformers.AutoConfig.from_pretrained(args.model, trust_remote_code=trust)

@@ -12,6 +12,7 @@ import torch
 
 from instep import spans
 from instep.calls import CallQueue, Part
+from instep.data.template import apply_template
 from instep.engines.embedded.model import Runner
 from instep.engines.embedded.protocol import HttpError, Progress, Request
 from instep.engines.embedded.sampling import distribution, sample, uniforms
@@ -116,9 +117,7 @@ class Scheduler:
         if refused := sorted(given.keys() & self.not_of_template):
             raise HttpError("BadRequestError", f"chat_template_kwargs: {refused} cannot be set by a request")
         try:
-            text = self.tokenizer.apply_chat_template(
-                messages, **{"add_generation_prompt": True, **given}, tokenize=False
-            )
+            text = apply_template(self.tokenizer, messages, **{"add_generation_prompt": True, **given}, tokenize=False)
             if not isinstance(text, str):
                 raise TypeError("messages must be one conversation")
         except Exception as error:  # no template, or whatever one raises on what it was given

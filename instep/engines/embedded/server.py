@@ -14,6 +14,7 @@ from aiohttp import web
 
 from instep.calls import Caller
 from instep.engines import sglang_form, vllm_form
+from instep.engines.bodies import read_of
 from instep.engines.embedded import protocol
 from instep.engines.embedded.protocol import HttpError, Request
 from instep.engines.embedded.streaming import TIMEOUT, Body, final_text, log_probs, stream
@@ -46,7 +47,7 @@ class Server:
         """Answer a request to any route with JSON; refusals have vLLM's form."""
         try:
             self._check_key(http)
-            body = protocol.read_body(await http.read())
+            body = protocol.read_body(await read_of(http))
             own = self.routes.get(route := f"{http.method} {http.path}")
             if own is None and route not in self.calls:
                 raise HttpError("NotFoundError", f"there is no {route}")

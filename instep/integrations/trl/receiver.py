@@ -24,6 +24,7 @@ import torch.distributed as dist
 from instep.cluster.worker_main import answer, leave
 from instep.errors import SyncError
 from instep.integrations.trl.tensors import Announced, dtype_of
+from instep.weights.gloo import make_devices, shut
 from instep.weights.manifest import digest, tensor_bytes
 
 PACKED_BYTES = 1 << 30  # vLLM's `packed_buffer_size_bytes`
@@ -74,8 +75,10 @@ class Receiver:
     def join(self, meeting: Meeting) -> None:
         """Join the trainer's group. Raises SyncError."""
         try:
-            self._store = store = _store(meeting)
+            store, doors = _store(meeting)
+            self._store = store
             self._group = _NcclGroup(store, meeting) if meeting.device == "cuda" else _GlooGroup(store, meeting)
+            shut(doors)
         except (OSError, RuntimeError) as error:  # torch's DistError is one
             raise SyncError(
                 f"no weight group with the trainer: {_first_line(error)}",
@@ -167,14 +170,16 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip() or repr(error)).splitlines()[0][:300]
 
 
-def _store(meeting: Meeting) -> dist.Store:
+def _store(meeting: Meeting) -> tuple[dist.Store, set[int]]:
+    """The store of the group, and the listeners that it needs until both are there."""
     timeout = timedelta(seconds=meeting.seconds)
     if meeting.rank == 0:
         listener = socket.create_server((meeting.host, meeting.port))
-        options: Any = {"master_listen_fd": listener.detach(), "use_libuv": False, "wait_for_workers": False}
-        return dist.TCPStore(meeting.host, meeting.port, is_master=True, timeout=timeout, **options)
+        # libuv's goes on without descriptors, the other one ends the process.
+        options: Any = {"master_listen_fd": (door := listener.detach()), "use_libuv": True, "wait_for_workers": False}
+        return dist.TCPStore(meeting.host, meeting.port, is_master=True, timeout=timeout, **options), {door}
     # A trainer that is the master waits until both have counted themselves: `wait_for_workers`, which does that alone.
-    return dist.TCPStore(meeting.host, meeting.port, 2, is_master=False, timeout=timeout)
+    return dist.TCPStore(meeting.host, meeting.port, 2, is_master=False, timeout=timeout), set()
 
 
 class _GlooGroup:
@@ -186,10 +191,11 @@ class _GlooGroup:
             store.wait(["broadcast_from/0/0"])
         options = dist.ProcessGroupGloo._Options()
         local = meeting.host if meeting.rank == 0 else _address_to(meeting)
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=local)]
+        options._devices, doors = make_devices(hostname=local)
         options._timeout = timedelta(seconds=meeting.seconds)
         self._group = dist.ProcessGroupGloo(dist.PrefixStore(GLOO, store), meeting.rank, 2, options)
         self._group.allreduce([torch.zeros(1)]).wait()
+        shut(doors)
 
     def _send(self, value: object) -> str:
         key = f"broadcast_from/0/{self._num_sent}"

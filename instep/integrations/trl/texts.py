@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+from instep.data.template import apply_template
 from instep.integrations.trl.forms import RENDERING, TOKEN, BadRequest, Body
 
 IMAGES = "images are not taken here: this server is for models of text"
@@ -42,7 +43,7 @@ class Texts:
             raise BadRequest(IMAGES)
         given = {"add_generation_prompt": True, **options}
         try:
-            text = self._tokenizer.apply_chat_template(messages, **given, tokenize=False)
+            text = apply_template(self._tokenizer, messages, **given, tokenize=False)
         except Exception as error:  # no template, or whatever one raises on what it was given
             raise BadRequest(f"the chat template failed: {error}") from error
         return self._encode(text, add_special_tokens=False)

@@ -61,6 +61,7 @@ class Updates:
         self._last: Client | None = None  # the one that had it last, if its update has failed
         self._paused: float | None = None  # by a client: since when, and who had the group then
         self._pauser: Client | None = None
+        self._no_pause_before = 0.0
         self._num_waiting = 0  # for the thread: jobs of clients
 
     def close(self) -> None:
@@ -255,10 +256,16 @@ class Updates:
     # ---- pauses ------------------------------------------------------------------------------------------------------
 
     async def pause(self, mode: str) -> None:
-        """Let the engines generate nothing until `resume`, while the trainer lives, for `--sync-timeout` at most."""
-        holder = self._client
-        self._pauser = holder if holder is not None and await self._holds(holder) else None
-        self._paused, self.delivery.paused = time.monotonic(), True
+        """Let the engines generate nothing until `resume`, while the trainer lives, for `--sync-timeout` at most.
+
+        Asking again makes it no longer; after a pause that nobody has ended the engines go on for as long."""
+        holder, now = self._client, time.monotonic()
+        pauser = holder if holder is not None and await self._holds(holder) else None
+        if pauser is None and (left := self._no_pause_before - now) > 0:
+            raise Refused(f"nobody has ended the last pause: the next one may begin in {left:.0f} s", 409)
+        if self._paused is None:
+            self._paused, self._pauser = now, pauser
+        self.delivery.paused = True
         await self._run(lambda: self.delivery.each(lambda e: e.pause(mode, timeout=self._args.sync_timeout)))
 
     async def resume(self) -> None:
@@ -276,8 +283,9 @@ class Updates:
     async def look(self) -> None:
         """Called repeatedly: ends a pause that nobody ends, and brings the weights to engines that came back."""
         if self._paused is not None:
-            if why := await self._why_resume(self._paused, self._pauser):
+            if why := await self._why_resume(self._paused, pauser := self._pauser):
                 await self.resume()
+                self._no_pause_before = 0.0 if pauser else time.monotonic() + self._args.sync_timeout
                 self._say(f"{why}: the engines go on")
         for engine in self._fleet.waiting():
             await self._run(partial(self.delivery.rejoin, engine))

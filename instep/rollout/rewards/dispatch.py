@@ -6,7 +6,8 @@ import asyncio
 import functools
 import inspect
 import re
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -162,27 +163,34 @@ async def _custom(args: HookSettings, path: str, target: Sample | Group) -> Any:
         where=where,
         remedy="make it faster, or raise --reward-timeout",
     )
-    try:
-        if inspect.iscoroutinefunction(function.func):
-            return await _bounded(runtime.bounded_steps(function(), limit, hung), limit, hung)
+    guard = partial(_guard, where, function.func)
+    if inspect.iscoroutinefunction(function.func):
+        return await _bounded(runtime.bounded_steps(_await(function, guard), limit, hung), limit, hung)
+    with guard():
         async with shared_pool(args.reward_num_workers).threads:
             out = await _bounded(runtime.in_daemon_thread(function), limit, hung)
-        if inspect.isawaitable(out):
-            return await _bounded(runtime.bounded_steps(_await(out), limit, hung), limit, hung)
-        return out
-    except InstepError:
+    if inspect.isawaitable(out):
+        return await _bounded(runtime.bounded_steps(_await(lambda: out, guard), limit, hung), limit, hung)
+    return out
+
+
+@contextmanager
+def _guard(where: str, function: Callable[..., Any]) -> Iterator[None]:
+    try:
+        yield
+    except (InstepError, asyncio.CancelledError, GeneratorExit):
         raise
-    except Exception as error:  # the border to the user's code
-        at = f"{where}; {raised_at(error, function.func)}"
+    except BaseException as error:  # the border to the user's code; its sys.exit() would end the loop's thread
         raise RewardError(
             f"the reward function raised {error!r}",
-            where=at,
+            where=f"{where}; {raised_at(error, function)}",
             remedy="correct that line; with --skip-failed-groups a sample that has no reward costs its group",
         ) from error
 
 
-async def _await(awaitable: Awaitable[T]) -> T:
-    return await awaitable
+async def _await(begin: Callable[[], Awaitable[T]], guard: Callable[[], AbstractContextManager[None]]) -> T:
+    with guard():
+        return await begin()
 
 
 async def _bounded(awaitable: Awaitable[T], limit: float, error: RewardError) -> T:

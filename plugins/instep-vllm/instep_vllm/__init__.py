@@ -39,8 +39,10 @@ def register() -> None:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from instep_vllm import async_llm
+    from instep_vllm.gloo import guard_groups
 
     async_llm.install(AsyncLLM)
+    guard_groups()
     if os.environ.get(LORA_VARIABLE):
         from instep_vllm.lora import install
 

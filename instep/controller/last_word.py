@@ -1,0 +1,98 @@
+"""What a run says when a hook ends its process: without this, the shell shows no more than the number of a signal.
+
+As a program (`python -I -S last_word.py PARENT STACKS HOOKS`) it waits for the end of the run's process, and names the
+hook that Python's fault handler found at work, unless the run has said that it ends.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import re
+import select
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+_exit = os._exit
+
+
+class LastWord:
+    """From now until `close`, the end of this process by one of `hooks` gets a word (on Linux).
+
+    `os._exit`, which ends a process without any, raises SystemExit; a forked child may call it.
+
+    Args:
+        hooks: the user's functions that run here: flag and dotted path.
+    """
+
+    def __init__(self, hooks: Sequence[tuple[str, str]]):
+        self._child: subprocess.Popen[bytes] | None = None
+        if not hooks or sys.platform != "linux":
+            return
+        self._enabled = faulthandler.is_enabled()
+        self._stacks = os.memfd_create("instep-stacks")
+        faulthandler.enable(self._stacks)
+        words = [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(self._stacks), json.dumps(hooks)]
+        self._child = subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=[self._stacks], start_new_session=True
+        )
+        owner = os.getpid()
+
+        def leave(status: int) -> NoReturn:
+            if os.getpid() != owner:
+                _exit(status)
+            raise SystemExit(f"os._exit({status})")
+
+        os._exit = leave
+
+    def close(self) -> None:
+        child, self._child = self._child, None
+        if child is None:
+            return
+        os._exit = _exit
+        faulthandler.disable()
+        if self._enabled and sys.__stderr__ is not None:
+            faulthandler.enable(sys.__stderr__)
+        os.close(self._stacks)
+        child.communicate(b"it ends\n")
+
+
+def found(stacks: str, hooks: Sequence[Sequence[str]]) -> tuple[str, str]:
+    """What has ended a process, and where, from what the fault handler wrote (perhaps nothing)."""
+    fault = re.search(r"^Fatal Python error: (.+)$", stacks, re.MULTILINE)
+    current = stacks.partition("Current thread")[2].partition("\n\n")[0]
+    frames = re.findall(r'^  File "(.+)", line (\d+) in (.+)$', current, re.MULTILINE)
+    what = f"the run's process was ended by a fault: {fault[1]}" if fault else "the run's process was killed"
+    for file, line, name in frames:  # the innermost first
+        for flag, path in hooks:
+            module = path.rpartition(".")[0].replace(".", "/")
+            if file.endswith((f"/{module}.py", f"/{module}/__init__.py")):
+                what = f"{path} ended the run's process by a fault: {fault[1] if fault else 'not known'}"
+                return what, f"{flag} {path}, {file}:{line} in {name}"
+    at = "{}:{} in {}; ".format(*frames[0]) if frames else ""
+    return what, f"{at}the hooks that run in it: {', '.join(f'{flag} {path}' for flag, path in hooks)}"
+
+
+def main() -> None:
+    parent, stacks, hooks = int(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
+    ended = os.pidfd_open(parent)
+    while os.getppid() == parent:
+        ready, _, _ = select.select([0, ended], [], [])
+        if 0 in ready and os.read(0, 100):
+            return  # the run says that it ends
+        if ended in ready:
+            break
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    from instep.errors import RolloutError
+
+    what, where = found(os.pread(stacks, 1 << 20, 0).decode(errors="replace"), hooks)
+    remedy = "correct that line; a kernel that ran out of memory says so in `dmesg`; run again to resume"
+    print(RolloutError(what, where=where, remedy=remedy), file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

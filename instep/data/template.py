@@ -1,0 +1,310 @@
+"""Chat templates, which come with a checkpoint, render within bounds of time and memory.
+
+Jinja's sandbox of transformers keeps a template from code and files, not from computing for ever. Here an operation
+that would make a text or list of more than LIMIT characters is refused before it is done (each costs less than a
+microsecond to look at), and a thread ends a rendering that lasts too long or lets the process grow.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from types import BuiltinFunctionType, BuiltinMethodType
+from typing import Any
+
+import jinja2
+import psutil
+from jinja2 import nodes
+from jinja2.runtime import Macro
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
+
+from instep.importing import first_import
+
+LIMIT = 1 << 26  # characters of a text; an entry of a list counts as ENTRY
+ENTRY = 128
+BITS = 1 << 16  # of an integer
+SECONDS = 30.0  # of a rendering, which takes less than a millisecond
+GROWTH_BYTES = 4 << 30  # of the process, during a rendering that lasts longer than two looks
+LOOK_SECONDS = 0.1
+LONG, GREW = "took more than {:g} s", "let this process grow by more than {:.0f} GB"
+_PRODUCTS = frozenset(("replace", "indent", "join", "translate", "expandtabs"))  # whose result may be a product
+# What gives parts of a container, and looks into none of them.
+_LISTS = frozenset(
+    "instep_looked_at length count first last list map select selectattr reject rejectattr items reverse "
+    "default d random attr".split()
+)
+_PARTS = frozenset("split rsplit strip lstrip rstrip startswith endswith find lower upper".split())  # methods of texts
+
+
+class TemplateTooLarge(jinja2.TemplateError):
+    """A template computes too much."""
+
+
+class _Stop(Exception):
+    """Raised in the thread of a rendering by the one that watches it."""
+
+
+def apply_template(tokenizer: Any, messages: Any, **given: Any) -> Any:
+    """`tokenizer.apply_chat_template`, within bounds.
+
+    Raises:
+        TemplateTooLarge: it takes too much time or memory; the text names the template.
+    """
+    _bound_environments()
+    name = f"the chat template of {getattr(tokenizer, 'name_or_path', '') or 'this tokenizer'}"
+    watched = _Watched()
+    try:
+        with watched:
+            return tokenizer.apply_chat_template(messages, **given)
+    except (_Stop, MemoryError) as error:
+        raise TemplateTooLarge(f"{name} {watched.why or 'has used up the memory'}") from error
+    except TemplateTooLarge as error:
+        raise TemplateTooLarge(f"{name} {error}") from error
+
+
+# ---- time, and the memory of all operations together -----------------------------------------------------------------
+
+_lock = threading.Lock()
+_under_way: dict[int, _Watched] = {}  # thread -> its rendering
+_begun = threading.Event()
+
+
+class _Watched:
+    why = ""
+
+    def __enter__(self) -> None:
+        self.began, self.rss = time.monotonic(), 0
+        _under_way[threading.get_ident()] = self
+        if not _begun.is_set():
+            _begun.set()
+            _watcher()
+
+    def __exit__(self, *exc: object) -> None:
+        del _under_way[threading.get_ident()]
+        if self.why:
+            with _lock:  # what has not been raised yet is taken back
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(threading.get_ident()), None)
+
+    def look(self, thread: int) -> None:
+        rss = psutil.Process().memory_info().rss
+        self.rss = self.rss or rss
+        with _lock:
+            if time.monotonic() - self.began > SECONDS:
+                why = LONG.format(SECONDS)
+            elif rss - self.rss > GROWTH_BYTES:
+                why = GREW.format(GROWTH_BYTES / 1e9)
+            else:
+                return
+            if _under_way.get(thread) is self and not self.why:
+                self.why = why
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_Stop))
+
+
+@functools.cache
+def _watcher() -> threading.Thread:
+    def watch() -> None:
+        while _begun.wait():
+            time.sleep(LOOK_SECONDS)
+            _begun.clear()
+            for thread, one in list(_under_way.items()):
+                _begun.set()  # look again
+                if time.monotonic() - one.began > LOOK_SECONDS:
+                    one.look(thread)
+
+    thread = threading.Thread(target=watch, name="instep-template", daemon=True)
+    thread.start()
+    return thread
+
+
+# ---- single operations -----------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _bound_environments() -> None:
+    """Have transformers compile templates for a `_Bounded` environment."""
+    with first_import("transformers.utils.chat_template_utils"):
+        from transformers.utils import chat_template_utils
+
+    chat_template_utils.ImmutableSandboxedEnvironment = _Bounded  # type: ignore[attr-defined]
+
+
+def _refuse(size: int) -> None:
+    if size > LIMIT:
+        raise TemplateTooLarge(f"makes a text or list of more than {LIMIT >> 20} million characters")
+
+
+def _size(value: Any) -> int:
+    """Characters of a value as text, about; the walk through a container ends at LIMIT."""
+    if isinstance(value, (str, bytes)):
+        return len(value)
+    if not isinstance(value, (list, tuple, dict)):
+        return ENTRY
+    total, stack = 0, [value]
+    while stack:
+        one = stack.pop()
+        if isinstance(one, (list, tuple, dict)):
+            total += ENTRY * len(one)
+            stack += [*one, *one.values()] if isinstance(one, dict) else one
+        else:
+            total += len(one) if isinstance(one, (str, bytes)) else ENTRY
+        if total > LIMIT:
+            break
+    return total
+
+
+def _whole(values: Iterable[Any]) -> int:
+    """The largest integer among the values and the entries of tuples, at least 1."""
+    found = 1
+    for value in values:
+        if isinstance(value, tuple):
+            found = max(found, _whole(value))
+        elif isinstance(value, int):
+            found = max(found, value)
+    return found
+
+
+def _formatted(form: Any, values: Any) -> int:
+    """The size of a text that is formatted by `form`: of its fields, and of the widths that it names."""
+    if not isinstance(form, (str, bytes)):
+        return 0
+    text = form if isinstance(form, str) else form.decode(errors="replace")
+    widths = sum(int(width) for width in re.findall(r"\d{1,18}", text))
+    return len(text) + widths + (text.count("%") + text.count("{")) * max(_size(values), _whole([values]))
+
+
+def _check(name: str, owner: Any, values: list[Any]) -> None:
+    """Refuse a function of Python's or of Jinja's, on `owner`, whose result would be too large."""
+    if name in ("batch", "slice"):
+        return _refuse(_whole(values))
+    if name in ("format", "format_map"):
+        return _refuse(_formatted(owner, tuple(values)))
+    sizes = [_size(owner), *map(_size, values)]
+    if name in _PRODUCTS:
+        size = _whole(values)
+        for one in sizes:
+            size *= max(1, one)
+        old = max(1, sizes[1]) if name == "replace" and sizes[1:] else 1
+        return _refuse(size // (old * old))
+    _refuse(max(sum(sizes), _whole(values) * (sizes[0] if name == "tojson" else 1)))
+
+
+class _Filters(dict[str, Callable[..., Any]]):
+    """Filters, each of which is checked first."""
+
+    def __setitem__(self, name: str, function: Callable[..., Any]) -> None:
+        skipped = int(getattr(function, "jinja_pass_arg", None) is not None)
+
+        @functools.wraps(function)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            value = args[skipped]
+            if type(value) is not str or kwargs or len(args) > skipped + 1:  # a text alone has a text of its size
+                if isinstance(value, Iterator):
+                    args = (*args[:skipped], value := list(value), *args[skipped + 1 :])
+                _check(name, value, [*args[skipped + 1 :], *kwargs.values()])
+            return function(*args, **kwargs)
+
+        super().__setitem__(name, function if name in _LISTS else checked)
+
+
+class _Checks(NodeTransformer):
+    """Makes `a ~ b` a filter, and a filter of what is compared or hashed; each is checked."""
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802 - Jinja's names
+        self.generic_visit(node)
+        first, *others = node.nodes
+        return nodes.Filter(first, "instep_joined", others, [], None, None, lineno=node.lineno)
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        if not isinstance(node.expr, nodes.Const) and not all(isinstance(one.expr, nodes.Const) for one in node.ops):
+            node.expr = nodes.Filter(node.expr, "instep_looked_at", [], [], None, None, lineno=node.lineno)
+        return node
+
+    def visit_Pair(self, node: nodes.Pair) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        if not isinstance(node.key, nodes.Const):
+            node.key = nodes.Filter(node.key, "instep_looked_at", [], [], None, None, lineno=node.lineno)
+        return node
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        if not isinstance(node.arg, (nodes.Const, nodes.Slice)):
+            node.arg = nodes.Filter(node.arg, "instep_looked_at", [], [], None, None, lineno=node.lineno)
+        return node
+
+
+def _joined(*values: Any) -> str:
+    return "".join(map(str, values))
+
+
+def _looked_at(value: Any) -> Any:
+    """A value that is no larger than it may be."""
+    if isinstance(value, (list, tuple, dict)):
+        _refuse(_size(value))
+    return value
+
+
+def _test(test: Any) -> Callable[..., bool]:
+    return lambda value, *others: test(_looked_at(value), *others)
+
+
+class _Bounded(ImmutableSandboxedEnvironment):
+    intercepted_binops = frozenset(("*", "**", "%", "+"))
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        plain, self.filters = self.filters, _Filters()
+        for name, function in {**plain, "instep_joined": _joined, "instep_looked_at": _looked_at}.items():
+            if name not in ("urlize", "wordwrap"):  # whose time is no product of sizes
+                self.filters[name] = function
+        self.globals.pop("lipsum")
+        compare = [name for name, test in self.tests.items() if isinstance(test, BuiltinFunctionType)] + ["in"]
+        self.tests = {**self.tests, **{name: _test(self.tests[name]) for name in compare if name != "callable"}}
+        self.finalize = _looked_at
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree: nodes.Template = _Checks().visit(super()._parse(source, name, filename))
+        tree.set_environment(self)
+        return tree
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if isinstance(left, int) and isinstance(right, int):
+            if operator in ("*", "**"):
+                bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
+                if bits > BITS:
+                    raise TemplateTooLarge(f"makes an integer of more than {BITS} bits")
+        elif operator == "+":
+            if type(left) is not str or type(right) is not str or len(left) + len(right) > LIMIT:
+                _refuse(_size(left) + _size(right))
+        elif operator == "*":
+            _refuse(max(_size(left) * _whole([right]), _size(right) * _whole([left])))
+        elif operator == "%":
+            _refuse(_formatted(left, right))
+        return super().call_binop(context, operator, left, right)
+
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 - as in Jinja
+        method = getattr(__obj, "__wrapped__", __obj)  # Jinja wraps `format`
+        if isinstance(method, BuiltinMethodType) and isinstance(method.__self__, (str, bytes, int)):
+            if method.__name__ not in _PARTS:
+                _check(method.__name__, method.__self__, [*args, *kwargs.values()])
+        elif not isinstance(__obj, Macro):
+            for value in (*args, *kwargs.values()):
+                _looked_at(value)
+        return super().call(__context, __obj, *args, **kwargs)
+
+    @staticmethod
+    def concat(parts: Iterable[str]) -> str:  # type: ignore[override]
+        """The text of a template, of a macro or of a block."""
+        out: list[str] = []
+        size, left = 0, iter(parts)
+        while some := list(islice(left, 64)):
+            size += sum(map(len, some))
+            _refuse(size)
+            out += some
+        return "".join(out)

@@ -1,0 +1,151 @@
+"""1,100 connections of another user end no group of a run; groups that are made later form as ever."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.security.flood import flooded
+
+ROOT = Path(__file__).parents[2]
+MEMBER = """
+import json, os, resource, sys, time
+from datetime import timedelta
+import torch, torch.distributed as dist
+from instep.weights import gloo
+rank, file, guards = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "guarded"
+resource.setrlimit(resource.RLIMIT_NOFILE, (1024, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+if guards:
+    gloo.guard_groups()
+    gloo.guard_groups()
+dist.init_process_group(
+    "gloo", store=dist.FileStore(file, 2), rank=rank, world_size=2, timeout=timedelta(seconds=300)
+)
+assert isinstance(dist.group.WORLD._get_backend(torch.device("cpu")), dist.ProcessGroupGloo)
+import socket
+ports = [socket.socket(fileno=os.dup(fd)).getsockname()[1] for fd in gloo._listeners()]
+print(json.dumps(ports), flush=True)
+ones = torch.ones(4)
+for line in sys.stdin:
+    group = dist.new_group([0, 1]) if line.strip() == "new" else None
+    dist.barrier(group)
+    total = ones.clone()
+    dist.all_reduce(total, group=group)
+    print(int(total.sum()), len(os.listdir("/proc/self/fd")), flush=True)
+"""
+
+
+class Member:
+    def __init__(self, rank: int, file: Path, how: str):
+        words = [sys.executable, "-c", MEMBER, str(rank), str(file), how]
+        environment = {"PATH": "/usr/bin:/bin", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(
+            words, cwd=ROOT, env=environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True
+        )
+
+    def say(self, word: str) -> None:
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(f"{word}\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            pass  # it has ended, which `hear` tells
+
+    def hear(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline()
+
+
+@pytest.mark.parametrize("how", ["guarded", "bare"])
+def test_a_group_of_gloo(how: str, tmp_path: Path) -> None:
+    """Without the guard the process aborts: if a later torch takes no notice, the guard has done its work."""
+    members = [Member(rank, tmp_path / "store", how) for rank in range(2)]
+    try:
+        ports = json.loads(members[0].hear())
+        json.loads(members[1].hear())
+        assert len(ports) == 1
+        with flooded(ports[0], 1100 if how == "bare" else 3) as held:
+            assert held == (0 if how == "guarded" else 1100), held
+            for word in ("go on", "new", "go on") if how == "guarded" else ():
+                for member in members:
+                    member.say(word)
+                for member in members:
+                    total, num_open = map(int, member.hear().split())
+                    assert total == 8 and num_open < 200
+            if how == "bare":
+                assert members[0].process.wait(300) == -6
+    finally:
+        for member in members:
+            member.process.kill()
+            member.process.communicate()
+
+
+STORE = """
+import resource, sys, time
+from datetime import timedelta
+from instep.integrations.trl.receiver import Meeting, _store
+from instep.weights.gloo import shut
+import torch.distributed as dist
+resource.setrlimit(resource.RLIMIT_NOFILE, (1024, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+meeting = Meeting("127.0.0.1", int(sys.argv[1]), 0, "cpu", 300.0)
+store, doors = _store(meeting)
+trainer = dist.TCPStore("127.0.0.1", meeting.port, 2, is_master=False, timeout=timedelta(seconds=300))
+print("open", flush=True)
+sys.stdin.readline()
+try:
+    while True:  # until the flood has used the descriptors up
+        open("/dev/null").close()
+        time.sleep(0.01)
+except OSError:
+    pass
+store.set("a", "1")
+print(trainer.get("a"), flush=True)
+shut(doors)
+sys.stdin.readline()
+store.set("b", "2")
+print(trainer.get("b"), flush=True)
+"""
+
+
+def test_the_store_of_trls_weight_group() -> None:
+    """It goes on while its descriptors are used up, and takes no connection once both members are there."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    pipe = subprocess.PIPE
+    words = [sys.executable, "-c", STORE, str(port)]
+    with subprocess.Popen(words, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            assert process.stdout.readline() == "open\n"
+            for answer, num in ((b"1", 1100), (b"2", 0)):
+                with flooded(port) as held:
+                    assert held == num
+                    process.stdin.write("\n")
+                    process.stdin.flush()
+                    assert process.stdout.readline() == f"{answer!r}\n"
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("how", ["the command line", "a child"])
+def test_processes_may_have_many_descriptors(how: str) -> None:
+    code = "import resource as r\nr.setrlimit(r.RLIMIT_NOFILE, (256, r.getrlimit(r.RLIMIT_NOFILE)[1]))\n"
+    if how == "a child":
+        code += "from instep.processes import follow_parent\nfollow_parent()\n"
+    else:
+        code += "from instep.cli import main\nmain(['--version'])\n"
+    code += "print(*r.getrlimit(r.RLIMIT_NOFILE))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    soft, hard = map(int, done.stdout.split()[-2:])
+    assert soft == (65536 if hard == -1 else min(65536, hard)), done
+
+
+def test_the_plugin_has_the_same_file() -> None:
+    ours = ROOT / "instep/weights/gloo.py"
+    assert (ROOT / "plugins/instep-vllm/instep_vllm/gloo.py").read_text() == ours.read_text()

@@ -1,0 +1,265 @@
+"""A hook that raises what ends a thread or a process, or ends its process, becomes the named error of that hook."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from instep.arguments import parse
+from instep.controller.last_word import LastWord
+from instep.errors import ConfigError, InstepError, RewardError, RolloutError
+from instep.hooks import Hook
+from instep.processes import FolderLock
+from instep.rollout import runtime
+from instep.rollout.rewards.dispatch import apply_rewards
+from instep.scratch import Scratch, left
+from instep.types import Sample, Status
+from tests.assets import make_checkpoint, make_prompts
+from tests.e2e.commands import grpo_arguments, run
+
+ME = __name__
+
+
+class Own(BaseException):
+    """Not an Exception."""
+
+
+ENDINGS = ("SystemExit", "KeyboardInterrupt", "Own", "os._exit")
+how = ""
+
+
+def _end() -> None:
+    if how == "KeyboardInterrupt":
+        raise KeyboardInterrupt
+    if how == "Own":
+        raise Own
+    if how == "os._exit":
+        os._exit(0)
+    sys.exit(3)
+
+
+def reward(args, sample, **kwargs):
+    _end()
+
+
+async def async_reward(args, sample, **kwargs):
+    await asyncio.sleep(0)
+    _end()
+
+
+def awaitable_reward(args, sample, **kwargs):
+    return async_reward(args, sample)
+
+
+def trl_reward(prompts, completions, **kwargs):
+    _end()
+
+
+async def with_a_task(args, sample, **kwargs):
+    asyncio.create_task(async_reward(args, sample))
+    await asyncio.sleep(600)
+
+
+def hook(*args, **kwargs):
+    _end()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("endings")
+    make_checkpoint(folder / "hf", layers=1)
+    make_prompts(folder / "train.jsonl", 8)
+    return folder
+
+
+@pytest.fixture(params=ENDINGS)
+def ending(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The way in which the hooks of this file end, in a run."""
+    global how
+    how = request.param
+    last_word = LastWord([("--custom-rm-path", f"{ME}.reward")])
+    yield how
+    last_word.close()
+    runtime.shutdown()
+
+
+def rewarded(folder: Path, path: str) -> None:
+    line = f"--hf-checkpoint {folder}/hf --prompt-data {folder}/train.jsonl --input-key prompt --label-key label "
+    line += "--rollout-batch-size 2 --n-samples-per-prompt 2 "
+    line += f"--num-rollout 1 --actor-num-gpus-per-node 1 --device cpu --run-dir {folder}/run --reward-timeout 300"
+    args = parse([*line.split(), "--custom-rm-path", f"{ME}.{path}"], "train").view({})
+    sample = Sample(index=0, group_index=0, prompt="1", label="2", response="2", tokens=[1, 2], response_length=1)
+    sample.status = Status.COMPLETED
+    runtime.run(apply_rewards(args, [sample], None), timeout=200)
+
+
+@pytest.mark.parametrize("path", ["reward", "async_reward", "awaitable_reward", "trl_reward"])
+def test_a_reward(folder: Path, ending: str, path: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(RewardError, match=rf"the reward function raised .*{ending}") as caught:
+        rewarded(folder, path)
+    assert f"--custom-rm-path {ME}.{path}" in caught.value.where and __file__ in caught.value.where
+    assert time.monotonic() - began < 100, "not after --reward-timeout"
+    assert runtime.run(asyncio.sleep(0, 7), timeout=100) == 7, "the loop lives"
+
+
+@pytest.mark.parametrize("ending", ["SystemExit", "KeyboardInterrupt", "os._exit"], indirect=True)
+def test_a_task_that_a_hook_began(folder: Path, ending: str) -> None:
+    with pytest.raises(RolloutError, match=rf"a task of a hook's own raised .*{ending}") as caught:
+        rewarded(folder, "with_a_task")
+    assert __file__ in caught.value.where
+    assert runtime.run(asyncio.sleep(0, 7), timeout=100) == 7, "the loop lives"
+
+
+def test_any_hook(ending: str) -> None:
+    one = Hook("--rollout-sample-filter-path", f"{ME}.hook")
+    with pytest.raises(RolloutError, match=rf"{ME}.hook raised .*{ending}") as caught:
+        one.call()
+    assert "--rollout-sample-filter-path" in caught.value.where and f"{__file__}:" in caught.value.where
+    with pytest.raises(RolloutError, match=rf"{ME}.hook raised .*{ending}"):
+        runtime.run(one.acall(), timeout=100)
+
+
+def test_a_module_that_ends_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "leaves_at_once.py").write_text("import sys\nsys.exit(0)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="importing 'leaves_at_once' raised SystemExit: 0"):
+        Hook("--custom-rm-path", "leaves_at_once.reward").call()
+
+
+def waits(*args: Any) -> None:
+    threading.Timer(0.3, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
+    for _ in range(6000):
+        time.sleep(0.05)
+
+
+def handled(*args: Any) -> None:
+    from instep.cli import _terminate_like_interrupt
+
+    before = [(number, signal.getsignal(number)) for number in (signal.SIGTERM, signal.SIGHUP)]
+    try:
+        _terminate_like_interrupt()
+        signal.raise_signal(signal.SIGTERM)
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
+
+
+def in_asyncio(*args: Any) -> None:
+    threading.Timer(0.3, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
+    asyncio.run(asyncio.sleep(300))
+
+
+@pytest.mark.parametrize("path", ["waits", "handled", "in_asyncio"])
+def test_ctrl_c_within_a_hook_stays_an_interrupt(path: str) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        Hook("--rollout-sample-filter-path", f"{ME}.{path}").call()
+
+
+def test_a_child_of_a_hook_ends_as_it_likes() -> None:
+    real = os._exit
+    last_word = LastWord([("--custom-rm-path", f"{ME}.reward")])
+    child = os.fork()
+    if child == 0:
+        os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    last_word.close()
+    assert os._exit is real
+    none = LastWord([])
+    assert os._exit is real
+    none.close()
+
+
+FAULTS = {
+    "segfault": (
+        "import ctypes\n\ndef reward(args, sample, **kwargs):\n    ctypes.string_at(0)\n",
+        "Segmentation fault",
+    ),
+    "abort": ("import os\n\nasync def reward(args, sample, **kwargs):\n    os.abort()\n", "Aborted"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_a_reward_has_a_word(fault: str, tmp_path: Path) -> None:
+    """The process that it kills says nothing itself; here one as small as its reward."""
+    text, named = FAULTS[fault]
+    (tmp_path / "my_reward.py").write_text(text)
+    code = "import asyncio, inspect\nfrom instep.controller.last_word import LastWord\nimport my_reward\n"
+    code += "word = LastWord([('--custom-rm-path', 'my_reward.reward')])\n"
+    code += "out = my_reward.reward(None, None)\nasyncio.run(out)"
+    paths = os.pathsep.join([str(Path(__file__).parents[2]), str(tmp_path)])
+    environment = {**os.environ, "PYTHONPATH": paths}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300, cwd=tmp_path
+    )
+    assert done.returncode in (-signal.SIGSEGV, -signal.SIGABRT)
+    assert f"RolloutError: my_reward.reward ended the run's process by a fault: {named}" in done.stderr
+    assert f"--custom-rm-path my_reward.reward, {tmp_path}/my_reward.py:4 in reward" in done.stderr
+
+
+@pytest.mark.parametrize("how", ["os.kill(os.getpid(), 9)", "word.close()", "1 / 0"])
+def test_a_process_that_is_killed_has_a_word(how: str) -> None:
+    code = "import os\nfrom instep.controller.last_word import LastWord\n"
+    code += "word = LastWord([('--custom-rm-path', 'my_reward.reward')])\n"
+    done = subprocess.run([sys.executable, "-c", code + how], capture_output=True, text=True, timeout=300)
+    killed = "RolloutError: the run's process was killed" in done.stderr
+    assert killed == ("close" not in how) and ("--custom-rm-path my_reward.reward" in done.stderr) == killed
+
+
+@pytest.mark.parametrize("how", ["ctypes.string_at(0)", "os._exit(0)"])
+def test_a_run_whose_reward_ends_it(how: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_reward.py").write_text(f"import ctypes\nimport os\n\ndef reward(args, sample):\n    {how}\n")
+    monkeypatch.setitem(run.__globals__["ENVIRONMENT"], "PYTHONPATH", str(tmp_path))
+    done = run(grpo_arguments(folder, tmp_path / "run", "--custom-rm-path", "my_reward.reward"))
+    assert done.returncode == (-signal.SIGSEGV if "string_at" in how else 1), done.stderr
+    assert "my_reward.reward" in done.stderr and f"{tmp_path}/my_reward.py:5 in reward" in done.stderr
+    assert "Traceback" not in done.stderr and "Fatal Python" not in done.stderr
+
+
+def test_a_child_that_a_hook_forked_keeps_no_lock(tmp_path: Path) -> None:
+    lock, scratch = FolderLock(tmp_path / "run", "--run-dir"), Scratch("instep-endings-", tmp_path)
+    told, tells = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(tells, b".")
+        time.sleep(600)
+        os._exit(0)
+    try:
+        assert os.read(told, 1) == b"."
+        with pytest.raises(ConfigError, match="another run is at work"):
+            FolderLock(tmp_path / "run", "--run-dir")
+        lock.release()
+        FolderLock(tmp_path / "run", "--run-dir").release()
+        os.close(scratch._fd)  # as at the end of this process
+        assert left(tmp_path) == [scratch.path]
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        scratch._fd = -1
+
+
+def test_an_end_of_a_child_changes_no_other_descriptor(tmp_path: Path) -> None:
+    lock = FolderLock(tmp_path / "run", "--run-dir")
+    child = os.fork()
+    if child == 0:
+        file = os.open("/dev/null", os.O_RDONLY)  # perhaps under the number of the lock
+        lock.release()
+        try:
+            os.fstat(file)
+            os._exit(0)
+        except OSError:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    with pytest.raises(InstepError):
+        FolderLock(tmp_path / "run", "--run-dir")
+    lock.release()
