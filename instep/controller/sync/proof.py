@@ -7,8 +7,10 @@ computes with these weights, and that its scores have changed if the weights hav
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
 from instep.controller.sync.otherwise import computes_otherwise
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 
 ALLOWED = 3.0  # times what one rounding of the embeddings does to the trainer's scores; 0.7 to 1.6 were seen
 MOST_ALLOWED = 10.0  # where the golden path shows that the engine holds the right weights
+MOST_OF_CERTAIN = {"bf16": 0.03, "fp32": 1e-5}  # likewise, for texts whose few uncertain tokens explain nothing
+NUM_ROUNDINGS = 8  # proofs that are remembered
 LEAST_TOLERANCE = 1e-5  # float32 scores, which travel as text, are not better
 MOST_QUANTIZED = 0.5  # a base that the engine alone quantizes differs by more than rounding
 GAP_FACTOR = 10.0  # the mean gap of sampled tokens over that of the probe
@@ -71,6 +75,7 @@ class Proof:
         self._sent: Sent | None = None  # last proven
         self._scores: dict[str, dict[tuple[int, Text], list[float]]] = {}  # engine url -> its scores under it
         self._allowed, self._typical_gap = ALLOWED, 0.0
+        self._roundings: deque[float] = deque(maxlen=NUM_ROUNDINGS)  # of the last proofs
 
     @property
     def gap_limit(self) -> float:
@@ -96,7 +101,7 @@ class Proof:
         expected = self._trainer_scores(session)
         session.hand_over()
         scores = session.each(lambda engine: self.engine_scores(engine, session))
-        tolerance = self._tolerance(expected)
+        tolerance = self.tolerance(expected)
         return {url: d for url, d in self._differences(expected, scores).items() if not d.rms <= tolerance}
 
     def prove(self, session: Session, way: str, sent: Sent) -> Proven:
@@ -111,29 +116,41 @@ class Proof:
         """
         expected, scores = self._both_score(session, way)
         found = self._differences(expected, scores)
-        first, tolerance = max(found.values()), self._tolerance(expected)
+        first, tolerance = max(found.values()), self.tolerance(expected)
         if not first.rms <= tolerance:
             expected = self._trainer_scores(session)
             scores = session.each(lambda engine: self.engine_scores(engine, session))
-            found, tolerance = self._differences(expected, scores), self._tolerance(expected)
+            found, tolerance = self._differences(expected, scores), self.tolerance(expected)
         self._check_changed(session, sent, scores)
         if not max(found.values()).rms <= tolerance:
             self._explain(session, way, sent, expected, scores)
-            tolerance = self._tolerance(expected)
+            tolerance = self.tolerance(expected)
         self._scores |= {url: self.probe.by_text(own) for url, own in scores.items()}
         self._sent = sent
-        rounding = self._rounding(expected)
+        rounding = self.rounding(expected)
         self._typical_gap = max(rounding.mean, *(d.mean for d in found.values()))
+        self.remember(expected)
         return Proven(first, max(found.values()), rounding, tolerance)
 
-    def _rounding(self, expected: TrainerScores) -> Difference:
-        found = difference(expected.plain, expected.rounded)
-        return found if math.isfinite(found.rms) else Difference(0.0, 0.0, 0.0)
+    def rounding(self, expected: TrainerScores) -> Difference:
+        """What rounding explains: as this probe shows it, or the last ones in the mean if that is more.
 
-    def _tolerance(self, expected: TrainerScores) -> float:
+        A text of which the policy is nearly certain has few tokens that show any.
+        """
+        found = difference(expected.plain, expected.rounded)
+        found = found if math.isfinite(found.rms) else Difference(0.0, 0.0, 0.0)
+        return found._replace(rms=max(found.rms, fmean(self._roundings))) if self._roundings else found
+
+    def remember(self, expected: TrainerScores) -> None:
+        """Let what rounding explains of a proven session count in the next ones."""
+        found = difference(expected.plain, expected.rounded).rms
+        if math.isfinite(found):
+            self._roundings.append(found)
+
+    def tolerance(self, expected: TrainerScores) -> float:
         if self._args.sync_tolerance is not None:
             return self._args.sync_tolerance
-        return max(LEAST_TOLERANCE, self._allowed * self._rounding(expected).rms)
+        return max(LEAST_TOLERANCE, self._allowed * self.rounding(expected).rms)
 
     def _differences(self, expected: TrainerScores, scores: dict[str, list[float]]) -> dict[str, Difference]:
         return {url: difference(expected.plain, own, self.probe.made) for url, own in scores.items()}
@@ -171,7 +188,7 @@ class Proof:
         Raises:
             SyncError: see `prove`.
         """
-        rounding, tolerance = self._rounding(expected), self._tolerance(expected)
+        rounding, tolerance = self.rounding(expected), self.tolerance(expected)
         off = {url: d for url, d in self._differences(expected, scores).items() if not d.rms <= tolerance}
         for engine in [e for e in session.engines if e.url in off]:
             if wrong := self._wrong_tensors(session, engine, way, sent):
@@ -191,13 +208,14 @@ class Proof:
                 if not between <= allowed:
                     why = "The adapter that it had was another one, or had another alpha." if way in OF_ADAPTERS else ""
                     raise self._wrong(session, engine, f"changed by {between:.3g} over the golden path", allowed, why)
-        most = MOST_QUANTIZED if self._quantized else max(LEAST_TOLERANCE, MOST_ALLOWED * rounding.rms)
+        most = max(MOST_OF_CERTAIN[self._args.precision], MOST_ALLOWED * rounding.rms)
+        most = MOST_QUANTIZED if self._quantized else most
         again = way in OF_ADAPTERS and self._sent is not None and not self._quantized
         for engine in [e for e in session.engines if e.url in off]:
             gap = off[engine.url]
             if self._args.sync_tolerance is not None or again or not gap.rms <= most:
                 raise computes_otherwise(session, engine, way, self.probe, gap, rounding, tolerance)
-            self._allowed = max(self._allowed, 2 * gap.rms / rounding.rms)
+            self._allowed = max(self._allowed, 2 * gap.rms / max(LEAST_TOLERANCE, rounding.rms))
 
     def _wrong(self, session: Session, engine: Engine, how: str, tolerance: float, tensors: str) -> SyncError:
         return SyncError(
