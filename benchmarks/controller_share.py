@@ -165,6 +165,9 @@ class StandInDeployment:
     def stepped(self) -> None:
         return None
 
+    def offer(self, groups: Any) -> None:
+        """No sync has a probe."""
+
     def hold_engines(self) -> None:
         return None
 

@@ -290,6 +290,35 @@ def planned_seconds() -> str:
     return table(*lines)
 
 
+def margins() -> str:
+    found = json.loads((ROOT / "tests" / "distributed" / "margins.json").read_text())
+    rows = [["model", "precision", "right", "wrong", "the smallest fault", "margin"]]
+    for name, row in found.items():
+        *model, precision = name.split(", ")
+        fault, least = min(row["wrong"].items(), key=lambda item: item[1])
+        wrong, margin = (f"{x:,.0f}" if x >= 100 else f"{x:.1f}" for x in (least, least / row["right"]))
+        rows.append([", ".join(model), precision, f"{row['right']:.2f}", wrong, fault, margin])
+    return table(*rows)
+
+
+def real_task() -> str:
+    found = result("real-task-h200")
+    head = "run|rollouts|reward at 1, 10, 20, 30, 40|seconds a step|mean gap|syncs|over rounding: median, largest|sync, proof"
+    rows = [head.split("|")]
+    for r in found["rows"]:
+        rewards = ", ".join(f"{value:.3f}" for value in r["reward"].values())
+        ratio = r.get("probe_over_rounding")
+        proof = [str(r["syncs"]), f"{ratio['median']:.2f}, {ratio['largest']:.2f}"] if ratio else ["", ""]
+        seconds = f"{r['sync_s']:.2f}, {r['proof_s']:.2f}" if ratio else ""
+        name = "TRL 1.16" if r["name"] == "trl" else f"`{r['name']}`"
+        rows.append([name, str(r["rollouts"]), rewards, f"{r['step_s']:.2f}", f"{r['gap_mean']:.3f}", *proof, seconds])
+    v = found["versions"]
+    where = (
+        f"{found['gpus'][0]}, {found['host']}; vLLM {v['vllm']}, torch {v['torch']}, transformers {v['transformers']}"
+    )
+    return f"Measured on {found['date']} (`{found['file']}`): {where}.\n\n{table(*rows)}"
+
+
 SECTIONS: dict[str, list[Callable[[], str]]] = {
     "docs/benchmarks.md": [cpu_grpo, gpu_grpo, embedded_engine],
     "docs/algorithms.md": [learning],
@@ -298,7 +327,7 @@ SECTIONS: dict[str, list[Callable[[], str]]] = {
     "docs/engines.md": [bf16_gap],
     "docs/performance.md": [controller_share],
     "docs/plan.md": [planned_seconds],
-    "docs/weight-sync.md": [weight_sync, weight_sync_gpu, gpu_main],
+    "docs/weight-sync.md": [margins, real_task, weight_sync, weight_sync_gpu, gpu_main],
 }
 
 

@@ -63,15 +63,16 @@ ENGINE = FlagGroup(
             "--sync-tolerance",
             NON_NEGATIVE,
             None,
-            "largest log-prob difference between trainer and engine that a sync accepts; default: by precision",
+            "largest difference between trainer and engine that a sync accepts (root mean square over the tokens of "
+            "its proof, relative to their log-probs); default: three times what rounding explains",
         ),
         Flag(
             "--on-gap",
             default="stop",
             choices=("stop", "warn"),
             help="when the log-probs of tokens that the current weights have made differ between engine and trainer by "
-            "more than ten times --sync-tolerance in the mean (fp32: 1e-3, bf16: 0.2 to 0.5 nats): end the run before "
-            "the step, or train on",
+            "more, in the mean, than ten times what the last sync's proof has measured (1e-3 to 0.5 nats): end the run "
+            "before the step, or train on",
         ),
         Flag(
             "--update-weight-buffer-size",

@@ -141,7 +141,7 @@ def faults(weights: Weights) -> Iterator[tuple[str, Fault]]:
         """As if the engine used 0.9 of an adapter whose norm is 0.3 of that of each weight."""
         generator = torch.Generator().manual_seed(3)
         for name, weight in weights.items():
-            if name.endswith("_proj.weight") and weight.ndim == 2:
+            if "layers." in name and weight.ndim == 2:
                 a, b = (torch.randn(size, 4, generator=generator) for size in weight.shape)
                 part = a @ b.T
                 weight.sub_((0.1 * 0.3 * weight.float().norm() / part.norm() * part).to(weight.dtype))

@@ -26,4 +26,4 @@ def test_syncs_are_measured_while_requests_stay_in_the_engine(tmp_path: Path) ->
     (row,) = json.loads((tmp_path / "out").read_text())["rows"]
     assert row["num_syncs"] == 3 and row["answered"] > 0 and row["tokens_per_s"] > 0
     assert row["busy"]["bytes"] == 0 and 0 < row["busy"]["write_seconds"] <= row["busy"]["transfer_seconds"]
-    assert row["busy"]["probe_max_abs_diff"] <= row["busy"]["probe_tolerance"]
+    assert row["busy"]["probe_rms_diff"] <= row["busy"]["probe_tolerance"]
