@@ -303,8 +303,8 @@ def margins() -> str:
 
 def real_task() -> str:
     found = result("real-task-h200")
-    head = "run|rollouts|reward at 1, 10, 20, 30, 40|seconds a step|mean gap|syncs|over rounding: median, largest|sync, proof"
-    rows = [head.split("|")]
+    head = "run|rollouts|reward at 1, 10, 20, 30, 40|seconds a step|mean gap|syncs|over rounding: median, largest"
+    rows = [[*head.split("|"), "seconds of sync, proof"]]
     for r in found["rows"]:
         rewards = ", ".join(f"{value:.3f}" for value in r["reward"].values())
         ratio = r.get("probe_over_rounding")
@@ -313,9 +313,7 @@ def real_task() -> str:
         name = "TRL 1.16" if r["name"] == "trl" else f"`{r['name']}`"
         rows.append([name, str(r["rollouts"]), rewards, f"{r['step_s']:.2f}", f"{r['gap_mean']:.3f}", *proof, seconds])
     v = found["versions"]
-    where = (
-        f"{found['gpus'][0]}, {found['host']}; vLLM {v['vllm']}, torch {v['torch']}, transformers {v['transformers']}"
-    )
+    where = f"{found['host']}; vLLM {v['vllm']}, torch {v['torch']}, transformers {v['transformers']}"
     return f"Measured on {found['date']} (`{found['file']}`): {where}.\n\n{table(*rows)}"
 
 

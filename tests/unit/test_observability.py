@@ -78,6 +78,19 @@ def test_dict_rewards_need_their_key() -> None:
 # Phases and progress
 
 
+def test_a_step_shows_no_value_of_an_earlier_one() -> None:
+    """A synchronous first step has a gap, the later ones of an asynchronous run may have none."""
+    console = plain_console()
+    progress = Progress("t", 3, console=console)
+    progress.log(0, {"train/loss": 0.5, "train/log_prob_gap_mean": 0.027, "train/log_prob_gap_max": 0.763})
+    progress.log(1, {"train/loss": 0.25})
+    progress.log(1, {"rollout/reward_mean": 1.0})  # of the same step
+    first, second, third = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert "gap 0.027" in first and "gap max 0.763" in first
+    assert "loss 0.2500" in second and "gap" not in second
+    assert "loss 0.2500" in third and "reward 1.000" in third and "gap" not in third
+
+
 def test_plain_progress_is_one_line_per_step_and_new_phase(tmp_path: Path) -> None:
     console = plain_console()
     with run(tmp_path, console=console) as log:

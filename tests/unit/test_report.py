@@ -50,7 +50,7 @@ def test_report_of_a_full_run(tmp_path: Path) -> None:
         log.log(0, {"eval/arith/reward_mean": 0.4})
         for step in range(4):
             metrics = rollout_metrics(make_groups(seed=step))
-            metrics |= {"train/entropy": 1.0, "train/ppo_kl": 0.1, "train/log_prob_gap_max": 2e-6 * (step + 1)}
+            metrics |= {"train/entropy": 1.0, "train/ppo_kl": 0.1, "train/log_prob_gap_mean": 2e-6 * (step + 1)}
             metrics |= {"critic/value_loss": 0.5 / (step + 1), "critic/explained_variance": 0.2 * step}
             metrics |= {"perf/rollout_seconds": 2.0, "perf/rollout_tokens_per_second": 100.0, "perf/pss_bytes": 1e9}
             metrics |= {"perf/trainer_idle_ratio": 0.25, "perf/engine_idle_ratio": 0.5, "async/queue_length": 3.0}
@@ -91,5 +91,5 @@ def test_report_of_a_poor_run(tmp_path: Path, rows: list[dict]) -> None:
 
 
 def test_headline_says_when_the_gap_is_not_available() -> None:
-    history = read_history([{"step": 0, "train/loss": 0.1, "train/log_prob_gap_max": None}])
+    history = read_history([{"step": 0, "train/loss": 0.1, "train/log_prob_gap_mean": None}])
     assert ("log-prob gap to the engine", "not available") in headline(history, {})
