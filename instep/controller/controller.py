@@ -116,6 +116,7 @@ class Controller:
         self.evaluations: list[dict[str, float]] = []
         self.last_sync: SyncResult | None = None
         self._largest_diff = Difference(0.0, 0.0, 0.0)  # of all syncs
+        self._gap_of_sync: dict[str, float] = {}  # of the last one, until a step has shown it
         self._memory = PssSampler()
         self._gpu_peak = 0.0
         for root in filter(None, (args.save, args.critic_save)):
@@ -238,7 +239,8 @@ class Controller:
         result = self.deployment.sync_weights()
         if result is not None:
             self.last_sync = result
-            self._largest_diff = max(self._largest_diff, result.proven.last)
+            self._largest_diff = Difference(*map(max, self._largest_diff, result.proven.last))
+            self._gap_of_sync = result.gap()
 
     def generate(self, rollout_id: int) -> Rollout:
         """Generate the groups of one round, with rewards; they are finished in the ledger."""
@@ -309,8 +311,9 @@ class Controller:
         metrics = {**batch.metrics, **training_metrics(batch.steps), **memory, **self.deployment.memory("train")}
         if args.command == "train-async":
             metrics |= staleness_metrics(batch.batch, version)
-        if self.last_sync is not None and metrics.get("train/log_prob_gap_coverage") == 0:
-            metrics |= self.last_sync.gap()
+            if metrics.get("train/log_prob_gap_coverage") == 0:
+                metrics |= self._gap_of_sync
+            self._gap_of_sync = {}
         trained = TrainedRollout(metrics, {"train": phase.seconds}, len(batch.steps), len(batch.batch.tokens))
         if (gap := metrics.get("train/log_prob_gap_fresh", 0.0)) > (limit := self.deployment.gap_limit):
             self.log.progress.line(f"the log-prob gap of rollout {rollout_id} is {gap:.3g} nats, more than {limit:.3g}")

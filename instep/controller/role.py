@@ -291,11 +291,11 @@ class RoleTrainer:
         found = self.workers.call("unwritten_weights", timeout=timeout)
         return sorted({name for names in found for name in names})
 
-    def layer_sketches(self, batch: TokenBatch, timeout: float) -> dict[int, list[list[float]]] | None:
+    def layer_sketches(self, batches: list[TokenBatch], timeout: float) -> dict[int, list[list[float]]] | None:
         """See `Worker.layer_sketches`; None where no rank has all tokens of all layers."""
         if self.workers.num_ranks != 1:
             return None
-        return self.workers.call("layer_sketches", batch, timeout=timeout)[0]  # type: ignore[no-any-return]
+        return self.workers.call("layer_sketches", batches, timeout=timeout)[0]  # type: ignore[no-any-return]
 
     def probe_log_probs(self, batch: TokenBatch, timeout: float) -> tuple[list[float], list[float]]:
         """Log-probs of the response tokens of `batch`, and those after one more rounding: see `Worker.score`."""

@@ -11,6 +11,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -329,7 +330,8 @@ class Engine:
         async def send(payload: dict[str, Any]) -> tuple[dict[str, Any], None]:
             return self.post(self.kind.wire.generate_route, payload, timeout=timeout), None
 
-        made = asyncio.run(self.kind.wire.complete_n(request, num, send))
+        with ThreadPoolExecutor(1) as pool:  # in a notebook this thread runs a loop already
+            made = pool.submit(asyncio.run, self.kind.wire.complete_n(request, num, send)).result()
         return [one.token_ids for one in made]
 
     def start_profile(self, *, timeout: float) -> None:

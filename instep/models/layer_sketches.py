@@ -26,7 +26,7 @@ def layer_sketches(layers: Mapping[int, torch.nn.Module], run: Callable[[], obje
         states = (out[0] if isinstance(out, tuple) else out).detach().float()
         size = states.shape[-1]
         directions = torch.randn(size, WIDTH, generator=torch.Generator().manual_seed(0)).to(states.device)
-        found[place] = (states.reshape(-1, size) @ directions).tolist()
+        found.setdefault(place, []).extend((states.reshape(-1, size) @ directions).tolist())
 
     def hook(place: int) -> Callable[..., None]:
         return lambda _module, _given, out: note(place, out)

@@ -371,9 +371,10 @@ class Worker(Profiled):
             return None
         return torch.stack([outputs[0].log_probs.cpu() for outputs in found if outputs is not None])
 
-    def layer_sketches(self, batch: TokenBatch) -> dict[int, list[list[float]]]:
-        """What each layer returns for the tokens of `batch`, see `models/layer_sketches.py`."""
-        return layer_sketches(self.backend.layers, lambda: self.backend.forward_only([batch.to(self.device)]))
+    def layer_sketches(self, batches: list[TokenBatch]) -> dict[int, list[list[float]]]:
+        """What each layer returns for the tokens of `batches`, of a text each; see `models/layer_sketches.py`."""
+        alone = [[batch.to(self.device)] for batch in batches]  # else a beginning that texts share is computed once
+        return layer_sketches(self.backend.layers, lambda: [self.backend.forward_only(batch) for batch in alone])
 
     # ---- weights -------------------------------------------------------------------------------------------------
 

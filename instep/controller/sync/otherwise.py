@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,14 @@ from instep.checkpoints.hf_export import read_hf_config
 from instep.controller.sync.probe import Difference, Probe
 from instep.controller.sync.session import Session
 from instep.engines.engine import Engine
-from instep.errors import SyncError
+from instep.errors import InstepError, SyncError
 from instep.weights.way import OF_ADAPTERS
 
 BEGINS = {"bf16": 0.05, "fp32": 1e-3}  # a layer whose output differs by more, relative to its size
 # What engines and trainers have implemented differently, by the entries of config.json that ask for it.
 SUSPECTS = {
     "sliding windows": ("sliding_window",),
-    "the scale of rotary positions": ("rope_scaling", "rope_parameters"),
+    "the scale of rotary positions": ("rope_scaling",),
     "caps of logits": ("final_logit_softcapping", "attn_logit_softcapping"),
     "experts and their router": ("num_experts", "num_local_experts", "n_routed_experts"),
     "linear attention": ("linear_num_key_heads",),
@@ -29,10 +30,22 @@ SUSPECTS = {
 
 
 def computes_otherwise(
-    session: Session, engine: Engine, way: str, probe: Probe, gap: Difference, rounding: Difference, tolerance: float
+    session: Session,
+    engine: Engine,
+    way: str,
+    probe: Probe,
+    gap: Difference,
+    rounding: Difference,
+    tolerance: float,
+    *,
+    shown: bool,
 ) -> SyncError:
-    """Return the error of `engine`, whose scores of the probe differ by `gap` though its weights are right."""
-    holds = "the adapter was sent as it is" if way in OF_ADAPTERS else "its weights are the trainer's"
+    """Return the error of `engine`, whose scores of the probe differ by `gap` though its weights are right.
+
+    Args:
+        shown: its digests or the golden path have shown that its weights are; else only that they were sent so.
+    """
+    holds = "its weights are the trainer's" if shown else "what was sent is what the trainer has"
     times = f"{gap.rms / rounding.rms:.0f} times what rounding explains" if rounding.rms else "without any rounding"
     what = (
         f"trainer and {engine.name} compute differently, although {holds}: on {probe.num_scores} tokens "
@@ -50,11 +63,13 @@ def computes_otherwise(
 
 
 def _where_it_begins(session: Session, engine: Engine, probe: Probe) -> str:
-    timeout = session.seconds_left()
-    texts = [list(text.tokens) for text in probe.texts]
-    theirs = engine.kind.layer_sketches(engine, texts, timeout=timeout)
-    with session.turns.borrowed(session, optimizer=False):
-        ours = session.actor.layer_sketches(probe.batch(), timeout) if theirs is not None else None
+    ours = theirs = None
+    with contextlib.suppress(InstepError):  # the difference is what has to be said
+        timeout = session.seconds_left()
+        theirs = engine.kind.layer_sketches(engine, [list(text.tokens) for text in probe.texts], timeout=timeout)
+        if theirs is not None:
+            with session.turns.borrowed(session, optimizer=False):
+                ours = session.actor.layer_sketches(probe.batches(), timeout)
     if theirs is None or ours is None:
         return _suspects(read_hf_config(Path(session.args.hf_checkpoint)))
     differences = {place: relative_difference(ours[place], theirs[place]) for place in sorted(ours)}

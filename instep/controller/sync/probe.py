@@ -3,7 +3,7 @@
 A log-prob of `l` nats is rounded in proportion to `l`, so each difference is divided by max(1, |l|), and the root mean
 square over the probe decides: no single token does. What rounding explains is measured, not guessed: the trainer scores
 the probe twice, the second time with half of its embeddings one unit in the last place smaller. On ten families and on
-a real model the engine differed by 0.7 to 1.6 times as much (docs/weight-sync.md, tests/e2e/margins.json).
+a real model right engines differed by 0.4 to 1.8 times as much (docs/weight-sync.md, tests/distributed/margins.json).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from instep.rollout.outputs import flatten
 from instep.types import Group, TokenBatch
 
 NUM_TEXTS, TEXT_TOKENS = 2, 96
+PROMPT_TOKENS = 16  # before a response
 
 
 @dataclass(frozen=True)
@@ -104,19 +105,20 @@ class Probe:
         for engine in engines:
             with contextlib.suppress(EngineError):  # the session that follows names what is wrong with it
                 made = engine.sample([self._start], self._length - 1, num=NUM_TEXTS, timeout=timeout)
-                if all(0 <= token < self._vocab_size for tokens in made for token in tokens):
+                whole = all(len(tokens) == self._length - 1 for tokens in made)
+                if whole and all(0 <= token < self._vocab_size for tokens in made for token in tokens):
                     self.texts = [Text((self._start, *tokens), (True,) * len(tokens)) for tokens in made]
                 return
 
     def offer(self, groups: Sequence[Group]) -> None:
-        """Make the next text of the ends of samples, one of a group, until it is as long as the others."""
+        """Make the next text of responses, one of a group and some of its prompt, until it is as long as the others."""
         tokens, made = list[int](), list[bool]()
         for sample in (next(flatten(group)) for group in groups):
             mask = sample.loss_mask or [1] * sample.response_length
-            marks = [0] * (len(sample.tokens) - len(mask)) + list(mask)
-            left = self._length - len(tokens)
-            tokens += sample.tokens[-left:]
-            made += map(bool, marks[-left:])
+            given = min(PROMPT_TOKENS, len(sample.tokens) - len(mask))
+            size = min(given + len(mask), self._length - len(tokens))
+            tokens += sample.tokens[len(sample.tokens) - size :]
+            made += map(bool, ([0] * given + list(mask))[given + len(mask) - size :])
             if len(tokens) == self._length:
                 break
         if len(tokens) == self._length and any(made[1:]) and max(tokens) < self._vocab_size:
@@ -129,13 +131,11 @@ class Probe:
 
     def batch(self) -> TokenBatch:
         """The texts as the trainer scores them."""
-        lengths = torch.tensor([len(text.tokens) for text in self.texts])
-        return TokenBatch(
-            tokens=torch.tensor([token for text in self.texts for token in text.tokens]),
-            total_lengths=lengths,
-            response_lengths=lengths - 1,
-            sample_columns={"temperature": torch.ones(len(self.texts))},
-        )
+        return _batch(self.texts)
+
+    def batches(self) -> list[TokenBatch]:
+        """Each text by itself."""
+        return [_batch([text]) for text in self.texts]
 
     def by_text(self, scores: Sequence[float]) -> dict[tuple[int, Text], list[float]]:
         """Split the scores of an engine by replica and text."""
@@ -145,6 +145,16 @@ class Probe:
                 out[replica, text] = list(scores[start : start + len(text.made)])
                 start += len(text.made)
         return out
+
+
+def _batch(texts: Sequence[Text]) -> TokenBatch:
+    lengths = torch.tensor([len(text.tokens) for text in texts])
+    return TokenBatch(
+        tokens=torch.tensor([token for text in texts for token in text.tokens]),
+        total_lengths=lengths,
+        response_lengths=lengths - 1,
+        sample_columns={"temperature": torch.ones(len(texts))},
+    )
 
 
 def start_token(config: dict[str, Any]) -> int:

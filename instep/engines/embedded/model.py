@@ -1,7 +1,6 @@
 """A transformers decoder with its own key/value cache, which has one row per running request and no gaps."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -165,13 +164,12 @@ class Runner(Cache):
 
     def layer_sketches(self, texts: Sequence[Sequence[int]]) -> dict[int, list[list[float]]]:
         """What each layer returns for the tokens of `texts`; the cache is not touched."""
-        layers = dict(enumerate(decoder_layers(self.model)))
-        found = dict[int, list[list[float]]]()
-        for text in texts:
-            run = partial(self.model, torch.tensor([text], device=self.device), use_cache=False)
-            for place, sketch in layer_sketches(layers, run).items():
-                found.setdefault(place, []).extend(sketch)
-        return found
+
+        def run() -> None:
+            for text in texts:
+                self.model(torch.tensor([text], device=self.device), use_cache=False)
+
+        return layer_sketches(dict(enumerate(decoder_layers(self.model))), run)
 
     def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Store new keys and values, and return those to attend to; the model's attention calls this."""
