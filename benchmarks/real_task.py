@@ -11,6 +11,7 @@ and of the proofs of all syncs the largest difference over what rounding explain
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -134,7 +135,8 @@ def measure(options: argparse.Namespace, name: str, folder: Path) -> dict[str, A
         except subprocess.TimeoutExpired:
             code = f"ended after {options.limit:.0f} s"
             process.terminate()
-            process.wait(timeout=30)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=30)
         finally:
             process.kill()
     row: dict[str, Any] = {"whole_s": round(time.time() - began, 1)}

@@ -199,7 +199,7 @@ class Proof:
         Wrong are weights whose digests differ, and an engine whose scores change when the same version comes once more
         as a checkpoint on disk, the golden path; engines of the way `restart` are not started once more. Else trainer
         and engine compute otherwise. Twice the difference is allowed from now on if it is below `MOST_ALLOWED` times
-        what rounding explains. Adapters may only move slowly: the golden path cannot see that an engine scales them wrongly.
+        what rounding explains. Adapters may only move slowly: the golden path does not show a wrong scale.
 
         Raises:
             SyncError: see `prove`.
@@ -232,8 +232,7 @@ class Proof:
             gap = off[engine.url]
             if self._args.sync_tolerance is not None or not gap.rms <= self._most(way, rounding.rms):
                 shown = way != RESTART and self._args.sync_tolerance is None
-                how = gap, rounding, tolerance
-                raise computes_otherwise(session, engine, way, self.probe, *how, shown=shown)
+                raise computes_otherwise(session, engine, way, self.probe, gap, rounding, tolerance, shown=shown)
             if gap.rms <= MOST_ALLOWED * rounding.rms:
                 self._allowed = max(self._allowed, min(MOST_ALLOWED, 2 * gap.rms / rounding.rms))
             else:
@@ -243,10 +242,8 @@ class Proof:
         """The largest `rms` of an engine whose weights are right; what is larger is no rounding."""
         if self._quantized:
             return MOST_QUANTIZED
-        if (
-            way in OF_ADAPTERS and self._sent is not None
-        ):  # an engine that scales them wrongly does so from one to the next
-            return 2 * self._largest_ratio * rounding
+        if way in OF_ADAPTERS and self._sent is not None:  # one that is scaled wrongly is off at once
+            return max(10 * LEAST_TOLERANCE, 2 * self._largest_ratio * rounding)
         return max(MOST_OF_CERTAIN[self._args.precision], MOST_ALLOWED * rounding)
 
     def _wrong(self, session: Session, engine: Engine, how: str, tolerance: float, tensors: str) -> SyncError:
