@@ -11,9 +11,11 @@ import gc
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import repeat
 from typing import Any
 
-MAX_BYTES = 512 * 2**20  # of a pickle: a million chunks of tensors in an index; each byte becomes some 40 of memory
+MAX_BYTES = 512 * 2**20  # of a pickle; a million chunks of tensors in an index have 160 MB and 73 million opcodes
+MAX_STEPS = 10**8  # opcodes, each of which may make an empty dict or a tuple of one: 7.5 GB of memory
 MAX_KEY = 2**32  # whole numbers up to here cannot be chosen so that a dict of them takes for ever
 MAX_DEPTH, MAX_VALUES = 100, 10**8  # of `check_plain`
 
@@ -106,7 +108,7 @@ class _Machine:
         """Go through the opcodes; those that an index has thousands of are here, in the order of how many."""
         data, pos, stack, marks, memo = self.data, 0, self.stack, self.marks, self.memo
         push, pop, memoize, rare = stack.append, stack.pop, memo.append, _RARE
-        while True:
+        for _ in repeat(None, MAX_STEPS):
             op = data[pos]
             pos += 1
             if op == 0x94:  # MEMOIZE
@@ -160,6 +162,7 @@ class _Machine:
                 return stack[0]
             else:
                 raise NoData(f"it has the opcode {bytes([op])!r}, which no data needs")
+        raise NoData(f"it has more than {MAX_STEPS:,} opcodes")
 
     def above_mark(self) -> list[Any]:
         """Take what lies above the last mark."""

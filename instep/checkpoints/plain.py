@@ -147,12 +147,16 @@ def _metadata(content: Any) -> Metadata:
         raise NoData("it has no dict of tensors, or none of their places")
     if type(version) not in (str, type(None)):
         raise NoData("its version is no text")
-    stored = {_text(name, "the name of a tensor"): _entry(entry) for name, entry in entries.items()}
+    stored: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    num_left = len(places)  # each chunk has a place of its own; tensors that share a list of chunks would be many more
+    for name, made in entries.items():
+        entry = stored[_text(name, "the name of a tensor")] = _entry(made, num_left)
+        num_left -= len(entry.chunks) if isinstance(entry, TensorStorageMetadata) else 0
     data = {_index(where): _info(info) for where, info in places.items()}
     return Metadata(stored, storage_data=data, storage_meta=StorageMeta(), version=version)
 
 
-def _entry(made: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+def _entry(made: Any, most: int) -> TensorStorageMetadata | BytesStorageMetadata:
     if type(made) is Made and made.of is not None and made.of.name == "BytesStorageMetadata":
         return BytesStorageMetadata()
     fields = _fields(made, "TensorStorageMetadata")
@@ -162,6 +166,8 @@ def _entry(made: Any) -> TensorStorageMetadata | BytesStorageMetadata:
         raise NoData("a tensor in it has no type")
     if type(size) is not torch.Size or type(chunks) is not list:
         raise NoData("a tensor in it has no shape, or no list of chunks")
+    if len(chunks) > most:
+        raise NoData("its tensors have more chunks than it has places of them")
     return TensorStorageMetadata(TensorProperties(about[0]), size, [_chunk(chunk, size) for chunk in chunks])
 
 

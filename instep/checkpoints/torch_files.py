@@ -11,6 +11,7 @@ import os
 import zipfile
 from collections.abc import Callable
 from functools import lru_cache
+from itertools import repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from instep.errors import CheckpointError
 AHEAD_BYTES = 8 * 2**20  # which the kernel reads beyond a tensor that is asked for
 MAX_DIRECTORY = 16 * 2**20  # bytes of a list of records, 300,000 of them
 MAX_DIMENSIONS, MAX_SIZE = 64, 2**62
+MAX_TENSORS = 10**6  # of an archive: each takes a kilobyte, and three opcodes make another one of the same storage
 DTYPES = {
     name: getattr(torch, name)
     for name in "float64 float32 float16 bfloat16 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz "
@@ -144,9 +146,18 @@ def read_archive(data: mmap.mmap, offset: int, length: int) -> Any:
             raise NoData("a storage in it is larger than its record")
         return _Storage(dtype, start, num_bytes)
 
+    encoded: dict[str, bytes] = {}
+    tensors = repeat(None, MAX_TENSORS)
+
+    def tensor(args: tuple[Any, ...], types: tuple[Any, ...], bits: tuple[Any, ...]) -> Tensor:
+        if next(tensors, True):
+            raise NoData(f"it has more than {MAX_TENSORS:,} tensors")
+        return _tensor(data, args, types, bits)
+
     functions = {  # after storage, offset, shape and strides: requires_grad, hooks, in v3 the type, and bits
-        ("torch._utils", "_rebuild_tensor_v2"): lambda args: _tensor(data, args[:4], (), args[6:]),
-        ("torch._utils", "_rebuild_tensor_v3"): lambda args: _tensor(data, args[:4], args[6:7], args[7:]),
+        ("torch._utils", "_rebuild_tensor_v2"): lambda args: tensor(args[:4], (), args[6:]),
+        ("torch._utils", "_rebuild_tensor_v3"): lambda args: tensor(args[:4], args[6:7], args[7:]),
+        ("_codecs", "encode"): lambda args: _bytes(args, encoded),
         **_FUNCTIONS,
     }
 
@@ -190,14 +201,16 @@ def _tensor(data: mmap.mmap, args: tuple[Any, ...], types: tuple[Any, ...], bits
     return torch.frombuffer(data, dtype=dtype, count=count, offset=storage.start).as_strided(sizes, stride, first)
 
 
-def _bytes(args: tuple[Any, ...]) -> bytes:
-    """As protocol 2 writes them: a text in Latin 1."""
+def _bytes(args: tuple[Any, ...], done: dict[str, bytes]) -> bytes:
+    """As protocol 2 writes them: a text in Latin 1. A text that is named often is made bytes once."""
     if list(map(type, args)) != [str, str] or args[1] != "latin1":
         raise NoData("bytes in it are none")
     try:
-        return args[0].encode("latin1")
+        if args[0] not in done:
+            done[args[0]] = args[0].encode("latin1")
     except UnicodeEncodeError as error:
         raise NoData("bytes in it are none") from error
+    return done[args[0]]
 
 
 def _size(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -223,7 +236,6 @@ _FUNCTIONS: dict[tuple[str, str], Callable[[tuple[Any, ...]], Any]] = {
     ("torch._utils", "_rebuild_parameter_with_state"): _parameter,
     ("torch", "Size"): _size,
     ("collections", "OrderedDict"): _ordered,
-    ("_codecs", "encode"): _bytes,
 }
 
 

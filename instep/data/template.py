@@ -159,14 +159,22 @@ def _size(value: Any) -> int:
 
 
 def _whole(values: Iterable[Any]) -> int:
-    """The largest integer among the values and the entries of tuples, at least 1."""
+    """The largest integer among the values and the entries of tuples, whatever its sign; at least 1."""
     found = 1
     for value in values:
         if isinstance(value, tuple):
             found = max(found, _whole(value))
         elif isinstance(value, int):
-            found = max(found, value)
+            found = max(found, abs(value))
     return found
+
+
+def _longest(values: Iterable[Any]) -> int:
+    """The length of the longest text among the values and their entries."""
+    return max(
+        (len(v) if isinstance(v, str) else _longest(v) if isinstance(v, (list, tuple)) else 0 for v in values),
+        default=0,
+    )
 
 
 def _formatted(form: Any, values: Any) -> int:
@@ -191,7 +199,9 @@ def _check(name: str, owner: Any, values: list[Any]) -> None:
             size *= max(1, one)
         old = max(1, sizes[1]) if name == "replace" and sizes[1:] else 1
         return _refuse(size // (old * old))
-    _refuse(max(sum(sizes), _whole(values) * (sizes[0] if name == "tojson" else 1)))
+    if name == "tojson":  # an indent and separators stand at each entry
+        return _refuse(max(_whole(values), _longest(values)) * sizes[0])
+    _refuse(max(sum(sizes), _whole(values)))
 
 
 class _Filters(dict[str, Callable[..., Any]]):

@@ -7,7 +7,7 @@ workers the engines have, so that it can be ended when a trainer dies in the mid
 
 from __future__ import annotations
 
-import io
+import ctypes
 import mmap
 import os
 import pickle
@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from instep.checkpoints.inert import Name, NoData, Ours, read
 from instep.cluster.worker_main import answer, leave
 from instep.errors import SyncError
 from instep.integrations.trl.tensors import Announced, dtype_of
@@ -256,6 +257,7 @@ def careful_group(store: dist.Store, rank: int) -> Any:
     Raises:
         ImportError: there is no vLLM.
     """
+    from vllm.distributed.device_communicators.pynccl_wrapper import ncclUniqueId
     from vllm.distributed.utils import StatelessProcessGroup
 
     class Careful(StatelessProcessGroup):
@@ -264,19 +266,36 @@ def careful_group(store: dist.Store, rank: int) -> Any:
                 return super().broadcast_obj(obj, src)
             key = f"broadcast_from/{src}/{self.broadcast_recv_src_counter[src]}"
             self.broadcast_recv_src_counter[src] += 1
-            return _IdUnpickler(io.BytesIO(self.store.get(key))).load()
+            return _id_or_text(self.store.get(key), ncclUniqueId)
 
     return Careful(rank=rank, world_size=2, store=store)
 
 
-class _IdUnpickler(pickle.Unpickler):
-    """Reads vLLM's pickled `ncclUniqueId`, and plain values."""
+def _id_or_text(data: bytes, kind: type[ctypes.Structure]) -> Any:
+    """What vLLM has pickled: an `ncclUniqueId` (`kind`), a text or bytes. Raises RuntimeError: it is something else."""
 
-    def find_class(self, module: str, name: str) -> Any:
-        allowed = (("_ctypes", "_unpickle"), ("vllm.distributed.device_communicators.pynccl_wrapper", "ncclUniqueId"))
-        if (module, name) not in allowed:
-            raise RuntimeError(f"the group's store holds a {module}.{name}, where NCCL's id should be")
-        return super().find_class(module, name)
+    def made(args: tuple[Any, ...]) -> ctypes.Structure:
+        of, state = args if len(args) == 2 else (None, None)
+        if type(of) is not Name or type(state) is not tuple or len(state) != 2 or state[0] != {}:
+            raise NoData("an id in it is none")
+        if type(state[1]) is not bytes or len(state[1]) != ctypes.sizeof(kind):
+            raise NoData("an id in it is of another size")
+        return kind.from_buffer_copy(state[1])
+
+    def named(module: str, name: str) -> Any:
+        if (module, name) == ("_ctypes", "_unpickle"):
+            return Ours(made)
+        if (module, name) == (kind.__module__, kind.__qualname__):
+            return Name(module, name)
+        raise NoData(f"it names {module}.{name}")
+
+    try:
+        value = read(data, named)
+        if type(value) not in (str, bytes, kind):
+            raise NoData("it is of another kind")
+    except NoData as error:
+        raise RuntimeError(f"the group's store holds something else where NCCL's id should be: {error}") from error
+    return value
 
 
 def _address_to(meeting: Meeting) -> str:
