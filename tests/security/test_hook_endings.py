@@ -45,7 +45,7 @@ def _end() -> None:
         raise Own
     if how == "os._exit":
         os._exit(0)
-    sys.exit(3)
+    raise SystemExit(3)
 
 
 def reward(args, sample, **kwargs):

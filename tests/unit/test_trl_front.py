@@ -151,9 +151,10 @@ def test_weights_that_came_in_a_pause_are_proven_when_it_ends(port, args, monkey
     session = SimpleNamespace(engines=[engine], renew=lambda: None, resume=lambda: brought.append("resumed"))
     going_back = SimpleNamespace(transfer=lambda way: brought.append(before))
     monkeypatch.setattr(delivery, "_session", lambda *given: going_back)
-    monkeypatch.setattr(delivery, "_probe", lambda session: {"e": [-1.0, -2.0]})
+    scores = [-1.0] * delivery._proof.probe.num_scores
+    monkeypatch.setattr(delivery, "_probe", lambda session: {"e": scores})
     http("/pause?mode=keep")
-    delivery.version, delivery._current, delivery._scores = 4, "new", {"e": [-1.0, -2.0]}
+    delivery.version, delivery._current, delivery._scores = 4, "new", {"e": scores}
     delivery._unproven = _Unproven(session, "new", True, before)
     with pytest.raises(Refusal, match="still scores as under the weights before") as raised:
         http("/resume")
