@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import struct
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -311,6 +312,9 @@ def set_random_state(path: Path) -> None:
         keys = _keys(keys)
         if len(words) != 625 or keys.shape != (624,) or not 0 <= int(position) <= 624:  # numpy would look beyond them
             raise ValueError("a generator's state has another length")
+        left, following = struct.unpack_from("<ixxxxQ", state["torch"].numpy().tobytes(), 8)
+        if left + following > 625:  # torch would look beyond its 624 words
+            raise ValueError("torch's generator is at a place that it does not have")
         random.setstate((version, tuple(map(int, words)), gauss))
         np.random.set_state(("MT19937", keys, int(position), *rest))
         torch.set_rng_state(state["torch"])

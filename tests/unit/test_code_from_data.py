@@ -200,6 +200,21 @@ def test_random_states_of_an_earlier_instep_are_read(tmp_path):
     assert [random.random(), *np.random.normal(size=3), *torch.rand(3).tolist()] == expected
 
 
+@pytest.mark.parametrize("generator", ["torch", "numpy"])
+def test_a_generator_at_a_place_that_it_does_not_have_is_refused(tmp_path, generator):
+    """Its library would read beyond its words."""
+    state = random_state()
+    if generator == "numpy":
+        state["numpy"][1] = 625
+    else:
+        state["torch"] = state["torch"].clone()
+        state["torch"][8:12].view(torch.int32)[0] = 624
+        state["torch"][16:24].view(torch.int64)[0] = 2
+    torch.save(state, tmp_path / "rng.pt")
+    with pytest.raises(CheckpointError, match="random state cannot be read"):
+        set_random_state(tmp_path / "rng.pt")
+
+
 def test_a_random_state_that_is_code_is_refused(tmp_path, trace):
     torch.save({"torch": torch.get_rng_state(), "python": Evil(trace)}, tmp_path / "rng.pt")
     trace.unlink(missing_ok=True)
