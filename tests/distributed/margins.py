@@ -143,13 +143,13 @@ def faults(weights: Weights) -> Iterator[tuple[str, Fault]]:
         embedding[[a, b]] = embedding[[b, a]].clone()
 
     def scaled(weights: Weights, probe: Probe) -> None:
-        """As if the engine used 0.9 of an adapter whose norm is 0.3 of that of each weight."""
+        """As if the engine used 0.9 of an adapter whose norm is 0.6 of that of each weight."""
         generator = torch.Generator().manual_seed(3)
         for name, weight in weights.items():
             if "layers." in name and weight.ndim == 2:
                 a, b = (torch.randn(size, 4, generator=generator) for size in weight.shape)
                 part = a @ b.T
-                weight.sub_((0.1 * 0.3 * weight.float().norm() / part.norm() * part).to(weight.dtype))
+                weight.sub_((0.1 * 0.6 * weight.float().norm() / part.norm() * part).to(weight.dtype))
 
     first = next(n for n in weights if n.endswith("layers.1.input_layernorm.weight"))
     around_zero = bool(weights[first].float().mean().abs() < 0.5)  # Gemma adds 1
