@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from instep import __version__
+from instep import __version__, fork_server
 from instep.bytecode import keep_bytecode
 from instep.errors import ConfigError, InstepError
 from instep.importing import first_import
@@ -56,8 +56,10 @@ docs/quick_start.md goes from a clone to a task of your own."""
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit code: 0, that of the error (2: a wrong command line), or 130 (interrupted)."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    return guarded(lambda: _run(words))
+    if argv is not None:
+        return guarded(lambda: _run(list(argv)))
+    # A process of its own, with no other thread yet.
+    return guarded(lambda: _run_beside(sys.argv[1:]))
 
 
 def guarded(work: Callable[[], int]) -> int:
@@ -79,6 +81,14 @@ def guarded(work: Callable[[], int]) -> int:
         exec("")
         print("interrupted", file=sys.stderr)
         return 130
+
+
+def _run_beside(words: list[str]) -> int:
+    """Run one command, beside a fork server where it will start workers or engines."""
+    if words[:1] not in (["train"], ["train-async"], ["sft"], ["dpo"], ["profile"]) or sys.platform != "linux":
+        return _run(words)
+    with fork_server.beside():
+        return _run(words)
 
 
 def _run(words: list[str]) -> int:
@@ -177,8 +187,10 @@ def run(args: Args) -> dict[str, Any]:
     Raises:
         InstepError: the run cannot go on.
     """
+    from instep.cluster.imports import preload
     from instep.observability.output import lasting_output
 
+    preload(args)
     with lasting_output(Path(args.run_dir) / "logs"):
         with first_import("torch"):
             if args.command in ("sft", "dpo"):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import os
 import re
 import resource
+import signal
 import sys
 import threading
 import time
@@ -53,6 +55,16 @@ def set_name(name: str) -> None:
     """Name this process for `name_of`, `ps` and `top`."""
     with contextlib.suppress(OSError):  # not Linux, or /proc is read-only: it is a comfort
         Path("/proc/self/comm").write_text(name)
+
+
+def die_with_parent() -> None:
+    """End with the thread that has started this process (on Linux)."""
+    parent = os.getppid()
+    if sys.platform == "linux":
+        PR_SET_PDEATHSIG = 1
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def allow_descriptors() -> None:

@@ -10,7 +10,6 @@ kernel.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import os
 import re
@@ -25,9 +24,9 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from instep import locks
+from instep import fork_server, locks
 from instep.errors import ConfigError, writing
-from instep.kernel import allow_descriptors, catches, family, name_of, stopped
+from instep.kernel import allow_descriptors, catches, die_with_parent, family, name_of, stopped
 
 LIFELINE_VARIABLE = "INSTEP_LIFELINE_FD"
 # Engine and trainer take turns on the same cores: a thread may spin for some 50 us for its next piece of work, then it
@@ -95,15 +94,12 @@ class SupervisedProcess:
         self._lifeline.setblocking(False)
         with theirs, writing(log_path):
             log_path.parent.mkdir(parents=True, exist_ok=True)
-            with open(log_path, "ab") as log:
-                self._process = subprocess.Popen(
-                    list(argv),
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env={**os.environ, **(env or {}), LIFELINE_VARIABLE: str(theirs.fileno())},
-                    pass_fds=[theirs.fileno(), *pass_fds],
-                    start_new_session=True,  # a Ctrl-C in the terminal reaches the owner, which ends its children
+            with open(log_path, "ab") as log, open(os.devnull) as null:
+                self._process = fork_server.start(
+                    argv,
+                    {**os.environ, **(env or {}), LIFELINE_VARIABLE: str(theirs.fileno())},
+                    (null.fileno(), log.fileno(), log.fileno()),
+                    [theirs.fileno(), *pass_fds],
                 )
 
     @property
@@ -261,15 +257,10 @@ def follow_parent(partner: socket.socket | None = None, *, own_pulse: bool = Fal
         own_pulse: heartbeats stop when the thread that works no longer calls `pulse`.
     """
     global _pulse
-    parent = os.getppid()
-    if sys.platform == "linux":
-        PR_SET_PDEATHSIG = 1
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     faulthandler.enable()
     allow_descriptors()
-    if os.getppid() != parent:
-        os._exit(1)
     fd = os.environ.pop(LIFELINE_VARIABLE, None)
     if fd is not None:
         line = socket.socket(fileno=int(fd))

@@ -13,8 +13,9 @@ import torch
 
 from instep.weights.place import SYNC
 from tests.bounds import allowed
+from tests.forks import SERVER
 
-ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+ENVIRONMENT = {**os.environ, "PYTHONUNBUFFERED": "1"}
 
 
 def grpo_arguments(tiny: Path, run_dir: Path, *more: str) -> list[str]:
@@ -82,13 +83,14 @@ def run(arguments: list[str], timeout: float = 360) -> subprocess.CompletedProce
 
 
 def children(pid: int) -> list[psutil.Process]:
-    return psutil.Process(pid).children(recursive=True)
+    """All that it has started, and these; without the fork server of the tests."""
+    return [p for p in psutil.Process(pid).children(recursive=True) if p.pid != SERVER.pid]
 
 
 def words_of(process: psutil.Process) -> list[str]:
     """Its command line; none if it has just ended."""
     try:
-        return process.cmdline()
+        return " ".join(process.cmdline()).split()  # the title of a forked process is one text
     except psutil.NoSuchProcess:  # or one that waits to be reaped
         return []
 

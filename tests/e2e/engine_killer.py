@@ -11,6 +11,8 @@ from urllib.parse import urlsplit
 
 import psutil
 
+from tests.e2e.commands import words_of
+
 KILL_AT, WAIT_AT = int(os.environ.get("KILL_AT", "20")), 40  # calls
 WAIT_SECONDS = 240.0
 _num_calls = 0
@@ -48,7 +50,7 @@ def process_at(url: str) -> psutil.Process:
     family = psutil.Process(os.getpid())
     siblings = family.parent().children()  # an engine that the test runs
     for process in [*family.children(recursive=True), *siblings]:
-        words = process.cmdline()
+        words = words_of(process)
         if "--port" in words and words[words.index("--port") + 1] == port:
             if os.environ.get("KILL_CORE"):
                 return max(process.children(), key=lambda child: child.memory_info().rss)

@@ -66,7 +66,7 @@ class Server:
     def engine(self, index):
         """The process of an engine, found by the address in the table."""
         port = re.search(rf"engine {index}.*?http://127.0.0.1:(\d+)", self.text, re.DOTALL)[1]
-        words = [(p, words_of(p)) for p in psutil.Process(self.process.pid).children()]
+        words = [(p, words_of(p)) for p in psutil.Process(self.process.pid).children(recursive=True)]
         return next(p for p, w in words if "--port" in w and w[w.index("--port") + 1] == port and "router" not in w[2])
 
     def ask(self, **more):

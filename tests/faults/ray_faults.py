@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from tests.e2e import commands
-from tests.e2e.commands import gone_within
+from tests.e2e.commands import gone_within, words_of
 from tests.e2e.conftest import LOOPBACK
 from tests.faults.harness import ENDLESS, Place, Run
 from tests.faults.registry import scenario
@@ -36,7 +36,7 @@ def nodes(num: int) -> Iterator[tuple[str, psutil.Process]]:
 
 
 def engine_of(above: psutil.Process) -> psutil.Process:
-    return next(p for p in above.children(recursive=True) if "instep.engines.embedded" in p.cmdline())
+    return next(p for p in above.children(recursive=True) if "instep.engines.embedded" in words_of(p))
 
 
 def over_two(place: Place, address: str, name: str) -> Run:

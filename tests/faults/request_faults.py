@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 
 from instep.engines.keys import KEY_FILE
+from tests.e2e.commands import words_of
 from tests.faults.harness import ENDLESS, Place, Run
 from tests.faults.input_faults import spoiled
 from tests.faults.registry import scenario
@@ -22,7 +23,7 @@ HELLO = [{"role": "user", "content": "1"}]
 def refused(run: Run, fault: str, status: int, path: str, body: dict[str, Any], **headers: str) -> None:
     """The engine refuses this one request, and the run goes on as if nobody had sent it."""
     key = (run.run_dir / KEY_FILE).read_text().strip()
-    words = psutil.Process(run.child("engine")).cmdline()
+    words = words_of(psutil.Process(run.child("engine")))
     url = f"http://127.0.0.1:{words[words.index('--port') + 1]}{path}"
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"} | headers
     run.mark()

@@ -11,14 +11,16 @@ import contextlib
 import dataclasses
 import json
 import logging
+import os
 import socket
 import subprocess
 import sys
 from typing import Any
 
 from instep.errors import RewardError
+from instep.fork_server import Program, start
 from instep.kernel import state_of, stopped
-from instep.processes import num_usable_cpus
+from instep.processes import OPENMP_ENV, num_usable_cpus
 from instep.rollout import runtime
 from instep.rollout.rewards.rules import Algebra
 
@@ -39,7 +41,7 @@ class Worker:
     closed before it has seen them end (Python 3.11).
     """
 
-    process: subprocess.Popen[bytes]
+    process: Program
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
 
@@ -51,7 +53,7 @@ class Worker:
             reader, writer = await asyncio.open_connection(sock=ours, limit=LINE_BYTES)
             command, end = [sys.executable, "-m", "instep.rollout.rewards.worker"], theirs.fileno()
             try:  # a Ctrl-C in the terminal is the controller's to handle
-                process = subprocess.Popen(command, stdin=end, stdout=end, start_new_session=True)
+                process = start(command, {**os.environ, **OPENMP_ENV}, (end, end, 2))
             except OSError:
                 writer.close()
                 raise

@@ -1,0 +1,329 @@
+"""A process that has imported what takes seconds, from which workers and engines are forked.
+
+They are `python -m MODULE ...`, and most of their start is the import of torch and transformers. The fork server
+imports these once, while the command that owns it prepares its run. It starts no thread and touches no GPU. What is
+forked from it shares the memory of what was imported; otherwise it runs as in a fresh interpreter, with its own
+environment, folder, descriptors, session, signals and command line.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import gc
+import importlib
+import json
+import os
+import re
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NoReturn, Protocol
+
+from instep.kernel import die_with_parent
+
+# Variables that act when Python starts or a library is imported: another value needs an interpreter of its own.
+_EARLY = re.compile(r"(PYTHON|LD_|OMP_|GOMP_|MALLOC_|PYTORCH_|TORCH_|HF_|TRANSFORMERS_)")
+_IN_TIME = {"OMP_NUM_THREADS", "PYTHONPATH", "PYTHONUNBUFFERED"}  # of those, what is set in the fork
+_CHUNK = 1 << 16
+_MOST_FDS = 32  # that a process can be given
+_ANSWER_SECONDS = 120.0  # until the server has imported and forked, on a busy machine
+
+
+class Program(Protocol):
+    """A process that was started: a part of `subprocess.Popen`."""
+
+    pid: int
+
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def kill(self) -> None: ...
+
+
+class Forked:
+    """A process that a fork server has started; see `subprocess.Popen`."""
+
+    def __init__(self, line: socket.socket, argv: Sequence[str], pid: int):
+        self._line, self.args, self.pid = line, list(argv), pid
+        self.returncode: int | None = None
+        self._lock = threading.Lock()
+
+    def poll(self) -> int | None:
+        """Its exit code, negative for a signal; None while it runs."""
+        return self._ended_within(0.0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit code. Raises subprocess.TimeoutExpired."""
+        code = self._ended_within(timeout)
+        if code is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Nothing, if it has ended."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def _ended_within(self, seconds: float | None) -> int | None:
+        with self._lock:
+            if self.returncode is None and _readable(self._line, seconds):
+                code = self._line.recv(100)
+                self._line.close()
+                self.returncode = int(code) if code else -signal.SIGKILL  # no answer: its server was killed, and so it
+            return self.returncode
+
+
+class ForkServer:
+    """The owner's end of a fork server, which ends with its owner and kills all that it has forked.
+
+    Args:
+        control: the other end is with `serve`.
+    """
+
+    def __init__(self, control: socket.socket):
+        self._control = control
+        self._early: dict[str, str] | None = None
+
+    @classmethod
+    def fork(cls) -> ForkServer:
+        """A fork of this process, which must have no other thread."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if os.fork() == 0:
+            ours.close()
+            die_with_parent()
+            serve(theirs)
+        theirs.close()
+        return cls(ours)
+
+    def preload(self, modules: Iterable[str], env: Mapping[str, str]) -> None:
+        """Let it import `modules` with the variables `env`; nothing waits for that."""
+        request = {"modules": list(modules), "env": dict(env)}
+        socket.send_fds(self._control, [json.dumps(request).encode()], [])
+        self._early = _early(env)
+
+    def fits(self, argv: Sequence[str], env: Mapping[str, str]) -> bool:
+        """Whether a program can be forked from what was imported."""
+        return list(argv[:2]) == [sys.executable, "-m"] and _early(env) == self._early
+
+    def start(
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        stdio: tuple[int, int, int],
+        pass_fds: Sequence[int] = (),
+        new_session: bool = True,
+        cwd: str | None = None,
+    ) -> Forked:
+        """Run `argv` with `env` alone, in `cwd` (default: here); `stdio` are descriptors, as are `pass_fds`.
+
+        Raises:
+            ConnectionError: the server has ended.
+            OSError: there is no room for a process.
+        """
+        request = {"argv": list(argv), "env": dict(env), "cwd": cwd or os.getcwd(), "new_session": new_session}
+        request["fds"] = [0, 1, 2, *pass_fds]
+        data = json.dumps(request).encode()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            socket.send_fds(self._control, [b"fork"], [theirs.fileno(), *stdio, *pass_fds])
+        for at in range(0, len(data), _CHUNK):
+            ours.send(data[at : at + _CHUNK])
+        ours.shutdown(socket.SHUT_WR)
+        answer = ours.recv(_CHUNK) if _readable(ours, _ANSWER_SECONDS) else b"it does not answer"
+        if not answer.startswith(b"pid "):
+            ours.close()
+            error = OSError if answer else ConnectionResetError
+            raise error(f"the fork server started no process: {answer.decode() or 'it has ended'}")
+        return Forked(ours, argv, int(answer[4:]))
+
+    def close(self) -> None:
+        self._control.close()
+
+
+current: ForkServer | None = None  # that of this process
+
+
+@contextlib.contextmanager
+def beside() -> Iterator[ForkServer]:
+    """A fork server beside this process, which must have no other thread yet."""
+    global current
+    server = current = ForkServer.fork()
+    try:
+        yield server
+    finally:
+        server.close()
+        current = None
+
+
+def start(
+    argv: Sequence[str], env: Mapping[str, str], stdio: tuple[int, int, int], pass_fds: Sequence[int] = ()
+) -> Program:
+    """Run a program in a session of its own: a Ctrl-C in the terminal reaches its owner alone. Raises: OSError.
+
+    It is forked from `current` where that can be.
+    """
+    global current
+    if current is not None and current.fits(argv, env):
+        try:
+            return current.start(argv, env, stdio, pass_fds)
+        except ConnectionError:  # somebody has killed it
+            current = None
+    stdin, stdout, stderr = stdio
+    return subprocess.Popen(
+        list(argv), stdin=stdin, stdout=stdout, stderr=stderr, env=env, pass_fds=pass_fds, start_new_session=True
+    )
+
+
+def _early(env: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in env.items() if _EARLY.match(name) and name not in _IN_TIME}
+
+
+def _readable(line: socket.socket, seconds: float | None) -> bool:
+    poll = select.poll()
+    poll.register(line, select.POLLIN)
+    return bool(poll.poll(None if seconds is None else 1000 * max(seconds, 0.0)))
+
+
+# ---- the server ------------------------------------------------------------------------------------------------------
+
+
+def serve(control: socket.socket) -> NoReturn:
+    """Import and fork as the owner asks, until it closes its end of `control`; then kill all that was forked."""
+    import setproctitle
+
+    os.setsid()
+    setproctitle.setproctitle("instep: fork server")
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):  # a reader of the owner's output waits for its end
+        os.dup2(null, fd)
+    own = [os.getcwd(), "", *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    libraries = [entry for entry in sys.path if entry not in own]
+    running: dict[int, tuple[int, socket.socket]] = {}  # the descriptor of a process: its pid, and who asked for it
+    poll = select.poll()
+    poll.register(control, select.POLLIN)
+    while True:
+        for fd, _ in poll.poll():
+            if fd in running:
+                poll.unregister(fd)
+                os.close(fd)
+                _say_code(*running.pop(fd))
+                continue
+            data, fds, _, _ = socket.recv_fds(control, 1 << 20, _MOST_FDS)
+            if not data:
+                for pid, _ in running.values():
+                    os.kill(pid, signal.SIGKILL)  # it is there at least as a zombie
+                os._exit(0)
+            if not fds:
+                _preload(**json.loads(data))
+                continue
+            line = socket.socket(fileno=fds[0])
+            try:
+                pid = os.fork()
+            except OSError as error:
+                line.send(str(error).encode())
+                line.close()
+            else:
+                if pid == 0:
+                    _run_forked(line, fds[1:], libraries)
+                process = os.pidfd_open(pid)
+                running[process] = pid, line
+                poll.register(process, select.POLLIN)
+            for given in fds[1:]:
+                os.close(given)
+
+
+def _say_code(pid: int, line: socket.socket) -> None:
+    _, status = os.waitpid(pid, 0)
+    with line, contextlib.suppress(OSError):  # nobody asks any more
+        line.send(str(os.waitstatus_to_exitcode(status)).encode())
+
+
+def _preload(modules: Sequence[str], env: Mapping[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(env)
+    gc.disable()  # see `importing.first_import`
+    for name in modules:
+        with contextlib.suppress(ImportError):  # the process that needs it says so
+            importlib.import_module(name)
+    gc.freeze()
+
+
+def _run_forked(line: socket.socket, fds: Sequence[int], libraries: Sequence[str]) -> NoReturn:
+    """The process that was asked for, from here to its end."""
+    request = json.loads(b"".join(iter(lambda: line.recv(_CHUNK), b"")))
+    argv, env = request["argv"], request["env"]
+    _become(argv, env, request["cwd"], libraries, request["new_session"])
+    line.send(f"pid {os.getpid()}".encode())
+    _set_descriptors(fds, request["fds"])
+    code = _exit_code(lambda: runpy.run_module(argv[2], run_name="__main__", alter_sys=True))
+    with contextlib.suppress(Exception):  # as the interpreter, which only prints it
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+def _set_descriptors(have: Sequence[int], want: Sequence[int]) -> None:
+    """Give the descriptors `have` the numbers `want`, and close all others."""
+    moved = [fcntl.fcntl(fd, fcntl.F_DUPFD, max(want) + 1) for fd in have]
+    for fd, number in zip(moved, want, strict=True):
+        os.dup2(fd, number)
+    kept = sorted(want)
+    for low, high in zip([-1, *kept], [*kept, os.sysconf("SC_OPEN_MAX")], strict=True):
+        if low + 1 < high:  # of an empty range Python 3.11 closes all
+            os.closerange(low + 1, high)
+
+
+def _become(argv: Sequence[str], env: Mapping[str, str], cwd: str, libraries: Sequence[str], new_session: bool) -> None:
+    """What the kernel and Python do for a program that starts."""
+    import setproctitle
+
+    if new_session:
+        os.setsid()
+    os.chdir(cwd)
+    setproctitle.setproctitle(" ".join(argv))
+    os.environ.clear()
+    os.environ.update(env)
+    sys.path[:] = [cwd, *filter(None, env.get("PYTHONPATH", "").split(os.pathsep)), *libraries]
+    importlib.invalidate_caches()
+    sys.argv[:] = argv[2:]
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.stdin = open(0, closefd=False)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)
+    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+    gc.enable()
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed()  # else all forks draw the same numbers
+    if (torch := sys.modules.get("torch")) is not None and "OMP_NUM_THREADS" in env:
+        torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
+
+
+def _exit_code(main: Callable[[], object]) -> int:
+    """What the interpreter makes of the end of a program."""
+    try:
+        main()
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
+    except BaseException as error:  # noqa: BLE001 - the border of the process
+        sys.excepthook(type(error), error, error.__traceback__)
+        return 1
+    return 0

@@ -1,0 +1,94 @@
+"""Programs of the tests, forked from a process that has imported torch and transformers: most of their time is that.
+
+What runs is real: processes with their own command line, environment, signals and descriptors. `COLD` starts them as a
+user does; the tests of starting use it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from instep import fork_server
+from instep.fork_server import Forked, ForkServer
+
+PRELOADED = (
+    "instep.training.worker instep.training.hf.backend instep.controller.controller instep.train_sync "
+    "instep.engines.embedded.scheduler instep.engines.embedded.server instep.observability.report "
+    "transformers.models.qwen3.modeling_qwen3 matplotlib.figure matplotlib.backends.backend_svg math_verify"
+).split()
+COLD = subprocess.Popen
+
+
+class OfTests(ForkServer):
+    """That of this process of the tests; it starts when it is first asked."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    def fits(self, argv: Sequence[str], env: Any) -> bool:
+        with self._lock:
+            if self._process is None:
+                self._begin()
+        return super().fits(argv, env)
+
+    def _begin(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            command = [sys.executable, "-m", "tests.forks", str(theirs.fileno())]
+            self._process = COLD(command, pass_fds=[theirs.fileno()])
+        super().__init__(ours)
+        self.preload(PRELOADED, os.environ)
+
+
+SERVER = OfTests()
+
+
+class Popen(subprocess.Popen):  # type: ignore[type-arg]
+    """`subprocess.Popen` of a program that is forked, where that can be."""
+
+    _forked: Forked | None = None
+
+    def _execute_child(self, args: Any, executable: Any, preexec: Any, close: Any, *more: Any) -> None:  # type: ignore[override]
+        pass_fds, cwd, env, _, _, _, stdin, to_stdin, from_stdout, stdout, from_stderr, stderr, *_, session, _ = more
+        env = dict(os.environ if env is None else env)
+        if preexec is not None or [*args[:2]] != [sys.executable, "-m"] or not SERVER.fits(args, env):
+            super()._execute_child(args, executable, preexec, close, *more)  # type: ignore[misc]
+            return
+        given = [own if fd == -1 else fd for own, fd in enumerate((stdin, stdout, stderr))]
+        words, folder = [os.fspath(word) for word in args], None if cwd is None else os.fspath(cwd)
+        self._forked = SERVER.start(words, env, (given[0], given[1], given[2]), pass_fds, session, folder)
+        self.pid, self._child_created = self._forked.pid, True
+        self._close_pipe_fds(stdin, to_stdin, from_stdout, stdout, from_stderr, stderr)  # type: ignore[attr-defined]
+
+    def _internal_poll(self, *args: Any, **kwargs: Any) -> int | None:
+        if self._forked is None:
+            return super()._internal_poll(*args, **kwargs)  # type: ignore[misc]
+        self.returncode = self._forked.poll()
+        return self.returncode
+
+    def _wait(self, timeout: float | None) -> int:
+        if self._forked is None:
+            return super()._wait(timeout)  # type: ignore[misc]
+        self.returncode = self._forked.wait(timeout)
+        return self.returncode
+
+
+def install() -> None:
+    """Let all that the tests of this process start be forked."""
+    fork_server.current = SERVER
+    subprocess.Popen = Popen  # type: ignore[misc]
+
+
+if __name__ == "__main__":
+    fork_server.serve(socket.socket(fileno=int(sys.argv[1])))

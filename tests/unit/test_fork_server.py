@@ -1,0 +1,99 @@
+"""Programs that are forked from a fork server, compared with the same ones in an interpreter of their own."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.bounds import until
+from tests.e2e.commands import words_of
+from tests.forks import COLD, SERVER, Popen
+
+PROGRAM = [sys.executable, "-m", "tests.unit.program_about_itself"]
+
+
+def outcome(start, words, folder, **given):
+    out = {}
+    with (folder / f"{start.__name__}.err").open("w+b") as errors:
+        passed, other = os.pipe()
+        process = start(
+            [*PROGRAM, *words],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            pass_fds=[passed],
+            **given,
+        )
+        text, _ = process.communicate("a line", timeout=120)
+        os.close(passed), os.close(other)
+        errors.seek(0)
+        out |= {"code": process.returncode, "errors": errors.read().decode()}
+    return json.loads(text) | out
+
+
+@pytest.mark.parametrize("words", [["0"], ["--what", "ever you", "7"], ["--say", "words"], ["--raise"], ["--kill"]])
+@pytest.mark.parametrize("session", [True, False])
+def test_a_forked_program_is_one_in_an_interpreter_of_its_own(tmp_path, words, session):
+    random.seed()
+    given = {"cwd": tmp_path, "start_new_session": session}
+    given["env"] = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "X": f"{random.random()}\nü"}
+    forked, cold = (outcome(start, words, tmp_path, **given) for start in (Popen, COLD))
+    assert forked["environment"]["X"] == given["env"]["X"] and forked["folder"] == str(tmp_path)
+    for found in (forked, cold):  # the file and line of a traceback differ in what called the program
+        *_, found["errors"] = found["errors"].splitlines()
+    assert forked == cold
+
+
+def test_what_is_forked_ends_with_its_server_and_that_with_its_owner():
+    code = "import os, sys, time; from instep.fork_server import ForkServer; s = ForkServer.fork(); "
+    code += "s.preload([], os.environ); one = s.start([sys.executable, '-m', 'http.server', '0', '-b', '127.0.0.1'], "
+    code += "os.environ, (0, 2, 2)); print(one.pid, flush=True); time.sleep(600)"
+    with COLD([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as owner:
+        pid = int(owner.stdout.readline())
+        ours = psutil.Process(owner.pid).children(recursive=True)
+        titles = [words_of(p)[:2] for p in ours]
+        owner.kill()
+    assert titles == [["instep:", "fork"], [sys.executable, "-m"]] and ours[1].pid == pid
+    until(lambda: not any(p.is_running() for p in ours))
+
+
+def test_without_its_server_a_program_gets_an_interpreter(monkeypatch):
+    code = "import os, signal, sys, psutil; from instep import fork_server\n"
+    code += "with fork_server.beside() as server:\n"
+    code += "    server.preload(['json'], os.environ); words = [sys.executable, '-m', 'json.tool', '-h']\n"
+    code += "    first = fork_server.start(words, os.environ, (0, 1, 2)); assert first.wait(60) == 0\n"
+    code += "    (process,) = psutil.Process().children(); process.kill(); process.wait()\n"
+    code += "    second = fork_server.start(words, os.environ, (0, 1, 2)); assert second.wait(60) == 0\n"
+    code += "print(type(first).__name__, type(second).__name__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines()[-1:] == ["Forked Popen"], done.stderr
+
+
+def test_one_whose_server_was_killed_was_killed():
+    code = "import os, sys, psutil, time; from instep.fork_server import ForkServer; s = ForkServer.fork(); "
+    code += "s.preload([], os.environ); one = s.start([sys.executable, '-m', 'http.server', '0', '-b', '127.0.0.1'], "
+    code += "os.environ, (0, 2, 2)); (server,) = psutil.Process().children(); server.kill(); print(one.wait(60)); "
+    code += "os.kill(one.pid, 9)"  # it follows nobody
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "-9\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("argv", "changes", "fits"),
+    [
+        ([sys.executable, "-m", "x"], {}, True),
+        ([sys.executable, "-m", "x"], {"OMP_NUM_THREADS": "3", "PYTHONPATH": "/x", "CUDA_VISIBLE_DEVICES": "1"}, True),
+        ([sys.executable, "-m", "x"], {"PYTHONHASHSEED": "1"}, False),
+        ([sys.executable, "-m", "x"], {"LD_PRELOAD": "x.so"}, False),
+        ([sys.executable, "-c", "x"], {}, False),
+        (["sleep", "1"], {}, False),
+    ],
+)
+def test_only_what_imports_would_not_change_is_forked(argv, changes, fits):
+    assert SERVER.fits(argv, {**os.environ, **changes}) == fits
