@@ -198,7 +198,7 @@ def _readable(line: socket.socket, seconds: float | None) -> bool:
 
 
 def serve(control: socket.socket) -> NoReturn:
-    """Import and fork as the owner asks, until it closes its end of `control`; then kill all that was forked."""
+    """Import and fork as the owner asks, until it closes its end of `control`; what was forked is killed with it."""
     import setproctitle
 
     os.setsid()
@@ -222,8 +222,6 @@ def serve(control: socket.socket) -> NoReturn:
                 continue
             data, fds, _, _ = socket.recv_fds(control, 1 << 20, _MOST_FDS)
             if not data:
-                for pid, _ in running.values():
-                    os.kill(pid, signal.SIGKILL)  # it is there at least as a zombie
                 os._exit(0)
             if not fds:
                 _preload(**json.loads(data))
@@ -291,6 +289,7 @@ def _become(argv: Sequence[str], env: Mapping[str, str], cwd: str, libraries: Se
     """What the kernel and Python do for a program that starts."""
     import setproctitle
 
+    die_with_parent()
     if new_session:
         os.setsid()
     os.chdir(cwd)
