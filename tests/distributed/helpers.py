@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
+import socket
+import sys
 import tempfile
 import time
 import traceback
@@ -14,9 +17,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
-PRELOADED = ["instep.training.hf.backend", "transformers.models.qwen3.modeling_qwen3", __name__]
+from tests.forks import COLD, Popen
 
 
 class RankPool:
@@ -26,20 +28,16 @@ class RankPool:
     """
 
     def __init__(self, world_size: int, *, timeout: float = 600, cuda: bool = False):
-        # One process imports what all ranks of all pools need, for 7 CPU seconds; CUDA wants no fork.
-        context = mp.get_context("spawn" if cuda else "forkserver")
-        context.set_forkserver_preload(PRELOADED)
         self.timeout, self.closed = timeout, False
         self._folder = tempfile.TemporaryDirectory()
         self._pipes, self._processes = [], []
         for rank in range(world_size):
-            pipe, theirs = context.Pipe()
-            args = (rank, world_size, self._folder.name, timeout, cuda, theirs)
-            process = context.Process(target=_serve_rank, args=args, daemon=True)
-            process.start()
-            theirs.close()
-            self._pipes.append(pipe)
-            self._processes.append(process)
+            ours, theirs = socket.socketpair()
+            words = [rank, world_size, self._folder.name, timeout, int(cuda), theirs.fileno()]
+            command = [sys.executable, "-m", "tests.distributed.helpers", *map(str, words)]
+            with theirs:
+                self._processes.append((COLD if cuda else Popen)(command, pass_fds=[theirs.fileno()]))
+            self._pipes.append(Connection(ours.detach()))
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """`fn(*args)` on all ranks; each rank's (picklable) result, by rank. `fn` is a module's top-level function.
@@ -81,7 +79,7 @@ class RankPool:
         for process in self._processes:
             process.kill()
         for process in self._processes:
-            process.join(5)
+            process.wait(60)
         self._folder.cleanup()
 
     def __enter__(self) -> RankPool:
@@ -98,6 +96,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
 
 
 def _serve_rank(rank: int, world_size: int, folder: str, timeout: float, cuda: bool, pipe: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is that of the tests
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     store = dist.FileStore(os.path.join(folder, "store"), world_size)
@@ -116,3 +115,8 @@ def _serve_rank(rank: int, world_size: int, folder: str, timeout: float, cuda: b
         except BaseException:  # noqa: BLE001 - a process border: the test raises it
             answer = pickle.dumps((False, traceback.format_exc()))
         pipe.send_bytes(answer)
+
+
+if __name__ == "__main__":
+    rank, world_size, folder, timeout, cuda, fd = sys.argv[1:]
+    _serve_rank(int(rank), int(world_size), folder, float(timeout), bool(int(cuda)), Connection(int(fd)))
