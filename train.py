@@ -5,15 +5,17 @@ Flags that `extra_args_provider` adds to an `argparse.ArgumentParser` reach hook
 
 import sys
 
+from instep.fork_server import beside
 from instep.script import parse_args, train
 
 __all__ = ["parse_args", "train"]
 
 if __name__ == "__main__":
-    try:
-        from pretrain_gpt import extra_args_provider  # a module of the user's, or of the Megatron on PYTHONPATH
-    except Exception as error:  # noqa: BLE001 - of whatever it imports
-        extra_args_provider = None
-        if not (isinstance(error, ModuleNotFoundError) and error.name == "pretrain_gpt"):
-            print(f"pretrain_gpt adds no flags: {type(error).__name__}: {error}", file=sys.stderr)
-    train(parse_args(extra_args_provider))
+    with beside():  # before other threads begin
+        try:
+            from pretrain_gpt import extra_args_provider  # a module of the user's, or of the Megatron on PYTHONPATH
+        except Exception as error:  # noqa: BLE001 - of whatever it imports
+            extra_args_provider = None
+            if not (isinstance(error, ModuleNotFoundError) and error.name == "pretrain_gpt"):
+                print(f"pretrain_gpt adds no flags: {type(error).__name__}: {error}", file=sys.stderr)
+        train(parse_args(extra_args_provider))

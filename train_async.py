@@ -5,4 +5,5 @@ import sys
 from instep.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main(["train-async", *sys.argv[1:]]))
+    sys.argv.insert(1, "train-async")
+    sys.exit(main())

@@ -28,6 +28,8 @@ COMMANDS = tuple(
     "train train-async sft dpo serve vllm-serve env-api atropos-train atropos-serve plan profile report "
     "samples convert doctor".split()
 )
+# Those that start workers or engines.
+STARTS = "train train-async sft dpo profile serve vllm-serve atropos-train atropos-serve".split()
 
 HELP = """\
 usage: instep COMMAND ...
@@ -58,8 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit code: 0, that of the error (2: a wrong command line), or 130 (interrupted)."""
     if argv is not None:
         return guarded(lambda: _run(list(argv)))
-    # A process of its own, with no other thread yet.
-    return guarded(lambda: _run_beside(sys.argv[1:]))
+    return guarded(lambda: _run_beside(sys.argv[1:]))  # in a process of its own, with no other thread yet
 
 
 def guarded(work: Callable[[], int]) -> int:
@@ -84,10 +85,8 @@ def guarded(work: Callable[[], int]) -> int:
 
 
 def _run_beside(words: list[str]) -> int:
-    """Run one command, beside a fork server where it will start workers or engines."""
-    if words[:1] not in (["train"], ["train-async"], ["sft"], ["dpo"], ["profile"]) or sys.platform != "linux":
-        return _run(words)
-    with fork_server.beside():
+    """Run one command, with a fork server if it may start workers or engines."""
+    with fork_server.beside() if words[:1] and words[0] in STARTS else contextlib.nullcontext():
         return _run(words)
 
 

@@ -154,12 +154,15 @@ current: ForkServer | None = None  # that of this process
 
 
 @contextlib.contextmanager
-def beside() -> Iterator[ForkServer]:
-    """A fork server beside this process, which must have no other thread yet."""
+def beside() -> Iterator[None]:
+    """Have a fork server beside this process, which must have no other thread yet; on Linux."""
     global current
+    if sys.platform != "linux":
+        yield
+        return
     server = current = ForkServer.fork()
     try:
-        yield server
+        yield
     finally:
         server.close()
         current = None

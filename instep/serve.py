@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 from rich.console import Console
 from rich.table import Table
 
+from instep.cluster.imports import preload
 from instep.cluster.launch import make_cluster
 from instep.controller.device import resolve_on_machine
 from instep.controller.fleet import Fleet
@@ -56,6 +57,7 @@ def serve(args: Args, before: Callable[[Args, Fleet, Path, Callable[[str], None]
     check_loopback()
     logs = Path(args.run_dir) / "logs"
     args = resolve_on_machine(args, with_engines=True)
+    preload(args, trainer=False)
     num_models = len(served_models(args))
     for port in range(args.port, args.port + num_models) if args.vllm_router_ip is None else ():
         if not port_is_free(port):

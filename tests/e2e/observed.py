@@ -40,5 +40,5 @@ def observe(path: str) -> None:
 
 
 if __name__ == "__main__":
-    observe(sys.argv[1])
-    sys.exit(main(sys.argv[2:]))
+    observe(sys.argv.pop(1))
+    sys.exit(main())
