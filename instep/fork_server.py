@@ -19,6 +19,7 @@ import re
 import runpy
 import select
 import signal
+import site
 import socket
 import subprocess
 import sys
@@ -301,7 +302,7 @@ def _become(argv: Sequence[str], env: Mapping[str, str], cwd: str, libraries: Se
     os.environ.update(env)
     sys.path[:] = [cwd, *filter(None, env.get("PYTHONPATH", "").split(os.pathsep)), *libraries]
     importlib.invalidate_caches()
-    sys.argv[:] = argv[2:]
+    sys.argv[:], sys.orig_argv[:] = argv[2:], argv
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
@@ -310,6 +311,8 @@ def _become(argv: Sequence[str], env: Mapping[str, str], cwd: str, libraries: Se
     sys.stdout = open(1, "w", buffering=1, closefd=False)
     sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)
     gc.enable()
+    sys.modules.pop("sitecustomize", None)
+    site.execsitecustomize()
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()  # else all forks draw the same numbers
     if (torch := sys.modules.get("torch")) is not None and "OMP_NUM_THREADS" in env:

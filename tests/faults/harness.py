@@ -40,6 +40,17 @@ role = next((name for name, module in ROLES.items() if module in sys.orig_argv),
 def mark():
     open(os.environ["FAULT_MARK"], "a").close()
 """
+# The controller's own, after the process was forked that its workers and engines come from.
+IN_CONTROLLER = """\
+if role == "controller":
+    from instep.fork_server import ForkServer
+    fork = ForkServer.fork
+    def fork_first():
+        server = fork()
+        in_controller()
+        return server
+    ForkServer.fork = fork_first
+"""
 
 
 @dataclass
@@ -92,8 +103,9 @@ class Run:
         self._mark = code / "mark"
         text = PREAMBLE
         for role, patch in (patches or {}).items():
-            condition = "True" if role == "all" else f"role == {role!r}"
-            text += f"if {condition}:\n" + textwrap.indent(textwrap.dedent(patch), "    ") + "\n"
+            head = "def in_controller():" if role == "controller" else f"if {role!r} in (role, 'all'):"
+            text += head + "\n" + textwrap.indent(textwrap.dedent(patch), "    ") + "\n"
+        text += IN_CONTROLLER if "controller" in (patches or {}) else ""
         (code / "sitecustomize.py").write_text(text)
         if hooks is not None:
             (code / "my_hooks.py").write_text(textwrap.dedent(hooks))

@@ -17,6 +17,9 @@ from tests.forks import COLD, SERVER, Popen
 PROGRAM = [sys.executable, "-m", "tests.unit.program_about_itself"]
 
 
+CUSTOM = "import os, sys; os.environ['CUSTOM'] = ' '.join(sys.orig_argv[2:])"
+
+
 def outcome(start, words, folder, **given):
     out = {}
     with (folder / f"{start.__name__}.err").open("w+b") as errors:
@@ -42,8 +45,11 @@ def outcome(start, words, folder, **given):
 def test_a_forked_program_is_one_in_an_interpreter_of_its_own(tmp_path, words, session):
     random.seed()
     given = {"cwd": tmp_path, "start_new_session": session}
-    given["env"] = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "X": f"{random.random()}\nü"}
+    (tmp_path / "sitecustomize.py").write_text(CUSTOM)
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
+    given["env"] = {**os.environ, "PYTHONPATH": path, "X": f"{random.random()}\nü"}
     forked, cold = (outcome(start, words, tmp_path, **given) for start in (Popen, COLD))
+    assert forked["environment"]["CUSTOM"].startswith(PROGRAM[2])
     assert forked["environment"]["X"] == given["env"]["X"] and forked["folder"] == str(tmp_path)
     for found in (forked, cold):  # the file and line of a traceback differ in what called the program
         *_, found["errors"] = found["errors"].splitlines()
