@@ -68,10 +68,11 @@ test-mutants: venv  ## the fast tests catch every fault of tests/mutants/mutants
 test-learning: venv  ## every algorithm learns the quickstart's task with three seeds (long) [LEARNERS=1]
 	HF_HUB_OFFLINE=1 .venv/bin/python benchmarks/learning.py --jobs $(LEARNERS)
 
-lint: venv  ## ruff (rules and format) and mypy
+lint: venv  ## ruff (rules and format), mypy, and the figures of scripts/ratchet.toml
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
+	.venv/bin/python scripts/ratchet.py
 
 format: venv  ## let ruff mend what it can
 	.venv/bin/ruff check --fix-only .

@@ -89,22 +89,23 @@ class ForkServer:
 
     Args:
         control: the other end is with `serve`.
+        pid: of the server, a child of this process.
     """
 
-    def __init__(self, control: socket.socket):
-        self._control = control
+    def __init__(self, control: socket.socket, pid: int):
+        self._control, self.pid = control, pid
         self._early: dict[str, str] | None = None
 
     @classmethod
     def fork(cls) -> ForkServer:
         """A fork of this process, which must have no other thread."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        if os.fork() == 0:
+        if (pid := os.fork()) == 0:
             ours.close()
             die_with_parent()
             serve(theirs)
         theirs.close()
-        return cls(ours)
+        return cls(ours, pid)
 
     def preload(self, modules: Iterable[str], env: Mapping[str, str]) -> None:
         """Let it import `modules` with the variables `env`; nothing waits for that."""
@@ -148,7 +149,10 @@ class ForkServer:
         return Forked(ours, argv, int(answer[4:]))
 
     def close(self) -> None:
+        """End it, also while it imports, and with it all that it has forked."""
         self._control.close()
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
 
 
 current: ForkServer | None = None  # that of this process

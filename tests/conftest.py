@@ -24,6 +24,10 @@ NEEDED = {"vllm": ("vllm", "instep_vllm"), "router": ("vllm_router",)}
 MISSING = {mark: [name for name in names if importlib.util.find_spec(name) is None] for mark, names in NEEDED.items()}
 
 
+def pytest_unconfigure() -> None:
+    forks.SERVER.close()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Groups for `--dist loadgroup`: by shared fixture, unit tests by file; any other test goes where there is room.

@@ -30,11 +30,8 @@ class OfTests(ForkServer):
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+        self.pid = -1
         self._lock = threading.Lock()
-
-    @property
-    def pid(self) -> int | None:
-        return self._process.pid if self._process is not None else None
 
     def fits(self, argv: Sequence[str], env: Any) -> bool:
         with self._lock:
@@ -47,8 +44,14 @@ class OfTests(ForkServer):
         with theirs:
             command = [sys.executable, "-m", "tests.forks", str(theirs.fileno())]
             self._process = COLD(command, pass_fds=[theirs.fileno()])
-        super().__init__(ours)
+        super().__init__(ours, self._process.pid)
         self.preload(PRELOADED, os.environ)
+
+    def close(self) -> None:
+        """End it, and let its CPU time count as that of this process."""
+        if self._process is not None:
+            self._control.close()
+            self._process.wait(60)
 
 
 SERVER = OfTests()

@@ -70,11 +70,11 @@ def test_what_is_forked_ends_with_its_server_and_that_with_its_owner():
 
 
 def test_without_its_server_a_program_gets_an_interpreter(monkeypatch):
-    code = "import os, signal, sys, psutil; from instep import fork_server\n"
+    code = "import os, sys; from instep import fork_server\n"
     code += "with fork_server.beside():\n"
     code += "    fork_server.current.preload(['json'], os.environ); words = [sys.executable, '-m', 'json.tool', '-h']\n"
     code += "    first = fork_server.start(words, os.environ, (0, 1, 2)); assert first.wait(60) == 0\n"
-    code += "    (process,) = psutil.Process().children(); process.kill(); process.wait()\n"
+    code += "    pid = fork_server.current.pid; os.kill(pid, 9); os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)\n"
     code += "    second = fork_server.start(words, os.environ, (0, 1, 2)); assert second.wait(60) == 0\n"
     code += "print(type(first).__name__, type(second).__name__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
