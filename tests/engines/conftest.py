@@ -200,8 +200,10 @@ def run_engine(
         engine.pool.shutdown(wait=False)
 
 
+# A second vLLM takes minutes of CPU time, and what differs with an untied head is shown by the embedded engine.
+SLOW = {("vllm", "untied"): [pytest.mark.slow]}
 PARAMS = [
-    pytest.param((kind, model), id=f"{kind}-{model}", marks=marks)
+    pytest.param((kind, model), id=f"{kind}-{model}", marks=[*marks, *SLOW.get((kind, model), [])])
     for kind, marks in ENGINE_KINDS.items()
     for model in ("tied", "untied")
 ]

@@ -34,7 +34,7 @@ def disk_full_at_save(place: Place) -> None:
     """Others fill the disk after the start, until half of a checkpoint has room on it."""
     sizes = {p: p.stat().st_size for p in place.saved.rglob("*") if p.is_file()}
     marking = """
-        import instep.checkpoints.folders as module, shutil
+        import instep.controller.trainer as module, shutil
         save = module.begin_checkpoint
         def begin_checkpoint(*args):
             if FILL:
