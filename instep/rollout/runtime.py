@@ -19,7 +19,7 @@ import aiohttp
 
 from instep.engines.http import checked_socket
 from instep.errors import EngineError, InstepError, RolloutError
-from instep.hooks import raised_at
+from instep.hooks import raised_at, said
 from instep.types import Group
 
 T = TypeVar("T")
@@ -49,7 +49,7 @@ class _Loop:
             try:
                 return self.loop.run_forever()
             except (SystemExit, KeyboardInterrupt) as error:  # asyncio lets those of a task end its loop
-                what = f"a task of a hook's own raised {error!r}"
+                what = f"a task of a hook's own raised {said(error)}"
                 remedy = "await the tasks that the hook begins, and catch the error there"
                 self.interrupt(RolloutError(what, where=raised_at(error), remedy=remedy))
 
