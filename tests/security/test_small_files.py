@@ -101,6 +101,7 @@ def test_what_the_store_of_a_weight_group_holds_changes_no_class() -> None:
         unpickle + named + b"}C\1x\x86\x86R.",  # an id of one byte
         unpickle + named + b"}X\4\0\0\0evilK\1sC\x80" + bytes(128) + b"\x86\x86R.",
         b"cos\nsystem\n(X\4\0\0\0truetR.",
+        unpickle + b"cos\nsystem\n}C\x80" + bytes(128) + b"\x86\x86R.",  # an id of another class
         b"K\1.",
         b"",
     ):
