@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from instep.arguments import parse
+from instep.cluster.local import WorkerGroup
 from instep.controller.last_word import LastWord
 from instep.errors import ConfigError, InstepError, RewardError, RolloutError
 from instep.hooks import Hook
@@ -224,6 +225,47 @@ def test_a_run_whose_reward_ends_it(how: str, folder: Path, tmp_path: Path, monk
     assert done.returncode == (-signal.SIGSEGV if "string_at" in how else 1), done.stderr
     assert "my_reward.reward" in done.stderr and f"{tmp_path}/my_reward.py:5 in reward" in done.stderr
     assert "Traceback" not in done.stderr and "Fatal Python" not in done.stderr
+
+
+WORKER = """
+from instep.cluster.worker_main import answer, leave
+from instep.hooks import Hook
+
+class Worker:
+    def train(self):
+        Hook("--custom-loss-function-path", "my_loss.loss").call()
+
+leave(answer(lambda event: Worker()))
+"""
+IN_WORKERS = {
+    "ctypes.string_at(0)": "my_loss.loss ended actor rank 0 by a fault: Segmentation fault, during 'train'",
+    "os.abort()": "my_loss.loss ended actor rank 0 by a fault: Aborted, during 'train'",
+    "os._exit(0)": r"my_loss.loss raised SystemExit\('os._exit\(0\)'\)",
+}
+
+
+@pytest.mark.parametrize("how", IN_WORKERS)
+def test_a_hook_that_ends_a_worker(how: str, tmp_path: Path) -> None:
+    (tmp_path / "my_loss.py").write_text(f"import ctypes\nimport os\n\ndef loss(*args):\n    {how}\n")
+    (tmp_path / "my_worker.py").write_text(WORKER)
+    workers = WorkerGroup("actor", 1, tmp_path, {"PYTHONPATH": str(tmp_path)}, module="my_worker")
+    workers.hooks = [("--custom-rm-path", "my_reward.reward"), ("--custom-loss-function-path", "my_loss.loss")]
+    try:
+        with pytest.raises(RolloutError, match=IN_WORKERS[how]) as caught:
+            workers.call("train", timeout=200)
+    finally:
+        workers.close()
+    assert caught.value.where.startswith("--custom-loss-function-path my_loss.loss, ")
+    assert f"{tmp_path}/my_loss.py:5 in loss" in caught.value.where
+
+
+def test_a_run_whose_loss_ends_its_worker(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_loss.py").write_text("import ctypes\n\ndef loss(*args):\n    ctypes.string_at(0)\n")
+    monkeypatch.setitem(run.__globals__["ENVIRONMENT"], "PYTHONPATH", str(tmp_path))
+    flags = ["--loss-type", "custom_loss", "--custom-loss-function-path", "my_loss.loss"]
+    done = run(grpo_arguments(folder, tmp_path / "run", *flags))
+    assert done.returncode == 1 and "my_loss.loss ended actor rank 0 by a fault" in done.stderr, done.stderr
+    assert f"--custom-loss-function-path my_loss.loss, {tmp_path}/my_loss.py:4 in loss" in done.stderr
 
 
 def test_a_child_that_a_hook_forked_keeps_no_lock(tmp_path: Path) -> None:
