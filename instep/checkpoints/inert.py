@@ -57,10 +57,10 @@ class Ours:
 Names = Callable[[str, str], Any]  # a module and a name -> a `Name`, an `Ours` or a constant; raises NoData
 
 
-def check_size(num_bytes: int) -> None:
+def check_size(num_bytes: int, most: int = MAX_BYTES) -> None:
     """Refuse a pickle of so many bytes before it is read. Raises NoData."""
-    if num_bytes > MAX_BYTES:
-        raise NoData(f"it has {num_bytes:,} bytes, more than {MAX_BYTES:,}")
+    if num_bytes > most:
+        raise NoData(f"it has {num_bytes:,} bytes, more than {most:,}")
 
 
 @contextmanager
