@@ -78,10 +78,8 @@ class Hook:
         except InstepError as error:
             error.where = error.where or self.place(where)
             raise
-        except (asyncio.CancelledError, GeneratorExit):
-            raise
         except BaseException as error:  # the border to the user's code, also for its sys.exit()
-            if self.path.startswith("instep.") or is_interrupt(error):
+            if self.path.startswith("instep.") or is_from_outside(error):
                 raise
             at = raised_at(error, self.function if self.path else None)
             remedy = "correct that line, or catch the error there; `instep train --help` shows what the hook gets"
@@ -166,17 +164,29 @@ def load_function(dotted_path: str) -> Callable[..., Any]:
     return found
 
 
+def is_from_outside(error: BaseException) -> bool:
+    """Whether it came over the user's code: Ctrl-C, a cancellation that somebody asked for, or a coroutine's end."""
+    if isinstance(error, asyncio.CancelledError):
+        task = asyncio.current_task() if asyncio._get_running_loop() is not None else None
+        return task is not None and task.cancelling() > 0
+    return is_interrupt(error) or (isinstance(error, GeneratorExit) and not _is_raised(error))
+
+
 def is_interrupt(error: BaseException) -> bool:
     """Whether it is Ctrl-C (or SIGTERM), which no code of the user's has raised by a `raise` of its own."""
-    if not isinstance(error, KeyboardInterrupt) or threading.current_thread() is not threading.main_thread():
-        return False
+    in_main = threading.current_thread() is threading.main_thread()
+    return isinstance(error, KeyboardInterrupt) and in_main and not _is_raised(error)
+
+
+def _is_raised(error: BaseException) -> bool:
+    """Whether the user's code raised it by a `raise`: no handler of signals, and no library of Python's."""
     last = _traceback(error)
     while last is not None and last.tb_next is not None:
         last = last.tb_next
     assert last is not None
     code = last.tb_frame.f_code
     raised = any(s.offset == last.tb_lasti and s.opname == "RAISE_VARARGS" for s in dis.get_instructions(code))
-    return not raised or code.co_filename.startswith((_OURS, _PYTHONS))  # a handler of signals, or asyncio's
+    return raised and not code.co_filename.startswith((_OURS, _PYTHONS))
 
 
 def raised_at(error: BaseException, function: Callable[..., Any] | None = None) -> str:

@@ -34,12 +34,11 @@ from torch.distributed.checkpoint.planner import LoadItemType
 from torch.futures import Future
 
 from instep.checkpoints.inert import Made, Name, NoData, Ours, check_size, collecting_nothing, read
-from instep.checkpoints.torch_files import DTYPES, MAX_DIMENSIONS, MAX_SIZE, TensorFiles, load_data
+from instep.checkpoints.torch_files import DTYPES, MAX_DIMENSIONS, MAX_NAME, MAX_SIZE, TensorFiles, load_data
 from instep.documents import open_regular
 from instep.errors import CheckpointError
 
 METADATA = ".metadata"
-MAX_NAME = 1000  # characters of a tensor's
 _CLASSES = {
     "torch.distributed.checkpoint.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex "
     "StorageMeta TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING",

@@ -10,6 +10,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from instep.checkpoints.torch_files import MAX_DIMENSIONS, MAX_NAME
 from instep.documents import open_regular
 from instep.errors import CheckpointError
 from instep.models.sizes import INDEX, weight_map
@@ -49,9 +50,12 @@ def opened(file: Path) -> Iterator[Any]:
         open_regular(file).close()  # a pipe would be waited for
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - it is no dict
+                if len(name) > MAX_NAME or not name.isprintable():
+                    raise SafetensorError(f"the name of a tensor is no text of at most {MAX_NAME} characters")
                 shape = tensors.get_slice(name).get_shape()
-                if 0 in shape and math.prod(n or 1 for n in shape) >= MAX_ELEMENTS:  # else the file would be as large
-                    raise SafetensorError(f"{name} has shape {shape}, which no tensor can have")
+                too_many = 0 in shape and math.prod(n or 1 for n in shape) >= MAX_ELEMENTS  # else the file is as large
+                if too_many or len(shape) > MAX_DIMENSIONS:
+                    raise SafetensorError(f"{name} has the shape {shape!s:.100}, which no tensor can have")
             yield tensors
     except (OSError, SafetensorError) as error:
         remedy = f"give a folder with {SINGLE}, or its shards and {INDEX}; restore or download the checkpoint"

@@ -39,6 +39,7 @@ class _Loop:
         self.session: aiohttp.ClientSession | None = None
         self.closers: list[Callable[[], Awaitable[None]]] = []
         self.step: tuple[float, InstepError] | None = None  # of the step that runs now: deadline and error
+        self.ends = False  # it is to be stopped
         self.interrupts: set[concurrent.futures.Future[None]] = set()
         self.thread = threading.Thread(target=self._run, name="instep-rollout", daemon=True)
         self.thread.start()
@@ -47,7 +48,11 @@ class _Loop:
         _of_thread.home = self
         while True:
             try:
-                return self.loop.run_forever()
+                self.loop.run_forever()
+                if self.ends:
+                    return
+                what, where = "a hook has stopped the loop of all rollouts", "the rollout"
+                self.interrupt(RolloutError(what, where=where, remedy="leave its loop running: await instead"))
             except (SystemExit, KeyboardInterrupt) as error:  # asyncio lets those of a task end its loop
                 what = f"a task of a hook's own raised {said(error)}"
                 remedy = "await the tasks that the hook begins, and catch the error there"
@@ -140,8 +145,9 @@ def run(coro: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
                 raise RolloutError(
                     f"not done after {timeout:.0f} s", remedy="see the engines' logs", where="--rollout-timeout"
                 )
-    except concurrent.futures.CancelledError:
-        raise _cancelled_error() from None
+    except concurrent.futures.CancelledError:  # `cancel_all` interrupts this call first
+        what, remedy = "a hook has cancelled tasks of the rollout", "let it cancel no tasks but those that it has begun"
+        raise RolloutError(what, where="the rollout", remedy=remedy) from None
     finally:
         home.interrupts.discard(interrupt)
         future.cancel()
@@ -180,6 +186,7 @@ def shutdown(timeout: float = 2.0) -> None:
     except concurrent.futures.TimeoutError:  # frozen or busy, it is left behind: a daemon whose complaints nobody hears
         home.loop.set_exception_handler(lambda loop, context: None)
         return
+    home.ends = True
     home.loop.call_soon_threadsafe(home.loop.stop)
     home.thread.join(0.5)
     if not home.thread.is_alive():

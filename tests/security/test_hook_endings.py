@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import builtins
 import os
 import signal
 import subprocess
@@ -35,15 +36,15 @@ class Own(BaseException):
     """Not an Exception."""
 
 
-ENDINGS = ("SystemExit", "KeyboardInterrupt", "Own", "os._exit")
+ENDINGS = ("SystemExit", "KeyboardInterrupt", "Own", "os._exit", "CancelledError", "GeneratorExit", "StopIteration")
 how = ""
 
 
 def _end() -> None:
     if how == "KeyboardInterrupt":
         raise KeyboardInterrupt
-    if how == "Own":
-        raise Own
+    if how in ("Own", "CancelledError", "GeneratorExit", "StopIteration"):
+        raise {"Own": Own, "CancelledError": asyncio.CancelledError}.get(how) or getattr(builtins, how)
     if how == "os._exit":
         os._exit(0)
     raise SystemExit(3)
@@ -120,6 +121,54 @@ def test_a_task_that_a_hook_began(folder: Path, ending: str) -> None:
         rewarded(folder, "with_a_task")
     assert __file__ in caught.value.where
     assert runtime.run(asyncio.sleep(0, 7), timeout=100) == 7, "the loop lives"
+
+
+async def cancels_itself(args, sample, **kwargs):
+    asyncio.current_task().cancel()
+    await asyncio.sleep(600)
+
+
+async def cancels_all(args, sample, **kwargs):
+    for task in asyncio.all_tasks():
+        task.cancel()
+    await asyncio.sleep(600)
+
+
+async def stops_the_loop(args, sample, **kwargs):
+    asyncio.get_running_loop().stop()
+    await asyncio.sleep(600)
+
+
+async def sleeps():
+    await asyncio.sleep(600)
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("cancels_itself", "the reward function cancelled the task that it runs in"),
+        ("cancels_all", "a hook has cancelled tasks of the rollout"),
+        ("stops_the_loop", "a hook has stopped the loop of all rollouts"),
+    ],
+)
+def test_a_reward_that_changes_the_loop(folder: Path, path: str, told: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(InstepError, match=told):
+        rewarded(folder, path)
+    assert time.monotonic() - began < 100, "not after --reward-timeout"
+    assert runtime.run(asyncio.sleep(0, 7), timeout=100) == 7, "the loop lives"
+    runtime.shutdown()
+
+
+def test_a_cancellation_that_was_asked_for_is_no_error_of_a_hook() -> None:
+    async def cancelled() -> bool:
+        task = asyncio.create_task(Hook("--custom-generate-function-path", f"{ME}.sleeps").acall())
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        return task.cancelled()
+
+    assert asyncio.run(cancelled())
 
 
 def test_any_hook(ending: str) -> None:
