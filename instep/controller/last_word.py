@@ -67,12 +67,10 @@ def found(stacks: str, hooks: Sequence[Sequence[str]]) -> tuple[str, str]:
 def main() -> None:
     parent, stacks, hooks = int(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
     ended = os.pidfd_open(parent)
-    while os.getppid() == parent:
-        ready, _, _ = select.select([0, ended], [], [])
-        if 0 in ready and os.read(0, 100):
-            return  # the run says that it ends
-        if ended in ready:
-            break
+    select.select([0, ended], [], [])
+    if select.select([0], [], [], 0)[0] and os.read(0, 100):
+        return  # the run says that it ends
+    select.select([ended], [], [])  # its end of the pipe may be closed before: by a hook
     sys.path.insert(0, str(Path(__file__).parents[2]))
     from instep.errors import RolloutError
 

@@ -51,12 +51,15 @@ class _Loop:
                 self.loop.run_forever()
                 if self.ends:
                     return
-                what, where = "a hook has stopped the loop of all rollouts", "the rollout"
+                what, where = "a hook has stopped the loop of rollouts", "the rollout"
                 self.interrupt(RolloutError(what, where=where, remedy="leave its loop running: await instead"))
             except (SystemExit, KeyboardInterrupt) as error:  # asyncio lets those of a task end its loop
                 what = f"a task of a hook's own raised {said(error)}"
                 remedy = "await the tasks that the hook begins, and catch the error there"
                 self.interrupt(RolloutError(what, where=raised_at(error), remedy=remedy))
+            except OSError as error:  # of its own descriptors
+                what, remedy = f"the loop of rollouts has ended: {error}", "a hook may close only what it has opened"
+                return self.interrupt(RolloutError(what, where="the rollout", remedy=remedy))
 
     async def close(self) -> None:
         others = asyncio.all_tasks(self.loop) - {asyncio.current_task()}

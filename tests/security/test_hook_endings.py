@@ -148,7 +148,7 @@ async def sleeps():
     [
         ("cancels_itself", "the reward function cancelled the task that it runs in"),
         ("cancels_all", "a hook has cancelled tasks of the rollout"),
-        ("stops_the_loop", "a hook has stopped the loop of all rollouts"),
+        ("stops_the_loop", "a hook has stopped the loop of rollouts"),
     ],
 )
 def test_a_reward_that_changes_the_loop(folder: Path, path: str, told: str) -> None:
@@ -255,6 +255,22 @@ def test_a_fault_of_a_reward_has_a_word(fault: str, tmp_path: Path) -> None:
     assert done.returncode in (-signal.SIGSEGV, -signal.SIGABRT)
     assert f"RolloutError: my_reward.reward ended the run's process by a fault: {named}" in done.stderr
     assert f"--custom-rm-path my_reward.reward, {tmp_path}/my_reward.py:4 in reward" in done.stderr
+
+
+def test_a_hook_that_closes_every_descriptor_ends_the_run() -> None:
+    """Nothing that it says would be seen; the process beside it says that it has ended."""
+    code = """if True:
+        import asyncio, os
+        from instep.controller.last_word import LastWord
+        from instep.rollout import runtime
+        word = LastWord([('--custom-rm-path', 'my_reward.reward')])
+        async def reward():
+            os.closerange(0, 65536)
+            await asyncio.sleep(600)
+        runtime.run(reward())
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1 and "the hooks that run in it: --custom-rm-path my_reward.reward" in done.stderr
 
 
 @pytest.mark.parametrize("how", ["os.kill(os.getpid(), 9)", "word.close()", "1 / 0"])
