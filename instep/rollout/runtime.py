@@ -61,16 +61,18 @@ class _Loop:
                 what, remedy = f"the loop of rollouts has ended: {error}", "a hook may close only what it has opened"
                 return self.interrupt(RolloutError(what, where="the rollout", remedy=remedy))
 
-    async def close(self) -> None:
-        others = asyncio.all_tasks(self.loop) - {asyncio.current_task()}
+    async def close(self) -> bool:
+        """End what is left; whether all of it has ended."""
+        others = refusing = asyncio.all_tasks(self.loop) - {asyncio.current_task()}
         for task in others:  # cancelled already, but for those that began since
             task.cancel()
         if others:
-            await asyncio.wait(others, timeout=1.0)
+            _, refusing = await asyncio.wait(others, timeout=1.0)
         for closer in self.closers:
             await closer()
         if self.session is not None:
             await self.session.close()
+        return not refusing
 
     def interrupt(self, error: BaseException) -> None:
         for waiting in list(self.interrupts):
@@ -185,8 +187,10 @@ def shutdown(timeout: float = 2.0) -> None:
     _abandon(home)  # first, so that nothing begins on it any more
     _cancel(home, _cancelled_error())
     try:
-        asyncio.run_coroutine_threadsafe(home.close(), home.loop).result(timeout)
-    except concurrent.futures.TimeoutError:  # frozen or busy, it is left behind: a daemon whose complaints nobody hears
+        has_ended = asyncio.run_coroutine_threadsafe(home.close(), home.loop).result(timeout)
+    except concurrent.futures.TimeoutError:  # it is frozen or busy
+        has_ended = False
+    if not has_ended:  # left behind, a daemon whose complaints nobody hears; who destroyed its tasks would run them
         home.loop.set_exception_handler(lambda loop, context: None)
         return
     home.ends = True

@@ -257,6 +257,28 @@ def test_a_fault_of_a_reward_has_a_word(fault: str, tmp_path: Path) -> None:
     assert f"--custom-rm-path my_reward.reward, {tmp_path}/my_reward.py:4 in reward" in done.stderr
 
 
+def test_a_hook_that_never_ends_keeps_no_process() -> None:
+    code = """if True:
+        import asyncio
+        from instep.rollout import runtime
+        async def hook():
+            while True:
+                try:
+                    await asyncio.sleep(600)
+                except BaseException:
+                    pass
+        async def rollout():
+            task = asyncio.create_task(hook())
+            await asyncio.sleep(0)
+            task.cancel()
+        runtime.run(rollout())
+        runtime.shutdown()
+        print("the end")
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "the end\n", "")
+
+
 def test_a_hook_that_closes_every_descriptor_ends_the_run() -> None:
     """Nothing that it says would be seen; the process beside it says that it has ended."""
     code = """if True:

@@ -167,7 +167,7 @@ async def _custom(args: HookSettings, path: str, target: Sample | Group) -> Any:
     if inspect.iscoroutinefunction(function.func):
         return await _bounded(runtime.bounded_steps(_await(function, guard), limit, hung), limit, hung)
     async with shared_pool(args.reward_num_workers).threads:
-        out = await _bounded(runtime.in_daemon_thread(guard()(function)), limit, hung)
+        out = await _bounded(runtime.in_daemon_thread(_call, function, guard), limit, hung)
     if inspect.isawaitable(out):
         return await _bounded(runtime.bounded_steps(_await(lambda: out, guard), limit, hung), limit, hung)
     return out
@@ -187,6 +187,11 @@ def _guard(where: str, function: Callable[..., Any]) -> Iterator[None]:
             where=f"{where}; {raised_at(error, function)}",
             remedy="correct that line; with --skip-failed-groups a sample that has no reward costs its group",
         ) from error
+
+
+def _call(function: Callable[[], T], guard: Callable[[], AbstractContextManager[None]]) -> T:
+    with guard():
+        return function()
 
 
 async def _await(begin: Callable[[], Awaitable[T]], guard: Callable[[], AbstractContextManager[None]]) -> T:
