@@ -1,7 +1,7 @@
 """Checkpoints hold data only: what may come from a stranger is read without running code that it names.
 
-The index `.metadata` of a distributed checkpoint is a pickle. It is read once, as data (`inert.py`); from what has been
-checked torch's `Metadata` is made here, which torch then gets: it reads no index, and no entry, by itself.
+The index `.metadata` of a distributed checkpoint is a pickle. It is read once, as data (`inert.py`), from which torch's
+`Metadata` is made here. torch itself reads no index and no entry.
 """
 
 from __future__ import annotations
