@@ -25,6 +25,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from os import _exit  # itself, whatever a hook puts there
 from typing import NoReturn, Protocol
 
 from instep.kernel import die_with_parent
@@ -230,7 +231,7 @@ def serve(control: socket.socket) -> NoReturn:
                 continue
             data, fds, _, _ = socket.recv_fds(control, 1 << 20, _MOST_FDS)
             if not data:
-                os._exit(0)
+                _exit(0)
             if not fds:
                 _preload(**json.loads(data))
                 continue
@@ -279,7 +280,7 @@ def _run_forked(line: socket.socket, fds: Sequence[int], libraries: Sequence[str
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
-    os._exit(code)
+    _exit(code)
 
 
 def _set_descriptors(have: Sequence[int], want: Sequence[int]) -> None:

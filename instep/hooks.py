@@ -15,13 +15,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from instep.errors import ConfigError, InstepError, RolloutError
 
+T = TypeVar("T")
 _OURS, _PYTHONS = (str(Path(module).parent) + os.sep for module in (__file__, os.__file__))
 # What aiohttp, httpx, requests, urllib and openai raise for an answer 401.
 _UNAUTHORIZED = re.compile(r"\b401\b.{0,20}(?i:unauthorized)|\b401, message|Error code: 401\b|Error 401:")
+_CUT = " ..."  # at the end of a text that has been cut
+_traceback = BaseException.__dict__["__traceback__"].__get__  # whatever a class of the user's has under this name
 
 
 @dataclass(frozen=True)
@@ -53,9 +56,9 @@ class Hook:
         """
         with self.guard(where):
             out = self.function(*args, **kwargs)
-        if inspect.iscoroutine(out):
-            out.close()
-            raise self.wrong(out, "its result at once: no async function is awaited here", where)
+            if inspect.iscoroutine(out):
+                out.close()
+                raise self.wrong(out, "its result at once: no async function is awaited here", where)
         return out
 
     async def acall(self, *args: Any, where: str = "", **kwargs: Any) -> Any:
@@ -75,20 +78,18 @@ class Hook:
         except InstepError as error:
             error.where = error.where or self.place(where)
             raise
-        except (asyncio.CancelledError, GeneratorExit):
-            raise
         except BaseException as error:  # the border to the user's code, also for its sys.exit()
-            if self.path.startswith("instep.") or is_interrupt(error):
+            if self.path.startswith("instep.") or is_from_outside(error):
                 raise
             at = raised_at(error, self.function if self.path else None)
             remedy = "correct that line, or catch the error there; `instep train --help` shows what the hook gets"
-            if _UNAUTHORIZED.search(repr(error)):
+            if _UNAUTHORIZED.search(said(error, 1 << 16)):
                 remedy = (
                     "engines and routers of the run ask for its key: use instep.rollout.http.post, or send the header "
                     "'Authorization: Bearer KEY' with instep.rollout.http.api_key(url) as KEY; with --no-api-key they "
                     "ask for none (docs/security.md)"
                 )
-            raise RolloutError(f"{self.path} raised {error!r}", where=self._at(at, where), remedy=remedy) from error
+            raise RolloutError(f"{self.path} raised {said(error)}", where=self._at(at, where), remedy=remedy) from error
 
     def wrong(self, got: Any, expected: str, where: str = "") -> RolloutError:
         """The error of a function that returned `got`; `expected` says what it is to return."""
@@ -100,7 +101,7 @@ class Hook:
         """Turn an error of the block, which reads what the function returned, into `wrong`."""
         try:
             yield
-        except (TypeError, ValueError, RuntimeError) as error:
+        except Exception as error:  # the border to the methods of a user's object
             raise self.wrong(got, expected, where) from error
 
     def place(self, where: str = "") -> str:
@@ -125,8 +126,17 @@ def load_function(dotted_path: str) -> Callable[..., Any]:
         )
     try:
         module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        missing = error.name or ""
+        found = getattr(module, name, None)
+    except BaseException as error:  # the border to a user's code: whatever it raises is named here
+        if is_interrupt(error):
+            raise
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if not isinstance(missing, str):  # a module may raise a ModuleNotFoundError of its own
+            raise ConfigError(
+                f"importing {module_name!r} raised {said(error)}",
+                where=f"hook {dotted_path}, {raised_at(error)}",
+                remedy=f"correct that line; `python -c 'import {module_name}'` shows the whole traceback",
+            ) from error
         if module_name != missing and not module_name.startswith(missing + "."):
             raise ConfigError(
                 f"module {module_name!r} imports {missing!r}, which is not installed",
@@ -138,15 +148,6 @@ def load_function(dotted_path: str) -> Callable[..., Any]:
             where=f"hook {dotted_path}",
             remedy="put its folder on PYTHONPATH, or start instep in it; the path is package.module.function",
         ) from error
-    except BaseException as error:  # the border to a user's code: whatever it raises is named here
-        if is_interrupt(error):
-            raise
-        raise ConfigError(
-            f"importing {module_name!r} raised {type(error).__name__}: {error}",
-            where=f"hook {dotted_path}, {raised_at(error)}",
-            remedy=f"correct that line; `python -c 'import {module_name}'` shows the whole traceback",
-        ) from error
-    found = getattr(module, name, None)
     if found is None:
         names = sorted(n for n, value in vars(module).items() if callable(value) and not n.startswith("_"))
         raise ConfigError(
@@ -163,24 +164,36 @@ def load_function(dotted_path: str) -> Callable[..., Any]:
     return found
 
 
+def is_from_outside(error: BaseException) -> bool:
+    """Whether it came over the user's code: Ctrl-C, a cancellation that somebody asked for, or a coroutine's end."""
+    if isinstance(error, asyncio.CancelledError):
+        task = asyncio.current_task() if asyncio._get_running_loop() is not None else None
+        return task is not None and task.cancelling() > 0
+    return is_interrupt(error) or (isinstance(error, GeneratorExit) and not _is_raised(error))
+
+
 def is_interrupt(error: BaseException) -> bool:
     """Whether it is Ctrl-C (or SIGTERM), which no code of the user's has raised by a `raise` of its own."""
-    if not isinstance(error, KeyboardInterrupt) or threading.current_thread() is not threading.main_thread():
-        return False
-    last = error.__traceback__
+    in_main = threading.current_thread() is threading.main_thread()
+    return isinstance(error, KeyboardInterrupt) and in_main and not _is_raised(error)
+
+
+def _is_raised(error: BaseException) -> bool:
+    """Whether the user's code raised it by a `raise`: no handler of signals, and no library of Python's."""
+    last = _traceback(error)
     while last is not None and last.tb_next is not None:
         last = last.tb_next
     assert last is not None
     code = last.tb_frame.f_code
     raised = any(s.offset == last.tb_lasti and s.opname == "RAISE_VARARGS" for s in dis.get_instructions(code))
-    return not raised or code.co_filename.startswith((_OURS, _PYTHONS))  # a handler of signals, or asyncio's
+    return raised and not code.co_filename.startswith((_OURS, _PYTHONS))
 
 
 def raised_at(error: BaseException, function: Callable[..., Any] | None = None) -> str:
     """`file:line in name`: the innermost frame of `error`, if possible in the file of `function`; of a call that does
     not fit the function, its definition."""
-    frames = traceback.extract_tb(error.__traceback__)
-    if isinstance(error, SyntaxError) and error.filename:
+    frames = traceback.extract_tb(_traceback(error))
+    if isinstance(error, SyntaxError) and isinstance(error.filename, str):
         return f"{error.filename}:{error.lineno}"
     source = inspect.getsourcefile(inspect.unwrap(function)) if inspect.isfunction(function) else None
     own = [f for f in frames if (f.filename == source if source else not f.filename.startswith(_OURS))]
@@ -193,10 +206,29 @@ def raised_at(error: BaseException, function: Callable[..., Any] | None = None) 
 
 def described(value: Any) -> str:
     """A value in an error: itself if it is short, else its type and length."""
-    text = repr(value)
-    if len(text) <= 80 and "\n" not in text:
+    text = said(value, 80)
+    if not text.endswith(_CUT) and "\n" not in text:
         return text
-    return f"a {type(value).__name__}" + (f" of {len(value)}" if hasattr(value, "__len__") else "")
+    size = _answer(len, value)
+    return f"a {type(value).__name__}" + ("" if size is None else f" of {size}")
+
+
+def said(value: Any, limit: int = 400) -> str:
+    """`repr(value)`, its first `limit` characters at most; the type of a value whose `__repr__` raises."""
+    text = _answer(repr, value)
+    if text is None:
+        return f"a {type(value).__name__} (its __repr__ raises)"
+    return text if len(text) <= limit else text[:limit] + _CUT
+
+
+def _answer(function: Callable[[Any], T], value: Any) -> T | None:
+    """What a special method of a user's object returns; None if it raises."""
+    try:
+        return function(value)
+    except BaseException as error:  # the border to the user's code
+        if is_interrupt(error):
+            raise
+        return None
 
 
 @functools.cache

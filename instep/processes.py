@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -21,10 +20,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from os import _exit  # itself, whatever `raise_for_exit` makes of its name
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 from instep import fork_server, locks
+from instep.endings import cause_in, fault_of, last_words
 from instep.errors import ConfigError, writing
 from instep.kernel import allow_descriptors, catches, die_with_parent, family, name_of, stopped
 
@@ -34,10 +35,6 @@ LIFELINE_VARIABLE = "INSTEP_LIFELINE_FD"
 OPENMP_ENV = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "20000"}
 # Without these the libraries may choose another order of summation from one run to the next.
 DETERMINISTIC_ENV = {"MKL_CBWR": "AUTO", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
-_ERROR = re.compile(r"\b(\w*Error|ERROR)\b")
-# The last line of a traceback, with vLLM's process and logger before it.
-_RAISED = re.compile(r"(?:\(\w+ pid=\d+\) )*(?:ERROR [^\]]*\] )?([\w.]*(?:Error|Exception): .{1,400})")
-_NEWS = re.compile(r"\bINFO\b")  # what a process says that is well
 T = TypeVar("T")
 LOOK_SECONDS = 0.2  # between two looks at the processes of the run while something waits
 BEAT_SECONDS = 0.5
@@ -117,7 +114,8 @@ class SupervisedProcess:
         """
         code = self._process.poll()
         if code is not None:
-            return f"died ({_signal_name(-code)})" if code < 0 else f"died with exit code {code}: {self._last_words()}"
+            told = last_words(self.log_tail().splitlines())
+            return f"died ({_signal_name(-code)})" if code < 0 else f"died with exit code {code}: {told}"
         if still := stopped(self.pid):
             if self.pid in still:
                 return "is stopped"
@@ -159,24 +157,8 @@ class SupervisedProcess:
             log.seek(max(0, log.tell() - num_bytes))
             return log.read().decode(errors="replace").splitlines()
 
-    def _cause(self) -> str:
-        """The first of the exceptions that end its output, with no news between them: those behind it are often of
-        others that it has taken along."""
-        cause = ""
-        for line in reversed(self._end_of_log(200_000)):
-            if found := _RAISED.match(line):
-                cause = found[1]
-            elif cause and _NEWS.search(line):
-                break
-        return cause
-
-    def _last_words(self) -> str:
-        """The last line of its output that names an error, else the last line."""
-        lines = self.log_tail().splitlines()
-        return next((line for line in reversed(lines) if _ERROR.search(line)), lines[-1] if lines else "")
-
     def describe(self) -> str:
-        """Its state, or how it ended, and the last lines of its output."""
+        """Its state, or how it ended, and the last lines of its output; of a fault of Python's process its stack."""
         code, num_lines = self._process.poll(), 15
         if code is None and (still := stopped(self.pid)):
             pids = " ".join(map(str, still))
@@ -190,9 +172,11 @@ class SupervisedProcess:
             how = f"was ended by {_signal_name(-code)}"
             if code == -signal.SIGKILL:
                 how += "; if nobody did so by hand, the machine may have run out of memory"
+            elif (fault := fault_of("\n".join(self._end_of_log(200_000)))).what:
+                return f"{self.name} (pid {self.pid}) {how}; in {self.log_path}:\n{fault.text}"
         else:
             how = f"exited with code {code}"
-            if (cause := self._cause()) and cause not in self.log_tail(num_lines):
+            if (cause := cause_in(self._end_of_log(200_000))) and cause not in self.log_tail(num_lines):
                 how += f", and before that said {cause!r}"
         return f"{self.name} (pid {self.pid}) {how}; the end of {self.log_path}:\n{self.log_tail(num_lines)}"
 
@@ -298,7 +282,7 @@ def _hold_lifeline(line: socket.socket, partner: socket.socket | None, pulse: th
                         pulse.clear()
         except OSError:  # closed with beats unread
             pass
-    os._exit(1)
+    _exit(1)
 
 
 def _beats(partner: socket.socket) -> bool:
@@ -309,7 +293,7 @@ def _beats(partner: socket.socket) -> bool:
     except BlockingIOError:
         return False
     print(f"process {os.getpid()}: the process at the other end of its pipe has ended", flush=True)
-    os._exit(1)
+    _exit(1)
 
 
 def _beat(line: socket.socket) -> None:

@@ -14,6 +14,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from instep.errors import RewardError
+from instep.hooks import said
 
 if TYPE_CHECKING:
     import torch
@@ -308,7 +309,7 @@ def as_number(value: Any) -> float | None:
         return None
     try:
         number = float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):
+    except Exception:  # noqa: BLE001 - the border to a user's object, whose __float__ may raise anything
         return None
     return number if math.isfinite(number) else None
 
@@ -331,7 +332,7 @@ def reward_of(sample: Sample, key: str | None = None) -> float:
     number = as_number(value)
     if number is None:
         raise RewardError(
-            f"the reward {value!r} is no finite number",
+            f"the reward {said(value)} is no finite number",
             where=name_of(sample),
             remedy="return a finite number from the reward function, such as 0.0 where there is nothing to judge"
             if value is not None

@@ -1,8 +1,8 @@
 """Reads a pickle as data: what it names stays a name, and nothing is imported, called or asked for an attribute.
 
-A pickle is a program for a machine with a stack (`pickletools` explains its opcodes). Of these opcodes the machine here
-knows the ones that data is written with, and refuses the others. What a pickle would make by calling something is a
-`Made`, which says what it would have called; only functions of ours (`Ours`) stand for those whose result is needed.
+A pickle is a program for a machine with a stack (`pickletools` explains its opcodes). The machine here knows those that
+data is written with, and refuses the others. What a pickle would make by a call becomes a `Made`, which says what would
+be called. Where the result is needed, a function of ours (`Ours`) is called instead.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 MAX_BYTES = 512 * 2**20  # of a pickle; a million chunks of tensors in an index have 160 MB and 73 million opcodes
 MAX_STEPS = 10**8  # opcodes, each of which may make an empty dict or a tuple of one: 7.5 GB of memory
-MAX_KEY = 2**32  # whole numbers up to here cannot be chosen so that a dict of them takes for ever
+MAX_KEY = 2**32  # larger whole numbers can be chosen so that a dict of them takes for ever
 MAX_DEPTH, MAX_VALUES = 100, 10**8  # of `check_plain`
 
 
@@ -57,15 +57,15 @@ class Ours:
 Names = Callable[[str, str], Any]  # a module and a name -> a `Name`, an `Ours` or a constant; raises NoData
 
 
-def check_size(num_bytes: int) -> None:
+def check_size(num_bytes: int, most: int = MAX_BYTES) -> None:
     """Refuse a pickle of so many bytes before it is read. Raises NoData."""
-    if num_bytes > MAX_BYTES:
-        raise NoData(f"it has {num_bytes:,} bytes, more than {MAX_BYTES:,}")
+    if num_bytes > most:
+        raise NoData(f"it has {num_bytes:,} bytes, more than {most:,}")
 
 
 @contextmanager
 def collecting_nothing() -> Iterator[None]:
-    """In this block many values are made, and none is garbage: looking through them takes as long as making them."""
+    """Collect no garbage: many values are made in this block, and looking through them takes as long as making them."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -78,13 +78,13 @@ def collecting_nothing() -> Iterator[None]:
 def read(data: bytes, names: Names, persistent: Callable[[Any], Any] | None = None) -> Any:
     """The value of a pickle: numbers, texts, bytes, tuples, lists and dicts, and in them `Name`, `Made` and constants.
 
-    A key of a dict that is no plain value is a `Made` of its own, which equals nothing else.
+    A dict's key that is no plain value becomes a `Made`, which equals nothing else.
 
     Args:
-        persistent: what stands for what the pickle has left outside (BINPERSID).
+        persistent: makes what the pickle has left outside (BINPERSID).
 
     Raises:
-        NoData: an opcode, or something that is named, is none of data; or the pickle is cut off.
+        NoData: it has an opcode or a name that no data needs, or is cut off.
     """
     try:
         with collecting_nothing():
@@ -105,7 +105,7 @@ class _Machine:
         self.names, self.persistent = names, persistent
 
     def run(self) -> Any:
-        """Go through the opcodes; those that an index has thousands of are here, in the order of how many."""
+        """Go through the opcodes. The frequent ones are here, the most frequent first."""
         data, pos, stack, marks, memo = self.data, 0, self.stack, self.marks, self.memo
         push, pop, memoize, rare = stack.append, stack.pop, memo.append, _RARE
         for _ in repeat(None, MAX_STEPS):
@@ -291,7 +291,7 @@ def check_plain(value: Any) -> None:
     """Refuse what others cannot walk through: what contains itself, is nested too deep, or holds a `Made`.
 
     Raises:
-        NoData: it does; or it holds more values, when each is counted as often as it stands there, than can be used.
+        NoData: it does, or it holds too many values, each counted as often as it stands there.
     """
     sizes: dict[int, int] = {}  # of lists, tuples and dicts that have been gone through, with all in them
     open_now: set[int] = set()

@@ -1,7 +1,7 @@
 """Checkpoints hold data only: what may come from a stranger is read without running code that it names.
 
-The index `.metadata` of a distributed checkpoint is a pickle. It is read once, as data (`inert.py`); from what has been
-checked torch's `Metadata` is made here, which torch then gets: it reads no index, and no entry, by itself.
+The index `.metadata` of a distributed checkpoint is a pickle. It is read once, as data (`inert.py`), from which torch's
+`Metadata` is made here. torch itself reads no index and no entry.
 """
 
 from __future__ import annotations
@@ -34,12 +34,11 @@ from torch.distributed.checkpoint.planner import LoadItemType
 from torch.futures import Future
 
 from instep.checkpoints.inert import Made, Name, NoData, Ours, check_size, collecting_nothing, read
-from instep.checkpoints.torch_files import DTYPES, MAX_DIMENSIONS, MAX_SIZE, TensorFiles, load_data
+from instep.checkpoints.torch_files import DTYPES, MAX_DIMENSIONS, MAX_NAME, MAX_SIZE, TensorFiles, load_data
 from instep.documents import open_regular
 from instep.errors import CheckpointError
 
 METADATA = ".metadata"
-MAX_NAME = 1000  # characters of a tensor's
 _CLASSES = {
     "torch.distributed.checkpoint.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex "
     "StorageMeta TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING",

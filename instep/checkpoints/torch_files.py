@@ -18,13 +18,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from instep.checkpoints.inert import Name, NoData, Ours, check_plain, check_size, read
+from instep.checkpoints.inert import MAX_BYTES, Name, NoData, Ours, check_plain, check_size, read
 from instep.documents import open_regular
 from instep.errors import CheckpointError
 
 AHEAD_BYTES = 8 * 2**20  # which the kernel reads beyond a tensor that is asked for
 MAX_DIRECTORY = 16 * 2**20  # bytes of a list of records, 300,000 of them
+OF_ONE = 2**17  # bytes of a tensor's in .distcp, which an index may name again and again; and of its pickle
 MAX_DIMENSIONS, MAX_SIZE = 64, 2**62
+MAX_NAME = 1000  # characters of a tensor's
 MAX_TENSORS = 10**6  # of an archive: each takes a kilobyte, and three opcodes make another one of the same storage
 DTYPES = {
     name: getattr(torch, name)
@@ -100,7 +102,7 @@ class TensorFiles:
             data = self._mapped(path)
             with path.open("rb", buffering=0) as file:
                 os.posix_fadvise(file.fileno(), offset, length + AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
-            tensor = read_archive(data, offset, length)
+            tensor = read_archive(data, offset, length, OF_ONE, OF_ONE)
         except _READ as error:
             raise ValueError(f"{name} holds no tensor at byte {offset}: {error}") from error
         if not isinstance(tensor, Tensor):
@@ -113,9 +115,16 @@ def _mapped(path: Path) -> mmap.mmap:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
-def read_archive(data: mmap.mmap, offset: int, length: int) -> Any:
-    """The value in the archive that is `length` bytes at `offset` of `data`. Raises what is in `_READ`."""
-    view = _View(data, offset, length)
+def read_archive(
+    data: mmap.mmap, offset: int, length: int, directory: int = MAX_DIRECTORY, pickle: int = MAX_BYTES
+) -> Any:
+    """The value in the archive that is `length` bytes at `offset` of `data`. Raises what is in `_READ`.
+
+    Args:
+        directory: the most bytes of its list of records.
+        pickle: the most bytes of its pickle.
+    """
+    view = _View(data, offset, length, directory)
     records = zipfile.ZipFile(view, "r")  # type: ignore[call-overload]  # of a file it needs these methods alone
     by_name = {info.filename: info for info in records.infolist()}
     pickles = [name for name in by_name if name.endswith("/data.pkl") and name.count("/") == 1]
@@ -175,7 +184,7 @@ def read_archive(data: mmap.mmap, offset: int, length: int) -> Any:
         if data[start : start + min(size, 9)] != b"little":
             raise NoData("it was written on a machine with another order of bytes")
     start, size = place("data.pkl")
-    check_size(size)
+    check_size(size, pickle)
     return read(data[start : start + size], names, storage)
 
 
@@ -242,10 +251,10 @@ _FUNCTIONS: dict[tuple[str, str], Callable[[tuple[Any, ...]], Any]] = {
 class _View:
     """A part of a mapped file, as a file of its own, for zipfile."""
 
-    def __init__(self, data: mmap.mmap, offset: int, length: int):
+    def __init__(self, data: mmap.mmap, offset: int, length: int, most: int):
         if not 0 <= offset <= offset + length <= len(data):
             raise NoData("it lies outside of its file")
-        self._data, self._offset, self._length, self._at = data, offset, length, 0
+        self._data, self._offset, self._length, self._at, self._most = data, offset, length, 0, most
 
     def seekable(self) -> bool:
         return True
@@ -262,8 +271,8 @@ class _View:
     def read(self, size: int = -1) -> bytes:
         left = max(0, self._length - self._at)
         size = left if size < 0 else min(size, left)
-        if size > MAX_DIRECTORY:
-            raise NoData(f"its list of records has more than {MAX_DIRECTORY:,} bytes")
+        if size > self._most:
+            raise NoData(f"its list of records has more than {self._most:,} bytes")
         out = self.at(self._at, size)
         self._at += size
         return out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,11 +10,13 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from instep.checkpoints.torch_files import MAX_DIMENSIONS, MAX_NAME
 from instep.documents import open_regular
 from instep.errors import CheckpointError
 from instep.models.sizes import INDEX, weight_map
 
 SINGLE = "model.safetensors"
+MAX_ELEMENTS = 1 << 63  # torch counts them in an int64, an empty dimension as 1
 
 
 def weight_files(folder: Path) -> dict[str, Path]:
@@ -40,11 +43,19 @@ def opened(file: Path) -> Iterator[Any]:
     """Open a file of weights with `safetensors.safe_open` (`keys()`, `get_tensor(name)`, `get_slice(name)`).
 
     Raises:
-        CheckpointError: the file is missing or damaged, or lacks a tensor that the block asks for.
+        CheckpointError: the file is missing or damaged, holds a tensor that none can be, or lacks one that the block
+            asks for.
     """
     try:
         open_regular(file).close()  # a pipe would be waited for
         with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - it is no dict
+                if len(name) > MAX_NAME or not name.isprintable():
+                    raise SafetensorError(f"the name of a tensor is no text of at most {MAX_NAME} characters")
+                shape = tensors.get_slice(name).get_shape()
+                too_many = 0 in shape and math.prod(n or 1 for n in shape) >= MAX_ELEMENTS  # else the file is as large
+                if too_many or len(shape) > MAX_DIMENSIONS:
+                    raise SafetensorError(f"{name} has the shape {shape!s:.100}, which no tensor can have")
             yield tensors
     except (OSError, SafetensorError) as error:
         remedy = f"give a folder with {SINGLE}, or its shards and {INDEX}; restore or download the checkpoint"

@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 
-from instep.errors import InstepError, WorkerError
+from instep.endings import fault_of
+from instep.errors import InstepError, RolloutError, WorkerError
 from instep.processes import DETERMINISTIC_ENV, LOOK_SECONDS, OPENMP_ENV, Process, SupervisedProcess, stop_all
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ class WorkerGroup:
     """The workers of one role (actor or critic); every method call goes to all ranks and has a deadline."""
 
     waits_for = ""  # the present call, and the ranks that have not answered it
+    hooks: Sequence[tuple[str, str]] = ()  # the user's functions that may run in the ranks: flag and dotted path
 
     def __init__(
         self,
@@ -142,6 +144,7 @@ class WorkerGroup:
         Raises:
             WorkerError: a rank died, was stopped, raised or did not answer in time. Named errors of a rank and what
                 `watch` raises are raised unchanged.
+            RolloutError: a rank died by a fault in one of `hooks`.
         """
         return self.start(method, *args, timeout=timeout, per_rank=per_rank, on_event=on_event)()
 
@@ -213,7 +216,13 @@ class WorkerGroup:
             fault = process.fault() or "closed its connection"
         memory = f"; a SIGKILL usually means memory: {LESS_MEMORY}" if not process.alive() else ""
         during = f", during '{method}'" if method else ""
-        raise WorkerError(f"{process.name} {fault}{during}", where=process.describe(), remedy=process.remedy() + memory)
+        ended = process.describe()
+        written = fault_of(ended)
+        if (place := written.place(self.hooks)) is not None:
+            what = f"{place[0]} ended {process.name} by a fault: {written.what}{during}"
+            remedy = f"correct that line; the whole stack is in {process.log_path}"
+            raise RolloutError(what, where=place[1], remedy=remedy)
+        raise WorkerError(f"{process.name} {fault}{during}", where=ended, remedy=process.remedy() + memory)
 
     def _raise_remote(self, rank: int, method: str, error: BaseException | None, traceback: str) -> None:
         if isinstance(error, InstepError):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import traceback
 from collections.abc import Callable
+from os import _exit  # itself, whatever `raise_for_exit` makes of its name
 from typing import Any
 
+from instep.endings import raise_for_exit
 from instep.importing import first_import
 from instep.processes import follow_parent
 
@@ -31,6 +32,7 @@ def answer(make: Callable[[Callable[[Any], None]], Any]) -> int:
     function that sends it an event."""
     follow_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller decides when to end
+    raise_for_exit()
     channel = WorkerChannel()
     worker = make(channel.event)
     while True:
@@ -50,7 +52,7 @@ def leave(code: int) -> None:
     """End this process without waiting for process groups whose peers are gone."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)
+    _exit(code)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from instep.arguments.all_flags import own_hooks
 from instep.arguments.args import Runtime
 from instep.arguments.rollout import context_of_model
 from instep.cluster.engine_plan import gpu_sharing
@@ -109,7 +110,7 @@ class Deployment:
         self._cluster.start()
         self.engines = self._cluster.engines
         for group in self.worker_groups:
-            group.watch = self.check
+            group.watch, group.hooks = self.check, own_hooks(args)
         for engine in self.engines:
             engine.watch = partial(self._check_call, engine)
         restart = self._cluster.restart_engine

@@ -9,21 +9,17 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
-import re
 import select
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
-
-_exit = os._exit
 
 
 class LastWord:
     """From now until `close`, the end of this process by one of `hooks` gets a word (on Linux).
 
-    `os._exit`, which ends a process without any, raises SystemExit; a forked child may call it.
+    `os._exit`, which ends a process without any, raises SystemExit meanwhile.
 
     Args:
         hooks: the user's functions that run here: flag and dotted path.
@@ -40,20 +36,15 @@ class LastWord:
         self._child = subprocess.Popen(
             words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=[self._stacks], start_new_session=True
         )
-        owner = os.getpid()
+        from instep.endings import raise_for_exit  # the program below finds no packages yet
 
-        def leave(status: int) -> NoReturn:
-            if os.getpid() != owner:
-                _exit(status)
-            raise SystemExit(f"os._exit({status})")
-
-        os._exit = leave
+        self._take_back = raise_for_exit()
 
     def close(self) -> None:
         child, self._child = self._child, None
         if child is None:
             return
-        os._exit = _exit
+        self._take_back()
         faulthandler.disable()
         if self._enabled and sys.__stderr__ is not None:
             faulthandler.enable(sys.__stderr__)
@@ -63,29 +54,23 @@ class LastWord:
 
 def found(stacks: str, hooks: Sequence[Sequence[str]]) -> tuple[str, str]:
     """What has ended a process, and where, from what the fault handler wrote (perhaps nothing)."""
-    fault = re.search(r"^Fatal Python error: (.+)$", stacks, re.MULTILINE)
-    current = stacks.partition("Current thread")[2].partition("\n\n")[0]
-    frames = re.findall(r'^  File "(.+)", line (\d+) in (.+)$', current, re.MULTILINE)
-    what = f"the run's process was ended by a fault: {fault[1]}" if fault else "the run's process was killed"
-    for file, line, name in frames:  # the innermost first
-        for flag, path in hooks:
-            module = path.rpartition(".")[0].replace(".", "/")
-            if file.endswith((f"/{module}.py", f"/{module}/__init__.py")):
-                what = f"{path} ended the run's process by a fault: {fault[1] if fault else 'not known'}"
-                return what, f"{flag} {path}, {file}:{line} in {name}"
-    at = "{}:{} in {}; ".format(*frames[0]) if frames else ""
+    from instep.endings import fault_of
+
+    fault = fault_of(stacks)
+    if (place := fault.place(hooks)) is not None:
+        return f"{place[0]} ended the run's process by a fault: {fault.what}", place[1]
+    what = f"the run's process was ended by a fault: {fault.what}" if fault.what else "the run's process was killed"
+    at = "{}:{} in {}; ".format(*fault.frames[0]) if fault.frames else ""
     return what, f"{at}the hooks that run in it: {', '.join(f'{flag} {path}' for flag, path in hooks)}"
 
 
 def main() -> None:
     parent, stacks, hooks = int(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
     ended = os.pidfd_open(parent)
-    while os.getppid() == parent:
-        ready, _, _ = select.select([0, ended], [], [])
-        if 0 in ready and os.read(0, 100):
-            return  # the run says that it ends
-        if ended in ready:
-            break
+    select.select([0, ended], [], [])
+    if select.select([0], [], [], 0)[0] and os.read(0, 100):
+        return  # the run says that it ends
+    select.select([ended], [], [])  # its end of the pipe may be closed before: by a hook
     sys.path.insert(0, str(Path(__file__).parents[2]))
     from instep.errors import RolloutError
 

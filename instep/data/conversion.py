@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from instep.errors import RolloutError
-from instep.hooks import Hook
+from instep.hooks import Hook, said
 from instep.types import Sample, as_number
 
 logger = logging.getLogger(__name__)
@@ -153,7 +153,7 @@ def _sources(hook: Hook, fields: Mapping[str, Any], samples: Sequence[Sample]) -
     for i, index in enumerate(indices):
         found = of_index.get(index, []) if isinstance(index, int) else []
         if not found:
-            what = f"[{i}] is {index!r:.40}, the index of no sample of the rollout"
+            what = f"[{i}] is {said(index, 40)}, the index of no sample of the rollout"
             raise _wrong(hook, "sample_indices", what, "return sample.index of the sample that each row was made from")
         out.append(next((n for n in found if samples[n].tokens == tokens[i]), found[0]))  # siblings share an index
     return out
@@ -178,23 +178,24 @@ def _sample(hook: Hook, row: Mapping[str, Any], i: int, source: Sample) -> tuple
     has the same tokens."""
     tokens, length = row["tokens"], row["response_lengths"]
     if not isinstance(tokens, (list, tuple)):
-        raise _wrong(hook, "tokens", f"[{i}] is {tokens!r:.40}", "return a list of token ids for each row")
+        raise _wrong(hook, "tokens", f"[{i}] is {said(tokens, 40)}", "return a list of token ids for each row")
     if not isinstance(length, int) or not 0 < length < len(tokens):
-        what = f"[{i}] is {length!r:.40} of {len(tokens)} tokens"
+        what = f"[{i}] is {said(length, 40)} of {len(tokens)} tokens"
         raise _wrong(hook, "response_lengths", what, "count the tokens after the prompt; both have at least one")
     for name in _PER_TOKEN:
         values = row.get(name)
         if (values is None and name in row and name != "rollout_log_probs") or (
             values is not None and (not isinstance(values, (list, tuple)) or len(values) != length)
         ):
-            got = f"{len(values)} entries" if isinstance(values, (list, tuple)) else f"{values!r:.40}"
+            got = f"{len(values)} entries" if isinstance(values, (list, tuple)) else said(values, 40)
             raise _wrong(hook, name, f"[{i}] is {got} for {length} response tokens", "return one for each of them")
     if others := [m for m in row["loss_masks"] if m not in (0, 1)]:
-        raise _wrong(hook, "loss_masks", f"[{i}] holds {others[0]!r:.40}", "return masks of 0 and 1")
+        raise _wrong(hook, "loss_masks", f"[{i}] holds {said(others[0], 40)}", "return masks of 0 and 1")
     if not all(isinstance(value, (int, float)) and math.isfinite(value) for value in row.get("teacher_log_probs", ())):
         raise _wrong(hook, "teacher_log_probs", f"[{i}] is not finite", "return the log-prob of each response token")
     if row.get("total_lengths", len(tokens)) != len(tokens):
-        raise _wrong(hook, "total_lengths", f"[{i}] is {row['total_lengths']!r:.40} for {len(tokens)} tokens", "count")
+        what = f"[{i}] is {said(row['total_lengths'], 40)} for {len(tokens)} tokens"
+        raise _wrong(hook, "total_lengths", what, "count")
     out = copy.copy(source)  # with attributes that other hooks have set
     out.tokens, out.response_length = tokens if isinstance(tokens, list) else list(tokens), length
     out.loss_mask, out.remove_sample = row["loss_masks"], False  # the mask says it
@@ -214,7 +215,7 @@ def _sample(hook: Hook, row: Mapping[str, Any], i: int, source: Sample) -> tuple
 def _number(hook: Hook, name: str, i: int, value: Any) -> float:
     number = as_number(value)
     if number is None:
-        raise _wrong(hook, name, f"[{i}] is {value!r:.40}, no finite number", "return one finite number for each row")
+        raise _wrong(hook, name, f"[{i}] is {said(value, 40)}, no finite number", "return one number for each row")
     return number
 
 

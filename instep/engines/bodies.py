@@ -1,7 +1,8 @@
 """Requests to our own servers: bodies, which aiohttp leaves as they come (`AS_THEY_COME`), and what is half sent.
 
 aiohttp waits for the rest of a request as long as its connection lives. Whoever imports this module has servers that
-close it after `REST_SECONDS` (its head), or after those and what its body may take (`BYTES_PER_SECOND`).
+close it after `REST_SECONDS` (its head), or after those and what its body may take (`BYTES_PER_SECOND`). aiohttp also
+logs a traceback for each request that is none, which would fill disks; these servers log nothing.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import zlib
 from typing import Any
 
 from aiohttp import web, web_server
+from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.web_protocol import RequestHandler
 
 REST_SECONDS = 20.0  # from the first byte of a request, or the begin of its connection, to the end of its head
@@ -45,6 +47,10 @@ class _Impatient(RequestHandler):
             self._forget()
         elif self._waiter is not None and not self._waiter.done():  # no request is under way
             self._wait_for_rest()
+
+    def log_exception(self, *args: Any, **kwargs: Any) -> None:
+        if not isinstance(kwargs.get("exc_info"), HttpProcessingError):  # a client's fault, which its answer names
+            super().log_exception(*args, **kwargs)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._forget()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from instep.data.chat import tokenize_conversation
 from instep.errors import DataError, RolloutError
+from instep.hooks import said
 from instep.rollout.sft_rollout import as_completed
 from instep.rollout.tokens import tokenizer_of, where_of
 from instep.types import Group, RolloutFnTrainOutput, Sample
@@ -40,7 +41,7 @@ def _pair(args: HookSettings, sample: Sample) -> Group:
     where = where_of(sample)
     if not isinstance(sample.label, dict) or not {"chosen", "rejected"} <= sample.label.keys():
         raise DataError(
-            f"the sample's label is no pair: {sample.label!r:.80}",
+            f"the sample's label is no pair: {said(sample.label, 80)}",
             where=where,
             remedy='let the data source set label = {"chosen": ..., "rejected": ...}, of the prompt\'s kind',
         )

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from instep.errors import RolloutError
-from instep.hooks import Hook
+from instep.hooks import Hook, said
 from instep.types import (
     Group,
     RolloutFnEvalOutput,
@@ -75,7 +75,7 @@ def check_versions(sample: Sample, hook: Hook) -> None:
         version = one.version if isinstance(one, VersionSpan) else one
         if type(version) is not int and not (isinstance(version, str) and (version is not one or version.isdecimal())):
             raise RolloutError(
-                f"weight_versions holds {one!r:.60}, neither a VersionSpan nor the number of a version",
+                f"weight_versions holds {said(one, 60)}, neither a VersionSpan nor the number of a version",
                 where=f"{hook.place()}: {name_of(sample)}",
                 remedy="use sample.append_response_tokens, or append the weight_version of the engine's meta_info",
             )
@@ -136,7 +136,7 @@ def as_train_output(output: Any, hook: Hook = _ROLLOUT) -> RolloutFnTrainOutput:
             check_sample(sample, hook)
             if group_of.setdefault(sample.execution_id, sample.group_index) != sample.group_index:
                 raise RolloutError(
-                    f"execution_id {sample.execution_id!r} stands in two groups, of which it would make one execution",
+                    f"execution_id {said(sample.execution_id)} stands in two groups, which it would make one execution",
                     where=f"{hook.place()}: {name_of(sample)}, and group {group_of[sample.execution_id]}",
                     remedy="leave execution_id unset, or give each run of a generate function an id of its own, such "
                     'as f"{sample.group_index}.{sample.index}"',
@@ -151,16 +151,14 @@ def _metrics(metrics: Any, hook: Hook) -> dict[str, float]:
         raise hook.wrong(metrics, "metrics as a dict of numbers, or None", "metrics")
     out = {}
     for name, value in metrics.items():
-        try:
+        with hook.reading(value, "metrics that are numbers", f"metrics[{said(name, 60)}]"):
             out[str(name)] = float(value)  # NaN, too: it is shown as such
-        except (TypeError, ValueError, RuntimeError):
-            raise hook.wrong(value, "metrics that are numbers", f"metrics[{name!r}]") from None
     return out
 
 
 def _as_group(group: Any, where: str) -> Group:
     if not isinstance(group, (list, tuple)) or not group:
-        raise RolloutError(f"a group is {group!r:.80}", where=where, remedy="a group is a list of Sample")
+        raise RolloutError(f"a group is {said(group, 80)}", where=where, remedy="a group is a list of Sample")
     out: Group = []
     for position, item in enumerate(group):
         siblings = list(flatten(item, where))
@@ -191,7 +189,7 @@ def as_eval_output(output: Any, hook: Hook = _EVALUATION) -> RolloutFnEvalOutput
         raise hook.wrong(output, "RolloutFnEvalOutput, or a dict by data set name")
     data: dict[str, dict[str, Any]] = {}
     for name, result in output.data.items():
-        where, columns = f"data set {name!r}", ("samples", "rewards", "truncated")
+        where, columns = f"data set {said(name, 60)}", ("samples", "rewards", "truncated")
         lists = isinstance(result, Mapping) and all(isinstance(result.get(c), _COLUMN) for c in columns)
         if not lists:
             raise hook.wrong(result, 'by data set a dict of the lists "rewards", "truncated" and "samples"', where)
@@ -204,7 +202,7 @@ def as_eval_output(output: Any, hook: Hook = _EVALUATION) -> RolloutFnEvalOutput
         bad = [r for r in result["rewards"] if as_number(r) is None]
         if bad or not result["rewards"]:
             raise RolloutError(
-                f"evaluation of {name!r} has no rewards" if not bad else f"reward {bad[0]!r} is no finite number",
+                f"{where} has no rewards" if not bad else f"reward {said(bad[0], 60)} is no finite number",
                 where=hook.place(),
                 remedy='return the list "rewards" of each data set, numbers, or samples with rewards',
             )

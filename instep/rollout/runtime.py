@@ -19,7 +19,7 @@ import aiohttp
 
 from instep.engines.http import checked_socket
 from instep.errors import EngineError, InstepError, RolloutError
-from instep.hooks import raised_at
+from instep.hooks import raised_at, said
 from instep.types import Group
 
 T = TypeVar("T")
@@ -39,6 +39,7 @@ class _Loop:
         self.session: aiohttp.ClientSession | None = None
         self.closers: list[Callable[[], Awaitable[None]]] = []
         self.step: tuple[float, InstepError] | None = None  # of the step that runs now: deadline and error
+        self.ends = False  # it is to be stopped
         self.interrupts: set[concurrent.futures.Future[None]] = set()
         self.thread = threading.Thread(target=self._run, name="instep-rollout", daemon=True)
         self.thread.start()
@@ -47,22 +48,31 @@ class _Loop:
         _of_thread.home = self
         while True:
             try:
-                return self.loop.run_forever()
+                self.loop.run_forever()
+                if self.ends:
+                    return
+                what, where = "a hook has stopped the loop of rollouts", "the rollout"
+                self.interrupt(RolloutError(what, where=where, remedy="leave its loop running: await instead"))
             except (SystemExit, KeyboardInterrupt) as error:  # asyncio lets those of a task end its loop
-                what = f"a task of a hook's own raised {error!r}"
+                what = f"a task of a hook's own raised {said(error)}"
                 remedy = "await the tasks that the hook begins, and catch the error there"
                 self.interrupt(RolloutError(what, where=raised_at(error), remedy=remedy))
+            except OSError as error:  # of its own descriptors
+                what, remedy = f"the loop of rollouts has ended: {error}", "a hook may close only what it has opened"
+                return self.interrupt(RolloutError(what, where="the rollout", remedy=remedy))
 
-    async def close(self) -> None:
-        others = asyncio.all_tasks(self.loop) - {asyncio.current_task()}
+    async def close(self) -> bool:
+        """End what is left; whether all of it has ended."""
+        others = refusing = asyncio.all_tasks(self.loop) - {asyncio.current_task()}
         for task in others:  # cancelled already, but for those that began since
             task.cancel()
         if others:
-            await asyncio.wait(others, timeout=1.0)
+            _, refusing = await asyncio.wait(others, timeout=1.0)
         for closer in self.closers:
             await closer()
         if self.session is not None:
             await self.session.close()
+        return not refusing
 
     def interrupt(self, error: BaseException) -> None:
         for waiting in list(self.interrupts):
@@ -140,8 +150,9 @@ def run(coro: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
                 raise RolloutError(
                     f"not done after {timeout:.0f} s", remedy="see the engines' logs", where="--rollout-timeout"
                 )
-    except concurrent.futures.CancelledError:
-        raise _cancelled_error() from None
+    except concurrent.futures.CancelledError:  # `cancel_all` interrupts this call first
+        what, remedy = "a hook has cancelled tasks of the rollout", "let it cancel no tasks but those that it has begun"
+        raise RolloutError(what, where="the rollout", remedy=remedy) from None
     finally:
         home.interrupts.discard(interrupt)
         future.cancel()
@@ -176,10 +187,13 @@ def shutdown(timeout: float = 2.0) -> None:
     _abandon(home)  # first, so that nothing begins on it any more
     _cancel(home, _cancelled_error())
     try:
-        asyncio.run_coroutine_threadsafe(home.close(), home.loop).result(timeout)
-    except concurrent.futures.TimeoutError:  # frozen or busy, it is left behind: a daemon whose complaints nobody hears
+        has_ended = asyncio.run_coroutine_threadsafe(home.close(), home.loop).result(timeout)
+    except concurrent.futures.TimeoutError:  # it is frozen or busy
+        has_ended = False
+    if not has_ended:  # left behind, a daemon whose complaints nobody hears; who destroyed its tasks would run them
         home.loop.set_exception_handler(lambda loop, context: None)
         return
+    home.ends = True
     home.loop.call_soon_threadsafe(home.loop.stop)
     home.thread.join(0.5)
     if not home.thread.is_alive():

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from instep.hooks import Hook
+from instep.hooks import Hook, said
 from instep.types import TokenBatch
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def postprocessed(args: Args, rollout_id: int, batch: TokenBatch) -> TokenBatch:
     token_columns, sample_columns = dict(batch.token_columns), dict(batch.sample_columns)
     for name in sorted(data.keys() - {"tokens", "raw_reward", "sample_indices", *_LENGTHS, *_INTERNAL}):
         values, own = data[name], "loss_mask" if name == "loss_masks" else name
-        with hook.reading(values, _EXPECTED, f"rollout_data[{name!r}]"):
+        with hook.reading(values, _EXPECTED, f"rollout_data[{said(name, 60)}]"):
             if len(values) != batch.num_samples:
                 raise ValueError("of another number of samples")
             if own in token_columns or _are_rows(values, lengths[1]):

@@ -46,6 +46,24 @@ def test_it_is_closed(port: int, half: str) -> None:
             pass  # the timeout of the socket would raise
 
 
+NO_HTTP = {
+    "another version": b"GET / HTTP/9.9\r\n\r\n",
+    "a null": b"GET /\0 HTTP/1.1\r\n\r\n",
+    "two lengths": HEAD + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n",
+    "a chunk of no length": HEAD + b"Transfer-Encoding: chunked\r\n\r\nZZ\r\n",
+    "an address that is none": b"GET http://[::1 HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    "a long header": HEAD + b"A: " + b"a" * 20_000 + b"\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("kind", NO_HTTP)
+def test_what_is_no_request_fills_no_log(port: int, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    with socket.create_connection(("127.0.0.1", port), timeout=300) as one:
+        one.sendall(NO_HTTP[kind])
+        assert b" 400 Bad Request" in one.recv(4096)
+    assert not caplog.records
+
+
 def test_many_at_once(port: int) -> None:
     held = [socket.create_connection(("127.0.0.1", port), timeout=300) for _ in range(200)]
     for one in held:

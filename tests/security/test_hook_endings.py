@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import builtins
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 from instep.arguments import parse
+from instep.cluster.local import WorkerGroup
 from instep.controller.last_word import LastWord
 from instep.errors import ConfigError, InstepError, RewardError, RolloutError
 from instep.hooks import Hook
@@ -34,15 +36,15 @@ class Own(BaseException):
     """Not an Exception."""
 
 
-ENDINGS = ("SystemExit", "KeyboardInterrupt", "Own", "os._exit")
+ENDINGS = ("SystemExit", "KeyboardInterrupt", "Own", "os._exit", "CancelledError", "GeneratorExit", "StopIteration")
 how = ""
 
 
 def _end() -> None:
     if how == "KeyboardInterrupt":
         raise KeyboardInterrupt
-    if how == "Own":
-        raise Own
+    if how in ("Own", "CancelledError", "GeneratorExit", "StopIteration"):
+        raise {"Own": Own, "CancelledError": asyncio.CancelledError}.get(how) or getattr(builtins, how)
     if how == "os._exit":
         os._exit(0)
     raise SystemExit(3)
@@ -121,6 +123,54 @@ def test_a_task_that_a_hook_began(folder: Path, ending: str) -> None:
     assert runtime.run(asyncio.sleep(0, 7), timeout=100) == 7, "the loop lives"
 
 
+async def cancels_itself(args, sample, **kwargs):
+    asyncio.current_task().cancel()
+    await asyncio.sleep(600)
+
+
+async def cancels_all(args, sample, **kwargs):
+    for task in asyncio.all_tasks():
+        task.cancel()
+    await asyncio.sleep(600)
+
+
+async def stops_the_loop(args, sample, **kwargs):
+    asyncio.get_running_loop().stop()
+    await asyncio.sleep(600)
+
+
+async def sleeps():
+    await asyncio.sleep(600)
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("cancels_itself", "the reward function cancelled the task that it runs in"),
+        ("cancels_all", "a hook has cancelled tasks of the rollout"),
+        ("stops_the_loop", "a hook has stopped the loop of rollouts"),
+    ],
+)
+def test_a_reward_that_changes_the_loop(folder: Path, path: str, told: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(InstepError, match=told):
+        rewarded(folder, path)
+    assert time.monotonic() - began < 100, "not after --reward-timeout"
+    assert runtime.run(asyncio.sleep(0, 7), timeout=100) == 7, "the loop lives"
+    runtime.shutdown()
+
+
+def test_a_cancellation_that_was_asked_for_is_no_error_of_a_hook() -> None:
+    async def cancelled() -> bool:
+        task = asyncio.create_task(Hook("--custom-generate-function-path", f"{ME}.sleeps").acall())
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        return task.cancelled()
+
+    assert asyncio.run(cancelled())
+
+
 def test_any_hook(ending: str) -> None:
     one = Hook("--rollout-sample-filter-path", f"{ME}.hook")
     with pytest.raises(RolloutError, match=rf"{ME}.hook raised .*{ending}") as caught:
@@ -133,7 +183,7 @@ def test_any_hook(ending: str) -> None:
 def test_a_module_that_ends_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "leaves_at_once.py").write_text("import sys\nsys.exit(0)\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match="importing 'leaves_at_once' raised SystemExit: 0"):
+    with pytest.raises(ConfigError, match="importing 'leaves_at_once' raised SystemExit\\(0\\)"):
         Hook("--custom-rm-path", "leaves_at_once.reward").call()
 
 
@@ -207,6 +257,44 @@ def test_a_fault_of_a_reward_has_a_word(fault: str, tmp_path: Path) -> None:
     assert f"--custom-rm-path my_reward.reward, {tmp_path}/my_reward.py:4 in reward" in done.stderr
 
 
+def test_a_hook_that_never_ends_keeps_no_process() -> None:
+    code = """if True:
+        import asyncio
+        from instep.rollout import runtime
+        async def hook():
+            while True:
+                try:
+                    await asyncio.sleep(600)
+                except BaseException:
+                    pass
+        async def rollout():
+            task = asyncio.create_task(hook())
+            await asyncio.sleep(0)
+            task.cancel()
+        runtime.run(rollout())
+        runtime.shutdown()
+        print("the end")
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "the end\n", "")
+
+
+def test_a_hook_that_closes_every_descriptor_ends_the_run() -> None:
+    """Nothing that it says would be seen; the process beside it says that it has ended."""
+    code = """if True:
+        import asyncio, os
+        from instep.controller.last_word import LastWord
+        from instep.rollout import runtime
+        word = LastWord([('--custom-rm-path', 'my_reward.reward')])
+        async def reward():
+            os.closerange(0, 65536)
+            await asyncio.sleep(600)
+        runtime.run(reward())
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1 and "the hooks that run in it: --custom-rm-path my_reward.reward" in done.stderr
+
+
 @pytest.mark.parametrize("how", ["os.kill(os.getpid(), 9)", "word.close()", "1 / 0"])
 def test_a_process_that_is_killed_has_a_word(how: str) -> None:
     code = "import os\nfrom instep.controller.last_word import LastWord\n"
@@ -224,6 +312,47 @@ def test_a_run_whose_reward_ends_it(how: str, folder: Path, tmp_path: Path, monk
     assert done.returncode == (-signal.SIGSEGV if "string_at" in how else 1), done.stderr
     assert "my_reward.reward" in done.stderr and f"{tmp_path}/my_reward.py:5 in reward" in done.stderr
     assert "Traceback" not in done.stderr and "Fatal Python" not in done.stderr
+
+
+WORKER = """
+from instep.cluster.worker_main import answer, leave
+from instep.hooks import Hook
+
+class Worker:
+    def train(self):
+        Hook("--custom-loss-function-path", "my_loss.loss").call()
+
+leave(answer(lambda event: Worker()))
+"""
+IN_WORKERS = {
+    "ctypes.string_at(0)": "my_loss.loss ended actor rank 0 by a fault: Segmentation fault, during 'train'",
+    "os.abort()": "my_loss.loss ended actor rank 0 by a fault: Aborted, during 'train'",
+    "os._exit(0)": r"my_loss.loss raised SystemExit\('os._exit\(0\)'\)",
+}
+
+
+@pytest.mark.parametrize("how", IN_WORKERS)
+def test_a_hook_that_ends_a_worker(how: str, tmp_path: Path) -> None:
+    (tmp_path / "my_loss.py").write_text(f"import ctypes\nimport os\n\ndef loss(*args):\n    {how}\n")
+    (tmp_path / "my_worker.py").write_text(WORKER)
+    workers = WorkerGroup("actor", 1, tmp_path, {"PYTHONPATH": str(tmp_path)}, module="my_worker")
+    workers.hooks = [("--custom-rm-path", "my_reward.reward"), ("--custom-loss-function-path", "my_loss.loss")]
+    try:
+        with pytest.raises(RolloutError, match=IN_WORKERS[how]) as caught:
+            workers.call("train", timeout=200)
+    finally:
+        workers.close()
+    assert caught.value.where.startswith("--custom-loss-function-path my_loss.loss, ")
+    assert f"{tmp_path}/my_loss.py:5 in loss" in caught.value.where
+
+
+def test_a_run_whose_loss_ends_its_worker(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_loss.py").write_text("import ctypes\n\ndef loss(*args):\n    ctypes.string_at(0)\n")
+    monkeypatch.setitem(run.__globals__["ENVIRONMENT"], "PYTHONPATH", str(tmp_path))
+    flags = ["--loss-type", "custom_loss", "--custom-loss-function-path", "my_loss.loss"]
+    done = run(grpo_arguments(folder, tmp_path / "run", *flags))
+    assert done.returncode == 1 and "my_loss.loss ended actor rank 0 by a fault" in done.stderr, done.stderr
+    assert f"--custom-loss-function-path my_loss.loss, {tmp_path}/my_loss.py:4 in loss" in done.stderr
 
 
 def test_a_child_that_a_hook_forked_keeps_no_lock(tmp_path: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import shutil
 import signal
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from instep.checkpoints.adapter import TENSORS, read_adapter
 from instep.checkpoints.megatron import MegatronCheckpoint, _steps
 from instep.checkpoints.megatron_files import full_shape
 from instep.checkpoints.plain import load_tensors, read_index
@@ -93,6 +96,20 @@ def test_a_checkpoint_of_torch_gives_its_tensors_or_one_error(tmp_path: Path, bo
         assert error.remedy and len(error.what) < 1000
     else:
         assert all(torch.equal(read[key], saved[key]) for key in saved)
+
+
+@pytest.mark.parametrize("name", ["a", "a" * 1001, "a\x1b[2J"])
+@pytest.mark.parametrize("shape", [[0, 2**63], [2**32, 0, 2**32], [1] * 64 + [0], [0, 2**62]])
+def test_a_weight_has_a_shape_and_a_name_that_a_tensor_can_have(tmp_path: Path, name: str, shape: list[int]) -> None:
+    header = json.dumps({name: {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}).encode()
+    (tmp_path / TENSORS).write_bytes(struct.pack("<Q", len(header)) + header)
+    if name == "a" and shape == [0, 2**62]:
+        assert [*read_adapter(tmp_path)] == ["a"]
+        return
+    wrong = "a has the shape .*, which no tensor can have" if name == "a" else "the name of a tensor is no text"
+    with pytest.raises(CheckpointError, match=wrong) as caught:
+        read_adapter(tmp_path)
+    assert len(caught.value.what) < 200
 
 
 def test_what_contains_itself_is_looked_through_once_and_is_no_dump(tmp_path: Path, bounded: None) -> None:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 from instep.checkpoints import inert, torch_files
 from instep.checkpoints.inert import NoData
 from instep.checkpoints.plain import METADATA, read_index
-from instep.checkpoints.torch_files import load_data
+from instep.checkpoints.torch_files import TensorFiles, load_data
 from instep.errors import CheckpointError
 from instep.integrations.trl.receiver import _id_or_text
 
@@ -78,6 +78,22 @@ def test_an_archive_has_a_bounded_number_of_tensors(tmp_path: Path, monkeypatch:
         load_data(path)
 
 
+def test_a_tensor_that_an_index_names_again_and_again_is_small_to_read(tmp_path: Path) -> None:
+    out = io.BytesIO()
+    torch.save(torch.arange(3.0), out)
+    (tmp_path / "a.distcp").write_bytes(out.getvalue())
+    assert TensorFiles(tmp_path).read("a.distcp", 0, len(out.getvalue())).tolist() == [0, 1, 2]
+    with zipfile.ZipFile(out, "a") as archive:
+        for number in range(2500):  # 0.03 s for each place of it
+            archive.writestr(f"archive/{number}", b"")
+    (tmp_path / "a.distcp").write_bytes(out.getvalue())
+    with pytest.raises(ValueError, match="its list of records has more than 131,072 bytes"):
+        TensorFiles(tmp_path).read("a.distcp", 0, len(out.getvalue()))
+    path = saved(tmp_path / "b.distcp", b"\x80\2" + b"K\0" + b"0K\0" * 50_000 + b".")
+    with pytest.raises(ValueError, match="it has 150,005 bytes, more than 131,072"):
+        TensorFiles(tmp_path).read(path.name, 0, path.stat().st_size)
+
+
 class Id(ctypes.Structure):
     """As vLLM's `ncclUniqueId`."""
 
@@ -101,6 +117,7 @@ def test_what_the_store_of_a_weight_group_holds_changes_no_class() -> None:
         unpickle + named + b"}C\1x\x86\x86R.",  # an id of one byte
         unpickle + named + b"}X\4\0\0\0evilK\1sC\x80" + bytes(128) + b"\x86\x86R.",
         b"cos\nsystem\n(X\4\0\0\0truetR.",
+        unpickle + b"cos\nsystem\n}C\x80" + bytes(128) + b"\x86\x86R.",  # an id of another class
         b"K\1.",
         b"",
     ):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from instep import spans
 from instep.data.graders import GRADERS, grader_of
 from instep.errors import ConfigError, InstepError, RewardError
-from instep.hooks import defined_at, load_function, raised_at
+from instep.hooks import defined_at, is_from_outside, load_function, raised_at, said
 from instep.rollout import runtime
 from instep.rollout.http import post_within
 from instep.rollout.rewards import text
@@ -139,11 +139,11 @@ def _one_each(args: HookSettings, path: str, samples: Group, out: Any) -> list[A
     """The rewards that a function has returned for several samples: a list, a tuple, an array or a tensor."""
     try:
         rewards = [] if isinstance(out, (str, dict)) else list(out)
-    except TypeError:
+    except Exception:  # noqa: BLE001 - the border to a user's object, which may be no list
         rewards = []
     if len(rewards) != len(samples):
         raise RewardError(
-            f"it returned {out!r:.80} for a group of {len(samples)} samples",
+            f"it returned {said(out, 80)} for a group of {len(samples)} samples",
             where=f"{_named(args, path)}: group {samples[0].group_index}",
             remedy="return a list with one reward per sample: it takes lists (--group-rm, fan-out, TRL's completions)",
         )
@@ -166,9 +166,8 @@ async def _custom(args: HookSettings, path: str, target: Sample | Group) -> Any:
     guard = partial(_guard, where, function.func)
     if inspect.iscoroutinefunction(function.func):
         return await _bounded(runtime.bounded_steps(_await(function, guard), limit, hung), limit, hung)
-    with guard():
-        async with shared_pool(args.reward_num_workers).threads:
-            out = await _bounded(runtime.in_daemon_thread(function), limit, hung)
+    async with shared_pool(args.reward_num_workers).threads:
+        out = await _bounded(runtime.in_daemon_thread(_call, function, guard), limit, hung)
     if inspect.isawaitable(out):
         return await _bounded(runtime.bounded_steps(_await(lambda: out, guard), limit, hung), limit, hung)
     return out
@@ -178,14 +177,21 @@ async def _custom(args: HookSettings, path: str, target: Sample | Group) -> Any:
 def _guard(where: str, function: Callable[..., Any]) -> Iterator[None]:
     try:
         yield
-    except (InstepError, asyncio.CancelledError, GeneratorExit):
+    except InstepError:
         raise
     except BaseException as error:  # the border to the user's code; its sys.exit() would end the loop's thread
+        if is_from_outside(error):
+            raise
         raise RewardError(
-            f"the reward function raised {error!r}",
+            f"the reward function raised {said(error)}",
             where=f"{where}; {raised_at(error, function)}",
             remedy="correct that line; with --skip-failed-groups a sample that has no reward costs its group",
         ) from error
+
+
+def _call(function: Callable[[], T], guard: Callable[[], AbstractContextManager[None]]) -> T:
+    with guard():
+        return function()
 
 
 async def _await(begin: Callable[[], Awaitable[T]], guard: Callable[[], AbstractContextManager[None]]) -> T:
@@ -200,6 +206,9 @@ async def _bounded(awaitable: Awaitable[T], limit: float, error: RewardError) ->
         await asyncio.wait([task], timeout=limit)
         if not task.done():
             raise error
+        if task.cancelled():
+            what, remedy = "the reward function cancelled the task that it runs in", "let it return, or raise an error"
+            raise RewardError(what, where=error.where, remedy=remedy)
         return task.result()
     finally:
         task.cancel()
