@@ -1,17 +1,18 @@
 """Programs of the tests, forked from a process that has imported torch and transformers: most of their time is that.
 
-What runs is real: processes with their own command line, environment, signals and descriptors. `COLD` starts them as a
-user does; the tests of starting use it.
+What runs is real: processes with their own command line, environment, signals and descriptors. Within `cold()` they
+start as a user starts them: for tests of starting, and of what acts at an import.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from instep import fork_server
@@ -91,6 +92,16 @@ def install() -> None:
     """Let all that the tests of this process start be forked."""
     fork_server.current = SERVER
     subprocess.Popen = Popen  # type: ignore[misc]
+
+
+@contextlib.contextmanager
+def cold() -> Iterator[None]:
+    """Within, every program gets an interpreter of its own."""
+    fork_server.current, subprocess.Popen = None, COLD  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        install()
 
 
 if __name__ == "__main__":

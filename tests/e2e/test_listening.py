@@ -25,11 +25,13 @@ EMBEDDED, TWO_RANKS = "--rollout-backend embedded", "--actor-num-gpus-per-node 2
         pytest.param(APART, id="prefill-decode", marks=[pytest.mark.vllm, pytest.mark.slow]),
     ],
 )
-def test_a_stranger_controls_nothing(small, tmp_path, words):
+def test_a_stranger_controls_nothing(small, tmp_path, tmp_path_factory, words):
     command = [sys.executable, "-m", "instep.cli"]
     command += grpo_arguments(small, tmp_path, *words, "--num-rollout", "100000")
+    command += ["--custom-rm-path", "tests.e2e.listening.telling_reward"]
+    told = tmp_path_factory.mktemp("told") / "key"
     with open(tmp_path / "out.txt", "w") as out:
-        process = subprocess.Popen(command, env=ENVIRONMENT, stdout=out, stderr=out)
+        process = subprocess.Popen(command, env={**ENVIRONMENT, "KEY_TOLD": str(told)}, stdout=out, stderr=out)
     try:
         steps = wait_for_steps(process, tmp_path, 1)
         me = psutil.Process(process.pid)
@@ -57,8 +59,7 @@ def test_a_stranger_controls_nothing(small, tmp_path, words):
             if WORKER in one.program:
                 assert one.ask("POST /pause", timeout=0.2) is None
         wait_for_steps(process, tmp_path, steps + 2)  # it goes on as if nothing had been
-        keys = {p.environ().get("INSTEP_API_KEY") for p in me.children() if "instep.engines" in " ".join(p.cmdline())}
-        (key,) = keys - {None}
+        key = told.read_text()
         words_of_all = [" ".join(p.cmdline()) for p in family if p.is_running()]
         assert len(key) >= 40 and not any(key in text for text in words_of_all)
         said = [path for path in tmp_path.rglob("*") if path.is_file() and key in path.read_text(errors="replace")]

@@ -8,12 +8,14 @@ import sys
 from pathlib import Path
 
 from tests.e2e.commands import ENVIRONMENT, grpo_arguments
+from tests.forks import cold
 
 THIRD = [sys.executable, "-m", "tests.engines.third_kind"]
 
 
 def run(words: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*THIRD, *words], env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    with cold():  # flags know the kinds that are there when they are imported
+        return subprocess.run([*THIRD, *words], env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
 
 
 def test_a_run_with_a_kind_that_nobody_knows(tiny_model: Path, data: Path, tmp_path: Path) -> None:
