@@ -26,6 +26,7 @@ MISSING = {mark: [name for name in names if importlib.util.find_spec(name) is No
 
 def pytest_unconfigure() -> None:
     forks.SERVER.close()
+    forks.MEGATRON.close()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -18,7 +18,7 @@ from typing import Any
 from instep import fork_server
 from instep.fork_server import Forked, ForkServer
 
-PRELOADED = (
+OF_A_RUN = (
     "instep.training.worker instep.training.hf.backend instep.controller.controller instep.train_sync "
     "instep.engines.embedded.scheduler instep.engines.embedded.server instep.observability.report "
     "transformers.models.qwen3.modeling_qwen3 matplotlib.figure matplotlib.backends.backend_svg math_verify"
@@ -27,9 +27,10 @@ COLD = subprocess.Popen
 
 
 class OfTests(ForkServer):
-    """That of this process of the tests; it starts when it is first asked."""
+    """One of this process of the tests, with some modules; it starts when it is first asked."""
 
-    def __init__(self) -> None:
+    def __init__(self, modules: Sequence[str]) -> None:
+        self._modules = modules
         self._process: subprocess.Popen[bytes] | None = None
         self.pid = -1
         self._lock = threading.Lock()
@@ -46,7 +47,7 @@ class OfTests(ForkServer):
             command = [sys.executable, "-m", "tests.forks", str(theirs.fileno())]
             self._process = COLD(command, pass_fds=[theirs.fileno()])
         super().__init__(ours, self._process.pid)
-        self.preload(PRELOADED, os.environ)
+        self.preload(self._modules, os.environ)
 
     def close(self) -> None:
         """End it, and let its CPU time count as that of this process."""
@@ -55,7 +56,8 @@ class OfTests(ForkServer):
             self._process.wait(60)
 
 
-SERVER = OfTests()
+SERVER = OfTests(OF_A_RUN)
+MEGATRON = OfTests(["instep.training.worker", "tests.megatron_on_cpu"])  # with its stand-ins for CUDA
 
 
 class Popen(subprocess.Popen):  # type: ignore[type-arg]
@@ -66,12 +68,13 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
     def _execute_child(self, args: Any, executable: Any, preexec: Any, close: Any, *more: Any) -> None:  # type: ignore[override]
         pass_fds, cwd, env, _, _, _, stdin, to_stdin, from_stdout, stdout, from_stderr, stderr, *_, session, _ = more
         env = dict(os.environ if env is None else env)
-        if preexec is not None or [*args[:2]] != [sys.executable, "-m"] or not SERVER.fits(args, env):
+        server = fork_server.current
+        if preexec is not None or server is None or not server.fits(args, env):
             super()._execute_child(args, executable, preexec, close, *more)  # type: ignore[misc]
             return
         given = [own if fd == -1 else fd for own, fd in enumerate((stdin, stdout, stderr))]
         words, folder = [os.fspath(word) for word in args], None if cwd is None else os.fspath(cwd)
-        self._forked = SERVER.start(words, env, (given[0], given[1], given[2]), pass_fds, session, folder)
+        self._forked = server.start(words, env, (given[0], given[1], given[2]), pass_fds, session, folder)
         self.pid, self._child_created = self._forked.pid, True
         self._close_pipe_fds(stdin, to_stdin, from_stdout, stdout, from_stderr, stderr)  # type: ignore[attr-defined]
 
@@ -95,13 +98,17 @@ def install() -> None:
 
 
 @contextlib.contextmanager
-def cold() -> Iterator[None]:
-    """Within, every program gets an interpreter of its own."""
-    fork_server.current, subprocess.Popen = None, COLD  # type: ignore[misc]
+def using(server: OfTests | None) -> Iterator[None]:
+    """Within, programs are forked from `server`; without one, each gets an interpreter of its own."""
+    before, fork_server.current = fork_server.current, server
     try:
         yield
     finally:
-        install()
+        fork_server.current = before
+
+
+def cold() -> contextlib.AbstractContextManager[None]:
+    return using(None)
 
 
 if __name__ == "__main__":

@@ -13,13 +13,14 @@ Run = Callable[..., list[Any]]
 
 
 @pytest.fixture(scope="module")
-def run_ranks() -> Iterator[Run]:
-    """`run_ranks(fn, world_size, *args)` on processes that this module's tests share."""
+def run_ranks(request: pytest.FixtureRequest) -> Iterator[Run]:
+    """`run_ranks(fn, world_size, *args)` on processes that this module's tests share; `MEGATRON` there says of what."""
     pools: dict[int, RankPool] = {}
+    megatron = getattr(request.module, "MEGATRON", False)
 
     def run(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
         if world_size not in pools or pools[world_size].closed:
-            pools[world_size] = RankPool(world_size)
+            pools[world_size] = RankPool(world_size, megatron=megatron)
         return pools[world_size].run(fn, *args)
 
     yield run

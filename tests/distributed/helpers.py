@@ -13,30 +13,36 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from tests.forks import COLD, Popen
+from instep.cluster.local import WorkerGroup
+from tests.forks import MEGATRON, SERVER, Popen, using
 
 
 class RankPool:
     """Processes that stay: ranks 0 .. world_size-1 of a default group, one thread each; with `cuda` one GPU each.
 
+    With `megatron` they have imported Megatron-Core, with its stand-ins for CUDA. Without `group` they make their own.
+
     A context manager. After a failure the pool is closed: its ranks may stand anywhere.
     """
 
-    def __init__(self, world_size: int, *, timeout: float = 600, cuda: bool = False):
+    def __init__(
+        self, world_size: int, *, timeout: float = 600, cuda: bool = False, megatron: bool = False, group: bool = True
+    ):
         self.timeout, self.closed = timeout, False
         self._folder = tempfile.TemporaryDirectory()
         self._pipes, self._processes = [], []
         for rank in range(world_size):
             ours, theirs = socket.socketpair()
-            words = [rank, world_size, self._folder.name, timeout, int(cuda), theirs.fileno()]
+            words = [rank, world_size, self._folder.name, timeout, int(cuda), int(group), theirs.fileno()]
             command = [sys.executable, "-m", "tests.distributed.helpers", *map(str, words)]
-            with theirs:
-                self._processes.append((COLD if cuda else Popen)(command, pass_fds=[theirs.fileno()]))
+            with theirs, using(None if cuda else MEGATRON if megatron else SERVER):
+                self._processes.append(Popen(command, pass_fds=[theirs.fileno()]))
             self._pipes.append(Connection(ours.detach()))
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
@@ -89,21 +95,42 @@ class RankPool:
         self.close()
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120) -> list[Any]:
+def run_ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120, megatron: bool = False
+) -> list[Any]:
     """`fn(*args)` once on fresh ranks; see `RankPool.run`."""
-    with RankPool(world_size, timeout=timeout) as pool:
+    with RankPool(world_size, timeout=timeout, megatron=megatron) as pool:
         return pool.run(fn, *args)
 
 
-def _serve_rank(rank: int, world_size: int, folder: str, timeout: float, cuda: bool, pipe: Connection) -> None:
+def spawn(fn: Callable[..., Any], num_ranks: int, *args: Any, megatron: bool = False) -> None:
+    """`fn(rank, *args)` on fresh ranks without a group."""
+    with RankPool(num_ranks, megatron=megatron, group=False) as pool:
+        pool.run(_with_rank, fn, *args)
+
+
+def _with_rank(fn: Callable[..., Any], *args: Any) -> Any:
+    return fn(int(os.environ["RANK"]), *args)
+
+
+def started_workers(args: Any, role: str, num_ranks: int, logs: Path) -> WorkerGroup:
+    """The workers of a role on loopback, as a run starts them."""
+    with using(MEGATRON if args.train_backend == "megatron" else SERVER):
+        return WorkerGroup(role, num_ranks, logs, {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"})
+
+
+def _serve_rank(
+    rank: int, world_size: int, folder: str, timeout: float, cuda: bool, group: bool, pipe: Connection
+) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is that of the tests
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
-    store = dist.FileStore(os.path.join(folder, "store"), world_size)
-    limit = timedelta(seconds=timeout)
     if cuda:
         torch.cuda.set_device(rank)
-    dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
+    if group:
+        store = dist.FileStore(os.path.join(folder, "store"), world_size)
+        how = {"store": store, "rank": rank, "world_size": world_size, "timeout": timedelta(seconds=timeout)}
+        dist.init_process_group("nccl" if cuda else "gloo", **how)
     while True:
         try:
             message = pipe.recv_bytes()
@@ -118,5 +145,6 @@ def _serve_rank(rank: int, world_size: int, folder: str, timeout: float, cuda: b
 
 
 if __name__ == "__main__":
-    rank, world_size, folder, timeout, cuda, fd = sys.argv[1:]
-    _serve_rank(int(rank), int(world_size), folder, float(timeout), bool(int(cuda)), Connection(int(fd)))
+    rank, size, folder, timeout, cuda, group, fd = sys.argv[1:]
+    given = int(rank), int(size), folder, float(timeout), cuda == "1", group == "1"
+    _serve_rank(*given, Connection(int(fd)))

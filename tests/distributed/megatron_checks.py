@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 from instep.ports import free_port
+from tests.distributed.helpers import spawn
 from tests.distributed.megatron_layouts import (
     BIAS_RATES,
     CLIP,
@@ -42,12 +42,12 @@ def compute(root: Path, names: list[str], resumes: list[tuple[str, str]]) -> dic
     if "one" in names:
         results["no clip"] = oracle(root / "untied", clip=math.inf)
         if not CUDA:
-            mp.spawn(bare_faults, args=(root,))
+            spawn(bare_faults, 1, root)
             results["bare faults"] = torch.load(root / "faults.pt", weights_only=False)
     for size in sorted({LAYOUTS[name][0] for name in names}, reverse=True):
         port = free_port()
         here = [name for name in names if LAYOUTS[name][0] == size]
-        mp.spawn(processes, args=(size, port, root, here, [r for r in resumes if r[1] in here]), nprocs=size)
+        spawn(processes, size, size, port, root, here, [r for r in resumes if r[1] in here], megatron=not CUDA)
         ranks = [torch.load(root / f"results-{size}-{r}.pt", weights_only=False) for r in range(size)]
         results |= {(key, "ranks"): [r[key] for r in ranks] for key in ranks[0]}
     return results

@@ -136,7 +136,7 @@ def test_megatron_writes_the_same_in_the_background(tmp_path):
     layouts = [("tp2-tied", torch.bfloat16), ("dp2-dist-opt", torch.float32)]
     for model in {megatron_layouts.LAYOUTS[layout][1] for layout, _ in layouts}:
         AutoModelForCausalLM.from_config(megatron_layouts.MODELS[model]).save_pretrained(tmp_path / model)
-    with RankPool(2) as pool:
+    with RankPool(2, megatron=True) as pool:
         ranks = pool.run(megatron_rank, tmp_path, layouts)
     for layout in zip(*ranks, strict=True):
         assert differing(list(layout), 2) == OTHERS

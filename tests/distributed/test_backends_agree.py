@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 
 from instep.arguments import parse
 from instep.arguments.roles import args_of_role
-from instep.cluster.local import WorkerGroup
 from instep.controller.role import RoleTrainer
 from instep.controller.round import TrainingRound
 from instep.training import lr_schedule
 from instep.types import Sample
 from tests.assets import make_checkpoint, make_prompts
+from tests.distributed.helpers import started_workers
 from tests.families import make_family
 
 NUM_STEPS = 5
@@ -131,8 +131,8 @@ def run_layout(name, root, flags=BASE, num_steps=NUM_STEPS):
 
 def started(stack, args, role, root, folder):
     """The workers of a role, which end with `stack`, their layout, and what drives them."""
-    n, environment = args.world_size, {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    workers = WorkerGroup(role, n, folder / f"logs-{role}", environment)
+    n = args.world_size
+    workers = started_workers(args, role, n, folder / f"logs-{role}")
     stack.callback(workers.close)
     requests = [(args, rank, n, str(folder / f"rendezvous-{role}"), 1, role) for rank in range(n)]
     layout = workers.call("setup", timeout=180, per_rank=requests)

@@ -10,13 +10,13 @@ from transformers import AutoModelForCausalLM
 
 from instep.arguments import parse
 from instep.arguments.roles import args_of_role
-from instep.cluster.local import WorkerGroup
 from instep.controller.role import RoleTrainer
 from instep.data.batch import build_batch
 from instep.errors import CheckpointError
 from instep.training import lr_schedule
 from instep.types import Sample
 from tests.assets import make_checkpoint, make_prompts
+from tests.distributed.helpers import started_workers
 from tests.families import make_family
 
 LR, NUM_STEPS, CLIP = 3e-3, 3, 0.05
@@ -77,8 +77,7 @@ class Critic:
         args = args_of_role(parse([*arguments, "--run-dir", str(folder)], "train"), "critic")
         self.args = args.replace(device="cpu", precision=precision)
         self.folder = folder
-        environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        self.workers = WorkerGroup("critic", num_ranks, folder / "logs", environment)
+        self.workers = started_workers(self.args, "critic", num_ranks, folder / "logs")
         requests = [(self.args, rank, num_ranks, str(folder / "rendezvous"), 1, "critic") for rank in range(num_ranks)]
         layout = self.workers.call("setup", timeout=180, per_rank=requests)
         self.trainer = RoleTrainer(self.args, self.workers, layout, lr_schedule.from_args(self.args, 100))
@@ -220,7 +219,7 @@ def test_a_critic_from_an_actors_checkpoint_has_its_transformer_and_a_new_head(g
     root, _ = golden
     _, num_ranks, _ = LAYOUTS[name]
     with Critic(name, root, tmp_path) as critic:
-        actor = WorkerGroup("actor", num_ranks, tmp_path / "logs", {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"})
+        actor = started_workers(critic.args, "actor", num_ranks, tmp_path / "logs")
         try:
             url = str(tmp_path / "rendezvous-actor")
             requests = [(critic.args, rank, num_ranks, url, 1) for rank in range(num_ranks)]

@@ -10,13 +10,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from instep.arguments import parse
-from instep.cluster.local import WorkerGroup
 from instep.controller.role import RoleTrainer
 from instep.controller.round import TrainingRound
 from instep.data.source import RolloutDataSourceWithBuffer
 from instep.rollout.dpo_rollout import generate_rollout
 from instep.training import lr_schedule
 from tests.assets import make_checkpoint, make_pairs
+from tests.distributed.helpers import started_workers
 
 LR, BETA, SMOOTHING, NUM_ROUNDS, PAIRS, STEPS = 1e-3, 0.3, 0.1, 2, 8, 2
 PACKED = "--use-dynamic-batch-size --max-tokens-per-gpu 130 --balance-data"
@@ -40,7 +40,7 @@ def run_layout(name, root, folder):
     args = parse([*flags.split(), "--actor-num-gpus-per-node", str(num_ranks)], "dpo")
     args = args.replace(device="cpu", precision="fp32")
     source = RolloutDataSourceWithBuffer(args)
-    workers = WorkerGroup("actor", num_ranks, folder / "logs", {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"})
+    workers = started_workers(args, "actor", num_ranks, folder / "logs")
     try:
         requests = [(args, rank, num_ranks, str(folder / "rendezvous"), 1) for rank in range(num_ranks)]
         layout = workers.call("setup", timeout=180, per_rank=requests)

@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file
 
 from instep.arguments import parse
-from instep.cluster.local import WorkerGroup
 from instep.controller.role import RoleTrainer
 from instep.controller.round import TrainedBatch, TrainingRound
 from instep.training import lr_schedule
 from instep.types import Group
 from tests.assets import make_checkpoint, make_prompts
+from tests.distributed.helpers import started_workers
 from tests.distributed.test_backends_agree import replayed_rollout
 
 TIS_AND_KL = "--use-tis --use-kl-loss --kl-loss-coef 0.1 --kl-loss-type k3 "
@@ -50,7 +50,7 @@ class Trained:
         words += f"--label-key label --rm-type math --actor-num-gpus-per-node {num_ranks} --run-dir {self._folder} "
         words += "--rollout-num-gpus 1 --rollout-backend embedded --precision fp32"
         self.args = parse(words.split(), "train")
-        self.workers = WorkerGroup("actor", num_ranks, self._folder / "logs", {"GLOO_SOCKET_IFNAME": "lo"})
+        self.workers = started_workers(self.args, "actor", num_ranks, self._folder / "logs")
         requests = [(self.args, rank, num_ranks, str(self._folder / "rendezvous"), 1) for rank in range(num_ranks)]
         self._layout = self.workers.call("setup", timeout=180, per_rank=requests)
         self.workers.call("load_weights", root / "hf", timeout=60)

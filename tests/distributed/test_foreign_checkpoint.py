@@ -18,6 +18,7 @@ from tests.distributed.foreign import load_torch_dist, save_torch, save_torch_di
 from tests.distributed.megatron_layouts import MODELS, random_model
 from tests.distributed.megatron_runs import export, make_backend, refusal, train
 
+MEGATRON = True  # what the ranks have imported
 FULL = dict(distrib_optim_sharding_type="fully_reshardable")
 # name: (layout that saves, format, how)
 SAVES: dict[str, tuple[str, str, dict[str, Any]]] = {

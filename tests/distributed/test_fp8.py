@@ -12,6 +12,8 @@ from tests.distributed.megatron_layouts import MODELS, random_model
 from tests.distributed.megatron_runs import export, make_backend
 from tests.fp8 import quantize
 
+MEGATRON = True  # what the ranks have imported
+
 
 def load(root: Path, layout: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     from instep.training.megatron import cpu_platform

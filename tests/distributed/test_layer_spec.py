@@ -12,6 +12,7 @@ from tests.distributed.megatron_layouts import BIAS_RATES, LAYOUTS, MODELS, rand
 from tests.distributed.megatron_oracle import oracle_outputs
 from tests.distributed.megatron_runs import export, make_args, micro_batches, train
 
+MEGATRON = True  # what the ranks have imported
 ME = __name__
 
 

@@ -100,7 +100,7 @@ def effects(root: Path) -> dict[str, tuple[Any, Any]]:
 
 def test_each_flag_has_its_effect(tmp_path):
     make_models(tmp_path)
-    with RankPool(2, timeout=500) as pool:
+    with RankPool(2, timeout=500, megatron=True) as pool:
         ranks = pool.run(effects, tmp_path)
     for found in ranks:
         without, both = found["--overlap-grad-reduce and --check-for-large-grads"]

@@ -79,7 +79,7 @@ def _resume(root: Path, saved: str, name: str, park: bool = False) -> dict[str, 
 
 @pytest.fixture(scope="module")
 def pool():
-    with RankPool(2) as ranks:
+    with RankPool(2, megatron=True) as ranks:
         yield ranks
 
 
@@ -153,7 +153,7 @@ def _beside_rank(root: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def test_it_is_the_optimizer_of_the_hf_backend(root):
-    with RankPool(1) as one:
+    with RankPool(1, megatron=True) as one:
         pairs = one.run(_beside_rank, root)[0]
     assert len(pairs) > 15 and all(torch.equal(ours, theirs) for ours, theirs in pairs)
     assert any(ours.numel() % BLOCK for ours, _ in pairs)
@@ -195,7 +195,7 @@ def test_8_bits_go_on_from_float32_and_from_other_ranks(pool, root, runs, saved,
 
 @pytest.mark.slow
 def test_four_ranks_that_share_layers_and_states_do_so_too(root, runs):
-    with RankPool(4) as four:
+    with RankPool(4, megatron=True) as four:
         straight = four.run(_run, root, "tp2 8")
         again = four.run(_resume, root, "tp2 8", "tp2 8", True)
     start = weights_of(root / "untied")

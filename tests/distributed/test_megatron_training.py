@@ -14,6 +14,7 @@ from tests.distributed.megatron_layouts import random_model
 from tests.distributed.megatron_runs import export, make_args, refusal
 from tests.distributed.megatron_training import BETAS, CHECKPOINTS, CONFIG, GRADIENT
 
+MEGATRON = True  # what the ranks have imported
 DATA = Path(__file__).parent / "data"
 
 

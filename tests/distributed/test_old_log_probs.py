@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from instep.arguments import parse
-from instep.cluster.local import WorkerGroup
 from instep.controller.role import RoleTrainer
 from instep.controller.round import TrainingRound
 from instep.training import lr_schedule
 from tests.assets import make_checkpoint, make_prompts
+from tests.distributed.helpers import started_workers
 from tests.distributed.test_backends_agree import replayed_rollout, score
 
 
@@ -21,8 +21,7 @@ def test_old_log_probs_are_those_of_the_generating_weights(backend, tmp_path):
     words += f"--lr-decay-style constant --train-backend {backend} --device cpu --keep-old-actor "
     args = parse([*words.split(), "--actor-num-gpus-per-node", "1", "--run-dir", str(tmp_path / "run")], "train")
     args = args.replace(device="cpu", precision="fp32")
-    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    workers, groups = WorkerGroup("actor", 1, tmp_path / "logs", environment), replayed_rollout()
+    workers, groups = started_workers(args, "actor", 1, tmp_path / "logs"), replayed_rollout()
     samples = [sample for group in groups for sample in group]
     lengths = [sample.response_length for sample in samples]
     try:

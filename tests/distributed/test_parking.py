@@ -150,7 +150,7 @@ def test_megatron_trains_with_the_same_bits(tmp_path, runs):
     torch.manual_seed(0)
     for model in {megatron_layouts.LAYOUTS[layout][1] for layout, _ in runs}:
         AutoModelForCausalLM.from_config(megatron_layouts.MODELS[model]).save_pretrained(tmp_path / model)
-    with RankPool(megatron_layouts.LAYOUTS[runs[0][0]][0]) as pool:
+    with RankPool(megatron_layouts.LAYOUTS[runs[0][0]][0], megatron=True) as pool:
         for rank in pool.run(_megatron_rank, tmp_path, runs):
             for plain, parked in rank:
                 assert plain[0] == parked[0]
@@ -188,7 +188,7 @@ def test_megatron_with_moments_in_pieces_is_the_same_optimizer(tmp_path):
     """What `--optimizer-cpu-offload` puts into Megatron's optimizer on GPUs."""
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(megatron_layouts.MODELS["untied"]).save_pretrained(tmp_path / "untied")
-    with RankPool(1) as pool:
+    with RankPool(1, megatron=True) as pool:
         for plain, pieces in pool.run(_pieces_rank, tmp_path)[0]:
             for ours, theirs in zip((*pieces[0], *pieces[1]), (*plain[0], *plain[1]), strict=True):
                 assert ours == pytest.approx(theirs, rel=2e-3)

@@ -11,6 +11,8 @@ import torch
 from tests.distributed.megatron_layouts import MODELS, random_model
 from tests.distributed.megatron_runs import make_backend, micro_batches, weighted_loss
 
+MEGATRON = True  # what the ranks have imported
+
 
 def gradients(root: Path, layout: str) -> tuple[list[str], dict[str, torch.Tensor], int]:
     from instep.training.megatron import cpu_platform

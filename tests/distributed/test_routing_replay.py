@@ -79,7 +79,7 @@ def both(root: Path, pool: RankPool, layout: str, more: dict) -> list[tuple[torc
 def test_forced_experts_give_the_log_probs_and_gradients_of_forced_transformers(root):
     """A pipeline of dense and mixed layers in turns, recomputed; context with expert parallelism; and, with sigmoids,
     groups and shared experts, sequence with expert parallelism."""
-    with RankPool(2) as pool:
+    with RankPool(2, megatron=True) as pool:
         for layout, more in (("pp2-moe", RECOMPUTE), ("cp2-ep2", {}), ("tp2-sp-deepseek", EP2)):
             ours, forced_ones = both(root, pool, layout, more)
             torch.testing.assert_close(ours[0], forced_ones[0], **CLOSE)
@@ -108,7 +108,7 @@ def test_forced_experts_give_the_log_probs_and_gradients_of_forced_transformers(
     ],
 )
 def test_in_every_layout(root, ranks, layout, more):
-    with RankPool(ranks, timeout=300) as pool:
+    with RankPool(ranks, timeout=300, megatron=True) as pool:
         ours, forced_ones = both(root, pool, layout, more)
     torch.testing.assert_close(ours[0], forced_ones[0], **CLOSE)
     assert ours[1] == forced_ones[1]

@@ -15,13 +15,13 @@ from safetensors.torch import load_file
 
 from instep.arguments import parse
 from instep.checkpoints.folders import teacher_folder
-from instep.cluster.local import WorkerGroup
 from instep.controller.role import RoleTrainer
 from instep.controller.round import TrainingRound
 from instep.errors import RolloutError
 from instep.training import lr_schedule
 from instep.types import Sample
 from tests.assets import make_checkpoint, make_prompts
+from tests.distributed.helpers import started_workers
 
 NUM_ROUNDS = 2
 FLAGS = {
@@ -75,7 +75,7 @@ def run_rounds(root, name, estimator, *, shuffled=False, groups=None, distils=Fa
         random.Random(1).shuffle(groups)
         for group in groups:
             random.Random(2).shuffle(group)
-    workers = WorkerGroup("actor", num_ranks, folder / "logs", {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"})
+    workers = started_workers(args, "actor", num_ranks, folder / "logs")
     try:
         requests = [(args, rank, num_ranks, str(folder / "rendezvous"), 1) for rank in range(num_ranks)]
         layout = workers.call("setup", timeout=180, per_rank=requests)
