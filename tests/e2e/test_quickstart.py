@@ -11,7 +11,7 @@ import pytest
 from tests.e2e.commands import ENVIRONMENT, run
 
 ROOT = Path(__file__).parent.parent.parent
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.slow, pytest.mark.alone]  # `.ci/run` has it by itself
 MINUTES = 5 if (os.cpu_count() or 1) >= 4 else 8
 
 
