@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import psutil
 import pytest
 
 from instep.arguments import parse
@@ -25,7 +26,7 @@ from instep.errors import ConfigError, EngineError
 from instep.training import lr_schedule
 from instep.weights.way import way_named
 from tests.assets import make_checkpoint
-from tests.e2e.commands import grpo_arguments, on_vllm, run, sync_folder
+from tests.e2e.commands import grpo_arguments, on_vllm, run, sync_folder, words_of
 from tests.e2e.test_sync_proof import train_once
 
 TOKENS = [40, 41, 42, 43, 44, 45, 46, 47, 30, 31, 32, 5, 6, 7]
@@ -105,7 +106,7 @@ def test_an_engine_scores_as_by_disk_and_the_fleet_takes_it_for_no_death(stack: 
         stack.fleet.check()
         assert stack.scores() == by_disk and result.proven.last.largest <= 1e-5 and result.num_bytes > 300_000
         assert engine.process is not None
-        words = Path(f"/proc/{engine.process.pid}/cmdline").read_text().split("\0")
+        words = words_of(psutil.Process(engine.process.pid))
         pids.append(engine.process.pid)
         homes.append(Path(next(word for word in words if "instep-golden-" in word)))
         assert words[words.index("--max-num-seqs") + 1] == "7"  # the flags are those of before

@@ -325,7 +325,7 @@ def test_nothing_outlives_a_killed_server(root):
     with Server(root, "--rollout-backend", "embedded") as server:
         server.wait_for("Ctrl-C ends it")
         family = server.family()
-        assert len(family) == 2  # the engine's two processes
+        assert len(family) == 3  # the fork server and the engine's two processes
         server.process.kill()
         assert gone_within(family, 5)
 
