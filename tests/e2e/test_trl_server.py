@@ -294,10 +294,8 @@ def test_a_trainer_that_dies_in_an_update_leaves_the_engine_as_it_is(server, roo
 def test_an_engine_that_dies_comes_back_with_the_weights_that_were_sent(server, root):
     sender = server.sender(legacy=False)
     sender.send(weights_of(root / "m1"))
-    engines = [
-        p for p in psutil.Process(server.process.pid).children(recursive=True) if "embedded" in " ".join(p.cmdline())
-    ]
-    (engine,) = engines
+    ours = psutil.Process(server.process.pid).children(recursive=True)
+    engine, _http = (p for p in ours if "embedded" in " ".join(p.cmdline()))
     engine.kill()
     assert agree(server.scores(), expected(root, "m1"))  # it waits for the engine
     server.wait_for("serves again")
