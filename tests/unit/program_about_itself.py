@@ -22,6 +22,10 @@ if __name__ == "__main__":
     }
     print(json.dumps(about), flush=True)
     print("to stderr", file=sys.stderr)
+    if "--draw" in sys.argv:
+        import numpy
+
+        print("drawn", numpy.random.random(), file=sys.stderr)
     if "--raise" in sys.argv:
         raise ValueError("as asked")
     if "--kill" in sys.argv:

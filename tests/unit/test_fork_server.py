@@ -56,6 +56,12 @@ def test_a_forked_program_is_one_in_an_interpreter_of_its_own(tmp_path, words, s
     assert forked == cold
 
 
+def test_two_that_are_forked_draw_other_numbers():
+    command = [*PROGRAM, "--draw", "0"]
+    drawn = [subprocess.run(command, input="", capture_output=True, text=True).stderr for _ in range(2)]
+    assert all("drawn" in text for text in drawn) and drawn[0] != drawn[1]
+
+
 def test_what_is_forked_ends_with_its_server_and_that_with_its_owner():
     code = "import os, sys, time; from instep.fork_server import ForkServer; s = ForkServer.fork(); "
     code += "s.preload([], os.environ); one = s.start([sys.executable, '-m', 'http.server', '0', '-b', '127.0.0.1'], "
