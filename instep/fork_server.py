@@ -111,7 +111,8 @@ class ForkServer:
     def preload(self, modules: Iterable[str], env: Mapping[str, str]) -> None:
         """Let it import `modules` with the variables `env`; nothing waits for that."""
         request = {"modules": list(modules), "env": dict(env)}
-        socket.send_fds(self._control, [json.dumps(request).encode()], [])
+        with contextlib.suppress(ConnectionError):  # it has ended, which `start` sees
+            socket.send_fds(self._control, [json.dumps(request).encode()], [])
         self._early = _early(env)
 
     def fits(self, argv: Sequence[str], env: Mapping[str, str]) -> bool:
