@@ -167,12 +167,13 @@ def beside() -> Iterator[None]:
     if sys.platform != "linux":
         yield
         return
-    server = current = ForkServer.fork()
+    before, server = current, ForkServer.fork()
+    current = server
     try:
         yield
     finally:
         server.close()
-        current = None
+        current = before
 
 
 def start(

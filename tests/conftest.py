@@ -1,18 +1,13 @@
 import importlib.util
-import os
 import signal
 
 import pytest
 
-from instep.processes import OPENMP_ENV
 from tests import forks
 
 # A shell that starts a command in the background lets it ignore SIGINT, and so would all that the tests start and end.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# What every program of the tests gets; it is forked from one that was started with the same. The last is set by the
-# import of vLLM, too.
-os.environ.update(OPENMP_ENV, HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", PYTORCH_NVML_BASED_CUDA_CHECK="1")
 forks.install()
 
 # Fixtures that take seconds to make: the tests that share one run in one process of pytest-xdist, those of a file or,

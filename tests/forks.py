@@ -17,6 +17,7 @@ from typing import Any
 
 from instep import fork_server
 from instep.fork_server import Forked, ForkServer
+from instep.processes import OPENMP_ENV
 
 OF_A_RUN = (
     "instep.training.worker instep.training.hf.backend instep.controller.controller instep.train_sync "
@@ -24,6 +25,9 @@ OF_A_RUN = (
     "transformers.models.qwen3.modeling_qwen3 matplotlib.figure matplotlib.backends.backend_svg math_verify"
 ).split()
 COLD = subprocess.Popen
+# What every program of the tests gets; the last is set by the import of vLLM, too.
+OURS = {**OPENMP_ENV, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+ENVIRONMENT = {**os.environ, **OURS}  # before a test, or what it imports, changes it
 
 
 class OfTests(ForkServer):
@@ -37,7 +41,7 @@ class OfTests(ForkServer):
 
     def fits(self, argv: Sequence[str], env: Any) -> bool:
         with self._lock:
-            if self._process is None:
+            if self._process is None and list(argv[1:2]) == ["-m"]:
                 self._begin()
         return super().fits(argv, env)
 
@@ -45,9 +49,9 @@ class OfTests(ForkServer):
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             command = [sys.executable, "-m", "tests.forks", str(theirs.fileno())]
-            self._process = COLD(command, pass_fds=[theirs.fileno()])
+            self._process = COLD(command, env=ENVIRONMENT, pass_fds=[theirs.fileno()])
         super().__init__(ours, self._process.pid)
-        self.preload(self._modules, os.environ)
+        self.preload(self._modules, ENVIRONMENT)
 
     def close(self) -> None:
         """End it, and let its CPU time count as that of this process."""
@@ -93,6 +97,7 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
 
 def install() -> None:
     """Let all that the tests of this process start be forked."""
+    os.environ.update(OURS)
     fork_server.current = SERVER
     subprocess.Popen = Popen  # type: ignore[misc]
 
