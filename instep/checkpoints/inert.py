@@ -18,6 +18,7 @@ MAX_BYTES = 512 * 2**20  # of a pickle; a million chunks of tensors in an index 
 MAX_STEPS = 10**8  # opcodes, each of which may make an empty dict or a tuple of one: 7.5 GB of memory
 MAX_KEY = 2**32  # larger whole numbers can be chosen so that a dict of them takes for ever
 MAX_DEPTH, MAX_VALUES = 100, 10**8  # of `check_plain`
+MAX_DIMENSIONS, MAX_SIZE, MAX_NAME = 64, 2**62, 1000  # of a tensor; its name in characters
 
 
 class NoData(ValueError):

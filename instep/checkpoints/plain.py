@@ -33,8 +33,19 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType
 from torch.futures import Future
 
-from instep.checkpoints.inert import Made, Name, NoData, Ours, check_size, collecting_nothing, read
-from instep.checkpoints.torch_files import DTYPES, MAX_DIMENSIONS, MAX_NAME, MAX_SIZE, TensorFiles, load_data
+from instep.checkpoints.inert import (
+    MAX_DIMENSIONS,
+    MAX_NAME,
+    MAX_SIZE,
+    Made,
+    Name,
+    NoData,
+    Ours,
+    check_size,
+    collecting_nothing,
+    read,
+)
+from instep.checkpoints.torch_files import DTYPES, TensorFiles, load_data
 from instep.documents import open_regular
 from instep.errors import CheckpointError
 

@@ -18,15 +18,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from instep.checkpoints.inert import MAX_BYTES, Name, NoData, Ours, check_plain, check_size, read
+from instep.checkpoints.inert import (
+    MAX_BYTES,
+    MAX_DIMENSIONS,
+    MAX_SIZE,
+    Name,
+    NoData,
+    Ours,
+    check_plain,
+    check_size,
+    read,
+)
 from instep.documents import open_regular
 from instep.errors import CheckpointError
 
 AHEAD_BYTES = 8 * 2**20  # which the kernel reads beyond a tensor that is asked for
 MAX_DIRECTORY = 16 * 2**20  # bytes of a list of records, 300,000 of them
 OF_ONE = 2**17  # bytes of a tensor's in .distcp, which an index may name again and again; and of its pickle
-MAX_DIMENSIONS, MAX_SIZE = 64, 2**62
-MAX_NAME = 1000  # characters of a tensor's
 MAX_TENSORS = 10**6  # of an archive: each takes a kilobyte, and three opcodes make another one of the same storage
 DTYPES = {
     name: getattr(torch, name)

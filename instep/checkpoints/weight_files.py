@@ -10,7 +10,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from instep.checkpoints.torch_files import MAX_DIMENSIONS, MAX_NAME
+from instep.checkpoints.inert import MAX_DIMENSIONS, MAX_NAME
 from instep.documents import open_regular
 from instep.errors import CheckpointError
 from instep.models.sizes import INDEX, weight_map

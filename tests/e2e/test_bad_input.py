@@ -152,7 +152,7 @@ FLAGS = {
     "--custom-rm-path nowhere_module.reward": "'nowhere_module'|--custom-rm-path|PYTHONPATH",
     "--custom-rm-path good_hook.py:reward": "no dotted path|--custom-rm-path",
     "--custom-rm-path good_hook.nothing": "no 'nothing'|--custom-rm-path good_hook.nothing|it has reward",
-    "--custom-rm-path raises_hook.reward": "ZeroDivisionError: at import|--custom-rm-path raises_hook.reward|correct",
+    "--custom-rm-path raises_hook.reward": "ZeroDivisionError('at import')|--custom-rm-path raises_hook.reward|correct",
     "--custom-rm-path needy_hook.reward": "'a_package_that_is_not_there'|not installed|--custom-rm-path",
 }
 SFT = {
