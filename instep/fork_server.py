@@ -177,14 +177,18 @@ def beside() -> Iterator[None]:
 
 
 def start(
-    argv: Sequence[str], env: Mapping[str, str], stdio: tuple[int, int, int], pass_fds: Sequence[int] = ()
+    argv: Sequence[str],
+    env: Mapping[str, str],
+    stdio: tuple[int, int, int],
+    pass_fds: Sequence[int] = (),
+    outlives: bool = False,
 ) -> Program:
     """Run a program in a session of its own: a Ctrl-C in the terminal reaches its owner alone. Raises: OSError.
 
-    It is forked from `current` where that can be.
+    It is forked from `current` where that can be. One that outlives this process is not: forked ones end with it.
     """
     global current
-    if current is not None and current.fits(argv, env):
+    if current is not None and not outlives and current.fits(argv, env):
         try:
             return current.start(argv, env, stdio, pass_fds)
         except ConnectionError:  # somebody has killed it

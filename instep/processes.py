@@ -72,6 +72,7 @@ class SupervisedProcess:
         env: variables added to the environment.
         pass_fds: further descriptors for the child.
         heartbeat: a child that has called `follow_parent` and is silent for so many seconds is faulty; None: never.
+        outlives: it works after the end of this process, too.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class SupervisedProcess:
         env: Mapping[str, str] | None = None,
         pass_fds: Sequence[int] = (),
         heartbeat: float | None = None,
+        outlives: bool = False,
     ):
         self.name, self.log_path = name, log_path
         self._heartbeat = heartbeat
@@ -97,6 +99,7 @@ class SupervisedProcess:
                     {**os.environ, **(env or {}), LIFELINE_VARIABLE: str(theirs.fileno())},
                     (null.fileno(), log.fileno(), log.fileno()),
                     [theirs.fileno(), *pass_fds],
+                    outlives,
                 )
 
     @property

@@ -249,7 +249,7 @@ class Ray:
         self._scratch = Scratch("instep-ray-", Path(root) if root else None)
         folder = self._scratch.path
         command = [sys.executable, "-m", "instep.cluster.ray_reaper", str(folder)]
-        self._reaper = SupervisedProcess("reaper", command, folder / "reaper.log")
+        self._reaper = SupervisedProcess("reaper", command, folder / "reaper.log", outlives=True)
         return {
             "num_cpus": max(num_cpus, num_usable_cpus()),
             "include_dashboard": False,
