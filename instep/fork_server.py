@@ -218,8 +218,9 @@ def serve(control: socket.socket) -> NoReturn:
 
     os.setsid()
     setproctitle.setproctitle("instep: fork server")
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):  # what is ignored stays so in programs, too
+            signal.signal(number, signal.SIG_DFL)
     null = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):  # a reader of the owner's output waits for its end
         os.dup2(null, fd)
@@ -314,10 +315,8 @@ def _become(argv: Sequence[str], env: Mapping[str, str], cwd: str, libraries: Se
     sys.path[:] = [cwd, *filter(None, env.get("PYTHONPATH", "").split(os.pathsep)), *libraries]
     importlib.invalidate_caches()
     sys.argv[:], sys.orig_argv[:] = argv[2:], argv
-    for number in signal.valid_signals():
-        if callable(signal.getsignal(number)):
-            signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.stdin = open(0, closefd=False)
     sys.stdout = open(1, "w", buffering=1, closefd=False)
     sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)

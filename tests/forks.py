@@ -27,7 +27,7 @@ OF_A_RUN = (
 COLD = subprocess.Popen
 # What every program of the tests gets; the last is set by the import of vLLM, too.
 OURS = {**OPENMP_ENV, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-ENVIRONMENT = {**os.environ, **OURS}  # before a test, or what it imports, changes it
+ENVIRONMENT = {"LD_LIBRARY_PATH": "", **os.environ, **OURS}  # before a test, or what it imports, changes it
 
 
 class OfTests(ForkServer):
@@ -43,7 +43,8 @@ class OfTests(ForkServer):
         with self._lock:
             if self._process is None and list(argv[1:2]) == ["-m"]:
                 self._begin()
-        return super().fits(argv, env)
+        imported = {"LD_LIBRARY_PATH": ENVIRONMENT.get("LD_LIBRARY_PATH", "")}  # an import of OpenCV changes it
+        return super().fits(argv, {**env, **imported})
 
     def _begin(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
