@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from instep import fork_server
@@ -25,6 +26,7 @@ OF_A_RUN = (
     "transformers.models.qwen3.modeling_qwen3 matplotlib.figure matplotlib.backends.backend_svg math_verify"
 ).split()
 COLD = subprocess.Popen
+ROOT = Path(__file__).parents[1]
 # What every program of the tests gets; the last is set by the import of vLLM, too.
 OURS = {**OPENMP_ENV, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 ENVIRONMENT = {"LD_LIBRARY_PATH": "", **os.environ, **OURS}  # before a test, or what it imports, changes it
@@ -50,7 +52,7 @@ class OfTests(ForkServer):
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             command = [sys.executable, "-m", "tests.forks", str(theirs.fileno())]
-            self._process = COLD(command, env=ENVIRONMENT, pass_fds=[theirs.fileno()])
+            self._process = COLD(command, cwd=ROOT, env=ENVIRONMENT, pass_fds=[theirs.fileno()])
         super().__init__(ours, self._process.pid)
         self.preload(self._modules, ENVIRONMENT)
 

@@ -23,6 +23,7 @@ from instep.controller.trainer import Trainer
 from instep.errors import CheckpointError, WorkerError
 from tests.bounds import allowed
 from tests.command_line import argv, make_folder, refusal
+from tests.forks import cold
 
 BEGINNING = Beginning(None, None, [], 0, "run")
 
@@ -148,10 +149,8 @@ def test_a_rank_that_dies_in_a_save_is_named_and_the_checkpoint_before_stays(tmp
     make_folder(tmp_path, monkeypatch)
     args, told = parse(argv(f"--save ckpt --save-interval 1 {flag}")), []
     popen = subprocess.Popen
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            "instep.processes.subprocess.Popen", lambda argv, **more: popen([sys.executable, "-c", RANK, flag], **more)
-        )
+    with cold(), monkeypatch.context() as patch:
+        patch.setattr("subprocess.Popen", lambda argv, **more: popen([sys.executable, "-c", RANK, flag], **more))
         workers = WorkerGroup("actor", 2, tmp_path)
     cluster: Any = SimpleNamespace(
         workers=workers, critic=SimpleNamespace(num_ranks=0), setup_requests={"actor": [(0,), (1,)]}

@@ -12,7 +12,7 @@ import pytest
 
 from tests.bounds import until
 from tests.e2e.commands import words_of
-from tests.forks import COLD, SERVER, Popen
+from tests.forks import COLD, ENVIRONMENT, SERVER, Popen
 
 PROGRAM = [sys.executable, "-m", "tests.unit.program_about_itself"]
 
@@ -108,4 +108,4 @@ def test_one_whose_server_was_killed_was_killed():
     ],
 )
 def test_only_what_imports_would_not_change_is_forked(argv, changes, fits):
-    assert SERVER.fits(argv, {**os.environ, **changes}) == fits
+    assert SERVER.fits(argv, {**ENVIRONMENT, **changes}) == fits

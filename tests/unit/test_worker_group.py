@@ -14,6 +14,7 @@ from instep import kernel
 from instep.cluster import local
 from instep.errors import WorkerError
 from tests.bounds import allowed
+from tests.forks import cold
 
 # Answers the first call; of its answer to the second one it sends the length and a part, and then signals itself.
 RANK = """
@@ -55,9 +56,10 @@ def group(tmp_path, monkeypatch, number):
     def start(argv, **kwargs):
         return real([sys.executable, "-c", RANK, str(int(number))], **kwargs)
 
-    monkeypatch.setattr("instep.processes.subprocess.Popen", start)
-    workers = local.WorkerGroup("actor", 1, tmp_path)
-    monkeypatch.undo()
+    with cold():
+        monkeypatch.setattr("subprocess.Popen", start)
+        workers = local.WorkerGroup("actor", 1, tmp_path)
+        monkeypatch.undo()
     return workers
 
 
