@@ -77,12 +77,15 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
     def _ended_within(self, seconds: float | None) -> int | None:
-        with self._lock:
-            if self.returncode is None and _readable(self._line, seconds):
-                code = self._line.recv(100)
-                self._line.close()
-                self.returncode = int(code) if code else -signal.SIGKILL  # no answer: its server was killed, and so it
-            return self.returncode
+        if self.returncode is None and _readable(self._line, seconds):  # several threads may wait
+            with self._lock:
+                if self.returncode is None:
+                    code = self._line.recv(100)  # nothing: its server was killed, and with that it
+                    self.returncode = int(code) if code else -signal.SIGKILL
+        return self.returncode
+
+    def __del__(self) -> None:
+        self._line.close()
 
 
 class ForkServer:

@@ -5,6 +5,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import psutil
@@ -17,6 +18,7 @@ from tests.forks import COLD, ENVIRONMENT, SERVER, Popen
 PROGRAM = [sys.executable, "-m", "tests.unit.program_about_itself"]
 
 
+SLEEPER = [sys.executable, "-m", "http.server", "0", "-b", "127.0.0.1"]
 CUSTOM = "import os, sys; os.environ['CUSTOM'] = ' '.join(sys.orig_argv[2:])"
 
 
@@ -54,6 +56,19 @@ def test_a_forked_program_is_one_in_an_interpreter_of_its_own(tmp_path, words, s
     for found in (forked, cold):  # the file and line of a traceback differ in what called the program
         *_, found["errors"] = found["errors"].splitlines()
     assert forked == cold
+
+
+def test_one_thread_ends_what_another_waits_for():
+    process = SERVER.start([*SLEEPER], ENVIRONMENT, (0, 1, 2))
+    codes: list[int] = []
+    threads = [threading.Thread(target=lambda: codes.append(process.wait(60))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    assert process.poll() is None
+    process.kill()
+    for thread in threads:
+        thread.join(60)
+    assert codes == [-9, -9] and process.poll() == -9
 
 
 def test_two_that_are_forked_draw_other_numbers():
