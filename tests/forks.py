@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,10 @@ class OfTests(ForkServer):
             command = [sys.executable, "-m", "tests.forks", str(theirs.fileno())]
             self._process = COLD(command, cwd=ROOT, env=ENVIRONMENT, pass_fds=[theirs.fileno()])
         super().__init__(ours, self._process.pid)
-        self.preload(self._modules, ENVIRONMENT)
+        super().preload(self._modules, ENVIRONMENT)
+
+    def preload(self, modules: Iterable[str], env: Any) -> None:
+        """Nothing: a run in the tests' own process asks for it."""
 
     def close(self) -> None:
         """End it, and let its CPU time count as that of this process."""

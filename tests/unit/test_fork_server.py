@@ -123,4 +123,5 @@ def test_one_whose_server_was_killed_was_killed():
     ],
 )
 def test_only_what_imports_would_not_change_is_forked(argv, changes, fits):
-    assert SERVER.fits(argv, {**ENVIRONMENT, **changes}) == fits
+    got = SERVER.fits(argv, {**ENVIRONMENT, **changes})
+    assert got == fits, (sys.executable, SERVER._early)
