@@ -22,7 +22,6 @@ from instep.engines.held_lease import HeldLease
 from instep.engines.http import check_open, check_server, open_directly, open_without_key
 from instep.engines.kind import EngineKind, all_kinds
 from instep.engines.topology import POLICY, ServerRole
-from instep.engines.wire import GenerationRequest
 from instep.errors import EngineError
 from instep.processes import Process, stop_all, watched
 from instep.spans import Span, span
@@ -324,6 +323,8 @@ class Engine:
 
     def sample(self, tokens: Sequence[int], num_tokens: int, *, num: int, timeout: float) -> list[list[int]]:
         """Return `num` texts of exactly `num_tokens` that it writes after `tokens`, at temperature 1; always alike."""
+        from instep.engines.wire import GenerationRequest  # numpy
+
         asked = {"max_tokens": num_tokens, "temperature": 1.0, "seed": 0, "ignore_eos": True}
         request = GenerationRequest(self.url, "", tokens, asked)
 
