@@ -28,8 +28,8 @@ COMMANDS = tuple(
     "train train-async sft dpo serve vllm-serve env-api atropos-train atropos-serve plan profile report "
     "samples convert doctor".split()
 )
-# Those that start workers or engines.
-STARTS = "train train-async sft dpo profile serve vllm-serve atropos-train atropos-serve".split()
+# Those whose workers or engines may be forked.
+STARTS = "train train-async sft dpo profile serve vllm-serve".split()
 
 HELP = """\
 usage: instep COMMAND ...

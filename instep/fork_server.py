@@ -32,9 +32,9 @@ from instep.kernel import die_with_parent
 
 # Variables that act when Python starts or a library is imported: another value needs an interpreter of its own.
 _EARLY = re.compile(r"(PYTHON|LD_|OMP_|GOMP_|MALLOC_|PYTORCH_|TORCH_|HF_|TRANSFORMERS_)")
-_IN_TIME = {"OMP_NUM_THREADS", "PYTHONPATH", "PYTHONUNBUFFERED"}  # of those, what is set in the fork
+_IN_TIME = {"OMP_NUM_THREADS", "PYTHONPATH", "PYTHONUNBUFFERED"}  # these are set after the fork
 _CHUNK = 1 << 16
-_MOST_FDS = 32  # that a process can be given
+_MOST_FDS = 32  # descriptors for one process
 _ANSWER_SECONDS = 120.0  # until the server has imported and forked, on a busy machine
 
 
@@ -67,20 +67,17 @@ class Forked:
             raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
         return code
 
-    def send_signal(self, number: int) -> None:
-        """Nothing, if it has ended."""
+    def kill(self) -> None:
+        """End it, unless it has ended."""
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
+                os.kill(self.pid, signal.SIGKILL)
 
     def _ended_within(self, seconds: float | None) -> int | None:
         if self.returncode is None and _readable(self._line, seconds):  # several threads may wait
             with self._lock:
                 if self.returncode is None:
-                    code = self._line.recv(100)  # nothing: its server was killed, and with that it
+                    code = self._line.recv(100)  # empty: the server was killed, and this process with it
                     self.returncode = int(code) if code else -signal.SIGKILL
         return self.returncode
 
@@ -89,7 +86,7 @@ class Forked:
 
 
 class ForkServer:
-    """The owner's end of a fork server, which ends with its owner and kills all that it has forked.
+    """The owner's end of a fork server. The server ends with its owner, and what it has forked ends with it.
 
     Args:
         control: the other end is with `serve`.
@@ -112,9 +109,9 @@ class ForkServer:
         return cls(ours, pid)
 
     def preload(self, modules: Iterable[str], env: Mapping[str, str]) -> None:
-        """Let it import `modules` with the variables `env`; nothing waits for that."""
+        """Let it import `modules` with the variables `env`. This call does not wait for it."""
         request = {"modules": list(modules), "env": dict(env)}
-        with contextlib.suppress(ConnectionError):  # it has ended, which `start` sees
+        with contextlib.suppress(ConnectionError):  # it has ended: `start` will see that
             socket.send_fds(self._control, [json.dumps(request).encode()], [])
         self._early = _early(env)
 
@@ -154,7 +151,7 @@ class ForkServer:
         return Forked(ours, argv, int(answer[4:]))
 
     def close(self) -> None:
-        """End it, also while it imports, and with it all that it has forked."""
+        """End it, even while it imports, and all that it has forked."""
         self._control.close()
         os.kill(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)
@@ -165,7 +162,7 @@ current: ForkServer | None = None  # that of this process
 
 @contextlib.contextmanager
 def beside() -> Iterator[None]:
-    """Have a fork server beside this process, which must have no other thread yet; on Linux."""
+    """On Linux, run a fork server beside this process, which must have no other thread yet."""
     global current
     if sys.platform != "linux":
         yield
@@ -188,7 +185,7 @@ def start(
 ) -> Program:
     """Run a program in a session of its own: a Ctrl-C in the terminal reaches its owner alone. Raises: OSError.
 
-    It is forked from `current` where that can be. One that outlives this process is not: forked ones end with it.
+    It is forked from `current` if it fits. A program that outlives this process is not: forked ones end with it.
     """
     global current
     if current is not None and not outlives and current.fits(argv, env):
@@ -216,16 +213,16 @@ def _readable(line: socket.socket, seconds: float | None) -> bool:
 
 
 def serve(control: socket.socket) -> NoReturn:
-    """Import and fork as the owner asks, until it closes its end of `control`; what was forked is killed with it."""
+    """Import and fork as the owner asks, until it closes its end of `control`. What was forked is killed then."""
     import setproctitle
 
     os.setsid()
     setproctitle.setproctitle("instep: fork server")
     for number in signal.valid_signals():
-        if callable(signal.getsignal(number)):  # what is ignored stays so in programs, too
+        if callable(signal.getsignal(number)):  # ignored ones stay ignored, as they do for any program
             signal.signal(number, signal.SIG_DFL)
     null = os.open(os.devnull, os.O_RDWR)
-    for fd in (0, 1, 2):  # a reader of the owner's output waits for its end
+    for fd in (0, 1, 2):  # else pipes of the owner would stay open after its end
         os.dup2(null, fd)
     own = [os.getcwd(), "", *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     libraries = [entry for entry in sys.path if entry not in own]
@@ -263,7 +260,7 @@ def serve(control: socket.socket) -> NoReturn:
 
 def _say_code(pid: int, line: socket.socket) -> None:
     _, status = os.waitpid(pid, 0)
-    with line, contextlib.suppress(OSError):  # nobody asks any more
+    with line, contextlib.suppress(OSError):  # the owner has forgotten it
         line.send(str(os.waitstatus_to_exitcode(status)).encode())
 
 
@@ -272,25 +269,31 @@ def _preload(modules: Sequence[str], env: Mapping[str, str]) -> None:
     os.environ.update(env)
     gc.disable()  # see `importing.first_import`
     for name in modules:
-        with contextlib.suppress(ImportError):  # the process that needs it says so
+        with contextlib.suppress(ImportError):  # the process that needs the module reports it
             importlib.import_module(name)
     gc.freeze()
 
 
 def _run_forked(line: socket.socket, fds: Sequence[int], libraries: Sequence[str]) -> NoReturn:
     """The process that was asked for, from here to its end."""
-    request = json.loads(b"".join(iter(lambda: line.recv(_CHUNK), b"")))
-    argv, env = request["argv"], request["env"]
-    _become(argv, env, request["cwd"], libraries, request["new_session"])
-    line.send(f"pid {os.getpid()}".encode())
-    _set_descriptors(fds, request["fds"])
-    code = _exit_code(lambda: runpy.run_module(argv[2], run_name="__main__", alter_sys=True))
-    with contextlib.suppress(Exception):  # as the interpreter, which only prints it
+    code = 1
+    try:
+        request = json.loads(b"".join(iter(lambda: line.recv(_CHUNK), b"")))
+        argv, env = request["argv"], request["env"]
+        try:
+            _become(argv, env, request["cwd"], libraries, request["new_session"])
+        except OSError as error:  # the folder is not there
+            line.send(str(error).encode())
+            _exit(1)
+        line.send(f"pid {os.getpid()}".encode())
+        _set_descriptors(fds, request["fds"])
+        code = _exit_code(lambda: runpy.run_module(argv[2], run_name="__main__", alter_sys=True))
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
-    _exit(code)
+    finally:  # never back into the server's code
+        _exit(code)
 
 
 def _set_descriptors(have: Sequence[int], want: Sequence[int]) -> None:

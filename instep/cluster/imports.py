@@ -1,4 +1,4 @@
-"""What the processes of a run import, for its fork server."""
+"""Tells the fork server of a run what its processes import."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 def preload(args: Settings, *, trainer: bool = True) -> None:
     """Let the fork server of this process, if there is one, import what workers and engines need.
 
-    Only on a CPU: whether the libraries leave GPUs alone while they are imported was not tried on one.
+    This is for `--device cpu` only. Nobody has tested yet that these imports leave a GPU alone.
     """
     if fork_server.current is None or args.device != "cpu":
         return
     modules = ["instep.training.worker"] if trainer else []
-    if trainer and args.train_backend == "hf":  # Megatron's stand-ins for CUDA would be seen by engines, too
+    if trainer and args.train_backend == "hf":  # Megatron's stand-ins for CUDA would reach the engines, too
         modules.append("instep.training.hf.backend")
     if args.rollout_backend == "embedded":
         modules.append("instep.engines.embedded.scheduler")

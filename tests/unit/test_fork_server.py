@@ -62,6 +62,12 @@ def test_a_forked_program_is_one_in_an_interpreter_of_its_own(tmp_path, words, s
     assert forked == cold
 
 
+def test_a_folder_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(OSError, match=f"started no process: .*No such file.*{tmp_path}/none"):
+        SERVER.start(SLEEPER, ENVIRONMENT, (0, 1, 2), cwd=f"{tmp_path}/none")
+    assert SERVER.start([*PROGRAM, "3"], ENVIRONMENT, (0, 2, 2)).wait(60) == 3  # the server goes on
+
+
 def test_one_thread_ends_what_another_waits_for():
     process = SERVER.start([*SLEEPER], ENVIRONMENT, (0, 1, 2))
     codes: list[int] = []
