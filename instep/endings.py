@@ -50,8 +50,7 @@ def fault_of(output: str) -> Fault:
 
 
 def cause_in(lines: Sequence[str]) -> str:
-    """The first of the exceptions that end an output, with no news between them: those behind it are often of others
-    that it has taken along."""
+    """The first exception of the block of exceptions that ends an output; those after it are often its results."""
     cause = ""
     for line in reversed(lines):
         if found := _RAISED.match(line):
@@ -67,9 +66,10 @@ def last_words(lines: Sequence[str]) -> str:
 
 
 def raise_for_exit() -> Callable[[], None]:
-    """From now on `os._exit`, which ends a process without a word, raises SystemExit; a forked child may call it.
+    """Let `os._exit`, which ends a process without a word, raise SystemExit. In a forked child it acts as before.
 
-    Returns a function that takes it back.
+    Returns:
+        A function that undoes it.
     """
     owner = os.getpid()
 

@@ -24,7 +24,7 @@ _OURS, _PYTHONS = (str(Path(module).parent) + os.sep for module in (__file__, os
 # What aiohttp, httpx, requests, urllib and openai raise for an answer 401.
 _UNAUTHORIZED = re.compile(r"\b401\b.{0,20}(?i:unauthorized)|\b401, message|Error code: 401\b|Error 401:")
 _CUT = " ..."  # at the end of a text that has been cut
-_traceback = BaseException.__dict__["__traceback__"].__get__  # whatever a class of the user's has under this name
+_traceback = BaseException.__dict__["__traceback__"].__get__  # also where a user's class overrides the attribute
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def load_function(dotted_path: str) -> Callable[..., Any]:
 
 
 def is_from_outside(error: BaseException) -> bool:
-    """Whether it came over the user's code: Ctrl-C, a cancellation that somebody asked for, or a coroutine's end."""
+    """Whether it came from outside of the user's code: Ctrl-C, a cancellation by the caller, a coroutine's end."""
     if isinstance(error, asyncio.CancelledError):
         task = asyncio.current_task() if asyncio._get_running_loop() is not None else None
         return task is not None and task.cancelling() > 0

@@ -50,7 +50,8 @@ def main(command: list[str]) -> int:
     for name, value in found.items():
         print(f"ratchet: {name:16} {value:10,.0f} of {most[name]:8,}")
     failures = too_much(found, most)
-    print("\n".join(failures), file=sys.stderr, end="\n" if failures else "")
+    for failure in failures:
+        print(failure, file=sys.stderr)
     return code or (1 if failures else 0)
 
 

@@ -16,9 +16,9 @@ from typing import Any
 
 MAX_BYTES = 512 * 2**20  # of a pickle; a million chunks of tensors in an index have 160 MB and 73 million opcodes
 MAX_STEPS = 10**8  # opcodes, each of which may make an empty dict or a tuple of one: 7.5 GB of memory
-MAX_KEY = 2**32  # larger whole numbers can be chosen so that a dict of them takes for ever
+MAX_KEY = 2**32  # larger integers can be chosen to collide, so that a dict of them takes for ever
 MAX_DEPTH, MAX_VALUES = 100, 10**8  # of `check_plain`
-MAX_DIMENSIONS, MAX_SIZE, MAX_NAME = 64, 2**62, 1000  # of a tensor; its name in characters
+MAX_DIMENSIONS, MAX_SIZE, MAX_NAME = 64, 2**62, 1000  # of a tensor; the last in characters
 
 
 class NoData(ValueError):

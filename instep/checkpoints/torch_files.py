@@ -34,7 +34,7 @@ from instep.errors import CheckpointError
 
 AHEAD_BYTES = 8 * 2**20  # which the kernel reads beyond a tensor that is asked for
 MAX_DIRECTORY = 16 * 2**20  # bytes of a list of records, 300,000 of them
-OF_ONE = 2**17  # bytes of a tensor's in .distcp, which an index may name again and again; and of its pickle
+OF_ONE = 2**17  # the same for one tensor in .distcp, and for its pickle: an index may name it many times
 MAX_TENSORS = 10**6  # of an archive: each takes a kilobyte, and three opcodes make another one of the same storage
 DTYPES = {
     name: getattr(torch, name)

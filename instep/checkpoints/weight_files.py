@@ -43,8 +43,8 @@ def opened(file: Path) -> Iterator[Any]:
     """Open a file of weights with `safetensors.safe_open` (`keys()`, `get_tensor(name)`, `get_slice(name)`).
 
     Raises:
-        CheckpointError: the file is missing or damaged, holds a tensor that none can be, or lacks one that the block
-            asks for.
+        CheckpointError: the file is missing or damaged, holds a tensor that cannot exist, or lacks one that the
+            block asks for.
     """
     try:
         open_regular(file).close()  # a pipe would be waited for
@@ -53,7 +53,9 @@ def opened(file: Path) -> Iterator[Any]:
                 if len(name) > MAX_NAME or not name.isprintable():
                     raise SafetensorError(f"the name of a tensor is no text of at most {MAX_NAME} characters")
                 shape = tensors.get_slice(name).get_shape()
-                too_many = 0 in shape and math.prod(n or 1 for n in shape) >= MAX_ELEMENTS  # else the file is as large
+                too_many = (
+                    0 in shape and math.prod(n or 1 for n in shape) >= MAX_ELEMENTS
+                )  # one with elements is bounded by its file
                 if too_many or len(shape) > MAX_DIMENSIONS:
                     raise SafetensorError(f"{name} has the shape {shape!s:.100}, which no tensor can have")
             yield tensors

@@ -19,7 +19,7 @@ from pathlib import Path
 class LastWord:
     """From now until `close`, the end of this process by one of `hooks` gets a word (on Linux).
 
-    `os._exit`, which ends a process without any, raises SystemExit meanwhile.
+    Meanwhile `os._exit`, which ends a process without a word, raises SystemExit.
 
     Args:
         hooks: the user's functions that run here: flag and dotted path.
@@ -70,7 +70,7 @@ def main() -> None:
     select.select([0, ended], [], [])
     if select.select([0], [], [], 0)[0] and os.read(0, 100):
         return  # the run says that it ends
-    select.select([ended], [], [])  # its end of the pipe may be closed before: by a hook
+    select.select([ended], [], [])  # a hook may have closed its end of the pipe before
     sys.path.insert(0, str(Path(__file__).parents[2]))
     from instep.errors import RolloutError
 

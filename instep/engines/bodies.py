@@ -1,8 +1,8 @@
 """Requests to our own servers: bodies, which aiohttp leaves as they come (`AS_THEY_COME`), and what is half sent.
 
 aiohttp waits for the rest of a request as long as its connection lives. Whoever imports this module has servers that
-close it after `REST_SECONDS` (its head), or after those and what its body may take (`BYTES_PER_SECOND`). aiohttp also
-logs a traceback for each request that is none, which would fill disks; these servers log nothing.
+close it after `REST_SECONDS` (its head), or after those and what its body may take (`BYTES_PER_SECOND`). They
+also leave out the traceback that aiohttp logs for each malformed request: strangers could fill a disk with these.
 """
 
 from __future__ import annotations

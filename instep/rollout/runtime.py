@@ -39,7 +39,7 @@ class _Loop:
         self.session: aiohttp.ClientSession | None = None
         self.closers: list[Callable[[], Awaitable[None]]] = []
         self.step: tuple[float, InstepError] | None = None  # of the step that runs now: deadline and error
-        self.ends = False  # it is to be stopped
+        self.ends = False  # `shutdown` stops the loop
         self.interrupts: set[concurrent.futures.Future[None]] = set()
         self.thread = threading.Thread(target=self._run, name="instep-rollout", daemon=True)
         self.thread.start()
@@ -62,7 +62,7 @@ class _Loop:
                 return self.interrupt(RolloutError(what, where="the rollout", remedy=remedy))
 
     async def close(self) -> bool:
-        """End what is left; whether all of it has ended."""
+        """Cancel what is left. Returns whether all of it has ended."""
         others = refusing = asyncio.all_tasks(self.loop) - {asyncio.current_task()}
         for task in others:  # cancelled already, but for those that began since
             task.cancel()
@@ -190,7 +190,7 @@ def shutdown(timeout: float = 2.0) -> None:
         has_ended = asyncio.run_coroutine_threadsafe(home.close(), home.loop).result(timeout)
     except concurrent.futures.TimeoutError:  # it is frozen or busy
         has_ended = False
-    if not has_ended:  # left behind, a daemon whose complaints nobody hears; who destroyed its tasks would run them
+    if not has_ended:  # leave the daemon thread and silence it: to destroy its tasks would run their code
         home.loop.set_exception_handler(lambda loop, context: None)
         return
     home.ends = True

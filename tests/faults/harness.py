@@ -40,7 +40,7 @@ role = next((name for name, module in ROLES.items() if module in sys.orig_argv),
 def mark():
     open(os.environ["FAULT_MARK"], "a").close()
 """
-# The controller's own, after the process was forked that its workers and engines come from.
+# The controller's patch acts after it has forked the server of its workers and engines.
 IN_CONTROLLER = """\
 if role == "controller":
     from instep.fork_server import ForkServer
