@@ -3,7 +3,8 @@
 They are `python -m MODULE ...`, and most of their start is the import of torch and transformers. The fork server
 imports these once, while the command that owns it prepares its run. It starts no thread and touches no GPU. What is
 forked from it shares the memory of what was imported; otherwise it runs as in a fresh interpreter, with its own
-environment, folder, descriptors, session, signals and command line.
+environment, folder, descriptors, session, signals and command line. (multiprocessing's fork server runs functions: it
+gives them none of these.)
 """
 
 from __future__ import annotations
