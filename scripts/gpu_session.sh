@@ -154,14 +154,19 @@ real_task() { # the real model, whose GGUF parts lie in ~/g
     python benchmarks/real_task.py --model ~/gemma --logs "$R/logs" --out "$R/out.json" "$@"
 }
 item_real_beside() { # 590 the real model at defaults, beside TRL
-    real_task --limit 240 --only trl ipc lora
+    real_task --limit 280 --only trl ipc
 }
-item_real_copy() { # 590 the real model in one memory, ahead, and in float32
+item_real_lora() { # 280 the real model with an adapter
+    real_task --limit 260 --only lora
+}
+item_real_fp32() { # 280 the real model in float32, 21 syncs
+    real_task --limit 260 --rollouts 21 --only ipc-fp32
+}
+item_real_copy() { # 500 the real model in one memory, and ahead
     real_task --limit 240 --only single-copy async
-    real_task --limit 200 --rollouts 21 --only ipc-fp32 --add
 }
 item_real_ways() { # 400 the real model by shm and disk, 21 syncs each
-    real_task --rollouts 21 --limit 150 --only shm disk
+    real_task --rollouts 21 --limit 190 --only shm disk
 }
 item_real_restart() { # 300 the real model with engines that are started for each version
     real_task --rollouts 3 --limit 280 --only restart

@@ -75,7 +75,7 @@ def gap_drift(steps: Steps, limits: Limits) -> str | None:
         if not values or not limits.gap:
             continue
         told = told or ""
-        start, now = median(values[:START]), abs(values[-1])
+        start, now = median(values[:START]), abs(fmean(values[-WINDOW:]))  # that of a few tokens jumps
         if now > limits.gap or (len(values) > START and now > max(limits.gap / 10, 10 * abs(start))):
             told = (
                 f"{name} is {now:.3g} nats, it was {start:.3g} at the start: trainer and engine disagree about "

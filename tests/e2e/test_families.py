@@ -17,6 +17,7 @@ from instep.cluster.engine_plan import plan_engines
 from instep.cluster.engine_start import start_engine
 from instep.cluster.local import WorkerGroup
 from instep.controller.role import RoleTrainer
+from instep.controller.sync.proof import ALLOWED
 from instep.controller.sync.weight_sync import WeightSync
 from instep.data.batch import build_batch
 from instep.engines.engine import Engine
@@ -27,6 +28,8 @@ from instep.weights.memory import attach
 from instep.weights.place import SYNC
 from instep.weights.way import MEMORY_VARIABLE, RESTART, SINGLE_COPY
 from tests.assets import make_prompts
+from tests.distributed.margins import FAMILIES as LIKE_TRAINED
+from tests.distributed.margins import make_model
 from tests.e2e.commands import grpo_arguments, on_vllm
 from tests.families import FAMILIES, make_family
 
@@ -92,17 +95,21 @@ class Stack(NamedTuple):
 
 
 @contextlib.contextmanager
-def stack(name, folder, *more, kind="vllm", sizes=MappingProxyType({})):
+def stack(name, folder, *more, kind="vllm", sizes=MappingProxyType({}), peaked_in=None):
     """The stack of a family.
 
     Args:
         kind: of the engine; with the embedded one in float32.
         sizes: of the model, instead of the family's.
+        peaked_in: a precision, in which random tokens are unlikely under the model.
     """
     family = FAMILIES[name]
-    precision = family.precision if kind == "vllm" else "fp32"
-    checkpoint = make_family(name, folder / "hf", precision, **sizes)
-    if precision == "bf16" and not torch.cpu._is_amx_tile_supported():
+    precision = peaked_in or (family.precision if kind == "vllm" else "fp32")
+    if peaked_in:
+        checkpoint = make_model(name, folder / "hf", precision, peaked=True)
+    else:
+        checkpoint = make_family(name, folder / "hf", precision, **sizes)
+    if precision == family.precision == "bf16" and not torch.cpu._is_amx_tile_supported():
         pytest.skip("vLLM's linear and latent attention on a CPU need AMX")
     make_prompts(folder / "train.jsonl", 4)
     serving = on_vllm() if kind == "vllm" else ["--rollout-backend", kind]
@@ -145,6 +152,25 @@ def test_a_family_trains_and_is_proven_by_every_way(name, backend, tmp_path):
             for way in ("shm", "disk", "nccl", "ipc", "shm", RESTART):
                 off, allowed = made.difference(sync, way)
                 assert off <= allowed <= LIMITS[FAMILIES[name].precision]
+                train_once(made.actor)
+        finally:
+            sync.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("name", LIKE_TRAINED)
+def test_a_peaked_model_is_proven_at_the_default_tolerance(name, precision, tmp_path):
+    """As a trained one has it: random tokens have a mean log-prob below -20."""
+    with stack(name, tmp_path, "--weight-sync", "shm", "--lr", "1e-5", peaked_in=precision) as made:
+        sync = made.sync()
+        try:
+            for way in ("shm", "disk", "nccl", "ipc", "shm", "shm"):
+                result = sync.run([made.engine], way)
+                over = result.proven.last.rms / max(result.proven.rounding.rms, 1e-9)
+                print(f"{name} {precision} {way}: {over:.2f} roundings, {result.proven.tolerance:.1e} allowed")
+                assert over < ALLOWED or precision == "fp32"
+                assert result.proven.last.rms <= result.proven.tolerance
                 train_once(made.actor)
         finally:
             sync.close()

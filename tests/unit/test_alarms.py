@@ -51,7 +51,7 @@ def test_a_healthy_run_raises_none():
     "alarm, rows, step",
     [
         ("entropy_collapse", series("train/entropy", [1.0, 1.2, 0.9, 0.5, 0.021, 0.019]), 5),
-        ("gap_drift", series("train/log_prob_gap_mean", [0.001, 0.001, 0.001, 0.009, 0.011]), 4),
+        ("gap_drift", series("train/log_prob_gap_mean", [0.001, 0.001, 0.001, 0.009, 0.011, 0.012]), 5),
         ("gap_drift", series("train/log_prob_gap_mean", [0.11]), 0),
         ("gap_drift", series("train/engine_kl", [1e-4, 1e-4, 1e-4, 1e-4, -0.2]), 4),
         ("off_policy", series("train/effective_sample_ratio", [0.9, 0.8, 0.2, 0.1, 0.1]), 4),
@@ -86,6 +86,7 @@ def test_a_correction_is_a_remedy_only_where_there_is_none(corrects):
     [
         series("train/entropy", [1.0, 1.0, 1.0, 0.03]),
         series("train/log_prob_gap_mean", [0.02] * 9),  # a steady gap, as bf16 has it
+        series("train/log_prob_gap_mean", [0.05, 0.05, 0.07, 0.05, 0.067, 0.1003, 0.073]),  # of the probe's few tokens
         series("rollout/truncated_ratio", [1.0, 1.0]),  # no window of three yet
         series("rollout/truncated_ratio", [1.0, 0.1, 0.1, 1.0, 0.1]),
         series("rollout/reward_mean", [0.3] * 19),
