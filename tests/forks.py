@@ -22,8 +22,8 @@ from instep.processes import OPENMP_ENV
 
 OF_A_RUN = (
     "instep.training.worker instep.training.hf.backend instep.controller.controller instep.train_sync "
-    "instep.engines.embedded.scheduler instep.engines.embedded.server instep.observability.report "
-    "transformers.models.qwen3.modeling_qwen3 matplotlib.figure matplotlib.backends.backend_svg math_verify"
+    "instep.engines.embedded.scheduler instep.engines.embedded.server tests.no_plots "
+    "transformers.models.qwen3.modeling_qwen3 math_verify"
 ).split()
 COLD = subprocess.Popen
 ROOT = Path(__file__).parents[1]

@@ -3,10 +3,12 @@
 import json
 import math
 import os
+import shutil
 
 import pytest
 import torch
 
+from instep.observability.report import make_report
 from instep.scratch import Scratch
 from tests.documented import undocumented
 from tests.e2e.commands import grpo_arguments, run
@@ -45,13 +47,16 @@ def finished(tiny, tmp_path_factory):
     return run_dir
 
 
-def test_the_run_writes_what_the_readme_promises(finished):
+def test_the_run_writes_what_the_readme_promises(finished, tmp_path):
     summary = json.loads((finished / "summary.json").read_text())
     for name in ("eval_reward_before", "eval_reward_after", "wall_seconds", "peak_pss_bytes", "num_steps", "versions"):
         assert name in summary
     assert summary["num_steps"] == 4 and summary["sync_probe_max_abs_diff"] <= 1e-5
     for name in ("metrics.jsonl", "samples.jsonl", "report.html", "hf/model.safetensors", "hf/tokenizer.json"):
         assert (finished / name).stat().st_size > 0
+    assert "data:image/svg" not in (finished / "report.html").read_text()  # forked, see tests/no_plots.py
+    again = shutil.copytree(finished, tmp_path / "again")
+    assert make_report(again).read_text().count("data:image/svg") == 7
     assert list((finished / "tensorboard").iterdir())
     assert (finished / "ckpt" / "latest_checkpointed_iteration.txt").read_text() == "1"
 
