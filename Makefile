@@ -1,6 +1,6 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help venv install-vllm quickstart quickstart-vllm tool-use test test-full test-vllm test-peers test-neighbours test-megatron test-mutants test-learning lint format bench clean
+.PHONY: help venv install-vllm quickstart quickstart-vllm tool-use test test-full test-vllm-fast test-vllm test-peers test-neighbours test-megatron test-mutants test-learning lint format bench clean
 
 BACKEND ?= hf
 DEVICE ?= cpu
@@ -15,6 +15,7 @@ LEARNERS ?= 1
 NEIGHBOURS ?= trl-1.10 trl-1.16 atropos verifiers
 JOBS ?= $(shell expr $$(nproc) + 1)
 PARALLEL := -n $(JOBS) --dist loadgroup --no-loadscope-reorder
+FAST := not gpu and not peers and not slow
 TESTS := tests/e2e tests/faults tests/distributed tests/engines tests/oracles tests/security tests/unit
 
 help:  ## print this
@@ -39,16 +40,20 @@ tool-use: venv  ## train a tiny model to ask a Python tool (minutes) [BACKEND= E
 	HF_HUB_OFFLINE=1 .venv/bin/python examples/tool_use/run.py --backend $(BACKEND) --seed $(SEED) \
 	    --rollout-backend $(or $(ENGINE),embedded)
 
-test: venv  ## the tests, some of vLLM's too if it is installed [JOBS=]
-	$(PYTEST) -m 'not gpu and not peers and not slow and not alone' $(PARALLEL) $(TESTS)
-	$(PYTEST) -m 'not gpu and not peers and not slow and alone' $(TESTS)
+test: venv  ## the fast tests, without those that need vLLM [JOBS=]
+	$(PYTEST) -m '$(FAST) and not vllm and not alone' $(PARALLEL) $(TESTS)
+	$(PYTEST) -m '$(FAST) and not vllm and alone' $(TESTS)
 
 test-full: venv  ## all tests that a CPU can run
 	$(PYTEST) -m 'not gpu and not peers and not alone' $(PARALLEL) $(TESTS)
 	$(PYTEST) -m 'not gpu and not peers and alone' $(TESTS)
 
-test-vllm: install-vllm  ## all tests that need vLLM, on a CPU, one after the other (half an hour)
-	$(PYTEST) -m 'vllm and not gpu' tests/engines tests/e2e tests/faults
+test-vllm-fast: install-vllm  ## the fast tests that need vLLM, on a CPU
+	$(PYTEST) -m '$(FAST) and vllm' $(PARALLEL) -n 2 $(TESTS)
+
+test-vllm: install-vllm  ## all tests that need vLLM, on a CPU
+	$(PYTEST) -m 'vllm and not gpu and not alone' $(PARALLEL) -n 2 $(TESTS)
+	$(PYTEST) -m 'vllm and not gpu and alone' $(TESTS)
 
 test-peers: venv  ## our losses and LoRA against TRL's, verl's and peft's own functions (makes .venv-peers, once)
 	@scripts/setup_beside.sh peers

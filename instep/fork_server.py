@@ -33,7 +33,7 @@ from instep.kernel import die_with_parent
 
 # Variables that act when Python starts or a library is imported: another value needs an interpreter of its own.
 _EARLY = re.compile(r"(PYTHON|LD_|OMP_|GOMP_|MALLOC_|PYTORCH_|TORCH_|HF_|TRANSFORMERS_)")
-_IN_TIME = {"OMP_NUM_THREADS", "PYTHONPATH", "PYTHONUNBUFFERED"}  # these are set after the fork
+_IN_TIME = {"OMP_NUM_THREADS", "PYTHONPATH", "PYTHONUNBUFFERED", "TORCH_COMPILE_DISABLE"}  # set after the fork
 _CHUNK = 1 << 16
 _MOST_FDS = 32  # descriptors for one process
 _ANSWER_SECONDS = 120.0  # until the server has imported and forked, on a busy machine
@@ -334,6 +334,8 @@ def _become(argv: Sequence[str], env: Mapping[str, str], cwd: str, libraries: Se
         numpy.random.seed()  # else all forks draw the same numbers
     if (torch := sys.modules.get("torch")) is not None and "OMP_NUM_THREADS" in env:
         torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
+    if (dynamo := sys.modules.get("torch._dynamo.config")) is not None:
+        dynamo.disable = env.get("TORCH_COMPILE_DISABLE") == "1"  # type: ignore[attr-defined]
 
 
 def _exit_code(main: Callable[[], object]) -> int:

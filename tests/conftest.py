@@ -1,8 +1,10 @@
 import importlib.util
 import signal
+from collections.abc import Iterator
 
 import pytest
 
+from instep import fork_server
 from tests import forks
 
 # A shell that starts a command in the background lets it ignore SIGINT, and so would all that the tests start and end.
@@ -21,8 +23,15 @@ MISSING = {mark: [name for name in names if importlib.util.find_spec(name) is No
 
 
 def pytest_unconfigure() -> None:
-    forks.SERVER.close()
-    forks.MEGATRON.close()
+    for server in (forks.SERVER, forks.VLLM, forks.MEGATRON):
+        server.close()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Whatever a test with vLLM starts, its fixtures included, is forked from a process that has imported vLLM."""
+    with forks.using(forks.VLLM if item.get_closest_marker("vllm") else fork_server.current):
+        return (yield)
 
 
 @pytest.hookimpl(tryfirst=True)

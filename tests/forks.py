@@ -25,6 +25,11 @@ OF_A_RUN = (
     "instep.engines.embedded.scheduler instep.engines.embedded.server tests.no_plots "
     "transformers.models.qwen3.modeling_qwen3 math_verify"
 ).split()
+OF_VLLM = (
+    "vllm.entrypoints.cli.main vllm.entrypoints.cli.serve vllm.entrypoints.openai.api_server vllm.v1.engine.core "
+    "vllm.v1.engine.async_llm vllm.v1.worker.cpu_worker vllm.v1.executor.uniproc_executor "
+    "vllm.model_executor.models.qwen3 instep_vllm"
+).split()
 COLD = subprocess.Popen
 ROOT = Path(__file__).parents[1]
 # What every program of the tests gets; the last is set by the import of vLLM, too.
@@ -67,6 +72,7 @@ class OfTests(ForkServer):
 
 
 SERVER = OfTests(OF_A_RUN)
+VLLM = OfTests([*OF_A_RUN, *OF_VLLM])  # for tests with the mark `vllm`
 MEGATRON = OfTests(["instep.training.worker", "tests.megatron_on_cpu"])  # with its stand-ins for CUDA
 
 

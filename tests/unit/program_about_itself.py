@@ -26,6 +26,10 @@ if __name__ == "__main__":
         import numpy
 
         print("drawn", numpy.random.random(), file=sys.stderr)
+    if "--compiler" in sys.argv:
+        import torch._dynamo
+
+        print("disabled", torch._dynamo.config.disable, file=sys.stderr)
     if "--raise" in sys.argv:
         raise ValueError("as asked")
     if "--kill" in sys.argv:

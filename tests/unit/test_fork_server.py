@@ -87,6 +87,14 @@ def test_two_that_are_forked_draw_other_numbers():
     assert all("drawn" in text for text in drawn) and drawn[0] != drawn[1]
 
 
+@pytest.mark.parametrize("disable", ["1", "0", None])
+def test_the_compiler_is_disabled_as_the_environment_says(disable):
+    env = {**ENVIRONMENT, "TORCH_COMPILE_DISABLE": disable}
+    command, env = [*PROGRAM, "--compiler", "0"], {name: value for name, value in env.items() if value is not None}
+    done = subprocess.run(command, input="", capture_output=True, text=True, env=env)
+    assert f"disabled {disable == '1'}" in done.stderr
+
+
 def test_what_is_forked_ends_with_its_server_and_that_with_its_owner():
     code = "import os, sys, time; from instep.fork_server import ForkServer; s = ForkServer.fork(); "
     code += "s.preload([], os.environ); one = s.start([sys.executable, '-m', 'http.server', '0', '-b', '127.0.0.1'], "
