@@ -200,13 +200,22 @@ def run_engine(
         engine.pool.shutdown(wait=False)
 
 
-# A second vLLM takes minutes of CPU time, and what differs with an untied head is shown by the embedded engine.
-SLOW = {("vllm", "untied"): [pytest.mark.slow]}
-PARAMS = [
-    pytest.param((kind, model), id=f"{kind}-{model}", marks=[*marks, *SLOW.get((kind, model), [])])
-    for kind, marks in ENGINE_KINDS.items()
-    for model in ("tied", "untied")
-]
+def _params(*fast: tuple[str, str]) -> list[Any]:
+    """Every kind with every model; those that are not `fast` are slow."""
+    return [
+        pytest.param(
+            (kind, model), id=f"{kind}-{model}", marks=[*marks, *([] if (kind, model) in fast else [pytest.mark.slow])]
+        )
+        for kind, marks in ENGINE_KINDS.items()
+        for model in ("tied", "untied")
+    ]
+
+
+# A second engine costs as much as the first one, and few tests see how its head is made.
+TIED = [(kind, "tied") for kind in ENGINE_KINDS]
+PARAMS = _params(*TIED)
+# For tests that do: a tied head is no weight of its own.
+both_heads = pytest.mark.parametrize("engine", _params(*TIED, ("embedded", "untied")), indirect=True)
 
 
 @pytest.fixture(scope="session", params=PARAMS)

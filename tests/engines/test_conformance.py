@@ -14,6 +14,7 @@ from tests.engines.conftest import (
     MAX_MODEL_LEN,
     TOLERANCE,
     Engine,
+    both_heads,
     run_engine,
 )
 from tests.engines.oracle import EOS, PROMPT, ending, expected_log_probs, oracle, returned_log_probs
@@ -21,6 +22,7 @@ from tests.engines.oracle import EOS, PROMPT, ending, expected_log_probs, oracle
 # -- log-probs
 
 
+@both_heads
 def test_prompt_log_probs_equal_a_plain_forward(engine: Engine) -> None:
     tokens = [(7 * i * i + 3) % 290 + 3 for i in range(60)]
     want = oracle(engine, tokens).log_softmax(-1)
