@@ -1,4 +1,8 @@
-"""Bounds of seconds that hold on a busy machine, too."""
+"""Bounds of seconds that hold on a busy machine, too.
+
+What instep promises is in seconds (a hang is named within ten). A fixed bound of minutes would not see a broken
+promise, and a fixed bound of seconds fails beside other work. So these grow with the load.
+"""
 
 from __future__ import annotations
 

@@ -15,7 +15,6 @@ from instep.arguments import parse
 from instep.arguments.args import Args
 from instep.cluster.engine_plan import plan_engines
 from instep.cluster.engine_start import start_engine
-from instep.cluster.local import WorkerGroup
 from instep.controller.role import RoleTrainer
 from instep.controller.sync.proof import ALLOWED
 from instep.controller.sync.weight_sync import WeightSync
@@ -28,6 +27,7 @@ from instep.weights.memory import attach
 from instep.weights.place import SYNC
 from instep.weights.way import MEMORY_VARIABLE, RESTART, SINGLE_COPY
 from tests.assets import make_prompts
+from tests.distributed.helpers import started_workers
 from tests.distributed.margins import FAMILIES as LIKE_TRAINED
 from tests.distributed.margins import make_model
 from tests.e2e.commands import grpo_arguments, on_vllm
@@ -117,7 +117,7 @@ def stack(name, folder, *more, kind="vllm", sizes=MappingProxyType({}), peaked_i
     args = parse(grpo_arguments(folder, folder / "run", *flags)[1:], "train").replace(device="cpu")
     memory, logs = Scratch(f"{SYNC}test-", memory_root()), folder / "logs"
     n = args.world_size
-    workers = WorkerGroup("actor", n, logs, {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"})
+    workers = started_workers(args, "actor", n, logs)
     env = {MEMORY_VARIABLE: str(memory.path)} if kind == "vllm" else {}  # the embedded engine would share all weights
     if name == "qwen3_5":
         env["PYTHONPATH"] = os.pathsep.join([str(empty_torchvision(folder)), os.environ.get("PYTHONPATH", "")])
