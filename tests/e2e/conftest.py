@@ -35,6 +35,12 @@ def tiny(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
+def no_plots(monkeypatch):
+    """Runs in the tests' own process draw none, as those that are forked (`tests/no_plots.py`)."""
+    monkeypatch.setattr("instep.observability.report.PLOTS", ())
+
+
+@pytest.fixture
 def ray_tmp(monkeypatch):
     """A folder for sessions of Ray (its sockets need a short path); it must be empty at the end."""
     with tempfile.TemporaryDirectory(prefix="ray-") as path:
