@@ -81,7 +81,7 @@ def kill_and_compare(tiny, root, backend, kills, *more, plan=None):
 # Four kills: one in each phase of a step.
 @pytest.mark.parametrize("backend, kills", [("hf", 2), pytest.param("megatron", 1, marks=pytest.mark.slow)])
 def test_killed_at_random_and_resumed_is_bit_identical(tiny, tmp_path, backend, kills):
-    assert exit_codes(kill_and_compare(tiny, tmp_path, backend, kills)) == (kills, 0)
+    assert exit_codes(kill_and_compare(tiny, tmp_path, backend, kills, "--micro-batch-size", "4")) == (kills, 0)
 
 
 @pytest.mark.slow
