@@ -49,7 +49,7 @@ PPO = "--advantage-estimator ppo --actor-num-gpus-per-node 4 --critic-num-gpus-p
 TWO_NODES = "--actor-num-gpus-per-node 8 --rollout-num-gpus 16 --rollout-num-gpus-per-engine 16"
 
 
-@pytest.mark.parametrize("words, num_nodes, free", [pytest.param(PPO, 2, 8, marks=pytest.mark.slow), (TWO_NODES, 3, 0)])
+@pytest.mark.parametrize("words, num_nodes, free", [(PPO, 2, 8), pytest.param(TWO_NODES, 3, 0, marks=pytest.mark.slow)])
 def test_the_seeds_plans_are_reserved_as_planned(joined, words, num_nodes, free):
     import ray
 
