@@ -141,9 +141,9 @@ def kills_of_groups(tiny, root, backend, kills):
     more += ["--micro-batch-size", "4"]
     plan = schedule(random.Random(SEED + kills + 1), kills)  # with two: at a save, then in a training
     plan = [("train" if phase == "rollout" else phase, way) for phase, way in plan]  # groups are always generated
-    whole = kill_and_compare(tiny, root, backend, 2 * kills + 4, plan, *more)
+    whole = kill_and_compare(tiny, root, backend, 2 * kills + 2, plan, *more)
     rows = [json.loads(line) for line in (whole.run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert state(whole, 2 * kills + 4)["ledger"]["dropped"]
+    assert state(whole, 2 * kills + 2)["ledger"]["dropped"]
     assert undocumented({name for row in rows for name in row}) == set()
     return [row["async/staleness_mean"] for row in rows if "train/loss" in row]
 

@@ -48,7 +48,7 @@ def exit_codes(run):
 
 def kill_and_compare(tiny, root, backend, kills, *more, plan=None):
     rng = random.Random(SEED + kills)
-    num_rollout = 2 * kills + 4
+    num_rollout = 2 * kills + (4 if plan else 2)
     whole = Run(arguments(tiny, root / "whole", backend, num_rollout, *EXACT, *more), root / "whole")
     assert whole.finish().exit_code == 0, whole.sessions[0].stderr[-3000:]
     expected = metrics(whole.run_dir)
