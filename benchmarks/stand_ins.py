@@ -16,15 +16,18 @@ import json
 import math
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from instep.cluster.local import WorkerChannel
-from instep.data.batch import TokenBatch
 from instep.engines.answers import CONTENT_TYPE, encode
 from instep.processes import follow_parent
+
+if TYPE_CHECKING:  # an engine needs no torch
+    import torch
+
+    from instep.types import TokenBatch
 
 
 def log_probs_of(ids: list[int], number: int) -> list[float]:

@@ -21,13 +21,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-import torch
-
 from instep.endings import fault_of
 from instep.errors import InstepError, RolloutError, WorkerError
 from instep.processes import DETERMINISTIC_ENV, LOOK_SECONDS, OPENMP_ENV, Process, SupervisedProcess, stop_all
 
 if TYPE_CHECKING:
+    import torch
+
     from instep.arguments.settings import Settings
 
 CONNECTION_VARIABLE = "INSTEP_WORKER_FD"
@@ -291,18 +291,19 @@ def pickled(message: Any) -> memoryview:
     """The bytes of `message`. Tensors go as arrays, whose data is copied once; torch would copy it four times."""
     out = io.BytesIO()
     pickler = pickle.Pickler(out, protocol=5)
-    pickler.dispatch_table = copyreg.dispatch_table | {torch.Tensor: _reduced}
+    if (kind := getattr(sys.modules.get("torch"), "Tensor", None)) is not None:  # a host of Ray imports no torch
+        pickler.dispatch_table = copyreg.dispatch_table | {kind: _reduced}
     pickler.dump(message)
     return out.getbuffer()
 
 
 def _reduced(tensor: torch.Tensor) -> tuple[Any, ...]:
-    if tensor.device.type != "cpu" or tensor.requires_grad or tensor.dtype not in _OF_NUMPY:
+    import torch
+
+    of_numpy = (torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool)
+    if tensor.device.type != "cpu" or tensor.requires_grad or tensor.dtype not in of_numpy:
         return tensor.__reduce_ex__(5)  # type: ignore[return-value]
     return torch.from_numpy, (tensor.numpy(),)
-
-
-_OF_NUMPY = (torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool)
 
 
 def _send(connection: Connection, request: memoryview) -> None:

@@ -1,3 +1,4 @@
+import os
 import secrets
 import subprocess
 import sys
@@ -34,6 +35,12 @@ def tiny(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
+def no_plots(monkeypatch):
+    """Runs in the tests' own process draw none, as those that are forked (`tests/no_plots.py`)."""
+    monkeypatch.setattr("instep.observability.report.PLOTS", ())
+
+
+@pytest.fixture
 def ray_tmp(monkeypatch):
     """A folder for sessions of Ray (its sockets need a short path); it must be empty at the end."""
     with tempfile.TemporaryDirectory(prefix="ray-") as path:
@@ -58,6 +65,7 @@ def cluster():
             nodes.stdin.close()
             nodes.wait(60)
         assert gone_within(ours, 10)
+        os.environ.pop("PYTHONBREAKPOINT", None)  # Ray sets it, and nothing would be forked after it (`tests/forks.py`)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,13 @@ if __name__ == "__main__":
     num_nodes, num_cpus, num_gpus = map(int, sys.argv[1:])
     cluster = Cluster()
     for _ in range(num_nodes):
-        cluster.add_node(num_cpus=num_cpus, num_gpus=num_gpus, node_ip_address="127.0.0.1", include_dashboard=False)
+        cluster.add_node(
+            num_cpus=num_cpus,
+            num_gpus=num_gpus,
+            node_ip_address="127.0.0.1",
+            include_dashboard=False,
+            include_log_monitor=False,
+        )
     print(cluster.address, flush=True)
     sys.stdin.read()
     cluster.shutdown()

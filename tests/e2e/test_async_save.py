@@ -42,7 +42,7 @@ STEPS = ["--num-rollout", "6", "--save-interval", "2", "--deterministic-mode"]
 
 
 @pytest.fixture
-def disk(tmp_path, monkeypatch) -> Iterator[Path]:
+def disk(tmp_path, monkeypatch, no_plots) -> Iterator[Path]:
     """The folder of the files `hold` and `full`."""
     folder = tmp_path / "disk"
     folder.mkdir()

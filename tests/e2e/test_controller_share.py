@@ -11,12 +11,12 @@ import pytest
 from tests.bounds import allowed
 from tests.e2e.commands import ENVIRONMENT
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "controller_share.py"
+ROOT = Path(__file__).parents[2]
 
 
 def measured(out: Path, *flags: str) -> dict[str, Any]:
-    command = [sys.executable, str(SCRIPT), "--lengths", "uniform", "--out", str(out), *flags]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=400)
+    command = [sys.executable, "-m", "benchmarks.controller_share", "--lengths", "uniform", "--out", str(out), *flags]
+    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     found: dict[str, Any] = json.loads(out.read_text())
     return found

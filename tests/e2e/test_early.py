@@ -28,6 +28,7 @@ FLAGS = "--rollout-backend embedded --rollout-num-gpus 1 --use-kl-loss --kl-loss
 FLAGS += "--custom-generate-function-path tests.e2e.test_early.generate --num-rollout 2 --micro-batch-size 1"
 TWO_STEPS = ("--num-steps-per-rollout", "2")
 LATE = 0.7  # seconds, of one group in four
+pytestmark = pytest.mark.usefixtures("no_plots")
 
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:

@@ -26,7 +26,7 @@ NUM_ROLLOUT = 6
 
 def two_engines(tiny, run_dir, backend, *more):
     given = ["--rollout-backend", backend, "--rollout-num-gpus", "2", "--num-rollout", str(NUM_ROLLOUT)]
-    given += ["--rollout-max-response-len", "64", "--rm-type", "math", *more]
+    given += ["--rollout-max-response-len", "64", "--rm-type", "math", "--micro-batch-size", "4", *more]
     return grpo_arguments(tiny, run_dir, *given)
 
 

@@ -25,26 +25,8 @@ from instep.weights.place import GOLDEN, SYNC
 from instep.weights.way import MEMORY_VARIABLE
 from tests.assets import make_checkpoint
 from tests.e2e.commands import ENVIRONMENT, grpo_arguments, on_vllm
+from tests.e2e.lease_holder import LEASE
 
-# A controller whose engine is somebody else's: it does what it reads.
-CONTROLLER = """
-import sys, torch
-from instep.engines import held_lease, keys
-from instep.engines.engine import Engine
-from instep.engines.kind import kind_of
-from instep.errors import EngineError
-held_lease.LEASE_SECONDS, held_lease.RENEW_SECONDS = 4.0, 0.3
-url, key, kind, folder = sys.argv[1:]
-keys.know(url, key)
-engine = Engine("engine 0", url, None, kind_of(kind), written_in_place=bool(folder))
-for line in sys.stdin:
-    try:
-        exec(line)
-        print("done", flush=True)
-    except EngineError as error:
-        print(error.what, "|", error.remedy, flush=True)
-"""
-LEASE = 4.0
 PAUSE, RESUME = 'engine.pause("abort", timeout=30)', "engine.resume(timeout=30)"
 START = 'engine.start_update("9", "nonce", timeout=30)'
 ATTACH = (
@@ -56,14 +38,15 @@ TOKENS = [5, 6, 7, 8]
 
 
 class Controller:
-    """Such a process, which pauses the engine at first.
+    """A process of `lease_holder.py`, which pauses the engine at first.
 
     Args:
         folder: where the engine shares its memory, into which this process writes then.
     """
 
     def __init__(self, engine: Engine, first: str = PAUSE, folder: str = ""):
-        words = [sys.executable, "-c", CONTROLLER, engine.url, keys.key_of(engine.url), engine.kind.name, folder]
+        words = [sys.executable, "-m", "tests.e2e.lease_holder", engine.url, keys.key_of(engine.url)]
+        words += [engine.kind.name, folder]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self.process = subprocess.Popen(words, env=ENVIRONMENT, **pipes)
         assert self.process.stdin and self.process.stdout

@@ -2,40 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.commands import ENVIRONMENT
+from tests.forks import cold
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-KERNEL = """
-import asyncio, json, sys
-
-async def execute(path):
-    for number, cell in enumerate(json.load(open(path))["cells"]):
-        if cell["cell_type"] == "code":
-            exec(compile("".join(cell["source"]), f"cell {number}", "exec"), vars(sys.modules["__main__"]))
-
-asyncio.run(execute(sys.argv[1]))
-"""
+ROOT = EXAMPLES.parent
 
 
-def test_the_example_notebook(tmp_path: Path) -> None:
+@pytest.mark.parametrize("start", ["forked", pytest.param("cold", marks=pytest.mark.slow)])
+def test_the_example_notebook(tmp_path: Path, start: str) -> None:
+    """`cold`: with processes that import all that they need, as a user's do."""
     for name in ("notebook", "quickstart"):
         shutil.copytree(EXAMPLES / name, tmp_path / name, ignore=shutil.ignore_patterns("runs", "__pycache__"))
     notebook = json.loads((tmp_path / "notebook/train.ipynb").read_text())
     assert notebook["nbformat"] == 4 and not any(cell.get("outputs") for cell in notebook["cells"])
-    done = subprocess.run(
-        [sys.executable, "-c", KERNEL, "train.ipynb"],
-        cwd=tmp_path / "notebook",
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=480,
-    )
+    words = [sys.executable, "-m", "tests.e2e.kernel", "train.ipynb"]
+    options = {"cwd": tmp_path / "notebook", "env": {**ENVIRONMENT, "PYTHONPATH": str(ROOT)}}
+    with cold() if start == "cold" else contextlib.nullcontext():
+        words += ["beside"] if start == "forked" else []
+        done = subprocess.run(words, capture_output=True, text=True, timeout=480, **options)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     before, after = (float(x) for x in done.stdout.splitlines()[-1].removeprefix("reward ").split(" -> "))
     assert after > 0.6 > 0.3 > before, done.stdout

@@ -66,7 +66,7 @@ def test_the_student_comes_nearer_to_its_teacher(tiny, teacher, tmp_path, kind, 
     path, engine = teacher
     served = ["--opd-teacher-url", engine.url, *key_file(tmp_path)]
     where = {"engine": served, "model": ["--opd-teacher-load", str(path)]}[kind]
-    more = ["--train-backend", backend, "--num-rollout", str(NUM_ROLLOUT), *where]
+    more = ["--train-backend", backend, "--num-rollout", str(NUM_ROLLOUT), "--micro-batch-size", "8", *where]
     done = run(arguments(tiny, tmp_path, *more))
     assert done.returncode == 0, done.stderr[-3000:]
     distances = [row["train/opd_reverse_kl"] for row in rows(tmp_path)]

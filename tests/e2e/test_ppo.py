@@ -25,7 +25,7 @@ def trained(tiny, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("ppo")
     more = [*TASK, *PPO, "--num-rollout", str(NUM_ROLLOUT), "--num-critic-only-steps", str(CRITIC_ONLY)]
     more += ["--num-steps-per-rollout", "4", "--kl-coef", "0.01", "--kl-loss-type", "k2", "--normalize-advantages"]
-    more += ["--save", str(run_dir / "ckpt"), "--critic-save", str(run_dir / "critic")]
+    more += ["--save", str(run_dir / "ckpt"), "--critic-save", str(run_dir / "critic"), "--micro-batch-size", "16"]
     done = run(grpo_arguments(tiny, run_dir, *more))
     assert done.returncode == 0, done.stderr[-3000:]
     return run_dir, done.stdout

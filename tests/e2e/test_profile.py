@@ -18,6 +18,9 @@ from tests.e2e.commands import grpo_arguments, on_vllm
 REQUIRED = {"X": {"name", "cat", "ph", "ts", "dur", "pid", "tid", "args"}, "M": {"name", "ph", "pid", "tid", "args"}}
 
 
+pytestmark = pytest.mark.usefixtures("no_plots")
+
+
 def read(path: Path) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]:
     """What a file says of itself, and its spans by the name of the process; its form is that of trace events."""
     with gzip.open(path) as file:

@@ -16,6 +16,8 @@ from tests.command_line import keywords
 from tests.e2e.commands import gone_within, grpo_arguments, run, sft_arguments
 from tests.e2e.test_train import rows
 
+pytestmark = pytest.mark.usefixtures("no_plots")
+
 
 def settings(tiny: Path, folder: Path, *more: str) -> list[str]:
     common = ["--save", str(folder / "ckpt"), "--save-interval", "1", "--save-hf", str(folder / "hf")]

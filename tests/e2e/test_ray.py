@@ -1,4 +1,4 @@
-"""`--cluster ray`: a Ray of the run's own, and joining one of several nodes; endings without orphans."""
+"""`--cluster ray`: a Ray of the run's own, endings without orphans, and the scripts; see `test_ray_cluster.py`."""
 
 import json
 import os
@@ -13,14 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from instep.arguments import parse
-from instep.cluster.placement import make_plan
-from instep.cluster.ray_remote import HostHandle
-from instep.errors import ConfigError, WorkerError
-from tests.bounds import allowed, until
+from tests.bounds import allowed
 from tests.e2e import commands
-from tests.e2e.commands import children, gone_within, grpo_arguments, run, words_of
+from tests.e2e.commands import children, gone_within, grpo_arguments, run, start, words_of
 from tests.e2e.conftest import LOOPBACK
+from tests.e2e.test_engines import kill_one, two_engines
 
 HERE = Path(__file__).parent
 SCRIPTS = HERE.parent.parent / "scripts"
@@ -119,9 +116,18 @@ def test_ppo_on_ray_is_the_run_of_one_host(tiny, tmp_path, ray_tmp):
     assert names == {"actor-rank0.log", "critic-rank0.log", "critic-rank1.log", "engine-0.log"}
 
 
-def test_a_killed_controller_takes_its_ray_with_it(tiny, tmp_path, ray_tmp):
-    process = start_and_train(on_ray(tiny, tmp_path, *LONG))
+@pytest.mark.parametrize("at", ["its start", pytest.param("work", marks=pytest.mark.slow)])
+def test_a_killed_controller_takes_its_ray_with_it(tiny, tmp_path, ray_tmp, at):
+    """At its start ranks and engines have begun, and import what they need."""
+    if at == "work":
+        process = start_and_train(on_ray(tiny, tmp_path, *LONG))
+    else:
+        process = start(on_ray(tiny, tmp_path, *LONG))
+        while not matching(children(process.pid), "engines.embedded"):  # it starts last
+            assert process.poll() is None, process.communicate()[1][-3000:]
+            time.sleep(0.3)
     ours = children(process.pid)
+    assert all(matching(ours, name) for name in ("raylet", "ray::Host", "worker_main", "engines.embedded"))
     process.kill()
     assert gone_within(ours, 10)
     deadline = time.monotonic() + 60
@@ -157,6 +163,13 @@ def test_a_killed_process_is_an_instep_error(tiny, tmp_path, ray_tmp, victim, wo
     assert gone_within(ours, 20)
 
 
+@pytest.mark.slow
+@pytest.mark.router
+def test_a_killed_engine_costs_no_sample_on_ray(tiny, tmp_path, ray_tmp):
+    steps = kill_one(tmp_path, two_engines(tiny, tmp_path, "embedded", "--cluster", "ray", "--ray-address", "local"))
+    assert max(row["sync/probe_max_abs_diff"] for row in steps) <= 1e-5
+
+
 def test_a_worker_that_ends_while_the_run_closes_is_closed_once(monkeypatch):
     """The thread that hears of the worker's end and the one that closes the run end its relay at the same time."""
     from instep.cluster.ray_remote import Relay
@@ -167,123 +180,6 @@ def test_a_worker_that_ends_while_the_run_closes_is_closed_once(monkeypatch):
         ends = [pool.submit(relay.end) for _ in range(2)]
     assert [end.result() for end in ends] == [None, None]
     relay.close()
-
-
-# ---- a cluster of three nodes ----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def joined(cluster):
-    """A connection of this process to the cluster."""
-    from instep.cluster.ray import Ray
-
-    ray = Ray(cluster[0])
-    ray.connect(num_cpus=0, status=print)
-    yield ray
-    ray.close()
-
-
-def test_an_actor_that_is_late_says_how_long_and_what_to_do(joined):
-    import ray
-
-    class Late:
-        def info(self):
-            time.sleep(600)
-
-    actor = ray.remote(num_cpus=0)(Late).remote()
-    with pytest.raises(WorkerError) as caught:
-        HostHandle(actor, timeout=2)
-    ray.kill(actor)
-    assert caught.value.what == "a node's actor did not answer 'info' within 2 s"
-    assert "--worker-start-timeout" in caught.value.remedy and "RAY_worker_niceness=0" in caught.value.remedy
-
-
-PPO = "--advantage-estimator ppo --actor-num-gpus-per-node 4 --critic-num-gpus-per-node 4 --rollout-num-gpus 8"
-TWO_NODES = "--actor-num-gpus-per-node 8 --rollout-num-gpus 16 --rollout-num-gpus-per-engine 16"
-
-
-@pytest.mark.parametrize("words, num_nodes, free", [(PPO, 2, 8), (TWO_NODES, 3, 0)])
-def test_the_seeds_plans_are_reserved_as_planned(joined, words, num_nodes, free):
-    import ray
-
-    plan = make_plan(parse(words.split(), "plan"))
-    hosts = joined.reserve(plan, gpus=True, timeout=180, status=print)
-    assert [host.info.gpus for host in hosts] == [tuple("01234567")] * num_nodes
-    assert len({host.info.node_id for host in hosts}) == num_nodes and joined.is_here(hosts[0])
-    until(lambda: ray.available_resources().get("GPU", 0) == free)
-    (group,) = [g for g in ray.util.placement_group_table().values() if g["state"] == "CREATED"]
-    assert group["bundles"] == {i: {"CPU": 8.0, "GPU": 8.0} for i in range(num_nodes)}
-    assert group["bundles_to_node_id"] == {i: host.info.node_id for i, host in enumerate(hosts)}
-    for host in hosts:
-        host.close()
-
-
-def test_a_plan_that_does_not_fit_says_what_there_is(joined):
-    import ray
-
-    until(lambda: ray.available_resources().get("GPU", 0) == 24)  # what an earlier test had is given back in a while
-    plan = make_plan(parse("--actor-num-nodes 4 --actor-num-gpus-per-node 8".split(), "plan"))
-    with pytest.raises(ConfigError) as caught:
-        joined.reserve(plan, gpus=True, timeout=2, status=print)
-    text = "the plan needs 5 node(s) with 8, 8, 8, 8, 1 GPUs, but Ray has 3 node(s) with 8, 8, 8 GPUs, 24 of them free"
-    assert text in caught.value.what
-
-
-@pytest.mark.slow
-def test_a_run_over_two_nodes_is_the_run_of_one_host(tiny, tmp_path, cluster):
-    """Trainer on node 0, engine on node 1, weights through the disk: the same rollouts and losses."""
-    common = ["--weight-sync", "disk", "--actor-num-gpus-per-node", "2"]
-    more = ["--cluster", "ray", "--ray-address", cluster[0], "--num-gpus-per-node", "2"]
-    there = run(grpo_arguments(tiny, tmp_path / "ray", *common, *more))
-    assert there.returncode == 0, there.stderr[-3000:]
-    here = run(grpo_arguments(tiny, tmp_path / "local", *common))
-    assert here.returncode == 0, here.stderr[-3000:]
-    for name in ("rollout/response_length_mean", "train/loss", "train/grad_norm"):
-        expected = metrics(tmp_path / "local", name)
-        assert len(expected) == 2 and metrics(tmp_path / "ray", name) == pytest.approx(expected, rel=1e-4, abs=1e-7)
-    assert {p.name for p in (tmp_path / "ray" / "logs").iterdir()} >= {"actor-rank1.log", "engine-0.log"}
-
-
-def test_ranks_on_two_nodes_train_together(tiny, tmp_path, cluster):
-    words = f"sft --hf-checkpoint {tiny}/hf --prompt-data {tiny}/sft.jsonl --input-key messages --train-backend hf "
-    words += "--rollout-batch-size 8 --global-batch-size 8 --num-rollout 2 --lr 1e-3 --lr-decay-style constant "
-    words += "--actor-num-nodes 2 --actor-num-gpus-per-node 1 --num-gpus-per-node 1 --num-threads 1 "
-    words += f"--device cpu --run-dir {tmp_path} --cluster ray --ray-address {cluster[0]}"
-    done = run(words.split())
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert len(metrics(tmp_path, "train/loss")) == 2
-
-
-def test_weights_stream_to_engines_on_other_nodes(tiny, tmp_path, cluster):
-    """They meet at a port of rank 0's host, and the group serves every sync."""
-    flags = ["--cluster", "ray", "--ray-address", cluster[0], "--weight-sync", "nccl", "--num-gpus-per-node", "1"]
-    done = run(grpo_arguments(tiny, tmp_path, *flags, "--rollout-num-gpus", "2"))
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert metrics(tmp_path, "sync/version") == [2, 3] and max(metrics(tmp_path, "sync/probe_max_abs_diff")) <= 1e-4
-    assert min(metrics(tmp_path, "sync/send_seconds")) > 0
-    assert {p.name for p in (tmp_path / "logs").iterdir()} >= {"actor-rank0.log", "engine-0.log", "engine-1.log"}
-
-
-@pytest.mark.slow
-def test_an_adapter_reaches_an_engine_on_another_node(tiny, tmp_path, cluster):
-    """It alone travels, through the run's folder."""
-    flags = ["--cluster", "ray", "--ray-address", cluster[0], "--num-gpus-per-node", "1", "--lora-rank", "4"]
-    done = run(grpo_arguments(tiny, tmp_path, *flags, "--weight-sync", "lora"))
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "adapters travel by lora_disk (--weight-sync lora: through --run-dir" in done.stdout + done.stderr
-    assert metrics(tmp_path, "sync/version") == [2, 3] and max(metrics(tmp_path, "sync/probe_max_abs_diff")) <= 1e-4
-    assert 0 < max(metrics(tmp_path, "sync/bytes")) < 100_000
-
-
-@pytest.mark.slow
-def test_a_killed_controller_leaves_nothing_in_the_cluster(tiny, tmp_path, cluster):
-    process = start_and_train(grpo_arguments(tiny, tmp_path, "--cluster", "ray", "--ray-address", cluster[0], *LONG))
-    nodes = children(cluster[1].pid)
-    ours = [p for name in ("worker_main", "engines.embedded", "ray::Host") for p in matching(nodes, name)]
-    assert len(ours) == 4  # an engine has two processes
-    process.kill()
-    assert gone_within(ours, 30)
-    process.communicate()
 
 
 @pytest.mark.parametrize(

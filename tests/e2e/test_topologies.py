@@ -45,7 +45,7 @@ def models(tiny, tmp_path_factory):
 
 def arguments(models, run_dir, *more):
     hooks = () if "--custom-rm-path" in more else ("--custom-rm-path", "tests.e2e.observed.reward")
-    return grpo_arguments(models, run_dir, "--num-rollout", "3", *hooks, *more)
+    return grpo_arguments(models, run_dir, "--num-rollout", "3", "--micro-batch-size", "4", *hooks, *more)
 
 
 def served(models, run_dir, *more, backend="embedded", num_refs=1):

@@ -4,7 +4,6 @@ import base64
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import psutil
@@ -278,7 +277,7 @@ def test_a_trainer_without_an_open_connection_keeps_the_group_by_its_store(serve
 def test_a_trainer_that_dies_in_an_update_leaves_the_engine_as_it_is(server, root, legacy):
     before, version = server.scores(), server.version()
     words = [server.url, str(free_port()), "legacy" if legacy else "new", str(root / "m1")]
-    command = [sys.executable, str(Path(trl_sender.__file__)), *words]
+    command = [sys.executable, "-m", trl_sender.__name__, *words]
     with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as dying:
         assert dying.stdout.readline() == "half is sent\n"
         dying.kill()
@@ -336,7 +335,7 @@ def test_engines_stay_paused_from_pause_to_resume(server, root):
 
 def test_a_pause_ends_with_the_trainer_that_has_died(server, root):
     words = [server.url, str(free_port()), "pause", str(root / "m1")]
-    command = [sys.executable, str(Path(trl_sender.__file__)), *words]
+    command = [sys.executable, "-m", trl_sender.__name__, *words]
     with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as dying:
         assert dying.stdout.readline() == "paused\n"
         time.sleep(1.0)

@@ -14,6 +14,7 @@ import instep
 from tests.e2e.test_train import rows
 
 
+@pytest.mark.usefixtures("no_plots")
 def test_reward_funcs_datasets_and_fields(tiny: Path, tmp_path: Path) -> None:
     seen: list[tuple[int, list[int]]] = []
 

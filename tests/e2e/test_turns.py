@@ -18,7 +18,7 @@ from tests.e2e.commands import grpo_arguments
 
 
 @pytest.fixture
-def moves(monkeypatch):
+def moves(monkeypatch, no_plots):
     """The moves of trainer and engines in their order, as the run makes them; and turns on a CPU."""
     from instep.controller.role import RoleTrainer
 

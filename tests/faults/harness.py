@@ -120,6 +120,7 @@ class Run:
         )
         self.started = time.time()
         self.children: list[psutil.Process] = []
+        self._looked = 0.0
 
     def __enter__(self) -> Run:
         return self
@@ -150,7 +151,7 @@ class Run:
         while not condition():
             assert self.process.poll() is None, self.process.communicate()[1][-3000:]
             assert time.monotonic() < deadline, "did not happen in time"
-            self.look()
+            self._look_now_and_then()
             time.sleep(0.03)
 
     def look(self) -> None:
@@ -160,6 +161,12 @@ class Run:
         except psutil.NoSuchProcess:
             return
         self.children += [p for p in known if p not in self.children]
+
+    def _look_now_and_then(self) -> None:
+        """A look goes through all processes of the machine."""
+        if time.monotonic() - self._looked > 0.3:
+            self.look()
+            self._looked = time.monotonic()
 
     def child(self, role: str) -> int:
         """The process id of the engine or of the worker."""
@@ -196,7 +203,7 @@ class Run:
         """Wait for the end: exit code, stderr, seconds since the fault (without one: since the start)."""
         deadline = time.monotonic() + limit
         while self.process.poll() is None and time.monotonic() < deadline:
-            self.look()
+            self._look_now_and_then()
             time.sleep(0.03)
         since = self._mark.stat().st_mtime if self._mark.exists() else self.started
         seconds = time.time() - since

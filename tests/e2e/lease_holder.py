@@ -1,0 +1,28 @@
+"""A controller whose engine is somebody else's: it does what it reads. `lease_holder URL KEY KIND FOLDER`."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch  # noqa: F401 - what it reads may use it
+
+from instep.engines import held_lease, keys
+from instep.engines.engine import Engine
+from instep.engines.kind import kind_of
+from instep.errors import EngineError
+
+LEASE = 4.0
+
+if __name__ == "__main__":
+    held_lease.OWNER = f"process {os.getpid()}"  # made at the import, which all forked processes share
+    held_lease.LEASE_SECONDS, held_lease.RENEW_SECONDS = LEASE, 0.3
+    url, key, kind, folder = sys.argv[1:]
+    keys.know(url, key)
+    engine = Engine("engine 0", url, None, kind_of(kind), written_in_place=bool(folder))
+    for line in sys.stdin:
+        try:
+            exec(line)
+            print("done", flush=True)
+        except EngineError as error:
+            print(error.what, "|", error.remedy, flush=True)
