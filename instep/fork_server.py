@@ -33,7 +33,8 @@ from instep.kernel import die_with_parent
 
 # Variables that act when Python starts or a library is imported: another value needs an interpreter of its own.
 _EARLY = re.compile(r"(PYTHON|LD_|OMP_|GOMP_|MALLOC_|PYTORCH_|TORCH_|HF_|TRANSFORMERS_)")
-_IN_TIME = {"OMP_NUM_THREADS", "PYTHONPATH", "PYTHONUNBUFFERED", "TORCH_COMPILE_DISABLE"}  # set after the fork
+# These are set after the fork; Ray sets PYTHONBREAKPOINT, which Python reads at each breakpoint().
+_IN_TIME = {"OMP_NUM_THREADS", "PYTHONBREAKPOINT", "PYTHONPATH", "PYTHONUNBUFFERED", "TORCH_COMPILE_DISABLE"}
 _CHUNK = 1 << 16
 _MOST_FDS = 32  # descriptors for one process
 _ANSWER_SECONDS = 120.0  # until the server has imported and forked, on a busy machine

@@ -94,6 +94,10 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
         self.pid, self._child_created = self._forked.pid, True
         self._close_pipe_fds(stdin, to_stdin, from_stdout, stdout, from_stderr, stderr)  # type: ignore[attr-defined]
 
+    def __del__(self, *args: Any, **kwargs: Any) -> None:
+        if self._forked is None:  # the fork server waits for the others
+            super().__del__(*args, **kwargs)  # type: ignore[misc]
+
     def _internal_poll(self, *args: Any, **kwargs: Any) -> int | None:
         if self._forked is None:
             return super()._internal_poll(*args, **kwargs)  # type: ignore[misc]

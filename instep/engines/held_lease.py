@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import secrets
 import socket
@@ -18,7 +19,12 @@ if TYPE_CHECKING:
     from instep.engines.engine import Engine
 
 LEASE_SECONDS, RENEW_SECONDS = 10.0, 1.0
-OWNER = f"process {os.getpid()} on {socket.gethostname()} ({secrets.token_hex(4)})"
+
+
+@functools.cache
+def _owner(pid: int) -> str:
+    """The name of process `pid`, this one; its forks have others."""
+    return f"process {pid} on {socket.gethostname()} ({secrets.token_hex(4)})"
 
 
 class HeldLease:
@@ -76,7 +82,7 @@ class HeldLease:
     def _ask(self, begin: bool, in_place: bool, timeout: float, post: Callable[..., object]) -> bool:
         """Whether the engine's kind has a lease, for which it was asked then."""
         asked = time.monotonic()
-        about = {"owner": OWNER, "seconds": LEASE_SECONDS, "begin": begin, "in_place": in_place}
+        about = {"owner": _owner(os.getpid()), "seconds": LEASE_SECONDS, "begin": begin, "in_place": in_place}
         if (call := self._engine.kind.lease(about)) is None:
             return False
         post(*call, timeout=timeout)

@@ -1,4 +1,3 @@
-import os
 import secrets
 import subprocess
 import sys
@@ -65,7 +64,6 @@ def cluster():
             nodes.stdin.close()
             nodes.wait(60)
         assert gone_within(ours, 10)
-        os.environ.pop("PYTHONBREAKPOINT", None)  # Ray sets it, and nothing would be forked after it (`tests/forks.py`)
 
 
 @pytest.fixture(scope="module")

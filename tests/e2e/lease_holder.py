@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 
 import torch  # noqa: F401 - what it reads may use it
@@ -15,7 +14,6 @@ from instep.errors import EngineError
 LEASE = 4.0
 
 if __name__ == "__main__":
-    held_lease.OWNER = f"process {os.getpid()}"  # made at the import, which all forked processes share
     held_lease.LEASE_SECONDS, held_lease.RENEW_SECONDS = LEASE, 0.3
     url, key, kind, folder = sys.argv[1:]
     keys.know(url, key)
