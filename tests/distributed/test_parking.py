@@ -83,7 +83,7 @@ def _parked_rank(path, folder, dtype):
     "world_size, dtype",
     [
         (1, torch.float32),
-        pytest.param(1, torch.bfloat16, marks=pytest.mark.slow),
+        (1, torch.bfloat16),
         pytest.param(2, torch.float32, marks=pytest.mark.slow),
         (2, torch.bfloat16),
     ],
