@@ -64,8 +64,8 @@ class Pair:
         self.backend.load_hf(path)
         if embedded:
             self.engine: PreTrainedModel = load_model(str(path), DTYPES[precision], torch.device("cpu"), 128, False)
-            runner = Runner(self.engine, 4, 128)
-            self._score = lambda tokens: [place[0][1] for place in runner.score(tokens)]
+            self.runner = Runner(self.engine, 4, 128)
+            self._score = lambda tokens: [place[0][1] for place in self.runner.score(tokens)]
         else:
             self.engine = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[precision]).eval()
             self._score = self._plain
@@ -87,22 +87,25 @@ class Pair:
         return probe
 
     def sample(self, tokens: list[int], num_tokens: int, *, num: int, timeout: float) -> list[list[int]]:
-        rows = torch.tensor([tokens] * num)
         if self.embedded:
-            made = self._sampled(rows, num_tokens)
+            return self._sampled(tokens, num_tokens, num)
         else:
+            rows = torch.tensor([tokens] * num)
             how: Any = {"do_sample": True, "top_k": 0, "top_p": 1.0, "max_new_tokens": num_tokens, "pad_token_id": 0}
             made = self.engine.generate(rows, min_new_tokens=num_tokens, attention_mask=torch.ones_like(rows), **how)
         return [row[len(tokens) :] for row in made.tolist()]
 
     @torch.no_grad()
-    def _sampled(self, rows: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        for _ in range(num_tokens):
-            likely = torch.stack(
-                [self.engine(row[None], use_cache=False, logits_to_keep=1).logits[0, -1] for row in rows]
-            )
-            rows = torch.cat([rows, torch.multinomial(likely.float().softmax(-1), 1)], dim=1)
-        return rows
+    def _sampled(self, tokens: list[int], num_tokens: int, num: int) -> list[list[int]]:
+        """As the embedded engine does: all texts at once, with its cache."""
+        logits, made = self.runner.prefill([tokens], [0] * num, 0), [list[int]() for _ in range(num)]
+        while True:
+            drawn = torch.multinomial(logits.softmax(-1), 1)[:, 0].tolist()
+            for text, token in zip(made, drawn, strict=True):
+                text.append(token)
+            if len(made[0]) == num_tokens:
+                return made
+            logits = self.runner.decode(drawn, [len(tokens) + len(made[0])] * num)
 
     def scores(self, probe: Probe) -> TrainerScores:
         batch = probe.batch()
@@ -110,9 +113,8 @@ class Pair:
         with rounded_embedding(self.backend.embedding, UNITS[self.precision]):
             return TrainerScores(plain, self.backend.forward_only([batch])[0].log_probs.tolist())
 
-    def statistic(self, probe: Probe, right: bool) -> float:
+    def statistic(self, probe: Probe, expected: TrainerScores, right: bool) -> float:
         """The difference over what rounding explains, as the proof has it (which allows `ALLOWED`)."""
-        expected = self.scores(probe)
         theirs = [score for text in probe.texts for score in self._score(list(text.tokens))]
         found = ALLOWED * difference(expected.plain, theirs).rms / self.proof.tolerance(expected)
         if right:
@@ -184,14 +186,16 @@ def margins(path: Path, precision: str, embedded: bool = True) -> dict[str, Any]
     probes = [pair.probe(seed) for seed in range(2 if embedded else 4)]
     right = []
     for number in range(NUM_RIGHT if embedded else len(probes)):
-        right.append(pair.statistic(probes[number % len(probes)], True))
+        probe = probes[number % len(probes)]
+        right.append(pair.statistic(probe, pair.scores(probe), True))
         if embedded:
             _move(pair, number)  # the policy moves, on both sides alike
     found: dict[str, float] = {}
+    expected = pair.scores(probes[0])  # a fault is the engine's
     for name, plant in faults(weights):
         kept = {n: w.clone() for n, w in weights.items()}
         plant({n: w.data for n, w in weights.items()}, probes[0])
-        found[name] = pair.statistic(probes[0], False)
+        found[name] = pair.statistic(probes[0], expected, False)
         for n, weight in weights.items():
             weight.data.copy_(kept[n])
     return {"right": max(right), "wrong": found}

@@ -179,6 +179,7 @@ def run_edges(root: Path) -> dict:
         "unchanged": all(torch.equal(before[k], after[k]) for k in before),
         "then_trains": train(backend, range(0, 1)),
         "type_outside": torch.zeros(1).type(),
+        "compiled": compiled_functions(),
     }
     backend.forward_backward(micro_batches(0), weighted_loss)
     edges["twice"] = refusal(lambda: backend.forward_backward(micro_batches(0), weighted_loss))
@@ -197,6 +198,15 @@ def run_edges(root: Path) -> dict:
     edges["reference"] = reference.forward_only(micro_batches(0))
     edges["untrained"] = refusal(lambda: reference.forward_backward(micro_batches(0), weighted_loss))
     return edges
+
+
+def compiled_functions() -> list[str]:
+    """Those of Megatron-Core that torch.compile would compile at their first call."""
+    from megatron.core.fusions import fused_bias_swiglu
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    functions = [*vars(fused_bias_swiglu).values(), *vars(TopKRouter).values()]
+    return [f.__qualname__ for f in functions if hasattr(f, "_torchdynamo_orig_callable")]
 
 
 def run_bf16(root: Path) -> dict:

@@ -94,7 +94,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-FEW = ("hf, FSDP2 x2", "megatron, DP2")
+FEW = ("hf", "megatron, DP2")
 
 
 @pytest.fixture(

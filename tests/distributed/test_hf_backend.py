@@ -65,7 +65,9 @@ def _train_rank(path, recompute):
     return train(backend, range(3)), weights_of(backend)
 
 
-@pytest.mark.parametrize("world_size, recompute", [(1, None), (2, None), (2, "full")])
+@pytest.mark.parametrize(
+    "world_size, recompute", [(1, None), (2, None), pytest.param(2, "full", marks=pytest.mark.slow)]
+)
 def test_three_steps_equal_plain_transformers_and_adamw(run_ranks, checkpoint, world_size, recompute):
     expected_steps, expected = oracle_training(checkpoint)
     assert expected_steps[0][1] > ARGS.clip_grad, "the test is to clip"

@@ -40,6 +40,13 @@ def plugin() -> ModuleType:
     return module
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> tuple[Path, list[tuple[float, float]], dict[str, torch.Tensor]]:
+    """A checkpoint, and the steps and weights of plain transformers that begin with it."""
+    path = make_checkpoint(tmp_path_factory.mktemp("trained"), tied=False, vocab_size=72)
+    return path, *oracle_training(path)
+
+
 def slice_of(name: str, shape: torch.Size, rank: int, size: int) -> tuple[int, int, int]:
     """Dimension, begin and length of the slice of a weight that a rank of an engine holds."""
     layer = name.split(".")[-2]
@@ -126,20 +133,20 @@ def _rank(path, tp, dtype, folder, apart):
 @pytest.mark.parametrize(
     "dtype, tp, engines, engine_tp, apart",
     [
-        (torch.float32, 2, 2, 2, False),
+        pytest.param(torch.float32, 2, 2, 2, False, marks=pytest.mark.slow),
         (torch.bfloat16, 1, 1, 2, False),
         (torch.bfloat16, 1, 1, 1, True),  # three ranks beside the engine's
         (torch.bfloat16, 2, 2, 2, True),
         (torch.bfloat16, 4, 1, 4, False),  # two ranks share a key head
-        (torch.bfloat16, 2, 1, 1, False),  # another TP than the engine's: nothing is a view that is cut
+        # Another TP than the engine's: nothing is a view that is cut.
+        pytest.param(torch.bfloat16, 2, 1, 1, False, marks=pytest.mark.slow),
         (torch.float32, 2, 1, 4, False),
         (torch.bfloat16, 2, 1, 1, True),
     ],
 )
-def test_engines_hold_the_weights(run_ranks, plugin, tmp_path, dtype, tp, engines, engine_tp, apart):
+def test_engines_hold_the_weights(run_ranks, plugin, trained, tmp_path, dtype, tp, engines, engine_tp, apart):
     """To the last bit, of masters that have made the steps of plain transformers."""
-    path = make_checkpoint(tmp_path / "model", tied=False, vocab_size=72)
-    expected_steps, expected = oracle_training(path)
+    path, expected_steps, expected = trained
     blank = {name: torch.zeros(w.shape, dtype=dtype) for name, w in expected.items()}
     workers = []
     for number in range(engines):
@@ -174,10 +181,10 @@ def _first_write_rank(path, folder):
     return len(before), held
 
 
-def test_what_the_parameters_were_is_given_back(run_ranks, plugin, tmp_path):
+def test_what_the_parameters_were_is_given_back(run_ranks, plugin, trained, tmp_path):
     """To the GPU, when the first session makes them views of the engine's memory."""
-    path = make_checkpoint(tmp_path / "model", tied=False, vocab_size=72)
-    blank = {name: torch.zeros(w.shape, dtype=torch.bfloat16) for name, w in oracle_training(path)[1].items()}
+    path, _, weights = trained
+    blank = {name: torch.zeros(w.shape, dtype=torch.bfloat16) for name, w in weights.items()}
     place = tmp_path / f"{SYNC}0"
     place.mkdir(mode=0o700)
     for rank in range(2):

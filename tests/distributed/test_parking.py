@@ -80,7 +80,13 @@ def _parked_rank(path, folder, dtype):
 
 
 @pytest.mark.parametrize(
-    "world_size, dtype", [(1, torch.float32), (1, torch.bfloat16), (2, torch.float32), (2, torch.bfloat16)]
+    "world_size, dtype",
+    [
+        (1, torch.float32),
+        (1, torch.bfloat16),
+        pytest.param(2, torch.float32, marks=pytest.mark.slow),
+        (2, torch.bfloat16),
+    ],
 )
 def test_hf_trains_and_resumes_with_the_same_bits(run_ranks, tied_checkpoint, tmp_path, world_size, dtype):
     for plain, parked in run_ranks(_parked_rank, world_size, tied_checkpoint, tmp_path, dtype):

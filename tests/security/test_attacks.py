@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import pickle
-import subprocess
-import sys
-from pathlib import Path
+from pathlib import Path, PosixPath
 
 import torch.distributed.checkpoint as dcp
 
 from instep.checkpoints.plain import METADATA
+from instep.errors import CheckpointError
 from tests.assets import make_prompts
+from tests.distributed.helpers import RankPool
 from tests.distributed.megatron_layouts import MODELS, random_model
 from tests.security.hostile import named, slots, text
-from tests.unit.test_other_checkpoints import alone, worker  # noqa: F401  # `alone` is a fixture
+from tests.unit.test_other_checkpoints import worker
 
 ENUM = named("torch.distributed.checkpoint.planner WriteItemType")
 METADATA_CLASS = named("torch.distributed.checkpoint.metadata Metadata")
-LOAD = """
-import sys
-from pathlib import Path
-from tests.unit.test_other_checkpoints import worker
-folder = Path(sys.argv[1])
-worker(folder, "hf", folder).load(folder / "iter_0000000", False)
-"""
 
 
 def index_with(planned: bytes) -> bytes:
@@ -49,9 +44,23 @@ def by_enums(code: str) -> bytes:
     return index_with(b"]" + changed + b"a" + asks(found, "exec") + text(code) + b"\x85Ra")
 
 
-def run(script: str, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", script, *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+def loads(folder: Path) -> str:
+    """The error of a worker that loads the checkpoint."""
+    try:
+        worker(folder, "hf", folder).load(folder / "iter_0000000", False)
+    except CheckpointError as error:
+        return error.what
+    return ""
+
+
+def converts(words: list[str]) -> tuple[int, str, bool]:
+    """The exit code of a conversion, what it says, and whether a class has changed."""
+    from instep.cli import main
+
+    before = dict(vars(PosixPath))
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        code = main(["convert", "megatron-to-hf", *words])
+    return code, said.getvalue(), dict(vars(PosixPath)) != before
 
 
 def test_an_enum_whose_members_are_replaced_runs_nothing(tmp_path: Path) -> None:
@@ -59,9 +68,10 @@ def test_an_enum_whose_members_are_replaced_runs_nothing(tmp_path: Path) -> None
     folder, trace = tmp_path / "iter_0000000", tmp_path / "was-here"
     dcp.save({}, checkpoint_id=folder)
     (folder / METADATA).write_bytes(by_enums(f"open({str(trace)!r}, 'w').close()"))
-    done = run(LOAD, str(tmp_path))
+    with RankPool(1, group=False) as process:
+        (what,) = process.run(loads, tmp_path)
     assert not trace.exists(), "the checkpoint has run code"
-    assert done.returncode == 1 and "CheckpointError: .metadata is no index" in done.stderr, done.stderr[-3000:]
+    assert what.startswith(".metadata is no index"), what
 
 
 def test_a_path_class_that_is_changed_changes_no_path(tmp_path: Path) -> None:
@@ -79,15 +89,9 @@ def test_a_path_class_that_is_changed_changes_no_path(tmp_path: Path) -> None:
     memo = raw.index(text("PLANNED")) + len(text("PLANNED"))
     assert raw[memo : memo + 1] in (b"q", b"r")
     place.write_bytes(raw.replace(text("PLANNED"), changed))
-    script = f"""
-import sys
-from pathlib import Path, PosixPath
-from instep.cli import main
-before = dict(vars(PosixPath))
-code = main(["convert", "megatron-to-hf", "--load", {str(tmp_path / "m")!r}, *sys.argv[1:]])
-assert dict(vars(PosixPath)) == before, "a class has changed"
-sys.exit(code)
-"""
-    done = run(script, "--hf-checkpoint", str(tmp_path / "hf"), "--save", str(tmp_path / "new"))
-    assert done.returncode == 1 and "CheckpointError: .metadata is no index" in done.stderr, done.stderr[-3000:]
-    assert "Traceback" not in done.stderr and not (tmp_path / "new").exists()
+    words = ["--hf-checkpoint", str(tmp_path / "hf"), "--save", str(tmp_path / "new"), "--load", str(tmp_path / "m")]
+    with RankPool(1, group=False) as process:
+        ((code, said, changed),) = process.run(converts, words)
+    assert not changed, "a class has changed"
+    assert code == 1 and "CheckpointError: .metadata is no index" in said, said
+    assert "Traceback" not in said and not (tmp_path / "new").exists()

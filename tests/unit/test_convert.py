@@ -7,10 +7,10 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,6 +29,7 @@ from instep.errors import CheckpointError
 from instep.models.shape import ModelShape
 from instep.models.weight_map import Kind
 from instep.weights.source import TensorSpec
+from tests.distributed.helpers import RankPool
 from tests.distributed.megatron_layouts import MODELS, random_model
 
 FAMILIES = ["untied", "tied", "qwen2", "llama", "moe-mixed", "deepseek", "deepseek-plain"]
@@ -112,23 +113,23 @@ def test_bits_that_change_on_the_way_leave_no_folder(models, tmp_path, monkeypat
     assert not list(tmp_path.iterdir())
 
 
+def killed_at_the_ninth(hf: Path, save: Path) -> None:
+    """A conversion that is killed when it has written its ninth tensor."""
+    real, done = convert.TorchDistWriter.add, list[int]()
+
+    def add(self, *args):
+        done.append(real(self, *args))
+        if len(done) == 9 and not any(name.startswith("megatron") for name in sys.modules):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return done[-1]
+
+    convert.TorchDistWriter.add = add
+    to_megatron(hf, save)
+
+
 def test_a_killed_conversion_leaves_nothing_that_looks_complete(models, tmp_path):
-    script = f"""
-import os, sys
-from instep import cli, convert
-real, done = convert.TorchDistWriter.add, []
-def add(self, *args):
-    done.append(real(self, *args))
-    assert not any(name.startswith("megatron") for name in sys.modules)
-    if len(done) == 9:
-        os.kill(os.getpid(), {int(signal.SIGKILL)})
-    return done[-1]
-convert.TorchDistWriter.add = add
-cli.main(["convert", "hf-to-megatron", *sys.argv[1:]])
-"""
-    words = ["--hf-checkpoint", str(models / "untied"), "--save", str(tmp_path / "m")]
-    done = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, timeout=120)
-    assert done.returncode == -signal.SIGKILL
+    with pytest.raises(AssertionError, match="rank 0 died without an answer"), RankPool(1, group=False) as process:
+        process.run(killed_at_the_ninth, models / "untied", tmp_path / "m")
     left = list(tmp_path.iterdir())
     assert len(left) == 1 and left[0].name.startswith(".m.") and list(left[0].rglob("*.distcp"))
     assert to_megatron(models / "untied", tmp_path / "m") == 0
@@ -140,9 +141,27 @@ def anonymous_bytes() -> int:
     return int(status.split("RssAnon:")[1].split()[0]) * 1024
 
 
-@pytest.mark.parametrize("back", [False, True])
-def test_memory_holds_a_few_tensors_not_the_model(models, tmp_path, back):
-    """Beside files that are mapped, which the kernel drops at need.
+def growth(call: Callable[[], int]) -> int:
+    """By how many bytes memory that is no file's grows at most in a call that succeeds."""
+    peak, done = [before := anonymous_bytes()], threading.Event()
+
+    def watch() -> None:
+        while not done.is_set():
+            peak[0] = max(peak[0], anonymous_bytes())
+            time.sleep(0.001)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        assert call() == 0
+    finally:
+        done.set()
+        watcher.join()
+    return peak[0] - before
+
+
+def test_memory_holds_a_few_tensors_not_the_model(models, tmp_path):
+    """There and back; beside files that are mapped, which the kernel drops at need.
 
     The largest tensor has 39 MiB: malloc keeps what it has freed of up to 32 MiB, and anybody's guess is how much.
     """
@@ -157,27 +176,8 @@ def test_memory_holds_a_few_tensors_not_the_model(models, tmp_path, back):
     save_file(tensors, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
     total, largest = sum(t.nbytes for t in tensors.values()), max(t.nbytes for t in tensors.values())
     del tensors
-    if back:
-        assert to_megatron(tmp_path / "hf", tmp_path / "m") == 0
-    peak, done = [before := anonymous_bytes()], threading.Event()
-
-    def watch() -> None:
-        while not done.is_set():
-            peak[0] = max(peak[0], anonymous_bytes())
-            time.sleep(0.001)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
-        code = (
-            to_hf(tmp_path / "m", tmp_path / "hf", tmp_path / "h")
-            if back
-            else to_megatron(tmp_path / "hf", tmp_path / "m")
-        )
-    finally:
-        done.set()
-        watcher.join()
-    assert code == 0 and peak[0] - before < 5 * largest + 16 * 2**20 < 0.7 * total
+    assert growth(lambda: to_megatron(tmp_path / "hf", tmp_path / "m")) < 5 * largest + 16 * 2**20 < 0.7 * total
+    assert growth(lambda: to_hf(tmp_path / "m", tmp_path / "hf", tmp_path / "h")) < 5 * largest + 16 * 2**20
 
 
 @pytest.mark.parametrize(

@@ -90,11 +90,11 @@ def try_many(seed: int, count: int) -> int:
 
 
 def test_random_flags(here: Path):
-    assert 0 < try_many(1, 1500) < 1500
+    assert 0 < try_many(1, 500) < 500
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2, 8))
+@pytest.mark.parametrize("seed", range(1, 8))
 def test_many_random_flags(here: Path, seed: int):
     assert 0 < try_many(seed, 2000) < 2000
 

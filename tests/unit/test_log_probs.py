@@ -121,9 +121,20 @@ def test_a_loss_may_change_log_probs_in_place():
     assert torch.equal(*grads)
 
 
-@pytest.mark.parametrize("num_chunks, again", [(3, 0), (4, 0), (5, 1), (9, 5)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("ranks", [1, 2])
+CHUNKS = {3: 0, 4: 0, 5: 1, 9: 5}  # how many of them are computed again
+FAST = [(1, torch.bfloat16, 3), (1, torch.bfloat16, 5), (1, torch.bfloat16, 9), (1, torch.float32, 5)]
+FAST += [(2, torch.bfloat16, 5), (2, torch.float32, 3)]  # the others take seconds each, and are like these
+
+
+@pytest.mark.parametrize(
+    "ranks, dtype, num_chunks, again",
+    [
+        pytest.param(ranks, dtype, num, again, marks=() if (ranks, dtype, num) in FAST else pytest.mark.slow)
+        for ranks in (1, 2)
+        for dtype in (torch.bfloat16, torch.float32)
+        for num, again in CHUNKS.items()
+    ],
+)
 def test_the_head_keeps_8_bytes_for_each_logit_of_a_chunk_and_needs_as_much(dtype, ranks, num_chunks, again):
     """Sizes of a real model on the device `meta`, where every tensor has its size and nothing is computed."""
     vocab, width, num_logits = 151936, 64, 2**28

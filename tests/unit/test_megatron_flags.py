@@ -4,8 +4,6 @@ What follows from it on a rank shows `tests/distributed/test_megatron_flags.py`.
 """
 
 import importlib.util
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import fields
 from typing import Any
 
@@ -16,6 +14,7 @@ from instep.arguments import Args, extra, parse
 from instep.arguments.all_flags import own_hooks, passed_through
 from instep.models.shape import ModelShape
 from tests.command_line import argv, make_folder
+from tests.distributed.helpers import RankPool
 
 SHAPE = ModelShape("qwen3", 4, 64, 128, 4, 2, 16, 300, 512, 1e-6, True, True, False, {"rope_type": "default"})
 VALUES = {"--recompute-modules": "mlp"}
@@ -75,8 +74,8 @@ def test_a_flag_of_a_modified_megatron_that_names_a_field_sets_it(tmp_path, monk
     assert given.extra_flags == ["check_for_nan_in_grad", "our_layers", "softmax_scale"] and given.our_layers == 2
     names, other = ("softmax_scale", "check_for_nan_in_grad"), parse(argv("--train-backend megatron"))
     monkeypatch.undo()  # the process imports megatron-core alone
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        found = pool.submit(configured, [(name, args) for args in (given, other) for name in names]).result()
+    with RankPool(1, megatron=True, group=False) as pool:
+        (found,) = pool.run(configured, [(name, args) for args in (given, other) for name in names])
     assert found == [[0.25], [True], [None], [False]]
 
 
@@ -92,8 +91,8 @@ def test_each_value_reaches_the_configuration(tmp_path, monkeypatch):
         without = f"--train-backend megatron {NEEDS.get(flag.name, '')}"
         for words in (without, f"{without} {flag.name} {VALUES.get(flag.name, '')}"):
             settings.append((flag.attribute, parse(argv(words))))
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        values = pool.submit(configured, settings).result(timeout=300)
+    with RankPool(1, megatron=True, group=False) as pool:
+        (values,) = pool.run(configured, settings)
     for flag, (_, args), without, found in zip(acting, settings[1::2], values[::2], values[1::2], strict=True):
         mine = args.megatron_overrides[flag.attribute]
         assert found and all(v == mine for v in found), (flag.name, mine, found)

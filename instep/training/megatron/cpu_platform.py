@@ -92,9 +92,14 @@ def install() -> None:
     cuda.stream = lambda *args: contextlib.nullcontext()
     cuda.Stream = cuda.Event = _Stream
 
-    from megatron.core import jit
-
-    jit.disable_jit_fuser()  # bound by name when other modules are imported, so before them
+    compiled = torch.compile
+    # What `megatron.core` itself imports has bound `jit_fuser` by name when it can be turned off for all other modules.
+    torch.compile = lambda model=None, **how: compiled(**how) if model is None else model  # type: ignore[assignment]
+    try:
+        from megatron.core import jit
+    finally:
+        torch.compile = compiled
+    jit.disable_jit_fuser()
     from megatron.core.tensor_parallel import random
 
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
