@@ -73,11 +73,12 @@ test-mutants: venv  ## the fast tests catch every fault of tests/mutants/mutants
 test-learning: venv  ## every algorithm learns the quickstart's task with three seeds (long) [LEARNERS=1]
 	HF_HUB_OFFLINE=1 .venv/bin/python benchmarks/learning.py --jobs $(LEARNERS)
 
-lint: venv  ## ruff (rules and format), mypy, and the figures of scripts/ratchet.toml
+lint: venv  ## ruff (rules and format), mypy, scripts/ratchet.toml, and what documents, results and scripts for GPU hosts say
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 	.venv/bin/python scripts/ratchet.py
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q tests/documents
 
 format: venv  ## let ruff mend what it can
 	.venv/bin/ruff check --fix-only .

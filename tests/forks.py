@@ -23,7 +23,7 @@ from instep.processes import OPENMP_ENV
 OF_A_RUN = (
     "instep.training.worker instep.training.hf.backend instep.controller.controller instep.train_sync "
     "instep.engines.embedded.scheduler instep.engines.embedded.server tests.no_plots "
-    "transformers.models.qwen3.modeling_qwen3 math_verify"
+    "transformers.models.qwen3.modeling_qwen3 math_verify pytest"
 ).split()
 OF_VLLM = (
     "vllm.entrypoints.cli.main vllm.entrypoints.cli.serve vllm.entrypoints.openai.api_server vllm.v1.engine.core "

@@ -99,6 +99,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.vllm
 def test_a_core_that_was_forked_from_its_server_loads_the_plugin_again(tmp_path):
     (tmp_path / "server.py").write_text(FORKED)
     env = {**os.environ, "INSTEP_DIE_WITH_PARENT": "1", "TRITON_HOME": "/home-of-triton", "VLLM_PLUGINS": "instep"}
