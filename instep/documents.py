@@ -1,14 +1,18 @@
-"""Files, JSON and YAML that users hand in: read, or refused with one line that says what is wrong and where."""
+"""Files, JSON, YAML and words that users hand in: read, or refused with one line that says what is wrong and where."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import stat
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
+
+T = TypeVar("T")
 
 MAX_DEPTH = 100  # of lists and objects; Python copies and prints some hundred levels, no more
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
@@ -76,6 +80,31 @@ def _wrong(key: str, value: Any) -> str:
 
 def _printable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()[:60]
+
+
+def parse_whole(text: str) -> int:
+    """The whole number that a word says, such as 100, 1e2 or 10.0. Raises: ValueError."""
+    with contextlib.suppress(ValueError):
+        return int(text)
+    with contextlib.suppress(ValueError):
+        if (value := float(text)).is_integer():
+            return int(value)
+    raise ValueError("is not a whole number")
+
+
+def parse_float(text: str) -> float:
+    """The number that a word says. Raises: ValueError."""
+    with contextlib.suppress(ValueError):
+        return float(text)
+    raise ValueError("is not a number")
+
+
+def parse_choice(text: str, choices: Sequence[T]) -> T:
+    """The one of `choices` that a word says, in capitals or not. Raises: ValueError."""
+    same = [c for c in choices if str(c) == text] or [c for c in choices if str(c).lower() == text.lower()]
+    if not same:
+        raise ValueError(f"is none of {', '.join(map(str, choices))}")
+    return same[0]
 
 
 def parse_yaml(text: str) -> Any:

@@ -87,10 +87,18 @@ def passed_through() -> dict[str, Flag]:
 
 def find(name: str) -> Flag | None:
     """The record of a flag of instep, else of the user's `train.py`, of Megatron, vLLM, the router or a family known by
-    its prefix; else None."""
+    its prefix; else None. Its words may be joined by underscores."""
     flag = own_flags().get(name) or of_user().get(name) or passed_through().get(name) or find_engine_flag(name)
     if flag is None:
         for prefix, status, note, instead in _PREFIXES:
             if name.startswith(prefix):
                 return Flag(name, status=status, note=note, instead=instead)
+    if flag is None and (dashed := _dashed(name)) != name:
+        return find(dashed)
     return flag
+
+
+def _dashed(name: str) -> str:
+    """A flag with dashes for the underscores of its own name; keys of a JSON value after a dot keep theirs."""
+    own, dot, key = name.partition(".")
+    return own.replace("_", "-") + dot + key

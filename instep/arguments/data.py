@@ -17,10 +17,13 @@ from instep.arguments.flag import (
     Flag,
     FlagGroup,
     accepted,
+    files,
     hook,
+    in_one_word,
     json_object,
     later,
     negation,
+    path,
     refused,
     switch,
 )
@@ -29,7 +32,13 @@ from instep.data.rows import split_files
 DATA = FlagGroup(
     "Data and batches",
     (
-        Flag("--prompt-data", help="jsonl or parquet files: FILE[,FILE ...]; FILE@[a:b] takes rows a to b", whose="C"),
+        Flag(
+            "--prompt-data",
+            files,
+            help="jsonl or parquet files: FILE[,FILE ...]; FILE@[a:b] takes rows a to b",
+            together=in_one_word,
+            whose="C",
+        ),
         Flag(
             "--prompt-data-weights",
             POSITIVE,
@@ -40,6 +49,7 @@ DATA = FlagGroup(
         ),
         Flag(
             "--data-cache-path",
+            path,
             help="folder of the indices of large data files; default: instep/data among the user's caches",
             whose="M",
         ),

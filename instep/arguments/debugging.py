@@ -17,6 +17,7 @@ from instep.arguments.flag import (
     Number,
     later,
     negation,
+    path,
     refused,
     switch,
 )
@@ -31,11 +32,13 @@ DEBUGGING = FlagGroup(
         switch("--debug-train-only", "no engine: the rollout function must do without one", "C"),
         Flag(
             "--save-debug-rollout-data",
+            path,
             help="FILE with {rollout_id}: torch.save of each rollout's samples (evaluations: eval_ before the number)",
             whose="C",
         ),
         Flag(
             "--load-debug-rollout-data",
+            path,
             help="FILE with {rollout_id}: train on what the former saved, without an engine",
             whose="C",
         ),
@@ -48,12 +51,16 @@ DEBUGGING = FlagGroup(
         ),
         Flag(
             "--save-debug-train-data",
+            path,
             help="FILE with {rollout_id}: torch.save of what the trainer got and computed, sample by sample; {rank} is "
             "0: one file holds all ranks' samples",
             whose="C",
         ),
         Flag(
-            "--dump-details", help="DIR: both dumps (rollout_data/, train_data/) and a copy of the tokenizer", whose="C"
+            "--dump-details",
+            path,
+            help="DIR: both dumps (rollout_data/, train_data/) and a copy of the tokenizer",
+            whose="C",
         ),
         negation(
             "--no-hook-trial",

@@ -8,6 +8,8 @@ from instep.arguments.flag import (
     Flag,
     FlagGroup,
     Number,
+    name,
+    path,
     refused,
     size,
     switch,
@@ -83,6 +85,7 @@ ENGINE = FlagGroup(
         ),
         Flag(
             "--vllm-config",
+            path,
             help="YAML of models, groups of engines and their GPUs (docs/engines_topologies.md); instead of "
             "--rollout-num-gpus and --prefill-num-servers",
             whose="V",
@@ -102,6 +105,7 @@ ENGINE = FlagGroup(
         ),
         Flag(
             "--rollout-external-engine-addrs",
+            name,
             help="HOST:PORT of engines that run already, each a vLLM with instep-vllm; none are started",
             nargs="+",
             whose="C",
@@ -112,6 +116,7 @@ ENGINE = FlagGroup(
         ),
         Flag(
             "--vllm-config-path",
+            path,
             help="the vllm_bridge_config.json by which a vLLM of --rollout-external-engine-addrs shares its weights "
             "(--weight-sync single-copy); default: that in $LOGDIR, in the current folder or in /tmp/atropos_bridge",
             whose="A",
@@ -119,12 +124,14 @@ ENGINE = FlagGroup(
         switch("--no-api-key", "anybody on the host may generate; control routes ask for a key all the same"),
         Flag(
             "--allowed-hosts",
+            name,
             help="further names of this host by which clients may call engines and the port of `instep serve`, such as "
             "that of a proxy; default: the variable INSTEP_ALLOWED_HOSTS, else local names alone",
             nargs="+",
         ),
         Flag(
             "--api-key-file",
+            path,
             help="file (mode 600) with the key that `instep serve` asks for, or of engines, routers and a teacher that "
             "are not the run's; default: the variable INSTEP_API_KEY, else a random one (and none for the latter)",
         ),

@@ -23,6 +23,7 @@ from instep.arguments.flag import (
     FlagGroup,
     Number,
     accepted,
+    name,
     switch,
     text,
 )
@@ -258,7 +259,7 @@ def megatron_table() -> tuple[Flag, ...]:
         flags.append(
             Flag(
                 row["names"][0],
-                types.get(row["type"], _element),
+                name if row.get("nargs") and row["type"] == "str" else types.get(row["type"], _element),
                 row["default"],
                 choices=tuple(row.get("choices", ())),
                 nargs=row.get("nargs"),

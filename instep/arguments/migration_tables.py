@@ -281,7 +281,7 @@ _IS = "algo.advantage.is_correction_"
 OPENRLHF = (
     Row("actor.model_name_or_path or pretrain", "", "--hf-checkpoint"),
     Row("data.prompt_dataset or prompt_data", "", "--prompt-data", "jsonl or parquet files, with commas between"),
-    Row("data.prompt_probs or prompt_data_probs", "", "--prompt-data-weights", "0.2 0.8 instead of 0.2,0.8"),
+    Row("data.prompt_probs or prompt_data_probs", "", "--prompt-data-weights"),
     Row("data.input_key", "input", "--input-key"),
     Row("data.label_key", "", "--label-key"),
     Row("data.apply_chat_template", "False", "--apply-chat-template"),

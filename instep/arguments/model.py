@@ -20,6 +20,7 @@ from instep.arguments.flag import (
     Flag,
     FlagGroup,
     later,
+    path,
     pattern,
     refused,
     switch,
@@ -33,7 +34,7 @@ _NOT_CAUSAL = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassificati
 MODEL = FlagGroup(
     "Model and checkpoints",
     (
-        Flag("--hf-checkpoint", help="Hugging Face folder: tokenizer, architecture, first weights", whose="VSC"),
+        Flag("--hf-checkpoint", path, help="Hugging Face folder: tokenizer, architecture, first weights", whose="VSC"),
         Flag(
             "--train-backend",
             default="megatron",
@@ -46,13 +47,14 @@ MODEL = FlagGroup(
             "run the Python files that --hf-checkpoint brings for its tokenizer or model; without it they are an error",
             "M",
         ),
-        Flag("--load", help="the actor's checkpoint (or a Hugging Face folder); without one: --ref-load", whose="VSC"),
-        Flag("--save", help="folder for checkpoints", whose="VSC"),
+        Flag("--load", path, help="the actor's checkpoint (or Hugging Face folder); default: --ref-load", whose="VSC"),
+        Flag("--save", path, help="folder for checkpoints", whose="VSC"),
         Flag("--save-interval", COUNT, None, "save every so many rollouts, and after the last", whose="CM"),
-        Flag("--ref-load", help="checkpoint of the reference, and first weights of the actor", whose="VSC"),
+        Flag("--ref-load", path, help="checkpoint of the reference, and first weights of the actor", whose="VSC"),
         Flag("--ckpt-step", INDEX, None, "which step of --load; default: the latest", whose="VSM"),
         Flag(
             "--save-hf",
+            path,
             help="folder for a Hugging Face export at each save; may contain {rollout_id}, or {step}, which is 1 more",
             whose="C",
         ),

@@ -18,6 +18,7 @@ from instep.arguments.flag import (
     hook,
     http_address,
     negation,
+    path,
     refused,
     switch,
 )
@@ -185,6 +186,7 @@ ALGORITHM = FlagGroup(
         Flag("--num-critic-only-steps", INDEX, 0, "first rollouts that train PPO's critic alone", whose="VC"),
         Flag(
             "--megatron-config-path",
+            path,
             help=f"YAML file of what actor and critic are set to, each: learning rate, load, save ({_WITH_CRITIC})",
             whose="VC",
         ),
@@ -194,11 +196,12 @@ ALGORITHM = FlagGroup(
         Flag("--critic-num-gpus-per-node", GPUS_PER_NODE, None, "its ranks on each; default: the actor's", whose="V"),
         Flag(
             "--critic-load",
+            path,
             help="weights of a new run's critic: a --save or --critic-save folder, or a Hugging Face one, which gets a "
             "new value head; default: those of the actor, with a new head. A resume takes the critic of --load",
             whose="V",
         ),
-        Flag("--critic-save", help="a folder that gets the critic's part of each checkpoint once more", whose="V"),
+        Flag("--critic-save", path, help="folder that gets the critic's part of each checkpoint once more", whose="V"),
         Flag("--critic-lr", RATE, None, "learning rate of the critic; default: --lr", whose="V"),
         Flag("--critic-lr-warmup-iters", INDEX, 0, "its steps of linear warm-up", whose="V"),
         Flag("--gamma", FRACTION, 1.0, f"discount per trained token of {_DISCOUNTED}", whose="C"),
@@ -240,7 +243,7 @@ ALGORITHM = FlagGroup(
             None,
             "http://HOST:PORT of an engine that serves the teacher; default: that of --rm-url",
         ),
-        Flag("--opd-teacher-load", help="the teacher's checkpoint, Hugging Face or instep's", whose="C"),
+        Flag("--opd-teacher-load", path, help="the teacher's checkpoint, Hugging Face or instep's", whose="C"),
         Flag("--opd-teacher-ckpt-step", INDEX, None, "which iteration of it; default: the latest", whose="C"),
         switch(
             "--use-rollout-routing-replay",
