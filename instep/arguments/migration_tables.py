@@ -53,9 +53,11 @@ class Row:
 
 TRL = (
     Row("model, model_name_or_path", "", "--hf-checkpoint", "a local folder"),
+    Row("processing_class or tokenizer", "", "", "the folder of --hf-checkpoint has it: save yours there"),
     Row("train_dataset, dataset_name", "", "--prompt-data FILE --input-key prompt", "a jsonl or parquet file"),
     Row("eval_dataset", "", "--eval-prompt-data NAME FILE"),
     Row("reward_funcs", "", "--custom-rm-path", "one function per run, as it is; add several up in it"),
+    Row("run_name, project", "", "--wandb-group --wandb-project", "with --use-wandb"),
     Row("learning_rate", "1e-6", "--lr"),
     Row("lr_scheduler_type", "linear", "--lr-decay-style"),
     Row("warmup_steps", "0", "--lr-warmup-iters"),

@@ -114,8 +114,8 @@ def _store(result: Scan, flag: Flag, values: list[str]) -> None:
             raise ValueError(f"takes no value but true or false, and got {_shown(' '.join(values))}")
         result.given.pop(flag.attribute, None)
         if meant := flag if is_on else _opposite(flag):
-            result.flags[flag.attribute] = meant
-            result.given[flag.attribute] = meant.constant
+            result.flags[meant.attribute] = meant
+            result.given[meant.attribute] = meant.constant
         return
     if not values and flag.nargs != "*":
         raise ValueError(f"needs a value ({flag.type_label})")
@@ -141,8 +141,7 @@ def _store(result: Scan, flag: Flag, values: list[str]) -> None:
 
 def _opposite(switch: Flag) -> Flag | None:
     """The switch that says the contrary of another; None: nobody says it who leaves that out."""
-    found = re.fullmatch(r"(--(?:vllm-|router-)?)(no-)?(.*)", switch.name)
-    assert found is not None
-    other = find(found[1] + ("" if found[2] else "no-") + found[3])
-    same = other is not None and other.status == "acts" and other.attribute == switch.attribute
-    return other if same else None
+    package, no, name = re.fullmatch(r"(--(?:vllm-|router-)?)(no-)?(.*)", switch.name).groups()  # type: ignore[union-attr]
+    other = find(f"{package}{'' if no else 'no-'}{name}")
+    means = other is not None and other.status == "acts" and (not no or other.attribute == switch.attribute)
+    return other if means else None

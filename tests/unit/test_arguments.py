@@ -215,6 +215,8 @@ TYPED = [
         "vllm_overrides",
         {"enable_prefix_caching": ["--no-enable-prefix-caching"]},
     ),
+    (["--no-offload-train", "false"], "no_offload_train", False),
+    (["--offload-train", "--offload-train", "false"], "no_offload_train", True),
     (["--rollout-stop-token-ids", "1,2", "3, 4"], "rollout_stop_token_ids", [1, 2, 3, 4]),
     (["--rollout-stop-token-ids", "1", "--rollout-stop-token-ids", "2"], "rollout_stop_token_ids", [1, 2]),
     (["--recompute-modules", "mlp,layernorm"], "megatron_overrides", {"recompute_modules": ["mlp", "layernorm"]}),
