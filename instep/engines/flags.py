@@ -227,6 +227,11 @@ def engine_words(args: Settings) -> dict[str, list[str]]:
     return merge(written, args.vllm_overrides)
 
 
+def given_names(args: Settings) -> list[str]:
+    """The `--vllm-*` flags of the command line that are handed on, by instep's names."""
+    return [PREFIXES["vllm"] + words[0].removeprefix("--") for words in args.vllm_overrides.values()]
+
+
 def router_arguments(args: Settings) -> list[str]:
     """The flags for `vllm-router` that the command line gives as `--router-*`, with unchanged values."""
     return [word for words in args.router_overrides.values() for word in words]
