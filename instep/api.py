@@ -285,13 +285,11 @@ def _typed(name: str, value: Any, functions: dict[str, Callable[..., Any]]) -> s
         return _path(name, value, functions)
     if isinstance(value, (str, PathLike)):
         return str(value)
-    try:
-        if isinstance(value, (int, float, Mapping)):
+    if isinstance(value, (int, float, Mapping)):
+        with contextlib.suppress(TypeError):  # of what a dict holds
             return json.dumps(value)
-        raise TypeError(f"it is of the type {type(value).__name__}")
-    except TypeError as error:
-        remedy = "give text, a number, a list or a dict of them"
-        raise ConfigError(f"no flag takes such a value: {error}", where=f"{name}=...", remedy=remedy) from None
+    remedy = "give text, numbers, a list of them or a dict of what JSON can hold"
+    raise ConfigError(f"no flag takes this {type(value).__name__}", where=f"{name}=...", remedy=remedy)
 
 
 def _path(name: str, function: Callable[..., Any], functions: dict[str, Callable[..., Any]]) -> str:

@@ -10,9 +10,7 @@ import stat
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
-
-T = TypeVar("T")
+from typing import Any, BinaryIO
 
 MAX_DEPTH = 100  # of lists and objects; Python copies and prints some hundred levels, no more
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
@@ -86,20 +84,12 @@ def parse_whole(text: str) -> int:
     """The whole number that a word says, such as 100, 1e2 or 10.0. Raises: ValueError."""
     with contextlib.suppress(ValueError):
         return int(text)
-    with contextlib.suppress(ValueError):
-        if (value := float(text)).is_integer():
-            return int(value)
-    raise ValueError("is not a whole number")
+    if not (value := float(text)).is_integer():
+        raise ValueError("is not a whole number")
+    return int(value)
 
 
-def parse_float(text: str) -> float:
-    """The number that a word says. Raises: ValueError."""
-    with contextlib.suppress(ValueError):
-        return float(text)
-    raise ValueError("is not a number")
-
-
-def parse_choice(text: str, choices: Sequence[T]) -> T:
+def parse_choice(text: str, choices: Sequence[Any]) -> Any:
     """The one of `choices` that a word says, in capitals or not. Raises: ValueError."""
     same = [c for c in choices if str(c) == text] or [c for c in choices if str(c).lower() == text.lower()]
     if not same:

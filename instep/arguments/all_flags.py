@@ -93,12 +93,5 @@ def find(name: str) -> Flag | None:
         for prefix, status, note, instead in _PREFIXES:
             if name.startswith(prefix):
                 return Flag(name, status=status, note=note, instead=instead)
-    if flag is None and (dashed := _dashed(name)) != name:
-        return find(dashed)
-    return flag
-
-
-def _dashed(name: str) -> str:
-    """A flag with dashes for the underscores of its own name; keys of a JSON value after a dot keep theirs."""
-    own, dot, key = name.partition(".")
-    return own.replace("_", "-") + dot + key
+    own, dot, key = name.partition(".")  # the key of a JSON value keeps its underscores
+    return find(own.replace("_", "-") + dot + key) if flag is None and "_" in own else flag

@@ -23,7 +23,7 @@ from instep.arguments.flag import (
     json_object,
     later,
     negation,
-    path,
+    path_flag,
     refused,
     switch,
 )
@@ -47,11 +47,10 @@ DATA = FlagGroup(
             "often",
             nargs="+",
         ),
-        Flag(
+        path_flag(
             "--data-cache-path",
-            path,
-            help="folder of the indices of large data files; default: instep/data among the user's caches",
-            whose="M",
+            "folder of the indices of large data files; default: instep/data among the user's caches",
+            "M",
         ),
         Flag("--input-key", default="input", help="column of the prompt (a string or a list of messages)", whose="VSC"),
         Flag("--label-key", help="column of the label", whose="VSC"),
@@ -263,14 +262,14 @@ def _shares(args: Settings) -> Iterator[Problem]:
         yield Problem(what, "--global-batch-size", f"use at least {ranks}")
     if not args.use_dynamic_batch_size and size % unit:
         what = (
-            f"{size} samples a step do not divide among {ranks} data-parallel ranks x {args.micro_batch_size} samples "
+            f"{size} samples do not divide among {ranks} data-parallel ranks x {args.micro_batch_size} of a micro-batch"
         )
         if size % ranks:
             total = args.rollout_batch_size * args.n_samples_per_prompt
-            yield Problem(f"{what}per micro-batch", "--global-batch-size", _near(total, size, unit))
+            yield Problem(what, "--global-batch-size", _near(total, size, unit))
         else:
             remedy = f"{_near(size // ranks, args.micro_batch_size)}, or --use-dynamic-batch-size in its place"
-            yield Problem(f"{what}per micro-batch", "--micro-batch-size", remedy)
+            yield Problem(what, "--micro-batch-size", remedy)
 
 
 def _near(total: int, wanted: int, unit: int = 1) -> str:

@@ -8,8 +8,7 @@ from instep.arguments.flag import (
     Flag,
     FlagGroup,
     Number,
-    name,
-    path,
+    path_flag,
     refused,
     size,
     switch,
@@ -83,12 +82,11 @@ ENGINE = FlagGroup(
             "bytes of one bucket of weights",
             whose="C",
         ),
-        Flag(
+        path_flag(
             "--vllm-config",
-            path,
-            help="YAML of models, groups of engines and their GPUs (docs/engines_topologies.md); instead of "
+            "YAML of models, groups of engines and their GPUs (docs/engines_topologies.md); instead of "
             "--rollout-num-gpus and --prefill-num-servers",
-            whose="V",
+            "V",
         ),
         Flag(
             "--vllm-router-ip",
@@ -105,7 +103,6 @@ ENGINE = FlagGroup(
         ),
         Flag(
             "--rollout-external-engine-addrs",
-            name,
             help="HOST:PORT of engines that run already, each a vLLM with instep-vllm; none are started",
             nargs="+",
             whose="C",
@@ -114,25 +111,22 @@ ENGINE = FlagGroup(
             "--no-fast-log-probs",
             "vLLM answers by its own route, scheduler and sampler alone, which is slower (docs/engines.md)",
         ),
-        Flag(
+        path_flag(
             "--vllm-config-path",
-            path,
-            help="the vllm_bridge_config.json by which a vLLM of --rollout-external-engine-addrs shares its weights "
+            "the vllm_bridge_config.json by which a vLLM of --rollout-external-engine-addrs shares its weights "
             "(--weight-sync single-copy); default: that in $LOGDIR, in the current folder or in /tmp/atropos_bridge",
-            whose="A",
+            "A",
         ),
         switch("--no-api-key", "anybody on the host may generate; control routes ask for a key all the same"),
         Flag(
             "--allowed-hosts",
-            name,
             help="further names of this host by which clients may call engines and the port of `instep serve`, such as "
             "that of a proxy; default: the variable INSTEP_ALLOWED_HOSTS, else local names alone",
             nargs="+",
         ),
-        Flag(
+        path_flag(
             "--api-key-file",
-            path,
-            help="file (mode 600) with the key that `instep serve` asks for, or of engines, routers and a teacher that "
+            "file (mode 600) with the key that `instep serve` asks for, or of engines, routers and a teacher that "
             "are not the run's; default: the variable INSTEP_API_KEY, else a random one (and none for the latter)",
         ),
         *refused(PREFIX, "S", "--context-length", "--max-model-len", instead="--vllm-max-model-len"),

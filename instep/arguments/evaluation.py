@@ -13,7 +13,7 @@ from typing import Any
 from instep.algorithms.catalog import OFFLINE
 from instep.arguments.concern import Given, Problem, Settings
 from instep.arguments.data import data_file
-from instep.arguments.flag import BATCH, COUNT, FRACTION, INDEX, Flag, FlagGroup, Number, hook, path, switch
+from instep.arguments.flag import BATCH, COUNT, FRACTION, INDEX, Flag, FlagGroup, Number, hook, path, path_flag, switch
 from instep.arguments.reward import rm_type
 from instep.arguments.rollout import TOP_K
 from instep.documents import parse_yaml
@@ -23,11 +23,8 @@ def _names_and_files(words: list[str]) -> list[str]:
     """NAME FILE [NAME FILE ...]; one FILE alone is named by its stem."""
     if len(words) == 1:
         return [Path(words[0].partition("@[")[0]).stem, words[0]]
-    if len(words) % 2:
-        raise ValueError(f"got {len(words)} words, but they come in pairs: NAME FILE [NAME FILE ...]")
-    for name in words[::2]:
-        if os.path.isfile(path(name.partition("@[")[0])):
-            raise ValueError(f"got the file {name} where a name belongs: NAME FILE [NAME FILE ...]")
+    if len(words) % 2 or any(os.path.isfile(path(name.partition("@[")[0])) for name in words[::2]):
+        raise ValueError(f"got {' '.join(words)}, but each file has a name before it: NAME FILE [NAME FILE ...]")
     return words
 
 
@@ -43,7 +40,7 @@ EVAL = FlagGroup(
             together=_names_and_files,
             whose="C",
         ),
-        Flag("--eval-config", path, help="YAML of data sets with settings of their own (instead of it)", whose="C"),
+        path_flag("--eval-config", "YAML of data sets with settings of their own (instead of it)", "C"),
         Flag("--eval-function-path", hook, None, "default: --rollout-function-path", whose="VSC"),
         switch("--skip-eval-before-train", "no evaluation before the first rollout", "C"),
         Flag("--n-samples-per-eval-prompt", BATCH, 1, "responses per prompt", whose="C"),
@@ -158,8 +155,7 @@ def read_datasets(args: Settings) -> Iterator[Problem]:
     if args.eval_config is not None:
         yield from _from_yaml(args)
     elif args.eval_prompt_data is not None:
-        words = args.eval_prompt_data
-        pairs = zip(words[::2], words[1::2], strict=True)
+        pairs = zip(args.eval_prompt_data[::2], args.eval_prompt_data[1::2], strict=True)
         args.eval_datasets = [EvalDataset(name=name, path=file, **eval_defaults(args)) for name, file in pairs]
 
 

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from instep.arguments.slime_hooks import instep_hook
 from instep.data.rows import split_files
-from instep.documents import parse_choice, parse_float, parse_json, parse_whole
+from instep.documents import parse_choice, parse_json, parse_whole
 from instep.engines.topology import MAX_GPUS
 
 FlagStatus = Literal["acts", "accepted", "later", "refused"]
@@ -51,7 +51,10 @@ class Number:
         return f"{'above ' if self.above else ''}{_plain(self.low)} to {_plain(self.high)}"
 
     def __call__(self, text: str) -> Any:
-        value = parse_whole(text) if self.kind is int else parse_float(text)
+        try:
+            value = parse_whole(text) if self.kind is int else float(text)
+        except ValueError:
+            raise ValueError(f"is not a {'whole ' if self.kind is int else ''}number") from None
         self.check(value)
         return value
 
@@ -106,14 +109,9 @@ def literal(value: str) -> str:
 
 
 def text(value: str) -> str:
-    """A text that is more than white space."""
+    """A text that is more than white space; in a list it holds no comma either."""
     literal(value.strip())
     return value
-
-
-def name(value: str) -> str:
-    """A text without a comma: commas part several of them."""
-    return text(value)
 
 
 def path(value: str) -> str:
@@ -190,7 +188,6 @@ TYPE_LABELS: dict[Any, str] = {
     size: "SIZE",
     literal: "TEXT",
     text: "TEXT",
-    name: "NAME",
     path: "PATH",
     files: "FILES",
     hook: "MODULE.NAME",
@@ -252,10 +249,10 @@ class Flag:
 
     @property
     def splits(self) -> bool:
-        """Whether commas part its values, as blanks do."""
+        """Whether commas part its values, as blanks do: of text, where none may hold one."""
         numbers = getattr(self.type, "kind", "") in (int, float, "int", "float")
         several = self.nargs in ("+", "*") or self.append
-        return several and bool(numbers or self.choices or self.type in (name, hook))
+        return several and bool(numbers or self.choices or self.type in (text, hook))
 
     @property
     def type_label(self) -> str:
@@ -294,6 +291,11 @@ def switch(name: str, help: str, whose: str = "", **more: Any) -> Flag:
 def negation(name: str, dest: str, help: str, whose: str = "") -> Flag:
     """A switch that turns the attribute `dest` off, which is on by default."""
     return Flag(name, bool, True, help, dest=dest, constant=False, whose=whose)
+
+
+def path_flag(name: str, help: str, whose: str = "") -> Flag:
+    """A flag that names a file or a folder."""
+    return Flag(name, path, None, help, whose=whose)
 
 
 def later(note: str, whose: str, *names: str, instead: str = "", neutral: tuple[str, ...] = ()) -> tuple[Flag, ...]:

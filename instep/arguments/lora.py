@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from instep.algorithms.catalog import ONLINE
 from instep.arguments.concern import Given, Problem, Settings, flag_name
-from instep.arguments.flag import COUNT, FRACTION, Flag, FlagGroup, Number, name, refused
+from instep.arguments.flag import COUNT, FRACTION, Flag, FlagGroup, Number, refused
 from instep.models.shape import KV_B
 from instep.weights.way import SINGLE_COPY
 
@@ -28,7 +28,6 @@ LORA = FlagGroup(
         Flag("--lora-alpha", COUNT, None, "the adapter counts alpha / rank; default: twice the rank", whose="A"),
         Flag(
             "--lora-target-modules",
-            name,
             help="names, or last parts of names, of the linear layers with an adapter (q_proj v_proj ...); default: "
             "all but the output layer and kv_b_proj",
             nargs="+",
@@ -63,9 +62,9 @@ def companions(args: Settings, given: set[str]) -> Iterator[Problem]:
     """Flags that say something about an adapter need one."""
     if args.lora_rank:
         return
-    for companion in _COMPANIONS:
-        if companion in given:
-            yield Problem("has no effect without --lora-rank", flag_name(companion), "give both")
+    for name in _COMPANIONS:
+        if name in given:
+            yield Problem("has no effect without --lora-rank", flag_name(name), "give both")
     if args.weight_sync == "lora" and not args.debug_rollout_only:
         yield Problem("there is no adapter", "--weight-sync lora", "give --lora-rank, or another way")
     if args.save_hf_as == "adapter":

@@ -16,17 +16,7 @@ from typing import Any
 
 from instep.arguments import architecture
 from instep.arguments.concern import Problem, Settings
-from instep.arguments.flag import (
-    COUNT,
-    NO_MTP,
-    Flag,
-    FlagGroup,
-    Number,
-    accepted,
-    name,
-    switch,
-    text,
-)
+from instep.arguments.flag import COUNT, NO_MTP, Flag, FlagGroup, Number, accepted, switch, text
 from instep.arguments.model import known_config
 from instep.models.shape import FAMILIES, num_experts
 
@@ -259,7 +249,7 @@ def megatron_table() -> tuple[Flag, ...]:
         flags.append(
             Flag(
                 row["names"][0],
-                name if row.get("nargs") and row["type"] == "str" else types.get(row["type"], _element),
+                types.get(row["type"], _element),
                 row["default"],
                 choices=tuple(row.get("choices", ())),
                 nargs=row.get("nargs"),

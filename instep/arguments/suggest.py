@@ -60,9 +60,6 @@ def unknown(name: str, value: str, command: str) -> tuple[Problem, list[str]]:
     known, theirs = find(wanted), of_others(name, value, command, name)
     if acts_in(command, known):
         return Problem("unknown flag", name, f"did you mean {wanted}?"), [wanted]
-    if known is not None and wanted != name:
-        remedy = remedy_of(known, command)
-        return Problem(f"is {wanted}, which is {_why_not(known, command)}", name, remedy), named_flags(remedy)
     found = _negated(wanted, name, command) or theirs or _of_vllm(wanted, name, command)
     return found or _near(wanted, name, command)
 

@@ -150,12 +150,11 @@ class Fleet:
             return
         theirs = [engine.url for engine in self.engines if engine.process is None]
         theirs += [router.url for router in self.routers.values() if self._args.vllm_router_ip is not None]
-        for url in theirs:
-            at = urlsplit(url)
+        for at in map(urlsplit, theirs):
             try:
-                socket.create_connection((str(at.hostname), int(at.port or 0)), timeout=2.0).close()
+                socket.create_connection((str(at.hostname), int(at.port or 80)), timeout=2.0).close()
             except OSError:
-                self._status(f"nobody answers at {url} yet: waiting for up to {timeout:.0f} s (--engine-start-timeout)")
+                self._status(f"nobody answers at {at.netloc} yet: waiting {timeout:.0f} s (--engine-start-timeout)")
         outcomes = [in_thread(partial(engine.wait_ready, timeout), engine.name) for engine in self.engines]
         if wait(outcomes, return_when=FIRST_EXCEPTION).not_done:
             wait(outcomes, FAILURE_SECONDS)

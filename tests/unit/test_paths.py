@@ -9,7 +9,7 @@ import pytest
 
 from instep.arguments import parse
 from instep.arguments.all_flags import own_flags
-from instep.arguments.flag import files, name, path, text
+from instep.arguments.flag import files, path, text
 from instep.arguments.paths import USES
 from tests.command_line import argv, make_folder, refusal
 
@@ -33,7 +33,7 @@ lora_target_modules env env_address env_renderer
 def test_every_path_flag_is_in_the_table():
     acting = [f for f in own_flags().values() if f.status == "acts" and not f.choices]
     assert {f.attribute for f in acting if f.type in (path, files)} == set(USES) | {"env_python", "eval_prompt_data"}
-    assert {f.attribute for f in acting if f.type in (text, name)} == set(NAMES.split())
+    assert {f.attribute for f in acting if f.type is text} == set(NAMES.split())
 
 
 REFUSED = {
