@@ -12,8 +12,10 @@ import json
 import sys
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from enum import Enum
 from importlib import import_module
 from importlib.machinery import ModuleSpec
+from os import PathLike
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -127,6 +129,9 @@ class Run:
             _refuse_both(command, prompts, reward, reward_funcs, train_dataset)
             flags, rows, evaluations, notes = as_flags(command, args, reward_funcs, train_dataset, eval_dataset, flags)
             prompts = prompts if rows is None else rows
+        if _is_several(reward):
+            remedy = "give one that adds up what they return; or those of TRL's form as reward_funcs=[...]"
+            raise ConfigError("it is one function or one name, not several", where="reward=...", remedy=remedy)
         of_reward = "custom_rm_path" if callable(reward) or (reward and "." in reward) else "rm_type"
         given = {"model": ("hf_checkpoint", model), "prompts": ("prompt_data", prompts), "reward": (of_reward, reward)}
         for name, (flag, value) in given.items():
@@ -234,7 +239,7 @@ def _written(command: str, prompts: Iterable[Any], flags: Mapping[str, Any]) -> 
             remedy = "give texts, lists of messages, or dicts of what JSON can hold"
             raise DataError(f"the prompt is no JSON: {error}", where=f"prompts[{number}]", remedy=remedy) from error
     text = "".join(lines)
-    folder = Path(flags.get("run_dir") or f"runs/{command}")
+    folder = Path(flags.get("run_dir") or f"runs/{command}").expanduser()
     path = folder / f"prompts-{hashlib.sha256(text.encode()).hexdigest()[:12]}.jsonl"
     with writing(path, "run_dir"):
         folder.mkdir(parents=True, exist_ok=True)
@@ -248,29 +253,43 @@ def _words(flags: Mapping[str, Any], functions: dict[str, Callable[..., Any]]) -
     """The words of a command line that say what the keywords say; functions that no module has go into `functions`."""
     from instep.arguments.all_flags import find
     from instep.arguments.extra import find_on_path
+    from instep.arguments.parser import Value
 
     for name, value in flags.items():
         word = "--" + name.replace("_", "-")
         flag = find(word) or find_on_path(word)
-        if isinstance(value, (list, tuple)):
-            value = [_path(name, part, functions) if callable(part) else part for part in value]
-        elif callable(value):
-            value = _path(name, value, functions)
-        if flag is None or (value is True):
-            yield word if value is None or isinstance(value, bool) else f"{word}={value}"
-        elif value is None:
-            continue
-        elif value is False and flag.is_switch:
-            off = (p + "no-" + word.removeprefix(p) for p in ("--vllm-", "--router-", "--") if word.startswith(p))
-            yield from [no for no in off if (found := find(no)) is not None and found.status == "acts"][:1]
-        elif isinstance(value, Mapping) and not flag.nargs:
-            yield f"{word}={json.dumps(value)}"
-        elif isinstance(value, (Mapping, list, tuple)):
-            parts = [x for pair in value.items() for x in pair] if isinstance(value, Mapping) else value
-            yield from [f"{word}={part}" for part in parts] if flag.append else [word, *map(str, parts)]
-        else:
-            yield f"{word}={value}"
+        if flag is None:
+            yield f"{word}={value}" if isinstance(value, str) else word
+        elif value is True:
+            yield word
+        elif isinstance(value, Mapping) and flag.nargs:
+            yield from [word, *(Value(_typed(name, x, functions)) for pair in value.items() for x in pair)]
+        elif _is_several(value):
+            parts = [_typed(name, part, functions) for part in value]
+            yield from [f"{word}={part}" for part in parts] if flag.append else [word, *map(Value, parts)]
+        elif value is not None:
+            yield f"{word}={_typed(name, value, functions)}"
     _import_as_module(functions)
+
+
+def _is_several(value: Any) -> bool:
+    of_one = isinstance(value, (str, bytes, Mapping)) or callable(value) or getattr(value, "shape", None) == ()
+    return isinstance(value, Iterable) and not of_one
+
+
+def _typed(name: str, value: Any, functions: dict[str, Callable[..., Any]]) -> str:
+    """One value as it would be typed."""
+    value = value.item() if getattr(value, "shape", None) == () else value  # of numpy or torch
+    value = value.value if isinstance(value, Enum) else value
+    if callable(value):
+        return _path(name, value, functions)
+    if isinstance(value, (str, PathLike)):
+        return str(value)
+    if isinstance(value, (int, float, Mapping)):
+        with contextlib.suppress(TypeError):  # of what a dict holds
+            return json.dumps(value)
+    remedy = "give text, numbers, a list of them or a dict of what JSON can hold"
+    raise ConfigError(f"no flag takes this {type(value).__name__}", where=f"{name}=...", remedy=remedy)
 
 
 def _path(name: str, function: Callable[..., Any], functions: dict[str, Callable[..., Any]]) -> str:

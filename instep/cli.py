@@ -172,7 +172,7 @@ def arguments(command: str, words: list[str]) -> Args:
         # Defaults and rules depend on the device, and the plan on its memory.
         device = device_here() if args.device == "auto" else args.device
         size = memory_of_gpus() if device == "cuda" and args.cluster == "local" else None
-        given = any(word.partition("=")[0] == "--gpu-memory-gb" for word in words)
+        given = any(word.partition("=")[0].replace("_", "-") == "--gpu-memory-gb" for word in words)
         known = [] if size is None or given else ["--gpu-memory-gb", f"{size:.2f}"]
         words = [*words, "--device", device, *known]
         args = parse(words, command)

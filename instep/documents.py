@@ -1,12 +1,14 @@
-"""Files, JSON and YAML that users hand in: read, or refused with one line that says what is wrong and where."""
+"""Files, JSON, YAML and words that users hand in: read, or refused with one line that says what is wrong and where."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import stat
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -76,6 +78,23 @@ def _wrong(key: str, value: Any) -> str:
 
 def _printable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()[:60]
+
+
+def parse_whole(text: str) -> int:
+    """The whole number that a word says, such as 100, 1e2 or 10.0. Raises: ValueError."""
+    with contextlib.suppress(ValueError):
+        return int(text)
+    if not (value := float(text)).is_integer():
+        raise ValueError("is not a whole number")
+    return int(value)
+
+
+def parse_choice(text: str, choices: Sequence[Any]) -> Any:
+    """The one of `choices` that a word says, in capitals or not. Raises: ValueError."""
+    same = [c for c in choices if str(c) == text] or [c for c in choices if str(c).lower() == text.lower()]
+    if not same:
+        raise ValueError(f"is none of {', '.join(map(str, choices))}")
+    return same[0]
 
 
 def parse_yaml(text: str) -> Any:

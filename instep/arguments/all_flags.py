@@ -87,10 +87,11 @@ def passed_through() -> dict[str, Flag]:
 
 def find(name: str) -> Flag | None:
     """The record of a flag of instep, else of the user's `train.py`, of Megatron, vLLM, the router or a family known by
-    its prefix; else None."""
+    its prefix; else None. Its words may be joined by underscores."""
     flag = own_flags().get(name) or of_user().get(name) or passed_through().get(name) or find_engine_flag(name)
     if flag is None:
         for prefix, status, note, instead in _PREFIXES:
             if name.startswith(prefix):
                 return Flag(name, status=status, note=note, instead=instead)
-    return flag
+    own, dot, key = name.partition(".")  # the key of a JSON value keeps its underscores
+    return find(own.replace("_", "-") + dot + key) if flag is None and "_" in own else flag

@@ -16,6 +16,7 @@ from instep.arguments.flag import (
     Flag,
     FlagGroup,
     accepted,
+    path_flag,
     refused,
     switch,
 )
@@ -79,7 +80,7 @@ CLUSTER = FlagGroup(
             help="GB by which the controller, where rewards and other hooks run, may grow during the run; "
             "default: half of the memory that is free at the start",
         ),
-        Flag("--run-dir", help="folder of metrics, logs and report; default: runs/<command>"),
+        path_flag("--run-dir", "folder of metrics, logs and report; default: runs/<command>"),
         switch(
             "--deterministic-mode",
             "the same bits in every run and after every resume: the engine computes each sample as if it were alone, "

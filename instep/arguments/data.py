@@ -17,10 +17,13 @@ from instep.arguments.flag import (
     Flag,
     FlagGroup,
     accepted,
+    files,
     hook,
+    in_one_word,
     json_object,
     later,
     negation,
+    path_flag,
     refused,
     switch,
 )
@@ -29,7 +32,13 @@ from instep.data.rows import split_files
 DATA = FlagGroup(
     "Data and batches",
     (
-        Flag("--prompt-data", help="jsonl or parquet files: FILE[,FILE ...]; FILE@[a:b] takes rows a to b", whose="C"),
+        Flag(
+            "--prompt-data",
+            files,
+            help="jsonl or parquet files: FILE[,FILE ...]; FILE@[a:b] takes rows a to b",
+            together=in_one_word,
+            whose="C",
+        ),
         Flag(
             "--prompt-data-weights",
             POSITIVE,
@@ -38,10 +47,10 @@ DATA = FlagGroup(
             "often",
             nargs="+",
         ),
-        Flag(
+        path_flag(
             "--data-cache-path",
-            help="folder of the indices of large data files; default: instep/data among the user's caches",
-            whose="M",
+            "folder of the indices of large data files; default: instep/data among the user's caches",
+            "M",
         ),
         Flag("--input-key", default="input", help="column of the prompt (a string or a list of messages)", whose="VSC"),
         Flag("--label-key", help="column of the label", whose="VSC"),
@@ -252,19 +261,23 @@ def _shares(args: Settings) -> Iterator[Problem]:
         what = f"{size} samples a step for {ranks} data-parallel ranks"
         yield Problem(what, "--global-batch-size", f"use at least {ranks}")
     if not args.use_dynamic_batch_size and size % unit:
-        yield Problem(
-            f"{size} samples a step do not divide among {ranks} data-parallel ranks x {args.micro_batch_size} samples "
-            "per micro-batch",
-            "--global-batch-size",
-            f"use {' or '.join(str(n) for n in (size // unit * unit, (size // unit + 1) * unit) if n)}, "
-            "another --micro-batch-size, or --use-dynamic-batch-size",
+        what = (
+            f"{size} samples do not divide among {ranks} data-parallel ranks x {args.micro_batch_size} of a micro-batch"
         )
+        if size % ranks:
+            total = args.rollout_batch_size * args.n_samples_per_prompt
+            yield Problem(what, "--global-batch-size", _near(total, size, unit))
+        else:
+            remedy = f"{_near(size // ranks, args.micro_batch_size)}, or --use-dynamic-batch-size in its place"
+            yield Problem(what, "--micro-batch-size", remedy)
 
 
-def _near(total: int, wanted: int) -> str:
-    """The divisors of `total` on both sides of `wanted`."""
-    low = [d for d in range(1, math.isqrt(total) + 1) if total % d == 0]
-    divisors = [*low, *(total // d for d in reversed(low))]
+def _near(total: int, wanted: int, unit: int = 1) -> str:
+    """The divisors of `total` on both sides of `wanted` that are multiples of `unit`."""
+    if total % unit:
+        return f"make --rollout-batch-size x --n-samples-per-prompt a multiple of {unit}"
+    low = [d for d in range(1, math.isqrt(total // unit) + 1) if total // unit % d == 0]
+    divisors = [unit * d for d in (*low, *(total // unit // d for d in reversed(low)))]
     below = [d for d in divisors if d < wanted][-1:]
     above = [d for d in divisors if d > wanted][:1]
     return f"use {' or '.join(str(d) for d in below + above)}"

@@ -17,6 +17,7 @@ from instep.arguments.flag import (
     Number,
     later,
     negation,
+    path_flag,
     refused,
     switch,
 )
@@ -29,15 +30,15 @@ DEBUGGING = FlagGroup(
     (
         switch("--debug-rollout-only", "no trainer: rollouts and evaluations with the engine alone", "C"),
         switch("--debug-train-only", "no engine: the rollout function must do without one", "C"),
-        Flag(
+        path_flag(
             "--save-debug-rollout-data",
-            help="FILE with {rollout_id}: torch.save of each rollout's samples (evaluations: eval_ before the number)",
-            whose="C",
+            "FILE with {rollout_id}: torch.save of each rollout's samples (evaluations: eval_ before the number)",
+            "C",
         ),
-        Flag(
+        path_flag(
             "--load-debug-rollout-data",
-            help="FILE with {rollout_id}: train on what the former saved, without an engine",
-            whose="C",
+            "FILE with {rollout_id}: train on what the former saved, without an engine",
+            "C",
         ),
         Flag(
             "--load-debug-rollout-data-subsample",
@@ -46,15 +47,13 @@ DEBUGGING = FlagGroup(
             "share of its groups, the first ones (at least one)",
             whose="C",
         ),
-        Flag(
+        path_flag(
             "--save-debug-train-data",
-            help="FILE with {rollout_id}: torch.save of what the trainer got and computed, sample by sample; {rank} is "
+            "FILE with {rollout_id}: torch.save of what the trainer got and computed, sample by sample; {rank} is "
             "0: one file holds all ranks' samples",
-            whose="C",
+            "C",
         ),
-        Flag(
-            "--dump-details", help="DIR: both dumps (rollout_data/, train_data/) and a copy of the tokenizer", whose="C"
-        ),
+        path_flag("--dump-details", "DIR: both dumps (rollout_data/, train_data/) and a copy of the tokenizer", "C"),
         negation(
             "--no-hook-trial",
             "hook_trial",

@@ -8,6 +8,7 @@ from instep.arguments.flag import (
     Flag,
     FlagGroup,
     Number,
+    path_flag,
     refused,
     size,
     switch,
@@ -81,11 +82,11 @@ ENGINE = FlagGroup(
             "bytes of one bucket of weights",
             whose="C",
         ),
-        Flag(
+        path_flag(
             "--vllm-config",
-            help="YAML of models, groups of engines and their GPUs (docs/engines_topologies.md); instead of "
+            "YAML of models, groups of engines and their GPUs (docs/engines_topologies.md); instead of "
             "--rollout-num-gpus and --prefill-num-servers",
-            whose="V",
+            "V",
         ),
         Flag(
             "--vllm-router-ip",
@@ -110,11 +111,11 @@ ENGINE = FlagGroup(
             "--no-fast-log-probs",
             "vLLM answers by its own route, scheduler and sampler alone, which is slower (docs/engines.md)",
         ),
-        Flag(
+        path_flag(
             "--vllm-config-path",
-            help="the vllm_bridge_config.json by which a vLLM of --rollout-external-engine-addrs shares its weights "
+            "the vllm_bridge_config.json by which a vLLM of --rollout-external-engine-addrs shares its weights "
             "(--weight-sync single-copy); default: that in $LOGDIR, in the current folder or in /tmp/atropos_bridge",
-            whose="A",
+            "A",
         ),
         switch("--no-api-key", "anybody on the host may generate; control routes ask for a key all the same"),
         Flag(
@@ -123,9 +124,9 @@ ENGINE = FlagGroup(
             "that of a proxy; default: the variable INSTEP_ALLOWED_HOSTS, else local names alone",
             nargs="+",
         ),
-        Flag(
+        path_flag(
             "--api-key-file",
-            help="file (mode 600) with the key that `instep serve` asks for, or of engines, routers and a teacher that "
+            "file (mode 600) with the key that `instep serve` asks for, or of engines, routers and a teacher that "
             "are not the run's; default: the variable INSTEP_API_KEY, else a random one (and none for the latter)",
         ),
         *refused(PREFIX, "S", "--context-length", "--max-model-len", instead="--vllm-max-model-len"),

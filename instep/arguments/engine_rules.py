@@ -37,7 +37,7 @@ def read_topology(args: Settings, scan: Scan) -> Iterator[Problem]:
 
 def rollout_backend(args: Settings, given: Given) -> str:
     """`auto` becomes the kind of engine that a given flag belongs to, if there is one."""
-    meant = (kind.name for kind in all_kinds() if named_kind(args) is None and kind.is_meant(args))
+    meant = (kind.name for kind in all_kinds() if named_kind(args) is None and kind.meant_by(args))
     return next(meant, args.rollout_backend)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from instep.arguments.concern import Given, Problem, Settings, flag_name
-from instep.arguments.flag import Flag, FlagGroup, Number, json_object
+from instep.arguments.flag import Flag, FlagGroup, Number, json_object, path_flag
 
 PACKAGE = "instep.integrations.verifiers"
 ROLLOUT = f"{PACKAGE}.generate_rollout"
@@ -34,7 +34,7 @@ ENVIRONMENT = FlagGroup(
             "the same for evaluations, over --env-args: {} evaluates on the tasks that are trained on",
         ),
         Flag("--env-renderer", help="name of the renderer of the package `renderers`; default: by the model's name"),
-        Flag("--env-python", help="a Python that has verifiers and the environment; default: the one that runs instep"),
+        path_flag("--env-python", "a Python that has verifiers and the environment; default: instep's own"),
         Flag("--env-num-servers", Number(int, 1, 256), 1, "processes that share the episodes of the environment"),
         Flag("--env-address", help="tcp://HOST:PORT of an env server of verifiers that runs already, for training"),
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -12,19 +13,34 @@ from typing import Any
 from instep.algorithms.catalog import OFFLINE
 from instep.arguments.concern import Given, Problem, Settings
 from instep.arguments.data import data_file
-from instep.arguments.flag import BATCH, COUNT, FRACTION, INDEX, Flag, FlagGroup, Number, hook, switch
+from instep.arguments.flag import BATCH, COUNT, FRACTION, INDEX, Flag, FlagGroup, Number, hook, path, path_flag, switch
 from instep.arguments.reward import rm_type
 from instep.arguments.rollout import TOP_K
 from instep.documents import parse_yaml
+
+
+def _names_and_files(words: list[str]) -> list[str]:
+    """NAME FILE [NAME FILE ...]; one FILE alone is named by its stem."""
+    if len(words) == 1:
+        return [Path(words[0].partition("@[")[0]).stem, words[0]]
+    if len(words) % 2 or any(os.path.isfile(path(name.partition("@[")[0])) for name in words[::2]):
+        raise ValueError(f"got {' '.join(words)}, but each file has a name before it: NAME FILE [NAME FILE ...]")
+    return words
+
 
 EVAL = FlagGroup(
     "Evaluation",
     (
         Flag("--eval-interval", COUNT, None, "evaluate every so many rollouts, and before the first", whose="CM"),
         Flag(
-            "--eval-prompt-data", help="NAME FILE [NAME FILE ...]; one FILE alone takes its name", nargs="+", whose="C"
+            "--eval-prompt-data",
+            path,
+            help="NAME FILE [NAME FILE ...]; one FILE alone takes its name",
+            nargs="+",
+            together=_names_and_files,
+            whose="C",
         ),
-        Flag("--eval-config", help="YAML of data sets with settings of their own (instead of the former)", whose="C"),
+        path_flag("--eval-config", "YAML of data sets with settings of their own (instead of it)", "C"),
         Flag("--eval-function-path", hook, None, "default: --rollout-function-path", whose="VSC"),
         switch("--skip-eval-before-train", "no evaluation before the first rollout", "C"),
         Flag("--n-samples-per-eval-prompt", BATCH, 1, "responses per prompt", whose="C"),
@@ -139,18 +155,8 @@ def read_datasets(args: Settings) -> Iterator[Problem]:
     if args.eval_config is not None:
         yield from _from_yaml(args)
     elif args.eval_prompt_data is not None:
-        yield from _from_flag(args)
-
-
-def _from_flag(args: Settings) -> Iterator[Problem]:
-    words, where = args.eval_prompt_data or [], "--eval-prompt-data"
-    if len(words) == 1:
-        words = [Path(words[0].partition("@[")[0]).stem, words[0]]
-    if len(words) % 2:
-        yield Problem(f"{len(words)} words, but they come in pairs", where, "write NAME FILE [NAME FILE ...]")
-        return
-    pairs = zip(words[::2], words[1::2], strict=True)
-    args.eval_datasets = [EvalDataset(name=name, path=path, **eval_defaults(args)) for name, path in pairs]
+        pairs = zip(args.eval_prompt_data[::2], args.eval_prompt_data[1::2], strict=True)
+        args.eval_datasets = [EvalDataset(name=name, path=file, **eval_defaults(args)) for name, file in pairs]
 
 
 def _from_yaml(args: Settings) -> Iterator[Problem]:
@@ -184,7 +190,7 @@ def _from_yaml(args: Settings) -> Iterator[Problem]:
         found = list(_check_entry(own, f"{where}, data set {entry.get('name', number)}"))
         yield from found
         sound += [] if found else [own]
-    args.eval_datasets = [EvalDataset(**{**eval_defaults(args), **own}) for own in sound]
+    args.eval_datasets = [EvalDataset(**{**eval_defaults(args), **own, "path": path(own["path"])}) for own in sound]
 
 
 def _check_entry(entry: dict[str, Any], where: str) -> Iterator[Problem]:

@@ -36,9 +36,7 @@ def family(args: Draft, given: set[str]) -> Iterator[Problem]:
     read = how is None or (how == "fp8" and (args.command not in ONLINE or args.debug_train_only))
     whole = "" if read else "convert the quantized weights to bfloat16, and give "
     yield Problem(
-        f"the megatron train backend {why}",
-        "--hf-checkpoint",
-        f"{whole}--train-backend hf{without}; or {KNOWN}",
+        f"the megatron train backend {why}", "--hf-checkpoint", f"{whole}--train-backend hf{without}; or {KNOWN}"
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +17,8 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from instep.arguments.slime_hooks import instep_hook
-from instep.documents import parse_json
+from instep.data.rows import split_files
+from instep.documents import parse_choice, parse_json, parse_whole
 from instep.engines.topology import MAX_GPUS
 
 FlagStatus = Literal["acts", "accepted", "later", "refused"]
@@ -50,7 +52,7 @@ class Number:
 
     def __call__(self, text: str) -> Any:
         try:
-            value = self.kind(text)
+            value = parse_whole(text) if self.kind is int else float(text)
         except ValueError:
             raise ValueError(f"is not a {'whole ' if self.kind is int else ''}number") from None
         self.check(value)
@@ -87,26 +89,46 @@ PORT = Number(int, 1024, 65535)
 
 def size(value: str) -> int:
     """A whole number above 0. As in vLLM, it may be written 2k, 1.5m (powers of 1000) or 4K, 1M (powers of 1024)."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])|(\d+)([KMG]?)", value)
-    if found is None:
-        raise ValueError("is neither a whole number nor one like 2k (of 1000) or 4K (of 1024)")
-    decimal, small, binary, large = found.groups()
-    number = (
-        float(decimal) * 1000 ** ("kmg".index(small) + 1)
-        if decimal
-        else int(binary) * 1024 ** " KMG".index(large or " ")
-    )
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])|(\d+)([KMG])", value)
+    try:
+        decimal, small, binary, large = found.groups() if found else ("", "", parse_whole(value), " ")
+    except ValueError:
+        raise ValueError("is neither a whole number nor one like 2k (of 1000) or 4K (of 1024)") from None
+    number = float(decimal) * 1000 ** ("kmg".index(small) + 1) if decimal else int(binary) * 1024 ** " KMG".index(large)
     COUNT.check(number)
     return int(number)
 
 
-def text(value: str) -> str:
-    """Any text but the empty one, which an unset shell variable leaves behind, and what is no UTF-8."""
-    if not value.strip():
+def literal(value: str) -> str:
+    """Any text, also white space, but not the empty one, which an unset shell variable leaves behind."""
+    if not value:
         raise ValueError("is empty (an unset shell variable?)")
     if not value.isascii() and value.encode("utf-8", "replace").decode() != value:
         raise ValueError("is no UTF-8 text")
     return value
+
+
+def text(value: str) -> str:
+    """A text that is more than white space; in a list it holds no comma either."""
+    literal(value.strip())
+    return value
+
+
+def path(value: str) -> str:
+    """A path, in which `~` is the home folder; white space around it is not part of it."""
+    return os.path.expanduser(literal(value.strip()))
+
+
+def files(value: str) -> str:
+    """FILE[,FILE ...], each a `path`."""
+    return ",".join(path(file) for file in split_files(literal(value.strip().rstrip(","))))
+
+
+def in_one_word(values: list[str]) -> list[str]:
+    """Several files are one word."""
+    if len(values) > 1:
+        raise ValueError(f"got {len(values)} words, but files are one, joined by commas: {','.join(values)[:200]}")
+    return values
 
 
 _SEEDS = ("slime", "slime_plugins", "vime", "vime_plugins")
@@ -117,7 +139,7 @@ def hook(value: str) -> str:
 
     Where slime (or vime) is not installed, its own functions are those of instep in their place.
     """
-    if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", value):
+    if "." not in value or not all(part.isidentifier() for part in value.split(".")):
         raise ValueError("is no dotted path like my_module.my_function (not a file name, no colon)")
     top = value.partition(".")[0]
     if importlib.util.find_spec(top) is None:
@@ -164,7 +186,10 @@ def attribute_name(flag: str) -> str:
 
 TYPE_LABELS: dict[Any, str] = {
     size: "SIZE",
+    literal: "TEXT",
     text: "TEXT",
+    path: "PATH",
+    files: "FILES",
     hook: "MODULE.NAME",
     json_object: "JSON",
     pattern: "REGEX",
@@ -179,8 +204,9 @@ class Flag:
 
     Attributes:
         type: a converter from text; `bool` makes a switch that takes no value.
-        nargs: None (one value), "+" (one or more, gives a list), "*" (none or more) or "2" (Megatron's MODULE NAME, or
-            both in one, which gives a dotted path).
+        nargs: None (one value), "+" (one or more, gives a list, to which each use of a flag of instep adds), "*" (none
+            or more) or "2" (Megatron's MODULE NAME, or both in one, which gives a dotted path).
+        together: reads the words of one use before they are converted. Raises ValueError, with what is wrong.
         append: each use adds one value to a list.
         dest: the attribute of `Args`; it is made from the name where this is empty.
         note, instead: why a flag does not act, and what to use instead.
@@ -200,6 +226,7 @@ class Flag:
     choices: tuple[Any, ...] = ()
     nargs: str | None = None
     append: bool = False
+    together: Callable[[list[str]], list[str]] | None = None
     dest: str = ""
     aliases: tuple[str, ...] = ()
     status: FlagStatus = "acts"
@@ -221,6 +248,13 @@ class Flag:
         return self.type is bool
 
     @property
+    def splits(self) -> bool:
+        """Whether commas part its values, as blanks do: of text, where none may hold one."""
+        numbers = getattr(self.type, "kind", "") in (int, float, "int", "float")
+        several = self.nargs in ("+", "*") or self.append
+        return several and bool(numbers or self.choices or self.type in (text, hook))
+
+    @property
     def type_label(self) -> str:
         if self.choices:
             return "|".join(str(c) for c in self.choices) + (" ..." if self.nargs else "")
@@ -237,10 +271,8 @@ class Flag:
 
     def convert(self, value: str) -> Any:
         """Raises: ValueError, with what is wrong about `value`."""
-        converted = self.type(text(value))
-        if self.choices and converted not in self.choices:
-            raise ValueError(f"is none of {', '.join(str(c) for c in self.choices)}")
-        return converted
+        converted = self.type(literal(value))
+        return parse_choice(str(converted), self.choices) if self.choices else converted
 
 
 @dataclass(frozen=True)
@@ -259,6 +291,11 @@ def switch(name: str, help: str, whose: str = "", **more: Any) -> Flag:
 def negation(name: str, dest: str, help: str, whose: str = "") -> Flag:
     """A switch that turns the attribute `dest` off, which is on by default."""
     return Flag(name, bool, True, help, dest=dest, constant=False, whose=whose)
+
+
+def path_flag(name: str, help: str, whose: str = "") -> Flag:
+    """A flag that names a file or a folder."""
+    return Flag(name, path, None, help, whose=whose)
 
 
 def later(note: str, whose: str, *names: str, instead: str = "", neutral: tuple[str, ...] = ()) -> tuple[Flag, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from instep.arguments.concern import Problem, Settings
-from instep.arguments.flag import INDEX, Flag, FlagGroup, later, refused, switch
+from instep.arguments.flag import INDEX, Flag, FlagGroup, later, path_flag, refused, switch
 
 LOGGERS = FlagGroup(
     "Logging",
@@ -14,7 +14,7 @@ LOGGERS = FlagGroup(
         Flag(
             "--wandb-mode", choices=("online", "offline", "disabled"), help="default: WANDB_MODE, or online", whose="C"
         ),
-        Flag("--wandb-dir", help="folder of its files; default: the run's", whose="C"),
+        path_flag("--wandb-dir", "folder of its files; default: the run's", "C"),
         Flag("--wandb-key", help="API key; never saved (better: the variable WANDB_API_KEY)", whose="C", secret=True),
         Flag("--wandb-host", help="its server", whose="C"),
         Flag("--wandb-team", help="entity", whose="C"),

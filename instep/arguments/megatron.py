@@ -16,16 +16,7 @@ from typing import Any
 
 from instep.arguments import architecture
 from instep.arguments.concern import Problem, Settings
-from instep.arguments.flag import (
-    COUNT,
-    NO_MTP,
-    Flag,
-    FlagGroup,
-    Number,
-    accepted,
-    switch,
-    text,
-)
+from instep.arguments.flag import COUNT, NO_MTP, Flag, FlagGroup, Number, accepted, switch, text
 from instep.arguments.model import known_config
 from instep.models.shape import FAMILIES, num_experts
 

@@ -53,9 +53,11 @@ class Row:
 
 TRL = (
     Row("model, model_name_or_path", "", "--hf-checkpoint", "a local folder"),
+    Row("processing_class or tokenizer", "", "", "the folder of --hf-checkpoint has it: save yours there"),
     Row("train_dataset, dataset_name", "", "--prompt-data FILE --input-key prompt", "a jsonl or parquet file"),
     Row("eval_dataset", "", "--eval-prompt-data NAME FILE"),
     Row("reward_funcs", "", "--custom-rm-path", "one function per run, as it is; add several up in it"),
+    Row("run_name, project", "", "--wandb-group --wandb-project", "with --use-wandb"),
     Row("learning_rate", "1e-6", "--lr"),
     Row("lr_scheduler_type", "linear", "--lr-decay-style"),
     Row("warmup_steps", "0", "--lr-warmup-iters"),
@@ -281,7 +283,7 @@ _IS = "algo.advantage.is_correction_"
 OPENRLHF = (
     Row("actor.model_name_or_path or pretrain", "", "--hf-checkpoint"),
     Row("data.prompt_dataset or prompt_data", "", "--prompt-data", "jsonl or parquet files, with commas between"),
-    Row("data.prompt_probs or prompt_data_probs", "", "--prompt-data-weights", "0.2 0.8 instead of 0.2,0.8"),
+    Row("data.prompt_probs or prompt_data_probs", "", "--prompt-data-weights"),
     Row("data.input_key", "input", "--input-key"),
     Row("data.label_key", "", "--label-key"),
     Row("data.apply_chat_template", "False", "--apply-chat-template"),

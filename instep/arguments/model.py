@@ -20,6 +20,7 @@ from instep.arguments.flag import (
     Flag,
     FlagGroup,
     later,
+    path_flag,
     pattern,
     refused,
     switch,
@@ -33,7 +34,7 @@ _NOT_CAUSAL = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassificati
 MODEL = FlagGroup(
     "Model and checkpoints",
     (
-        Flag("--hf-checkpoint", help="Hugging Face folder: tokenizer, architecture, first weights", whose="VSC"),
+        path_flag("--hf-checkpoint", "Hugging Face folder: tokenizer, architecture, first weights", "VSC"),
         Flag(
             "--train-backend",
             default="megatron",
@@ -46,15 +47,15 @@ MODEL = FlagGroup(
             "run the Python files that --hf-checkpoint brings for its tokenizer or model; without it they are an error",
             "M",
         ),
-        Flag("--load", help="the actor's checkpoint (or a Hugging Face folder); without one: --ref-load", whose="VSC"),
-        Flag("--save", help="folder for checkpoints", whose="VSC"),
+        path_flag("--load", "the actor's checkpoint (or Hugging Face folder); default: --ref-load", "VSC"),
+        path_flag("--save", "folder for checkpoints", "VSC"),
         Flag("--save-interval", COUNT, None, "save every so many rollouts, and after the last", whose="CM"),
-        Flag("--ref-load", help="checkpoint of the reference, and first weights of the actor", whose="VSC"),
+        path_flag("--ref-load", "checkpoint of the reference, and first weights of the actor", "VSC"),
         Flag("--ckpt-step", INDEX, None, "which step of --load; default: the latest", whose="VSM"),
-        Flag(
+        path_flag(
             "--save-hf",
-            help="folder for a Hugging Face export at each save; may contain {rollout_id}, or {step}, which is 1 more",
-            whose="C",
+            "folder for a Hugging Face export at each save; may contain {rollout_id}, or {step}, which is 1 more",
+            "C",
         ),
         switch("--no-save-optim", "save no optimizer state", "CM"),
         switch("--no-load-optim", "load no optimizer state", "M"),

@@ -36,13 +36,7 @@ PARALLEL = FlagGroup(
             "chunks of layers on each pipeline rank, which take turns so that less time is idle (interleaved pipeline)",
             whose="M",
         ),
-        Flag(
-            "--num-layers-per-virtual-pipeline-stage",
-            COUNT,
-            None,
-            "the same by the layers of a chunk",
-            whose="M",
-        ),
+        Flag("--num-layers-per-virtual-pipeline-stage", COUNT, None, "the same by the layers of a chunk", whose="M"),
         Flag(
             "--decoder-first-pipeline-num-layers",
             COUNT,

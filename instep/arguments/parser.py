@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from instep.arguments.all_flags import find
+from instep.arguments.all_flags import find, own_flags
 from instep.arguments.concern import Problem
 from instep.arguments.extra import find_on_path
 from instep.arguments.flag import Flag
-from instep.arguments.suggest import named_flags, remedy_of, setting, unknown
+from instep.arguments.suggest import named_flags, of_others, remedy_of, setting, unknown
+
+_WORDS = {**dict.fromkeys(("true", "yes", "on", "1"), True), **dict.fromkeys(("false", "no", "off", "0"), False)}
 
 
 @dataclass
@@ -32,13 +34,17 @@ class Scan:
     meant: set[str] = field(default_factory=set)
 
 
+class Value(str):
+    """A word that is no flag, whatever it begins with."""
+
+
 def _shown(value: str) -> str:
     return repr(value if len(value) <= 200 else value[:200] + "...")
 
 
 def is_flag(token: str) -> bool:
     """Whether a token starts a flag; negative numbers do not."""
-    return bool(re.match(r"--[A-Za-z]|-[A-Za-z]", token))
+    return not isinstance(token, Value) and bool(re.match(r"--[A-Za-z]|-[A-Za-z]", token))
 
 
 def scan(argv: Sequence[str], command: str = "train") -> Scan:
@@ -54,7 +60,7 @@ def scan(argv: Sequence[str], command: str = "train") -> Scan:
         values = [value] if equals else []
         while tokens and not is_flag(tokens[0]):
             flag = find(name) or find_on_path(name)
-            if flag and flag.status == "acts" and not flag.nargs and not flag.is_switch and values:
+            if flag and flag.status == "acts" and not (flag.nargs or flag.together or flag.is_switch) and values:
                 break
             values.append(tokens.pop(0))
         _take(result, name, values, command)
@@ -77,6 +83,10 @@ def _take(result: Scan, name: str, values: list[str], command: str) -> None:
     if flag is None:
         _reject(result, unknown(name, values[0] if values else "", command))
         return
+    if "_" in name and flag.choices and not {*map(str, flag.choices)} & {*map(str.lower, values)}:  # `--loss_type dapo`
+        if theirs := of_others(name, "".join(values[:1]), command, name):
+            _reject(result, theirs)
+            return
     if " ".join(values) in flag.neutral:
         return
     if flag.status == "accepted":
@@ -99,9 +109,13 @@ def _take(result: Scan, name: str, values: list[str], command: str) -> None:
 
 def _store(result: Scan, flag: Flag, values: list[str]) -> None:
     if flag.is_switch:
-        if values:
-            raise ValueError(f"takes no value, but got {_shown(values[0])}")
-        result.given[flag.attribute] = flag.constant
+        is_on = _WORDS.get(values[0].strip().lower()) if values else True
+        if is_on is None or len(values) > 1:
+            raise ValueError(f"takes no value but true or false, and got {_shown(' '.join(values))}")
+        result.given.pop(flag.attribute, None)
+        if meant := flag if is_on else _opposite(flag):
+            result.flags[meant.attribute] = meant
+            result.given[meant.attribute] = meant.constant
         return
     if not values and flag.nargs != "*":
         raise ValueError(f"needs a value ({flag.type_label})")
@@ -109,13 +123,25 @@ def _store(result: Scan, flag: Flag, values: list[str]) -> None:
         if len(values) > 2:
             raise ValueError(f"takes {flag.type_label}, but got {len(values)} values")
         values = [".".join(values)]
+    if flag.together:
+        values = flag.together(values)
+    if flag.splits:
+        values = [part for value in values for part in value.replace(",", " ").split() or [value]]
     converted = []
     for value in values:
         try:
             converted.append(flag.convert(value))
         except ValueError as error:
             raise ValueError(f"{'its value' if flag.secret else _shown(value)} {error}") from None
-    if flag.append:
+    if flag.append or (flag.nargs == "+" and flag.name in own_flags()):
         result.given[flag.attribute] = result.given.get(flag.attribute, []) + converted
     else:
         result.given[flag.attribute] = converted[0] if flag.nargs in (None, "2") else converted
+
+
+def _opposite(switch: Flag) -> Flag | None:
+    """The switch that says the contrary of another; None: nobody says it who leaves that out."""
+    package, no, name = re.fullmatch(r"(--(?:vllm-|router-)?)(no-)?(.*)", switch.name).groups()  # type: ignore[union-attr]
+    other = find(f"{package}{'' if no else 'no-'}{name}")
+    means = other is not None and other.status == "acts" and (not no or other.attribute == switch.attribute)
+    return other if means else None

@@ -80,7 +80,7 @@ class Named(NamedTuple):
 
 
 def _named(args: Settings, given: set[str]) -> list[Named]:
-    there = [name for name in USES if name in {*given, "run_dir"} - {"prompt_data"}]
+    there = [n for n in USES if n in {*given, "run_dir"} - {"prompt_data"} and getattr(args, n) is not None]
     found = [
         Named(name, flag_name(name), _real(path := getattr(args, name)), USES[name], _pattern(path)) for name in there
     ]

@@ -21,14 +21,18 @@ def rm_type(value: str) -> str:
     return value
 
 
-TYPE_LABELS[rm_type] = "NAME"
+def _in_any_case(value: str) -> str:
+    return rm_type(value.lower())
+
+
+TYPE_LABELS[_in_any_case] = "NAME"
 
 REWARD = FlagGroup(
     "Reward",
     (
         Flag(
             "--rm-type",
-            rm_type,
+            _in_any_case,
             None,
             f"built-in reward: {', '.join(GRADERS)}; boxed_ before it takes the last \\boxed{{}}",
             whose="C",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from instep.algorithms.catalog import DEFAULT_ROLLOUT
 from instep.arguments.concern import Given, Problem, Settings, flag_name
-from instep.arguments.flag import BATCH, COUNT, INDEX, Flag, FlagGroup, Number, hook, switch
+from instep.arguments.flag import BATCH, COUNT, INDEX, Flag, FlagGroup, Number, hook, literal, switch
 from instep.arguments.model import known_config
 from instep.engines.topology import max_model_lens
 from instep.errors import ConfigError
@@ -30,7 +31,7 @@ ROLLOUT = FlagGroup(
             whose="C",
         ),
         Flag("--rollout-max-context-len", COUNT, None, "most tokens of prompt + response", whose="C"),
-        Flag("--rollout-stop", help="stop strings", nargs="+", whose="C"),
+        Flag("--rollout-stop", literal, help="stop strings", nargs="+", whose="C"),
         Flag("--rollout-stop-token-ids", INDEX, None, "stop token ids", nargs="+", whose="C"),
         switch("--rollout-skip-special-tokens", "leave special tokens out of the response's text", "C"),
         Flag("--over-sampling-batch-size", BATCH, None, "prompts asked for at a time; default: one batch", whose="C"),
@@ -195,6 +196,13 @@ def stop_tokens(args: Settings, given: set[str]) -> Iterator[Problem]:
             yield Problem(what, "--rollout-stop-token-ids", f"name ids below {size}")
 
 
+def stop_strings(args: Settings, given: set[str]) -> Iterator[Problem]:
+    for stop in args.rollout_stop or ():
+        if re.search(r"\\[nrt]", stop):
+            what = f"{stop} holds a backslash and a letter, no newline and no tab"
+            yield Problem(what, "--rollout-stop", "if one is meant, write it as $'\\n' in bash", refused=False)
+
+
 def top_k(args: Settings, given: set[str]) -> Iterator[Problem]:
     if args.rollout_top_k == 0 or args.rollout_top_k < -1:
         yield Problem(f"{args.rollout_top_k} keeps no token", "--rollout-top-k", "use -1 (off) or at least 1")
@@ -207,4 +215,4 @@ def over_sampling(args: Settings, given: set[str]) -> Iterator[Problem]:
         yield Problem(what, "--over-sampling-batch-size", f"use at least {needed}")
 
 
-RULES = (partial_rollouts, prompt_length, response_length, one_context, stop_tokens, top_k, over_sampling)
+RULES = (partial_rollouts, prompt_length, response_length, one_context, stop_tokens, stop_strings, top_k, over_sampling)

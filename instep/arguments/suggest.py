@@ -45,7 +45,7 @@ def setting(token: str, command: str) -> tuple[Problem, list[str]] | None:
     if not _SETTING.fullmatch(token):
         return None
     name, _, value = token.partition("=")
-    found = _of_others(name, value, command, token)
+    found = of_others(name, value, command, token)
     remedy = "a flag is two words, its name with two dashes and its value"
     return found or (Problem("is no flag", f"'{token}'", remedy), [])
 
@@ -57,19 +57,15 @@ def unknown(name: str, value: str, command: str) -> tuple[Problem, list[str]]:
         value: the first word after it.
     """
     wanted = "--" + name.lower().replace("_", "-").lstrip("-")
-    known, of_others = find(wanted), _of_others(name, value, command, name)
-    if known and known.choices and value not in known.choices and of_others:  # TRL's `--loss_type dapo`
-        return of_others
+    known, theirs = find(wanted), of_others(name, value, command, name)
     if acts_in(command, known):
         return Problem("unknown flag", name, f"did you mean {wanted}?"), [wanted]
-    if known is not None and wanted != name:
-        remedy = remedy_of(known, command)
-        return Problem(f"is {wanted}, which is {_why_not(known, command)}", name, remedy), named_flags(remedy)
-    found = _negated(wanted, name, command) or of_others or _of_vllm(wanted, name, command)
+    found = _negated(wanted, name, command) or theirs or _of_vllm(wanted, name, command)
     return found or _near(wanted, name, command)
 
 
-def _of_others(name: str, value: str, command: str, where: str) -> tuple[Problem, list[str]] | None:
+def of_others(name: str, value: str, command: str, where: str) -> tuple[Problem, list[str]] | None:
+    """What is wrong with another framework's setting, and the flags that it means; None: no setting of theirs."""
     found = look_up(name, value, command)
     if found is None:
         return None

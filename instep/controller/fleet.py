@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -147,6 +148,13 @@ class Fleet:
         """Wait until all engines and routers answer; of several that fail, the first engine's error is raised."""
         if not self.engines:
             return
+        theirs = [engine.url for engine in self.engines if engine.process is None]
+        theirs += [router.url for router in self.routers.values() if self._args.vllm_router_ip is not None]
+        for at in map(urlsplit, theirs):
+            try:
+                socket.create_connection((str(at.hostname), int(at.port or 80)), timeout=2.0).close()
+            except OSError:
+                self._status(f"nobody answers at {at.netloc} yet: waiting {timeout:.0f} s (--engine-start-timeout)")
         outcomes = [in_thread(partial(engine.wait_ready, timeout), engine.name) for engine in self.engines]
         if wait(outcomes, return_when=FIRST_EXCEPTION).not_done:
             wait(outcomes, FAILURE_SECONDS)

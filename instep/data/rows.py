@@ -89,7 +89,7 @@ class BadRows:
 
 def split_files(prompt_data: str) -> list[str]:
     """The files of `a.jsonl,b.parquet@[0:100]`. A comma inside a name is no border."""
-    return re.split(r"(?<=\.jsonl),|(?<=\.parquet),|(?<=\]),", prompt_data)
+    return re.split(r"(?:(?<=\.jsonl)|(?<=\.parquet)|(?<=\]))\s*,\s*", prompt_data)
 
 
 def parse_path(path_spec: str) -> tuple[Path, slice]:

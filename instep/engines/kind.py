@@ -78,9 +78,9 @@ class EngineKind(Protocol):
 
     # ---- the choice, and a command line ------------------------------------------------------------------------------
 
-    def is_meant(self, args: Settings) -> bool:
-        """Whether `auto` chooses this kind because a flag is given that only this kind has."""
-        return False
+    def meant_by(self, args: Settings) -> str:
+        """The flags that are given and only this kind has, for which `auto` chooses it; "" if there are none."""
+        return ""
 
     def refusals(self, args: Settings) -> Iterator[ConfigError]:
         """Errors about everything that the arguments ask for and this kind does not have."""
@@ -276,7 +276,9 @@ def resolve_backend(args: Settings) -> str:
     Raises:
         ConfigError: the kind is not installed, or cannot do what `--pause-mode` asks for.
     """
-    kind, how = named_kind(args), ""
+    kind = named_kind(args)
+    flags = kind.meant_by(args) if kind is not None else ""
+    how = f", which {flags} means" if flags else ""
     if kind is None:
         kind, how = _auto_kind(args.device), f" ({AUTO}, on {args.device})"
     if not args.rollout_external_engine_addrs:  # those say themselves what they are

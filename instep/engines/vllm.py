@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from instep.engines.capabilities import Capabilities
 from instep.engines.engine import EngineRefusal
-from instep.engines.flags import TABLES, engine_words, installed_version, merge, release
+from instep.engines.flags import TABLES, engine_words, given_names, installed_version, merge, release
 from instep.engines.http import get_json
 from instep.engines.kind import EngineKind, RunningEngine, engine_dtype
 from instep.engines.spec import Addresses, EngineSpec
@@ -86,8 +86,10 @@ class VllmKind(EngineKind):
 
         return GroupedWire()
 
-    def is_meant(self, args: Settings) -> bool:
-        return bool(args.vllm_overrides or args.prefill_num_servers or args.vllm_config)
+    def meant_by(self, args: Settings) -> str:
+        more = {"--prefill-num-servers": args.prefill_num_servers, "--vllm-config": args.vllm_config}
+        more["--rollout-num-gpus-per-engine"] = args.rollout_num_gpus_per_engine > 1
+        return ", ".join(given_names(args) + [flag for flag, value in more.items() if value])
 
     def sampling_defaults(self, args: Settings) -> dict[str, Any]:
         model = policy_model(served_models(args))
@@ -112,7 +114,7 @@ class VllmKind(EngineKind):
                     f"{name} is not installed here",
                     where=where,
                     remedy="make install-vllm (CPU); on a GPU host pip install vllm and plugins/instep-vllm; "
-                    "or name --rollout-backend embedded",
+                    "or leave out what is vLLM's, and name --rollout-backend embedded",
                 )
         plugins = importlib.metadata.entry_points(group="vllm.general_plugins")
         if not any(plugin.value.startswith("instep_vllm:") for plugin in plugins):

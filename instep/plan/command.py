@@ -95,7 +95,7 @@ def _said(args: Args, words: Sequence[str]) -> list[str]:
 
 
 def _says_memory(words: Sequence[str]) -> bool:
-    return any(word.partition("=")[0] == "--gpu-memory-gb" for word in words)
+    return any(word.partition("=")[0].replace("_", "-") == "--gpu-memory-gb" for word in words)
 
 
 def _micro_batches(args: Args) -> list[str]:

@@ -68,17 +68,29 @@ class Handler(BaseHTTPRequestHandler):
         self.do_GET()
 
 
-def fleet_of(tiny, tmp_path, engines, router=None):
+def fleet_of(tiny, tmp_path, engines, router=None, status=lambda _: None):
     words = ["--rollout-backend", "embedded", "--rollout-external-engine-addrs", *(e.address for e in engines)]
     if router is not None:
         words += ["--vllm-router-ip", "127.0.0.1", "--vllm-router-port", str(router.server_port)]
     args = parse(grpo_arguments(tiny, tmp_path, *words)[1:], "train")
-    return Fleet(args, external_engines(args), restart=None, log_dir=tmp_path, status=lambda _: None)
+    return Fleet(args, external_engines(args), restart=None, log_dir=tmp_path, status=status)
 
 
 @pytest.fixture
 def fast(monkeypatch):
     monkeypatch.setattr(health, "LOOK_SECONDS", 0.1)
+
+
+def test_a_server_of_somebody_else_that_does_not_answer_is_told_at_once(tiny, tmp_path):
+    with Server() as engine, Server() as router:
+        said: list[str] = []
+        fleet = fleet_of(tiny, tmp_path, [engine], router, said.append)
+        router.shutdown()
+        router.server_close()
+        with pytest.raises(EngineError, match="the router did not answer within 0 s"):
+            fleet.wait_ready(0.2)
+    (line,) = said
+    assert f"nobody answers at 127.0.0.1:{router.server_port} yet: waiting" in line and "--engine-start-timeout" in line
 
 
 def test_the_loss_of_the_last_engine_of_somebody_else_is_told(tiny, tmp_path, fast):

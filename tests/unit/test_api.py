@@ -7,10 +7,13 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 import instep
 from instep import hooks
@@ -38,7 +41,7 @@ def reward(args: Any, sample: Any) -> float:
 
 
 def args_of(extra: str = "", **more: Any) -> dict[str, Any]:
-    return vars(instep.Run(**keywords(argv(f"--device cpu {extra}")), **more).args)
+    return vars(instep.Run(**{**keywords(argv(f"--device cpu {extra}")), **more}).args)
 
 
 def test_keywords_are_the_flags() -> None:
@@ -61,6 +64,32 @@ def test_keywords_are_the_flags() -> None:
         *("--apply-chat-template-kwargs", '{"enable_thinking": false}'),
     ]
     assert given == vars(arguments("train", words))
+
+
+class Kind(Enum):
+    HF = "hf"
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "meant"),
+    [
+        *(("rollout_shuffle", value, True) for value in (True, 1, np.True_, "true")),
+        *(("rollout_shuffle", value, False) for value in (0, np.False_, "no")),
+        *(("rollout_batch_size", value, 4) for value in (4.0, np.int64(4), torch.tensor(4), "4e0")),
+        *(
+            ("rollout_stop_token_ids", value, [1, 2])
+            for value in ((1, 2), np.array([1, 2]), range(1, 3), {1: 0, 2: 0}.keys())
+        ),
+        ("rollout_stop", {"\n"}, ["\n"]),
+        ("rollout_stop", "\n", ["\n"]),
+        ("rollout_stop", (stop for stop in ("--end", "-x", " ")), ["--end", "-x", " "]),
+        ("train_backend", Kind.HF, "hf"),
+        ("save", Path("~/x"), str(Path("~/x").expanduser())),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_values_are_taken_as_they_are_meant(flag: str, value: Any, meant: Any) -> None:
+    assert args_of(**{flag: value})[flag] == meant
 
 
 def test_other_commands_take_their_own_flags() -> None:
@@ -140,8 +169,18 @@ def test_each_hook_is_called_by_this_process_or_by_the_trainer() -> None:
         ({"rolout_batch_size": False}, "did you mean --rollout-batch-size"),
         ({"colocated": None}, "did you mean --colocate"),
         ({"lr": False}, "is not a number"),
+        ({"lr": object()}, "no flag takes this object"),
+        ({"rollout_stop": b"END"}, "no flag takes this bytes"),
+        ({"rollout_stop": [["END"]]}, "no flag takes this list"),
+        ({"apply_chat_template_kwargs": {"tools": {1}}}, "no flag takes this dict"),
+        ({"reward": [reward, reward], "rm_type": None}, "one function or one name, not several"),
+        ({"reward": (reward for _ in "ab"), "rm_type": None}, "one function or one name, not several"),
+        ({"tokenizer": reward}, "the folder of --hf-checkpoint has it"),
+        ({"run_name": "mine"}, "use --wandb-group (with --use-wandb)"),
+        ({"prompt_data": ["data.jsonl", "b.jsonl"]}, "joined by commas: data.jsonl,b.jsonl"),
+        ({"eval_prompt_data": ["data.jsonl", "data.jsonl"]}, "each file has a name before it"),
         ({"lr": "fast"}, "is not a number"),
-        ({"colocate": 1}, "takes no value"),
+        ({"colocate": 2}, "takes no value but true or false"),
         ({"num_epoch": 2}, "says the same as --num-rollout"),
         ({"model": "m"}, "model and hf_checkpoint say the same"),
         ({"reward": "dapo"}, "reward and rm_type say the same"),

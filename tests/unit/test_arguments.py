@@ -136,7 +136,6 @@ def test_sft_shares_the_parser():
 
 SPELLING = [
     ("--rollout-batchsize 4", "--rollout-batchsize", "did you mean --rollout-batch-size?"),
-    ("--rollout_max_response_len 4", "--rollout_max_response_len", "did you mean --rollout-max-response-len?"),
     ("-lr 3", "-lr", "did you mean --lr?"),
     ("--n-samples-per-promt 4", "--n-samples-per-promt", "did you mean --n-samples-per-prompt?"),
     ("--num-roll 4", "--num-roll", "did you mean --num-rollout?"),  # no abbreviation
@@ -152,7 +151,17 @@ SPELLING = [
     ("--vllm-max-model-len 0", "--vllm-max-model-len", "must be at least 1"),
     ("--engine-port 80", "--engine-port", "must be at least 1024"),
     ("--train-backend deepspeed", "--train-backend", "is none of megatron, hf, fsdp"),
-    ("--use-tis true", "--use-tis", "takes no value, but got 'true'"),
+    ("--use-tis maybe", "--use-tis", "takes no value but true or false, and got 'maybe'"),
+    ("--use-tis true false", "--use-tis", "takes no value but true or false, and got 'true false'"),
+    ("--num-steps-per-rollout 1e-1", "--num-steps-per-rollout", "'1e-1' is not a whole number"),
+    ("--rollout-stop-token-ids 1,,x", "--rollout-stop-token-ids", "'x' is not a whole number"),
+    ("--prompt-data data.jsonl b.jsonl c.jsonl", "--prompt-data", "joined by commas: data.jsonl,b.jsonl,c.jsonl"),
+    (
+        "--eval-prompt-data data.jsonl data.jsonl",
+        "--eval-prompt-data",
+        "each file has a name before it: NAME FILE",
+    ),
+    ("--eval-prompt-data a data.jsonl b", "--eval-prompt-data", "each file has a name before it: NAME FILE"),
     ("--lr", "--lr", "needs a value (FLOAT)"),
     ("--lr 1 2", "the command line", "'2' belongs to no flag"),
     ("--rm-type maths", "--rm-type", "is no built-in reward"),
@@ -176,9 +185,84 @@ def test_spelling(extra, where, what):
     assert where in text and what in text
 
 
-def test_an_unset_shell_variable():
+TYPED = [
+    (["--global-batch-size", "1.6e1"], "global_batch_size", 16),
+    (["--global-batch-size=16.0"], "global_batch_size", 16),
+    (["--global_batch_size", "16"], "global_batch_size", 16),
+    (["--vllm_max_model_len=1e3"], "vllm_max_model_len", 1000),
+    (
+        ["--vllm_max_num_batched_tokens", "1e3"],
+        "vllm_overrides",
+        {"max_num_batched_tokens": ["--max-num-batched-tokens", "1000"]},
+    ),
+    (
+        ["--vllm-cudagraph-capture-sizes", "1,2", "4"],
+        "vllm_overrides",
+        {"cudagraph_capture_sizes": ["--cudagraph-capture-sizes", "1", "2", "4"]},
+    ),
+    (
+        ["--vllm-compilation_config.cudagraph_mode", "NONE"],
+        "vllm_overrides",
+        {"compilation_config.cudagraph_mode": ["--compilation-config.cudagraph_mode", "NONE"]},
+    ),
+    (["--rollout-shuffle", "true"], "rollout_shuffle", True),
+    (["--rollout-shuffle", "--rollout_shuffle=False"], "rollout_shuffle", False),
+    (["--disable-grpo-std-normalization", "no"], "grpo_std_normalization", True),
+    (["--no-hook-trial=1"], "hook_trial", False),
+    (["--no-hook-trial", "--no-hook-trial", "0"], "hook_trial", True),
+    (
+        ["--vllm-enable-prefix-caching", "false"],
+        "vllm_overrides",
+        {"enable_prefix_caching": ["--no-enable-prefix-caching"]},
+    ),
+    (["--no-offload-train", "false"], "no_offload_train", False),
+    (["--offload-train", "--offload-train", "false"], "no_offload_train", True),
+    (["--rollout-stop-token-ids", "1,2", "3, 4"], "rollout_stop_token_ids", [1, 2, 3, 4]),
+    (["--rollout-stop-token-ids", "1", "--rollout-stop-token-ids", "2"], "rollout_stop_token_ids", [1, 2]),
+    (["--recompute-modules", "mlp,layernorm"], "megatron_overrides", {"recompute_modules": ["mlp", "layernorm"]}),
+    (["--advantage-estimator", "GRPO"], "advantage_estimator", "grpo"),
+    (["--train-backend", "HF"], "train_backend", "hf"),
+    (["--rm-type", "Math"], "rm_type", "math"),
+    (["--custom-generate-function-path", "übung.mäße.f"], "custom_generate_function_path", "übung.mäße.f"),
+    (["--rollout-stop", "\n"], "rollout_stop", ["\n"]),
+    (["--rollout-stop", "a,b", " ", "--rollout-stop=--end"], "rollout_stop", ["a,b", " ", "--end"]),
+    (["--hf-checkpoint=~/model"], "hf_checkpoint", "HOME/model"),
+    (["--hf-checkpoint", "model "], "hf_checkpoint", "model"),
+    (
+        ["--prompt-data", "data.jsonl, ~/data.jsonl ,data.jsonl@[0:1],"],
+        "prompt_data",
+        "data.jsonl,HOME/data.jsonl,data.jsonl@[0:1]",
+    ),
+]
+
+
+@pytest.mark.parametrize("words,name,value", TYPED, ids=[" ".join(words) for words, *_ in TYPED])
+def test_what_is_typed_is_taken_as_it_is_meant(here, monkeypatch, words, name, value):
+    monkeypatch.setenv("HOME", str(here))
+    Path("übung.py").touch()
+    monkeypatch.syspath_prepend(here)
+    found = getattr(parse(argv() + words), name)
+    assert found == (value.replace("HOME", str(here)) if isinstance(value, str) else value)
+
+
+def test_two_characters_are_no_newline():
+    """They stay what they are: a regular expression or LaTeX may hold them."""
+    args = parse([*argv(), "--rollout-stop", "\\n", "\\theta"])
+    assert args.rollout_stop == ["\\n", "\\theta"] and any("$'\\n' in bash" in note for note in args.notes)
+    assert not any("backslash" in note for note in parse([*argv(), "--rollout-stop", "\n", "\\\\", "\\alpha"]).notes)
+
+
+def test_several_evaluation_sets():
+    Path("b.jsonl").write_text(Path("data.jsonl").read_text())
+    sets = "--eval-prompt-data data.jsonl@[0:1] --eval-prompt-data two b.jsonl three data.jsonl --eval-interval 1"
+    found = [(dataset.name, dataset.path) for dataset in parse(argv(sets)).eval_datasets]
+    assert found == [("data", "data.jsonl@[0:1]"), ("two", "b.jsonl"), ("three", "data.jsonl")]
+
+
+@pytest.mark.parametrize("word", ["", " "])
+def test_an_unset_shell_variable(word):
     with pytest.raises(ConfigError, match="unset shell variable"):
-        parse([*argv(without="--prompt-data"), "--prompt-data", ""])
+        parse([*argv(without="--prompt-data"), "--prompt-data", word])
 
 
 NOT_ACTING = [

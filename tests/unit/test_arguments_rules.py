@@ -31,7 +31,13 @@ CONTRADICTIONS = [
     ("--global-batch-size 7", "", "use 4 or 8"),
     ("--num-steps-per-rollout 3", "", "use 2 or 4"),
     ("--global-batch-size 16 --num-steps-per-rollout 4", "", "16 x 4 steps = 64, but 4 prompts x 8 samples = 32"),
-    ("--micro-batch-size 3", "", "use 30 or 33"),
+    ("--micro-batch-size 3", "", "use 2 or 4"),
+    ("--actor-num-gpus-per-node 2 --global-batch-size 1", "--actor-num-gpus-per-node", "use 2"),
+    (
+        "--actor-num-gpus-per-node 2 --micro-batch-size 5 --global-batch-size 1",
+        "--actor-num-gpus-per-node",
+        "multiple of 10",
+    ),
     ("--actor-num-gpus-per-node 3", "--actor-num-gpus-per-node", "3 data-parallel ranks"),
     ("--use-dynamic-batch-size --device cpu", "", "needs --max-tokens-per-gpu"),
     ("--max-tokens-per-gpu 100", "", "has no effect without --use-dynamic-batch-size"),
@@ -133,7 +139,7 @@ CONTRADICTIONS = [
     ("--lr-decay-style WSD", "", "give --lr-wsd-decay-iters"),
     ("--adam-beta1 1", "", "at most 0.999999"),
     ("--eval-interval 2", "", "nothing to evaluate on"),
-    ("--eval-interval 2 --eval-prompt-data a data.jsonl b", "", "they come in pairs"),
+    ("--eval-interval 2 --eval-prompt-data a data.jsonl b", "", "each file has a name before it"),
     ("--eval-interval 2 --eval-prompt-data a data.jsonl a data.jsonl", "", "is used 2 times"),
     (
         "--eval-interval 2 --eval-prompt-data a nowhere.jsonl",
@@ -144,6 +150,17 @@ CONTRADICTIONS = [
     ("--critic-num-nodes 1", "", "there is no critic without PPO"),
     ("--critic-num-gpus-per-node 1", "", "there is no critic without PPO"),
 ]
+
+
+MICRO, RANKS = "--micro-batch-size {}", "--actor-num-gpus-per-node 4 --global-batch-size {}"
+
+
+@pytest.mark.parametrize("words,wrong", [(MICRO, 3), (MICRO, 5), (MICRO, 30), (MICRO, 64), (RANKS, 1), (RANKS, 2)])
+def test_the_sizes_that_an_error_names_are_taken(words, wrong):
+    without = "--actor-num-gpus-per-node" if words is RANKS else ""
+    named = refusal(words.format(wrong), without).partition("remedy: use ")[2].partition(",")[0].split(" or ")
+    for number in named:
+        assert parse(argv(words.format(number), without)).global_batch_size
 
 
 @pytest.mark.parametrize("extra,without,what", CONTRADICTIONS, ids=lambda x: x.replace(" ", "_")[:60])

@@ -182,7 +182,7 @@ def test_a_hub_name_and_missing_neighbours_are_named(model: Path, monkeypatch, c
     assert main(["atropos-train", "--model-name", str(model), "--single-copy"]) == EngineError.exit_code
     assert "VLLM_ENABLE_SHARED_WEIGHTS=1 instep atropos-serve" in capsys.readouterr().err
     assert main(["atropos-train", "--model-name", "Qwen/Qwen2.5-3B-Instruct"]) == 2
-    assert "huggingface-cli download" in capsys.readouterr().err
+    assert "hf download" in capsys.readouterr().err
 
 
 def test_a_quantized_base_is_refused_at_once_with_what_serves_it_in_8_bits(tmp_path, capsys) -> None:

@@ -1,6 +1,7 @@
 """Actor and critic: their arguments, the file of --megatron-config-path, and what is refused."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -139,6 +140,16 @@ FLAGS = {
     "--critic-num-gpus-per-node 3": "--critic-num-gpus-per-node|do not divide among the critic's 3",
     "--megatron-config-path nowhere.yaml": "--megatron-config-path nowhere.yaml|No such file",
 }
+
+
+def test_a_critic_begins_with_the_flags_that_it_goes_on_with(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = [*PPO, "--critic-load", "new", "--critic-save", "./new"]
+    assert arguments(folder, *words).critic_load is None
+    Path("new").mkdir()  # a run that has ended before its first save
+    assert arguments(folder, *words).critic_load is None
+    Path("new/latest_checkpointed_iteration.txt").write_text("0")
+    assert arguments(folder, *words).critic_load == "new"
 
 
 @pytest.mark.parametrize("given", FLAGS)

@@ -126,6 +126,7 @@ def test_rows_keep_their_columns(checkpoint: Path) -> None:
         max_steps=8,
         device="cpu",
         torch_compile=True,
+        run_name="mine",
     )
     args = run.args
     rows = [json.loads(line) for line in Path(args.prompt_data).read_text().splitlines()]
@@ -135,6 +136,7 @@ def test_rows_keep_their_columns(checkpoint: Path) -> None:
     assert name == "held-out" and json.loads(Path(file).read_text().splitlines()[1]) == CHATS[1]
     assert args.reward_key == "reward" and args.custom_rm_path == "instep_functions.rewards"
     assert any(note.startswith("torch_compile: it changes nothing here") for note in args.notes)
+    assert "run_name: it changes nothing without report_to='wandb'" in args.notes and args.wandb_group is None
     function = load_function(args.custom_rm_path)
     assert not set(args.custom_rm_path) & {" "} and "completions" in function.__annotations__
 

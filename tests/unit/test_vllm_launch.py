@@ -11,10 +11,12 @@ import pytest
 from instep.arguments import parse
 from instep.cluster.engine_plan import plan_engines
 from instep.engines.engine import EngineRefusal
+from instep.engines.kind import resolve_backend
 from instep.engines.spec import Addresses
 from instep.engines.vllm import KIND, PROTOCOL
 from instep.engines.vllm_process import serve_arguments, vllm_env
 from instep.errors import ConfigError
+from tests.command_line import argv, make_folder, refusal
 
 
 def resolved(device, precision, *more):
@@ -122,6 +124,30 @@ def test_models_that_vllm_on_a_cpu_has_in_bfloat16_alone(tmp_path, key):
 ])  # fmt: skip
 def test_an_engine_without_room_says_what_gives_it_room(log, advised):
     assert ("--colocate --offload" in KIND.start_remedy(f"INFO\n{log}\n")) == advised
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--vllm-gpu-memory-utilization 0.5 --vllm-no-enable-prefix-caching",
+        "--prefill-num-servers 1 --rollout-num-gpus 2",
+        "--rollout-num-gpus-per-engine 16 --rollout-num-gpus 16",
+    ],
+)
+def test_a_flag_that_chose_an_engine_that_is_not_there_is_named(tmp_path, monkeypatch, words):
+    """Without it the embedded engine serves: neither refusal sends the user back to the other."""
+    make_folder(tmp_path, monkeypatch)
+    args = parse(argv(f"--device cpu {words}"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="vLLM is not installed here") as caught:
+        resolve_backend(args)
+    flags = [word for word in words.split() if word.startswith("--") and word != "--rollout-num-gpus"]
+    assert caught.value.where == f"--rollout-backend vllm, which {', '.join(flags)} means"
+    assert "leave out what is vLLM's, and name --rollout-backend embedded" in caught.value.remedy
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    text = refusal(f"--device cpu {words} --rollout-backend embedded")
+    assert "leave it out, or use --rollout-backend vllm" in text or "use at most 1" in text
 
 
 def test_an_older_plugin_is_named_before_anything_starts(monkeypatch):

@@ -18,6 +18,7 @@ from instep.arguments.flag import (
     hook,
     http_address,
     negation,
+    path_flag,
     refused,
     switch,
 )
@@ -175,30 +176,24 @@ ALGORITHM = FlagGroup(
             "f(args, batch, logits, reducer): (loss, metrics); with --loss-type custom_loss",
             whose="C",
         ),
-        Flag(
-            "--value-clip",
-            POSITIVE,
-            0.2,
-            f"clip range of the critic's values ({_WITH_CRITIC})",
-            whose="VC",
-        ),
+        Flag("--value-clip", POSITIVE, 0.2, f"clip range of the critic's values ({_WITH_CRITIC})", whose="VC"),
         Flag("--num-critic-only-steps", INDEX, 0, "first rollouts that train PPO's critic alone", whose="VC"),
-        Flag(
+        path_flag(
             "--megatron-config-path",
-            help=f"YAML file of what actor and critic are set to, each: learning rate, load, save ({_WITH_CRITIC})",
-            whose="VC",
+            f"YAML file of what actor and critic are set to, each: learning rate, load, save ({_WITH_CRITIC})",
+            "VC",
         ),
         Flag(
             "--critic-num-nodes", GPUS, None, "hosts of PPO's critic; default: the actor's (`instep plan`)", whose="V"
         ),
         Flag("--critic-num-gpus-per-node", GPUS_PER_NODE, None, "its ranks on each; default: the actor's", whose="V"),
-        Flag(
+        path_flag(
             "--critic-load",
-            help="weights of a new run's critic: a --save or --critic-save folder, or a Hugging Face one, which gets a "
+            "weights of a new run's critic: a --save or --critic-save folder, or a Hugging Face one, which gets a "
             "new value head; default: those of the actor, with a new head. A resume takes the critic of --load",
-            whose="V",
+            "V",
         ),
-        Flag("--critic-save", help="a folder that gets the critic's part of each checkpoint once more", whose="V"),
+        path_flag("--critic-save", "folder that gets the critic's part of each checkpoint once more", "V"),
         Flag("--critic-lr", RATE, None, "learning rate of the critic; default: --lr", whose="V"),
         Flag("--critic-lr-warmup-iters", INDEX, 0, "its steps of linear warm-up", whose="V"),
         Flag("--gamma", FRACTION, 1.0, f"discount per trained token of {_DISCOUNTED}", whose="C"),
@@ -240,7 +235,7 @@ ALGORITHM = FlagGroup(
             None,
             "http://HOST:PORT of an engine that serves the teacher; default: that of --rm-url",
         ),
-        Flag("--opd-teacher-load", help="the teacher's checkpoint, Hugging Face or instep's", whose="C"),
+        path_flag("--opd-teacher-load", "the teacher's checkpoint, Hugging Face or instep's", "C"),
         Flag("--opd-teacher-ckpt-step", INDEX, None, "which iteration of it; default: the latest", whose="C"),
         switch(
             "--use-rollout-routing-replay",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from instep.algorithms.catalog import algorithm_of
@@ -43,4 +44,21 @@ def tis_batch_normalize(args: Settings, given: Given) -> bool:
     return False
 
 
-RESOLVERS = (eps_clip_high, rs_lower_bound, rs_upper_bound, tis_lower_bound, tis_upper_bound, tis_batch_normalize)
+def critic_load(args: Settings, given: Given) -> str | None:
+    """None before there is a first checkpoint in the folder of `--critic-save`: a run may begin with both flags."""
+    path = args.critic_load
+    if path is None or args.critic_save is None or os.path.realpath(path) != os.path.realpath(args.critic_save):
+        return path
+    begun = any(os.path.exists(os.path.join(path, n)) for n in ("config.json", "latest_checkpointed_iteration.txt"))
+    return path if begun else None
+
+
+RESOLVERS = (
+    critic_load,
+    eps_clip_high,
+    rs_lower_bound,
+    rs_upper_bound,
+    tis_lower_bound,
+    tis_upper_bound,
+    tis_batch_normalize,
+)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from instep.engines.capabilities import Capabilities
+from instep.engines.flags import given_names
 from instep.engines.http import get_json
 from instep.engines.kind import EngineKind, RunningEngine, engine_dtype
 from instep.engines.spec import Addresses, EngineSpec
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 _FIELDS = ("max_model_len", "max_num_seqs", "dtype")  # it shares these with vLLM's command line
 _DTYPES = ("float32", "bfloat16")
-_INSTEAD = "use --rollout-backend vllm"
+_INSTEAD = "leave it out, or use --rollout-backend vllm"
 
 
 class EmbeddedKind(EngineKind):
@@ -44,8 +45,7 @@ class EmbeddedKind(EngineKind):
 
     def refusals(self, args: Settings) -> Iterator[ConfigError]:
         """Errors about flags that only vLLM has, and about what `--vllm-config` asks for and this engine lacks."""
-        flags = ["--vllm-" + words[0].removeprefix("--") for words in args.vllm_overrides.values()]
-        for given in (", ".join(flags), "--prefill-num-servers" if args.prefill_num_servers else ""):
+        for given in (", ".join(given_names(args)), "--prefill-num-servers" if args.prefill_num_servers else ""):
             if given:
                 yield ConfigError("the embedded engine has no such thing", where=given, remedy=_INSTEAD)
         for model in served_models(args) if args.vllm_topology is not None else ():
@@ -56,7 +56,7 @@ class EmbeddedKind(EngineKind):
                     yield ConfigError(what, where=f"{where}.worker_type", remedy=_INSTEAD)
                 elif group.role == "regular" and group.num_gpus_per_engine > 1:
                     what = f"{group.num_gpus_per_engine} GPUs, but the embedded engine uses one"
-                    remedy = f"use 1, or {_INSTEAD[4:]}"
+                    remedy = "use 1, or --rollout-backend vllm"
                     yield ConfigError(what, where=f"{where}.num_gpus_per_engine", remedy=remedy)
                 for name, words in group.overrides.items():
                     if what := _override_problem(name, words[-1]):

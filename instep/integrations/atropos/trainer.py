@@ -161,7 +161,7 @@ def _config(model: str) -> dict[str, Any]:
         raise ConfigError(
             f"{model} is no folder of a Hugging Face checkpoint: {error}",
             where=f"{COMMAND} --model-name",
-            remedy="name the folder (huggingface-cli download MODEL --local-dir FOLDER)",
+            remedy="name the folder (hf download MODEL --local-dir FOLDER)",
         ) from error
     return found
 

@@ -291,7 +291,7 @@ def _saving(config: Config, sizes: Sizes, folder: Path) -> None:
         if name != "none":
             config.put(f"use_{name}", True)
     for name, flag in (("run_name", "wandb_group"), ("project", "wandb_project")):
-        if name in config.given:
+        if name in config.given and config.flags.get("use_wandb"):
             config.put(flag, config[name], name)
     if config["num_completions_to_print"] is not None:
         config.put("num_logged_samples", config["num_completions_to_print"], "num_completions_to_print")

@@ -58,7 +58,9 @@ class Config:
     def notes(self) -> list[str]:
         """What is said of fields that change nothing, and have another value than by default."""
         idle = [KNOWN[name] for name in sorted(self.given) if KNOWN[name].kind == "changes nothing"]
-        return [f"{f.name}: it changes nothing here: {f.note}" for f in idle if self[f.name] != f.default]
+        said = [f"{f.name}: it changes nothing here: {f.note}" for f in idle if self[f.name] != f.default]
+        names = [n for n in ("run_name", "project") if n in self.given and not self.flags.get("use_wandb")]
+        return said + [f"{name}: it changes nothing without report_to='wandb'" for name in names]
 
     def __getitem__(self, name: str) -> Any:
         return self.values[name]
