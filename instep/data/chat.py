@@ -29,7 +29,7 @@ def render(
     """The conversation as text. The template does not see `step_loss_mask`, a key of instep.
 
     Raises:
-        DataError: the template refuses the messages.
+        DataError: the template refuses the messages, or one has content that is no text.
         CheckpointError: it computes too much (`template.py`).
     """
     import jinja2
@@ -41,6 +41,7 @@ def render(
         text = apply_template(
             tokenizer,
             clean,
+            where,
             tools=list(tools) if tools else None,
             tokenize=False,
             add_generation_prompt=generation_prompt,
@@ -89,6 +90,9 @@ def conversation_samples(
             remedy=f"one of {', '.join(LOSS_MASK_TYPES)}",
             where="--loss-mask-type",
         )
+    from instep.data.template import text_messages
+
+    messages = text_messages(tokenizer, messages, where)
     turns = [i for i, m in enumerate(messages) if m["role"] == "assistant" and m.get("step_loss_mask", 1)]
     if loss_mask_type == "distill_qwen":
         turns = [i for i in turns if i == len(messages) - 1]

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from instep.data.graders import GRADERS, NEED_LABELS, grader_of, wrong_label
+from instep.data.messages import Message, as_object, checked_message, short, with_arguments
 from instep.documents import parse_json
 from instep.errors import ConfigError, DataError
 
 _SLICE = re.compile(r"^(?P<path>.*)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
-Message = dict[str, Any]
 PARQUET_ROWS = 256  # decoded at a time
 
 
@@ -249,7 +249,7 @@ def check_row(row: Any, where: str, keys: RowFormat) -> Row:
         _check_conversation(prompt, bad)
     metadata = row.get(keys.metadata_key)
     if metadata is not None and not isinstance(metadata, dict):
-        raise bad(f"{keys.metadata_key!r} must be an object, not {_short(metadata)}")
+        raise bad(f"{keys.metadata_key!r} must be an object, not {short(metadata)}")
     tools = row.get(keys.tool_key)
     if isinstance(tools, str):  # parquet files often hold tool schemas as text
         try:
@@ -257,7 +257,7 @@ def check_row(row: Any, where: str, keys: RowFormat) -> Row:
         except ValueError as error:
             raise bad(f"{keys.tool_key!r} is text that {error}") from error
     if tools is not None and not (isinstance(tools, list) and all(isinstance(t, dict) for t in tools)):
-        raise bad(f"{keys.tool_key!r} must be a list of objects, not {_short(tools)}")
+        raise bad(f"{keys.tool_key!r} must be a list of objects, not {short(tools)}")
     label = None if keys.label_key is None else row[keys.label_key]
     _check_label(label, metadata or {}, keys, bad)
     return Row(where, prompt, label, dict(metadata or {}), tools or None)
@@ -316,7 +316,7 @@ def _check_text(value: Any, key: str, bad: Callable[..., DataError]) -> str | li
         return value
     if isinstance(value, list) and value:
         return [_check_message(message, i, bad) for i, message in enumerate(value)]
-    raise bad(f"{key!r} must be text or a list of messages, not {_short(value)}")
+    raise bad(f"{key!r} must be text or a list of messages, not {short(value)}")
 
 
 def _kind(value: str | list[Message]) -> str:
@@ -334,44 +334,41 @@ def _check_label(label: Any, metadata: dict[str, Any], keys: RowFormat, bad: Cal
         return
     rule = str(metadata.get("rm_type") or keys.grader)
     if rule and grader_of(rule) not in GRADERS:
-        raise bad(f"'rm_type' in {keys.metadata_key!r} is no built-in reward: {_short(rule)}")
+        raise bad(f"'rm_type' in {keys.metadata_key!r} is no built-in reward: {short(rule)}")
     if grader_of(rule) == "gpqa" and not isinstance(choices := metadata.get("choices") or [], (list, dict)):
-        raise bad(f"'choices' in {keys.metadata_key!r} is neither a list nor an object: {_short(choices)}")
+        raise bad(f"'choices' in {keys.metadata_key!r} is neither a list nor an object: {short(choices)}")
     if keys.label_key is None and grader_of(rule) in NEED_LABELS:
         raise bad(f"the reward {rule} needs a label", "name the column of the labels with --label-key")
     if keys.label_key is not None and (wrong := wrong_label(rule, label, metadata)):
-        raise bad(f"{keys.label_key!r} of the row {wrong}: {_short(label)} (reward {rule})")
+        raise bad(f"{keys.label_key!r} of the row {wrong}: {short(label)} (reward {rule})")
 
 
 def _check_message(message: Any, i: int, bad: Callable[[str], DataError]) -> Message:
-    if not isinstance(message, dict):
-        raise bad(f"message {i} must be an object with role and content, not {_short(message)}")
-    # null stands for what is not there, such as OpenAI's `content` beside tool calls
-    message = {k: v for k, v in message.items() if v is not None}
-    if not isinstance(message.get("role"), str) or not message["role"]:
-        raise bad(f"message {i} has no role: {_short(message)}")
-    if "content" not in message and not message.get("tool_calls"):
-        raise bad(f"message {i} ({message['role']}) has no content")
-    content = message.setdefault("content", "")
-    parts_ok = isinstance(content, list) and all(isinstance(part, dict) and "type" in part for part in content)
-    if not isinstance(content, str) and not parts_ok:
-        raise bad(f"content of message {i} ({message['role']}) must be text or a list of parts, not {_short(content)}")
-    if message.get("step_loss_mask", 1) not in (0, 1):
-        raise bad(f"step_loss_mask of message {i} must be 0 or 1, not {_short(message['step_loss_mask'])}")
-    return message
+    try:
+        checked = checked_message(message, i)
+    except ValueError as error:
+        raise bad(str(error)) from None
+    if not isinstance(checked.get("role"), str) or not checked["role"]:
+        raise bad(f"message {i} has no role: {short(checked)}")
+    if message.get("content") is None and not checked.get("tool_calls"):
+        raise bad(f"message {i} ({checked['role']}) has no content")
+    if checked.get("step_loss_mask", 1) not in (0, 1):
+        raise bad(f"step_loss_mask of message {i} must be 0 or 1, not {short(checked['step_loss_mask'])}")
+    with_arguments(checked, partial(_check_arguments, i, bad))
+    return checked
+
+
+def _check_arguments(i: int, bad: Callable[[str], DataError], arguments: Any) -> None:
+    if isinstance(as_object(arguments), str):
+        raise bad(f"the arguments of a tool call of message {i} are text that is no JSON object: {short(arguments)}")
 
 
 def _check_conversation(prompt: str | list[Message], bad: Callable[[str], DataError]) -> None:
     if isinstance(prompt, str):
-        raise bad(f"the prompt is text, not a conversation: {_short(prompt)}")
+        raise bad(f"the prompt is text, not a conversation: {short(prompt)}")
     if not any(_is_trained(m) for m in prompt):
         raise bad("the conversation has no assistant turn to train on (none, or all have step_loss_mask 0)")
 
 
 def _names(row: dict[str, Any]) -> str:
     return ", ".join(sorted(map(str, row))) or "none"
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

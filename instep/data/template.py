@@ -12,7 +12,7 @@ import functools
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from types import BuiltinFunctionType, BuiltinMethodType
 from typing import Any
@@ -24,6 +24,8 @@ from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
+from instep.data.messages import Message, as_json, as_object, checked_message, num_parts, with_arguments, with_text
+from instep.errors import DataError
 from instep.importing import first_import
 
 LIMIT = 1 << 26  # characters of a text; an entry of a list counts as ENTRY
@@ -34,6 +36,7 @@ GROWTH_BYTES = 4 << 30  # of the process, during a rendering that lasts longer t
 LOOK_SECONDS = 0.1
 LONG, GREW = "took more than {:g} s", "let this process grow by more than {:.0f} GB"
 _PRODUCTS = frozenset(("replace", "indent", "join", "translate", "expandtabs"))  # whose result may be a product
+_MARKS = "\ue004\ue005"  # private use: in no conversation
 # What gives parts of a container, and looks into none of them.
 _LISTS = frozenset(
     "instep_looked_at length count first last list map select selectattr reject rejectattr items reverse "
@@ -50,12 +53,23 @@ class _Stop(Exception):
     """Raised in the thread of a rendering by the one that watches it."""
 
 
-def apply_template(tokenizer: Any, messages: Any, **given: Any) -> Any:
-    """`tokenizer.apply_chat_template`, within bounds.
+def apply_template(tokenizer: Any, messages: Sequence[Any], where: str = "", /, **given: Any) -> Any:
+    """`tokenizer.apply_chat_template`, within bounds, of messages in any form of OpenAI's API.
 
     Raises:
+        DataError: content that is no text.
         TemplateTooLarge: it takes too much time or memory; the text names the template.
     """
+    messages = text_messages(tokenizer, messages, where)
+    try:
+        return _bounded(tokenizer, [with_arguments(m, as_object) for m in messages], given)
+    except TypeError:  # DeepSeek's of 2024 and others join arguments with text
+        if not any(m.get("tool_calls") for m in messages):
+            raise
+        return _bounded(tokenizer, [with_arguments(m, as_json) for m in messages], given)
+
+
+def _bounded(tokenizer: Any, messages: list[Message], given: Mapping[str, Any]) -> Any:
     _bound_environments()
     name = f"the chat template of {getattr(tokenizer, 'name_or_path', '') or 'this tokenizer'}"
     watched = _Watched()
@@ -66,6 +80,31 @@ def apply_template(tokenizer: Any, messages: Any, **given: Any) -> Any:
         raise TemplateTooLarge(f"{name} {watched.why or 'has used up the memory'}") from error
     except TemplateTooLarge as error:
         raise TemplateTooLarge(f"{name} {error}") from error
+
+
+def text_messages(tokenizer: Any, messages: Sequence[Any], where: str = "") -> list[Message]:
+    """The messages with all content as text, without keys that are null.
+
+    Raises:
+        DataError: content that is no text.
+    """
+    try:
+        checked = [checked_message(message, i) for i, message in enumerate(messages)]
+    except ValueError as error:
+        raise DataError(str(error), where=where, remedy="give text or text parts") from None
+    separator = _between_parts(tokenizer) if any(num_parts(message) > 1 for message in checked) else ""
+    return [with_text(message, separator) for message in checked]
+
+
+def _between_parts(tokenizer: Any) -> str:
+    """The blanks that the template writes between two text parts; if it takes text alone, a line break, as vLLM."""
+    parts = [{"type": "text", "text": mark} for mark in _MARKS]
+    try:
+        text = _bounded(tokenizer, [{"role": "user", "content": parts}], {"tokenize": False})
+    except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError):
+        return "\n"
+    found = re.search(r"(\s*)".join(_MARKS), text)
+    return found[1] if found else "\n"
 
 
 # ---- time, and the memory of all operations together -----------------------------------------------------------------

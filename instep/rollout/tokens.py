@@ -263,10 +263,12 @@ def _any_talk(args: Settings) -> _Talk:
 
 def _said_and_others(args: Settings, messages: list[Message]) -> tuple[Message | None, list[Message]]:
     """The model's turn, if `messages` begin with it, and the others without names of special tokens."""
-    special = special_tokens(tokenizer_of(args))
+    from instep.data.template import text_messages
+
+    special, messages = special_tokens(tokenizer_of(args)), text_messages(tokenizer_of(args), messages, "next_turn")
     first = messages[0] if messages and messages[0]["role"] == "assistant" else None
     others = messages if first is None else messages[1:]
-    return first, [{**m, "content": _without(special, str(m["content"]))} for m in others]
+    return first, [{**m, "content": _without(special, m["content"])} for m in others]
 
 
 def _shows(text: str, form: Message) -> bool:

@@ -99,7 +99,7 @@ def test_parquet_rows_are_those_of_the_jsonl_that_they_were_made_from(tmp_path: 
         return {"type": "function", "function": {"name": name, "parameters": {"properties": properties}}}
 
     calls = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": [1, None]}}}]
-    parts = [{"type": "text", "text": "what?"}, {"type": "image", "image": "a.png"}]
+    parts = [{"type": "text", "text": "what?"}, {"type": "text", "text": "x", "note": "y"}]
     given: list[dict[str, Any]] = [
         {
             "prompt": [USER, {"role": "assistant", "content": "", "tool_calls": calls}],
@@ -181,6 +181,15 @@ BAD_ROWS = [
     ({"prompt": [USER, {"content": "x"}], "label": 1}, "message 1 has no role"),
     ({"prompt": [{"role": "user"}], "label": 1}, "message 0 (user) has no content"),
     ({"prompt": [{"role": "user", "content": 3}], "label": 1}, "content of message 0"),
+    ({"prompt": [{"role": "user", "content": [{"type": "image_url"}]}], "label": 1}, "a part that is no text: 'image_"),
+    (
+        {"prompt": [{"role": "user", "content": [{"type": "thinking", "text": "x"}]}], "label": 1},
+        "content of message 0 (user) has a part of type 'thinking'; text parts alone are taken",
+    ),
+    (
+        {"prompt": [USER, {"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}], "label": 1},
+        "the arguments of a tool call of message 1 are text that is no JSON object: '{'",
+    ),
     ({"prompt": [{**USER, "step_loss_mask": 2}], "label": 1}, "step_loss_mask of message 0"),
     ({"prompt": "x", "label": 1, "metadata": "m"}, "'metadata' must be an object"),
     ({"prompt": "x", "label": 1, "tools": {"a": 1}}, "'tools' must be a list"),

@@ -18,6 +18,7 @@ from instep.engines.embedded.protocol import HttpError, Progress, Request
 from instep.engines.embedded.sampling import distribution, sample, uniforms
 from instep.engines.embedded.sleep import ASLEEP, Sleep
 from instep.engines.embedded.weights import FAILED, LiveWeights
+from instep.errors import DataError
 from instep.weights.way import OF_ADAPTERS
 
 
@@ -118,8 +119,8 @@ class Scheduler:
             raise HttpError("BadRequestError", f"chat_template_kwargs: {refused} cannot be set by a request")
         try:
             text = apply_template(self.tokenizer, messages, **{"add_generation_prompt": True, **given}, tokenize=False)
-            if not isinstance(text, str):
-                raise TypeError("messages must be one conversation")
+        except DataError as error:
+            raise HttpError("BadRequestError", error.what) from error
         except Exception as error:  # no template, or whatever one raises on what it was given
             raise HttpError("BadRequestError", f"the chat template failed: {error}") from error
         return self.encode(text, add_special_tokens=False)
