@@ -1,4 +1,4 @@
-"""The rows of a prompt file (jsonl or parquet), each with file and line, and the checks of a row.
+"""The rows of a prompt file (jsonl, also named .json, or parquet), each with file and line, and the checks of a row.
 
 This module imports neither torch nor transformers, so that files can be checked together with the arguments.
 """
@@ -21,11 +21,13 @@ from instep.errors import ConfigError, DataError
 
 _SLICE = re.compile(r"^(?P<path>.*)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
 PARQUET_ROWS = 256  # decoded at a time
+ENDINGS = (".jsonl", ".json", ".parquet")
+_IN_MEMORY = re.compile(r"prompts-[0-9a-f]{12}\.jsonl")  # that a script's rows were written to
 
 
 @dataclass(frozen=True)
 class RowFormat:
-    """The keys of a row; without `label_key`, rows need no label.
+    """The keys of a row; without `label_key`, rows need no label. Other columns become metadata.
 
     With `conversation` the prompt is a conversation to train on: messages with an assistant turn that is not masked
     out. With `pair_keys` a row is a preference pair, and its label holds the two responses (see `check_pair`).
@@ -38,6 +40,7 @@ class RowFormat:
     conversation: bool = False
     pair_keys: tuple[str, str] | None = None  # of the chosen and the rejected response
     grader: str | None = None
+    asked: bool = False  # whether the model answers prompts as they are
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -89,7 +92,7 @@ class BadRows:
 
 def split_files(prompt_data: str) -> list[str]:
     """The files of `a.jsonl,b.parquet@[0:100]`. A comma inside a name is no border."""
-    return re.split(r"(?<=\.jsonl),|(?<=\.parquet),|(?<=\]),", prompt_data)
+    return re.split(r"(?<=\.jsonl),\s*|(?<=\.json),\s*|(?<=\.parquet),\s*|(?<=\]),\s*", prompt_data)
 
 
 def parse_path(path_spec: str) -> tuple[Path, slice]:
@@ -121,6 +124,7 @@ def read_rows(
     path, part = parse_path(path_spec)
     readers: dict[str, Callable[[Path, slice], Iterator[RawRow]]] = {
         ".jsonl": _jsonl,
+        ".json": _jsonl,
         ".parquet": partial(_parquet, columns=row_format.columns),
     }
     if path.suffix not in readers:
@@ -158,7 +162,9 @@ def unreadable(path: Path, error: OSError) -> DataError:
 
 
 def place(path: Path, number: int) -> str:
-    """File and line of a row, for errors; `number` as in `RawRow`."""
+    """File and line of a row, or its place in what a script gave, for errors; `number` as in `RawRow`."""
+    if _IN_MEMORY.fullmatch(path.name):
+        return f"prompts[{number - 1}]"
     return f"{path}, {'row' if path.suffix == '.parquet' else 'line'} {number}"
 
 
@@ -206,7 +212,8 @@ def _parquet(path: Path, part: slice, columns: tuple[str, ...]) -> Iterator[RawR
         with pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
             start, stop, _ = part.indices(file.metadata.num_rows)
             names = file.schema_arrow.names
-            read = [name for name in names if name in columns]
+            types = {field.name: str(field.type) for field in file.schema_arrow}
+            read = [name for name in names if name in columns or "binary" not in types[name]]
             first = 0
             for group in range(file.num_row_groups):
                 end = first + file.metadata.row_group(group).num_rows
@@ -215,21 +222,22 @@ def _parquet(path: Path, part: slice, columns: tuple[str, ...]) -> Iterator[RawR
                     for batch in file.iter_batches(PARQUET_ROWS, [group], read):
                         for i in range(max(start - number, 0), min(stop - number, batch.num_rows)):
                             where = place(path, number + i)
-                            yield RawRow(number + i, None, partial(_json_row, batch, i, names, where))
+                            yield RawRow(number + i, None, partial(_json_row, batch, i, names, columns, where))
                         number += batch.num_rows
                 first = end
     except pyarrow.ArrowException as error:
         raise DataError(f"not a parquet file: {error}", where=str(path), remedy="write the file again") from error
 
 
-def _json_row(batch: Any, i: int, names: list[str], where: str) -> bytes:
-    """Row `i` of a batch of columns, as JSON, with null for those of `names` that were not read."""
+def _json_row(batch: Any, i: int, names: list[str], columns: tuple[str, ...], where: str) -> bytes:
+    """Row `i` of a batch, as JSON, with null for those of `names` that were not read, or that JSON cannot hold."""
     row = dict.fromkeys(names, "null")
     for key in batch.schema.names:
         try:
             row[key] = json.dumps(_without_nulls(batch.column(key)[i].as_py()), ensure_ascii=False)
         except (ValueError, OverflowError, TypeError, KeyError) as error:  # no UTF-8, no date; bytes, a date, ...
-            raise _bad(where, f"{key!r} holds what JSON cannot: {error}") from error
+            if key in columns:
+                raise _bad(where, f"{key!r} holds what JSON cannot: {error}") from error
     return ("{" + ", ".join(f"{json.dumps(key)}: {value}" for key, value in row.items()) + "}").encode()
 
 
@@ -247,6 +255,9 @@ def check_row(row: Any, where: str, keys: RowFormat) -> Row:
     prompt = _check_text(row[keys.input_key], keys.input_key, bad)
     if keys.conversation:
         _check_conversation(prompt, bad)
+    elif keys.asked and isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
+        what = "the prompt ends in an assistant turn, which no template goes on with: the model would begin another"
+        raise bad(what, "drop that turn, or give the prompt as text that ends where the model shall go on")
     metadata = row.get(keys.metadata_key)
     if metadata is not None and not isinstance(metadata, dict):
         raise bad(f"{keys.metadata_key!r} must be an object, not {short(metadata)}")
@@ -260,7 +271,8 @@ def check_row(row: Any, where: str, keys: RowFormat) -> Row:
         raise bad(f"{keys.tool_key!r} must be a list of objects, not {short(tools)}")
     label = None if keys.label_key is None else row[keys.label_key]
     _check_label(label, metadata or {}, keys, bad)
-    return Row(where, prompt, label, dict(metadata or {}), tools or None)
+    more = {key: value for key, value in row.items() if key not in keys.columns and value is not None}
+    return Row(where, prompt, label, {**more, **(metadata or {})}, tools or None)
 
 
 def check_pair(row: Any, where: str, keys: RowFormat) -> Row:
@@ -281,6 +293,7 @@ def check_pair(row: Any, where: str, keys: RowFormat) -> Row:
             what = f"the row has no {keys.input_key!r}, and the conversations begin with different messages"
             raise bad(what, f"name the prompt's column with --input-key: the row has {_names(row)}")
         row, chosen, rejected = {**row, keys.input_key: chosen[:same]}, chosen[same:], rejected[same:]
+    row = {key: value for key, value in row.items() if key not in keys.pair_keys}
     out = check_row(row, where, replace(keys, label_key=None, pair_keys=None))
     for key, response in zip(keys.pair_keys, (chosen, rejected), strict=True):
         if isinstance(response, str) != isinstance(out.prompt, str):

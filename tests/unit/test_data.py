@@ -106,6 +106,7 @@ def test_parquet_rows_are_those_of_the_jsonl_that_they_were_made_from(tmp_path: 
             "label": {"inputs": ["1"]},
             "tools": [tool("add", a={"type": "integer", "minimum": 0}), tool("find", text={"type": "string"})],
             "metadata": {"level": 1},
+            "source": {"book": "A"},  # a column of the user's: metadata, too
         },
         {
             "prompt": [{"role": "user", "name": "Ann", "content": "1 + 1?"}],
@@ -115,11 +116,14 @@ def test_parquet_rows_are_those_of_the_jsonl_that_they_were_made_from(tmp_path: 
         {"prompt": [{"role": "user", "content": "x"}], "label": {"inputs": []}, "metadata": {"from": {}}},
     ]
     for some in (given, [{"prompt": [{"role": "user", "content": parts}], "label": 1}]):
-        parquet.write_table(pyarrow.Table.from_pylist(some), tmp_path / "a.parquet")
+        table = pyarrow.Table.from_pylist(some).append_column("picture", [[b"\x89PNG"] * len(some)])  # left out
+        parquet.write_table(table, tmp_path / "a.parquet")
         expected = load_dataset(write(tmp_path / "a.jsonl", some), LABELLED)
         for got, one in zip(load_dataset(str(tmp_path / "a.parquet"), LABELLED), expected, strict=True):
             got.where = one.where
             assert got == one
+        more = {"source": {"book": "A"}, "level": 1, "tools": given[0]["tools"]}
+        assert expected[0].metadata == (more if some is given else {})
 
 
 def test_chat_template_and_token_ids(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
