@@ -8,10 +8,12 @@ as a value: what is kept here belongs to the run.
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -53,6 +55,7 @@ from instep.controller.trainer import Trainer
 from instep.controller.trial import HookTrial
 from instep.controller.watch import StandstillWatch, Watch
 from instep.data.ledger import Ledger, LedgeredDataSource
+from instep.data.messages import STARTED
 from instep.data.source import load_source, num_rollouts
 from instep.engines.kind import kind_of
 from instep.errors import CheckpointError, SyncError
@@ -100,6 +103,11 @@ class Controller:
         runtime_attributes: Runtime = {}
         self.hook_args = args.view(runtime_attributes)  # what hooks get: read-only, no secrets
         self.ledger = Ledger()
+        for root in filter(None, (args.save, args.critic_save)):
+            finish_renames(Path(root))
+        self._beginning = beginning(args)  # refuses before the log of the earlier session is touched
+        resumed, self.start_rollout_id = self._beginning.state, self._beginning.rollout_id
+        os.environ[STARTED] = (resumed or {}).get("started") or datetime.now().isoformat()
         source = load_source(args, self.hook_args)
         under_way = bool(args.save) and args.command == "train-async"
         self.data_source = LedgeredDataSource(source, self.ledger, under_way=under_way)
@@ -119,10 +127,6 @@ class Controller:
         self._gap_of_sync: dict[str, float] = {}  # of the last one, until a step has shown it
         self._memory = PssSampler()
         self._gpu_peak = 0.0
-        for root in filter(None, (args.save, args.critic_save)):
-            finish_renames(Path(root))
-        self._beginning = beginning(args)  # refuses before the log of the earlier session is touched
-        resumed, self.start_rollout_id = self._beginning.state, self._beginning.rollout_id
         if self._has_work:
             check_whole(*checkpoints_read(args), tell=partial(print, flush=True))
         self._space = check_space(args, num_saves(args, self.num_rollout - self.start_rollout_id))
@@ -365,6 +369,7 @@ class Controller:
             **data_state(self.data_source, rollout_id),
             "evaluations": self.evaluations,
             "run_id": self._beginning.run_id,
+            "started": os.environ[STARTED],
             "wandb_run_id": self.log.wandb_run_id,
             "args": self.args.to_dict(),
         }

@@ -11,17 +11,14 @@ from typing import Any
 from instep.data.rows import ENDINGS, parse_path
 from instep.errors import ConfigError, DataError
 
-_LISTS = ("to_dicts", "to_pylist")  # of polars and pyarrow
 _FORMS = "give a list of texts, of conversations or of dicts, a dict of columns, a data frame or one data set"
 
 
 def listed(given: Any, name: str) -> list[Any]:
     """The rows of whatever has some. Raises: ConfigError, which names the keyword."""
-    for method in _LISTS:
-        if hasattr(given, method):
-            return list(getattr(given, method)())
-    if hasattr(given, "to_dict") and hasattr(given, "columns"):  # of pandas
-        return list(given.to_dict("records"))
+    for method, *how in (("to_dicts",), ("to_pylist",), ("to_dict", "records")):  # of polars, pyarrow and pandas
+        if hasattr(given, method) and hasattr(given, "columns"):
+            return list(getattr(given, method)(*how))
     if isinstance(given, Mapping):
         if sets := [str(key) for key, value in given.items() if hasattr(value, "column_names")]:
             what = f"it holds {len(sets)} data sets: {', '.join(sets)}"
@@ -66,8 +63,6 @@ def as_lines(rows: list[Any]) -> tuple[str, str, list[dict[str, Any]]]:
 
 def _plain(value: Any) -> Any:
     """A value of numpy's or a path, as JSON has it."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    if isinstance(value, Path):
-        return str(value)
-    raise TypeError(f"{type(value).__name__} {value!r:.60}")
+    if not isinstance(value, Path) and not hasattr(value, "tolist"):
+        raise TypeError(f"{type(value).__name__} {value!r:.60}")
+    return str(value) if isinstance(value, Path) else value.tolist()

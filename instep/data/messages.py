@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 Message = dict[str, Any]
-TEXT_PARTS = ("text", "input_text", "output_text")
+STARTED = "INSTEP_RUN_STARTED"  # in the environment: when the run began, for templates with a date
 
 
 def checked_message(message: Any, i: int) -> Message:
@@ -23,16 +23,10 @@ def checked_message(message: Any, i: int) -> Message:
     if not isinstance(content, (str, list)):
         raise ValueError(f"{place} must be text or a list of text parts, not {short(content)}")
     for part in content if isinstance(content, list) else ():
-        if not (isinstance(part, str) or (isinstance(part, dict) and isinstance(part.get("text"), str))):
+        if not isinstance(part, str) and not (isinstance(part, dict) and isinstance(part.get("text"), str)):
             kind = part.get("type") if isinstance(part, dict) else None
             raise ValueError(f"{place} has a part that is no text: {short(kind or part)}")
-        if isinstance(part, dict) and part.get("type", "text") not in TEXT_PARTS:
-            raise ValueError(f"{place} has a part of type {short(part['type'])}; text parts alone are taken")
     return message
-
-
-def num_parts(message: Message) -> int:
-    return len(message["content"]) if isinstance(message["content"], list) else 1
 
 
 def with_text(message: Message, separator: str) -> Message:
@@ -63,10 +57,6 @@ def as_object(arguments: Any) -> Any:
     except ValueError:
         return arguments
     return found if isinstance(found, dict) else arguments
-
-
-def as_json(arguments: Any) -> Any:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def short(value: Any) -> str:

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import json
+import os
 import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
 from itertools import islice
 from types import BuiltinFunctionType, BuiltinMethodType
 from typing import Any
@@ -24,8 +27,8 @@ from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from instep.data.messages import Message, as_json, as_object, checked_message, num_parts, with_arguments, with_text
-from instep.errors import DataError
+from instep.data.messages import STARTED, Message, as_object, checked_message, with_arguments, with_text
+from instep.errors import CheckpointError, DataError
 from instep.importing import first_import
 
 LIMIT = 1 << 26  # characters of a text; an entry of a list counts as ENTRY
@@ -57,6 +60,7 @@ def apply_template(tokenizer: Any, messages: Sequence[Any], where: str = "", /, 
     """`tokenizer.apply_chat_template`, within bounds, of messages in any form of OpenAI's API.
 
     Raises:
+        CheckpointError: the template is no Jinja.
         DataError: content that is no text.
         TemplateTooLarge: it takes too much time or memory; the text names the template.
     """
@@ -64,9 +68,11 @@ def apply_template(tokenizer: Any, messages: Sequence[Any], where: str = "", /, 
     try:
         return _bounded(tokenizer, [with_arguments(m, as_object) for m in messages], given)
     except TypeError:  # DeepSeek's of 2024 and others join arguments with text
-        if not any(m.get("tool_calls") for m in messages):
-            raise
-        return _bounded(tokenizer, [with_arguments(m, as_json) for m in messages], given)
+        as_text = [
+            with_arguments(m, lambda x: x if isinstance(x, str) else json.dumps(x, ensure_ascii=False))
+            for m in messages
+        ]
+        return _bounded(tokenizer, as_text, given)
 
 
 def _bounded(tokenizer: Any, messages: list[Message], given: Mapping[str, Any]) -> Any:
@@ -80,6 +86,9 @@ def _bounded(tokenizer: Any, messages: list[Message], given: Mapping[str, Any]) 
         raise TemplateTooLarge(f"{name} {watched.why or 'has used up the memory'}") from error
     except TemplateTooLarge as error:
         raise TemplateTooLarge(f"{name} {error}") from error
+    except jinja2.TemplateSyntaxError as error:
+        what = f"{name} is wrong in line {error.lineno}: {error.message}"
+        raise CheckpointError(what, remedy="mend its chat_template.jinja, or tokenizer_config.json") from error
 
 
 def text_messages(tokenizer: Any, messages: Sequence[Any], where: str = "") -> list[Message]:
@@ -92,7 +101,7 @@ def text_messages(tokenizer: Any, messages: Sequence[Any], where: str = "") -> l
         checked = [checked_message(message, i) for i, message in enumerate(messages)]
     except ValueError as error:
         raise DataError(str(error), where=where, remedy="give text or text parts") from None
-    separator = _between_parts(tokenizer) if any(num_parts(message) > 1 for message in checked) else ""
+    separator = _between_parts(tokenizer) if any(type(m["content"]) is list for m in checked) else ""
     return [with_text(message, separator) for message in checked]
 
 
@@ -303,6 +312,11 @@ def _test(test: Any) -> Callable[..., bool]:
     return lambda value, *others: test(_looked_at(value), *others)
 
 
+def _strftime_of_run(form: str) -> str:
+    started = os.environ.get(STARTED)
+    return (datetime.fromisoformat(started) if started else datetime.now()).strftime(form)
+
+
 class _Bounded(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(("*", "**", "%", "+"))
 
@@ -316,6 +330,10 @@ class _Bounded(ImmutableSandboxedEnvironment):
         compare = [name for name, test in self.tests.items() if isinstance(test, BuiltinFunctionType)] + ["in"]
         self.tests = {**self.tests, **{name: _test(self.tests[name]) for name in compare if name != "callable"}}
         self.finalize = _looked_at
+
+    def from_string(self, *args: Any, **kwargs: Any) -> Any:
+        self.globals["strftime_now"] = _strftime_of_run
+        return super().from_string(*args, **kwargs)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree: nodes.Template = _Checks().visit(super()._parse(source, name, filename))

@@ -187,10 +187,6 @@ BAD_ROWS = [
     ({"prompt": [{"role": "user", "content": 3}], "label": 1}, "content of message 0"),
     ({"prompt": [{"role": "user", "content": [{"type": "image_url"}]}], "label": 1}, "a part that is no text: 'image_"),
     (
-        {"prompt": [{"role": "user", "content": [{"type": "thinking", "text": "x"}]}], "label": 1},
-        "content of message 0 (user) has a part of type 'thinking'; text parts alone are taken",
-    ),
-    (
         {"prompt": [USER, {"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}], "label": 1},
         "the arguments of a tool call of message 1 are text that is no JSON object: '{'",
     ),

@@ -18,7 +18,6 @@ from instep.engines.embedded.protocol import HttpError, Progress, Request
 from instep.engines.embedded.sampling import distribution, sample, uniforms
 from instep.engines.embedded.sleep import ASLEEP, Sleep
 from instep.engines.embedded.weights import FAILED, LiveWeights
-from instep.errors import DataError
 from instep.weights.way import OF_ADAPTERS
 
 
@@ -119,10 +118,8 @@ class Scheduler:
             raise HttpError("BadRequestError", f"chat_template_kwargs: {refused} cannot be set by a request")
         try:
             text = apply_template(self.tokenizer, messages, **{"add_generation_prompt": True, **given}, tokenize=False)
-        except DataError as error:
-            raise HttpError("BadRequestError", error.what) from error
         except Exception as error:  # no template, or whatever one raises on what it was given
-            raise HttpError("BadRequestError", f"the chat template failed: {error}") from error
+            raise HttpError("BadRequestError", f"the chat template failed: {getattr(error, 'what', error)}") from error
         return self.encode(text, add_special_tokens=False)
 
     def abort(self, which: Any = None, reason: str = "abort") -> int:

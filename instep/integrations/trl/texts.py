@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 from instep.data.template import apply_template
-from instep.errors import DataError
 from instep.integrations.trl.forms import RENDERING, TOKEN, BadRequest, Body
 
 IMAGES = "images are not taken here: this server is for models of text"
@@ -42,10 +41,8 @@ class Texts:
         given = {"add_generation_prompt": True, **options}
         try:
             text = apply_template(self._tokenizer, messages, **given, tokenize=False)
-        except DataError as error:
-            raise BadRequest(error.what) from error
         except Exception as error:  # no template, or whatever one raises on what it was given
-            raise BadRequest(f"the chat template failed: {error}") from error
+            raise BadRequest(f"the chat template failed: {getattr(error, 'what', error)}") from error
         return self._encode(text, add_special_tokens=False)
 
     def namer(self, body: Body) -> Callable[[int], str]:
