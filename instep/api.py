@@ -22,7 +22,6 @@ from instep.errors import ConfigError, writing
 if TYPE_CHECKING:
     from instep.controller.round import Step
 
-Prompts = Any  # str | Path | Iterable[str | list[dict[str, Any]] | dict[str, Any]], a frame, a data set, columns
 Reward = str | Callable[..., Any]
 
 _LOOPS = {  # of each command, the module whose `steps` it is
@@ -45,7 +44,7 @@ def train(
     *,
     command: str = "train",
     model: str | Path | None = None,
-    prompts: Prompts | None = None,
+    prompts: Any = None,
     reward: Reward | None = None,
     reward_funcs: Any = None,
     train_dataset: Any = None,
@@ -104,7 +103,7 @@ class Run:
         *,
         command: str = "train",
         model: str | Path | None = None,
-        prompts: Prompts | None = None,
+        prompts: Any = None,
         reward: Reward | None = None,
         reward_funcs: Any = None,
         train_dataset: Any = None,

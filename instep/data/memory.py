@@ -44,19 +44,18 @@ def as_lines(rows: list[Any]) -> tuple[str, str, list[dict[str, Any]]]:
     Raises:
         DataError: there is none, or one that is none; it names the row.
     """
-    where, remedy = "prompts or data sets that were given", "give texts, lists of messages, or dicts of JSON's values"
     if not rows:
-        raise DataError("there are no rows", where=where, remedy="give one at least")
+        raise DataError("there are no rows", where="prompts or a data set", remedy="give one at least")
     dicts, lines = [], []
     for number, row in enumerate(rows):
-        place = f"prompts[{number}]"
-        if not isinstance(row, (str, list, tuple, Mapping)):
-            raise DataError(f"it is a {type(row).__name__}, which is no row", where=place, remedy=remedy)
         dicts.append(dict(row) if isinstance(row, Mapping) else {"prompt": row})
         try:
+            if not isinstance(row, (str, list, tuple, Mapping)):
+                raise TypeError(f"{type(row).__name__} {row!r:.60}")
             lines.append(json.dumps(dicts[-1], default=_plain) + "\n")
         except (TypeError, ValueError) as error:
-            raise DataError(f"the prompt is no JSON: {error}", where=place, remedy=remedy) from error
+            remedy = "give texts, lists of messages, or dicts of what JSON can hold"
+            raise DataError(f"the prompt is no JSON: {error}", where=f"prompts[{number}]", remedy=remedy) from error
     text = "".join(lines)
     return text, f"prompts-{hashlib.sha256(text.encode()).hexdigest()[:12]}.jsonl", dicts
 

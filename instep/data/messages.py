@@ -10,30 +10,23 @@ Message = dict[str, Any]
 STARTED = "INSTEP_RUN_STARTED"  # in the environment: when the run began, for templates with a date
 
 
-def checked_message(message: Any, i: int) -> Message:
+def checked_message(message: Any, i: int, bad: Callable[[str], Exception]) -> Message:
     """The message without its nulls, which stand for what is not there, and with content: text, or its text parts.
 
     Raises:
-        ValueError: it is none, or has content that is no text; the text names message `i`.
+        Exception: what `bad` makes of a text that names message `i`: it is none, or has content that is no text.
     """
     if not isinstance(message, dict):
-        raise ValueError(f"message {i} must be an object with role and content, not {short(message)}")
+        raise bad(f"message {i} must be an object with role and content, not {short(message)}")
     message = {key: value for key, value in message.items() if value is not None}
     content, place = message.setdefault("content", ""), f"content of message {i} ({message.get('role')})"
     if not isinstance(content, (str, list)):
-        raise ValueError(f"{place} must be text or a list of text parts, not {short(content)}")
+        raise bad(f"{place} must be text or a list of text parts, not {short(content)}")
     for part in content if isinstance(content, list) else ():
         if not isinstance(part, str) and not (isinstance(part, dict) and isinstance(part.get("text"), str)):
             kind = part.get("type") if isinstance(part, dict) else None
-            raise ValueError(f"{place} has a part that is no text: {short(kind or part)}")
+            raise bad(f"{place} has a part that is no text: {short(kind or part)}")
     return message
-
-
-def with_text(message: Message, separator: str) -> Message:
-    """The checked message with its text parts as one text."""
-    if isinstance(content := message["content"], str):
-        return message
-    return message | {"content": separator.join(part if isinstance(part, str) else part["text"] for part in content)}
 
 
 def with_arguments(message: Message, change: Callable[[Any], Any]) -> Message:

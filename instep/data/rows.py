@@ -212,8 +212,7 @@ def _parquet(path: Path, part: slice, columns: tuple[str, ...]) -> Iterator[RawR
         with pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
             start, stop, _ = part.indices(file.metadata.num_rows)
             names = file.schema_arrow.names
-            types = {field.name: str(field.type) for field in file.schema_arrow}
-            read = [name for name in names if name in columns or "binary" not in types[name]]
+            read = [f.name for f in file.schema_arrow if f.name in columns or "binary" not in str(f.type)]
             first = 0
             for group in range(file.num_row_groups):
                 end = first + file.metadata.row_group(group).num_rows
@@ -270,9 +269,9 @@ def check_row(row: Any, where: str, keys: RowFormat) -> Row:
     if tools is not None and not (isinstance(tools, list) and all(isinstance(t, dict) for t in tools)):
         raise bad(f"{keys.tool_key!r} must be a list of objects, not {short(tools)}")
     label = None if keys.label_key is None else row[keys.label_key]
-    _check_label(label, metadata or {}, keys, bad)
     more = {key: value for key, value in row.items() if key not in keys.columns and value is not None}
-    return Row(where, prompt, label, {**more, **(metadata or {})}, tools or None)
+    _check_label(label, more | (metadata or {}), keys, bad)
+    return Row(where, prompt, label, more | (metadata or {}), tools or None)
 
 
 def check_pair(row: Any, where: str, keys: RowFormat) -> Row:
@@ -297,7 +296,8 @@ def check_pair(row: Any, where: str, keys: RowFormat) -> Row:
     out = check_row(row, where, replace(keys, label_key=None, pair_keys=None))
     for key, response in zip(keys.pair_keys, (chosen, rejected), strict=True):
         if isinstance(response, str) != isinstance(out.prompt, str):
-            kinds = [f"{k!r} is {_kind(v)}" for k, v in ((keys.input_key, out.prompt), (key, response))]
+            both = ((keys.input_key, out.prompt), (key, response))
+            kinds = [f"{k!r} is {'text' if isinstance(v, str) else 'a list of messages'}" for k, v in both]
             raise bad(", ".join(kinds), "make both text, or both lists of messages")
         if isinstance(response, list) and not any(
             _is_trained(m) and (m["content"] or "tool_calls" in m) for m in response
@@ -332,10 +332,6 @@ def _check_text(value: Any, key: str, bad: Callable[..., DataError]) -> str | li
     raise bad(f"{key!r} must be text or a list of messages, not {short(value)}")
 
 
-def _kind(value: str | list[Message]) -> str:
-    return "text" if isinstance(value, str) else "a list of messages"
-
-
 def _is_trained(message: Message) -> bool:
     return bool(message["role"] == "assistant" and message.get("step_loss_mask", 1))
 
@@ -357,23 +353,17 @@ def _check_label(label: Any, metadata: dict[str, Any], keys: RowFormat, bad: Cal
 
 
 def _check_message(message: Any, i: int, bad: Callable[[str], DataError]) -> Message:
-    try:
-        checked = checked_message(message, i)
-    except ValueError as error:
-        raise bad(str(error)) from None
+    checked = checked_message(message, i, bad)
     if not isinstance(checked.get("role"), str) or not checked["role"]:
         raise bad(f"message {i} has no role: {short(checked)}")
     if message.get("content") is None and not checked.get("tool_calls"):
         raise bad(f"message {i} ({checked['role']}) has no content")
     if checked.get("step_loss_mask", 1) not in (0, 1):
         raise bad(f"step_loss_mask of message {i} must be 0 or 1, not {short(checked['step_loss_mask'])}")
-    with_arguments(checked, partial(_check_arguments, i, bad))
+    with_arguments(checked, (arguments := list[Any]()).append)
+    if wrong := [given for given in arguments if isinstance(as_object(given), str)]:
+        raise bad(f"the arguments of a tool call of message {i} are text that is no JSON object: {short(wrong[0])}")
     return checked
-
-
-def _check_arguments(i: int, bad: Callable[[str], DataError], arguments: Any) -> None:
-    if isinstance(as_object(arguments), str):
-        raise bad(f"the arguments of a tool call of message {i} are text that is no JSON object: {short(arguments)}")
 
 
 def _check_conversation(prompt: str | list[Message], bad: Callable[[str], DataError]) -> None:

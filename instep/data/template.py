@@ -27,7 +27,7 @@ from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from instep.data.messages import STARTED, Message, as_object, checked_message, with_arguments, with_text
+from instep.data.messages import STARTED, Message, as_object, checked_message, with_arguments
 from instep.errors import CheckpointError, DataError
 from instep.importing import first_import
 
@@ -97,12 +97,13 @@ def text_messages(tokenizer: Any, messages: Sequence[Any], where: str = "") -> l
     Raises:
         DataError: content that is no text.
     """
-    try:
-        checked = [checked_message(message, i) for i, message in enumerate(messages)]
-    except ValueError as error:
-        raise DataError(str(error), where=where, remedy="give text or text parts") from None
-    separator = _between_parts(tokenizer) if any(type(m["content"]) is list for m in checked) else ""
-    return [with_text(message, separator) for message in checked]
+    bad = functools.partial(DataError, where=where, remedy="give text or text parts")
+    checked = [checked_message(message, i, bad) for i, message in enumerate(messages)]
+    for message in checked:
+        if not isinstance(message["content"], str):
+            texts = [part if isinstance(part, str) else part["text"] for part in message["content"]]
+            message["content"] = (_between_parts(tokenizer) if texts[1:] else "").join(texts)
+    return checked
 
 
 def _between_parts(tokenizer: Any) -> str:

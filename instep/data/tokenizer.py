@@ -36,5 +36,4 @@ def end_tokens(tokenizer: Any, listed: int | list[int] | None) -> tuple[frozense
     is made from config.json where there is no file); and those of the list that are left out: no special tokens."""
     ids = {listed} if isinstance(listed, int) else set(listed or ())
     special = {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}
-    own = {tokenizer.eos_token_id} - {None}
-    return frozenset(own | (ids & special)), sorted(ids - special)
+    return frozenset((ids & special) | ({tokenizer.eos_token_id} - {None})), sorted(ids - special)

@@ -15,6 +15,7 @@ from instep.data.branches import Message, ended, window
 from instep.data.byte_texts import ByteTexts, byte_texts
 from instep.data.chat import render, special_tokens
 from instep.data.dataset import require_chat_template
+from instep.data.template import text_messages
 from instep.data.tokenizer import load_tokenizer
 from instep.errors import DataError
 from instep.types import Sample
@@ -263,8 +264,6 @@ def _any_talk(args: Settings) -> _Talk:
 
 def _said_and_others(args: Settings, messages: list[Message]) -> tuple[Message | None, list[Message]]:
     """The model's turn, if `messages` begin with it, and the others without names of special tokens."""
-    from instep.data.template import text_messages
-
     special, messages = special_tokens(tokenizer_of(args)), text_messages(tokenizer_of(args), messages, "next_turn")
     first = messages[0] if messages and messages[0]["role"] == "assistant" else None
     others = messages if first is None else messages[1:]

@@ -160,8 +160,8 @@ class Split(list[Any]):
         ({"a", "b"}, "prompts", "is a set, which has no rows in order"),
         (b"ab", "prompts", "is a bytes"),
         (7, "prompts", "is a int"),
-        (["a", 7], "prompts[1]", "it is a int, which is no row"),
-        ([Path("a.txt")], "prompts[0]", "which is no row"),
+        (["a", 7], "prompts[1]", "the prompt is no JSON: int 7"),
+        ([Path("a.txt")], "prompts[0]", "no JSON: PosixPath"),
         (["a", {"prompt": "b", "label": {1}}], "prompts[1]", "no JSON: set {1}"),
         (["a", ""], "prompts[1]", "'prompt' is empty"),
         (
