@@ -221,10 +221,12 @@ def _written(command: str, prompts: list[Any], flags: Mapping[str, Any]) -> dict
     """The flags that name prompts which are no file yet: they are written into the run's folder, under a name that
     depends on what they are, so that a resume finds them, and no other run's are replaced."""
     from instep.atomic import write_text
-    from instep.data.memory import as_files, as_lines
+    from instep.data.memory import as_lines
+    from instep.data.rows import ENDINGS
 
-    if (files := as_files(prompts)) is not None:
-        return {"prompt_data": files}
+    names = [str(given) for given in prompts if isinstance(given, (str, Path))]
+    if prompts and len(names) == len(prompts) and all(name.partition("@[")[0].endswith(ENDINGS) for name in names):
+        return {"prompt_data": ",".join(names)}
     text, name, rows = as_lines(prompts)
     path = Path(flags.get("run_dir") or f"runs/{command}") / name
     with writing(path, "run_dir"):

@@ -53,9 +53,10 @@ from instep.controller.sync.weight_sync import SyncResult
 from instep.controller.trainer import Trainer
 from instep.controller.trial import HookTrial
 from instep.controller.watch import StandstillWatch, Watch
+from instep.data.dataset import check_tokens
 from instep.data.ledger import Ledger, LedgeredDataSource
 from instep.data.messages import STARTED
-from instep.data.source import load_source, num_rollouts
+from instep.data.source import RolloutDataSourceWithBuffer, load_source, num_rollouts
 from instep.engines.kind import kind_of
 from instep.errors import CheckpointError, SyncError
 from instep.hooks import Hook
@@ -66,6 +67,7 @@ from instep.processes import lock_folders
 from instep.rollout import admission, runtime
 from instep.rollout.eval import read_sets
 from instep.rollout.outputs import as_eval_output, as_train_output
+from instep.rollout.tokens import tokenizer_of
 from instep.types import RolloutFnTrainOutput
 
 if TYPE_CHECKING:
@@ -108,6 +110,10 @@ class Controller:
         resumed, self.start_rollout_id = self._beginning.state, self._beginning.rollout_id
         os.environ[STARTED] = (resumed or {}).get("started") or time.strftime("%Y-%m-%dT%H:%M:%S")
         source = load_source(args, self.hook_args)
+        if isinstance(source, RolloutDataSourceWithBuffer) and source.dataset is not None:
+            num_tokens = hf_config.get("text_config", hf_config)["vocab_size"]
+            for records in source.dataset.datasets:
+                check_tokens(records, tokenizer_of(args), args.apply_chat_template_kwargs, num_tokens)
         under_way = bool(args.save) and args.command == "train-async"
         self.data_source = LedgeredDataSource(source, self.ledger, under_way=under_way)
         if with_engines and args.eval_interval is not None:

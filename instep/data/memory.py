@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from instep.data.rows import ENDINGS, parse_path
 from instep.errors import ConfigError, DataError
 
 _FORMS = "give a list of texts, of conversations or of dicts, a dict of columns, a data frame or one data set"
@@ -30,12 +29,6 @@ def listed(given: Any, name: str) -> list[Any]:
     if isinstance(given, (str, bytes, Path, set, frozenset)) or not isinstance(given, Iterable):
         raise ConfigError(f"it is a {type(given).__name__}, which has no rows in order", where=name, remedy=_FORMS)
     return list(given)
-
-
-def as_files(rows: list[Any]) -> str | None:
-    """The rows as a value of `--prompt-data`, if they are names of files."""
-    named = all(isinstance(row, (str, Path)) and parse_path(str(row))[0].suffix in ENDINGS for row in rows)
-    return ",".join(map(str, rows)) if rows and named else None
 
 
 def as_lines(rows: list[Any]) -> tuple[str, str, list[dict[str, Any]]]:

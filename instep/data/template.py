@@ -314,8 +314,7 @@ def _test(test: Any) -> Callable[..., bool]:
 
 
 def _strftime_of_run(form: str) -> str:
-    started = os.environ.get(STARTED)
-    return (datetime.fromisoformat(started) if started else datetime.now()).strftime(form)
+    return datetime.fromisoformat(os.environ.get(STARTED) or datetime.now().isoformat()).strftime(form)
 
 
 class _Bounded(ImmutableSandboxedEnvironment):

@@ -20,10 +20,10 @@ from instep.cli import arguments
 from instep.data.dataset import load_dataset
 from instep.data.formats import row_format
 from instep.data.rows import split_files
-from instep.errors import ConfigError, InstepError
+from instep.errors import ConfigError, DataError, InstepError
 from instep.rollout.rewards.trl import arguments as rewards_of_trl
 from instep.types import Sample
-from tests.assets import make_checkpoint
+from tests.assets import make_checkpoint, make_tokenizer
 from tests.command_line import argv, keywords, make_folder
 
 
@@ -177,6 +177,16 @@ def test_what_is_no_rows_is_refused_by_its_place(prompts: Any, where: str, what:
     with pytest.raises(InstepError, match=what) as caught:
         preflight.check_inputs(instep.Run(model="model", prompts=prompts, reward=reward, **base).args)
     assert caught.value.where == where or not where
+
+
+def test_a_token_that_the_model_does_not_have_is_named_by_its_row(tmp_path: Path) -> None:
+    """The tokenizer has one token more than the model, a line break; nothing has been loaded."""
+    small = make_checkpoint(tmp_path / "small", vocab_size=len(make_tokenizer()) - 1)
+    base = keywords(argv("--device cpu --rm-type random", "--hf-checkpoint --prompt-data --label-key --input-key"))
+    run = instep.Run(model=small, prompts=["1 + 1", "2 +\n2"], **base)
+    with pytest.raises(DataError, match="token 52 of the tokenizer, the model has 52 tokens") as caught:
+        next(iter(run))
+    assert caught.value.where == "prompts[1]" and not list(Path(run.args.run_dir).glob("logs/*"))
 
 
 def test_functions_that_no_module_has() -> None:
