@@ -19,7 +19,7 @@ from instep.data.messages import Message, as_object, checked_message, short, wit
 from instep.documents import parse_json
 from instep.errors import ConfigError, DataError
 
-_SLICE = re.compile(r"^(?P<path>.*)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
+_SLICE = re.compile(r"^(?P<path>.*)@\[(?P<start>-?\d{0,18}):(?P<stop>-?\d{0,18})\]$")
 PARQUET_ROWS = 256  # decoded at a time
 ENDINGS = (".jsonl", ".json", ".parquet")
 _IN_MEMORY = re.compile(r"prompts-[0-9a-f]{12}\.jsonl")  # that a script's rows were written to

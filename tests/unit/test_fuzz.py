@@ -17,8 +17,7 @@ import pytest
 from instep.arguments import parse
 from instep.arguments.all_flags import own_flags
 from instep.arguments.flag import Number
-from instep.data.chat import tokenize_conversation
-from instep.data.chat import render
+from instep.data.chat import render, tokenize_conversation
 from instep.data.dataset import check_file, load_dataset
 from instep.data.graders import NEED_LABELS
 from instep.data.rows import RowFormat
