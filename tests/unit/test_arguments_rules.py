@@ -227,6 +227,7 @@ def test_data_files():
         ("empty.jsonl", "empty.jsonl is empty"),
         ("data.csv", "neither .jsonl nor .parquet"),
         ("data.jsonl@[x]", "cannot read the slice of"),
+        (f"data.jsonl@[{'9' * 5000}:]", "cannot read the slice of"),
     ):
         assert what in refusal(f"--prompt-data {name}"), name
     assert parse(argv("--prompt-data data.jsonl@[-5:]")).prompt_data == "data.jsonl@[-5:]"
