@@ -7,11 +7,10 @@ that is checked there is checked here, with the same errors; these are raised.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import sys
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from enum import Enum
 from importlib import import_module
 from importlib.machinery import ModuleSpec
@@ -20,12 +19,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from instep.errors import ConfigError, DataError, writing
+from instep.errors import ConfigError, writing
 
 if TYPE_CHECKING:
     from instep.controller.round import Step
 
-Prompts = str | Path | Sequence[str | list[dict[str, Any]] | dict[str, Any]]
 Reward = str | Callable[..., Any]
 
 _LOOPS = {  # of each command, the module whose `steps` it is
@@ -48,7 +46,7 @@ def train(
     *,
     command: str = "train",
     model: str | Path | None = None,
-    prompts: Prompts | None = None,
+    prompts: Any = None,
     reward: Reward | None = None,
     reward_funcs: Any = None,
     train_dataset: Any = None,
@@ -61,9 +59,9 @@ def train(
     Args:
         command: "train", "train-async", "sft" or "dpo".
         model: `--hf-checkpoint`.
-        prompts: `--prompt-data`; or a list of texts, of conversations (lists of messages) or of rows (dicts), which is
-            written into the run's folder. Rows have their prompt under `prompt` and their label, if any, under
-            `label`, unless `input_key` and `label_key` say otherwise.
+        prompts: `--prompt-data`, or a list of files; or texts, conversations (lists of messages) or rows (dicts) in any
+            iterable, data frame, data set or dict of columns, which are written into the run's folder. Rows have their
+            prompt under `prompt`, their label, if any, under `label`, unless `input_key` and `label_key` say otherwise.
         reward: a function `(args, sample) -> number` or dict, async or not; a dotted path (`--custom-rm-path`); or the
             name of a built-in reward (`--rm-type`).
         flags: all other flags by name, `rollout_batch_size=32`. True gives a switch; None leaves a flag out, and False
@@ -107,7 +105,7 @@ class Run:
         *,
         command: str = "train",
         model: str | Path | None = None,
-        prompts: Prompts | None = None,
+        prompts: Any = None,
         reward: Reward | None = None,
         reward_funcs: Any = None,
         train_dataset: Any = None,
@@ -116,6 +114,7 @@ class Run:
         **flags: Any,
     ):
         from instep.cli import arguments
+        from instep.data.memory import listed
         from instep.private import private_files
 
         _refuse_two()
@@ -141,7 +140,7 @@ class Run:
                 flags[flag] = value
         with private_files():
             if prompts is not None and not isinstance(prompts, (str, Path)):
-                flags |= _written(command, prompts, flags)
+                flags |= _written(command, listed(prompts, "prompts"), flags)
             flags |= _evaluated(command, evaluations, flags)
             self._functions: dict[str, Callable[..., Any]] = {}
             self.args = arguments(command, list(_words(flags, self._functions)))
@@ -223,26 +222,20 @@ def _evaluated(command: str, sets: Mapping[str, list[dict[str, Any]]], flags: Ma
     return {"eval_prompt_data": {name: keys["prompt_data"] for name, keys in written.items()}, **keys}
 
 
-def _written(command: str, prompts: Iterable[Any], flags: Mapping[str, Any]) -> dict[str, Any]:
+def _written(command: str, prompts: list[Any], flags: Mapping[str, Any]) -> dict[str, Any]:
     """The flags that name prompts which are no file yet: they are written into the run's folder, under a name that
     depends on what they are, so that a resume finds them, and no other run's are replaced."""
     from instep.atomic import write_text
+    from instep.data.memory import as_lines
+    from instep.data.rows import ENDINGS
 
-    rows = [dict(row) if isinstance(row, Mapping) else {"prompt": row} for row in prompts]
-    if not rows:
-        raise DataError("there are no rows", where="prompts or data sets that were given", remedy="give one at least")
-    lines = []
-    for number, row in enumerate(rows):
-        try:
-            lines.append(json.dumps(row) + "\n")
-        except (TypeError, ValueError) as error:
-            remedy = "give texts, lists of messages, or dicts of what JSON can hold"
-            raise DataError(f"the prompt is no JSON: {error}", where=f"prompts[{number}]", remedy=remedy) from error
-    text = "".join(lines)
-    folder = Path(flags.get("run_dir") or f"runs/{command}").expanduser()
-    path = folder / f"prompts-{hashlib.sha256(text.encode()).hexdigest()[:12]}.jsonl"
+    names = [str(given) for given in prompts if isinstance(given, (str, Path))]
+    if prompts and len(names) == len(prompts) and all(name.partition("@[")[0].endswith(ENDINGS) for name in names):
+        return {"prompt_data": ",".join(names)}
+    text, name, rows = as_lines(prompts)
+    path = Path(flags.get("run_dir") or f"runs/{command}").expanduser() / name
     with writing(path, "run_dir"):
-        folder.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, text)
     label = "label" if any("label" in row for row in rows) else None
     keys = {"input_key": flags.get("input_key") or "prompt", "label_key": flags.get("label_key") or label}

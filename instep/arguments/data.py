@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
-from pathlib import Path
 
 from instep.arguments.concern import Given, Problem, Settings
 from instep.arguments.flag import (
@@ -27,7 +25,8 @@ from instep.arguments.flag import (
     refused,
     switch,
 )
-from instep.data.rows import split_files
+from instep.data.rows import ENDINGS, parse_path, split_files
+from instep.errors import ConfigError
 
 DATA = FlagGroup(
     "Data and batches",
@@ -135,24 +134,12 @@ DATA = FlagGroup(
 )
 
 
-def split_slice(path: str) -> tuple[Path, slice | None]:
-    """`data.jsonl@[10:20]` -> the file and the rows. Raises: ValueError for a suffix that is no slice."""
-    file, at, rows = path.rpartition("@[")
-    if not at:
-        return Path(path), None
-    match = re.fullmatch(r"(-?\d*):(-?\d*)\]", rows)
-    if not match:
-        raise ValueError(f"'@[{rows}' is no slice like @[0:100]")
-    start, stop = (int(x) if x else None for x in match.groups())
-    return Path(file), slice(start, stop)
-
-
 def data_file(path: str, where: str) -> Iterator[Problem]:
     """Problems of FILE or FILE@[a:b]."""
     try:
-        file, _ = split_slice(path)
-    except ValueError as error:
-        yield Problem(str(error), where, "FILE@[a:b] takes rows a to b, counted from 0")
+        file, _ = parse_path(path)
+    except ConfigError as error:
+        yield Problem(error.what, where, error.remedy)
         return
     try:
         open(file, "rb").close()
@@ -166,7 +153,7 @@ def data_file(path: str, where: str) -> Iterator[Problem]:
     else:
         if file.stat().st_size == 0:
             yield Problem(f"{file} is empty", where, "give a file with one JSON object per line")
-        elif file.suffix not in (".jsonl", ".parquet"):
+        elif file.suffix not in ENDINGS:
             yield Problem(f"{file} is neither .jsonl nor .parquet", where, "convert it, or give it its ending")
 
 

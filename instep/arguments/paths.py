@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from instep.arguments.concern import Problem, Rule, Settings, flag_name
-from instep.arguments.data import split_slice
-from instep.data.rows import split_files
+from instep.data.rows import parse_path, split_files
+from instep.errors import ConfigError
 
 # The files of a run in its `--run-dir`; a new run moves those of an earlier one aside, in this order.
 RUN_FILES = (
@@ -99,8 +99,8 @@ def _pattern(path: str) -> str:
 def _real(path: str, rollout_id: int = 0) -> Path:
     """The real path of FILE, FILE@[a:b], or of a template."""
     try:
-        path = str(split_slice(path)[0]).format(rollout_id=rollout_id, rank=0)
-    except (KeyError, IndexError, ValueError, AttributeError):
+        path = str(parse_path(path)[0]).format(rollout_id=rollout_id, rank=0)
+    except (KeyError, IndexError, ValueError, AttributeError, ConfigError):
         pass  # other rules say what is wrong with it
     return Path(os.path.realpath(path))
 

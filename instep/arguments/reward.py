@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 from instep.algorithms.catalog import ONLINE
 from instep.arguments.concern import Problem, Settings
-from instep.arguments.data import split_slice
 from instep.arguments.flag import GPUS_PER_NODE, TYPE_LABELS, Flag, FlagGroup, hook, switch
 from instep.data.formats import eval_row_format, row_format
 from instep.data.graders import GRADERS, NEED_LABELS, grader_of
-from instep.data.rows import split_files
+from instep.data.rows import parse_path, split_files
 from instep.documents import parse_json
+from instep.errors import ConfigError
 
 
 def rm_type(value: str) -> str:
@@ -71,12 +71,12 @@ def row_names_reward(args: Settings) -> bool:
 
 def _names_reward(path_spec: str, args: Settings) -> bool:
     try:
-        file, _ = split_slice(path_spec)
-        if file.suffix != ".jsonl":
+        file, _ = parse_path(path_spec)
+        if file.suffix == ".parquet":
             return file.is_file()
         with open(file, encoding="utf-8-sig") as lines:
             metadata = parse_json(lines.readline())[args.metadata_key]
-    except (OSError, ValueError, KeyError, TypeError):  # another rule reports what is wrong with the file
+    except (OSError, ValueError, KeyError, TypeError, ConfigError):  # another rule reports it
         return False
     return isinstance(metadata, dict) and bool(metadata.get("rm_type"))
 

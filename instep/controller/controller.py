@@ -8,6 +8,7 @@ as a value: what is kept here belongs to the run.
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -52,8 +53,10 @@ from instep.controller.sync.weight_sync import SyncResult
 from instep.controller.trainer import Trainer
 from instep.controller.trial import HookTrial
 from instep.controller.watch import StandstillWatch, Watch
+from instep.data.dataset import check_tokens
 from instep.data.ledger import Ledger, LedgeredDataSource
-from instep.data.source import load_source, num_rollouts
+from instep.data.messages import STARTED
+from instep.data.source import RolloutDataSourceWithBuffer, load_source, num_rollouts
 from instep.engines.kind import kind_of
 from instep.errors import CheckpointError, SyncError
 from instep.hooks import Hook
@@ -64,6 +67,7 @@ from instep.processes import lock_folders
 from instep.rollout import admission, runtime
 from instep.rollout.eval import read_sets
 from instep.rollout.outputs import as_eval_output, as_train_output
+from instep.rollout.tokens import tokenizer_of
 from instep.types import RolloutFnTrainOutput
 
 if TYPE_CHECKING:
@@ -100,7 +104,16 @@ class Controller:
         runtime_attributes: Runtime = {}
         self.hook_args = args.view(runtime_attributes)  # what hooks get: read-only, no secrets
         self.ledger = Ledger()
+        for root in filter(None, (args.save, args.critic_save)):
+            finish_renames(Path(root))
+        self._beginning = beginning(args)  # refuses before the log of the earlier session is touched
+        resumed, self.start_rollout_id = self._beginning.state, self._beginning.rollout_id
+        os.environ[STARTED] = (resumed or {}).get("started") or time.strftime("%Y-%m-%dT%H:%M:%S")
         source = load_source(args, self.hook_args)
+        if isinstance(source, RolloutDataSourceWithBuffer) and source.dataset is not None:
+            num_tokens = hf_config.get("text_config", hf_config)["vocab_size"]
+            for records in source.dataset.datasets:
+                check_tokens(records, tokenizer_of(args), args.apply_chat_template_kwargs, num_tokens)
         under_way = bool(args.save) and args.command == "train-async"
         self.data_source = LedgeredDataSource(source, self.ledger, under_way=under_way)
         if with_engines and args.eval_interval is not None:
@@ -119,10 +132,6 @@ class Controller:
         self._gap_of_sync: dict[str, float] = {}  # of the last one, until a step has shown it
         self._memory = PssSampler()
         self._gpu_peak = 0.0
-        for root in filter(None, (args.save, args.critic_save)):
-            finish_renames(Path(root))
-        self._beginning = beginning(args)  # refuses before the log of the earlier session is touched
-        resumed, self.start_rollout_id = self._beginning.state, self._beginning.rollout_id
         if self._has_work:
             check_whole(*checkpoints_read(args), tell=partial(print, flush=True))
         self._space = check_space(args, num_saves(args, self.num_rollout - self.start_rollout_id))
@@ -365,6 +374,7 @@ class Controller:
             **data_state(self.data_source, rollout_id),
             "evaluations": self.evaluations,
             "run_id": self._beginning.run_id,
+            "started": os.environ[STARTED],
             "wandb_run_id": self.log.wandb_run_id,
             "args": self.args.to_dict(),
         }

@@ -6,8 +6,11 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import jinja2
+
 from instep.data.branches import Branch, Conversation, Message, Turn, whole_text
 from instep.data.rendered import as_it_stands, as_rendered
+from instep.data.template import TemplateTooLarge, apply_template, text_messages
 from instep.errors import CheckpointError, ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -29,18 +32,15 @@ def render(
     """The conversation as text. The template does not see `step_loss_mask`, a key of instep.
 
     Raises:
-        DataError: the template refuses the messages.
+        DataError: the template refuses the messages, or one has content that is no text.
         CheckpointError: it computes too much (`template.py`).
     """
-    import jinja2
-
-    from instep.data.template import TemplateTooLarge, apply_template
-
     clean = [{k: v for k, v in message.items() if k != "step_loss_mask"} for message in messages]
     try:
         text = apply_template(
             tokenizer,
             clean,
+            where,
             tools=list(tools) if tools else None,
             tokenize=False,
             add_generation_prompt=generation_prompt,
@@ -89,6 +89,7 @@ def conversation_samples(
             remedy=f"one of {', '.join(LOSS_MASK_TYPES)}",
             where="--loss-mask-type",
         )
+    messages = text_messages(tokenizer, messages, where)
     turns = [i for i, m in enumerate(messages) if m["role"] == "assistant" and m.get("step_loss_mask", 1)]
     if loss_mask_type == "distill_qwen":
         turns = [i for i in turns if i == len(messages) - 1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import compress, islice
@@ -41,14 +41,6 @@ class Record:
     metadata: dict[str, Any]
     tools: list[dict[str, Any]] | None
     where: str
-    _token_ids: list[int] | None = None
-
-    def token_ids(self, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any] | None = None) -> list[int]:
-        """Token ids of the prompt, as the engine gets them; computed once."""
-        if self._token_ids is None:
-            text = _text(self, tokenizer, template_kwargs or {})
-            self._token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        return self._token_ids
 
 
 @dataclass
@@ -159,6 +151,17 @@ def require_chat_template(tokenizer: PreTrainedTokenizerBase | None) -> PreTrain
     return tokenizer
 
 
+def check_tokens(records: Iterable[Record], tokenizer: Any, kwargs: dict[str, Any], num_rows: int) -> None:
+    """Refuse a prompt with a token for which the model's table of `num_rows` tokens has none. Raises: DataError."""
+    beyond = tokenizer.batch_decode([[i] for i in range(num_rows, len(tokenizer))])
+    for record in records if beyond else ():
+        text = _text(record, tokenizer, kwargs)
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"] if any(one in text for one in beyond) else []
+        if (last := max(ids, default=0)) >= num_rows:
+            what = f"{tokenizer.decode([last])!r} is token {last} of the tokenizer, the model has {num_rows} tokens"
+            raise DataError(what, where=record.where, remedy="mend the row, or use the tokenizer of this model")
+
+
 @dataclass
 class _Use:
     """How rows become records, and which are left out."""
@@ -261,7 +264,6 @@ def _within_limit(
     unsure = [i for i, text in enumerate(texts) if fits[i] and SHORT * len(text.encode()) > limit]
     ids = tokenizer([texts[i] for i in unsure], add_special_tokens=False)["input_ids"] if unsure else []
     for i, token_ids in zip(unsure, ids, strict=True):
-        records[i]._token_ids = token_ids
         fits[i] = len(token_ids) <= limit
     return fits
 

@@ -18,7 +18,8 @@ def row_format(args: Settings) -> RowFormat:
     pair_keys = (args.chosen_key, args.rejected_key) if function == DPO_ROLLOUT else None
     keys = (args.input_key, args.label_key, args.metadata_key, args.tool_key)
     graded = function == DEFAULT_ROLLOUT and args.custom_rm_path is None and not _made_by_hooks(args)
-    return RowFormat(*keys, function == SFT_ROLLOUT, pair_keys, (args.rm_type or "") if graded else None)
+    asked = function == DEFAULT_ROLLOUT and not _made_by_hooks(args)
+    return RowFormat(*keys, function == SFT_ROLLOUT, pair_keys, (args.rm_type or "") if graded else None, asked)
 
 
 def eval_row_format(args: HookSettings | Settings, dataset: EvalDataset) -> RowFormat:
@@ -32,7 +33,7 @@ def eval_row_format(args: HookSettings | Settings, dataset: EvalDataset) -> RowF
     )
     graded = function == DEFAULT_ROLLOUT and not custom and not own
     rule = dataset.metadata_overrides.get("rm_type") or dataset.rm_type or ""
-    return RowFormat(*keys, grader=str(rule) if graded else None)
+    return RowFormat(*keys, grader=str(rule) if graded else None, asked=function == DEFAULT_ROLLOUT and not own)
 
 
 def _made_by_hooks(args: HookSettings | Settings) -> bool:

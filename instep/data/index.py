@@ -27,8 +27,8 @@ from instep.atomic import write_text
 from instep.data.rows import BadRows, RawRow, parse_path, place, unreadable
 from instep.errors import DataError, writing
 
-LARGE = {".jsonl": 64 << 20, ".parquet": 16 << 20}  # bytes; the rows of smaller files are held in memory
-FORMAT = 2  # of the cache, and of what counts as a usable row
+LARGE = {".jsonl": 64 << 20, ".json": 64 << 20, ".parquet": 16 << 20}  # bytes; below, rows are held in memory
+FORMAT = 3  # of the cache, and of what counts as a usable row
 INDEX, PLACES, ROWS = "index", "places", "rows.jsonl"  # the files: digest and `Found`, places of rows, unpacked rows
 TELL_SECONDS = 30.0
 LOOK_SECONDS = 0.2

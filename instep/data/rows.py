@@ -1,4 +1,4 @@
-"""The rows of a prompt file (jsonl or parquet), each with file and line, and the checks of a row.
+"""The rows of a prompt file (jsonl, also named .json, or parquet), each with file and line, and the checks of a row.
 
 This module imports neither torch nor transformers, so that files can be checked together with the arguments.
 """
@@ -15,17 +15,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from instep.data.graders import GRADERS, NEED_LABELS, grader_of, wrong_label
+from instep.data.messages import Message, as_object, checked_message, short, with_arguments
 from instep.documents import parse_json
 from instep.errors import ConfigError, DataError
 
-_SLICE = re.compile(r"^(?P<path>.*)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
-Message = dict[str, Any]
+_SLICE = re.compile(r"^(?P<path>.*)@\[(?P<start>-?\d{0,18}):(?P<stop>-?\d{0,18})\]$")
 PARQUET_ROWS = 256  # decoded at a time
+ENDINGS = (".jsonl", ".json", ".parquet")
+_IN_MEMORY = re.compile(r"prompts-[0-9a-f]{12}\.jsonl")  # that a script's rows were written to
 
 
 @dataclass(frozen=True)
 class RowFormat:
-    """The keys of a row; without `label_key`, rows need no label.
+    """The keys of a row; without `label_key`, rows need no label. Other columns become metadata.
 
     With `conversation` the prompt is a conversation to train on: messages with an assistant turn that is not masked
     out. With `pair_keys` a row is a preference pair, and its label holds the two responses (see `check_pair`).
@@ -38,6 +40,7 @@ class RowFormat:
     conversation: bool = False
     pair_keys: tuple[str, str] | None = None  # of the chosen and the rejected response
     grader: str | None = None
+    asked: bool = False  # whether the model answers prompts as they are
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -89,7 +92,7 @@ class BadRows:
 
 def split_files(prompt_data: str) -> list[str]:
     """The files of `a.jsonl,b.parquet@[0:100]`. A comma inside a name is no border."""
-    return re.split(r"(?:(?<=\.jsonl)|(?<=\.parquet)|(?<=\]))\s*,\s*", prompt_data)
+    return re.split(r"(?:(?<=\.jsonl)|(?<=\.json)|(?<=\.parquet)|(?<=\]))\s*,\s*", prompt_data)
 
 
 def parse_path(path_spec: str) -> tuple[Path, slice]:
@@ -121,6 +124,7 @@ def read_rows(
     path, part = parse_path(path_spec)
     readers: dict[str, Callable[[Path, slice], Iterator[RawRow]]] = {
         ".jsonl": _jsonl,
+        ".json": _jsonl,
         ".parquet": partial(_parquet, columns=row_format.columns),
     }
     if path.suffix not in readers:
@@ -158,7 +162,9 @@ def unreadable(path: Path, error: OSError) -> DataError:
 
 
 def place(path: Path, number: int) -> str:
-    """File and line of a row, for errors; `number` as in `RawRow`."""
+    """File and line of a row, or its place in what a script gave, for errors; `number` as in `RawRow`."""
+    if _IN_MEMORY.fullmatch(path.name):
+        return f"prompts[{number - 1}]"
     return f"{path}, {'row' if path.suffix == '.parquet' else 'line'} {number}"
 
 
@@ -206,7 +212,7 @@ def _parquet(path: Path, part: slice, columns: tuple[str, ...]) -> Iterator[RawR
         with pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
             start, stop, _ = part.indices(file.metadata.num_rows)
             names = file.schema_arrow.names
-            read = [name for name in names if name in columns]
+            read = [f.name for f in file.schema_arrow if f.name in columns or "binary" not in str(f.type)]
             first = 0
             for group in range(file.num_row_groups):
                 end = first + file.metadata.row_group(group).num_rows
@@ -215,21 +221,22 @@ def _parquet(path: Path, part: slice, columns: tuple[str, ...]) -> Iterator[RawR
                     for batch in file.iter_batches(PARQUET_ROWS, [group], read):
                         for i in range(max(start - number, 0), min(stop - number, batch.num_rows)):
                             where = place(path, number + i)
-                            yield RawRow(number + i, None, partial(_json_row, batch, i, names, where))
+                            yield RawRow(number + i, None, partial(_json_row, batch, i, names, columns, where))
                         number += batch.num_rows
                 first = end
     except pyarrow.ArrowException as error:
         raise DataError(f"not a parquet file: {error}", where=str(path), remedy="write the file again") from error
 
 
-def _json_row(batch: Any, i: int, names: list[str], where: str) -> bytes:
-    """Row `i` of a batch of columns, as JSON, with null for those of `names` that were not read."""
+def _json_row(batch: Any, i: int, names: list[str], columns: tuple[str, ...], where: str) -> bytes:
+    """Row `i` of a batch, as JSON, with null for those of `names` that were not read, or that JSON cannot hold."""
     row = dict.fromkeys(names, "null")
     for key in batch.schema.names:
         try:
             row[key] = json.dumps(_without_nulls(batch.column(key)[i].as_py()), ensure_ascii=False)
         except (ValueError, OverflowError, TypeError, KeyError) as error:  # no UTF-8, no date; bytes, a date, ...
-            raise _bad(where, f"{key!r} holds what JSON cannot: {error}") from error
+            if key in columns:
+                raise _bad(where, f"{key!r} holds what JSON cannot: {error}") from error
     return ("{" + ", ".join(f"{json.dumps(key)}: {value}" for key, value in row.items()) + "}").encode()
 
 
@@ -247,9 +254,12 @@ def check_row(row: Any, where: str, keys: RowFormat) -> Row:
     prompt = _check_text(row[keys.input_key], keys.input_key, bad)
     if keys.conversation:
         _check_conversation(prompt, bad)
+    elif keys.asked and isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
+        what = "the prompt ends in an assistant turn, which no template goes on with: the model would begin another"
+        raise bad(what, "drop that turn, or give the prompt as text that ends where the model shall go on")
     metadata = row.get(keys.metadata_key)
     if metadata is not None and not isinstance(metadata, dict):
-        raise bad(f"{keys.metadata_key!r} must be an object, not {_short(metadata)}")
+        raise bad(f"{keys.metadata_key!r} must be an object, not {short(metadata)}")
     tools = row.get(keys.tool_key)
     if isinstance(tools, str):  # parquet files often hold tool schemas as text
         try:
@@ -257,10 +267,11 @@ def check_row(row: Any, where: str, keys: RowFormat) -> Row:
         except ValueError as error:
             raise bad(f"{keys.tool_key!r} is text that {error}") from error
     if tools is not None and not (isinstance(tools, list) and all(isinstance(t, dict) for t in tools)):
-        raise bad(f"{keys.tool_key!r} must be a list of objects, not {_short(tools)}")
+        raise bad(f"{keys.tool_key!r} must be a list of objects, not {short(tools)}")
     label = None if keys.label_key is None else row[keys.label_key]
-    _check_label(label, metadata or {}, keys, bad)
-    return Row(where, prompt, label, dict(metadata or {}), tools or None)
+    more = {key: value for key, value in row.items() if key not in keys.columns and value is not None}
+    _check_label(label, more | (metadata or {}), keys, bad)
+    return Row(where, prompt, label, more | (metadata or {}), tools or None)
 
 
 def check_pair(row: Any, where: str, keys: RowFormat) -> Row:
@@ -281,10 +292,12 @@ def check_pair(row: Any, where: str, keys: RowFormat) -> Row:
             what = f"the row has no {keys.input_key!r}, and the conversations begin with different messages"
             raise bad(what, f"name the prompt's column with --input-key: the row has {_names(row)}")
         row, chosen, rejected = {**row, keys.input_key: chosen[:same]}, chosen[same:], rejected[same:]
+    row = {key: value for key, value in row.items() if key not in keys.pair_keys}
     out = check_row(row, where, replace(keys, label_key=None, pair_keys=None))
     for key, response in zip(keys.pair_keys, (chosen, rejected), strict=True):
         if isinstance(response, str) != isinstance(out.prompt, str):
-            kinds = [f"{k!r} is {_kind(v)}" for k, v in ((keys.input_key, out.prompt), (key, response))]
+            both = ((keys.input_key, out.prompt), (key, response))
+            kinds = [f"{k!r} is {'text' if isinstance(v, str) else 'a list of messages'}" for k, v in both]
             raise bad(", ".join(kinds), "make both text, or both lists of messages")
         if isinstance(response, list) and not any(
             _is_trained(m) and (m["content"] or "tool_calls" in m) for m in response
@@ -316,11 +329,7 @@ def _check_text(value: Any, key: str, bad: Callable[..., DataError]) -> str | li
         return value
     if isinstance(value, list) and value:
         return [_check_message(message, i, bad) for i, message in enumerate(value)]
-    raise bad(f"{key!r} must be text or a list of messages, not {_short(value)}")
-
-
-def _kind(value: str | list[Message]) -> str:
-    return "text" if isinstance(value, str) else "a list of messages"
+    raise bad(f"{key!r} must be text or a list of messages, not {short(value)}")
 
 
 def _is_trained(message: Message) -> bool:
@@ -334,44 +343,35 @@ def _check_label(label: Any, metadata: dict[str, Any], keys: RowFormat, bad: Cal
         return
     rule = str(metadata.get("rm_type") or keys.grader)
     if rule and grader_of(rule) not in GRADERS:
-        raise bad(f"'rm_type' in {keys.metadata_key!r} is no built-in reward: {_short(rule)}")
+        raise bad(f"'rm_type' in {keys.metadata_key!r} is no built-in reward: {short(rule)}")
     if grader_of(rule) == "gpqa" and not isinstance(choices := metadata.get("choices") or [], (list, dict)):
-        raise bad(f"'choices' in {keys.metadata_key!r} is neither a list nor an object: {_short(choices)}")
+        raise bad(f"'choices' in {keys.metadata_key!r} is neither a list nor an object: {short(choices)}")
     if keys.label_key is None and grader_of(rule) in NEED_LABELS:
         raise bad(f"the reward {rule} needs a label", "name the column of the labels with --label-key")
     if keys.label_key is not None and (wrong := wrong_label(rule, label, metadata)):
-        raise bad(f"{keys.label_key!r} of the row {wrong}: {_short(label)} (reward {rule})")
+        raise bad(f"{keys.label_key!r} of the row {wrong}: {short(label)} (reward {rule})")
 
 
 def _check_message(message: Any, i: int, bad: Callable[[str], DataError]) -> Message:
-    if not isinstance(message, dict):
-        raise bad(f"message {i} must be an object with role and content, not {_short(message)}")
-    # null stands for what is not there, such as OpenAI's `content` beside tool calls
-    message = {k: v for k, v in message.items() if v is not None}
-    if not isinstance(message.get("role"), str) or not message["role"]:
-        raise bad(f"message {i} has no role: {_short(message)}")
-    if "content" not in message and not message.get("tool_calls"):
-        raise bad(f"message {i} ({message['role']}) has no content")
-    content = message.setdefault("content", "")
-    parts_ok = isinstance(content, list) and all(isinstance(part, dict) and "type" in part for part in content)
-    if not isinstance(content, str) and not parts_ok:
-        raise bad(f"content of message {i} ({message['role']}) must be text or a list of parts, not {_short(content)}")
-    if message.get("step_loss_mask", 1) not in (0, 1):
-        raise bad(f"step_loss_mask of message {i} must be 0 or 1, not {_short(message['step_loss_mask'])}")
-    return message
+    checked = checked_message(message, i, bad)
+    if not isinstance(checked.get("role"), str) or not checked["role"]:
+        raise bad(f"message {i} has no role: {short(checked)}")
+    if message.get("content") is None and not checked.get("tool_calls"):
+        raise bad(f"message {i} ({checked['role']}) has no content")
+    if checked.get("step_loss_mask", 1) not in (0, 1):
+        raise bad(f"step_loss_mask of message {i} must be 0 or 1, not {short(checked['step_loss_mask'])}")
+    with_arguments(checked, (arguments := list[Any]()).append)
+    if wrong := [given for given in arguments if isinstance(as_object(given), str)]:
+        raise bad(f"the arguments of a tool call of message {i} are text that is no JSON object: {short(wrong[0])}")
+    return checked
 
 
 def _check_conversation(prompt: str | list[Message], bad: Callable[[str], DataError]) -> None:
     if isinstance(prompt, str):
-        raise bad(f"the prompt is text, not a conversation: {_short(prompt)}")
+        raise bad(f"the prompt is text, not a conversation: {short(prompt)}")
     if not any(_is_trained(m) for m in prompt):
         raise bad("the conversation has no assistant turn to train on (none, or all have step_loss_mask 0)")
 
 
 def _names(row: dict[str, Any]) -> str:
     return ", ".join(sorted(map(str, row))) or "none"
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -120,8 +120,8 @@ class RolloutDataSourceWithBuffer:
         if "num_records" in state and len(self) != state["num_records"]:  # as states were before
             before = [{**now[0], "num_rows": state["num_records"]}]
         for old, new in zip(before, now, strict=True):
-            # before their format was noted, rows of parquet files had other bytes
-            same = old["digest"] == new["digest"] or ("format" not in old and ".parquet" in new["path"])
+            # in an earlier format rows of parquet files had other bytes
+            same = old["digest"] == new["digest"] or (old.get("format") != FORMAT and ".parquet" in new["path"])
             if same and old["num_rows"] == new["num_rows"]:
                 continue
             what = f"the data set has {new['num_rows']} usable prompts, but {old['num_rows']} when the state was saved"

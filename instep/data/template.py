@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import json
+import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
 from itertools import islice
 from types import BuiltinFunctionType, BuiltinMethodType
 from typing import Any
@@ -24,6 +27,8 @@ from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
+from instep.data.messages import STARTED, Message, as_object, checked_message, with_arguments
+from instep.errors import CheckpointError, DataError
 from instep.importing import first_import
 
 LIMIT = 1 << 26  # characters of a text; an entry of a list counts as ENTRY
@@ -34,6 +39,7 @@ GROWTH_BYTES = 4 << 30  # of the process, during a rendering that lasts longer t
 LOOK_SECONDS = 0.1
 LONG, GREW = "took more than {:g} s", "let this process grow by more than {:.0f} GB"
 _PRODUCTS = frozenset(("replace", "indent", "join", "translate", "expandtabs"))  # whose result may be a product
+_MARKS = "\ue004\ue005"  # private use: in no conversation
 # What gives parts of a container, and looks into none of them.
 _LISTS = frozenset(
     "instep_looked_at length count first last list map select selectattr reject rejectattr items reverse "
@@ -50,12 +56,26 @@ class _Stop(Exception):
     """Raised in the thread of a rendering by the one that watches it."""
 
 
-def apply_template(tokenizer: Any, messages: Any, **given: Any) -> Any:
-    """`tokenizer.apply_chat_template`, within bounds.
+def apply_template(tokenizer: Any, messages: Sequence[Any], where: str = "", /, **given: Any) -> Any:
+    """`tokenizer.apply_chat_template`, within bounds, of messages in any form of OpenAI's API.
 
     Raises:
+        CheckpointError: the template is no Jinja.
+        DataError: content that is no text.
         TemplateTooLarge: it takes too much time or memory; the text names the template.
     """
+    messages = text_messages(tokenizer, messages, where)
+    try:
+        return _bounded(tokenizer, [with_arguments(m, as_object) for m in messages], given)
+    except TypeError:  # DeepSeek's of 2024 and others join arguments with text
+        as_text = [
+            with_arguments(m, lambda x: x if isinstance(x, str) else json.dumps(x, ensure_ascii=False))
+            for m in messages
+        ]
+        return _bounded(tokenizer, as_text, given)
+
+
+def _bounded(tokenizer: Any, messages: list[Message], given: Mapping[str, Any]) -> Any:
     _bound_environments()
     name = f"the chat template of {getattr(tokenizer, 'name_or_path', '') or 'this tokenizer'}"
     watched = _Watched()
@@ -66,6 +86,35 @@ def apply_template(tokenizer: Any, messages: Any, **given: Any) -> Any:
         raise TemplateTooLarge(f"{name} {watched.why or 'has used up the memory'}") from error
     except TemplateTooLarge as error:
         raise TemplateTooLarge(f"{name} {error}") from error
+    except jinja2.TemplateSyntaxError as error:
+        what = f"{name} is wrong in line {error.lineno}: {error.message}"
+        raise CheckpointError(what, remedy="mend its chat_template.jinja, or tokenizer_config.json") from error
+
+
+def text_messages(tokenizer: Any, messages: Sequence[Any], where: str = "") -> list[Message]:
+    """The messages with all content as text, without keys that are null.
+
+    Raises:
+        DataError: content that is no text.
+    """
+    bad = functools.partial(DataError, where=where, remedy="give text or text parts")
+    checked = [checked_message(message, i, bad) for i, message in enumerate(messages)]
+    for message in checked:
+        if not isinstance(message["content"], str):
+            texts = [part if isinstance(part, str) else part["text"] for part in message["content"]]
+            message["content"] = (_between_parts(tokenizer) if texts[1:] else "").join(texts)
+    return checked
+
+
+def _between_parts(tokenizer: Any) -> str:
+    """The blanks that the template writes between two text parts; if it takes text alone, a line break, as vLLM."""
+    parts = [{"type": "text", "text": mark} for mark in _MARKS]
+    try:
+        text = _bounded(tokenizer, [{"role": "user", "content": parts}], {"tokenize": False})
+    except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError):
+        return "\n"
+    found = re.search(r"(\s*)".join(_MARKS), text)
+    return found[1] if found else "\n"
 
 
 # ---- time, and the memory of all operations together -----------------------------------------------------------------
@@ -264,6 +313,10 @@ def _test(test: Any) -> Callable[..., bool]:
     return lambda value, *others: test(_looked_at(value), *others)
 
 
+def _strftime_of_run(form: str) -> str:
+    return datetime.fromisoformat(os.environ.get(STARTED) or datetime.now().isoformat()).strftime(form)
+
+
 class _Bounded(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(("*", "**", "%", "+"))
 
@@ -277,6 +330,10 @@ class _Bounded(ImmutableSandboxedEnvironment):
         compare = [name for name, test in self.tests.items() if isinstance(test, BuiltinFunctionType)] + ["in"]
         self.tests = {**self.tests, **{name: _test(self.tests[name]) for name in compare if name != "callable"}}
         self.finalize = _looked_at
+
+    def from_string(self, *args: Any, **kwargs: Any) -> Any:
+        self.globals["strftime_now"] = _strftime_of_run
+        return super().from_string(*args, **kwargs)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree: nodes.Template = _Checks().visit(super()._parse(source, name, filename))

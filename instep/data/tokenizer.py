@@ -29,3 +29,11 @@ def load_tokenizer(path: str, trust_remote_code: bool) -> Any:
         raise CheckpointError(
             f"no tokenizer could be loaded: {error}", where=path, remedy="--hf-checkpoint names a checkpoint with one"
         ) from error
+
+
+def end_tokens(tokenizer: Any, listed: int | list[int] | None) -> tuple[frozenset[int], list[int]]:
+    """The ids that end a response, as in vLLM: the tokenizer's own, and those that the generation config lists (which
+    is made from config.json where there is no file); and those of the list that are left out: no special tokens."""
+    ids = {listed} if isinstance(listed, int) else set(listed or ())
+    special = {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}
+    return frozenset((ids & special) | ({tokenizer.eos_token_id} - {None})), sorted(ids - special)

@@ -214,6 +214,7 @@ class AlarmWatch:
     def __init__(self, limits: Limits, rows: Sequence[Mapping[str, Any]] = ()):
         """Take the limits, and the steps of earlier sessions as rows of metrics.jsonl (null for NaN)."""
         self._limits, self._steps = limits, [_of_interest(row) for row in rows]
+        self._trained = not all(map(_idle, self._steps))
         self.first: dict[str, int] = {}
         for row in rows:
             for name in ALARMS:
@@ -223,6 +224,7 @@ class AlarmWatch:
     def check(self, step: int, metrics: Mapping[str, float]) -> tuple[dict[str, float], list[str]]:
         """Return `alarm/<name>` (0 or 1) of each alarm with metrics, and the texts of those raised first now."""
         self._steps.append(_of_interest(metrics))
+        self._trained |= not _idle(self._steps[-1])
         del self._steps[START:-_KEEP]
         out, new = {}, []
         for name, alarm in ALARMS.items():
@@ -235,10 +237,33 @@ class AlarmWatch:
                 new.append(f"alarm {name}: {text}")
         return out, new
 
+    def at_end(self) -> list[str]:
+        """What is told at the end: no step has trained anything; all is cut off in a run too short for the alarm."""
+        cut, told = _values(self._steps, "rollout/truncated_ratio"), []
+        if len(cut) < WINDOW and min(cut, default=0) >= 1 and (text := truncation(self._steps * WINDOW, self._limits)):
+            self.first.setdefault("truncation", len(self._steps) - 1)
+            told.append(f"alarm truncation: {text}")
+        if self._steps and not self._trained:
+            masked = all(step.get(_WEIGHT) == 0 for step in self._steps)
+            even = all(step.get("rollout/zero_std_groups_ratio") == 1 for step in self._steps)
+            why = (
+                "every token was masked"
+                if masked
+                else "every group had one reward"
+                if even
+                else "train/grad_norm was 0"
+            )
+            told.append(f"no step has trained anything: {why}")
+        return told
+
 
 def describe(first: Mapping[str, int]) -> str:
     """Return a text for tables: `truncation (rollout 3)`, or "none"."""
     return ", ".join(f"{name} (rollout {step})" for name, step in first.items()) or "none"
+
+
+def _idle(step: Mapping[str, float]) -> bool:
+    return step.get(_WEIGHT) == 0 or step.get("train/grad_norm") == 0
 
 
 def _solved(steps: Steps) -> bool:

@@ -192,6 +192,8 @@ class RunLogger:
         Args:
             interrupted: how an interrupted run can go on; it gets no table.
         """
+        for text in self._alarms.at_end():
+            self.progress.line(text)
         status = "interrupted" if interrupted else "finished"
         summary = {"status": status, **self.progress.results(), **summary, "alarms": self._alarms.first}
         if interrupted:

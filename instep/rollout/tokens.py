@@ -15,6 +15,7 @@ from instep.data.branches import Message, ended, window
 from instep.data.byte_texts import ByteTexts, byte_texts
 from instep.data.chat import render, special_tokens
 from instep.data.dataset import require_chat_template
+from instep.data.template import text_messages
 from instep.data.tokenizer import load_tokenizer
 from instep.errors import DataError
 from instep.types import Sample
@@ -263,10 +264,10 @@ def _any_talk(args: Settings) -> _Talk:
 
 def _said_and_others(args: Settings, messages: list[Message]) -> tuple[Message | None, list[Message]]:
     """The model's turn, if `messages` begin with it, and the others without names of special tokens."""
-    special = special_tokens(tokenizer_of(args))
+    special, messages = special_tokens(tokenizer_of(args)), text_messages(tokenizer_of(args), messages, "next_turn")
     first = messages[0] if messages and messages[0]["role"] == "assistant" else None
     others = messages if first is None else messages[1:]
-    return first, [{**m, "content": _without(special, str(m["content"]))} for m in others]
+    return first, [{**m, "content": _without(special, m["content"])} for m in others]
 
 
 def _shows(text: str, form: Message) -> bool:

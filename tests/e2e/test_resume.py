@@ -71,6 +71,8 @@ def kill_and_compare(tiny, root, backend, kills, *more, plan=None):
     assert ours.keys() == theirs.keys()
     assert [n for n in ours if not ours[n].equal(theirs[n])] == []
     before, after = state(whole, num_rollout), state(victim, num_rollout)
+    written = [json.loads(p.read_text()) for p in victim.run_dir.glob("ckpt/iter_*/run_state.json")]
+    assert len(written) > 1 and {one["started"] for one in written} == {after["started"]}  # what templates call today
     assert after["ledger"] == before["ledger"] and after["data_source"] == before["data_source"]
     assert after["ledger"]["num_consumed"] == 4 * num_rollout
     keys = [k for k in before["evaluations"][0] if "reward" in k or k == "rollout_id"]

@@ -46,7 +46,7 @@ LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% en
         ("/v1/chat/completions", {"messages": HELLO, "chat_template": LOOPS}, "chat_template"),
         ("/v1/chat/completions", {"messages": HELLO, "chat_template_kwargs": {"chat_template": LOOPS}}, "chat_templ"),
         ("/v1/chat/completions", {"messages": HELLO, "chat_template_kwargs": {"max_length": 10**12}}, "max_length"),
-        ("/v1/chat/completions", {"messages": [HELLO, HELLO]}, "one conversation"),
+        ("/v1/chat/completions", {"messages": [HELLO, HELLO]}, "message 0 must be an object"),
         ("/v1/chat/completions", {"messages": HELLO, "chat_template_kwargs": 1}, "an object"),
         ("/abort_requests", {"request_ids": 5}, "list of strings"),
     ],

@@ -108,6 +108,34 @@ def test_a_gradient_of_nothing_to_learn_is_no_fault_of_masks():
     assert watch([{"train/grad_norm": 0.0, "rollout/zero_std_groups_ratio": 0.9, **solved}] * 5)[0] == {}
 
 
+@pytest.mark.parametrize(
+    "rows,what",
+    [
+        (series("train/loss_weight", [0.0, 0.0]), "every token was masked"),
+        ([{"train/grad_norm": 0.0, "rollout/zero_std_groups_ratio": 1.0}], "every group had one reward"),
+        (series("train/grad_norm", [0.0] * 2), "train/grad_norm was 0"),
+        (series("train/grad_norm", [0.0, 0.0, 0.0, 0.5, *[0.0] * 300]), ""),  # the one that trained is forgotten
+        (series("eval/reward_mean", [0.5]), ""),
+        ([], ""),
+    ],
+)
+def test_a_run_that_has_trained_nothing_says_so_at_its_end(rows, what):
+    fresh, resumed = AlarmWatch(Limits()), AlarmWatch(Limits(), rows)
+    for step, row in enumerate(rows):
+        fresh.check(step, row)
+    for alarms in (fresh, resumed):
+        assert alarms.at_end() == ([f"no step has trained anything: {what}"] if what else [])
+
+
+@pytest.mark.parametrize("ratios,told", [([1.0], True), ([1.0, 1.0], True), ([1.0, 0.9], False), ([1.0] * 3, False)])
+def test_a_short_run_in_which_all_is_cut_off_says_so_at_its_end(ratios, told):
+    alarms = AlarmWatch(Limits(), [row | {"train/grad_norm": 1.0} for row in series("rollout/truncated_ratio", ratios)])
+    texts = alarms.at_end()
+    assert [text[:46] for text in texts] == ["alarm truncation: 100% of the responses are cu"] * told
+    assert alarms.first == ({"truncation": len(ratios) - 1} if told else {})
+    assert AlarmWatch(Limits(truncated_ratio=1), series("rollout/truncated_ratio", ratios)).at_end() == []
+
+
 def recorded(name):
     return [json.loads(line) for line in (RECORDED / f"{name}.jsonl").read_text().splitlines()]
 

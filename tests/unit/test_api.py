@@ -6,7 +6,7 @@ import json
 import runpy
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,16 @@ import pytest
 import torch
 
 import instep
-from instep import hooks
+from instep import hooks, preflight
 from instep.api import _CALLED_HERE
 from instep.cli import arguments
-from instep.errors import ConfigError, DataError
-from tests.assets import make_checkpoint
+from instep.data.dataset import load_dataset
+from instep.data.formats import row_format
+from instep.data.rows import split_files
+from instep.errors import ConfigError, DataError, InstepError
+from instep.rollout.rewards.trl import arguments as rewards_of_trl
+from instep.types import Sample
+from tests.assets import make_checkpoint, make_tokenizer
 from tests.command_line import argv, keywords, make_folder
 
 
@@ -38,6 +43,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint: Path) ->
 
 def reward(args: Any, sample: Any) -> float:
     return 1.0
+
+
+def graded(completions: Any, level: Any, **columns: Any) -> list[float]:
+    return [1.0] * len(completions)
 
 
 def args_of(extra: str = "", **more: Any) -> dict[str, Any]:
@@ -124,6 +133,90 @@ def test_model_prompts_and_reward() -> None:
     assert (named.prompt_data, named.input_key) == ("data.jsonl", "input")
 
 
+ROWS = [{"prompt": "1 + 1", "label": 2, "level": 1}, {"prompt": "2 + 2", "label": 4, "level": 2}]
+COLUMNS = {name: [row[name] for row in ROWS] for name in ROWS[0]}
+FORMS: dict[str, Callable[[], Any]] = {
+    "tuple": lambda: tuple(ROWS),
+    "generator": lambda: (row for row in ROWS),
+    "columns": lambda: COLUMNS,
+    "numpy columns": lambda: {name: np.array(values) for name, values in COLUMNS.items()},
+    "numpy values": lambda: [{**row, "label": np.int64(row["label"]), "level": np.array(row["level"])} for row in ROWS],
+    "pyarrow": lambda: pytest.importorskip("pyarrow").Table.from_pylist(ROWS),
+    "pandas": lambda: pytest.importorskip("pandas").DataFrame(ROWS),
+    "polars": lambda: pytest.importorskip("polars").DataFrame(ROWS),
+    "datasets": lambda: pytest.importorskip("datasets").Dataset.from_list(ROWS),
+    "iterable": lambda: pytest.importorskip("datasets").Dataset.from_list(ROWS).to_iterable_dataset(),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_are_taken_in_every_form(form: str) -> None:
+    base = keywords(argv("--device cpu", "--hf-checkpoint --prompt-data --rm-type --label-key"))
+    for name, more in (
+        ("prompts", base | {"reward": "math"}),
+        ("train_dataset", {"device": "cpu", "reward_funcs": graded}),
+    ):
+        args = instep.Run(model="model", **more, **{name: FORMS[form]()}).args
+        rows = list(load_dataset(args.prompt_data, row_format(args)))
+        assert [(row.prompt, row.label, row.metadata) for row in rows] == [
+            (row["prompt"], row["label"], {"level": row["level"]}) for row in ROWS
+        ]
+        assert [row.where for row in rows] == ["prompts[0]", "prompts[1]"]
+    samples = [Sample(label=row.label, metadata=row.metadata) for row in rows]
+    assert rewards_of_trl(args, samples)["level"] == [1, 2]
+
+
+def test_files_may_be_a_list() -> None:
+    base = keywords(argv("--device cpu", "--prompt-data"))
+    Path("more.json").write_text(Path("data.jsonl").read_text())  # JSON lines under another name
+    for files in (["data.jsonl", "more.json"], [Path("data.jsonl"), Path("more.json")], "data.jsonl, more.json"):
+        args = instep.Run(prompts=files, **base).args
+        first, second = (load_dataset(file, row_format(args)) for file in split_files(args.prompt_data))
+        assert [row.prompt for row in first] == [row.prompt for row in second]
+
+
+class Split(list[Any]):
+    column_names = ("prompt",)  # as of datasets.Dataset
+
+
+@pytest.mark.parametrize(
+    "prompts,where,what",
+    [
+        ({"train": Split(ROWS), "test": Split()}, "prompts", "(?s)2 data sets: train, test.*prompts=data.'train'."),
+        ({"prompt": ["a", "b"], "label": [1]}, "prompts", "not of columns of one length"),
+        ({"prompt": "a"}, "prompts", "not of columns of one length"),
+        ({"a", "b"}, "prompts", "is a set, which has no rows in order"),
+        (b"ab", "prompts", "is a bytes"),
+        (7, "prompts", "is a int"),
+        (["a", 7], "prompts[1]", "the prompt is no JSON: int 7"),
+        ([Path("a.txt")], "prompts[0]", "no JSON: PosixPath"),
+        (["a", {"prompt": "b", "label": {1}}], "prompts[1]", "no JSON: set {1}"),
+        (["a", ""], "prompts[1]", "'prompt' is empty"),
+        (
+            [[{"role": "user", "content": "1?"}, {"role": "assistant", "content": "2"}]],
+            "prompts[0]",
+            "ends in an assis",
+        ),
+        ([], "", "there are no rows"),
+    ],
+)
+def test_what_is_no_rows_is_refused_by_its_place(prompts: Any, where: str, what: str) -> None:
+    base = keywords(argv("--device cpu", "--hf-checkpoint --prompt-data --rm-type --label-key"))
+    with pytest.raises(InstepError, match=what) as caught:
+        preflight.check_inputs(instep.Run(model="model", prompts=prompts, reward=reward, **base).args)
+    assert caught.value.where == where or not where
+
+
+def test_a_token_that_the_model_does_not_have_is_named_by_its_row(tmp_path: Path) -> None:
+    """The tokenizer has one token more than the model, a line break; nothing has been loaded."""
+    small = make_checkpoint(tmp_path / "small", vocab_size=len(make_tokenizer()) - 1)
+    base = keywords(argv("--device cpu --rm-type random", "--hf-checkpoint --prompt-data --label-key --input-key"))
+    run = instep.Run(model=small, prompts=["1 + 1", "2 +\n2"], **base)
+    with pytest.raises(DataError, match="token 52 of the tokenizer, the model has 52 tokens") as caught:
+        next(iter(run))
+    assert caught.value.where == "prompts[1]" and not list(Path(run.args.run_dir).glob("logs/*"))
+
+
 def test_functions_that_no_module_has() -> None:
     base = keywords(argv("--device cpu", "--rm-type"))
     for answer in (1.0, 2.0):  # a cell of a notebook is run twice
@@ -190,17 +283,6 @@ def test_what_is_wrong_is_refused(flags: dict[str, Any], what: str) -> None:
     with pytest.raises(ConfigError) as caught:
         args_of(**flags)
     assert what in str(caught.value)
-
-
-def test_prompts_that_are_no_json() -> None:
-    with pytest.raises(DataError) as caught:
-        instep.Run(prompts=["a", {"prompt": "b", "label": {1}}], **keywords(argv("", "--prompt-data")))
-    assert caught.value.where == "prompts[1]"
-
-
-def test_no_prompts() -> None:
-    with pytest.raises(DataError, match="there are no rows"):
-        instep.Run(prompts=[], **keywords(argv("", "--prompt-data")))
 
 
 def test_import_instep_is_light() -> None:

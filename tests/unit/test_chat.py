@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from instep.data.chat import conversation_samples, tokenize_conversation
-from instep.errors import ConfigError, DataError
+from instep.data.chat import conversation_samples, render, tokenize_conversation
+from instep.data.messages import STARTED
+from instep.errors import CheckpointError, ConfigError, DataError
 from tests.chat import QWEN2, QWEN3, TALK, USER, make_tokenizer
 
 
@@ -48,6 +50,28 @@ def test_qwen2_masks_assistant_turns_through_their_end_token(tokenizer: PreTrain
     before = prompt_ids(tokenizer, TALK[:3])
     assert ids[: len(before)] == before and mask[len(before)] == 1 and mask[len(before) - 1] == 0
     assert len(mask) - mask.index(1) == len(ids) - len(prompt_ids(tokenizer, TALK[:1]))
+
+
+def test_a_template_with_a_clock_has_the_date_of_the_runs_start(tokenizer, monkeypatch):
+    text = "{{ strftime_now('%d %b %Y') }} " + QWEN2
+    monkeypatch.setattr(tokenizer, "chat_template", text)
+    monkeypatch.setenv(STARTED, "2024-02-29T23:59:00")
+    assert render([USER], tokenizer, generation_prompt=True).startswith("29 Feb 2024 <|im_start|>")
+    monkeypatch.delenv(STARTED)  # no run: `instep serve`
+    assert render([USER], tokenizer, generation_prompt=True).startswith(datetime.now().strftime("%d %b %Y"))
+
+
+@pytest.mark.parametrize(
+    "wrong,what", [("{% if %}", "line 7: Expected an expression"), ("{{ 1 | nope }}", "line 7: No f")]
+)
+def test_a_template_that_is_wrong_is_named_and_not_the_row(tokenizer, monkeypatch, wrong, what):
+    monkeypatch.setattr(tokenizer, "chat_template", QWEN2 + "\n" + wrong)
+    monkeypatch.setattr(tokenizer, "name_or_path", "models/mine")
+    with pytest.raises(
+        CheckpointError, match=f"(?s)the chat template of models/mine is wrong in {what}.*jinja"
+    ) as error:
+        render([USER], tokenizer, generation_prompt=True, where="a.jsonl, line 3")
+    assert "line 3" not in str(error.value)
 
 
 @pytest.mark.parametrize(

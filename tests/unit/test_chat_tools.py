@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from instep.data.chat import conversation_samples
+from instep.data.chat import conversation_samples, render
+from instep.engines.embedded.protocol import HttpError
+from instep.engines.embedded.scheduler import Scheduler
 from instep.errors import DataError
 from tests.chat import make_tokenizer
 from tests.unit.test_chat import trained
@@ -98,3 +101,42 @@ def test_an_answer_inside_the_turn_of_the_model_is_never_trained(tokenizer: PreT
     assert "step_loss_mask 0" in error.value.remedy
     later = [TALK[0], {**TALK[1], "step_loss_mask": 0}, *TALK[2:]]
     assert masked(tokenizer, INSIDE, later) == ["4711<|im_end|>"]
+
+
+ITERATES = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# As DeepSeek-R1: arguments are text that stands there as it is.
+JOINS = HERMES.replace("{{ c.function | tojson }}", "{{ c.function.name + ' ' + c.function.arguments }}")
+PARTS = [{"type": "text", "text": "1 +"}, {"type": "text", "text": "1?"}]
+AS_TEXT = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+
+
+@pytest.mark.parametrize(
+    "template,given,same",
+    [
+        (HERMES, [{"role": "user", "content": PARTS}], [{"role": "user", "content": "1 +\n1?"}]),
+        (ITERATES, [{"role": "user", "content": PARTS}], [{"role": "user", "content": "1 +1?"}]),
+        (HERMES, [{"role": "user", "content": [*PARTS[:1], "x"]}], [{"role": "user", "content": "1 +\nx"}]),
+        (ITERATES, [{"role": "assistant", "content": None}], [{"role": "assistant", "content": ""}]),
+        (HERMES, [{"role": "assistant", "tool_calls": [AS_TEXT]}], [TALK[1]]),
+        (JOINS, [TALK[1]], [{**TALK[1], "tool_calls": [AS_TEXT]}]),
+    ],
+)
+def test_messages_in_every_form_of_openais_are_what_templates_expect(
+    tokenizer: PreTrainedTokenizerFast, template: str, given: list[Any], same: list[Any]
+):
+    """In rows, for SFT and in requests to an engine."""
+    tokenizer.chat_template = template
+    text = render(given, tokenizer, generation_prompt=False)
+    assert text == tokenizer.apply_chat_template(same, tokenize=False)
+    assert "'type'" not in text and "None" not in text and '\\"' not in text
+    talk = [{"role": "user", "content": "x"}, *given, {"role": "assistant", "content": PARTS[:1]}]
+    ((ids, mask),) = conversation_samples(talk, tokenizer)
+    assert trained(tokenizer, ids, mask)[-1] == "1 +<|im_end|>" and text in tokenizer.decode(ids)
+    engine = SimpleNamespace(tokenizer=tokenizer, not_of_template=set(), encode=lambda text, **_: text)
+    assert Scheduler.chat(engine, given, {"add_generation_prompt": False}) == text
+    with pytest.raises(HttpError, match="part that is no text: 'image_url'"):
+        Scheduler.chat(engine, [{"role": "user", "content": [{"type": "image_url", "image_url": "a.png"}]}], {})

@@ -17,7 +17,7 @@ import pytest
 from instep.arguments import parse
 from instep.arguments.all_flags import own_flags
 from instep.arguments.flag import Number
-from instep.data.chat import tokenize_conversation
+from instep.data.chat import render, tokenize_conversation
 from instep.data.dataset import check_file, load_dataset
 from instep.data.graders import NEED_LABELS
 from instep.data.rows import RowFormat
@@ -129,7 +129,9 @@ def use(record: Any, rows: RowFormat, tokenizer: Any) -> None:
     """What a run does with a row that was accepted."""
     sample = Sample(prompt=copy.deepcopy(record.prompt), label=copy.deepcopy(record.label), metadata=record.metadata)
     json.dumps(sample.to_dict(), ensure_ascii=False).encode()  # as in samples and run states
-    assert all(isinstance(i, int) for i in record.token_ids(tokenizer))
+    prompt = record.prompt
+    words = prompt if isinstance(prompt, str) else render(prompt, tokenizer, record.tools, generation_prompt=True)
+    assert all(isinstance(i, int) for i in tokenizer(words, add_special_tokens=False)["input_ids"])
     sample.response = "so \\boxed{2}. Answer: 2"
     rule = (record.metadata or {}).get("rm_type") or rows.grader
     if rule and rows.grader is not None and str(rule) in NEED_LABELS:

@@ -90,6 +90,8 @@ def test_reasoning_that_is_dropped_after_a_users_message_alone(
     assert next_turn_ids(args, [TOOL])
     with pytest.raises(DataError, match="(?s)otherwise once messages .user. follow.*next_turn"):
         next_turn_ids(args, [USER])
+    parts = USER | {"content": [{"type": "text", "text": USER["content"]}]}
+    assert next_turn(args, said(bare), [parts]).tokens == next_turn(args, said(bare), [USER]).tokens
     for text, message in ((thinking, TOOL), (bare, TOOL), (bare, USER)):
         sample = said(text)
         assert next_turn(args, sample, [message]) is sample

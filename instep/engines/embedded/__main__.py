@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from instep.checkpoints.hf_export import check_hf_checkpoint
+from instep.data.tokenizer import end_tokens
 from instep.engines.guard import Guard
 from instep.importing import first_import
 from instep.kernel import set_name
@@ -70,8 +71,9 @@ def load_engine(args: argparse.Namespace, pipe: Connection) -> Any:
     model = load_model(args.model, getattr(torch, args.dtype), torch.device(args.device), limit, trust)
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model, trust_remote_code=trust)
     runner = Runner(model, args.max_num_seqs, limit, args.batch_invariant, args.enable_return_routed_experts)
-    found = [model.generation_config.eos_token_id, model.config.eos_token_id]
-    eos_ids = frozenset(x for ids in found if ids is not None for x in (ids if isinstance(ids, list) else [ids]))
+    eos_ids, others = end_tokens(tokenizer, model.generation_config.eos_token_id)
+    if others:
+        print(f"embedded engine: {others} end no response: no special tokens of the tokenizer", file=sys.stderr)
     gc.freeze()  # what stays is not looked through again and again
     shared, folder = os.environ.get(MEMORY_VARIABLE), Path(args.model)
     weights = SharedWeights(model, folder, Path(shared)) if shared else LiveWeights(model, folder)

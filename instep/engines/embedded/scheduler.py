@@ -118,10 +118,8 @@ class Scheduler:
             raise HttpError("BadRequestError", f"chat_template_kwargs: {refused} cannot be set by a request")
         try:
             text = apply_template(self.tokenizer, messages, **{"add_generation_prompt": True, **given}, tokenize=False)
-            if not isinstance(text, str):
-                raise TypeError("messages must be one conversation")
         except Exception as error:  # no template, or whatever one raises on what it was given
-            raise HttpError("BadRequestError", f"the chat template failed: {error}") from error
+            raise HttpError("BadRequestError", f"the chat template failed: {getattr(error, 'what', error)}") from error
         return self.encode(text, add_special_tokens=False)
 
     def abort(self, which: Any = None, reason: str = "abort") -> int:

@@ -383,7 +383,7 @@ TRAINER: tuple[Field, ...] = (
         "group at a time. Not a reward model: call one in a function",
     ),
     Field("args", None, "acts", "", "a GRPOConfig, or a dict of its fields; or the fields as keywords"),
-    Field("train_dataset", None, "acts", "--prompt-data", "a datasets.Dataset or a list of rows, of a known length"),
+    Field("train_dataset", None, "acts", "--prompt-data", "a datasets.Dataset, a data frame, columns or rows"),
     Field("eval_dataset", None, "acts", "--eval-prompt-data", "the same, or a dict of them"),
     *_not_here("the tokenizer is that of the model's folder", processing_class=None, reward_processing_classes=None),
     *_not_here("`for step in instep.Run(...)` is the loop, whose body is yours", callbacks=None),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
+from instep.data.memory import listed
 from instep.errors import ConfigError
 from instep.integrations.trl.fields import FIELDS, TRAINER
 
@@ -87,13 +87,10 @@ def evaluations(dataset: Any) -> dict[str, list[dict[str, Any]]]:
     return {name: rows_of(rows, f"eval_dataset {name}") for name, rows in sets.items()}
 
 
-def rows_of(dataset: Iterable[Mapping[str, Any]], name: str) -> list[dict[str, Any]]:
+def rows_of(dataset: Any, name: str) -> list[dict[str, Any]]:
     """Rows with their columns where instep looks for them."""
-    if isinstance(dataset, (str, Path)) or not hasattr(dataset, "__len__"):
-        remedy = "give a list of rows or a datasets.Dataset; files are named by prompts="
-        raise error("it is no dataset of a known length", name, remedy)
     rows = []
-    for number, row in enumerate(dataset):
+    for number, row in enumerate(listed(dataset, name)):
         if not isinstance(row, Mapping) or "prompt" not in row:
             raise error("it is no row with a column prompt", f"{name}[{number}]", "give dicts, or rename the column")
         if "image" in row or "images" in row:

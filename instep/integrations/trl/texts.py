@@ -36,16 +36,13 @@ class Texts:
         return [self._render(messages, options) for messages in conversations]
 
     def _render(self, messages: Any, options: Body) -> list[int]:
-        if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages) or not messages:
+        if not isinstance(messages, list) or not messages:
             raise BadRequest("messages must be a conversation: a list of objects with role and content")
-        parts = (part for m in messages if isinstance(m.get("content"), list) for part in m["content"])
-        if any(not isinstance(part, dict) or part.get("type") != "text" for part in parts):
-            raise BadRequest(IMAGES)
         given = {"add_generation_prompt": True, **options}
         try:
             text = apply_template(self._tokenizer, messages, **given, tokenize=False)
         except Exception as error:  # no template, or whatever one raises on what it was given
-            raise BadRequest(f"the chat template failed: {error}") from error
+            raise BadRequest(f"the chat template failed: {getattr(error, 'what', error)}") from error
         return self._encode(text, add_special_tokens=False)
 
     def namer(self, body: Body) -> Callable[[int], str]:

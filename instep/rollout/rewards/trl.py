@@ -32,7 +32,7 @@ def arguments(args: HookSettings, samples: Group) -> dict[str, Any]:
     keys = sorted({key for s in samples for key in s.metadata or {}})
     columns: dict[str, Any] = {key: [(s.metadata or {}).get(key) for s in samples] for key in keys}
     labels = [s.label for s in samples]
-    columns |= {"label": labels} | ({args.label_key: labels} if args.label_key else {})
+    columns = {"label": labels} | columns | ({args.label_key: labels} if args.label_key else {})
     return {
         **columns,
         "prompts": [s.prompt for s in samples],

@@ -1,0 +1,57 @@
+"""Messages in the forms of OpenAI's API, as chat templates expect them. No jinja, torch or transformers is imported."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+Message = dict[str, Any]
+STARTED = "INSTEP_RUN_STARTED"  # in the environment: when the run began, for templates with a date
+
+
+def checked_message(message: Any, i: int, bad: Callable[[str], Exception]) -> Message:
+    """The message without its nulls, which stand for what is not there, and with content: text, or its text parts.
+
+    Raises:
+        Exception: what `bad` makes of a text that names message `i`: it is none, or has content that is no text.
+    """
+    if not isinstance(message, dict):
+        raise bad(f"message {i} must be an object with role and content, not {short(message)}")
+    message = {key: value for key, value in message.items() if value is not None}
+    content, place = message.setdefault("content", ""), f"content of message {i} ({message.get('role')})"
+    if not isinstance(content, (str, list)):
+        raise bad(f"{place} must be text or a list of text parts, not {short(content)}")
+    for part in content if isinstance(content, list) else ():
+        if not isinstance(part, str) and not (isinstance(part, dict) and isinstance(part.get("text"), str)):
+            kind = part.get("type") if isinstance(part, dict) else None
+            raise bad(f"{place} has a part that is no text: {short(kind or part)}")
+    return message
+
+
+def with_arguments(message: Message, change: Callable[[Any], Any]) -> Message:
+    """The message with the arguments of each tool call changed, where it has some."""
+
+    def changed(call: Any) -> Any:
+        if not isinstance(call, dict):
+            return call
+        if isinstance(call.get("function"), dict):
+            return call | {"function": changed(call["function"])}
+        return call | {"arguments": change(call["arguments"])} if "arguments" in call else call
+
+    calls = message.get("tool_calls")
+    return message | {"tool_calls": [changed(call) for call in calls]} if isinstance(calls, list) else message
+
+
+def as_object(arguments: Any) -> Any:
+    """Arguments that are JSON text, as OpenAI's API has them, as the object that it holds; others as they are."""
+    try:
+        found = json.loads(arguments or "{}") if isinstance(arguments, str) or arguments is None else arguments
+    except ValueError:
+        return arguments
+    return found if isinstance(found, dict) else arguments
+
+
+def short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
