@@ -103,7 +103,7 @@ DATA = {
     "--prompt-data {bad}/binary.jsonl": "UTF-8|binary.jsonl, line 1|convert",
     "--prompt-data {bad}/text.parquet": "not a parquet file|{bad}/text.parquet",
     "--prompt-data {tiny}/train.jsonl@[100:200]": "no row|train.jsonl@[100:200]",
-    "--prompt-data {tiny}/train.jsonl@[x:3]": "no slice|FILE@[a:b]",
+    "--prompt-data {tiny}/train.jsonl@[x:3]": "cannot read the slice|path@[start:stop]",
     "--prompt-data {bad}/bad_json.jsonl": "not JSON|column 12|bad_json.jsonl, line 3|--skip-bad-rows",
     "--prompt-data {bad}/a_list.jsonl": "must be a JSON object, not list|a_list.jsonl, line 6|--skip-bad-rows",
     "--prompt-data {bad}/no_prompt.jsonl": "no 'prompt'|no_prompt.jsonl, line 4|--input-key|label, question",
