@@ -77,7 +77,8 @@ def apply_template(tokenizer: Any, messages: Sequence[Any], where: str = "", /, 
 
 def _bounded(tokenizer: Any, messages: list[Message], given: Mapping[str, Any]) -> Any:
     _bound_environments()
-    name = f"the chat template of {getattr(tokenizer, 'name_or_path', '') or 'this tokenizer'}"
+    place = getattr(tokenizer, "name_or_path", "") or "this tokenizer"
+    name = f"the chat template of {place}"
     watched = _Watched()
     try:
         with watched:
@@ -88,7 +89,8 @@ def _bounded(tokenizer: Any, messages: list[Message], given: Mapping[str, Any]) 
         raise TemplateTooLarge(f"{name} {error}") from error
     except jinja2.TemplateSyntaxError as error:
         what = f"{name} is wrong in line {error.lineno}: {error.message}"
-        raise CheckpointError(what, remedy="mend its chat_template.jinja, or tokenizer_config.json") from error
+        remedy = "mend its chat_template.jinja, or tokenizer_config.json"
+        raise CheckpointError(what, where=place, remedy=remedy) from error
 
 
 def text_messages(tokenizer: Any, messages: Sequence[Any], where: str = "") -> list[Message]:

@@ -292,7 +292,8 @@ def test_a_hook_that_closes_every_descriptor_ends_the_run() -> None:
         runtime.run(reward())
     """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 1 and "the hooks that run in it: --custom-rm-path my_reward.reward" in done.stderr
+    assert done.returncode in (1, 120)  # 120: Python could not write its own last line
+    assert "the hooks that run in it: --custom-rm-path my_reward.reward" in done.stderr
 
 
 @pytest.mark.parametrize("how", ["os.kill(os.getpid(), 9)", "word.close()", "1 / 0"])
