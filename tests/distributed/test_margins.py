@@ -17,9 +17,6 @@ from tests.distributed.helpers import RankPool
 from tests.distributed.margins import FAMILIES, TABLE, of_families
 
 MARGIN = 3.0
-# Each family in one of the two, `make test-full` has both; bfloat16 is slow on CPUs, and experts and norms around zero
-# are what it rounds most.
-FAST = {name: "bf16" if name in ("llama", "qwen3_moe", "gemma") else "fp32" for name in FAMILIES}
 CASES = [(name, precision) for name in FAMILIES for precision in ("bf16", "fp32")]
 
 
@@ -29,9 +26,7 @@ def pool() -> Iterator[RankPool]:
         yield made
 
 
-@pytest.mark.parametrize(
-    "name, precision", [pytest.param(n, p, marks=() if FAST[n] == p else pytest.mark.slow) for n, p in CASES]
-)
+@pytest.mark.parametrize("name, precision", CASES)
 def test_right_syncs_pass_and_wrong_ones_fail(pool: RankPool, name: str, precision: str, tmp_path: Path) -> None:
     rows = pool.run(of_families, tmp_path, [name], precision)[0]
     assert len(rows) == 2
