@@ -104,8 +104,8 @@ def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         with fresh_engine(controller.args, scratch) as fresh:
             loaded = asyncio.run(generate_again(fresh, scratch / "exported", synced))
             between = largest_difference(controller, fresh, synced)
-        assert controller.last_sync is not None
-        version, probe = controller.last_sync.version, controller.last_sync.proven.last.largest
+        assert controller.totals.last_sync is not None
+        version, probe = controller.totals.last_sync.version, controller.last_sync.proven.last.largest
         differences = gaps_of(controller, synced)
         clipped = clipped_by_gspo(differences, synced)
         loaded_gap = float(gaps_of(controller, loaded).abs().mean())

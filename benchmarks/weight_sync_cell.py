@@ -109,8 +109,8 @@ def sync(controller: Controller, stamps: Stamps, load: Path | None) -> dict[str,
     began = time.monotonic()
     controller.sync_weights()
     found = {"session": time.monotonic() - began, **stamps.seconds()}
-    assert controller.last_sync is not None
-    return found | {n.partition("/")[2]: v for n, v in controller.last_sync.metrics().items()}
+    assert controller.totals.last_sync is not None
+    return found | {n.partition("/")[2]: v for n, v in controller.totals.last_sync.metrics().items()}
 
 
 def measure(controller: Controller, stamps: Stamps, order: dict[str, Any]) -> dict[str, Any]:

@@ -36,7 +36,6 @@ from instep.controller.round import Rollout, TrainedBatch, TrainedRollout, Train
 from instep.controller.round_metrics import (
     IdleClock,
     evaluation_metrics,
-    evaluation_summary,
     logs_evaluation,
     metrics_of_rollout,
     speed_metrics,
@@ -48,26 +47,22 @@ from instep.controller.run_state import beginning, check_savable, data_state, ho
 from instep.controller.saves import Saves
 from instep.controller.space import check_space, num_saves
 from instep.controller.stacks import DumpOnSignal, describe_queues, write_dump
-from instep.controller.sync.probe import Difference
-from instep.controller.sync.weight_sync import SyncResult
+from instep.controller.totals import Totals
 from instep.controller.trainer import Trainer
 from instep.controller.trial import HookTrial
 from instep.controller.watch import StandstillWatch, Watch
-from instep.data.dataset import check_tokens
 from instep.data.ledger import Ledger, LedgeredDataSource
 from instep.data.messages import STARTED
-from instep.data.source import RolloutDataSourceWithBuffer, load_source, num_rollouts
+from instep.data.source import load_source, num_rollouts
 from instep.engines.kind import kind_of
 from instep.errors import CheckpointError, SyncError
 from instep.hooks import Hook
 from instep.observability.memory import PssSampler
 from instep.observability.run_logger import RunLogger
-from instep.observability.versions import versions
 from instep.processes import lock_folders
 from instep.rollout import admission, runtime
 from instep.rollout.eval import read_sets
 from instep.rollout.outputs import as_eval_output, as_train_output
-from instep.rollout.tokens import tokenizer_of
 from instep.types import RolloutFnTrainOutput
 
 if TYPE_CHECKING:
@@ -83,8 +78,7 @@ class Controller:
     """
 
     def __init__(self, args: Args, *, title: str, with_engines: bool = True):
-        self.started = time.monotonic()
-        self.run_dir = Path(args.run_dir)
+        self.run_dir, self.totals = Path(args.run_dir), Totals()
         self._garbage, self._num_threads = Garbage(), torch.get_num_threads()
         self._locks = lock_folders({"--run-dir": args.run_dir, "--save": args.save, "--critic-save": args.critic_save})
         with ExitStack() as unless_made:
@@ -109,11 +103,7 @@ class Controller:
         self._beginning = beginning(args)  # refuses before the log of the earlier session is touched
         resumed, self.start_rollout_id = self._beginning.state, self._beginning.rollout_id
         os.environ[STARTED] = (resumed or {}).get("started") or time.strftime("%Y-%m-%dT%H:%M:%S")
-        source = load_source(args, self.hook_args)
-        if isinstance(source, RolloutDataSourceWithBuffer) and source.dataset is not None:
-            num_tokens = hf_config.get("text_config", hf_config)["vocab_size"]
-            for records in source.dataset.datasets:
-                check_tokens(records, tokenizer_of(args), args.apply_chat_template_kwargs, num_tokens)
+        source = load_source(args, self.hook_args, hf_config.get("text_config", hf_config)["vocab_size"])
         under_way = bool(args.save) and args.command == "train-async"
         self.data_source = LedgeredDataSource(source, self.ledger, under_way=under_way)
         if with_engines and args.eval_interval is not None:
@@ -123,15 +113,7 @@ class Controller:
         self._rollout_hook = Hook("--rollout-function-path", args.rollout_function_path)
         self._rollout_function = dumps.replay(args) if replays else self._rollout_hook.call
         self._eval_hook = Hook("--eval-function-path", args.eval_function_path)
-        self.num_steps = self.num_critic_steps = 0
-        self._num_tokens = 0  # trained on in this session, with their prompts
-        self._num_rounds = 0  # of this session, finished
-        self.evaluations: list[dict[str, float]] = []
-        self.last_sync: SyncResult | None = None
-        self._largest_diff = Difference(0.0, 0.0, 0.0)  # of all syncs
-        self._gap_of_sync: dict[str, float] = {}  # of the last one, until a step has shown it
         self._memory = PssSampler()
-        self._gpu_peak = 0.0
         if self._has_work:
             check_whole(*checkpoints_read(args), tell=partial(print, flush=True))
         self._space = check_space(args, num_saves(args, self.num_rollout - self.start_rollout_id))
@@ -149,16 +131,8 @@ class Controller:
             run_id=self._beginning.run_id,
         )
         self._records = Records(args, self.hook_args, self.log)
-        self.deployment = Deployment(
-            args,
-            self.hook_args,
-            runtime_attributes,
-            hf_config,
-            self._beginning,
-            self.log,
-            num_rollout=self.num_rollout,
-            with_engines=with_engines,
-        )
+        of_run = args, self.hook_args, runtime_attributes, hf_config, self._beginning, self.log
+        self.deployment = Deployment(*of_run, num_rollout=self.num_rollout, with_engines=with_engines)
         self._saves = Saves(args, self._beginning, self.deployment, self.log.progress.line)
         self.profile = StepProfile(args, self.deployment, self.log)
         hooks = ", ".join(path for _, path in own_hooks(args))
@@ -247,9 +221,7 @@ class Controller:
         """Bring a new version of the policy to every engine; nothing happens without workers or without engines."""
         result = self.deployment.sync_weights()
         if result is not None:
-            self.last_sync = result
-            self._largest_diff = Difference(*map(max, self._largest_diff, result.proven.last))
-            self._gap_of_sync = result.gap()
+            self.totals.add_sync(result)
 
     def generate(self, rollout_id: int) -> Rollout:
         """Generate the groups of one round, with rewards; they are finished in the ledger."""
@@ -303,9 +275,9 @@ class Controller:
             with self.log.phase("train", rollout_id) as phase:
                 batch = self._training.run(
                     groups,
-                    self.num_steps,
+                    self.totals.num_steps,
                     self._records.wanted(groups),
-                    num_critic_steps_before=self.num_critic_steps,
+                    num_critic_steps_before=self.totals.num_critic_steps,
                     critic_only=rollout_id < args.num_critic_only_steps,
                     version=(version := self.deployment.trained_version),
                     rollout_id=rollout_id,
@@ -320,16 +292,13 @@ class Controller:
         metrics = {**batch.metrics, **training_metrics(batch.steps), **memory, **self.deployment.memory("train")}
         if args.command == "train-async":
             metrics |= staleness_metrics(batch.batch, version)
-            if metrics.get("train/log_prob_gap_coverage") == 0:
-                metrics |= self._gap_of_sync
-            self._gap_of_sync = {}
+            of_sync = self.totals.take_gap()
+            metrics |= of_sync if metrics.get("train/log_prob_gap_coverage") == 0 else {}
         trained = TrainedRollout(metrics, {"train": phase.seconds}, len(batch.steps), len(batch.batch.tokens))
         if (gap := metrics.get("train/log_prob_gap_fresh", 0.0)) > (limit := self.deployment.gap_limit):
             self.log.progress.line(f"the log-prob gap of rollout {rollout_id} is {gap:.3g} nats, more than {limit:.3g}")
         self.deployment.stepped()
-        self.num_steps += trained.num_steps
-        self._num_tokens += trained.num_tokens
-        self.num_critic_steps += batch.num_critic_steps
+        self.totals.add_training(batch, trained)
         if self._training.uses_reference and (n := args.ref_update_interval) and (rollout_id + 1) % n == 0:
             self._saves.wait()  # which may copy the reference as it is
             self._require_trainer().refresh_reference()
@@ -346,7 +315,7 @@ class Controller:
             self.log.status("")
         metrics = evaluation_metrics(output, pass_rate=self.args.log_passrate)
         self._records.evaluated(rollout_id, output)
-        self.evaluations.append({"rollout_id": float(rollout_id), **metrics})
+        self.totals.evaluations.append({"rollout_id": float(rollout_id), **metrics})
         if not logs_evaluation(self.hook_args, rollout_id, output):
             self.log.log(rollout_id, metrics)
         return metrics
@@ -368,11 +337,9 @@ class Controller:
         """What a resume goes on with, beside the trainer's files."""
         return {
             "rollout_id": rollout_id,
-            "num_steps": self.num_steps,
-            "num_critic_steps": self.num_critic_steps,
+            **self.totals.state(),
             "version": self.deployment.version,
             **data_state(self.data_source, rollout_id),
-            "evaluations": self.evaluations,
             "run_id": self._beginning.run_id,
             "started": os.environ[STARTED],
             "wandb_run_id": self.log.wandb_run_id,
@@ -396,15 +363,12 @@ class Controller:
         metrics |= self.deployment.turn_seconds() | self._saves.metrics()
         metrics |= self._idle.take(sum(early.values()) + seconds.get("train", 0.0))
         metrics |= runtime.take_array_share()
-        if self.last_sync is not None:
-            metrics |= {**self.last_sync.metrics(), **self.deployment.memory("sync")}
-        peaks = [self._gpu_peak, *(v for name, v in metrics.items() if name.endswith("/trainer_peak_bytes"))]
-        self._gpu_peak = max(peaks)
-        if self._gpu_peak:
-            metrics["perf/gpu_peak_bytes"] = self._gpu_peak
+        if (sync := self.totals.last_sync) is not None:
+            metrics |= {**sync.metrics(), **self.deployment.memory("sync")}
+        metrics |= self.totals.gpu_peak(metrics)
         self.log.log(rollout.rollout_id, metrics)
-        self._num_rounds += 1
-        self.profile.note(rollout, self.last_sync)
+        self.totals.num_rounds += 1
+        self.profile.note(rollout, sync)
         return metrics
 
     def finish(self) -> dict[str, Any]:
@@ -417,26 +381,12 @@ class Controller:
         return summary
 
     def _summary(self) -> dict[str, Any]:
-        summary: dict[str, Any] = {
-            "num_rollouts": self._num_rounds,
-            "num_steps": self.num_steps,
-            "num_tokens": self._num_tokens,
-            "wall_seconds": time.monotonic() - self.started,
-            "peak_pss_bytes": self._memory.peak,
-            "ledger": self.ledger.counts(),
-            "versions": versions(),
-        }
-        summary |= evaluation_summary(self.evaluations, max(self.num_rollout, self.start_rollout_id))
-        if self.last_sync is not None:
-            summary["sync_probe_rms_diff"] = self._largest_diff.rms
-            summary["sync_probe_mean_abs_diff"] = self._largest_diff.mean
-            summary["sync_probe_max_abs_diff"] = self._largest_diff.largest
-            summary["sync_probe_tolerance"] = self.last_sync.proven.tolerance
-        return summary
+        ends = max(self.num_rollout, self.start_rollout_id)
+        return self.totals.summary(self._memory.peak, self.ledger.counts(), ends)
 
     def _dump(self) -> None:
         """Write stacks and queues of all processes into a file, as SIGUSR1 asks for."""
-        step = f"{self.log.where()}; {self.num_steps} optimizer steps done"
+        step = f"{self.log.where()}; {self.totals.num_steps} optimizer steps done"
         queues = partial(describe_queues, step, self.ledger, self.deployment.worker_groups)
         path = write_dump(self.run_dir / "logs", queues, self.deployment.processes, self.deployment.engines)
         self.log.progress.line(f"SIGUSR1: stacks and queues of all processes are in {path}")
@@ -446,6 +396,5 @@ class Controller:
         return self.deployment.trainer
 
     def _restore(self, state: dict[str, Any], checkpoint: Path) -> None:
-        self.num_steps, self.num_critic_steps = int(state["num_steps"]), int(state.get("num_critic_steps", 0))
-        self.evaluations = state["evaluations"]
+        self.totals.restore(state)
         restore_data(self.data_source, state, int(state["rollout_id"]), checkpoint)

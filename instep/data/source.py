@@ -9,7 +9,7 @@ from collections.abc import Sized
 from typing import TYPE_CHECKING, Any
 
 from instep.checkpoints.values import to_text
-from instep.data.dataset import load_dataset
+from instep.data.dataset import check_tokens, load_dataset
 from instep.data.formats import row_format
 from instep.data.index import FORMAT
 from instep.data.mixture import Mixture
@@ -204,10 +204,21 @@ class UserSource:
         setattr(self.source, name, value)
 
 
-def load_source(args: Settings, hook_args: Any) -> Any:
-    """The data source of a run. Raises: RolloutError, ConfigError, DataError."""
+def load_source(args: Settings, hook_args: Any, vocab_size: int | None = None) -> Any:
+    """The data source of a run. Raises: RolloutError, ConfigError, DataError.
+
+    Args:
+        vocab_size: of the model; a prompt of instep's sources with a larger token is refused.
+    """
     hook = Hook("--data-source-path", args.data_source_path)
-    return hook.function(hook_args) if hook.path.startswith("instep.") else UserSource(hook, hook_args)
+    if not hook.path.startswith("instep."):
+        return UserSource(hook, hook_args)
+    source = hook.function(hook_args)
+    if vocab_size is not None and source.dataset is not None:
+        tokenizer = load_tokenizer(str(args.hf_checkpoint), args.trust_remote_code)
+        for records in source.dataset.datasets:
+            check_tokens(records, tokenizer, args.apply_chat_template_kwargs, vocab_size)
+    return source
 
 
 def num_rollouts(args: Settings, source: Sized) -> int:

@@ -36,4 +36,4 @@ def test_the_first_session_loads_nothing_twice_and_rollouts_know_the_cache(tmp_p
         assert len(rollout.groups) == 4 and all(len(group) == 4 for group in rollout.groups)
         trained = controller.train(rollout)
         assert trained is not None and trained.metrics["train/log_prob_gap_mean"] < 0.1
-        print(f"{admission.num_cached_tokens:,.0f} tokens of cache; sync {controller.last_sync}")
+        print(f"{admission.num_cached_tokens:,.0f} tokens of cache; sync {controller.totals.last_sync}")

@@ -1,0 +1,90 @@
+"""What a run has done so far: what its checkpoints count, and its summary."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from instep.controller.round import TrainedBatch, TrainedRollout
+from instep.controller.round_metrics import evaluation_summary
+from instep.controller.sync.probe import Difference
+from instep.controller.sync.weight_sync import SyncResult
+from instep.observability.versions import versions
+
+
+@dataclass
+class Totals:
+    """The sums of a run.
+
+    Attributes:
+        num_steps, num_critic_steps: optimizer steps, those of earlier sessions among them.
+        evaluations: the metrics of each evaluation and its rollout_id, those of earlier sessions among them.
+        num_tokens: tokens of this session's training batches, with their prompts.
+        num_rounds: rounds that this session has finished.
+        last_sync: the result of the last sync of this session.
+    """
+
+    num_steps: int = 0
+    num_critic_steps: int = 0
+    evaluations: list[dict[str, float]] = field(default_factory=list)
+    num_tokens: int = 0
+    num_rounds: int = 0
+    last_sync: SyncResult | None = None
+    _started: float = field(default_factory=time.monotonic)
+    _largest_diff: Difference = Difference(0.0, 0.0, 0.0)  # of all syncs
+    _gap_of_sync: dict[str, float] = field(default_factory=dict)  # until a step has shown it
+    _gpu_peak: float = 0.0
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from the `state` of a checkpoint."""
+        self.num_steps, self.num_critic_steps = int(state["num_steps"]), int(state.get("num_critic_steps", 0))
+        self.evaluations = state["evaluations"]
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {
+            "num_steps": self.num_steps,
+            "num_critic_steps": self.num_critic_steps,
+            "evaluations": self.evaluations,
+        }
+
+    def add_sync(self, result: SyncResult) -> None:
+        self.last_sync, self._gap_of_sync = result, result.gap()
+        self._largest_diff = Difference(*map(max, self._largest_diff, result.proven.last))
+
+    def add_training(self, batch: TrainedBatch, trained: TrainedRollout) -> None:
+        self.num_steps += trained.num_steps
+        self.num_critic_steps += batch.num_critic_steps
+        self.num_tokens += trained.num_tokens
+
+    def take_gap(self) -> dict[str, float]:
+        """The gap of the last sync, once."""
+        found, self._gap_of_sync = self._gap_of_sync, {}
+        return found
+
+    def gpu_peak(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """`perf/gpu_peak_bytes`, the most of any round so far, where the trainer has a GPU."""
+        peaks = (value for name, value in metrics.items() if name.endswith("/trainer_peak_bytes"))
+        self._gpu_peak = max(self._gpu_peak, *peaks, 0.0)
+        return {"perf/gpu_peak_bytes": self._gpu_peak} if self._gpu_peak else {}
+
+    def summary(self, peak_pss_bytes: float, ledger: Mapping[str, int], next_rollout: int) -> dict[str, Any]:
+        """What summary.json holds, beside the metrics of the last step; `next_rollout` would be the next."""
+        summary: dict[str, Any] = {
+            "num_rollouts": self.num_rounds,
+            "num_steps": self.num_steps,
+            "num_tokens": self.num_tokens,
+            "wall_seconds": time.monotonic() - self._started,
+            "peak_pss_bytes": peak_pss_bytes,
+            "ledger": ledger,
+            "versions": versions(),
+            **evaluation_summary(self.evaluations, next_rollout),
+        }
+        if self.last_sync is not None:
+            summary["sync_probe_rms_diff"] = self._largest_diff.rms
+            summary["sync_probe_mean_abs_diff"] = self._largest_diff.mean
+            summary["sync_probe_max_abs_diff"] = self._largest_diff.largest
+            summary["sync_probe_tolerance"] = self.last_sync.proven.tolerance
+        return summary
