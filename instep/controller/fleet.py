@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -25,7 +24,7 @@ from urllib.parse import urlsplit
 from instep.arguments.args import Runtime
 from instep.cluster.engine_plan import has_router, plan_engines, plan_routers
 from instep.cluster.engine_start import start_gate, start_router
-from instep.controller.health import HealthWatch
+from instep.controller.health import HealthWatch, unreachable
 from instep.engines import keys
 from instep.engines.engine import Engine
 from instep.engines.gate import Gate, needs_gate
@@ -148,13 +147,10 @@ class Fleet:
         """Wait until all engines and routers answer; of several that fail, the first engine's error is raised."""
         if not self.engines:
             return
-        theirs = [engine.url for engine in self.engines if engine.process is None]
-        theirs += [router.url for router in self.routers.values() if self._args.vllm_router_ip is not None]
-        for at in map(urlsplit, theirs):
-            try:
-                socket.create_connection((str(at.hostname), int(at.port or 80)), timeout=2.0).close()
-            except OSError:
-                self._status(f"nobody answers at {at.netloc} yet: waiting {timeout:.0f} s (--engine-start-timeout)")
+        external = [engine.url for engine in self.engines if engine.process is None]
+        external += [router.url for router in self.routers.values() if self._args.vllm_router_ip is not None]
+        for address in unreachable(external):
+            self._status(f"{address} does not answer yet: waiting {timeout:.0f} s (--engine-start-timeout)")
         outcomes = [in_thread(partial(engine.wait_ready, timeout), engine.name) for engine in self.engines]
         if wait(outcomes, return_when=FIRST_EXCEPTION).not_done:
             wait(outcomes, FAILURE_SECONDS)

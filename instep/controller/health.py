@@ -7,15 +7,27 @@ is asked as well, by a question that the server cannot answer alone.
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from urllib.parse import urlsplit
 
 from instep.engines.engine import Engine
 
 LOOK_SECONDS = 0.5  # between two looks at /health
 ANSWER_SECONDS = 1.0  # for its answer
+CONNECT_SECONDS = 2.0
 FAILURES = 3  # in a row, after at most 4.5 s: then it counts as dead
+
+
+def unreachable(urls: Iterable[str]) -> Iterator[str]:
+    """HOST:PORT of each URL at which no server accepts a connection."""
+    for at in map(urlsplit, urls):
+        try:
+            socket.create_connection((str(at.hostname), int(at.port or 80)), CONNECT_SECONDS).close()
+        except OSError:
+            yield at.netloc
 
 
 class HealthWatch:

@@ -1,4 +1,4 @@
-"""A controller whose engine is somebody else's: it does what it reads. `lease_holder URL KEY KIND FOLDER`."""
+"""A controller of an external engine; it runs the lines that it reads. `lease_holder URL KEY KIND FOLDER`."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def test_a_server_of_somebody_else_that_does_not_answer_is_told_at_once(tiny, tm
         with pytest.raises(EngineError, match="the router did not answer within 0 s"):
             fleet.wait_ready(0.2)
     (line,) = said
-    assert f"nobody answers at 127.0.0.1:{router.server_port} yet: waiting" in line and "--engine-start-timeout" in line
+    assert f"127.0.0.1:{router.server_port} does not answer yet: waiting" in line and "--engine-start-timeout" in line
 
 
 def test_the_loss_of_the_last_engine_of_somebody_else_is_told(tiny, tmp_path, fast):

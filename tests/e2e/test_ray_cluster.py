@@ -1,5 +1,6 @@
 """A Ray cluster of three nodes that runs join: what they reserve there, their ranks, weights and engines."""
 
+import contextlib
 import os
 import signal
 import time
@@ -154,13 +155,12 @@ def started(tiny, run_dir, address, words, **settings):
     more = ["--cluster", "ray", "--ray-address", address, "--debug-rollout-only", *words.split()]
     args = parse(grpo_arguments(tiny, run_dir, *more)[1:], "train").replace(**settings)
     cluster = RayCluster(args, log_dir=run_dir / "logs", with_engines=True, status=print)
-    try:
+    with contextlib.ExitStack() as unless_started:
+        unless_started.callback(cluster.close)
         cluster.start()
         for engine in cluster.engines:
             engine.wait_ready(120)
-    except BaseException:
-        cluster.close()
-        raise
+        unless_started.pop_all()
     return cluster, plan_engines(args)
 
 
