@@ -21,8 +21,8 @@ from safetensors.torch import load_file, save_file
 from instep import convert
 from instep.checkpoints import hf_export
 from instep.checkpoints.integrity import write_manifest
-from instep.checkpoints.megatron import MegatronCheckpoint, Part
-from instep.checkpoints.megatron_files import Chunk, Stored, full_shape
+from instep.checkpoints.megatron import MegatronCheckpoint
+from instep.checkpoints.megatron_files import full_shape
 from instep.checkpoints.plain import read_index
 from instep.cli import main
 from instep.errors import CheckpointError
@@ -371,17 +371,6 @@ def test_a_chunk_that_is_no_tensor_is_one_error(models, tmp_path, garbage):
     with pytest.raises(CheckpointError, match="__0_0.distcp holds no tensor at byte 0") as caught:
         checkpoint.tensors(checkpoint.entries[0])
     assert "restore its files" in caught.value.remedy
-
-
-def test_an_expert_is_read_without_a_look_at_the_chunks_of_the_others():
-    whole = torch.arange(6 * 4 * 2.0).view(6, 4, 2)  # pairs of experts, in halves
-    boxes = [(slice(e, e + 2), slice(r, r + 2)) for e in (0, 2, 4) for r in (0, 2)]
-    chunks = tuple(Chunk((e.start, r.start, 0), (2, 2, 2), whole[e, r].clone) for e, r in boxes)
-    stored = Stored(whole.dtype, tuple(whole.shape), chunks)
-    for expert in range(6):
-        assert torch.equal(Part("", stored, (expert,)).read((1, 0), (3, 2)), whole[expert, 1:])
-        assert [chunk.offsets[:1] for chunk in stored.at((expert,))] == [(expert - expert % 2,)] * 2
-    assert stored.at(()) == list(chunks) and not stored.at((6,))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from instep.arguments.roles import args_of_role
 from instep.errors import ConfigError
 from instep.models.shape import shape_in_file
 from instep.training.megatron.checks import check_arguments
-from tests.command_line import argv, make_folder
+from tests.command_line import CONFIG, argv, make_folder, refusal
 from tests.published import config
 
 
@@ -93,3 +93,43 @@ def test_the_workers_refuse_nothing_that_the_command_line_takes(model, name):
             own = args_of_role(args, role)
             check_arguments(own, shape, own.world_size)
     assert taken >= 5 and refused >= 5, (taken, refused)
+
+
+EXPERTS = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("extra", "what"),
+    [
+        ("--expert-model-parallel-size 8 --actor-num-gpus-per-node 8", "does not divide the model's 4 experts"),
+        ("--expert-model-parallel-size 4 --actor-num-gpus-per-node 2", "EP 4 x ETP 1 x PP 1 = 4 does not divide 2"),
+        ("--tensor-model-parallel-size 2 --actor-num-gpus-per-node 2", "needs sequence parallelism"),
+        ("--num-experts 8", "is 8, but config.json says 4"),
+        ("--moe-router-topk 3", "is 3, but config.json says 2"),
+        ("--moe-ffn-hidden-size 8", "is 8, but config.json says 32"),
+        (
+            "--use-routing-replay --recompute-granularity selective --recompute-modules moe",
+            "may meet the experts of another micro-batch",
+        ),
+        ("--use-rollout-routing-replay --rollout-backend vllm --device cpu", "does not note the experts on a CPU"),
+        (
+            "--use-rollout-routing-replay --rollout-backend vllm --device cuda --prefill-num-servers 1 "
+            "--rollout-num-gpus 2",
+            "do not know the experts that prefill engines chose",
+        ),
+        (
+            "--use-rollout-routing-replay --rollout-backend vllm --device cuda --vllm-pipeline-parallel-size 2 "
+            "--rollout-num-gpus 2 --rollout-num-gpus-per-engine 2",
+            "vLLM's pipelines do not return the experts",
+        ),
+        ("--use-routing-replay --use-rollout-logprobs", "no pass computes old log-probs"),
+    ],
+)
+def test_layouts_of_a_model_with_experts(tmp_path, monkeypatch, extra: str, what: str):
+    make_folder(tmp_path, monkeypatch)
+    Path("model/config.json").write_text(json.dumps({**CONFIG, **EXPERTS}))
+    text = refusal("--train-backend megatron " + extra)
+    assert what in text and "things are wrong" not in text
+    good = "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 4 --num-experts 4 "
+    args = parse(argv(good + "--expert-tensor-parallel-size 1 --actor-num-gpus-per-node 4 --moe-ffn-hidden-size 32"))
+    assert args.dp_size == 2 and args.train_backend == "megatron"

@@ -17,6 +17,8 @@ import torch.distributed as dist
 
 from instep.arguments import parse
 from instep.checkpoints.hf_export import check_hf_checkpoint
+from instep.checkpoints.megatron import Part
+from instep.checkpoints.megatron_files import Chunk, Stored
 from instep.checkpoints.weight_files import INDEX, weight_files
 from instep.errors import CheckpointError, ConfigError
 from instep.training.worker import Worker
@@ -112,3 +114,14 @@ def test_an_index_of_another_shape_is_one_error(tmp_path: Path, text: str) -> No
             read(tmp_path)
         assert f"{INDEX} cannot be read: " in error.value.what and INDICES[text] in error.value.what
         assert error.value.where == str(tmp_path / INDEX) and error.value.remedy
+
+
+def test_an_expert_is_read_without_a_look_at_the_chunks_of_the_others():
+    whole = torch.arange(6 * 4 * 2.0).view(6, 4, 2)  # pairs of experts, in halves
+    boxes = [(slice(e, e + 2), slice(r, r + 2)) for e in (0, 2, 4) for r in (0, 2)]
+    chunks = tuple(Chunk((e.start, r.start, 0), (2, 2, 2), whole[e, r].clone) for e, r in boxes)
+    stored = Stored(whole.dtype, tuple(whole.shape), chunks)
+    for expert in range(6):
+        assert torch.equal(Part("", stored, (expert,)).read((1, 0), (3, 2)), whole[expert, 1:])
+        assert [chunk.offsets[:1] for chunk in stored.at((expert,))] == [(expert - expert % 2,)] * 2
+    assert stored.at(()) == list(chunks) and not stored.at((6,))
