@@ -84,8 +84,8 @@ def _take(result: Scan, name: str, values: list[str], command: str) -> None:
         _reject(result, unknown(name, values[0] if values else "", command))
         return
     if "_" in name and flag.choices and not {*map(str, flag.choices)} & {*map(str.lower, values)}:  # `--loss_type dapo`
-        if theirs := of_others(name, "".join(values[:1]), command, name):
-            _reject(result, theirs)
+        if found := of_others(name, "".join(values[:1]), command, name):
+            _reject(result, found)
             return
     if " ".join(values) in flag.neutral:
         return
@@ -140,7 +140,7 @@ def _store(result: Scan, flag: Flag, values: list[str]) -> None:
 
 
 def _opposite(switch: Flag) -> Flag | None:
-    """The switch that says the contrary of another; None: nobody says it who leaves that out."""
+    """The switch that means the opposite of `switch`, or None: then leaving `switch` out means that."""
     package, no, name = re.fullmatch(r"(--(?:vllm-|router-)?)(no-)?(.*)", switch.name).groups()  # type: ignore[union-attr]
     other = find(f"{package}{'' if no else 'no-'}{name}")
     means = other is not None and other.status == "acts" and (not no or other.attribute == switch.attribute)

@@ -57,15 +57,15 @@ def unknown(name: str, value: str, command: str) -> tuple[Problem, list[str]]:
         value: the first word after it.
     """
     wanted = "--" + name.lower().replace("_", "-").lstrip("-")
-    known, theirs = find(wanted), of_others(name, value, command, name)
+    known, other = find(wanted), of_others(name, value, command, name)
     if acts_in(command, known):
         return Problem("unknown flag", name, f"did you mean {wanted}?"), [wanted]
-    found = _negated(wanted, name, command) or theirs or _of_vllm(wanted, name, command)
+    found = _negated(wanted, name, command) or other or _of_vllm(wanted, name, command)
     return found or _near(wanted, name, command)
 
 
 def of_others(name: str, value: str, command: str, where: str) -> tuple[Problem, list[str]] | None:
-    """What is wrong with another framework's setting, and the flags that it means; None: no setting of theirs."""
+    """What is wrong with another framework's setting, and the flags that it means; None if there is no such setting."""
     found = look_up(name, value, command)
     if found is None:
         return None

@@ -53,9 +53,8 @@ def opened(file: Path) -> Iterator[Any]:
                 if len(name) > MAX_NAME or not name.isprintable():
                     raise SafetensorError(f"the name of a tensor is no text of at most {MAX_NAME} characters")
                 shape = tensors.get_slice(name).get_shape()
-                too_many = (
-                    0 in shape and math.prod(n or 1 for n in shape) >= MAX_ELEMENTS
-                )  # one with elements is bounded by its file
+                # The size of its file bounds a tensor that has elements.
+                too_many = 0 in shape and math.prod(n or 1 for n in shape) >= MAX_ELEMENTS
                 if too_many or len(shape) > MAX_DIMENSIONS:
                     raise SafetensorError(f"{name} has the shape {shape!s:.100}, which no tensor can have")
             yield tensors

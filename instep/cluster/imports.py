@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def preload(args: Settings, *, trainer: bool = True) -> None:
     """Let the fork server of this process, if there is one, import what workers and engines need.
 
-    This is for `--device cpu` only. Nobody has tested yet that these imports leave a GPU alone.
+    Only with `--device cpu`: these imports have not been tested on a GPU host, where they might initialize CUDA.
     """
     if fork_server.current is None or args.device != "cpu":
         return

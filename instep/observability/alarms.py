@@ -246,13 +246,8 @@ class AlarmWatch:
         if self._steps and not self._trained:
             masked = all(step.get(_WEIGHT) == 0 for step in self._steps)
             even = all(step.get("rollout/zero_std_groups_ratio") == 1 for step in self._steps)
-            why = (
-                "every token was masked"
-                if masked
-                else "every group had one reward"
-                if even
-                else "train/grad_norm was 0"
-            )
+            why = "every group had one reward" if even else "train/grad_norm was 0"
+            why = "every token was masked" if masked else why
             told.append(f"no step has trained anything: {why}")
         return told
 
