@@ -44,11 +44,7 @@ class Totals:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
-        return {
-            "num_steps": self.num_steps,
-            "num_critic_steps": self.num_critic_steps,
-            "evaluations": self.evaluations,
-        }
+        return {name: getattr(self, name) for name in ("num_steps", "num_critic_steps", "evaluations")}
 
     def add_sync(self, result: SyncResult) -> None:
         self.last_sync, self._gap_of_sync = result, result.gap()
