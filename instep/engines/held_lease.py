@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import secrets
 import socket
@@ -21,17 +20,12 @@ if TYPE_CHECKING:
 LEASE_SECONDS, RENEW_SECONDS = 10.0, 1.0
 
 
-@functools.cache
-def _owner(pid: int) -> str:
-    """The name of process `pid`, this one; its forks have others."""
-    return f"process {pid} on {socket.gethostname()} ({secrets.token_hex(4)})"
-
-
 class HeldLease:
     """This process' lease of `engine`, which a thread renews from `take` to `end`. Engines of this run have none."""
 
     def __init__(self, engine: Engine):
         self._engine = engine
+        self._owner = f"process {os.getpid()} on {socket.gethostname()} ({secrets.token_hex(4)})"
         self._begun, self._renewed = False, 0.0  # when the last request was made that renewed it
         self._ended: threading.Event | None = None  # ends the thread that renews it
 
@@ -82,7 +76,7 @@ class HeldLease:
     def _ask(self, begin: bool, in_place: bool, timeout: float, post: Callable[..., object]) -> bool:
         """Whether the engine's kind has a lease, for which it was asked then."""
         asked = time.monotonic()
-        about = {"owner": _owner(os.getpid()), "seconds": LEASE_SECONDS, "begin": begin, "in_place": in_place}
+        about = {"owner": self._owner, "seconds": LEASE_SECONDS, "begin": begin, "in_place": in_place}
         if (call := self._engine.kind.lease(about)) is None:
             return False
         post(*call, timeout=timeout)

@@ -16,7 +16,8 @@ from instep.controller.run_state import beginning, data_state, restore_data
 from instep.data.ledger import Ledger, LedgeredDataSource
 from instep.errors import CheckpointError, InstepError
 from instep.types import VersionSpan
-from tests.unit.test_data import rows, source, write
+from tests.unit.test_data import rows, write
+from tests.unit.test_data_source import source
 
 NUM_FLIPS = 600
 ARGS = Args(

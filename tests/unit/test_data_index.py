@@ -19,7 +19,8 @@ from instep.data.rows import RowFormat
 from instep.errors import DataError, OutputError
 from tests.bounds import allowed
 from tests.chat import QWEN2, QWEN3, make_tokenizer
-from tests.unit.test_data import labels, source, write
+from tests.unit.test_data import write
+from tests.unit.test_data_source import labels, source
 
 LABELLED = RowFormat("prompt", "label")
 BUILDING = "building the index of its rows"

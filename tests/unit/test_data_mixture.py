@@ -21,7 +21,8 @@ from instep.data.rows import split_files
 from instep.data.source import RolloutDataSourceWithBuffer, num_rollouts
 from instep.errors import DataError
 from tests.command_line import argv, make_folder, refusal
-from tests.unit.test_data import labels, source, write
+from tests.unit.test_data import write
+from tests.unit.test_data_source import labels, source
 
 WEIGHTED = {"prompt_data_weights": [3.0, 1.0, 0.5], "rollout_shuffle": True}
 

@@ -21,7 +21,8 @@ from instep.controller.run_state import check_savable, data_state, restore_data
 from instep.data.ledger import Ledger, LedgeredDataSource
 from instep.errors import RolloutError
 from instep.types import Group, Sample, Status, VersionSpan
-from tests.unit.test_data import rows, source, write
+from tests.unit.test_data import rows, write
+from tests.unit.test_data_source import source
 
 
 def fresh(path: str) -> LedgeredDataSource:
