@@ -1,6 +1,6 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help venv install-vllm quickstart quickstart-vllm tool-use test test-full test-vllm-fast test-vllm test-peers test-neighbours test-megatron test-mutants test-learning lint format bench clean
+.PHONY: help venv install-vllm quickstart quickstart-vllm tool-use real test test-full test-vllm-fast test-vllm test-peers test-neighbours test-megatron test-mutants test-learning lint format bench clean
 
 BACKEND ?= hf
 DEVICE ?= cpu
@@ -39,6 +39,9 @@ quickstart-vllm: install-vllm  ## the quickstart on two vLLM engines behind vllm
 tool-use: venv  ## train a tiny model to ask a Python tool (minutes) [BACKEND= ENGINE=vllm SEED=]
 	HF_HUB_OFFLINE=1 .venv/bin/python examples/tool_use/run.py --backend $(BACKEND) --seed $(SEED) \
 	    --rollout-backend $(or $(ENGINE),embedded)
+
+real: venv  ## fetch a pretrained Gemma 3 270M and train it: half an hour on 2 cores, minutes on a GPU [DEVICE=cpu|cuda]
+	HF_HUB_OFFLINE=1 .venv/bin/python examples/real/run.py --device $(DEVICE)
 
 test: venv  ## the fast tests, without those that need vLLM [JOBS=]
 	$(PYTEST) -m '$(FAST) and not vllm and not alone' $(PARALLEL) $(TESTS)

@@ -2,7 +2,7 @@
 
     python benchmarks/real_task.py --model DIR [--only NAME ...] [--rollouts 40] [--out FILE] [--add]
 
-DIR is what `benchmarks/real_model.py` makes. Each rollout has 64 prompts x 16 samples of at most 16 tokens, one
+DIR is what `examples/real/make_model.py` makes. Each rollout has 64 prompts x 16 samples of at most 16 tokens, one
 optimizer step, lr 2e-6 (2e-5 with adapters), bf16; all else are the defaults. The runs follow each other.
 A row of the result has the rewards of some rollouts, the seconds of a step by the clock, the mean gap of log-probs,
 and of the proofs of all syncs the largest difference over what rounding explains (3 is allowed).

@@ -150,7 +150,7 @@ item_megatron_parallel() { # 300 Megatron on two GPUs gives the losses and norms
 }
 real_task() { # the real model, whose GGUF parts lie in ~/g
     [[ -e ~/gemma/model.safetensors ]] || PYTHONPATH=$PYTHONPATH:$HOME/atropos \
-        flock ~/gemma.lock python benchmarks/real_model.py ~/gemma --parts ~/g/gguf_*
+        flock ~/gemma.lock python examples/real/make_model.py ~/gemma --parts ~/g/gguf_*
     python benchmarks/real_task.py --model ~/gemma --logs "$R/logs" --out "$R/out.json" "$@"
 }
 item_real_beside() { # 590 the real model at defaults, beside TRL

@@ -50,6 +50,13 @@ FAMILIES = {
     "phi3": Family("phi3", {"num_attention_heads": 2, "num_key_value_heads": 1}),
     "gemma": Family("gemma", {**_HEADS, "hidden_activation": "gelu_pytorch_tanh"}),
     "gemma2": Family("gemma2", {**_HEADS, "sliding_window": 16, "query_pre_attn_scalar": 32}, packed=False),
+    "gemma3": Family(
+        "gemma3_text",
+        {
+            **_HEADS, "sliding_window": 16, "query_pre_attn_scalar": 32,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
     "deepseek_v2": Family(
         "deepseek_v2",
         {
@@ -80,7 +87,7 @@ FAMILIES = {
 }  # fmt: skip
 
 
-def make_family(name: str, folder: Path, precision: str | None = None, **sizes: int) -> Path:
+def make_family(name: str, folder: Path, precision: str | None = None, **sizes: Any) -> Path:
     """A random checkpoint of the family in `folder`, with a tokenizer of single characters; for `precision`, by default
     the family's own; with `sizes` instead of its own."""
     family, tokenizer = FAMILIES[name], make_tokenizer()

@@ -4,7 +4,7 @@
 
 The statistic is what a proof compares with its tolerance: the difference of the probe over what one rounding of the
 embeddings explains (`controller/sync/probe.py`). The trainer is the `hf` backend. The engine of the families is the
-embedded one, that of the real model (`benchmarks/real_model.py`) is transformers, a sample at a time. Faults are
+embedded one, that of the real model (`examples/real/make_model.py`) is transformers, a sample at a time. Faults are
 planted in the engine's weights.
 """
 
@@ -32,7 +32,6 @@ from tests.families import make_family
 
 TABLE = Path(__file__).parent / "margins.json"
 FAMILIES = "qwen2 qwen3 qwen3_moe llama yi mistral phi phi3 gemma starcoder2".split()  # Mixtral: see the docs
-FULL = {"mistral": {"sliding_window": None}, "starcoder2": {"sliding_window": None}}  # as the embedded engine has it
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 UNLIKELY = -20.0  # the mean log-prob of random tokens under a peaked model
 NUM_RIGHT = 20
@@ -42,7 +41,7 @@ Fault = Callable[[Weights, Probe], None]
 
 def make_model(name: str, folder: Path, precision: str, peaked: bool) -> Path:
     """A random checkpoint of a family; a peaked one has an output layer under which random tokens are unlikely."""
-    path = make_family(name, folder, "fp32", tie_word_embeddings=False, **FULL.get(name, {}))
+    path = make_family(name, folder, "fp32", tie_word_embeddings=False)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     head, tokens = model.get_output_embeddings().weight, torch.randint(0, 64, (1, 48))
     with torch.no_grad():

