@@ -25,7 +25,7 @@ from instep.arguments.flag import (
     refused,
     switch,
 )
-from instep.models.hub import HOW, name_of
+from instep.models.hub import HOW, gets_weights
 from instep.models.shape import read_config
 from instep.scratch import export_folder
 
@@ -165,10 +165,8 @@ def checkpoint(args: Settings, given: set[str]) -> Iterator[Problem]:
         names = [str(n) for n in config.get("architectures") or []]
         if names and all(n.endswith(_NOT_CAUSAL) for n in names):
             yield Problem(f"is no causal language model, but {', '.join(names)}", where, "give one that can generate")
-        fetched = (
-            name_of(args.hf_checkpoint) is not None
-        )  # its weights come when nothing is wrong with the command line
-        if not (fetched or any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))):
+        there = any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
+        if not there and not gets_weights(args.hf_checkpoint):
             yield Problem(f"{folder} holds no weights", where, "it needs *.safetensors")
 
 

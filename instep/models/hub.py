@@ -19,6 +19,7 @@ _NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\w[\w./-]*))?", re.ASCII)
 _WITHOUT_WEIGHTS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
 HUB_SECONDS = 30.0  # until the hub must answer; the calls of `snapshot_download` have no such bound
 HOW = "give a folder, or a model of the hub as ORG/NAME or ORG/NAME@REVISION"
+_of_names: set[str] = set()  # the snapshots that names mean in this process
 
 
 def is_name(given: str) -> bool:
@@ -59,12 +60,19 @@ def snapshot(given: str, flag: str) -> str:
     """
     found = _NAME.fullmatch(given)
     assert found is not None
-    return _fetched(found[1], found[2], _WITHOUT_WEIGHTS, ["config.json"], f"{flag} {given}")
+    folder = _fetched(found[1], found[2], _WITHOUT_WEIGHTS, ["config.json"], f"{flag} {given}")
+    _of_names.add(folder)
+    return folder
+
+
+def gets_weights(folder: str) -> bool:
+    """Whether `fetch_weights` completes this folder: a snapshot that a name means."""
+    return folder in _of_names
 
 
 def fetch_weights(folder: str, flag: str) -> None:
-    """Complete a snapshot by its weights; any other folder stays as it is. Raises ConfigError."""
-    if (known := name_of(folder)) is None:
+    """Complete a snapshot that a name means by its weights; any other folder stays as it is. Raises ConfigError."""
+    if not gets_weights(folder) or (known := name_of(folder)) is None:
         return
     try:
         names = sorted(set(weight_map(Path(folder)).values())) if (Path(folder) / INDEX).exists() else [SINGLE]
@@ -90,8 +98,8 @@ def _fetched(
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
-    # HTTPError of httpx or httpx2, and OSError; ValueError is of names that the hub does not take.
-    expected: tuple[type[Exception], ...] = (*HfHubHTTPError.__bases__, ValueError)
+    # HTTPError of httpx or httpx2, and OSError; of names that the hub does not take; of a transfer by Xet.
+    expected: tuple[type[Exception], ...] = (*HfHubHTTPError.__bases__, ValueError, RuntimeError)
     refused: Exception | None = None
     with users_files():
         try:

@@ -61,7 +61,7 @@ All flags of `instep serve` act, too (`instep serve --help`), above all --rollou
 --run-dir, --api-key-file, --no-api-key and --allowed-hosts.
 
 Example
-  instep vllm-serve --model models/Qwen2.5-7B --tensor-parallel-size 2 --data-parallel-size 2"""
+  instep vllm-serve --model Qwen/Qwen2.5-7B --tensor-parallel-size 2 --data-parallel-size 2"""
 
 
 @dataclass
