@@ -187,6 +187,8 @@ def test_a_read_only_cache_without_a_network(tmp_path, monkeypatch):
         hub.snapshot.cache_clear()
         for name in ("org/cached", f"org/cached@{commit}"):
             assert arguments("--hf-checkpoint", name).hf_checkpoint == str(snapshot)
+        new = "--load run/new --save run/new --critic-load run/critic --critic-save run/critic".split()
+        assert arguments("--hf-checkpoint", "org/cached", "--advantage-estimator", "ppo", *new).load == "run/new"
         wanted = "HF_HUB_OFFLINE is set", "`hf download", str(cache)
         refused(lambda: arguments("--hf-checkpoint", "org/none"), "no folder org/none", *wanted)
         refused(lambda: arguments("--hf-checkpoint", f"org/part@{commit}"), "not all of that model", *wanted)
