@@ -43,6 +43,7 @@ from instep.checkpoints.megatron import MegatronCheckpoint
 from instep.checkpoints.megatron_writer import TorchDistWriter
 from instep.checkpoints.remote_code import own_code_named
 from instep.errors import CheckpointError, ConfigError
+from instep.models.hub import folder_of
 from instep.models.shape import KNOWN, ModelShape, model_shape
 from instep.models.weight_map import Kind, WeightEntry, weight_entries
 from instep.training.megatron.weights import check_tensors
@@ -70,13 +71,13 @@ def parser() -> argparse.ArgumentParser:
     top = _Parser("instep convert", description="Convert weights, read them back, and compare all digests.")
     ways = top.add_subparsers(dest="way", required=True, metavar=f"{TO_MEGATRON} | {TO_HF} | {TO_BF16}")
     to_megatron = ways.add_parser(TO_MEGATRON, help="SAVE/release in Megatron's format torch_dist, for any layout")
-    to_megatron.add_argument("--hf-checkpoint", type=Path, required=True, help="the Hugging Face folder to convert")
+    to_megatron.add_argument("--hf-checkpoint", type=Path, required=True, help="a folder, or ORG/NAME of the hub")
     to_hf = ways.add_parser(TO_HF, help="a Hugging Face folder of a torch_dist or torch checkpoint of any layout")
     to_hf.add_argument("--load", type=Path, required=True, help=f"the folder with {TRACKER}")
     to_hf.add_argument("--ckpt-step", type=_iteration, help="which iteration of --load; default: the latest")
     to_hf.add_argument("--hf-checkpoint", type=Path, required=True, help="whose config.json and tokenizer it gets")
     to_bf16 = ways.add_parser(TO_BF16, help="a Hugging Face folder in bfloat16 of one in FP8")
-    to_bf16.add_argument("--hf-checkpoint", type=Path, required=True, help="the Hugging Face folder to convert")
+    to_bf16.add_argument("--hf-checkpoint", type=Path, required=True, help="a folder, or ORG/NAME of the hub")
     for way in (to_megatron, to_hf, to_bf16):
         way.add_argument("--save", type=Path, required=True, help="the new folder")
     for way in (to_megatron, to_hf):
@@ -87,7 +88,9 @@ def parser() -> argparse.ArgumentParser:
 def main(words: Sequence[str]) -> int:
     """Run the command, and return its exit code."""
     options = parser().parse_args(words)
-    if options.way != TO_HF:
+    named, needs_weights = str(options.hf_checkpoint), options.way != TO_HF
+    options.hf_checkpoint = Path(folder_of(named, "--hf-checkpoint", weights=needs_weights))
+    if needs_weights:
         block = fp8_block(check_hf_checkpoint(options.hf_checkpoint), str(options.hf_checkpoint))
         if options.way == TO_BF16 and block is None:
             what, remedy = "its weights are not in FP8", "use it as it is"

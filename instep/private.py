@@ -29,6 +29,17 @@ def private_files() -> Iterator[None]:
             del os.environ[UMASK_VARIABLE]
 
 
+@contextmanager
+def users_files() -> Iterator[None]:
+    """In the block files get the modes that the user's own umask means: in a cache that is not instep's alone."""
+    before = os.umask(0)
+    os.umask(int(os.environ.get(UMASK_VARIABLE, f"{before:o}"), 8))
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
 def share(folder: Path) -> None:
     """Give a model that is handed out, without prompts or settings, the modes that the user's own umask means."""
     if (mask := os.environ.get(UMASK_VARIABLE)) is None:

@@ -20,6 +20,7 @@ from instep.controller.fleet import Fleet
 from instep.engines import keys
 from instep.engines.topology import model_path, policy_model, served_models
 from instep.errors import ConfigError
+from instep.models.hub import name_of
 from instep.ports import check_loopback, port_is_free
 from instep.processes import LOOK_SECONDS, lock_folders
 
@@ -144,6 +145,7 @@ def describe(
         table.add_row(*row)
     table.add_row("logs", str(logs))
     url, path = "http://{}:{}".format(*addresses[default.name]), model_path(args, default)
+    path = (name_of(path) or [path])[0]  # engines serve a model of the hub by its name, too
     messages = [{"role": "user", "content": "Hello"}]
     body = json.dumps({"model": path, "messages": messages, "max_tokens": 32})
     header = "" if args.no_api_key else f'-H "Authorization: Bearer $(cat {shlex.quote(key)})" '

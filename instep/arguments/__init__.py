@@ -11,6 +11,7 @@ from instep.arguments.concern import Problem
 from instep.arguments.engine_flags import given_words
 from instep.arguments.evaluation import EvalDataset
 from instep.arguments.extra import of_user
+from instep.arguments.named import fetch
 from instep.arguments.parser import scan
 from instep.arguments.validate import check, complete
 from instep.errors import ConfigError
@@ -42,6 +43,8 @@ def parse(argv: Sequence[str], command: str = "train") -> Args:
     problems = [*found.problems, *complete(args, found), *check(args, found)]
     if refused := [problem for problem in problems if problem.refused]:
         raise _error(refused, command)
+    if command != "plan":
+        fetch(args)
     notes = [f"{p.where}: {p.what}{p.remedy and f'; {p.remedy}'}" for p in problems]
     return Args(**{**vars(args), "notes": [*args.notes, *notes]})
 

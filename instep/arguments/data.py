@@ -25,6 +25,7 @@ from instep.arguments.flag import (
     refused,
     switch,
 )
+from instep.data.named import is_named
 from instep.data.rows import ENDINGS, parse_path, split_files
 from instep.errors import ConfigError
 
@@ -34,7 +35,8 @@ DATA = FlagGroup(
         Flag(
             "--prompt-data",
             files,
-            help="jsonl or parquet files: FILE[,FILE ...]; FILE@[a:b] takes rows a to b",
+            help="jsonl or parquet files, or data sets of the hub (ORG/NAME:CONFIG:SPLIT): FILE[,FILE ...]; FILE@[a:b] "
+            "takes rows a to b",
             together=in_one_word,
             whose="C",
         ),
@@ -135,11 +137,13 @@ DATA = FlagGroup(
 
 
 def data_file(path: str, where: str) -> Iterator[Problem]:
-    """Problems of FILE or FILE@[a:b]."""
+    """Problems of FILE or FILE@[a:b]; a data set of the hub is got when nothing is wrong with the command line."""
     try:
         file, _ = parse_path(path)
     except ConfigError as error:
         yield Problem(error.what, where, error.remedy)
+        return
+    if is_named(path):
         return
     try:
         open(file, "rb").close()

@@ -35,7 +35,7 @@ EVAL = FlagGroup(
         Flag(
             "--eval-prompt-data",
             path,
-            help="NAME FILE [NAME FILE ...]; one FILE alone takes its name",
+            help="NAME FILE [NAME FILE ...], as in --prompt-data; one FILE alone takes its name",
             nargs="+",
             together=_names_and_files,
             whose="C",

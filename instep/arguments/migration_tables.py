@@ -52,9 +52,9 @@ class Row:
 
 
 TRL = (
-    Row("model, model_name_or_path", "", "--hf-checkpoint", "a local folder"),
+    Row("model, model_name_or_path", "", "--hf-checkpoint"),
     Row("processing_class or tokenizer", "", "", "the folder of --hf-checkpoint has it: save yours there"),
-    Row("train_dataset, dataset_name", "", "--prompt-data FILE --input-key prompt", "a jsonl or parquet file"),
+    Row("train_dataset, dataset_name", "", "--prompt-data FILE --input-key prompt", "or ORG/NAME:CONFIG:SPLIT"),
     Row("eval_dataset", "", "--eval-prompt-data NAME FILE"),
     Row("reward_funcs", "", "--custom-rm-path", "one function per run, as it is; add several up in it"),
     Row("run_name, project", "", "--wandb-group --wandb-project", "with --use-wandb"),

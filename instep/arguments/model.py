@@ -25,6 +25,7 @@ from instep.arguments.flag import (
     refused,
     switch,
 )
+from instep.models.hub import HOW, gets_weights
 from instep.models.shape import read_config
 from instep.scratch import export_folder
 
@@ -34,7 +35,11 @@ _NOT_CAUSAL = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassificati
 MODEL = FlagGroup(
     "Model and checkpoints",
     (
-        path_flag("--hf-checkpoint", "Hugging Face folder: tokenizer, architecture, first weights", "VSC"),
+        path_flag(
+            "--hf-checkpoint",
+            "Hugging Face folder, or ORG/NAME[@REVISION] of the hub: tokenizer, architecture, first weights",
+            "VSC",
+        ),
         Flag(
             "--train-backend",
             default="megatron",
@@ -50,7 +55,9 @@ MODEL = FlagGroup(
         path_flag("--load", "the actor's checkpoint (or Hugging Face folder); default: --ref-load", "VSC"),
         path_flag("--save", "folder for checkpoints", "VSC"),
         Flag("--save-interval", COUNT, None, "save every so many rollouts, and after the last", whose="CM"),
-        path_flag("--ref-load", "checkpoint of the reference, and first weights of the actor", "VSC"),
+        path_flag(
+            "--ref-load", "checkpoint (or model of the hub) of the reference, and first weights of the actor", "VSC"
+        ),
         Flag("--ckpt-step", INDEX, None, "which step of --load; default: the latest", whose="VSM"),
         path_flag(
             "--save-hf",
@@ -135,7 +142,7 @@ RESOLVERS = (train_backend, run_dir)
 
 def missing_checkpoint(args: Settings, given: set[str]) -> Iterator[Problem]:
     if args.hf_checkpoint is None:
-        yield Problem("the model is not named", "--hf-checkpoint", "give the Hugging Face folder of the model")
+        yield Problem("the model is not named", "--hf-checkpoint", HOW)
 
 
 def checkpoint(args: Settings, given: set[str]) -> Iterator[Problem]:
@@ -144,8 +151,7 @@ def checkpoint(args: Settings, given: set[str]) -> Iterator[Problem]:
         return
     folder, where = Path(args.hf_checkpoint), "--hf-checkpoint"
     if not os.path.isdir(folder):
-        remedy = "give a local folder (`hf download NAME --local-dir DIR` makes one)"
-        yield Problem(f"no folder {folder}", where, remedy)
+        yield Problem(f"no folder {folder}", where, HOW)
         return
     try:
         config = read_config(folder)
@@ -159,7 +165,8 @@ def checkpoint(args: Settings, given: set[str]) -> Iterator[Problem]:
         names = [str(n) for n in config.get("architectures") or []]
         if names and all(n.endswith(_NOT_CAUSAL) for n in names):
             yield Problem(f"is no causal language model, but {', '.join(names)}", where, "give one that can generate")
-        if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+        there = any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
+        if not there and not gets_weights(args.hf_checkpoint):
             yield Problem(f"{folder} holds no weights", where, "it needs *.safetensors")
 
 
@@ -169,7 +176,7 @@ def folder_to_load(name: str) -> Rule:
     def exists(args: Settings, given: set[str]) -> Iterator[Problem]:
         path = getattr(args, name)
         if path is not None and not os.path.isdir(path):
-            yield Problem(f"no folder {path}", flag_name(name), "give a checkpoint's folder")
+            yield Problem(f"no folder {path}", flag_name(name), f"{HOW}, or a checkpoint's folder")
 
     return exists
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from instep.arguments.concern import Problem, Rule, Settings, flag_name
+from instep.data.named import FOLDER
 from instep.data.rows import parse_path, split_files
 from instep.errors import ConfigError
 
@@ -52,7 +53,7 @@ USES = {
     "run_dir": Use(Role.ADDS, _RUN),
     "save": Use(Role.ADDS, _CHECKPOINTS),
     "critic_save": Use(Role.ADDS, _CHECKPOINTS),
-    "data_cache_path": Use(Role.ADDS, r"[0-9a-f]{16}(-[0-9a-f]{16}){3}"),
+    "data_cache_path": Use(Role.ADDS, rf"[0-9a-f]{{16}}(-[0-9a-f]{{16}}){{3}}|{FOLDER}"),
     "dump_details": Use(Role.ADDS, "rollout_data|train_data|tokenizer"),
     "wandb_dir": Use(Role.ADDS, "wandb"),
     "save_hf": Use(Role.REPLACES),

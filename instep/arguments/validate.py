@@ -36,6 +36,7 @@ from instep.arguments.algorithm.rules import COMBINATIONS
 from instep.arguments.args import Draft, Unreadable
 from instep.arguments.concern import Problem, Resolver
 from instep.arguments.engine_rules import api_keys, read_topology, rollout_backend, topology
+from instep.arguments.named import name_models
 from instep.arguments.parser import Scan
 from instep.arguments.roles import read_roles
 
@@ -115,6 +116,7 @@ def complete(args: Draft, scan: Scan) -> list[Problem]:
     problems = [
         *_step(scan, "megatron_config", partial(read_roles, args, given)),
         *_step(scan, "vllm_topology", partial(read_topology, args, scan)),
+        *_step(scan, "", partial(name_models, args, scan)),
         *_step(
             scan,
             "loss_type eps_clip eps_clip_high use_rollout_logprobs",

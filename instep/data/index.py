@@ -64,7 +64,7 @@ def num_indexed(path_spec: str, checked: Any, cache_path: str | None) -> int | N
     """
     if not is_large(path_spec):
         return None
-    folders = _cache(cache_path).glob(f"{_name(path_spec, checked)}-*")
+    folders = cache_folder(cache_path).glob(f"{_name(path_spec, checked)}-*")
     found = next(filter(None, map(_found, folders)), None)
     return None if found is None else found.num_rows + found.num_too_long
 
@@ -103,7 +103,7 @@ class Index:
         """
         path, _ = parse_path(path_spec)
         name = _name(path_spec, checked, kept)
-        folder = _cache(cache_path) / name
+        folder = cache_folder(cache_path) / name
         with writing(folder, "--data-cache-path"), _locked(folder):
             found = _found(folder)
             index = cls(path, folder, found or _build(path, folder, chunks))
@@ -181,7 +181,7 @@ def _found(folder: Path) -> Found | None:
     return found if sizes == [found.num_rows * _PLACE.size, found.num_bytes] else None
 
 
-def _cache(cache_path: str | None) -> Path:
+def cache_folder(cache_path: str | None) -> Path:
     if cache_path is not None:
         return Path(cache_path)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "instep" / "data"

@@ -22,6 +22,12 @@ from instep.errors import ConfigError, DataError
 _SLICE = re.compile(r"^(?P<path>.*)@\[(?P<start>-?\d{0,18}):(?P<stop>-?\d{0,18})\]$")
 PARQUET_ROWS = 256  # decoded at a time
 ENDINGS = (".jsonl", ".json", ".parquet")
+# A data set of the hub; see `named.py`.
+NAMED = re.compile(
+    r"(?P<name>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>\w[\w./-]*))?(?::(?P<config>[\w.+-]+)(?=:))?"
+    r"(?::(?P<split>[^@,]+))?",
+    re.ASCII,
+)
 _IN_MEMORY = re.compile(r"prompts-[0-9a-f]{12}\.jsonl")  # that a script's rows were written to
 
 
@@ -91,8 +97,18 @@ class BadRows:
 
 
 def split_files(prompt_data: str) -> list[str]:
-    """The files of `a.jsonl,b.parquet@[0:100]`. A comma inside a name is no border."""
-    return re.split(r"(?:(?<=\.jsonl)|(?<=\.json)|(?<=\.parquet)|(?<=\]))\s*,\s*", prompt_data)
+    """The files of `a.jsonl,b.parquet@[0:100],openai/gsm8k:main:train`. A comma inside a file's name is no border."""
+    files: list[str] = []
+    for part in prompt_data.split(","):
+        if files and not _is_whole(files[-1].strip()):
+            files[-1] += f",{part}"
+        else:
+            files.append(part)
+    return [file.strip() for file in files]
+
+
+def _is_whole(file: str) -> bool:
+    return file.endswith((*ENDINGS, "]")) or (":" in file and NAMED.fullmatch(file) is not None)
 
 
 def parse_path(path_spec: str) -> tuple[Path, slice]:

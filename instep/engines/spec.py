@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from instep.engines.topology import Parallel, ServerRole
+from instep.models.hub import name_of
 
 # Seconds that vLLM itself grants a start: a day, because the bounds that the flags of a run set to the start of its
 # engines and to each load of its trainer are the run's own, which ends its engines.
@@ -88,6 +89,13 @@ class EngineSpec:
     @property
     def name(self) -> str:
         return f"engine {self.index}"
+
+    @property
+    def names(self) -> list[str]:
+        """What requests may call the model: its folder first, then its name if it is one of the hub."""
+        folder = self.served_name or self.path
+        known = name_of(folder)
+        return [folder, known[0]] if known is not None else [folder]
 
     @property
     def num_gpus(self) -> int:

@@ -19,7 +19,7 @@ def serve_arguments(spec: EngineSpec, at: Addresses, node_rank: int = 0) -> list
     """The arguments of `vllm serve` for the process on the engine's `node_rank`-th node."""
     num_nodes = len(spec.nodes)
     words = [spec.path, *spec.flags, "--tensor-parallel-size", str(spec.parallel.tensor)]
-    words += ["--served-model-name", spec.served_name] if spec.served_name else []
+    words += ["--served-model-name", *spec.names] if spec.names != [spec.path] else []
     if num_nodes > 1:
         words += ["--nnodes", str(num_nodes), "--node-rank", str(node_rank)]
         words += ["--master-addr", at.master_host, "--master-port", str(at.master_port)]

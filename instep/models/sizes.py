@@ -16,7 +16,7 @@ from instep.documents import open_regular, read_json
 from instep.models.shape import FAMILIES, num_experts, read_config
 
 _LAYER = re.compile(r"^model\.layers\.(\d{1,9})\.")
-INDEX = "model.safetensors.index.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _LONGEST = 10**8  # bytes of a header, by the format
 _WHOLE = {"F64", "F32", "F16", "BF16"}  # types of weights that are not packed
 
@@ -206,7 +206,7 @@ def safetensors_header(path: Path) -> dict[str, Any]:
 
 def _files(folder: Path) -> list[Path]:
     """The safetensors files of a model, as transformers chooses them: other forms of it may lie in the same folder."""
-    whole = folder / "model.safetensors"
+    whole = folder / SINGLE
     if (folder / INDEX).exists():
         return [folder / name for name in sorted(set(weight_map(folder).values()))]
     return [whole] if whole.exists() else sorted(folder.glob("*.safetensors"))

@@ -27,7 +27,7 @@ def right(completions, answer, **kwargs):
 
 
 summary = instep.train(
-    model="models/Qwen3-4B",  # a local folder
+    model="Qwen/Qwen3-4B",  # or a folder
     reward_funcs=right,  # or a list of functions
     train_dataset=dataset,  # a datasets.Dataset, or a list of dicts, with a column prompt
     learning_rate=1e-6,  # fields of GRPOConfig as keywords, or args=GRPOConfig(...)

@@ -118,7 +118,7 @@ DATA = {
     "--eval-interval 1 --eval-config {bad}/eval_answer.yaml": "no 'answer'|eval.jsonl, line 1|with label_key",
 }
 CHECKPOINTS = {
-    "--hf-checkpoint {bad}/nowhere": "no folder|--hf-checkpoint|local folder",
+    "--hf-checkpoint {bad}/nowhere": "no folder|--hf-checkpoint|ORG/NAME",
     "--hf-checkpoint Qwen/Qwen3-0.6B": "no folder Qwen/Qwen3-0.6B|hf download",
     "--hf-checkpoint {bad}/no_checkpoint": "no config.json|--hf-checkpoint",
     "--hf-checkpoint {bad}/broken_config": "broken_config/config.json cannot be read|copy",

@@ -20,7 +20,7 @@ def here(tmp_path, monkeypatch):
 
 
 CONTRADICTIONS = [
-    ("", "--hf-checkpoint", "the Hugging Face folder of the model"),
+    ("", "--hf-checkpoint", "a model of the hub as ORG/NAME"),
     ("", "--prompt-data", "no prompts are named"),
     ("", "--rollout-batch-size", "size of a rollout is not given"),
     ("", "--num-rollout", "length of the run is not given"),

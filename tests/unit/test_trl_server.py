@@ -101,7 +101,7 @@ def test_errors_name_the_command_that_was_typed():
         ('--weight-transfer-config {"backend":"ipc"}', "by the group that TRL's trainers make; leave it out"),
         ("--weight-transfer-config nccl", "is no JSON"),
         ("--logprobs-mode raw_logprobs", "the distribution that was sampled from"),
-        ("--revision main", "name the folder of that revision"),
+        ("--revision", "needs one value"),
         ("--config file.yaml", "as flags"),
         ("--dtype int8", "'int8' is not served"),
         ("--tensor_parallel_size 0", "no whole number above 0"),

@@ -28,7 +28,7 @@ def refuse(message: str) -> NoReturn:
 def parse_args() -> argparse.Namespace:
     p = argparse.ArgumentParser(prog="python -m instep.engines.embedded", allow_abbrev=False, description=__doc__)
     p.add_argument("--model", required=True, help="folder of a Hugging Face checkpoint of a decoder")
-    p.add_argument("--served-model-name", help="what requests call the model; default: the folder")
+    p.add_argument("--served-model-name", nargs="+", help="what requests may call the model; default: the folder")
     p.add_argument("--host", default="127.0.0.1")
     p.add_argument("--port", type=int, required=True, help="0: any free one, printed when ready")
     p.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -98,7 +98,7 @@ def main() -> None:
             set_name("instep-http")
             from instep.engines.embedded.server import serve  # without torch
 
-            serve(sock, theirs, args.served_model_name or args.model)
+            serve(sock, theirs, args.served_model_name or [args.model])
         lifeline.close()  # the child's alone, so that its end shows
         follow_parent(partner=beats, own_pulse=True)
         sock.close()

@@ -66,7 +66,7 @@ class EmbeddedKind(EngineKind):
         command = ["-m", "instep.engines.embedded", "--model", spec.path, "--host", at.host, "--port", str(at.port)]
         dtype = [] if "--dtype" in spec.flags else ["--dtype", engine_dtype(args)]
         command += ["--device", args.device, *dtype, *spec.flags]
-        command += ["--served-model-name", spec.served_name] if spec.served_name else []
+        command += ["--served-model-name", *spec.names] if spec.names != [spec.path] else []
         command += ["--trust-remote-code"] if args.trust_remote_code else []
         command += ["--enable-return-routed-experts"] if args.use_rollout_routing_replay and spec.update_weights else []
         return [*command, "--batch-invariant"] if args.deterministic_mode else command

@@ -30,8 +30,10 @@ _OPENAI = f"{_OWN} stream stream_options"
 class Server:
     """The routes to the engine (`scheduler.Scheduler`) at the other end of `pipe`; `calls` are the calls it takes."""
 
-    def __init__(self, pipe: Connection, name: str, calls: set[str], max_model_len: int, vocab_size: int, eos_ids: Any):
-        self.engine, self.name, self.calls, self.eos_ids = Caller(pipe), name, calls, eos_ids
+    def __init__(
+        self, pipe: Connection, names: list[str], calls: set[str], max_model_len: int, vocab_size: int, eos_ids: Any
+    ):
+        self.engine, self.name, self.names, self.calls, self.eos_ids = Caller(pipe), names[0], names, calls, eos_ids
         self.max_model_len, self.vocab_size = max_model_len, vocab_size
         self.guard = Guard.from_environment()
         self.routes: dict[str, Handler] = {"POST /inference/v1/generate": self.generate, "POST /pause": self.pause}
@@ -125,7 +127,7 @@ class Server:
         streamed, with_usage = protocol.streams(body) if own else (False, False)
         num, seed, limit = params.pop("n", 1), params.pop("seed", None), params.pop("max_tokens", self.max_model_len)
         model = str(body.get("model") or self.name)
-        if model != self.name and ("\0" in model or os.path.realpath(model) != os.path.realpath(self.name)):
+        if model not in self.names and ("\0" in model or os.path.realpath(model) != os.path.realpath(self.name)):
             raise HttpError("NotFoundError", f"the model {model!r} does not exist; this engine serves {self.name!r}")
         name = f"{kind}-{http.headers.get('x-request-id') or body.get('request_id') or random.getrandbits(128)}"
         requests: list[Request] = []
@@ -227,11 +229,11 @@ class Server:
         return answer
 
 
-def serve(sock: socket.socket, pipe: Connection, name: str) -> None:
+def serve(sock: socket.socket, pipe: Connection, names: list[str]) -> None:
     """Serve for ever, once the engine has loaded its model."""
     app = web.Application(client_max_size=256 << 20)
     try:
-        app.router.add_route("*", "/{route:.*}", Server(pipe, name, **pipe.recv()).handle)
+        app.router.add_route("*", "/{route:.*}", Server(pipe, names, **pipe.recv()).handle)
     except EOFError:
         os._exit(1)  # the engine's process has ended, and said why
     asyncio.run(_serve(app, sock))

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 DEFAULT_PORT = 9001
 WHERE = "instep atropos-serve"
 HELP = """\
-usage: instep atropos-serve --model FOLDER [--port 9001] [--tensor-parallel-size N] [--pipeline-parallel-size N]
+usage: instep atropos-serve --model MODEL [--port 9001] [--tensor-parallel-size N] [--pipeline-parallel-size N]
            [--dtype bfloat16|float32] [--gpu-memory-utilization X] [--enable-lora --max-lora-rank N] [--host ADDRESS]
            [any other flag of `vllm serve` that instep hands on]
 
@@ -37,7 +37,7 @@ REFUSED = {  # flags of that server -> why not, and what instead
     **dict.fromkeys(("--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs", "--enable-ssl-refresh"), _NO_TLS),
     "--ssl-cert-reqs": _NO_TLS,
     "--root-path": ("the routes stand at the root, where environments and the trainer look for them", "leave it out"),
-    "--served-model-name": ("trainer and environments name the model by its folder", "name it as --model does"),
+    "--served-model-name": ("trainer and environments name the model as --model does", "name it as --model does"),
     "--data-parallel-size": ("a trainer attaches to one engine", "--tensor-parallel-size"),
 }
 _WORDS = {"--log-level": "--uvicorn-log-level"}  # by another name in `vllm serve`
@@ -118,7 +118,7 @@ def _split(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         else:
             rest += [_WORDS.get(name, name), *values]
     if not given.get("--model"):
-        raise ConfigError("names no model", where=WHERE, remedy="give `--model FOLDER`, a Hugging Face checkpoint")
+        raise ConfigError("names no model", where=WHERE, remedy="give `--model MODEL`, a folder or a name of the hub")
     return given, rest
 
 

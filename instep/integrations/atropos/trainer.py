@@ -21,6 +21,7 @@ from instep.engines.flags import TABLES, installed_version
 from instep.errors import ConfigError, EngineError
 from instep.integrations.atropos.server import key_file
 from instep.integrations.atropos.trainer_flags import COMMAND, WITH_ADAPTER, parser, read
+from instep.models.hub import HOW, folder_of
 from instep.ports import LOOPBACK
 
 ROLLOUT = "instep.integrations.atropos.trainer_run.generate_rollout"
@@ -156,12 +157,13 @@ def _on_cpu(flags: argparse.Namespace) -> bool:
 
 def _config(model: str) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads((Path(model) / "config.json").read_text())
+        folder = folder_of(model, f"{COMMAND} --model-name", weights=False)
+        found: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{model} is no folder of a Hugging Face checkpoint: {error}",
             where=f"{COMMAND} --model-name",
-            remedy="name the folder (hf download MODEL --local-dir FOLDER)",
+            remedy=HOW,
         ) from error
     return found
 
@@ -192,7 +194,8 @@ def target_modules(flags: argparse.Namespace) -> list[str]:
     layers = "|".join(map(str, flags.lora_layer_indices))
     wanted = "|".join(map(re.escape, flags.lora_target_modules))
     pattern = re.compile(rf"(?:^|\.)(layers\.(?:{layers})\.(?:.+\.)?(?:{wanted}))\.weight$")
-    found = [match[1] for name in weight_files(Path(flags.model_name)) if (match := pattern.search(name))]
+    folder = folder_of(flags.model_name, f"{COMMAND} --model-name")
+    found = [match[1] for name in weight_files(Path(folder)) if (match := pattern.search(name))]
     if not found:
         what = f"no {' or '.join(flags.lora_target_modules)} in layers {flags.lora_layer_indices}"
         raise ConfigError(what, where=f"{COMMAND} --lora-layer-indices", remedy="the model's config.json counts layers")

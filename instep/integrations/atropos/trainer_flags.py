@@ -55,7 +55,8 @@ def parser() -> argparse.ArgumentParser:
         return made.add_argument_group(title).add_argument
 
     add = group("model and mode")
-    add("--model", "--model-name", required=True, dest="model_name", metavar="FOLDER", help="Hugging Face checkpoint")
+    named = "Hugging Face checkpoint: a folder, or ORG/NAME of the hub"
+    add("--model", "--model-name", required=True, dest="model_name", metavar="MODEL", help=named)
     add("--weight-bridge-mode", choices=MODES, default="none", help="how weights reach vLLM (none)")
     add("--single-copy", action="store_true", help="the same as --weight-bridge-mode shared_vllm")
     add("--vllm-config-path", help="vllm_bridge_config.json; default: in $LOGDIR, here, or in /tmp/atropos_bridge")

@@ -81,7 +81,7 @@ def train(flags: argparse.Namespace, args: Args) -> None:
         finally:
             loop.close()
     if last:
-        _leave(flags, last)
+        _leave(flags, Path(args.hf_checkpoint), last)
     print("\nTraining finished.", flush=True)
     if flags.benchmark:
         print(summary(flags, time.monotonic() - began, rows), flush=True)
@@ -114,7 +114,7 @@ def _keep_newest(args: Args) -> None:
         shutil.rmtree(folder)
 
 
-def _leave(flags: argparse.Namespace, step: int) -> None:
+def _leave(flags: argparse.Namespace, model: Path, step: int) -> None:
     """`final_model` or `final_adapter`, whose files are those of the last step's folder; an adapter's tokenizer."""
     save = Path(flags.save_path)
     adapter = flags.weight_bridge_mode in WITH_ADAPTER
@@ -126,7 +126,7 @@ def _leave(flags: argparse.Namespace, step: int) -> None:
     shutil.copytree(source, target, copy_function=_link)
     if adapter:
         (save / "tokenizer").mkdir(exist_ok=True)
-        for path in Path(flags.model_name).glob("*token*"):
+        for path in model.glob("*token*"):
             shutil.copy(path, save / "tokenizer")
     print(f"  Saved {target}", flush=True)
 

@@ -23,13 +23,13 @@ DTYPES = {  # flags of `instep serve`
 COMMAND = "instep vllm-serve"
 
 HELP = """\
-usage: instep vllm-serve [FOLDER | --model FOLDER] [--flag value ...]
+usage: instep vllm-serve [MODEL | --model MODEL] [--flag value ...]
 
 The server that TRL's own clients use, unmodified: of `trl vllm-serve` up to TRL 1.10 and of `vllm serve` from 1.11 on
 (docs/neighbours/trl.md). Engines are started behind one port, and weights that a trainer sends reach all of them.
 
 Flags of `trl vllm-serve`, each with - or _ between its words:
-  --model FOLDER                       the checkpoint, a local folder
+  --model MODEL, --revision REVISION   the checkpoint: a folder, or ORG/NAME of the hub
   --tensor_parallel_size N             GPUs (on a CPU processes) of each engine (default 1)
   --data_parallel_size N               engines (default 1)
   --host HOST                          where it listens (default 127.0.0.1; any other asks for a key, or for
@@ -49,7 +49,7 @@ Flags of `trl vllm-serve`, each with - or _ between its words:
   --log_level LEVEL                    of requests (logs/front.log) and of vLLM's server (default info)
   --sync-timeout SECONDS               for bringing one version to the engines, with the requests that it waits for
                                        (default 600)
-Refused: --revision (name the folder of that revision) and --config (write its fields as flags).
+Refused: --config (write its fields as flags).
 
 Flags of the `vllm serve` that TRL >= 1.11 tells its users to start:
   --weight-transfer-config '{"backend": "nccl"}'  what is done anyway (on a CPU by gloo); no other one
@@ -61,7 +61,7 @@ All flags of `instep serve` act, too (`instep serve --help`), above all --rollou
 --run-dir, --api-key-file, --no-api-key and --allowed-hosts.
 
 Example
-  instep vllm-serve --model models/Qwen2.5-7B --tensor-parallel-size 2 --data-parallel-size 2"""
+  instep vllm-serve --model Qwen/Qwen2.5-7B --tensor-parallel-size 2 --data-parallel-size 2"""
 
 
 @dataclass
@@ -87,15 +87,20 @@ def read(argv: Sequence[str]) -> Serving:
         problems.append(f"--model: the model is named already: {positional[0]}")
     elif positional:
         given["model"] = positional
+    named = {"model": "None", "revision": "None"}
     sizes = {"tensor_parallel_size": 1, "data_parallel_size": 1}
     for name, values in given.items():
         try:
             if name in sizes:
                 sizes[name] = _count(_one(values))
+            elif name in named:
+                named[name] = _one(values)
             else:
                 _FLAGS[name](out, values)
         except ValueError as error:
             problems.append(f"--{name}: {error}")
+    if named["model"] != "None":
+        out.words += ["--hf-checkpoint", "@".join(word for word in named.values() if word != "None")]
     if given.keys() & sizes.keys():
         tensor, data = sizes.values()
         out.words += ["--rollout-num-gpus", str(tensor * data), "--rollout-num-gpus-per-engine", str(tensor)]
@@ -248,8 +253,8 @@ def _speculation(out: Serving, values: list[str]) -> None:
 
 
 _FLAGS: dict[str, Read] = {
-    "model": _as("--hf-checkpoint"),
-    "revision": _refused("only local folders are served: name the folder of that revision with --model"),
+    "model": _as(""),
+    "revision": _as(""),
     "config": _refused("write the fields of that file as flags"),
     "tensor_parallel_size": _as(""),
     "data_parallel_size": _as(""),

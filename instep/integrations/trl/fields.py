@@ -373,7 +373,7 @@ FIELDS: tuple[Field, ...] = (
 
 # Arguments of GRPOTrainer beside its config.
 TRAINER: tuple[Field, ...] = (
-    Field("model", None, "acts", "--hf-checkpoint", "a local folder"),
+    Field("model", None, "acts", "--hf-checkpoint", "a folder, or a name of the hub"),
     Field(
         "reward_funcs",
         None,

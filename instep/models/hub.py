@@ -1,0 +1,149 @@
+"""Models of the Hugging Face hub by name: their snapshots, in the cache that `huggingface_hub` keeps.
+
+A snapshot is the folder CACHE/models--ORG--NAME/snapshots/COMMIT: its path says which model it is, at which commit.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from instep.errors import ConfigError
+from instep.models.sizes import INDEX, SINGLE, shape_of, weight_map
+from instep.private import users_files
+
+_NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\w[\w./-]*))?", re.ASCII)
+_WITHOUT_WEIGHTS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
+HUB_SECONDS = 30.0  # until the hub must answer; the calls of `snapshot_download` have no such bound
+HOW = "give a folder, or a model of the hub as ORG/NAME or ORG/NAME@REVISION"
+_of_names: set[str] = set()  # the snapshots that names mean in this process
+
+
+def is_name(given: str) -> bool:
+    """Whether `given` is ORG/NAME or ORG/NAME@REVISION, and neither a file nor a folder here."""
+    return _NAME.fullmatch(given) is not None and not os.path.lexists(given)
+
+
+def name_of(folder: str) -> tuple[str, str] | None:
+    """Name and commit of a snapshot, by its path; None of any other folder."""
+    repo, snapshots, commit = ("", "", "", *Path(folder).parts)[-3:]
+    return (repo[8:].replace("--", "/"), commit) if repo[:8] == "models--" and snapshots == "snapshots" else None
+
+
+def at_commit(given: str, folder: str | None) -> str:
+    """The name `given`, at the commit of the snapshot `folder` if it is one of that model and `given` says none."""
+    known = name_of(folder or "")
+    return f"{given}@{known[1]}" if known and known[0] == given else given
+
+
+def folder_of(given: str, flag: str, *, weights: bool = True) -> str:
+    """The folder that `given` means: that of a snapshot, which is fetched; what is no name is a folder itself.
+
+    Raises:
+        ConfigError: the model cannot be had.
+    """
+    folder = snapshot(given, flag) if is_name(given) else given
+    if weights:
+        fetch_weights(folder, flag)
+    return folder
+
+
+@functools.cache
+def snapshot(given: str, flag: str) -> str:
+    """The snapshot that a name means, with all that a model needs but its weights. The hub is asked once in a process.
+
+    Raises:
+        ConfigError: the model cannot be had.
+    """
+    found = _NAME.fullmatch(given)
+    assert found is not None
+    folder = _fetched(found[1], found[2], _WITHOUT_WEIGHTS, ["config.json"], f"{flag} {given}")
+    _of_names.add(folder)
+    return folder
+
+
+def gets_weights(folder: str) -> bool:
+    """Whether `fetch_weights` completes this folder: a snapshot that a name means."""
+    return folder in _of_names
+
+
+def fetch_weights(folder: str, flag: str) -> None:
+    """Complete a snapshot that a name means by its weights; any other folder stays as it is. Raises ConfigError."""
+    if not gets_weights(folder) or (known := name_of(folder)) is None:
+        return
+    try:
+        names = sorted(set(weight_map(Path(folder)).values())) if (Path(folder) / INDEX).exists() else [SINGLE]
+    except (OSError, ValueError):  # `check_hf_checkpoint` says what is wrong with the index
+        return
+    if _missing(folder, names):
+        _fetched(*known, names, names, f"{flag} {'@'.join(known)}", Path(folder).parents[2])
+        shape_of.cache_clear()  # it counts parameters in the files of the weights
+
+
+def _missing(folder: str, names: Sequence[str]) -> list[str]:
+    return [name for name in names if not os.path.exists(os.path.join(folder, name))]
+
+
+def _fetched(
+    repo: str, revision: str | None, files: Sequence[str], needed: Sequence[str], where: str, cache: Path | None = None
+) -> str:
+    """The folder of a snapshot with those of its `files` (patterns) that there are; what is cached needs no hub.
+
+    Raises:
+        ConfigError: it has not all of `needed`, or cannot be had.
+    """
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    # HTTPError of httpx or httpx2, and OSError; of names that the hub does not take; of a transfer by Xet.
+    expected: tuple[type[Exception], ...] = (*HfHubHTTPError.__bases__, ValueError, RuntimeError)
+    refused: Exception | None = None
+    with users_files():
+        try:
+            HfApi().model_info(repo, revision=revision, timeout=HUB_SECONDS)
+        except expected as error:
+            refused = error
+        try:
+            folder = snapshot_download(
+                repo,
+                revision=revision,
+                cache_dir=cache,
+                allow_patterns=list(files),
+                local_files_only=refused is not None,
+            )
+        except expected as error:
+            what, remedy = _told(repo, revision, refused or error)
+            raise ConfigError(what, where=where, remedy=remedy) from error
+    if missing := _missing(folder, needed):
+        what, remedy = f"this model has no {missing[0]}", "give one with config.json and all its weights in safetensors"
+        if refused is not None:
+            what, remedy = _told(repo, revision, refused)
+        raise ConfigError(what, where=where, remedy=remedy)
+    return folder
+
+
+def _told(repo: str, revision: str | None, error: Exception) -> tuple[str, str]:
+    """What is wrong with a model that cannot be had, and what to do about it."""
+    from huggingface_hub import constants, errors
+
+    at, token = f"{constants.ENDPOINT}/{repo}", "give your token: HF_TOKEN, or `hf auth login`"
+    if isinstance(error, errors.GatedRepoError):
+        return f"{at} is gated", f"ask for access on that page, and {token}"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return f"no folder {repo} here, and no such model at {constants.ENDPOINT}", f"{HOW}; of a private one {token}"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"{at} has no revision {revision}", "name a branch, a tag or a commit after the @"
+    if isinstance(error, OSError) and error.errno:
+        remedy = "free space there, name another cache in HF_HOME, or take what is in it with HF_HUB_OFFLINE=1"
+        return f"{repo} cannot be stored: {error}", remedy
+    asked = f"{constants.ENDPOINT} does not answer: {' '.join(str(error).split()) or type(error).__name__}"
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        asked = "HF_HUB_OFFLINE is set"
+    command = f"`hf download {repo}{f' --revision {revision}' if revision else ''}`"
+    return (
+        f"no folder {repo} here, not all of that model in {constants.HF_HUB_CACHE}, and {asked}",
+        f"{HOW}; {command} fills the cache where there is a network",
+    )
