@@ -21,10 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from instep.checkpoints import quantization
 from instep.checkpoints.hf_export import DTYPES, read_hf_config
-from instep.checkpoints.quantization import Quantization, quantization_of
-from instep.checkpoints.weight_files import PACKED, opened, weight_files, weight_names
+from instep.checkpoints.quantization import AWQ, PACKED, Quantization, quantization_of
+from instep.checkpoints.weight_files import PARTS, opened, weight_files, weight_names
 from instep.errors import CheckpointError
 
 FP8, SCALES = "F8_E4M3", ("_scale_inv", "_scale")
@@ -110,7 +109,7 @@ class PackedTensor(StoredTensor):
         out = torch.empty(bottom - top, len(group[columns]), dtype=self.dtype)
         for first in range(top // ROWS * ROWS, bottom, ROWS):
             rows, words = slice(first, first + ROWS), slice(first // width, (first + ROWS) // width)
-            if self.how.name == quantization.AWQ:
+            if self.how.name == AWQ:
                 numbers, zeros = (_unpacked(parts[end][:, words], _AWQ_PLACES).T for end in ("qweight", "qzeros"))
             else:
                 numbers = _unpacked(parts["qweight"][:, rows].T, range(width))
@@ -142,7 +141,7 @@ def opened_weights(folder: Path, dtype: torch.dtype) -> Iterator[dict[str, Store
         ConfigError: no readable config.json; its weights are quantized in another way.
     """
     how, files = quantization_of(read_hf_config(folder), str(folder)), weight_files(folder)
-    block = how.block if how is not None and how.name == quantization.FP8 else None
+    block = how.block if how is not None and how.name not in PACKED else None
     with ExitStack() as stack:
         shards = {path: stack.enter_context(opened(path)) for path in sorted(set(files.values()))}
         slices = {name: shards[path].get_slice(name) for name, path in files.items()}
@@ -163,22 +162,32 @@ def opened_weights(folder: Path, dtype: torch.dtype) -> Iterator[dict[str, Store
 
 
 def _packed(name: str, parts: Mapping[str, StoredTensor], how: Quantization | None, dtype: torch.dtype) -> StoredTensor:
-    weight, shapes = parts["qweight"], {end: part.shape for end, part in parts.items()}
-    types = {end: part.dtype for end, part in parts.items() if end != "scales"}
-    if how is None or how.name == quantization.FP8:
+    weight = parts["qweight"]
+    if how is None or how.name not in PACKED:
         problem = "config.json has no quantization_config of GPTQ or AWQ"
-    elif missing := [end for end in PACKED[:3] if end not in parts]:
+    elif missing := [end for end in PARTS[:3] if end not in parts]:
         problem = f"{name.removesuffix('weight')}{missing[0]} is missing"
+    elif (shape := _packed_shape(parts, how.name == AWQ)) is not None:
+        return PackedTensor(name, weight.path, weight.file, shape, dtype, parts=parts, how=how)
     else:
-        for width in (8, 4) if len(weight.shape) == 2 and set(types.values()) == {torch.int32} else ():
-            size, (*groups, _) = weight.shape, shapes["scales"] or (0,)
-            size = (size[0], size[1] * width) if how.name == quantization.AWQ else (size[0] * width, size[1])
-            fit = {"qzeros": (*groups, size[1] // width), "scales": (*groups, size[1]), "g_idx": size[:1]}
-            if groups > [0] and shapes == {"qweight": weight.shape, **{end: fit[end] for end in fit if end in parts}}:
-                place = (name, weight.path, weight.file, size[::-1], dtype)
-                return PackedTensor(*place, parts=parts, how=how)
-        problem = f"what belongs to it does not fit: {', '.join(f'{end} {list(of)}' for end, of in shapes.items())}"
+        shapes = ", ".join(f"{end} {list(part.shape)} of {part.dtype}" for end, part in parts.items())
+        problem = f"what belongs to it does not fit: {shapes}"
     raise _unreadable(weight, f"is packed, and {problem}")
+
+
+def _packed_shape(parts: Mapping[str, StoredTensor], awq: bool) -> tuple[int, int] | None:
+    """`[out, in]` of the weight that they stand for; None if they do not fit together."""
+    shapes = {end: part.shape for end, part in parts.items()}
+    integers = all(part.dtype is torch.int32 for end, part in parts.items() if end != "scales")
+    if not integers or len(shapes["qweight"]) != 2:
+        return None
+    (rows, columns), groups = shapes["qweight"], shapes["scales"][:1]
+    for width in (8,) if awq else (8, 4):
+        num_in, num_out = (rows, columns * width) if awq else (rows * width, columns)
+        fit = {"qzeros": (*groups, num_out // width), "scales": (*groups, num_out), "g_idx": (num_in,)}
+        if groups > (0,) and all(shapes[end] == fit[end] for end in shapes if end != "qweight"):
+            return num_out, num_in
+    return None
 
 
 def _quantized(

@@ -8,6 +8,7 @@ from typing import Any
 from instep.errors import ConfigError
 
 FP8, GPTQ, AWQ = "FP8", "GPTQ", "AWQ"
+PACKED = (GPTQ, AWQ)  # these quantize weights alone: layers compute in 16 bits
 _STORED_LESS = {"gptq": 1, "gptq_v2": 0}  # GPTQ's formats: by how much zeros are stored less than they are
 
 

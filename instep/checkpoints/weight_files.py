@@ -16,7 +16,7 @@ from instep.errors import CheckpointError
 from instep.models.sizes import INDEX, weight_map
 
 SINGLE = "model.safetensors"
-PACKED = ("qweight", "qzeros", "scales", "g_idx")  # what GPTQ and AWQ keep in the place of a layer's `weight`
+PARTS = ("qweight", "qzeros", "scales", "g_idx")  # what GPTQ and AWQ keep in the place of a layer's `weight`
 MAX_ELEMENTS = 1 << 63  # torch counts them in an int64, an empty dimension as 1
 
 
@@ -44,7 +44,7 @@ def weight_names(files: Mapping[str, Any]) -> dict[str, list[str]]:
     out: dict[str, list[str]] = {}
     for name in files:
         module, _, last = name.rpartition(".")
-        packed = last in PACKED and f"{module}.qweight" in files
+        packed = last in PARTS and f"{module}.qweight" in files
         out.setdefault(f"{module}.weight" if packed else name, []).append(name)
     return out
 

@@ -209,7 +209,7 @@ def test_a_base_that_is_stored_quantized_may_differ_where_its_layers_round_what_
     world: Any, method: str, backend: str, most: float
 ) -> None:
     config = Path(world.args.hf_checkpoint) / "config.json"
-    config.write_text(json.dumps({"model_type": "x", "quantization_config": {"quant_method": method}}))
+    config.write_text(json.dumps({"model_type": "x", "quantization_config": {"quant_method": method, "bits": 4}}))
     of_run = {"hf_checkpoint": world.args.hf_checkpoint, "weight_sync": "lora", "rollout_backend": backend}
     proof = make_proof(**of_run)
     world.off = 0.2

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
+from instep.checkpoints.quantization import PACKED, quantization_of
 from instep.controller.sync.otherwise import computes_otherwise
 from instep.controller.sync.probe import Difference, Probe, Text, difference
 from instep.controller.sync.session import Session
@@ -33,7 +34,6 @@ MOST_OF_CERTAIN = {"bf16": 0.03, "fp32": 1e-5}  # likewise, for texts whose few 
 NUM_ROUNDINGS = 8  # proofs that are remembered
 LEAST_TOLERANCE = 1e-5  # float32 scores, which travel as text, are not better
 MOST_QUANTIZED = 0.5  # an engine that quantizes its base, or what goes into its layers, differs by more than rounding
-WEIGHTS_ALONE = ("gptq", "awq")  # which are the trainer's, too: their layers compute in 16 bits
 GAP_FACTOR = 10.0  # the mean gap of sampled tokens over that of the probe
 LEAST_GAP_LIMIT, MOST_GAP_LIMIT = 1e-3, 0.5
 SAMPLE_SECONDS = 60.0  # for the first texts; a paused engine writes none
@@ -78,8 +78,8 @@ class Proof:
         cache = args.vllm_overrides.get("kv_cache_dtype", ["auto"])[-1]
         self._quantized = bool(args.vllm_overrides.get("quantization")) or "8" in cache or "4" in cache
         if args.weight_sync == LORA and not kind_of(args.rollout_backend).dequantizes:
-            how = read_config(args.hf_checkpoint).get("quantization_config") or {}
-            self._quantized |= how.get("quant_method", WEIGHTS_ALONE[0]) not in WEIGHTS_ALONE
+            how = quantization_of(read_config(args.hf_checkpoint), args.hf_checkpoint)
+            self._quantized |= how is not None and how.name not in PACKED
         self._sent: Sent | None = None  # last proven
         self._scores: dict[str, dict[tuple[int, Text], list[float]]] = {}  # engine url -> its scores under it
         self._allowed, self._least, self._typical_gap = ALLOWED, LEAST_TOLERANCE, 0.0
