@@ -1,4 +1,4 @@
-"""`instep convert`: Hugging Face folders to Megatron's `torch_dist` and back, and those in FP8 to bfloat16, with one
+"""`instep convert`: Hugging Face folders to Megatron's `torch_dist` and back, and quantized ones to bfloat16, with one
 parameter in memory at a time.
 
 The source is read once, and written from where it is mapped. What is written is read back, and each tensor's digest is
@@ -32,7 +32,6 @@ from instep.checkpoints.hf_export import (
     check_export_folder,
     check_hf_checkpoint,
     copy_companions,
-    fp8_block,
     new_export,
     read_hf_config,
     write_weights,
@@ -41,6 +40,7 @@ from instep.checkpoints.hf_weights import opened_weights
 from instep.checkpoints.integrity import TRACKER, check_whole
 from instep.checkpoints.megatron import MegatronCheckpoint
 from instep.checkpoints.megatron_writer import TorchDistWriter
+from instep.checkpoints.quantization import quantization_of
 from instep.checkpoints.remote_code import own_code_named
 from instep.errors import CheckpointError, ConfigError
 from instep.models.hub import folder_of
@@ -76,7 +76,7 @@ def parser() -> argparse.ArgumentParser:
     to_hf.add_argument("--load", type=Path, required=True, help=f"the folder with {TRACKER}")
     to_hf.add_argument("--ckpt-step", type=_iteration, help="which iteration of --load; default: the latest")
     to_hf.add_argument("--hf-checkpoint", type=Path, required=True, help="whose config.json and tokenizer it gets")
-    to_bf16 = ways.add_parser(TO_BF16, help="a Hugging Face folder in bfloat16 of one in FP8")
+    to_bf16 = ways.add_parser(TO_BF16, help="a Hugging Face folder in bfloat16 of one in FP8, GPTQ or AWQ")
     to_bf16.add_argument("--hf-checkpoint", type=Path, required=True, help="a folder, or ORG/NAME of the hub")
     for way in (to_megatron, to_hf, to_bf16):
         way.add_argument("--save", type=Path, required=True, help="the new folder")
@@ -91,9 +91,9 @@ def main(words: Sequence[str]) -> int:
     named, needs_weights = str(options.hf_checkpoint), options.way != TO_HF
     options.hf_checkpoint = Path(folder_of(named, "--hf-checkpoint", weights=needs_weights))
     if needs_weights:
-        block = fp8_block(check_hf_checkpoint(options.hf_checkpoint), str(options.hf_checkpoint))
-        if options.way == TO_BF16 and block is None:
-            what, remedy = "its weights are not in FP8", "use it as it is"
+        how = quantization_of(check_hf_checkpoint(options.hf_checkpoint), str(options.hf_checkpoint))
+        if options.way == TO_BF16 and how is None:
+            what, remedy = "its weights are not quantized", "use it as it is"
             raise ConfigError(what, where=f"--hf-checkpoint {options.hf_checkpoint}", remedy=remedy)
     shape = None if options.way == TO_BF16 else _shape(options.hf_checkpoint, options.trust_remote_code)
     _check_apart(options.save, *(path for path in (options.hf_checkpoint, getattr(options, "load", None)) if path))
@@ -216,7 +216,7 @@ def _num_bytes(specs: Sequence[TensorSpec]) -> int:
 
 
 def fp8_to_bf16(source: Path, save: Path, console: Console) -> dict[str, str]:
-    """Convert the Hugging Face folder `source` to `save`: tensors in FP8 become bfloat16, all others stay as they are.
+    """Convert the Hugging Face folder `source` to `save`: quantized tensors become bfloat16, others stay as they are.
 
     Returns, raises: as `hf_to_megatron`.
     """
@@ -231,7 +231,7 @@ def fp8_to_bf16(source: Path, save: Path, console: Console) -> dict[str, str]:
 
 
 class HuggingFace:
-    """A context manager: the weights of the Hugging Face folder `folder`, those in FP8 as bfloat16.
+    """A context manager: the weights of the Hugging Face folder `folder`, quantized ones as bfloat16.
 
     Args:
         shape: of the model whose weights they are; None: all tensors are entries of their own.

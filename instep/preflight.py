@@ -6,18 +6,17 @@
 from __future__ import annotations
 
 import asyncio
-import shlex
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from instep.algorithms.catalog import ONLINE
 from instep.arguments.all_flags import own_flags, own_hooks
 from instep.arguments.evaluation import EvalDataset
 from instep.arguments.paths import RUN_FILES
 from instep.checkpoints.folders import checkpoints_read
-from instep.checkpoints.hf_export import check_export_folder, check_files, check_hf_checkpoint, fp8_block
+from instep.checkpoints.hf_export import check_export_folder, check_files, check_hf_checkpoint
 from instep.checkpoints.integrity import check_whole
+from instep.checkpoints.quantization import quantization_of
 from instep.data.dataset import check_file
 from instep.data.formats import eval_row_format, row_format
 from instep.data.graders import grader_of
@@ -60,7 +59,8 @@ def _check_inputs(args: Settings) -> None:
     if "code" in map(grader_of, filter(None, [args.rm_type, *(d.rm_type for d in args.eval_datasets)])):
         _check_sandbox(args)
     config = check_hf_checkpoint(args.hf_checkpoint)
-    _check_unquantized(args, config)
+    if not (args.debug_rollout_only and args.rollout_backend == "vllm"):  # which knows best what it serves
+        quantization_of(config, args.hf_checkpoint)
     check_files(args.hf_checkpoint, needs_chat_template=args.apply_chat_template)
     if args.save_hf:
         check_export_folder(export_folder(args.save_hf, 0))
@@ -72,22 +72,6 @@ def _check_inputs(args: Settings) -> None:
         for hook in (dataset.custom_rm_path, dataset.custom_generate_function_path):
             if hook is not None:
                 _import_hook(hook, f"data set {dataset.name}")
-
-
-def _check_unquantized(args: Settings, config: dict[str, Any]) -> None:
-    """Refuse a model in FP8 where engines load it: they would hold other weights than are trained."""
-    if args.debug_rollout_only and args.rollout_backend == "vllm":
-        return  # nobody trains it, and vLLM knows best what it serves
-    folder = Path(args.hf_checkpoint)
-    if fp8_block(config, str(folder)) is None or args.command not in ONLINE or args.debug_train_only:
-        return
-    lora = "; with --lora-rank and --weight-sync lora --vllm-quantization fp8 quantizes it in the engines"
-    words = ["instep", "convert", "fp8-to-bf16", "--hf-checkpoint", str(folder), "--save", f"{folder.name}-bf16"]
-    raise ConfigError(
-        "the weights of this checkpoint are in FP8: the trainer reads them, engines cannot take what is trained",
-        where=f"--hf-checkpoint {folder}",
-        remedy=f"`{shlex.join(words)}`, and give that{lora}",
-    )
 
 
 def _check_sandbox(args: Settings) -> None:

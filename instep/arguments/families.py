@@ -11,6 +11,7 @@ from instep.arguments.concern import Problem
 from instep.arguments.model import known_config
 from instep.models.shape import KNOWN, shape_in_file, unsupported
 from instep.training.megatron.checks import CANNOT, REMEDY, WHERE, refused_by_model
+from instep.weights.way import RESTART
 
 _RULES = (*megatron.RULES, *parallel.RULES)  # which know what hf does not take
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
@@ -33,7 +34,8 @@ def family(args: Draft, given: set[str]) -> Iterator[Problem]:
     out += [flag for flag, what in with_hf if (flag, what) not in with_megatron and split not in flag]
     without = f" without {', '.join(dict.fromkeys(out))}" if out else ""
     how = (config.get("quantization_config") or {}).get("quant_method")
-    read = how is None or (how == "fp8" and (args.command not in ONLINE or args.debug_train_only))
+    taken = args.command not in ONLINE or args.debug_train_only or args.weight_sync == RESTART
+    read = how is None or (how in ("fp8", "gptq", "awq") and taken)
     whole = "" if read else "convert the quantized weights to bfloat16, and give "
     yield Problem(
         f"the megatron train backend {why}", "--hf-checkpoint", f"{whole}--train-backend hf{without}; or {KNOWN}"

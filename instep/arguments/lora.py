@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
+from pathlib import Path
 
 from instep.algorithms.catalog import ONLINE
 from instep.arguments.concern import Given, Problem, Settings, flag_name
 from instep.arguments.flag import COUNT, FRACTION, Flag, FlagGroup, Number, refused
+from instep.arguments.model import known_config
+from instep.engines.kind import named_kind, served_dtype
 from instep.models.shape import KV_B
-from instep.weights.way import SINGLE_COPY
+from instep.weights.way import RESTART, SINGLE_COPY
 
 MAX_RANK = 512  # of vLLM
 OF_SERVER = "of an engine that takes adapters, which --weight-sync lora starts"
@@ -116,4 +120,21 @@ def quantized(args: Settings, given: set[str]) -> Iterator[Problem]:
         yield Problem(what, f"--vllm-quantization {how}", remedy)
 
 
-RULES = (companions, adapter, adapter_way, quantized)
+def quantized_base(args: Settings, given: set[str]) -> Iterator[Problem]:
+    """An engine that packs the weights of a quantized checkpoint takes no others while it runs."""
+    kind, trains = named_kind(args), args.command in ONLINE and not (args.debug_train_only or args.debug_rollout_only)
+    if not trains or kind is None or kind.dequantizes or not known_config(args).get("quantization_config"):
+        return
+    where = f"--hf-checkpoint {args.hf_checkpoint}"
+    if args.weight_sync not in ("lora", RESTART):
+        folder = Path(args.hf_checkpoint)
+        words = ["instep", "convert", "fp8-to-bf16", "--hf-checkpoint", str(folder), "--save", f"{folder.name}-bf16"]
+        what = f"{kind.title} keeps the weights of this checkpoint quantized, and cannot take what is trained"
+        remedy = "train an adapter (--lora-rank with --weight-sync lora); or give --weight-sync restart, which starts "
+        remedy += f"engines anew on whole weights; or `{shlex.join(words)}`, and give that"
+        yield Problem(what, f"{where} with --weight-sync {args.weight_sync}", remedy)
+    elif served_dtype(args) == "float32":
+        yield Problem(f"{kind.title} computes with quantized weights in 16 bits only", where, "use --precision bf16")
+
+
+RULES = (companions, adapter, adapter_way, quantized, quantized_base)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from instep.weights.source import TensorSpec, WeightSource
 
 MAX_SHARD_BYTES = 5 * 10**9
+_OF_WEIGHTS = (".index.json", "quant_config.json", "quantize_config.json")  # not copied beside others
 _COPIED = {".json", ".txt", ".model", ".jinja", ".py", ".tiktoken"}
 _ENCODERS = {
     "albert", "bert", "camembert", "deberta", "deberta-v2", "distilbert", "electra", "mobilebert", "modernbert",
@@ -128,45 +129,6 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         what, remedy = f"{QUANTIZATION} cannot be read: {error}", "copy or download the checkpoint again"
         raise ConfigError(what, where=str(folder), remedy=remedy) from error
-
-
-def fp8_block(config: dict[str, Any], where: str) -> tuple[int, ...] | None:
-    """Rows and columns of the blocks of FP8 weights that share a scale.
-
-    Returns:
-        (): each tensor has one scale. None: the checkpoint is not quantized.
-
-    Raises:
-        ConfigError: its weights are quantized in another way, which is not read.
-    """
-    how = config.get("quantization_config") or {}
-    method, block = how.get("quant_method"), how.get("weight_block_size")
-    if method is None:
-        return None
-    said = ""
-    if method == "fp8":
-        if isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block):
-            return block[0], block[1]
-        if block is None:
-            return ()
-        said = f", weight_block_size {block}"
-    elif method == "modelopt":
-        algorithm = how.get("quant_algo")
-        if str(algorithm).upper() == "FP8":
-            return ()
-        said = f", quant_algo {algorithm}"
-    elif method == "compressed-tensors":
-        weights = [group.get("weights") or {} for group in (how.get("config_groups") or {}).values()]
-        forms = [f"{w.get('type')} of {w.get('num_bits')} bits by {w.get('strategy')}" for w in weights]
-        if set(forms) == {"float of 8 bits by tensor"}:
-            return ()
-        said = f", {' and '.join(forms) or 'no config_groups'}"
-    raise ConfigError(
-        f"the weights of this checkpoint are quantized ({method}{said}): only FP8 with a scale for each block, or for "
-        "each tensor, is read",
-        where=where,
-        remedy="give the checkpoint that they were made from, or convert them to bfloat16 first",
-    )
 
 
 def check_files(path: str | Path, *, needs_chat_template: bool) -> None:
@@ -334,7 +296,7 @@ def _num_bytes(spec: TensorSpec) -> int:
 def copy_companions(src: Path, folder: Path, specs: Sequence[TensorSpec]) -> None:
     """Give the weights in `folder` the configuration, with their type, tokenizer and templates of `src`."""
     for file in sorted(src.iterdir()):
-        if file.is_file() and file.suffix in _COPIED and not file.name.endswith((".index.json", "quant_config.json")):
+        if file.is_file() and file.suffix in _COPIED and not file.name.endswith(_OF_WEIGHTS):
             shutil.copyfile(file, folder / file.name)
     templates = src / "additional_chat_templates"
     if templates.is_dir():

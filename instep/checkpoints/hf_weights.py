@@ -1,14 +1,18 @@
-"""The tensors of a Hugging Face checkpoint, read one or one part at a time; those in FP8 become what the model takes.
+"""The tensors of a Hugging Face checkpoint, read one or one part at a time; quantized ones become what the model takes.
 
 Block-quantized FP8 is how DeepSeek-V3 is published (arXiv 2412.19437, section 3.3.2): `X` holds float8_e4m3fn,
 `X_scale_inv` a number for each block of 128 x 128 of its elements, with which these are multiplied. Others
 (llm-compressor, ModelOpt) have one number `X_scale` for all of `X`, and scales of activations, which are passed over.
+
+GPTQ (arXiv 2210.17323) and AWQ (arXiv 2306.00978) keep integers `[in, out]`, with a zero and a scale for each group of
+inputs and each output: (integer - zero) * scale is the weight. An int32 holds several of them, the first in its lowest
+bits: in GPTQ's `qweight` neighbouring inputs, else neighbouring outputs, AWQ's in an order of its own.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from instep.checkpoints.hf_export import DTYPES, fp8_block, read_hf_config
-from instep.checkpoints.weight_files import opened, weight_files
+from instep.checkpoints.hf_export import DTYPES, read_hf_config
+from instep.checkpoints.quantization import AWQ, PACKED, Quantization, quantization_of
+from instep.checkpoints.weight_files import PARTS, opened, weight_files, weight_names
 from instep.errors import CheckpointError
 
 FP8, SCALES = "F8_E4M3", ("_scale_inv", "_scale")
 _ACTIVATIONS = re.compile(r"\.(input|activation|output|q|k|v|kv|prob)_scale$")
-ROWS = 128  # of a matrix with one scale, which are in float32 at a time
+_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # in an int32, of eight neighbours
+ROWS = 128  # of a matrix that are in float32 at a time, where it has no blocks
 _TYPES = {name: getattr(torch, of_torch.removeprefix("torch.")) for of_torch, name in DTYPES.items()}
 
 
@@ -81,18 +87,61 @@ class TensorQuantized(StoredTensor):
         return out
 
 
+@dataclass(frozen=True, kw_only=True)
+class PackedTensor(StoredTensor):
+    """A matrix as GPTQ or AWQ packs it, of which `parts` are the tensors, by the last part of their names.
+
+    Scales are rounded to `dtype` first, as engines do it that compute in it.
+    """
+
+    parts: Mapping[str, StoredTensor]
+    how: Quantization
+
+    def read(self, dim: int = 0, start: int = 0, stop: int | None = None) -> Tensor:
+        stop = self.shape[dim] if stop is None else stop
+        parts = {end: part.read() for end, part in self.parts.items()}
+        scales, width = parts["scales"].to(self.dtype).float().T, self.shape[0] // parts["qzeros"].shape[1]
+        num_in, num_groups = self.shape[1], scales.shape[1]
+        group = parts.get("g_idx", torch.arange(num_in) // -(-num_in // num_groups)).long()
+        if not bool(((0 <= group) & (group < num_groups)).all()):
+            raise _unreadable(self.parts["g_idx"], f"names groups of inputs that are not 0 to {num_groups - 1}")
+        top, bottom, columns = (start, stop, slice(None)) if dim == 0 else (0, self.shape[0], slice(start, stop))
+        out = torch.empty(bottom - top, len(group[columns]), dtype=self.dtype)
+        for first in range(top // ROWS * ROWS, bottom, ROWS):
+            rows, words = slice(first, first + ROWS), slice(first // width, (first + ROWS) // width)
+            if self.how.name == AWQ:
+                numbers, zeros = (_unpacked(parts[end][:, words], _AWQ_PLACES).T for end in ("qweight", "qzeros"))
+            else:
+                numbers = _unpacked(parts["qweight"][:, rows].T, range(width))
+                zeros = _unpacked(parts["qzeros"][:, words], range(width)).T
+                zeros = (zeros + self.how.stored_less) % (1 << 32 // width)
+            full = (numbers - zeros[:, group]) * scales[rows][:, group]
+            low = max(first, top)
+            out[low - top : first + ROWS - top] = full[low - first : bottom - first, columns]
+        return out
+
+
+def _unpacked(words: Tensor, places: Sequence[int]) -> Tensor:
+    """The integers in the rows of `words`, int32, of which each holds one at each of `places`."""
+    bits = 32 // len(places)
+    shifts = bits * torch.tensor(places, dtype=torch.int32)
+    return ((words[..., None] >> shifts) & (1 << bits) - 1).flatten(1)
+
+
 @contextmanager
 def opened_weights(folder: Path, dtype: torch.dtype) -> Iterator[dict[str, StoredTensor]]:
     """The tensors of the checkpoint `folder` by name, in the order of its index, while all its files are open.
 
     Args:
-        dtype: what tensors in FP8 are read as. Their scales are no tensors of their own here.
+        dtype: what quantized tensors are read as. Their scales are no tensors of their own here.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or a tensor in FP8 has no scale, or one of another shape.
+        CheckpointError: a file is missing or damaged, or a quantized tensor lacks one that belongs to it, such as its
+            scale, or has one of another shape.
         ConfigError: no readable config.json; its weights are quantized in another way.
     """
-    block, files = fp8_block(read_hf_config(folder), str(folder)), weight_files(folder)
+    how, files = quantization_of(read_hf_config(folder), str(folder)), weight_files(folder)
+    block = how.block if how is not None and how.name not in PACKED else None
     with ExitStack() as stack:
         shards = {path: stack.enter_context(opened(path)) for path in sorted(set(files.values()))}
         slices = {name: shards[path].get_slice(name) for name, path in files.items()}
@@ -100,12 +149,45 @@ def opened_weights(folder: Path, dtype: torch.dtype) -> Iterator[dict[str, Store
             name: StoredTensor(name, path, shards[path], tuple(s.get_shape()), _TYPES.get(s.get_dtype()))
             for name, path, s in zip(files, files.values(), slices.values(), strict=True)
         }
+        for name, names in weight_names(files).items():
+            if name not in names:
+                parts = {n.rpartition(".")[2]: tensors.pop(n) for n in names}
+                tensors[name] = _packed(name, parts, how, dtype)
         for name in [name for name, stored in slices.items() if stored.get_dtype() == FP8]:
             scales = [tensors.pop(name + end) for end in SCALES if name + end in tensors]
             tensors[name] = _quantized(tensors[name], scales[0] if scales else None, block, dtype)
         if block is not None:
             tensors = {name: tensor for name, tensor in tensors.items() if not _ACTIVATIONS.search(name)}
         yield tensors
+
+
+def _packed(name: str, parts: Mapping[str, StoredTensor], how: Quantization | None, dtype: torch.dtype) -> StoredTensor:
+    weight = parts["qweight"]
+    if how is None or how.name not in PACKED:
+        problem = "config.json has no quantization_config of GPTQ or AWQ"
+    elif missing := [end for end in PARTS[:3] if end not in parts]:
+        problem = f"{name.removesuffix('weight')}{missing[0]} is missing"
+    elif (shape := _packed_shape(parts, how.name == AWQ)) is not None:
+        return PackedTensor(name, weight.path, weight.file, shape, dtype, parts=parts, how=how)
+    else:
+        shapes = ", ".join(f"{end} {list(part.shape)} of {part.dtype}" for end, part in parts.items())
+        problem = f"what belongs to it does not fit: {shapes}"
+    raise _unreadable(weight, f"is packed, and {problem}")
+
+
+def _packed_shape(parts: Mapping[str, StoredTensor], awq: bool) -> tuple[int, int] | None:
+    """`[out, in]` of the weight that they stand for; None if they do not fit together."""
+    shapes = {end: part.shape for end, part in parts.items()}
+    integers = all(part.dtype is torch.int32 for end, part in parts.items() if end != "scales")
+    if not integers or len(shapes["qweight"]) != 2:
+        return None
+    (rows, columns), groups = shapes["qweight"], shapes["scales"][:1]
+    for width in (8,) if awq else (8, 4):
+        num_in, num_out = (rows, columns * width) if awq else (rows * width, columns)
+        fit = {"qzeros": (*groups, num_out // width), "scales": (*groups, num_out), "g_idx": (num_in,)}
+        if groups > (0,) and all(shapes[end] == fit[end] for end in shapes if end != "qweight"):
+            return num_out, num_in
+    return None
 
 
 def _quantized(
@@ -128,8 +210,11 @@ def _quantized(
         problem = f"{scale.name} has shape {scale.shape}, not {wanted or 'one'} of its blocks of {by}"
     else:
         return BlockQuantized(*place, scale=scale, block=(block[0], block[1]))
-    raise CheckpointError(
-        f"{weight.name}, of shape {weight.shape}, is in FP8, and {problem}",
-        where=str(weight.path.parent),
-        remedy="download the checkpoint again, config.json too; or give one in bfloat16",
+    raise _unreadable(weight, f"is in FP8, and {problem}")
+
+
+def _unreadable(weight: StoredTensor, what: str) -> CheckpointError:
+    remedy = "download the checkpoint again, config.json too; or give one in bfloat16"
+    return CheckpointError(
+        f"{weight.name}, of shape {weight.shape}, {what}", where=str(weight.path.parent), remedy=remedy
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from instep.documents import open_regular
 from instep.errors import CheckpointError
 from instep.models.sizes import INDEX, SINGLE, weight_map
 
+PARTS = ("qweight", "qzeros", "scales", "g_idx")  # what GPTQ and AWQ keep in the place of a layer's `weight`
 MAX_ELEMENTS = 1 << 63  # torch counts them in an int64, an empty dimension as 1
 
 
@@ -35,6 +36,16 @@ def weight_files(folder: Path) -> dict[str, Path]:
         ) from error
     with opened(folder / SINGLE) as tensors:
         return dict.fromkeys(tensors.keys(), folder / SINGLE)
+
+
+def weight_names(files: Mapping[str, Any]) -> dict[str, list[str]]:
+    """The names of a checkpoint's weights, each with those of its tensors: several, where GPTQ or AWQ pack it."""
+    out: dict[str, list[str]] = {}
+    for name in files:
+        module, _, last = name.rpartition(".")
+        packed = last in PARTS and f"{module}.qweight" in files
+        out.setdefault(f"{module}.weight" if packed else name, []).append(name)
+    return out
 
 
 @contextmanager

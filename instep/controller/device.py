@@ -6,6 +6,7 @@ import torch
 
 from instep.arguments.args import Args
 from instep.arguments.cluster import cpu_cores, own_gpus, same_gpus, single_copy
+from instep.arguments.lora import quantized_base
 from instep.engines.kind import resolve_backend
 from instep.errors import ConfigError
 from instep.processes import num_usable_cpus
@@ -44,4 +45,8 @@ def resolve_on_machine(args: Args, *, with_engines: bool) -> Args:
     if device not in FREED and (args.offload_train or args.offload_rollout):
         said = ["offload has nothing to free on a CPU"] if asked else []
         args = args.replace(offload_train=False, offload_rollout=False, notes=[*args.notes, *said])
-    return args.replace(rollout_backend=resolve_backend(args)) if with_engines else args
+    if with_engines:
+        args = args.replace(rollout_backend=resolve_backend(args))
+        for problem in quantized_base(args, set()):
+            raise ConfigError(problem.what, where=problem.where, remedy=problem.remedy)
+    return args

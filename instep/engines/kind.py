@@ -51,6 +51,7 @@ class EngineKind(Protocol):
         waits_for_room: whether its engines touch no GPU before the file of ROOM_VARIABLE is there.
         needs_router: whether even a single engine stands behind a router.
         sends_heartbeats: whether silence of its process for `--heartbeat-timeout` means that it no longer computes.
+        dequantizes: whether its engines read a quantized checkpoint as whole weights.
         dying_seconds: how long its server may live on after the process that computes has died.
         core_route: a GET that only what computes can answer, not the HTTP server by itself.
         state_routes: GETs that say what an engine is doing, for a dump.
@@ -66,6 +67,7 @@ class EngineKind(Protocol):
     waits_for_room: bool = False
     needs_router: bool = False
     sends_heartbeats: bool = True
+    dequantizes: bool = False
     dying_seconds: float = 0.0
     core_route: str = "/is_paused"
     state_routes: tuple[str, ...] = ("/is_paused", "/weight_info")

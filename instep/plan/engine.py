@@ -11,6 +11,7 @@ from instep.engines.spec import EngineSpec
 from instep.engines.topology import num_tokens
 from instep.models.sizes import Shape, quantized_bytes
 from instep.plan.trainer import CONTEXT, GB, PHASES, PROCESS, Item, lengths
+from instep.weights.way import RESTART
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
@@ -61,7 +62,8 @@ def plan_engine(args: Settings, spec: EngineSpec, shape: Shape, card: float) -> 
     """What the engine takes of each of its GPUs of `card` bytes."""
     words = {**spec.words, **spec.own}
     e = 4 if args.precision == "fp32" else 2
-    weights = _weights(spec, shape, 1 if "quantization" in words else e)
+    whole = planned_kind(args).dequantizes or args.weight_sync == RESTART  # which starts it anew on an export
+    weights = _weights(spec, shape, 1 if "quantization" in words else e, None if whole else quantized_bytes(spec.path))
     stream = 1 if _last(words, "kv_cache_dtype", "auto").startswith("fp8") else e
     heads = max(1, shape.kv_heads // spec.parallel.tensor)
     per_token = shape.num_layers / spec.parallel.pipeline * (shape.cached or 2 * heads * shape.head_dim) * stream
@@ -89,11 +91,10 @@ def plan_engine(args: Settings, spec: EngineSpec, shape: Shape, card: float) -> 
     return EnginePlan(spec, weights, work, cache, held, requests, longest, longest * per_token)
 
 
-def _weights(spec: EngineSpec, shape: Shape, per_number: float) -> float:
-    """Bytes on one GPU. Experts lie on all GPUs of a stage, whole or in parts; a quantized model is as it is stored."""
+def _weights(spec: EngineSpec, shape: Shape, per_number: float, stored: int | None) -> float:
+    """Bytes on one GPU. Experts lie on all GPUs of a stage, whole or in parts; `stored`: those of a quantized model."""
     p = spec.parallel
-    whole = quantized_bytes(spec.path)
-    per_number = per_number if whole is None else whole / shape.total
+    per_number = per_number if stored is None else stored / shape.total
     spread = max(p.expert, p.tensor * p.data)
     return per_number * ((shape.total - shape.experts) / p.tensor + shape.experts / spread) / p.pipeline
 

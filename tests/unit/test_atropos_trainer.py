@@ -185,13 +185,22 @@ def test_a_hub_name_and_missing_neighbours_are_named(model: Path, monkeypatch, c
     assert "hf download" in capsys.readouterr().err
 
 
-def test_a_quantized_base_is_refused_at_once_with_what_serves_it_in_8_bits(tmp_path, capsys) -> None:
+def test_a_quantized_base_is_refused_at_once_with_what_serves_it_in_8_bits(tmp_path, monkeypatch, capsys) -> None:
     config = tmp_path / "config.json"
-    for how in ("gptq", "awq"):
-        config.write_text(json.dumps({"model_type": "qwen3", "quantization_config": {"quant_method": how, "bits": 4}}))
+    for how in ("bitsandbytes", "mxfp4"):
+        config.write_text(json.dumps({"model_type": "qwen3", "quantization_config": {"quant_method": how}}))
         assert main(["atropos-train", "--model-name", str(tmp_path), "--weight-bridge-mode", "lora_only"]) == 2
         error = capsys.readouterr().err
         assert f"quantized ({how})" in error and "`--quantization fp8`" in error and "lora_only" in error, error
+    (tmp_path / "model.safetensors").touch()
+    for how in ("gptq", "awq"):
+        config.write_text(json.dumps({"quantization_config": {"quant_method": how, "bits": 4}}))
+        trainer.check_readable(str(tmp_path))
+        for given in ({}, {"--enable-lora": ""}):
+            server.server_args({"--model": str(tmp_path), **given}, [])
+    monkeypatch.setenv("VLLM_ENABLE_SHARED_WEIGHTS", "1")
+    with pytest.raises(ConfigError, match="keeps the weights of this checkpoint quantized"):
+        server.server_args({"--model": str(tmp_path)}, [])
 
 
 def test_what_speaks_no_http_is_no_neighbour(model: Path, monkeypatch, capsys) -> None:

@@ -357,7 +357,7 @@ def test_a_folder_that_is_quantized_otherwise_gives_its_configuration_alone(mode
     assert "quantization_config" not in json.loads((tmp_path / "hf" / "config.json").read_text())
     assert to_megatron(hf, tmp_path / "m2") == 2
     error = " ".join(capsys.readouterr().err.split())
-    assert "quantized (awq)" in error and "convert them to bfloat16 first" in error
+    assert "quantized (awq, None bits, gemm)" in error and "convert them to bfloat16 first" in error
 
 
 @pytest.mark.parametrize(

@@ -203,9 +203,9 @@ def damaged(folder: Path, file: str, name: str, tensor: torch.Tensor | None) -> 
         ),
         (lambda f: change_config(f, quantization_config=None), CheckpointError, "has no quantization_config"),
         (
-            lambda f: change_config(f, quantization_config={"quant_method": "gptq", "bits": 4}),
+            lambda f: change_config(f, quantization_config={"quant_method": "bitsandbytes", "bits": 4}),
             ConfigError,
-            "are quantized (gptq): only FP8 with a scale for each block, or for each tensor, is read",
+            "are quantized (bitsandbytes): only FP8 with a scale for each block, or for each tensor, GPTQ of 4",
         ),
         (
             lambda f: change_config(f, quantization_config={"quant_method": "fp8", "weight_block_size": [128]}),
@@ -274,7 +274,7 @@ def test_the_folder_in_bfloat16_is_what_transformers_loads(models, tmp_path, cap
     model, info = AutoModelForCausalLM.from_pretrained(save, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and model.dtype is torch.bfloat16
     assert main(["convert", "fp8-to-bf16", "--hf-checkpoint", str(save), "--save", str(tmp_path / "again")]) == 2
-    assert "its weights are not in FP8" in capsys.readouterr().err
+    assert "its weights are not quantized" in capsys.readouterr().err
 
 
 def make_run(folder: Path, model_type: str, method: str | None = None) -> dict[str, torch.Tensor]:
@@ -302,23 +302,27 @@ def make_worker(folder: Path, hf: Path) -> Worker:
 def test_where_engines_load_it_the_remedy_writes_what_they_take(tmp_path, monkeypatch):
     make_run(tmp_path, "qwen3")
     monkeypatch.chdir(tmp_path)
-    for more in ([], ["--lora-rank", "2"]):
-        with pytest.raises(ConfigError, match="are in FP8: the trainer reads them, engines cannot") as error:
-            check_inputs(parse([*words(tmp_path, tmp_path / "hf"), *more]))
-    check_inputs(parse(words(tmp_path, tmp_path / "hf")).replace(debug_train_only=True))
-    only = parse(words(tmp_path, tmp_path / "hf")).replace(debug_rollout_only=True, rollout_backend="vllm")
-    check_inputs(only)  # nobody trains what vLLM serves
+    vllm = "--rm-type random --n-samples-per-prompt 4 --rollout-num-gpus 1 --rollout-backend vllm"
+    for more in ("", " --lora-rank 2"):
+        with pytest.raises(
+            ConfigError, match="keeps the weights of this checkpoint quantized, and cannot take"
+        ) as error:
+            parse(words(tmp_path, tmp_path / "hf", vllm + more))
+    replay = f" --load-debug-rollout-data {tmp_path}/train.jsonl"
+    for more in (replay, " --debug-rollout-only"):  # there is no engine, or nobody trains what vLLM serves
+        check_inputs(parse(words(tmp_path, tmp_path / "hf", vllm + more)))
+    check_inputs(parse(words(tmp_path, tmp_path / "hf")))  # the embedded engine reads it as the trainer does
     talk = [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "2"}]
     (tmp_path / "talks.jsonl").write_text(json.dumps({"messages": talk}))
     only = f"--prompt-data {tmp_path}/talks.jsonl --input-key messages"
     check_inputs(parse(words(tmp_path, tmp_path / "hf", only), "sft"))
-    command = re.match(r"`instep ([^`]+)`, and give that", error.value.remedy)
+    command = re.search(r"`instep ([^`]+)`, and give that", error.value.remedy)
     assert command is not None, error.value.remedy
     assert main(shlex.split(command[1])) == 0
-    check_inputs(parse(words(tmp_path, tmp_path / "hf-bf16")))
+    check_inputs(parse(words(tmp_path, tmp_path / "hf-bf16", vllm)))
     only_beside(tmp_path / "hf", '{"quantization": {"quant_algo": "FP8"}}')
-    with pytest.raises(ConfigError, match="are in FP8: the trainer reads them, engines cannot"):
-        check_inputs(parse(words(tmp_path, tmp_path / "hf")))
+    with pytest.raises(ConfigError, match="keeps the weights of this checkpoint quantized, and cannot take"):
+        parse(words(tmp_path, tmp_path / "hf", vllm))
 
 
 @pytest.mark.parametrize(

@@ -143,6 +143,10 @@ def test_a_quantized_model_weighs_what_its_files_do(plan, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}" + bytes(99_990))
     (kind,) = kinds(plan(apart, quantization_config={"bits": 4}))
     assert of(kind, "weights", "engine 0") == pytest.approx(1e-4)
+    (kind,) = kinds(
+        plan(f"{apart} --weight-sync restart", quantization_config={"bits": 4})
+    )  # on exports, which are whole
+    assert of(kind, "weights", "engine 0") == pytest.approx(8.0, rel=0.02)
 
 
 def test_an_engines_experts_lie_on_all_of_its_gpus(plan):

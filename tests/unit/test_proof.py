@@ -81,6 +81,7 @@ def sent(digest: str) -> Sent:
 
 def make_proof(**settings: Any) -> Proof:
     defaults = {"precision": "bf16", "sync_tolerance": None, "vllm_overrides": {}, "pause_mode": "abort"}
+    defaults |= {"weight_sync": "shm"}
     proof = Proof(SimpleNamespace(**defaults | settings), vocab_size=50, max_len=LENGTH + 1)  # type: ignore[arg-type]
     proof._wrongly_sent = lambda *_: []  # type: ignore[method-assign]
     return proof
@@ -199,6 +200,24 @@ def test_a_base_that_the_engine_quantizes_differs_by_more_than_rounding(world: A
     proof = make_proof(vllm_overrides={"quantization": ["--quantization", "fp8"]})
     world.off = 0.2
     assert proof.prove(world, "shm", sent("a")).tolerance == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize(
+    ("method", "backend", "most"), [("fp8", "vllm", 0.5), ("gptq", "vllm", 0), ("fp8", "embedded", 0)]
+)
+def test_a_base_that_is_stored_quantized_may_differ_where_its_layers_round_what_goes_into_them(
+    world: Any, method: str, backend: str, most: float
+) -> None:
+    config = Path(world.args.hf_checkpoint) / "config.json"
+    config.write_text(json.dumps({"model_type": "x", "quantization_config": {"quant_method": method, "bits": 4}}))
+    of_run = {"hf_checkpoint": world.args.hf_checkpoint, "weight_sync": "lora", "rollout_backend": backend}
+    proof = make_proof(**of_run)
+    world.off = 0.2
+    if most:
+        assert proof.prove(world, "lora", sent("a")).tolerance == pytest.approx(0.4)
+        world.shift, world.off = 0.5, 0.6
+    with pytest.raises(SyncError, match="compute differently"):
+        proof.prove(world, "lora", sent("b"))
 
 
 def test_scores_that_are_no_numbers_are_never_within_the_tolerance(proof: Proof, world: Any) -> None:

@@ -13,13 +13,16 @@ from concurrent.futures import ThreadPoolExecutor
 from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
+from instep.checkpoints.quantization import PACKED, quantization_of
 from instep.controller.sync.otherwise import computes_otherwise
 from instep.controller.sync.probe import Difference, Probe, Text, difference
 from instep.controller.sync.session import Session
 from instep.engines.engine import Engine, EngineRefusal
+from instep.engines.kind import kind_of
 from instep.errors import SyncError
+from instep.models.shape import read_config
 from instep.types import Group
-from instep.weights.way import GOLDEN, OF_ADAPTERS, RESTART, SINGLE_COPY, Sent, golden
+from instep.weights.way import GOLDEN, LORA, OF_ADAPTERS, RESTART, SINGLE_COPY, Sent, golden
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
@@ -30,7 +33,7 @@ MOST_ALLOWED = 10.0  # where the golden path shows that the engine holds the rig
 MOST_OF_CERTAIN = {"bf16": 0.03, "fp32": 1e-5}  # likewise, for texts whose few uncertain tokens explain nothing
 NUM_ROUNDINGS = 8  # proofs that are remembered
 LEAST_TOLERANCE = 1e-5  # float32 scores, which travel as text, are not better
-MOST_QUANTIZED = 0.5  # a base that the engine alone quantizes differs by more than rounding
+MOST_QUANTIZED = 0.5  # an engine that quantizes its base, or what goes into its layers, differs by more than rounding
 GAP_FACTOR = 10.0  # the mean gap of sampled tokens over that of the probe
 LEAST_GAP_LIMIT, MOST_GAP_LIMIT = 1e-3, 0.5
 SAMPLE_SECONDS = 60.0  # for the first texts; a paused engine writes none
@@ -74,6 +77,9 @@ class Proof:
         self.probe = Probe(vocab_size=vocab_size, max_len=max_len, start=start)
         cache = args.vllm_overrides.get("kv_cache_dtype", ["auto"])[-1]
         self._quantized = bool(args.vllm_overrides.get("quantization")) or "8" in cache or "4" in cache
+        if args.weight_sync == LORA and not kind_of(args.rollout_backend).dequantizes:
+            how = quantization_of(read_config(args.hf_checkpoint), args.hf_checkpoint)
+            self._quantized |= how is not None and how.name not in PACKED
         self._sent: Sent | None = None  # last proven
         self._scores: dict[str, dict[tuple[int, Text], list[float]]] = {}  # engine url -> its scores under it
         self._allowed, self._least, self._typical_gap = ALLOWED, LEAST_TOLERANCE, 0.0

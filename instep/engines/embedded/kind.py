@@ -31,7 +31,7 @@ class EmbeddedKind(EngineKind):
     """Engines of two processes: one computes and sends heartbeats, the other answers HTTP; they end together."""
 
     name, title, auto_device = "embedded", "the embedded engine", "cpu"
-    max_num_gpus = 1
+    max_num_gpus, dequantizes = 1, True
 
     @functools.cached_property
     def capabilities(self) -> Capabilities:

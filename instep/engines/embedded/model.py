@@ -1,13 +1,25 @@
 """A transformers decoder with its own key/value cache, which has one row per running request and no gaps."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, Cache, DynamicCache, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    Cache,
+    DynamicCache,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
+from instep.checkpoints.hf_export import read_hf_config
+from instep.checkpoints.quantization import quantization_of
 from instep.engines.embedded.protocol import Ranked
 from instep.engines.embedded.routes import Recorder
 from instep.errors import CheckpointError
@@ -66,13 +78,11 @@ def load_model(path: str, dtype: torch.dtype, device: torch.device, max_model_le
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust)
     if other := set(getattr(config, "layer_types", None) or KINDS) - KINDS:
         raise _unfit(path, f"it has layers of another kind ({', '.join(sorted(other))})")
-    model, info = AutoModelForCausalLM.from_pretrained(
-        path,
-        dtype=dtype,
-        attn_implementation="instep_embedded",
-        output_loading_info=True,
-        trust_remote_code=trust,
-    )
+    how = {"dtype": dtype, "attn_implementation": "instep_embedded", "trust_remote_code": trust}
+    if quantization_of(read_hf_config(Path(path)), path) is not None:
+        model, info = _dequantized(Path(path), config, how), {"missing_keys": ()}
+    else:
+        model, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **how)
     if info["missing_keys"]:
         raise CheckpointError(
             f"the checkpoint lacks {sorted(info['missing_keys'])[:3]}",
@@ -91,6 +101,18 @@ def load_model(path: str, dtype: torch.dtype, device: torch.device, max_model_le
 def _unfit(path: str, why: str) -> CheckpointError:
     what = f"the embedded engine cannot serve this model: {why}"
     return CheckpointError(what, where=path, remedy="use --rollout-backend vllm")
+
+
+def _dequantized(folder: Path, config: PretrainedConfig, how: dict[str, Any]) -> PreTrainedModel:
+    """A model whose quantized weights are read as what they stand for, as the trainer reads them."""
+    from instep.training.hf.weights import load_hf  # with much that no other engine needs
+
+    vars(config).pop("quantization_config", None)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, **how)
+    load_hf(model, folder)
+    if (folder / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model
 
 
 class Runner(Cache):

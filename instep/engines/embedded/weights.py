@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from instep.checkpoints.adapter import CONFIG, read_adapter
-from instep.checkpoints.weight_files import opened, weight_files
+from instep.checkpoints.weight_files import opened, weight_files, weight_names
 from instep.engines.embedded.adapter import Adapter
 from instep.engines.embedded.protocol import HttpError
 from instep.errors import CheckpointError
@@ -36,7 +36,7 @@ class LiveWeights:
 
     def __init__(self, model: PreTrainedModel, folder: Path):
         self.weights = named_weights(model)
-        self.names = CheckpointNames(model, weight_files(folder))
+        self.names = CheckpointNames(model, weight_names(weight_files(folder)))
         self.expected = {
             name: (group, torch.empty(shape, dtype=self.weights[group.model[0]].dtype, device="meta"))
             for group in self.names.groups

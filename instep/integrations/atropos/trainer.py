@@ -170,11 +170,11 @@ def _config(model: str) -> dict[str, Any]:
 
 def check_readable(model: str) -> None:
     """Raise ConfigError unless `model` is the folder of a checkpoint whose weights the trainer reads."""
-    from instep.checkpoints.hf_export import fp8_block
+    from instep.checkpoints.quantization import quantization_of
 
     config = _config(model)
     try:
-        fp8_block(config, f"{COMMAND} --model-name {model}")
+        quantization_of(config, f"{COMMAND} --model-name {model}")
     except ConfigError as error:
         remedy = "name the checkpoint that they were made from, also for the server: with `--quantization fp8` it has "
         remedy += "the base in 8 bits under an adapter (--weight-bridge-mode lora_only)"
@@ -189,13 +189,13 @@ def target_modules(flags: argparse.Namespace) -> list[str]:
     """
     if not flags.lora_layer_indices:
         return list(flags.lora_target_modules)
-    from instep.checkpoints.weight_files import weight_files
+    from instep.checkpoints.weight_files import weight_files, weight_names
 
     layers = "|".join(map(str, flags.lora_layer_indices))
     wanted = "|".join(map(re.escape, flags.lora_target_modules))
     pattern = re.compile(rf"(?:^|\.)(layers\.(?:{layers})\.(?:.+\.)?(?:{wanted}))\.weight$")
     folder = folder_of(flags.model_name, f"{COMMAND} --model-name")
-    found = [match[1] for name in weight_files(Path(folder)) if (match := pattern.search(name))]
+    found = [match[1] for name in weight_names(weight_files(Path(folder))) if (match := pattern.search(name))]
     if not found:
         what = f"no {' or '.join(flags.lora_target_modules)} in layers {flags.lora_layer_indices}"
         raise ConfigError(what, where=f"{COMMAND} --lora-layer-indices", remedy="the model's config.json counts layers")

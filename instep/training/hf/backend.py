@@ -25,7 +25,7 @@ from transformers import PretrainedConfig
 from instep.checkpoints.adapter import CONFIG as ADAPTER_CONFIG
 from instep.checkpoints.adapter import Base, Lora, base_of, check_layout, export_adapter, write_layout
 from instep.checkpoints.plain import cause_of, load_tensors, read_index, refuse_others
-from instep.checkpoints.weight_files import weight_files
+from instep.checkpoints.weight_files import weight_files, weight_names
 from instep.errors import CheckpointError
 from instep.models.checkpoint_names import CheckpointNames, named_weights
 from instep.models.decoder_layers import decoder_layers
@@ -263,7 +263,7 @@ class HfBackend:
     def _names(self) -> CheckpointNames:
         """Weights go out under the names that they have in the checkpoint of the model's configuration."""
         folder = Path(self.policy.model.config.name_or_path)
-        names = weight_files(folder) if (folder / "config.json").exists() else None
+        names = weight_names(weight_files(folder)) if (folder / "config.json").exists() else None
         return CheckpointNames(self.policy.model, names)
 
     def weight_source(self, *, adapter: bool = False) -> WeightSource:

@@ -180,7 +180,7 @@ class Receiver:
     """
 
     def __init__(self, vllm_config: Any, model: torch.nn.Module, shapes: dict[str, tuple[int, ...]]):
-        self._config, self._model, self._shapes = vllm_config, model, shapes
+        self._config, self._model, self._shapes = vllm_config, model, shapes | _packed(shapes)
         self._places: Places | None = None
         self._staged: Staged | None = None  # of the last adapter, if its memory is not that of `_places`
         self.clear()
@@ -324,6 +324,16 @@ class Receiver:
         logger.info_once("instep: further adapters of this shape are written where vLLM keeps this one")
         given = self.tensors, self._wholes, list(copies.values())
         return Places(self._adapter, self._layout, model, slot, *given)
+
+
+def _packed(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """The shapes of the weights that GPTQ or AWQ packs; they have inputs first, and GPTQ packs these."""
+    out = {}
+    for layer in [name.removesuffix("qweight") for name in shapes if name.endswith(".qweight")]:
+        (rows, columns), num_out = shapes[f"{layer}qweight"], shapes[f"{layer}scales"][1]
+        num_in = rows * (num_out // shapes[f"{layer}qzeros"][1]) if columns == num_out else rows
+        out[f"{layer}weight"] = (num_out, num_in)
+    return out
 
 
 def _model(manager: Any, tensors: dict[str, torch.Tensor], adapter: dict[str, Any]) -> LoRAModel:
