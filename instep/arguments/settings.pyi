@@ -9,6 +9,7 @@ class Settings:
     adam_beta1: float
     adam_beta2: float
     adam_eps: float
+    add_bos_token: bool
     add_qkv_bias: bool
     advantage_estimator: Literal[
         "grpo",

@@ -9,7 +9,7 @@ from collections.abc import Sized
 from typing import TYPE_CHECKING, Any
 
 from instep.checkpoints.values import to_text
-from instep.data.dataset import check_tokens, load_dataset
+from instep.data.dataset import check_tokens, load_dataset, tell_of_bos
 from instep.data.formats import row_format
 from instep.data.index import FORMAT
 from instep.data.mixture import Mixture
@@ -218,6 +218,7 @@ def load_source(args: Settings, hook_args: Any, vocab_size: int | None = None) -
         tokenizer = load_tokenizer(str(args.hf_checkpoint), args.trust_remote_code)
         for records in source.dataset.datasets:
             check_tokens(records, tokenizer, args.apply_chat_template_kwargs, vocab_size)
+            tell_of_bos(args, records.path, records, tokenizer)
     return source
 
 
@@ -246,6 +247,7 @@ def _load(args: Settings, tokenizer: PreTrainedTokenizerBase | None) -> Mixture:
             row_format(args),
             apply_chat_template=args.apply_chat_template,
             apply_chat_template_kwargs=args.apply_chat_template_kwargs,
+            add_bos_token=args.add_bos_token,
             tokenizer=tokenizer,
             max_prompt_len=args.rollout_max_prompt_len,
             skip_bad_rows=args.skip_bad_rows,

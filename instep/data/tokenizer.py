@@ -7,7 +7,7 @@ import threading
 from typing import Any
 
 from instep.checkpoints.remote_code import own_code_named
-from instep.errors import CheckpointError
+from instep.errors import CheckpointError, ConfigError
 from instep.importing import first_import
 
 _one = threading.Lock()  # transformers finds its names as they are asked for, which two threads must not do at once
@@ -29,6 +29,20 @@ def load_tokenizer(path: str, trust_remote_code: bool) -> Any:
         raise CheckpointError(
             f"no tokenizer could be loaded: {error}", where=path, remedy="--hf-checkpoint names a checkpoint with one"
         ) from error
+
+
+def text_ids(tokenizer: Any, text: str, add_bos: bool = False) -> list[int]:
+    """The ids of a text as it stands; with `add_bos` the begin-of-text token is put before those that have none.
+
+    Raises:
+        ConfigError: the tokenizer has no such token.
+    """
+    ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    bos = tokenizer.bos_token_id
+    if add_bos and bos is None:
+        what = f"the tokenizer of {tokenizer.name_or_path} has no begin-of-text token"
+        raise ConfigError(what, where="--add-bos-token", remedy="leave it out")
+    return [bos, *ids] if add_bos and ids[:1] != [bos] else ids
 
 
 def end_tokens(tokenizer: Any, listed: int | list[int] | None) -> tuple[frozenset[int], list[int]]:

@@ -16,7 +16,7 @@ from instep.data.byte_texts import ByteTexts, byte_texts
 from instep.data.chat import render, special_tokens
 from instep.data.dataset import require_chat_template
 from instep.data.template import text_messages
-from instep.data.tokenizer import load_tokenizer
+from instep.data.tokenizer import load_tokenizer, text_ids
 from instep.errors import DataError
 from instep.types import Sample
 
@@ -61,24 +61,25 @@ def prompt_ids(args: Settings, sample: Sample) -> list[int]:
     if sample.tokens:
         return list(sample.tokens[: sample.prompt_length])
     text, where = sample.prompt, where_of(sample)
+    add_bos = args.add_bos_token and isinstance(text, str)
     if not isinstance(text, str):
         tokenizer, kwargs = require_chat_template(tokenizer_of(args)), args.apply_chat_template_kwargs
         text = render(text, tokenizer, sample.metadata.get("tools"), kwargs, generation_prompt=True, where=where)
-    ids = encode(args, text)
+    ids = encode(args, text, add_bos=add_bos)
     if not ids:
         raise DataError("the prompt has no tokens", where=where, remedy="remove the row")
     return ids
 
 
-def encode(args: Settings, text: str, *, once: bool = False) -> list[int]:
-    """The token ids of a text that already has its special tokens; `once`: nobody asks for them again."""
+def encode(args: Settings, text: str, *, once: bool = False, add_bos: bool = False) -> list[int]:
+    """The token ids of a text (`text_ids`); `once`: nobody asks for them again."""
     of = _encode.__wrapped__ if once else _encode
-    return list(of(str(args.hf_checkpoint), args.trust_remote_code, text))
+    return list(of(str(args.hf_checkpoint), args.trust_remote_code, text, add_bos))
 
 
 @functools.lru_cache(maxsize=1024)  # the samples of a group have one prompt
-def _encode(path: str, trust_remote_code: bool, text: str) -> tuple[int, ...]:
-    return tuple(load_tokenizer(path, trust_remote_code)(text, add_special_tokens=False)["input_ids"])
+def _encode(path: str, trust_remote_code: bool, text: str, add_bos: bool) -> tuple[int, ...]:
+    return tuple(text_ids(load_tokenizer(path, trust_remote_code), text, add_bos))
 
 
 def next_turn_ids(args: Settings, messages: list[dict[str, Any]]) -> list[int]:

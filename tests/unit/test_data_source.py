@@ -34,6 +34,7 @@ def source(path: str, **changes: Any) -> RolloutDataSourceWithBuffer:
         "apply_chat_template": False,
         "apply_chat_template_kwargs": {},
         "rollout_max_prompt_len": None,
+        "add_bos_token": False,
         "skip_bad_rows": False,
         "trust_remote_code": False,
         "rollout_global_dataset": True,

@@ -49,7 +49,8 @@ async def answer(app: App, scope: Message, receive: Receive, send: Send) -> None
             reply = asked.reply(prompt, found, shown, time.monotonic() - begun)
         else:
             texts = [tokenizer.decode(tokens, skip_special_tokens=skip) for tokens in asked.shown(found)]
-            reply = asked.reply(prompt, found, tokenizer.decode(prompt), texts)
+            said = tokenizer.decode(prompt) if asked.text is None else asked.text
+            reply = asked.reply(prompt, found, said, texts)
         text = json.dumps(reply).encode()
     await _send(send, status, text)
 
