@@ -33,6 +33,7 @@ from instep.ports import free_port
 from instep.rollout import runtime
 from tests import keys
 from tests.assets import make_checkpoint as make_tiny_checkpoint
+from tests.assets import with_head
 from tests.engines import rollouts
 
 ENGINE_KINDS = {"embedded": [], "vllm": [pytest.mark.vllm]}  # and marks of the tests that use it
@@ -86,6 +87,7 @@ def make_checkpoint(path: Path, *, tied: bool, seed: int = 0) -> Qwen3ForCausalL
                 parameter.normal_(0, 0.15)
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
+    with_head(path, model)
     return model
 
 
