@@ -43,6 +43,8 @@ class Settings:
     bf16: bool
     buffer_filter_path: str | None
     calculate_per_token_loss: bool
+    chat_template: str | None
+    chat_template_text: str | None
     chosen_key: str
     ckpt_format: Literal["torch_dist", "torch"]
     ckpt_step: int | None

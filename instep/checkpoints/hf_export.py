@@ -194,7 +194,7 @@ def check_files(path: str | Path, *, needs_chat_template: bool) -> None:
             raise ConfigError(
                 "--apply-chat-template needs a tokenizer with a chat template, and this one has none",
                 where=f"{path} (chat_template.jinja or tokenizer_config.json)",
-                remedy="use an instruct checkpoint, add its chat template, or leave out --apply-chat-template",
+                remedy="use an instruct checkpoint, or --chat-template FILE, or leave out --apply-chat-template",
             )
 
 
@@ -227,15 +227,20 @@ def check_export_folder(path: str | Path, flag: str = "--save-hf", kind: Kind = 
         )
 
 
-def export_hf(weight_source: WeightSource, src_checkpoint: Path, dst: Path) -> None:
+def export_hf(weight_source: WeightSource, src_checkpoint: Path, dst: Path, chat_template: str | None = None) -> None:
     """Write the weights, with configuration, tokenizer and templates of `src_checkpoint`, as the checkpoint `dst`.
 
     See `exporting`.
+
+    Args:
+        chat_template: the text of one in place of that of `src_checkpoint`.
     """
 
     def write(weights: Iterator[Any], new: Path) -> None:
         write_weights(weight_source.specs, (tensor for _, tensor in weights), new)
         copy_companions(Path(src_checkpoint), new, weight_source.specs)
+        if chat_template is not None:
+            (new / "chat_template.jinja").write_text(chat_template)
 
     exporting(weight_source, dst, write)
 

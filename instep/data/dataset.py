@@ -151,7 +151,7 @@ def require_chat_template(tokenizer: PreTrainedTokenizerBase | None) -> PreTrain
         raise ConfigError(
             f"--apply-chat-template needs a tokenizer with a chat template; {name}",
             where="--hf-checkpoint (chat_template.jinja or tokenizer_config.json)",
-            remedy="use an instruct checkpoint, add its chat template, or leave out --apply-chat-template",
+            remedy="use an instruct checkpoint, or --chat-template FILE, or leave out --apply-chat-template",
         )
     return tokenizer
 

@@ -14,7 +14,7 @@ from instep.data.formats import row_format
 from instep.data.index import FORMAT
 from instep.data.mixture import Mixture
 from instep.data.rows import split_files
-from instep.data.tokenizer import load_tokenizer
+from instep.data.tokenizer import tokenizer_of
 from instep.errors import ConfigError, DataError, RolloutError
 from instep.hooks import Hook
 from instep.types import Group, Sample
@@ -215,7 +215,7 @@ def load_source(args: Settings, hook_args: Any, vocab_size: int | None = None) -
         return UserSource(hook, hook_args)
     source = hook.function(hook_args)
     if vocab_size is not None and source.dataset is not None:
-        tokenizer = load_tokenizer(str(args.hf_checkpoint), args.trust_remote_code)
+        tokenizer = tokenizer_of(args)
         for records in source.dataset.datasets:
             check_tokens(records, tokenizer, args.apply_chat_template_kwargs, vocab_size)
             tell_of_bos(args, records.path, records, tokenizer)
@@ -240,7 +240,7 @@ def _load(args: Settings, tokenizer: PreTrainedTokenizerBase | None) -> Mixture:
     if not args.prompt_data:
         raise ConfigError("no data to train on", where="--prompt-data", remedy="give a .jsonl or .parquet file")
     if tokenizer is None and (args.apply_chat_template or args.rollout_max_prompt_len is not None):
-        tokenizer = load_tokenizer(str(args.hf_checkpoint), args.trust_remote_code)
+        tokenizer = tokenizer_of(args)
     datasets = [
         load_dataset(
             file,

@@ -404,7 +404,8 @@ class Worker(Profiled):
         if adapter:
             self.backend.export_adapter(path)
         else:
-            export_hf(self.backend.weight_source(), Path(self.args.hf_checkpoint), path)
+            source = self.backend.weight_source()
+            export_hf(source, Path(self.args.hf_checkpoint), path, self.args.chat_template_text)
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 

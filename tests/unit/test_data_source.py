@@ -37,6 +37,7 @@ def source(path: str, **changes: Any) -> RolloutDataSourceWithBuffer:
         "add_bos_token": False,
         "skip_bad_rows": False,
         "trust_remote_code": False,
+        "chat_template_text": None,
         "rollout_global_dataset": True,
         "rollout_shuffle": False,
         "rollout_seed": 42,

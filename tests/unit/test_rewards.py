@@ -46,7 +46,7 @@ def checkpoint() -> str:
 def arguments(**changed: Any) -> Any:
     values: dict[str, Any] = dict(rm_type="math", custom_rm_path=None, reward_key=None, group_rm=False)
     values |= dict(reward_timeout=20.0, reward_num_workers=1, rollout_seed=1)
-    values |= dict(hf_checkpoint=checkpoint(), trust_remote_code=False)
+    values |= dict(hf_checkpoint=checkpoint(), trust_remote_code=False, chat_template_text=None)
     return SimpleNamespace(**{**values, **changed})
 
 
