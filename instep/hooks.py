@@ -124,6 +124,9 @@ def load_function(dotted_path: str) -> Callable[..., Any]:
         raise ConfigError(
             f"{dotted_path!r} is no dotted path", where="hook", remedy="write package.module.function, without .py"
         )
+    from instep.arguments.slime_hooks import install_aliases  # not before: its package needs this module
+
+    install_aliases()
     try:
         module = importlib.import_module(module_name)
         found = getattr(module, name, None)
@@ -138,10 +141,12 @@ def load_function(dotted_path: str) -> Callable[..., Any]:
                 remedy=f"correct that line; `python -c 'import {module_name}'` shows the whole traceback",
             ) from error
         if module_name != missing and not module_name.startswith(missing + "."):
+            theirs = missing.startswith(("slime.", "vime."))
+            instead = "; docs/migration.md, 'Hooks', says which of its modules are here" if theirs else ""
             raise ConfigError(
                 f"module {module_name!r} imports {missing!r}, which is not installed",
                 where=f"hook {dotted_path}",
-                remedy=f"install {missing!r} or leave the import out",
+                remedy=f"install {missing!r} or leave the import out{instead}",
             ) from error
         raise ConfigError(
             f"module {missing!r} not found",

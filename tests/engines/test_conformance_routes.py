@@ -129,6 +129,8 @@ def test_completions(engine: Engine) -> None:
     assert prompt == [tokenizer.bos_token_id, *tokenizer.encode("3 + 4 =", add_special_tokens=False)]
     bare = engine.ok("/v1/completions", body | {"add_special_tokens": False})["choices"][0]
     assert bare["prompt_token_ids"] == prompt[1:]
+    of_slime = engine.ok("/generate", {"text": "3 + 4 =", "sampling_params": {"max_new_tokens": 1}})
+    assert of_slime["meta_info"]["prompt_tokens"] == len(prompt) - 1  # as slime's functions tokenize it
 
 
 def test_chat_completions(engine: Engine) -> None:

@@ -86,7 +86,7 @@ class Server:
             asked = sglang_form.Asked.read(body, header)
         except ValueError as error:
             raise HttpError("BadRequestError", str(error)) from error
-        ids: Any = asked.ids if asked.text is None else await self.engine.call("encode", asked.text)
+        ids: Any = asked.ids if asked.text is None else await self.engine.call("encode", asked.text, False)
         answer = await self._run("generate-tokens", http, [ids], {}, asked.payload(ids)["sampling_params"], "")
         assert isinstance(answer, dict)  # it is not streamed
         text = await self.engine.call("decode", asked.shown(answer), asked.skip_special_tokens)
