@@ -41,7 +41,7 @@ from instep.checkpoints.integrity import TRACKER, check_whole
 from instep.checkpoints.megatron import MegatronCheckpoint
 from instep.checkpoints.megatron_writer import TorchDistWriter
 from instep.checkpoints.quantization import quantization_of
-from instep.checkpoints.remote_code import own_code_named
+from instep.checkpoints.remote_code import load_config
 from instep.errors import CheckpointError, ConfigError
 from instep.models.hub import folder_of
 from instep.models.shape import KNOWN, ModelShape, model_shape
@@ -130,15 +130,13 @@ def _check_apart(save: Path, *sources: Path) -> None:
 
 def _shape(folder: Path, trusted: bool) -> ModelShape:
     from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
 
     remedy = "give a folder with the config.json of the model"
     if not folder.is_dir():
         raise ConfigError(f"{folder} is no folder", where="--hf-checkpoint", remedy=remedy)
     read_hf_config(folder)  # transformers would say less of what is wrong with it
     try:
-        with own_code_named(str(folder), "model"):
-            config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trusted)
+        config = load_config(str(folder), trusted)
     except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
         raise ConfigError(f"no readable config.json: {error}", where="--hf-checkpoint", remedy=remedy) from error
     try:

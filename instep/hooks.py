@@ -82,7 +82,8 @@ class Hook:
             if self.path.startswith("instep.") or is_from_outside(error):
                 raise
             at = raised_at(error, self.function if self.path else None)
-            remedy = "correct that line, or catch the error there; `instep train --help` shows what the hook gets"
+            remedy = signature_for(error, self.function if self.path else None, self.flag)
+            remedy = remedy or "correct that line, or catch the error there; `instep train --help` shows what it gets"
             if _UNAUTHORIZED.search(said(error, 1 << 16)):
                 remedy = (
                     "engines and routers of the run ask for its key: use instep.rollout.http.post, or send the header "
@@ -124,6 +125,9 @@ def load_function(dotted_path: str) -> Callable[..., Any]:
         raise ConfigError(
             f"{dotted_path!r} is no dotted path", where="hook", remedy="write package.module.function, without .py"
         )
+    from instep.arguments.slime_hooks import install_aliases  # not before: its package needs this module
+
+    install_aliases()
     try:
         module = importlib.import_module(module_name)
         found = getattr(module, name, None)
@@ -138,10 +142,12 @@ def load_function(dotted_path: str) -> Callable[..., Any]:
                 remedy=f"correct that line; `python -c 'import {module_name}'` shows the whole traceback",
             ) from error
         if module_name != missing and not module_name.startswith(missing + "."):
+            theirs = missing.startswith(("slime.", "vime."))
+            instead = "; docs/migration.md, 'Hooks', says which of its modules are here" if theirs else ""
             raise ConfigError(
                 f"module {module_name!r} imports {missing!r}, which is not installed",
                 where=f"hook {dotted_path}",
-                remedy=f"install {missing!r} or leave the import out",
+                remedy=f"install {missing!r} or leave the import out{instead}",
             ) from error
         raise ConfigError(
             f"module {missing!r} not found",
@@ -195,13 +201,32 @@ def raised_at(error: BaseException, function: Callable[..., Any] | None = None) 
     frames = traceback.extract_tb(_traceback(error))
     if isinstance(error, SyntaxError) and isinstance(error.filename, str):
         return f"{error.filename}:{error.lineno}"
-    source = inspect.getsourcefile(inspect.unwrap(function)) if inspect.isfunction(function) else None
+    source = _source(function)
     own = [f for f in frames if (f.filename == source if source else not f.filename.startswith(_OURS))]
     last = (own or frames)[-1]
-    if source and not own and isinstance(error, TypeError) and last.filename.startswith(_OURS):
+    if _does_not_fit(error, function):
         code = inspect.unwrap(function).__code__  # type: ignore[union-attr, arg-type]
         return f"{source}:{code.co_firstlineno}, the definition of {code.co_name}"
     return f"{last.filename}:{last.lineno} in {last.name}"
+
+
+def signature_for(error: BaseException, function: Callable[..., Any] | None, flag: str) -> str:
+    """What the function of a flag takes, if `error` is that the call did not fit it."""
+    from instep.arguments.all_flags import own_flags  # not before: it needs this module
+
+    known = own_flags().get(flag)
+    says = known is not None and "f(" in known.help
+    return f"it is called as {known.help}" if known and says and _does_not_fit(error, function) else ""
+
+
+def _does_not_fit(error: BaseException, function: Callable[..., Any] | None) -> bool:
+    files = [frame.filename for frame in traceback.extract_tb(_traceback(error))]
+    source = _source(function)
+    return bool(source) and isinstance(error, TypeError) and source not in files and files[-1].startswith(_OURS)
+
+
+def _source(function: Callable[..., Any] | None) -> str | None:
+    return inspect.getsourcefile(inspect.unwrap(function)) if inspect.isfunction(function) else None
 
 
 def described(value: Any) -> str:

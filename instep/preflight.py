@@ -61,7 +61,7 @@ def _check_inputs(args: Settings) -> None:
     config = check_hf_checkpoint(args.hf_checkpoint)
     if not (args.debug_rollout_only and args.rollout_backend == "vllm"):  # which knows best what it serves
         quantization_of(config, args.hf_checkpoint)
-    check_files(args.hf_checkpoint, needs_chat_template=args.apply_chat_template)
+    check_files(args.hf_checkpoint, needs_chat_template=args.apply_chat_template and args.chat_template is None)
     if args.save_hf:
         check_export_folder(export_folder(args.save_hf, 0))
     _check_run_dir(Path(args.run_dir))

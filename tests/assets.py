@@ -73,6 +73,16 @@ def make_checkpoint(
     return path
 
 
+def with_head(folder: Path, model: Any) -> None:
+    """Let the folder of a model hold its output layer, also where that is its embedding, and config.json tie them."""
+    from safetensors.torch import load_file, save_file
+
+    weights = {**load_file(folder / "model.safetensors"), "lm_head.weight": model.lm_head.weight.detach().clone()}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 def make_prompts(path: Path, num: int, *, seed: int = 0) -> Path:
     """`a+b=?` in the seeds' jsonl format."""
     rng = random.Random(seed)

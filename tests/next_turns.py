@@ -16,7 +16,9 @@ def arguments(monkeypatch: Any, tokenizer: Any) -> Namespace:
     """Arguments whose tokenizer is `tokenizer`."""
     monkeypatch.setattr("instep.rollout.tokens.tokenizer_of", lambda args: tokenizer)
     monkeypatch.setattr("instep.rollout.tokens.encode", lambda args, text, **_: ids_of(tokenizer, text))
-    return Namespace(hf_checkpoint="", trust_remote_code=False, apply_chat_template_kwargs=None)
+    return Namespace(
+        hf_checkpoint="", trust_remote_code=False, chat_template_text=None, apply_chat_template_kwargs=None
+    )
 
 
 def ids_of(tokenizer: Any, text: str) -> list[int]:

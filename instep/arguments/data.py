@@ -61,6 +61,7 @@ DATA = FlagGroup(
         Flag("--tool-key", default="tools", help="column of the tools", whose="C"),
         switch("--apply-chat-template", "render messages with the tokenizer's chat template", "VSC"),
         Flag("--apply-chat-template-kwargs", json_object, {}, "more arguments of the chat template", whose="C"),
+        switch("--add-bos-token", "begin prompts that are plain text with the tokenizer's begin-of-text token"),
         switch("--rollout-shuffle", "shuffle the prompts in each epoch", "C"),
         Flag("--rollout-seed", SEED, 42, "of the shuffle and of the sampling seeds", whose="C"),
         switch("--skip-bad-rows", "skip and count rows that cannot be used, instead of stopping"),
@@ -185,7 +186,12 @@ def balance_data(args: Settings, given: Given) -> bool:
     return args.balance_data or args.balance_by_flops
 
 
-RESOLVERS = (global_batch_size, num_steps_per_rollout, balance_data)
+def add_bos_token(args: Settings, given: Given) -> bool:
+    """A chat template writes the begin-of-text token itself, where its model wants one."""
+    return args.add_bos_token and not args.apply_chat_template
+
+
+RESOLVERS = (global_batch_size, num_steps_per_rollout, balance_data, add_bos_token)
 
 # ---- rules -----------------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,6 @@ changes.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 import re
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from instep.arguments.slime_hooks import instep_hook
+from instep.arguments.slime_hooks import instep_hook, is_installed
 from instep.data.rows import split_files
 from instep.documents import parse_choice, parse_json, parse_whole
 from instep.engines.topology import MAX_GPUS
@@ -139,10 +138,13 @@ def hook(value: str) -> str:
 
     Where slime (or vime) is not installed, its own functions are those of instep in their place.
     """
+    if file := re.fullmatch(r"(?:.*/)?(\w+)\.py(?:::?(\w+))?", value):
+        form = f"{file[1]}.{file[2] or 'my_function'}"
+        raise ValueError(f"is a file: write {form}, with its folder on PYTHONPATH unless instep starts there")
     if "." not in value or not all(part.isidentifier() for part in value.split(".")):
         raise ValueError("is no dotted path like my_module.my_function (not a file name, no colon)")
     top = value.partition(".")[0]
-    if importlib.util.find_spec(top) is None:
+    if not is_installed(top):
         if ours := instep_hook(value):
             return ours
         here = "; docs/migration.md, 'Hooks', says what is here in its place" if top in _SEEDS else ""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from instep.arguments.flag import (
     refused,
     switch,
 )
+from instep.documents import read_text
 from instep.models.hub import HOW, gets_weights
 from instep.models.shape import read_config
 from instep.scratch import export_folder
@@ -52,6 +54,7 @@ MODEL = FlagGroup(
             "run the Python files that --hf-checkpoint brings for its tokenizer or model; without it they are an error",
             "M",
         ),
+        path_flag("--chat-template", "file of a chat template for data, engines, exports; default: the checkpoint's"),
         path_flag("--load", "the actor's checkpoint (or Hugging Face folder); default: --ref-load", "VSC"),
         path_flag("--save", "folder for checkpoints", "VSC"),
         Flag("--save-interval", COUNT, None, "save every so many rollouts, and after the last", whose="CM"),
@@ -131,11 +134,20 @@ def train_backend(args: Settings, given: Given) -> str:
     return "hf" if args.train_backend == "fsdp" else args.train_backend
 
 
+def chat_template_text(args: Settings, given: Given) -> str | None:
+    """Empty where there is none to be read, which the rule `chat_template` reports."""
+    if args.chat_template is None:
+        return None
+    with suppress(OSError, ValueError):
+        return read_text(Path(args.chat_template))
+    return ""
+
+
 def run_dir(args: Settings, given: Given) -> str:
     return args.run_dir or f"runs/{args.command}"
 
 
-RESOLVERS = (train_backend, run_dir)
+RESOLVERS = (train_backend, chat_template_text, run_dir)
 
 # ---- rules -----------------------------------------------------------------------------------------------------------
 
@@ -168,6 +180,11 @@ def checkpoint(args: Settings, given: set[str]) -> Iterator[Problem]:
         there = any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
         if not there and not gets_weights(args.hf_checkpoint):
             yield Problem(f"{folder} holds no weights", where, "it needs *.safetensors")
+
+
+def chat_template(args: Settings, given: set[str]) -> Iterator[Problem]:
+    if args.chat_template_text == "":
+        yield Problem(f"{args.chat_template} holds no text", "--chat-template", "give a file with a Jinja template")
 
 
 def folder_to_load(name: str) -> Rule:
@@ -237,7 +254,7 @@ def export(args: Settings, given: set[str]) -> Iterator[Problem]:
             yield Problem(what, "--save-hf", "OUT/hf-{rollout_id}")
 
 
-SERVED_RULES: tuple[Rule, ...] = (missing_checkpoint, checkpoint)
+SERVED_RULES: tuple[Rule, ...] = (missing_checkpoint, checkpoint, chat_template)
 RULES: tuple[Rule, ...] = (
     missing_checkpoint,
     saving,
@@ -246,5 +263,6 @@ RULES: tuple[Rule, ...] = (
     reference,
     load,
     checkpoint,
+    chat_template,
     folder_to_load("ref_load"),
 )

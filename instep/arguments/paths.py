@@ -49,7 +49,7 @@ class Use(NamedTuple):
 USES = {
     **dict.fromkeys(("hf_checkpoint", "load", "ref_load", "critic_load", "opd_teacher_load"), Use(Role.READS)),
     **dict.fromkeys(("prompt_data", "eval_config", "megatron_config_path", "vllm_config"), Use(Role.READS)),
-    **dict.fromkeys(("load_debug_rollout_data", "api_key_file", "vllm_config_path"), Use(Role.READS)),
+    **dict.fromkeys(("load_debug_rollout_data", "api_key_file", "vllm_config_path", "chat_template"), Use(Role.READS)),
     "run_dir": Use(Role.ADDS, _RUN),
     "save": Use(Role.ADDS, _CHECKPOINTS),
     "critic_save": Use(Role.ADDS, _CHECKPOINTS),

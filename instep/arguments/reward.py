@@ -38,7 +38,13 @@ REWARD = FlagGroup(
             whose="C",
         ),
         Flag("--rm-url", help="address of the reward server, for --rm-type remote_rm", whose="C"),
-        Flag("--custom-rm-path", hook, None, "async f(args, sample): a reward of your own", whose="VSC"),
+        Flag(
+            "--custom-rm-path",
+            hook,
+            None,
+            "f(args, sample), or TRL's f(prompts, completions, **columns), async or not: a reward of your own",
+            whose="VSC",
+        ),
         Flag("--reward-key", help="which entry counts, where a reward is a dict", whose="C"),
         Flag("--eval-reward-key", help="the same in evaluation; default: --reward-key", whose="C"),
         switch(
@@ -94,6 +100,12 @@ def remote(args: Settings, given: set[str]) -> Iterator[Problem]:
         yield Problem("needs the address of a server", "--rm-type remote_rm", "give --rm-url")
 
 
+def both(args: Settings, given: set[str]) -> Iterator[Problem]:
+    if args.rm_type is not None and args.custom_rm_path is not None:
+        what = "grades nothing by itself: --custom-rm-path decides the reward"
+        yield Problem(what, f"--rm-type {args.rm_type}", refused=False)
+
+
 def of_groups(args: Settings, given: set[str]) -> Iterator[Problem]:
     if args.group_rm and args.custom_rm_path is None:
         yield Problem("needs a reward that takes lists", "--group-rm", "give --custom-rm-path")
@@ -119,4 +131,4 @@ def possible(args: Settings, given: set[str]) -> Iterator[Problem]:
             yield Problem(what, f"{where} {rule}", f"give --{kind}reward-key score")
 
 
-RULES = (named, remote, of_groups, possible)
+RULES = (named, remote, both, of_groups, possible)

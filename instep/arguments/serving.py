@@ -14,7 +14,7 @@ SERVED = frozenset(
     "--hf-checkpoint --rollout-backend --rollout-num-gpus --rollout-num-gpus-per-engine --port --device --precision "
     "--bf16 --num-threads --run-dir --deterministic-mode --seed --vllm-max-model-len --vllm-max-num-seqs --vllm-dtype "
     "--vllm-config --vllm-router-ip --vllm-router-port --prefill-num-servers --engine-start-timeout --rollout-timeout "
-    "--heartbeat-timeout --no-api-key --api-key-file --allowed-hosts".split()
+    "--heartbeat-timeout --no-api-key --api-key-file --allowed-hosts --chat-template".split()
 )
 
 

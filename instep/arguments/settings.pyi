@@ -9,6 +9,7 @@ class Settings:
     adam_beta1: float
     adam_beta2: float
     adam_eps: float
+    add_bos_token: bool
     add_qkv_bias: bool
     advantage_estimator: Literal[
         "grpo",
@@ -42,6 +43,8 @@ class Settings:
     bf16: bool
     buffer_filter_path: str | None
     calculate_per_token_loss: bool
+    chat_template: str | None
+    chat_template_text: str | None
     chosen_key: str
     ckpt_format: Literal["torch_dist", "torch"]
     ckpt_step: int | None

@@ -5,6 +5,13 @@ vime's modules have the same names.
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
 # The module there, the module here, and what of it there is.
 MODULES: dict[str, tuple[str, str]] = {
     "slime.utils.types": ("instep.types", "Sample"),
@@ -37,8 +44,38 @@ MODULES: dict[str, tuple[str, str]] = {
 }
 
 
+_THEIRS = {name.replace("slime.", "vime.", 1): here for name, here in MODULES.items()} | MODULES
+
+
 def instep_hook(path: str) -> str:
     """instep's function in the place of slime's or vime's at this dotted path; empty if there is none."""
     module, _, name = path.rpartition(".")
-    ours, names = MODULES.get(module) or MODULES.get(module.replace("vime.", "slime.", 1), ("", ""))
+    ours, names = _THEIRS.get(module, ("", ""))
     return f"{ours}.{name}" if name in names.split() else ""
+
+
+class _Aliases(MetaPathFinder, Loader):
+    """Finds slime's and vime's modules where these are not installed: each has the functions of instep's."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        ours = not path and any(f"{module}.".startswith(f"{name}.") for module in _THEIRS)  # a real package has a path
+        return ModuleSpec(name, self, is_package=True) if ours else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        ours, names = _THEIRS.get(module.__name__, ("", ""))
+        for name in names.split():
+            setattr(module, name, getattr(importlib.import_module(ours), name))
+
+
+_ALIASES = _Aliases()
+
+
+def install_aliases() -> None:
+    """Let users' files import slime's and vime's modules."""
+    if _ALIASES not in sys.meta_path:
+        sys.meta_path.append(_ALIASES)
+
+
+def is_installed(package: str) -> bool:
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.loader is not _ALIASES

@@ -18,9 +18,9 @@ from instep.checkpoints.integrity import Kind, contents, is_ours, put_in_place, 
 from instep.checkpoints.weight_files import SINGLE
 from instep.documents import read_json
 from instep.errors import CheckpointError, ConfigError
+from instep.models.files import INDEX, weight_map
 from instep.models.mtp import KEYS, mtp_names, num_mtp_layers
-from instep.models.shape import QUANTIZATION, check_types, with_quantization
-from instep.models.sizes import INDEX, weight_map
+from instep.models.shape import QUANTIZATION, as_stored, check_types
 from instep.private import share
 from instep.scratch import Scratch
 
@@ -112,7 +112,7 @@ def check_regular(folder: Path) -> None:
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
-    """The config.json of a Hugging Face folder, with its quantization (`with_quantization`).
+    """The config.json of a Hugging Face folder, as its files are (`as_stored`).
 
     Raises:
         ConfigError: it is missing or no JSON object, or hf_quant_config.json cannot be read.
@@ -125,7 +125,7 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"config.json cannot be read: {error}", where=str(place), remedy=remedy) from error
     try:
-        return with_quantization(config, folder)
+        return as_stored(config, folder)
     except (OSError, ValueError) as error:
         what, remedy = f"{QUANTIZATION} cannot be read: {error}", "copy or download the checkpoint again"
         raise ConfigError(what, where=str(folder), remedy=remedy) from error
@@ -156,7 +156,7 @@ def check_files(path: str | Path, *, needs_chat_template: bool) -> None:
             raise ConfigError(
                 "--apply-chat-template needs a tokenizer with a chat template, and this one has none",
                 where=f"{path} (chat_template.jinja or tokenizer_config.json)",
-                remedy="use an instruct checkpoint, add its chat template, or leave out --apply-chat-template",
+                remedy="use an instruct checkpoint, or --chat-template FILE, or leave out --apply-chat-template",
             )
 
 
@@ -189,15 +189,20 @@ def check_export_folder(path: str | Path, flag: str = "--save-hf", kind: Kind = 
         )
 
 
-def export_hf(weight_source: WeightSource, src_checkpoint: Path, dst: Path) -> None:
+def export_hf(weight_source: WeightSource, src_checkpoint: Path, dst: Path, chat_template: str | None = None) -> None:
     """Write the weights, with configuration, tokenizer and templates of `src_checkpoint`, as the checkpoint `dst`.
 
     See `exporting`.
+
+    Args:
+        chat_template: the text of one in place of that of `src_checkpoint`.
     """
 
     def write(weights: Iterator[Any], new: Path) -> None:
         write_weights(weight_source.specs, (tensor for _, tensor in weights), new)
         copy_companions(Path(src_checkpoint), new, weight_source.specs)
+        if chat_template is not None:
+            (new / "chat_template.jinja").write_text(chat_template)
 
     exporting(weight_source, dst, write)
 
@@ -303,6 +308,8 @@ def copy_companions(src: Path, folder: Path, specs: Sequence[TensorSpec]) -> Non
         shutil.copytree(templates, folder / templates.name)
     config = json.loads((src / "config.json").read_text())
     config.pop("quantization_config", None)  # of the weights of `src`
+    if any(spec.name.endswith("lm_head.weight") for spec in specs):
+        config["tie_word_embeddings"] = False
     largest = max((spec for spec in specs if spec.dtype.is_floating_point), key=_num_bytes)
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(largest.dtype).removeprefix("torch.")
     if not mtp_names((spec.name for spec in specs), config.get("num_hidden_layers") or 0, num_mtp_layers(config)):

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from instep.errors import CheckpointError
+from instep.models.files import has_own_head
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 @contextmanager
@@ -28,3 +33,18 @@ def own_code_named(folder: str, what: str) -> Iterator[None]:
             where=folder,
             remedy="read its .py files; if you trust where they come from, give --trust-remote-code",
         ) from error
+
+
+def load_config(folder: str, trust_remote_code: bool) -> PretrainedConfig:
+    """What transformers knows of the model in a folder, without tied embeddings where its output layer is another one.
+
+    Raises:
+        CheckpointError: the checkpoint needs code of its own; and what transformers raises.
+    """
+    from transformers import AutoConfig
+
+    with own_code_named(folder, "model"):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    if getattr(config, "tie_word_embeddings", False) and has_own_head(folder):
+        config.tie_word_embeddings = False
+    return config  # type: ignore[no-any-return]

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from instep.checkpoints.inert import MAX_DIMENSIONS, MAX_NAME
 from instep.documents import open_regular
 from instep.errors import CheckpointError
-from instep.models.sizes import INDEX, SINGLE, weight_map
+from instep.models.files import INDEX, SINGLE, weight_map
 
 PARTS = ("qweight", "qzeros", "scales", "g_idx")  # what GPTQ and AWQ keep in the place of a layer's `weight`
 MAX_ELEMENTS = 1 << 63  # torch counts them in an int64, an empty dimension as 1

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 # What a run cannot change on its way: it would train on other data, on the same twice, or read other files.
 _FIXED = (
     "command max_staleness prompt_data prompt_data_weights data_source_path input_key label_key "
-    "apply_chat_template rollout_max_prompt_len "
+    "apply_chat_template chat_template_text add_bos_token rollout_max_prompt_len "
     "rollout_seed rollout_shuffle n_samples_per_prompt train_backend"
 ).split()
 # Where a run reads and writes, and what follows from other arguments, is not the run.
 _PLACES = frozenset(
-    "load save save_hf critic_load critic_save megatron_config_path run_dir data_cache_path "
+    "load save save_hf chat_template critic_load critic_save megatron_config_path run_dir data_cache_path "
     "ckpt_step ref_ckpt_step engine_port ray_address dp_size world_size rollout_num_engines notes".split()
 )
 
@@ -138,7 +138,7 @@ def changed_arguments(before: dict[str, Any], args: Args) -> list[str]:
     changed = {
         name: f"--{name.replace('_', '-')} was {_shown(before.get(name))} and is {_shown(now.get(name))}"
         for name in sorted(before.keys() | now.keys())
-        if name not in _PLACES and before.get(name) != now.get(name)
+        if name not in _PLACES and before.get(name) != now.get(name) and (name in before or now[name])  # of a new flag
     }
     # Another number of threads sums in another order.
     fixed = (*_FIXED, "num_threads") if args.deterministic_mode else _FIXED

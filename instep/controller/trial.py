@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from instep.algorithms.catalog import DEFAULT_ROLLOUT
+from instep.algorithms.losses.policy import PolicyLossConfig
 from instep.arguments import RUNTIME_ATTRIBUTES
 from instep.controller.advantage_columns import processed_rewards
 from instep.controller.run_state import check_savable
@@ -162,7 +163,25 @@ class HookTrial:
             return await runtime.gather([run_group(execution, g, dict(params)) for g in tried])
 
         limit = min(GENERATE_SECONDS, self._args.rollout_timeout)
-        self._rest(self._await(generate(), limit))
+        generated = self._await(generate(), limit)
+        self._check_log_probs([sample for group in generated for sample in group])
+        self._rest(generated)
+
+    def _check_log_probs(self, samples: list[Sample]) -> None:
+        """Refuse samples without the engine's log-probs where the loss needs them."""
+        args = self._args
+        if args.loss_type != "policy_loss" or args.custom_convert_samples_to_train_data_path is not None:
+            return
+        needed_by = " and ".join(PolicyLossConfig.from_args(args).reads_rollout_log_probs)
+        without = [s for s in samples if s.rollout_log_probs is None and any(s.loss_mask or [s.response_length])]
+        if needed_by and without:
+            hook = Hook("--custom-generate-function-path", args.custom_generate_function_path or "")
+            raise RolloutError(
+                f"the samples have no rollout_log_probs, which {needed_by} needs",
+                where=f"{hook}; {_row(without[0])}; {NOT_BEGUN}",
+                remedy="ask for the log-probs of the sampled tokens, and append both with "
+                "sample.append_response_tokens(tokens, log_probs), as instep.rollout.vllm_rollout.generate does",
+            )
 
     # ---- hooks over groups ---------------------------------------------------------------------------------------
 

@@ -18,6 +18,8 @@ from instep.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from instep.arguments.settings import HookSettings, Settings
+
 DEFAULT_FORMAT = RowFormat()
 logger = logging.getLogger(__name__)
 NUM_ROWS_CHECKED = 100_000  # check_file leaves further rows to load_dataset
@@ -97,6 +99,7 @@ def load_dataset(
     *,
     apply_chat_template: bool = False,
     apply_chat_template_kwargs: dict[str, Any] | None = None,
+    add_bos_token: bool = False,
     tokenizer: PreTrainedTokenizerBase | None = None,
     max_prompt_len: int | None = None,
     skip_bad_rows: bool = False,
@@ -116,7 +119,9 @@ def load_dataset(
     """
     if apply_chat_template:
         require_chat_template(tokenizer)
-    use = _Use(row_format, apply_chat_template, apply_chat_template_kwargs or {}, max_prompt_len, tokenizer)
+    use = _Use(
+        row_format, apply_chat_template, apply_chat_template_kwargs or {}, max_prompt_len, tokenizer, add_bos_token
+    )
     chunks = partial(_usable, path_spec, use, skip_bad_rows)
     if is_large(path_spec):
         index = Index.of(path_spec, [asdict(row_format), skip_bad_rows], use.identity(), cache_path, chunks)
@@ -146,7 +151,7 @@ def require_chat_template(tokenizer: PreTrainedTokenizerBase | None) -> PreTrain
         raise ConfigError(
             f"--apply-chat-template needs a tokenizer with a chat template; {name}",
             where="--hf-checkpoint (chat_template.jinja or tokenizer_config.json)",
-            remedy="use an instruct checkpoint, add its chat template, or leave out --apply-chat-template",
+            remedy="use an instruct checkpoint, or --chat-template FILE, or leave out --apply-chat-template",
         )
     return tokenizer
 
@@ -162,6 +167,17 @@ def check_tokens(records: Iterable[Record], tokenizer: Any, kwargs: dict[str, An
             raise DataError(what, where=record.where, remedy="mend the row, or use the tokenizer of this model")
 
 
+def tell_of_bos(args: HookSettings | Settings, path: str, records: Sequence[Record], tokenizer: Any) -> None:
+    """Warn of texts without the token with which the tokenizer would begin them."""
+    prompt, bos = records[0].prompt, tokenizer.bos_token
+    chosen = args.add_bos_token or args.apply_chat_template or args.custom_generate_function_path
+    if chosen or bos is None or not isinstance(prompt, str) or prompt.startswith(bos):
+        return
+    if tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]:
+        what = "the tokenizer begins a text with %s, and these prompts have none; --add-bos-token adds it"
+        logger.warning(f"%s: {what}", path, bos)
+
+
 @dataclass
 class _Use:
     """How rows become records, and which are left out."""
@@ -171,6 +187,7 @@ class _Use:
     kwargs: dict[str, Any]
     limit: int | None
     tokenizer: PreTrainedTokenizerBase | None
+    add_bos: bool = False
 
     def record(self, row: Row) -> Record:
         messages = row.prompt if isinstance(row.prompt, list) else None
@@ -203,7 +220,8 @@ class _Use:
 
         one, version = self.tokenizer, transformers.__version__
         words = one.backend_tokenizer.to_str() if one.is_fast else [repr(one), one.get_vocab()]
-        return [self.template, self.kwargs, self.limit, one.chat_template, one.special_tokens_map, words, version]
+        add = ["bos"] if self.add_bos else []
+        return [self.template, self.kwargs, self.limit, one.chat_template, one.special_tokens_map, words, version, *add]
 
 
 class _Indexed(Sequence[Record]):
@@ -242,7 +260,9 @@ def _usable(
             chunk.append((raw, line, record))
             digest.update(line.strip() + b"\n")
         if use.limit is not None and use.tokenizer is not None:
-            fits = _within_limit([record for _, _, record in chunk], texts, use.tokenizer, use.limit)
+            bos = use.tokenizer.bos_token_id if use.add_bos else None
+            begins = [bos if isinstance(record.prompt, str) else None for _, _, record in chunk]
+            fits = _within_limit(texts, begins, use.tokenizer, use.limit)
             found.num_too_long += fits.count(False)
             chunk = list(compress(chunk, fits))
         found.num_rows += len(chunk)
@@ -257,14 +277,14 @@ def _render(tokenizer: PreTrainedTokenizerBase, record: Record, kwargs: dict[str
 
 
 def _within_limit(
-    records: list[Record], texts: list[str], tokenizer: PreTrainedTokenizerBase, limit: int
+    texts: list[str], begins: list[int | None], tokenizer: PreTrainedTokenizerBase, limit: int
 ) -> list[bool]:
-    """For each record whether its text has at most `limit` tokens."""
+    """For each text whether it has at most `limit` tokens, with the one that it is to begin with, if any."""
     fits = [not _is_long(text, tokenizer, limit) for text in texts]
     unsure = [i for i, text in enumerate(texts) if fits[i] and SHORT * len(text.encode()) > limit]
     ids = tokenizer([texts[i] for i in unsure], add_special_tokens=False)["input_ids"] if unsure else []
     for i, token_ids in zip(unsure, ids, strict=True):
-        fits[i] = len(token_ids) <= limit
+        fits[i] = len(token_ids) + (begins[i] not in (None, *token_ids[:1])) <= limit
     return fits
 
 

@@ -9,12 +9,12 @@ from collections.abc import Sized
 from typing import TYPE_CHECKING, Any
 
 from instep.checkpoints.values import to_text
-from instep.data.dataset import check_tokens, load_dataset
+from instep.data.dataset import check_tokens, load_dataset, tell_of_bos
 from instep.data.formats import row_format
 from instep.data.index import FORMAT
 from instep.data.mixture import Mixture
 from instep.data.rows import split_files
-from instep.data.tokenizer import load_tokenizer
+from instep.data.tokenizer import tokenizer_of
 from instep.errors import ConfigError, DataError, RolloutError
 from instep.hooks import Hook
 from instep.types import Group, Sample
@@ -215,9 +215,10 @@ def load_source(args: Settings, hook_args: Any, vocab_size: int | None = None) -
         return UserSource(hook, hook_args)
     source = hook.function(hook_args)
     if vocab_size is not None and source.dataset is not None:
-        tokenizer = load_tokenizer(str(args.hf_checkpoint), args.trust_remote_code)
+        tokenizer = tokenizer_of(args)
         for records in source.dataset.datasets:
             check_tokens(records, tokenizer, args.apply_chat_template_kwargs, vocab_size)
+            tell_of_bos(args, records.path, records, tokenizer)
     return source
 
 
@@ -239,13 +240,14 @@ def _load(args: Settings, tokenizer: PreTrainedTokenizerBase | None) -> Mixture:
     if not args.prompt_data:
         raise ConfigError("no data to train on", where="--prompt-data", remedy="give a .jsonl or .parquet file")
     if tokenizer is None and (args.apply_chat_template or args.rollout_max_prompt_len is not None):
-        tokenizer = load_tokenizer(str(args.hf_checkpoint), args.trust_remote_code)
+        tokenizer = tokenizer_of(args)
     datasets = [
         load_dataset(
             file,
             row_format(args),
             apply_chat_template=args.apply_chat_template,
             apply_chat_template_kwargs=args.apply_chat_template_kwargs,
+            add_bos_token=args.add_bos_token,
             tokenizer=tokenizer,
             max_prompt_len=args.rollout_max_prompt_len,
             skip_bad_rows=args.skip_bad_rows,

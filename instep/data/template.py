@@ -89,7 +89,7 @@ def _bounded(tokenizer: Any, messages: list[Message], given: Mapping[str, Any]) 
         raise TemplateTooLarge(f"{name} {error}") from error
     except jinja2.TemplateSyntaxError as error:
         what = f"{name} is wrong in line {error.lineno}: {error.message}"
-        remedy = "mend its chat_template.jinja, or tokenizer_config.json"
+        remedy = "mend that of --chat-template, or its chat_template.jinja or tokenizer_config.json"
         raise CheckpointError(what, where=place, remedy=remedy) from error
 
 

@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import functools
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from instep.checkpoints.remote_code import own_code_named
-from instep.errors import CheckpointError
+from instep.errors import CheckpointError, ConfigError
 from instep.importing import first_import
+
+if TYPE_CHECKING:
+    from instep.arguments.settings import HookSettings, Settings
 
 _one = threading.Lock()  # transformers finds its names as they are asked for, which two threads must not do at once
 
 
+def tokenizer_of(args: HookSettings | Settings) -> Any:
+    """The tokenizer of `--hf-checkpoint`, with the template of `--chat-template`."""
+    return load_tokenizer(str(args.hf_checkpoint), args.trust_remote_code, args.chat_template_text)
+
+
 @functools.cache
-def load_tokenizer(path: str, trust_remote_code: bool) -> Any:
+def load_tokenizer(path: str, trust_remote_code: bool, chat_template: str | None = None) -> Any:
     """The tokenizer of a Hugging Face checkpoint, loaded once.
+
+    Args:
+        chat_template: the text of one in place of the checkpoint's.
 
     Raises:
         CheckpointError: there is none, or it is Python code of the checkpoint's own that is not trusted.
@@ -24,11 +35,28 @@ def load_tokenizer(path: str, trust_remote_code: bool) -> Any:
         with _one, own_code_named(path, "tokenizer"), first_import("transformers.models.auto.tokenization_auto"):
             from transformers import AutoTokenizer
 
-            return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"no tokenizer could be loaded: {error}", where=path, remedy="--hf-checkpoint names a checkpoint with one"
         ) from error
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+def text_ids(tokenizer: Any, text: str, add_bos: bool = False) -> list[int]:
+    """The ids of a text as it stands; with `add_bos` the begin-of-text token is put before those that have none.
+
+    Raises:
+        ConfigError: the tokenizer has no such token.
+    """
+    ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    bos = tokenizer.bos_token_id
+    if add_bos and bos is None:
+        what = f"the tokenizer of {tokenizer.name_or_path} has no begin-of-text token"
+        raise ConfigError(what, where="--add-bos-token", remedy="leave it out")
+    return [bos, *ids] if add_bos and ids[:1] != [bos] else ids
 
 
 def end_tokens(tokenizer: Any, listed: int | list[int] | None) -> tuple[frozenset[int], list[int]]:

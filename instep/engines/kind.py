@@ -107,7 +107,9 @@ class EngineKind(Protocol):
             words: what flags and overrides say already.
             update_weights: whether the engines get the trainer's weights.
         """
-        return {}
+        if args.chat_template is None or not update_weights:
+            return {}
+        return {"chat_template": ["--chat-template", args.chat_template]}
 
     def plan_line(self, spec: EngineSpec, at: Addresses, node_rank: int, node_host: str) -> str:
         """The command line that `instep plan` shows for the engine's process on `node_host`; "" if it shows none."""

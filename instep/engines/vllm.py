@@ -138,7 +138,7 @@ class VllmKind(EngineKind):
         Where vLLM is not installed (`instep plan`) they suit the newest version with a committed table of flags.
         """
         version = installed_version("vllm") or TABLES["vllm"][0]
-        own = {
+        own = super().own_words(args, group, words, update_weights) | {
             "dtype": ["--dtype", engine_dtype(args)],
             "seed": ["--seed", str(args.seed)],
             "logprobs_mode": ["--logprobs-mode", "processed_logprobs"],  # at the sampling temperature, as the trainer's

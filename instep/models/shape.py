@@ -9,6 +9,7 @@ from typing import Any
 
 from instep.documents import read_json
 from instep.errors import ConfigError
+from instep.models.files import has_own_head
 from instep.models.mtp import KEYS, num_mtp_layers
 from instep.models.rope import rope_by_layer
 
@@ -22,7 +23,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
         raise ValueError("is JSON, but not an object like '{\"key\": 1}'")
     check_types(config)
     text = config.get("text_config")
-    return with_quantization({**config, **text} if isinstance(text, dict) else config, folder)
+    return as_stored({**config, **text} if isinstance(text, dict) else config, folder)
 
 
 def check_types(config: Mapping[str, Any]) -> None:
@@ -47,11 +48,14 @@ def check_types(config: Mapping[str, Any]) -> None:
         raise ValueError(f"its entry {wrong[0]} is of another type than models have there")
 
 
-def with_quantization(config: dict[str, Any], folder: str | Path) -> dict[str, Any]:
-    """`config` with the `quantization_config` that folders of ModelOpt may have in hf_quant_config.json alone.
+def as_stored(config: dict[str, Any], folder: str | Path) -> dict[str, Any]:
+    """`config` as the files of its folder are: with the `quantization_config` that ModelOpt may have put into
+    hf_quant_config.json alone, and without tied embeddings where the output layer is another one.
 
     Raises: OSError, ValueError.
     """
+    if config.get("tie_word_embeddings") and has_own_head(str(folder)):
+        config = {**config, "tie_word_embeddings": False}
     file = Path(folder) / QUANTIZATION
     if config.get("quantization_config") or not file.exists():
         return config

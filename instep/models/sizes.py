@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -12,12 +10,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from instep.documents import open_regular, read_json
+from instep.models.files import safetensors_header, tensor_files
 from instep.models.shape import FAMILIES, num_experts, read_config
 
 _LAYER = re.compile(r"^model\.layers\.(\d{1,9})\.")
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_LONGEST = 10**8  # bytes of a header, by the format
 _WHOLE = {"F64", "F32", "F16", "BF16"}  # types of weights that are not packed
 
 
@@ -114,7 +110,7 @@ def quantized_bytes(folder: str | None) -> int | None:
     if folder is None:
         return None
     try:
-        files = _files(Path(folder)) if "quantization_config" in read_config(folder) else []
+        files = tensor_files(Path(folder)) if "quantization_config" in read_config(folder) else []
         return sum(file.stat().st_size for file in files) or None
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
@@ -172,46 +168,6 @@ def _latent_attention(config: Mapping[str, Any], hidden: int, heads: int, kv_ran
     return queries + hidden * (kv_rank + rotary) + kv_rank * (1 + heads * (content + value)) + heads * value * hidden
 
 
-def weight_map(folder: Path) -> dict[str, str]:
-    """The name of the file of each tensor, by the tensor's name, in the index of a Hugging Face folder.
-
-    Raises: OSError, ValueError.
-    """
-    index = read_json(folder / INDEX)
-    files = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
-        raise ValueError("it has no weight_map, an object with the name of a file for each tensor")
-    if elsewhere := [file for file in files.values() if "/" in file or file in ("", ".", "..") or "\0" in file]:
-        raise ValueError(f"it names {elsewhere[0]!r:.80}, which is no file in its folder")
-    return files
-
-
-def safetensors_header(path: Path) -> dict[str, Any]:
-    """What stands in a safetensors file about its tensors, by name; nothing is allocated that is not there.
-
-    Raises: OSError, ValueError.
-    """
-    with open_regular(path) as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > min(_LONGEST, os.fstat(file.fileno()).st_size):
-            raise ValueError(f"{path.name} is no safetensors file: its header would have {length:,} bytes")
-        try:
-            header = json.loads(file.read(length))
-        except RecursionError:
-            raise ValueError(f"{path.name} is no safetensors file: its header is nested too deep") from None
-    if not isinstance(header, dict):
-        raise ValueError(f"{path.name} is no safetensors file: its header is no JSON object")
-    return header
-
-
-def _files(folder: Path) -> list[Path]:
-    """The safetensors files of a model, as transformers chooses them: other forms of it may lie in the same folder."""
-    whole = folder / SINGLE
-    if (folder / INDEX).exists():
-        return [folder / name for name in sorted(set(weight_map(folder).values()))]
-    return [whole] if whole.exists() else sorted(folder.glob("*.safetensors"))
-
-
 def _counted(folder: Path, shape: Shape) -> tuple[int, int] | None:
     """The elements of all tensors in the model's safetensors files, and those of experts; None where it is not clear.
 
@@ -220,7 +176,7 @@ def _counted(folder: Path, shape: Shape) -> tuple[int, int] | None:
     """
     count = experts = 0
     try:
-        for path in _files(folder):
+        for path in tensor_files(folder):
             for name, tensor in safetensors_header(path).items():
                 behind = (index := _LAYER.search(name)) is not None and int(index[1]) >= shape.num_layers
                 if name == "__metadata__" or behind or (shape.tied and name == "lm_head.weight"):

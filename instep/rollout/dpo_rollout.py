@@ -6,6 +6,7 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 from instep.data.chat import tokenize_conversation
+from instep.data.tokenizer import text_ids
 from instep.errors import DataError, RolloutError
 from instep.hooks import said
 from instep.rollout.sft_rollout import as_completed
@@ -65,7 +66,7 @@ def _tokenized(args: HookSettings, sample: Sample, response: Any, where: str) ->
             template_kwargs=args.apply_chat_template_kwargs,
             where=where,
         )
-    prompt, ids = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (sample.prompt, response))
+    prompt, ids = text_ids(tokenizer, sample.prompt, args.add_bos_token), text_ids(tokenizer, response)
     if tokenizer.eos_token_id is not None and ids[-1:] != [tokenizer.eos_token_id]:
         ids = [*ids, tokenizer.eos_token_id]
     if not prompt or not ids:

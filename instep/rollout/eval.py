@@ -6,7 +6,7 @@ import copy
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from instep.data.dataset import Record, load_dataset
+from instep.data.dataset import Record, load_dataset, tell_of_bos
 from instep.data.formats import eval_row_format
 from instep.errors import ConfigError, RolloutError
 from instep.rollout import runtime
@@ -42,6 +42,7 @@ def _load(args: HookSettings, dataset: EvalDataset) -> list[Record]:
         "row_format": eval_row_format(args, dataset),
         "apply_chat_template": args.apply_chat_template,
         "apply_chat_template_kwargs": args.apply_chat_template_kwargs,
+        "add_bos_token": args.add_bos_token,
         "max_prompt_len": dataset.max_prompt_len,
         "skip_bad_rows": args.skip_bad_rows,
         "cache_path": args.data_cache_path,
@@ -49,6 +50,7 @@ def _load(args: HookSettings, dataset: EvalDataset) -> list[Record]:
     key = (dataset.path, str(args.hf_checkpoint), repr(options))
     if key not in _loaded:
         _loaded[key] = list(load_dataset(dataset.path, tokenizer=tokenizer_of(args), **options))
+        tell_of_bos(args, dataset.path, _loaded[key], tokenizer_of(args))
     return _loaded[key]
 
 

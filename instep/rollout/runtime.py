@@ -200,6 +200,11 @@ def shutdown(timeout: float = 2.0) -> None:
         home.loop.close()
 
 
+def is_own_thread() -> bool:
+    """Whether the loop of this thread is one of this module's, not one that a hook has made."""
+    return _of_thread.home is not None
+
+
 def at_shutdown(closer: Callable[[], Awaitable[None]]) -> None:
     """Await `closer()` on the loop when it shuts down: that of this thread, or the one of the process."""
     with _lock:

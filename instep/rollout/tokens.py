@@ -12,11 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from instep.data.branches import Message, ended, window
-from instep.data.byte_texts import ByteTexts, byte_texts
+from instep.data.byte_texts import byte_texts
 from instep.data.chat import render, special_tokens
 from instep.data.dataset import require_chat_template
 from instep.data.template import text_messages
-from instep.data.tokenizer import load_tokenizer
+from instep.data.tokenizer import load_tokenizer, text_ids, tokenizer_of
 from instep.errors import DataError
 from instep.types import Sample
 
@@ -32,11 +32,6 @@ _ANYTHING: list[Message] = [{"role": "user", "content": "?"}]  # stands for a pr
 TOKENS_BEFORE = "tokens_before"  # in `extra` of a sibling: how many of the responses it continues (for its seed)
 MAX_TOKENS_INLINE = 256  # the transfer to a thread and back takes longer than to decode so many
 _decoder = ThreadPoolExecutor(1, thread_name_prefix="detokenize")
-
-
-def tokenizer_of(args: Settings) -> Any:
-    """The tokenizer of `--hf-checkpoint`."""
-    return load_tokenizer(str(args.hf_checkpoint), args.trust_remote_code)
 
 
 def forget_tokenizers() -> None:
@@ -61,24 +56,25 @@ def prompt_ids(args: Settings, sample: Sample) -> list[int]:
     if sample.tokens:
         return list(sample.tokens[: sample.prompt_length])
     text, where = sample.prompt, where_of(sample)
+    add_bos = args.add_bos_token and isinstance(text, str)
     if not isinstance(text, str):
         tokenizer, kwargs = require_chat_template(tokenizer_of(args)), args.apply_chat_template_kwargs
         text = render(text, tokenizer, sample.metadata.get("tools"), kwargs, generation_prompt=True, where=where)
-    ids = encode(args, text)
+    ids = encode(args, text, add_bos=add_bos)
     if not ids:
         raise DataError("the prompt has no tokens", where=where, remedy="remove the row")
     return ids
 
 
-def encode(args: Settings, text: str, *, once: bool = False) -> list[int]:
-    """The token ids of a text that already has its special tokens; `once`: nobody asks for them again."""
+def encode(args: Settings, text: str, *, once: bool = False, add_bos: bool = False) -> list[int]:
+    """The token ids of a text (`text_ids`); `once`: nobody asks for them again."""
     of = _encode.__wrapped__ if once else _encode
-    return list(of(str(args.hf_checkpoint), args.trust_remote_code, text))
+    return list(of(tokenizer_of(args), text, add_bos))
 
 
 @functools.lru_cache(maxsize=1024)  # the samples of a group have one prompt
-def _encode(path: str, trust_remote_code: bool, text: str) -> tuple[int, ...]:
-    return tuple(load_tokenizer(path, trust_remote_code)(text, add_special_tokens=False)["input_ids"])
+def _encode(tokenizer: Any, text: str, add_bos: bool) -> tuple[int, ...]:
+    return tuple(text_ids(tokenizer, text, add_bos))
 
 
 def next_turn_ids(args: Settings, messages: list[dict[str, Any]]) -> list[int]:
@@ -320,19 +316,16 @@ def token_texts(args: Settings, ids: list[int]) -> list[str]:
 
 async def decode(args: Settings, ids: list[int], *, skip_special_tokens: bool) -> str:
     """The text of `ids`; many are decoded in a thread, because the tokenizer then releases the interpreter lock."""
-    if (texts := _byte_texts(str(args.hf_checkpoint), args.trust_remote_code)) is not None:
+    if (texts := _byte_texts(tokenizer := tokenizer_of(args))) is not None:
         with contextlib.suppress(IndexError):  # a model may have more rows than its tokenizer has tokens
             return texts.decode(ids, skip_special_tokens=skip_special_tokens)
-    tokenizer = tokenizer_of(args)
     work = functools.partial(tokenizer.decode, ids, skip_special_tokens=skip_special_tokens)
     if len(ids) <= MAX_TOKENS_INLINE:
         return work()
     return await asyncio.get_running_loop().run_in_executor(_decoder, work)
 
 
-@functools.cache
-def _byte_texts(path: str, trust_remote_code: bool) -> ByteTexts | None:
-    return byte_texts(load_tokenizer(path, trust_remote_code))
+_byte_texts = functools.cache(byte_texts)
 
 
 def stop_string(text: str, before_last: str, stops: str | Sequence[str]) -> str | None:

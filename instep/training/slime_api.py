@@ -1,4 +1,4 @@
-"""The functions that losses and corrections written for slime import from its trainer; only the import path changes.
+"""The functions that losses and corrections written for slime import from its trainer.
 
 There is no context parallelism yet: a rank has all tokens of its samples, so that both functions about slices return
 what they are given.

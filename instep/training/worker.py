@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from instep.checkpoints.adapter import lora_of
 from instep.checkpoints.plain import random_state, seed_all, set_random_state
-from instep.checkpoints.remote_code import own_code_named
+from instep.checkpoints.remote_code import load_config
 from instep.errors import CheckpointError, ConfigError
 from instep.importing import first_import
 from instep.models.layer_sketches import layer_sketches
@@ -132,11 +132,7 @@ class Worker(Profiled):
 
     def _build(self, *, with_optimizer: bool, like: Path | None = None) -> TrainBackend:
         """A model, without weights, of the shape of the Hugging Face folder `like` (default: --hf-checkpoint)."""
-        from transformers import AutoConfig
-
-        folder = str(like or self.args.hf_checkpoint)
-        with own_code_named(folder, "model"):
-            config = AutoConfig.from_pretrained(folder, trust_remote_code=self.args.trust_remote_code)
+        config = load_config(str(like or self.args.hf_checkpoint), self.args.trust_remote_code)
         vars(config).pop("quantization_config", None)  # `load_hf` reads weights in FP8 as `dtype`
         options: dict[str, Any] = {
             "hf_config": config,
@@ -408,7 +404,8 @@ class Worker(Profiled):
         if adapter:
             self.backend.export_adapter(path)
         else:
-            export_hf(self.backend.weight_source(), Path(self.args.hf_checkpoint), path)
+            source = self.backend.weight_source()
+            export_hf(source, Path(self.args.hf_checkpoint), path, self.args.chat_template_text)
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 

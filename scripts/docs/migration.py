@@ -124,7 +124,7 @@ def _hooks() -> Iterator[str]:
         "instep knows ([models.md](models.md)) are built from config.json."
     )
     yield ""
-    yield "`slime.rollout.sglang_rollout` is also there as `instep.rollout.sglang_rollout`."
+    yield "Hooks import these under slime's (or vime's) names, too, where that is not installed."
     yield ""
     yield "| slime | here |"
     yield "|---|---|"

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import openai
 import psutil
@@ -94,6 +95,7 @@ def root(tmp_path_factory):
     """A folder with `hf/`, whose heads vLLM has on a CPU."""
     root = tmp_path_factory.mktemp("served")
     make_checkpoint(root / "hf", head_dim=32)
+    (root / "plain.jinja").write_text("{% for m in messages %}{{ m.content }}\n{% endfor %}")
     return root
 
 
@@ -111,7 +113,7 @@ VLLM = on_vllm(trainer=False)
     ],
 )
 def served(request, root):
-    with Server(root, *request.param) as server:
+    with Server(root, *request.param, "--chat-template", str(root / "plain.jinja")) as server:
         yield server.wait_for("Ctrl-C ends it")
         assert server.end() == 0, server.text
 
@@ -159,6 +161,7 @@ def test_greedy_is_the_same_in_both_routes_and_as_transformers(served):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(served.model)
+    tokenizer.chat_template = (Path(served.model).parent / "plain.jinja").read_text()
     model = AutoModelForCausalLM.from_pretrained(served.model, dtype=torch.float32)
     prompt = tokenizer.apply_chat_template(HELLO, tokenize=False, add_generation_prompt=True)
     ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]

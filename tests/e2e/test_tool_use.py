@@ -56,7 +56,9 @@ def test_a_tool_that_does_not_end(tool):
 def test_tokens_between_turns(tmp_path):
     """Those that the template writes, and no special token of what a tool says."""
     folder = str(make_checkpoint(tmp_path))
-    args = Namespace(hf_checkpoint=folder, trust_remote_code=False, apply_chat_template_kwargs=None)
+    args = Namespace(
+        hf_checkpoint=folder, trust_remote_code=False, chat_template_text=None, apply_chat_template_kwargs=None
+    )
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     talk = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "let me ask"}]
     answer = [{"role": "tool", "content": "2"}]

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from instep.arguments import parse
@@ -33,6 +33,7 @@ from instep.ports import free_port
 from instep.rollout import runtime
 from tests import keys
 from tests.assets import make_checkpoint as make_tiny_checkpoint
+from tests.assets import with_head
 from tests.engines import rollouts
 
 ENGINE_KINDS = {"embedded": [], "vllm": [pytest.mark.vllm]}  # and marks of the tests that use it
@@ -56,9 +57,9 @@ def train_tokenizer() -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     core.train_from_iterator(["add the two numbers and show each step", "3 + 4 = 7, carry 1"] * 8, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|pad|>", chat_template=CHAT_TEMPLATE
-    )
+    core.post_processor = processors.TemplateProcessing(single="<|pad|> $A", special_tokens=[("<|pad|>", 0)])
+    special = {"bos_token": "<|pad|>", "eos_token": "<|im_end|>", "pad_token": "<|pad|>"}
+    return PreTrainedTokenizerFast(tokenizer_object=core, chat_template=CHAT_TEMPLATE, **special)
 
 
 def make_checkpoint(path: Path, *, tied: bool, seed: int = 0) -> Qwen3ForCausalLM:
@@ -86,6 +87,7 @@ def make_checkpoint(path: Path, *, tied: bool, seed: int = 0) -> Qwen3ForCausalL
                 parameter.normal_(0, 0.15)
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
+    with_head(path, model)
     return model
 
 

@@ -126,6 +126,11 @@ def test_completions(engine: Engine) -> None:
     log_probs = choice["logprobs"]
     assert log_probs["token_logprobs"] == pytest.approx(want.tolist(), abs=TOLERANCE)
     assert len(choice["prompt_logprobs"]) == len(prompt)
+    assert prompt == [tokenizer.bos_token_id, *tokenizer.encode("3 + 4 =", add_special_tokens=False)]
+    bare = engine.ok("/v1/completions", body | {"add_special_tokens": False})["choices"][0]
+    assert bare["prompt_token_ids"] == prompt[1:]
+    of_slime = engine.ok("/generate", {"text": "3 + 4 =", "sampling_params": {"max_new_tokens": 1}})
+    assert of_slime["meta_info"]["prompt_tokens"] == len(prompt) - 1  # as slime's functions tokenize it
 
 
 def test_chat_completions(engine: Engine) -> None:
@@ -135,6 +140,8 @@ def test_chat_completions(engine: Engine) -> None:
     reply = engine.ok("/v1/chat/completions", body)
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert reply["prompt_token_ids"] == prompt
+    begun = engine.ok("/v1/chat/completions", body | {"add_special_tokens": True})
+    assert begun["prompt_token_ids"] == [tokenizer.bos_token_id, *prompt]
     choice = reply["choices"][0]
     assert choice["token_ids"] == engine.generate(prompt, max_tokens=8, temperature=0)["token_ids"]
     assert choice["message"]["content"] == tokenizer.decode(choice["token_ids"], skip_special_tokens=True)

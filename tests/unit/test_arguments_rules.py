@@ -337,6 +337,11 @@ def test_eval_config_that_is_wrong(text, what):
     assert what in refusal("--eval-interval 2 --eval-config eval.yaml")
 
 
+def test_a_reward_of_ones_own_goes_before_a_rule():
+    notes = parse(argv("--custom-rm-path examples.hooks.reward --rm-type math --label-key label")).notes
+    assert notes == ["--rm-type math: grades nothing by itself: --custom-rm-path decides the reward"]
+
+
 def test_ranks_and_cores(monkeypatch):
     """On the CPUs of this host one copy of the model by default; at most two ranks share a core, which a note tells."""
     monkeypatch.setattr(cluster, "num_usable_cpus", lambda: 2)

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from instep import convert
 from instep.checkpoints import hf_export
@@ -24,11 +25,15 @@ from instep.checkpoints.integrity import write_manifest
 from instep.checkpoints.megatron import MegatronCheckpoint
 from instep.checkpoints.megatron_files import full_shape
 from instep.checkpoints.plain import read_index
+from instep.checkpoints.remote_code import load_config
 from instep.cli import main
+from instep.controller.space import num_weights
 from instep.errors import CheckpointError
-from instep.models.shape import ModelShape
+from instep.models.shape import ModelShape, read_config
+from instep.models.sizes import shape_of
 from instep.models.weight_map import Kind
 from instep.weights.source import TensorSpec
+from tests.assets import with_head
 from tests.distributed.helpers import RankPool
 from tests.distributed.megatron_layouts import MODELS, random_model
 
@@ -67,6 +72,30 @@ def test_there_and_back_keeps_every_bit(models, tmp_path, capsys, monkeypatch, n
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "bfloat16"
     out = capsys.readouterr().out
     assert "read back with equal digests" in out and f"{len(before)} of Hugging Face's" in out
+
+
+@pytest.mark.parametrize("scale, own", [(1, False), (2, True)])
+def test_an_output_layer_in_a_folder_whose_config_ties_it(models, tmp_path, scale, own):
+    """A copy of the embedding is tied, another one is the model's own, as transformers sees it."""
+    hf, model = shutil.copytree(models / "tied", tmp_path / "hf"), random_model(MODELS["tied"]).bfloat16()
+    model.lm_head.weight.data *= scale
+    with_head(hf, model)
+    if own:
+        (hf / "model.safetensors").rename(hf / "model-1.safetensors")
+        rest = weights(hf)
+        save_file({"lm_head.weight": rest.pop("lm_head.weight")}, hf / "model-2.safetensors")
+        save_file(rest, hf / "model-1.safetensors")
+        files = dict.fromkeys(rest, "model-1.safetensors") | {"lm_head.weight": "model-2.safetensors"}
+        (hf / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    plain = shape_of(str(models / "tied")).total
+    assert shape_of(str(hf)).total == num_weights(hf) == plain + own * model.lm_head.weight.numel()
+    head = AutoModelForCausalLM.from_pretrained(hf).lm_head.weight
+    config = load_config(str(hf), False)
+    assert read_config(hf)["tie_word_embeddings"] == config.tie_word_embeddings == (not own)
+    assert to_megatron(hf, tmp_path / "m") == 0 and to_hf(tmp_path / "m", hf, tmp_path / "new") == 0
+    new = json.loads((tmp_path / "new" / "config.json").read_text())
+    assert new["tie_word_embeddings"] == (not own) and ("lm_head.weight" in weights(tmp_path / "new")) == own
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "new").lm_head.weight, head)
 
 
 @pytest.mark.parametrize("name", ["untied", "qwen2", "moe-mixed"])

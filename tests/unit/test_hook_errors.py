@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import inspect
 import json
 from collections.abc import Callable
@@ -17,7 +18,7 @@ import pytest
 import torch
 
 from instep.arguments import parse
-from instep.arguments.all_flags import GROUPS
+from instep.arguments.all_flags import GROUPS, find
 from instep.arguments.flag import hook as hook_type
 from instep.controller.advantage_columns import add_advantages
 from instep.controller.round_metrics import logs_evaluation, metrics_of_rollout
@@ -63,7 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_prompts(folder / "train.jsonl", 8)
     (folder / "hooks_of_this_test.py").write_text(
         "from tests.unit.test_hook_errors import current\n\n\ndef function(*args, **kwargs):\n"
-        "    return current['does'](*args, **kwargs)\n"
+        "    return current['does'](*args, **kwargs)\n\n\ndef takes_nine(a, b, c, d, e, f, g, h, i):\n    pass\n"
     )
     return folder
 
@@ -323,6 +324,19 @@ def error_of(flag: str, make: Callable[..., Any], does: Callable[..., Any]) -> s
 def test_what_a_hook_raises_is_named(flag: str, parsed: Callable[..., Any]) -> None:
     said = error_of(flag, parsed, fails)
     assert "LookupError('of the user')" in said and "hooks_of_this_test.py:5" in said, said
+
+
+@pytest.mark.parametrize(
+    "flag",
+    ["--rollout-function-path", "--dynamic-sampling-filter-path", "--custom-rm-path", "--custom-tis-function-path"],
+)
+def test_a_function_of_another_signature_is_told_the_right_one(
+    flag: str, parsed: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = importlib.import_module(ME.partition(".")[0])
+    monkeypatch.setattr(module, "function", module.takes_nine)
+    said = error_of(flag, parsed, fails)
+    assert "the definition of takes_nine" in said and f"it is called as {find(flag).help}" in said, said
 
 
 @pytest.mark.parametrize("flag", [flag for flag, values in WRONG.items() if values])

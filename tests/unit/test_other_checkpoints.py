@@ -14,15 +14,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import AutoModelForCausalLM
 
 from instep.arguments import parse
 from instep.checkpoints.hf_export import check_hf_checkpoint
 from instep.checkpoints.megatron import Part
 from instep.checkpoints.megatron_files import Chunk, Stored
 from instep.checkpoints.weight_files import INDEX, weight_files
+from instep.engines.embedded.model import load_model
+from instep.engines.embedded.weights import LiveWeights
 from instep.errors import CheckpointError, ConfigError
 from instep.training.worker import Worker
-from tests.assets import make_checkpoint, make_prompts
+from tests.assets import make_checkpoint, make_prompts, with_head
 
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "fewer layers": ({"layers": 1}, "11 of its weights are not the model's, the first 'model.layers.1."),
@@ -51,8 +54,13 @@ def alone() -> Iterator[None]:
     torch.set_rng_state(state)
 
 
-def worker(folder: Path, model: str, place: Path, **shape: Any) -> Worker:
+def worker(folder: Path, model: str, place: Path, head: int = 0, **shape: Any) -> Worker:
+    """A worker of a checkpoint; with `head` in it, beside its tied embedding, its output layer, so many times that."""
     make_checkpoint(place / model, **shape)
+    if head:
+        made = AutoModelForCausalLM.from_pretrained(place / model)
+        made.lm_head.weight.data *= head
+        with_head(place / model, made)
     words = (
         f"--hf-checkpoint {place / model} --prompt-data {folder}/train.jsonl --rollout-batch-size 1 --rm-type random "
     )
@@ -82,6 +90,20 @@ def test_a_critic_begins_with_an_actor_that_has_an_output_layer(saved: Path, tmp
     actor.backend.load(tmp_path / "actor", optimizer=False, fresh_head=True)
     weights = {spec.name: tensor for spec, tensor in actor.backend.weight_source() if tensor is not None}
     assert not weights["lm_head.weight"].any() and weights["model.norm.weight"].any()
+
+
+@pytest.mark.parametrize("scale", [1, 2])
+def test_an_output_layer_beside_tied_embeddings_is_trained_if_it_is_another(
+    saved: Path, tmp_path: Path, alone: None, scale: int
+) -> None:
+    made = worker(saved, "hf", tmp_path, head=scale)
+    assert {spec.name for spec, _ in made.backend.weight_source()} == LiveWeights(
+        load_model(str(tmp_path / "hf"), torch.float32, torch.device("cpu"), 128, False), tmp_path / "hf"
+    ).expected.keys()
+    weights = {spec.name: tensor for spec, tensor in made.backend.weight_source()}
+    assert ("lm_head.weight" in weights) == (scale == 2)
+    if scale == 2:
+        assert torch.equal(weights["lm_head.weight"], 2 * weights["model.embed_tokens.weight"])
 
 
 def test_a_missing_shard_is_named_before_anything_loads(tmp_path: Path) -> None:

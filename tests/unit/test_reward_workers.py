@@ -42,6 +42,22 @@ def test_a_worker_that_hangs_is_replaced() -> None:
     assert _gone(first.pop())
 
 
+def test_the_workers_of_a_hooks_own_loop_end_with_it(capfd: pytest.CaptureFixture[str]) -> None:
+    """A rollout function may call `asyncio.run(async_rm(...))`, more than once; the run ends without a traceback."""
+
+    async def scenario() -> set[int]:
+        assert await shared_pool().equal(r"\sqrt{4}", "2", timeout=60, where="")
+        return {w.pid for w in shared_pool()._all}
+
+    async def rollout() -> list[set[int]]:
+        return [await asyncio.to_thread(asyncio.run, scenario()) for _ in range(2)]
+
+    first, second = runtime.run(rollout(), timeout=100)
+    assert not first & second and all(map(_gone, first | second))
+    runtime.shutdown()
+    assert "Traceback" not in capfd.readouterr().err
+
+
 async def _disturbed(number: int, idle_seconds: float, timeout: float = 60) -> tuple[set[int], set[int], bool]:
     """The workers before and after a signal to them, and the answer to the job that comes `idle_seconds` later."""
     pool = shared_pool()

@@ -46,7 +46,7 @@ def checkpoint() -> str:
 def arguments(**changed: Any) -> Any:
     values: dict[str, Any] = dict(rm_type="math", custom_rm_path=None, reward_key=None, group_rm=False)
     values |= dict(reward_timeout=20.0, reward_num_workers=1, rollout_seed=1)
-    values |= dict(hf_checkpoint=checkpoint(), trust_remote_code=False)
+    values |= dict(hf_checkpoint=checkpoint(), trust_remote_code=False, chat_template_text=None)
     return SimpleNamespace(**{**values, **changed})
 
 
@@ -376,7 +376,7 @@ def test_a_reward_that_cannot_be_called_is_named_where_it_stands() -> None:
     with pytest.raises(RewardError, match="takes 0 positional arguments but 2 were given") as caught:
         apply("takes_nothing")
     assert f"{__file__}:{takes_nothing.__code__.co_firstlineno}, the definition of takes_nothing" in caught.value.where
-    assert "runtime.py" not in caught.value.where
+    assert "runtime.py" not in caught.value.where and "f(args, sample), or TRL's" in caught.value.remedy
 
 
 def test_a_group_reward_of_another_length_is_named() -> None:

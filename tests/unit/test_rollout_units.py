@@ -74,7 +74,7 @@ def stops_at(text: str, stops: list[str], min_tokens: int) -> tuple[int, str | N
 def test_a_response_that_was_aborted_ends_where_it_would_have_ended(tmp_path: Path) -> None:
     """The engine sees the text of the continuation alone; a tool has written what stands before the turn."""
     make_checkpoint(tmp_path)
-    args: Any = SimpleNamespace(hf_checkpoint=tmp_path, trust_remote_code=False)
+    args: Any = SimpleNamespace(hf_checkpoint=tmp_path, trust_remote_code=False, chat_template_text=None)
     (a,), (b,) = (tokenizer_of(args)(letter)["input_ids"] for letter in "ab")
 
     async def continued(text: str, k: int, stops: list[str], min_tokens: int) -> tuple[int, str | None]:
@@ -277,6 +277,7 @@ def test_sft_rollout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     args = SimpleNamespace(
         hf_checkpoint=str(checkpoint),
         trust_remote_code=False,
+        chat_template_text=None,
         rollout_batch_size=2,
         loss_mask_type="qwen",
         apply_chat_template_kwargs={},

@@ -3,12 +3,14 @@
 import asyncio
 import importlib
 import inspect
+import sys
 from typing import Any
 
 import pytest
 
 from instep.arguments import parse
-from instep.arguments.slime_hooks import MODULES
+from instep.arguments.slime_hooks import MODULES, is_installed
+from instep.errors import ConfigError
 from instep.hooks import load_function
 from instep.rollout import runtime
 from instep.rollout.execute import train_sampling_params
@@ -20,6 +22,11 @@ from instep.types import Sample
 from tests.assets import make_checkpoint
 from tests.command_line import argv, make_folder
 
+OF_VIME = "vime.rollout.vllm_rollout"
+HOOK = """
+def reward(args, sample):
+    return float(isinstance(sample, types.Sample) and sample.response == "7")
+"""
 RENAMED = [name for name in MODULES if name.startswith(("slime.rollout.sglang_rollout", "slime.rollout.rm_hub"))]
 
 
@@ -137,3 +144,40 @@ def test_rewards_of_samples(view):
     assert runtime.run(async_rm(mine, samples[0]), timeout=60) == 9.0 and asked.pop() is samples[0]
     assert runtime.run(batched_async_rm(mine, samples), timeout=60) == [9.0, 9.0]
     assert asked == [samples], "one call for all"
+
+
+@pytest.fixture
+def forgotten(tmp_path, monkeypatch):
+    """A folder on Python's path; modules of slime and vime that a test has imported are forgotten."""
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("slime", "vime", "written_for")]:
+        del sys.modules[name]
+    importlib.invalidate_caches()
+
+
+@pytest.mark.parametrize("package", ["slime", "vime"])
+def test_a_file_that_was_written_for_slime_is_a_hook_as_it_is(forgotten, package):
+    modules = {name.replace("slime.", f"{package}.", 1): found for name, found in MODULES.items() if name != OF_VIME}
+    lines = [f"from {name} import {', '.join(names.split())}" for name, (_, names) in modules.items()]
+    (forgotten / "written_for.py").write_text("\n".join([*lines, f"import {package}.utils.types as types", HOOK]))
+    load_function.cache_clear()
+    assert load_function("written_for.reward")(None, Sample(response="7")) == 1.0
+    for theirs, (ours, names) in modules.items():
+        for name in names.split():
+            assert getattr(sys.modules[theirs], name) is load_function(f"{ours}.{name}")
+    (forgotten / "written_for.py").write_text(f"import {package}.agent.harness\n")
+    del sys.modules["written_for"]
+    load_function.cache_clear()
+    with pytest.raises(ConfigError, match=f"imports '{package}.agent', which is not installed") as error:
+        load_function("written_for.reward")
+    assert "docs/migration.md" in error.value.remedy
+
+
+def test_an_installed_slime_is_imported_itself(forgotten):
+    load_function("instep.types.Sample")  # which lets the others be found
+    (forgotten / "slime").mkdir()
+    (forgotten / "slime/__init__.py").write_text("")
+    assert is_installed("slime") and not is_installed("vime")
+    with pytest.raises(ModuleNotFoundError, match="slime.utils"):
+        importlib.import_module("slime.utils.types")

@@ -13,6 +13,7 @@ from instep.arguments import parse
 from instep.controller.trial import HookTrial
 from instep.data.source import RolloutDataSourceWithBuffer
 from instep.errors import ConfigError, RolloutError
+from instep.rollout.tokens import prompt_ids
 from tests.assets import make_checkpoint, make_prompts
 
 END = "<|im_end|>"
@@ -56,6 +57,13 @@ def without_end(args, sample):
     sample.response = sample.response.removesuffix(END)
 
 
+async def without_log_probs(args, sample, sampling_params):
+    """As the generate function of slime's guide."""
+    sample.tokens = [*prompt_ids(args, sample), 5, 2]
+    sample.response_length, sample.response, sample.status = 2, "1", sample.Status.COMPLETED
+    return sample
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("trial")
@@ -96,6 +104,19 @@ def test_what_no_checkpoint_can_hold_is_refused_before_the_start(folder):
     with pytest.raises(RolloutError, match="a checkpoint cannot hold tried of a sample: a object is no plain") as error:
         notes(folder, "contained", *more, "--save", str(folder / "ckpt"))
     assert "train.jsonl" in error.value.where and "the run has not begun" in error.value.where
+
+
+@pytest.mark.parametrize("flag", ["--use-tis", "--use-rollout-logprobs", ""])
+def test_a_generate_function_gives_the_log_probs_that_the_loss_needs(folder, flag):
+    more = ["--custom-generate-function-path", f"{__name__}.without_log_probs", *filter(None, [flag])]
+    trial = trial_of(folder, "contained", *more)
+    trial.before_start()
+    trial._hook_args = trial._args.view({"rollout_engine_urls": ["http://127.0.0.1:9"]})  # nobody is asked
+    if not flag:
+        return trial.with_engine()
+    with pytest.raises(RolloutError, match=f"no rollout_log_probs, which {flag} needs") as error:
+        trial.with_engine()
+    assert "without_log_probs" in error.value.where and "train.jsonl, line 1" in error.value.where
 
 
 @pytest.mark.parametrize("reward", ["contained", "short", "minus_length"])

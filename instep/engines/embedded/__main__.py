@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from instep.checkpoints.hf_export import check_hf_checkpoint
-from instep.data.tokenizer import end_tokens
+from instep.data.tokenizer import end_tokens, load_tokenizer
+from instep.documents import read_text
 from instep.engines.guard import Guard
 from instep.importing import first_import
 from instep.kernel import set_name
@@ -37,6 +38,7 @@ def parse_args() -> argparse.Namespace:
     p.add_argument("--max-num-seqs", type=int, default=256)
     p.add_argument("--batch-invariant", action="store_true", help="bits do not depend on what shares the batch; slower")
     p.add_argument("--enable-return-routed-experts", action="store_true", help="answers have each token's experts")
+    p.add_argument("--chat-template", type=Path, help="file of a chat template; default: the model's")
     p.add_argument("--trust-remote-code", action="store_true", help="run Python files of the checkpoint")
     args = p.parse_args()
     if args.max_num_seqs < 1 or (args.max_model_len or 1) < 1:
@@ -69,7 +71,7 @@ def load_engine(args: argparse.Namespace, pipe: Connection) -> Any:
     if limit is None:
         raise ValueError("config.json does not say how long its sequences may be: give --max-model-len")
     model = load_model(args.model, getattr(torch, args.dtype), torch.device(args.device), limit, trust)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(args.model, trust_remote_code=trust)
+    tokenizer = load_tokenizer(args.model, trust, args.chat_template and read_text(args.chat_template))
     runner = Runner(model, args.max_num_seqs, limit, args.batch_invariant, args.enable_return_routed_experts)
     eos_ids, others = end_tokens(tokenizer, model.generation_config.eos_token_id)
     if others:

@@ -11,6 +11,7 @@ Ranked = tuple[int, float, int]  # a token, its log-prob, and its rank (1: the l
 MAX_DEPTH = 64  # of the JSON of a request
 MAX_RESPONSES = 16384  # to one request: prompts times n
 MAX_STOPS, MAX_STOP_LENGTH = 64, 1024  # stop strings are looked for after every token
+ADD_SPECIAL = "add_special_tokens"  # whether the tokenizer may begin a text with a token of its own
 STATUS = {"BadRequestError": 400, "Unauthorized": 401, "Forbidden": 403, "NotFoundError": 404, "SessionError": 409}
 STATUS |= {"WeightMismatch": 409, "Unavailable": 503}
 
@@ -124,6 +125,14 @@ def streams(body: dict[str, Any]) -> tuple[bool, bool]:
     if stream and body.get("prompt_logprobs") is not None:
         raise HttpError("BadRequestError", "prompt_logprobs cannot be streamed")
     return bool(stream), bool(usage)
+
+
+def adds_special(body: dict[str, Any], default: bool) -> bool:
+    """Whether the tokenizer adds its special tokens to a text. Raises HttpError."""
+    add = body.get(ADD_SPECIAL)
+    if add not in (None, True, False):
+        raise HttpError("BadRequestError", f"{ADD_SPECIAL} must be a boolean")
+    return default if add is None else bool(add)
 
 
 _MAX = 2**63 - 1

@@ -106,13 +106,13 @@ class Scheduler:
                 request.arrived = now
         self.waiting.extend(requests)
 
-    def encode(self, text: str, **options: Any) -> list[int]:
+    def encode(self, text: str, add_special: bool = True) -> list[int]:
         if len(text) > self.max_characters:
             what = f"the prompt has {len(text)} characters, more than {self.runner.max_length} tokens can have"
             raise HttpError("BadRequestError", what)
-        return self.tokenizer.encode(text, **options)  # type: ignore[no-any-return]
+        return self.tokenizer.encode(text, add_special_tokens=add_special)  # type: ignore[no-any-return]
 
-    def chat(self, messages: list[Any], given: dict[str, Any]) -> list[int]:
+    def chat(self, messages: list[Any], given: dict[str, Any], add_special: bool = False) -> list[int]:
         """The prompt of a conversation. The template is the model's: one from a client could compute for ever."""
         if refused := sorted(given.keys() & self.not_of_template):
             raise HttpError("BadRequestError", f"chat_template_kwargs: {refused} cannot be set by a request")
@@ -120,7 +120,7 @@ class Scheduler:
             text = apply_template(self.tokenizer, messages, **{"add_generation_prompt": True, **given}, tokenize=False)
         except Exception as error:  # no template, or whatever one raises on what it was given
             raise HttpError("BadRequestError", f"the chat template failed: {getattr(error, 'what', error)}") from error
-        return self.encode(text, add_special_tokens=False)
+        return self.encode(text, add_special)
 
     def abort(self, which: Any = None, reason: str = "abort") -> int:
         """End the requests of these numbers or ids (None: all) with the tokens that they have; returns how many."""

@@ -24,7 +24,7 @@ from instep.routes import encode
 
 Handler = Callable[[web.Request, Body], Awaitable[Body | web.StreamResponse]]
 _OWN = "model request_id return_token_ids"  # parameters that are not about sampling
-_OPENAI = f"{_OWN} stream stream_options"
+_OPENAI = f"{_OWN} stream stream_options {protocol.ADD_SPECIAL}"
 
 
 class Server:
@@ -88,7 +88,7 @@ class Server:
             asked = sglang_form.Asked.read(body, header)
         except ValueError as error:
             raise HttpError("BadRequestError", str(error)) from error
-        ids: Any = asked.ids if asked.text is None else await self.engine.call("encode", asked.text)
+        ids: Any = asked.ids if asked.text is None else await self.engine.call("encode", asked.text, False)
         answer = await self._run("generate-tokens", http, [ids], {}, asked.payload(ids)["sampling_params"], "")
         assert isinstance(answer, dict)  # it is not streamed
         text = await self.engine.call("decode", asked.shown(answer), asked.skip_special_tokens)
@@ -100,12 +100,13 @@ class Server:
         assert isinstance(answer, dict)  # it is not streamed
         parts = [(ids, False), *((tokens, asked.skip_special_tokens) for tokens in asked.shown(answer))]
         prompt, *texts = [await self.engine.call("decode", *part) for part in parts]
-        return asked.reply(ids, answer, prompt, texts)
+        return asked.reply(ids, answer, prompt if asked.text is None else asked.text, texts)
 
     async def completions(self, http: web.Request, body: Body) -> Body | web.StreamResponse:
         prompt = body.get("prompt")
         prompts: Any = prompt if isinstance(prompt, list) and prompt and type(prompt[0]) in (list, str) else [prompt]
-        prompts = [await self.engine.call("encode", p) if isinstance(p, str) else p for p in prompts]
+        add = protocol.adds_special(body, True)
+        prompts = [await self.engine.call("encode", p, add) if isinstance(p, str) else p for p in prompts]
         return await self._run("cmpl", http, prompts, body, {"max_tokens": 16} | body, f"{_OPENAI} prompt")
 
     async def chat(self, http: web.Request, body: Body) -> Body | web.StreamResponse:
@@ -114,7 +115,7 @@ class Server:
             raise HttpError("BadRequestError", "messages must be a non-empty list")
         if not isinstance(extra, dict):
             raise HttpError("BadRequestError", "chat_template_kwargs must be an object")
-        prompt = await self.engine.call("chat", messages, extra)
+        prompt = await self.engine.call("chat", messages, extra, protocol.adds_special(body, False))
         given = body | {"logprobs": 0 if body.get("logprobs") else None}
         given["max_tokens"] = given.pop("max_completion_tokens", None) or body.get("max_tokens")  # OpenAI's newer name
         return await self._run("chatcmpl", http, [prompt], body, given, f"{_OPENAI} messages chat_template_kwargs")

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 from aiohttp import web
 
-from instep.data.tokenizer import load_tokenizer
+from instep.data.tokenizer import tokenizer_of
 from instep.engines import keys
 from instep.engines.bodies import AS_THEY_COME
 from instep.engines.gate_main import MAX_BODY, forward
@@ -67,7 +67,7 @@ class Front:
         self._access, self._updates = access, updates
         hosts = keys.server_environment(args)[HOSTS_VARIABLE].split(",")
         self._guard = Guard(keys.run_key(), EVERYONE, [*hosts, "0.0.0.0", host])
-        self._texts = Texts(load_tokenizer(str(args.hf_checkpoint), args.trust_remote_code))
+        self._texts = Texts(tokenizer_of(args))
         self._loop = asyncio.new_event_loop()
         self._ready, self._fault = threading.Event(), ""
         self._stop = asyncio.Event()

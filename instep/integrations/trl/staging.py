@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
+from instep.checkpoints.remote_code import load_config
 from instep.checkpoints.weight_files import weight_files
 from instep.errors import SyncError
 from instep.integrations.trl.tensors import Announced, Place, WrongTensor, dtype_of
@@ -47,7 +48,7 @@ class Layout:
 
     def __init__(self, checkpoint: Path, dtype: torch.dtype, bucket_bytes: int, trust_remote_code: bool = False):
         self.refusal = ""
-        config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
+        config = load_config(str(checkpoint), trust_remote_code)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
         weights, names = named_weights(model), CheckpointNames(model, weight_files(checkpoint))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from instep import spans
 from instep.data.graders import GRADERS, grader_of
 from instep.errors import ConfigError, InstepError, RewardError
-from instep.hooks import defined_at, is_from_outside, load_function, raised_at, said
+from instep.hooks import defined_at, is_from_outside, load_function, raised_at, said, signature_for
 from instep.rollout import runtime
 from instep.rollout.http import post_within
 from instep.rollout.rewards import text
@@ -182,10 +182,11 @@ def _guard(where: str, function: Callable[..., Any]) -> Iterator[None]:
     except BaseException as error:  # the border to the user's code; its sys.exit() would end the loop's thread
         if is_from_outside(error):
             raise
+        fits = "correct that line; with --skip-failed-groups a sample that has no reward costs its group"
         raise RewardError(
             f"the reward function raised {said(error)}",
             where=f"{where}; {raised_at(error, function)}",
-            remedy="correct that line; with --skip-failed-groups a sample that has no reward costs its group",
+            remedy=signature_for(error, function, "--custom-rm-path") or fits,
         ) from error
 
 

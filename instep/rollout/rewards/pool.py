@@ -89,9 +89,13 @@ class RewardPool:
 
     A worker takes seconds to start and milliseconds for most jobs: a job waits for the first free worker, and another
     worker is started only when that takes long.
+
+    Args:
+        lasting: somebody closes it; else it ends with its loop, that of a hook's own `asyncio.run`.
     """
 
-    def __init__(self, num_workers: int) -> None:
+    def __init__(self, num_workers: int, lasting: bool = True) -> None:
+        self._lasting = lasting
         self.threads = asyncio.Semaphore(NUM_THREADS)  # for custom functions that are not async
         self.programs = asyncio.Semaphore(num_workers)  # of models, each in a sandbox
         self._num_workers = num_workers
@@ -214,12 +218,16 @@ class RewardPool:
 
     async def _watch_workers(self) -> None:
         """End workers that stand stopped, at work or not: they keep nothing, and another one takes their place."""
-        while True:
-            for worker in list(self._all):
-                if stopped(worker.pid):
-                    logger.warning("a reward worker (pid %d) was stopped (SIGSTOP): it is replaced", worker.pid)
-                    self._kill(worker)
-            await asyncio.sleep(LOOK_SECONDS)
+        try:
+            while True:
+                for worker in list(self._all):
+                    if stopped(worker.pid):
+                        logger.warning("a reward worker (pid %d) was stopped (SIGSTOP): it is replaced", worker.pid)
+                        self._kill(worker)
+                await asyncio.sleep(LOOK_SECONDS)
+        finally:
+            for worker in () if self._lasting else list(self._all):
+                self._kill(worker)
 
     def _kill(self, worker: Worker) -> None:
         self._all.discard(worker)
@@ -244,6 +252,8 @@ def shared_pool(num_workers: int | None = None) -> RewardPool:
     global _pool
     loop = asyncio.get_running_loop()
     if _pool is None or _pool[0] is not loop:
-        _pool = (loop, RewardPool(num_workers or max(1, min(8, num_usable_cpus() // 2))))
-        runtime.at_shutdown(_pool[1].close)
+        lasting = runtime.is_own_thread()
+        _pool = (loop, RewardPool(num_workers or max(1, min(8, num_usable_cpus() // 2)), lasting))
+        if lasting:
+            runtime.at_shutdown(_pool[1].close)
     return _pool[1]

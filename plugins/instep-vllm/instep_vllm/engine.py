@@ -101,7 +101,11 @@ class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
         self._wrote = False  # this session has loaded weights
         self._kernels: list[tuple[Any, Any]] = []  # see `_make_unpacked`
         self._shapes = checkpoint_shapes(Path(self.model_config.model))
-        if getattr(self.model_config.hf_text_config, "tie_word_embeddings", False):
+        weights = dict(self.model.named_parameters(remove_duplicate=False))
+        head = next((weight for name, weight in weights.items() if name.endswith("lm_head.weight")), None)
+        self._tied = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
+        self._tied |= sum(weight is head for weight in weights.values()) > 1  # vLLM ties copies, whatever it has said
+        if self._tied:
             self._shapes.pop("lm_head.weight", None)  # some checkpoints hold it twice
         self._reloading = False
         self._adapter = Receiver(self.vllm_config, self.model, self._shapes)
@@ -282,14 +286,13 @@ class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
         if self._direct is not None:
             self._direct.check_complete()
             return
-        tied = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
         for path, layer in self.model.named_modules():
             info = get_layerwise_info(layer)
             wanted = sum(p.numel() for p in layer.parameters(recurse=False))
             if not info.can_load() or info.load_numel >= wanted:  # loaded, or nothing to load but buffers
                 continue
             padded = isinstance(layer, VocabParallelEmbedding) and info.load_numel > 0  # to a multiple of 64 rows
-            if not padded and not (tied and isinstance(layer, ParallelLMHead)):
+            if not padded and not (self._tied and isinstance(layer, ParallelLMHead)):
                 some = f"{info.load_numel} of {wanted} elements"
                 raise WeightMismatch(f"{path} was not delivered whole ({some})", path)
 

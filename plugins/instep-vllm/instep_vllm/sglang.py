@@ -23,7 +23,8 @@ async def answer(app: App, scope: Message, receive: Receive, send: Send) -> None
     try:
         given = json.loads(body)
         asked = (vllm_form.Asked if vllm_form.is_asked(given, header) else Asked).read(given, header)
-        ids = asked.ids if asked.text is None else tokenizer.encode(asked.text)
+        add = not isinstance(asked, Asked)  # slime's functions tokenize without special tokens what they send
+        ids = asked.ids if asked.text is None else tokenizer.encode(asked.text, add_special_tokens=add)
         payload = json.dumps(asked.payload(list(ids or []))).encode()
     except (ValueError, TypeError) as error:
         refusal = {"error": {"message": str(error), "type": "BadRequestError", "code": 400}}
@@ -49,7 +50,8 @@ async def answer(app: App, scope: Message, receive: Receive, send: Send) -> None
             reply = asked.reply(prompt, found, shown, time.monotonic() - begun)
         else:
             texts = [tokenizer.decode(tokens, skip_special_tokens=skip) for tokens in asked.shown(found)]
-            reply = asked.reply(prompt, found, tokenizer.decode(prompt), texts)
+            said = tokenizer.decode(prompt) if asked.text is None else asked.text
+            reply = asked.reply(prompt, found, said, texts)
         text = json.dumps(reply).encode()
     await _send(send, status, text)
 

@@ -1,0 +1,85 @@
+"""The weight files of a Hugging Face folder, by their headers; without torch."""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from instep.documents import open_regular, read_json
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_LONGEST = 10**8  # bytes of a header, by the format
+_AT_ONCE = 1 << 24  # bytes that are compared at a time
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
+
+
+def weight_map(folder: Path) -> dict[str, str]:
+    """The name of the file of each tensor, by the tensor's name, in the index of a Hugging Face folder.
+
+    Raises: OSError, ValueError.
+    """
+    index = read_json(folder / INDEX)
+    files = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+        raise ValueError("it has no weight_map, an object with the name of a file for each tensor")
+    if elsewhere := [file for file in files.values() if "/" in file or file in ("", ".", "..") or "\0" in file]:
+        raise ValueError(f"it names {elsewhere[0]!r:.80}, which is no file in its folder")
+    return files
+
+
+def safetensors_header(path: Path) -> dict[str, Any]:
+    """What stands in a safetensors file about its tensors, by name; nothing is allocated that is not there.
+
+    Raises: OSError, ValueError.
+    """
+    with open_regular(path) as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > min(_LONGEST, os.fstat(file.fileno()).st_size):
+            raise ValueError(f"{path.name} is no safetensors file: its header would have {length:,} bytes")
+        try:
+            header = json.loads(file.read(length))
+        except RecursionError:
+            raise ValueError(f"{path.name} is no safetensors file: its header is nested too deep") from None
+    if not isinstance(header, dict):
+        raise ValueError(f"{path.name} is no safetensors file: its header is no JSON object")
+    return header
+
+
+def tensor_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model, as transformers chooses them: other forms of it may lie in the same folder."""
+    whole = folder / SINGLE
+    if (folder / INDEX).exists():
+        return [folder / name for name in sorted(set(weight_map(folder).values()))]
+    return [whole] if whole.exists() else sorted(folder.glob("*.safetensors"))
+
+
+@lru_cache(maxsize=16)
+def has_own_head(folder: str) -> bool:
+    """Whether a folder holds an output layer that is no copy of the embedding: if config.json ties them, it is wrong,
+    as transformers and vLLM see it, too. False of damaged files, which others report."""
+    head, embedding = None, None
+    try:
+        for path in tensor_files(Path(folder)):
+            for name, tensor in safetensors_header(path).items():
+                head = (path, tensor) if name.endswith("lm_head.weight") else head
+                embedding = (path, tensor) if name.endswith(_EMBEDDINGS) else embedding
+        return head is not None and embedding is not None and not _same(*head, *embedding)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return False
+
+
+def _same(path: Path, tensor: dict[str, Any], other_path: Path, other: dict[str, Any]) -> bool:
+    if any(tensor[key] != other[key] for key in ("dtype", "shape")):
+        return False
+    with open_regular(path) as file, open_regular(other_path) as other_file:
+        for one, offsets in ((file, tensor["data_offsets"]), (other_file, other["data_offsets"])):
+            one.seek(8 + int.from_bytes(one.read(8), "little") + offsets[0])
+            left = offsets[1] - offsets[0]
+        while left > 0:
+            if file.read(size := min(left, _AT_ONCE)) != other_file.read(size):
+                return False
+            left -= size
+    return True
