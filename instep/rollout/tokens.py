@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -333,23 +333,3 @@ async def decode(args: Settings, ids: list[int], *, skip_special_tokens: bool) -
 @functools.cache
 def _byte_texts(path: str, trust_remote_code: bool) -> ByteTexts | None:
     return byte_texts(load_tokenizer(path, trust_remote_code))
-
-
-def stop_string(text: str, before_last: str, stops: str | Sequence[str]) -> str | None:
-    """The stop string that the last token of a response completed, for an engine that does not report it.
-
-    Args:
-        text: the text of the whole response.
-        before_last: the text of all its tokens but the last.
-    """
-    whole = len(before_last.rstrip("\ufffd"))  # half a character is no text yet
-    for stop in [stops] if isinstance(stops, str) else stops:
-        if (at := text.rfind(stop)) >= 0 and at + len(stop) > whole:
-            return stop
-    return None
-
-
-def trim_stop(text: str, stop: str, start: int = 0, kept: int = 0) -> str:
-    """`text` up to the stop string that ended it, searched from `start` on, with the first `kept` characters of it."""
-    at = text.find(stop, max(0, start))
-    return text if at < 0 else text[: at + kept]
