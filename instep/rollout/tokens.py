@@ -305,6 +305,9 @@ def _without(names: list[str], text: str) -> str:
 
 def token_texts(args: Settings, ids: list[int]) -> list[str]:
     """The text of each token, special ones too; a character of several tokens is the text of the last of them."""
+    if (table := _byte_texts(str(args.hf_checkpoint), args.trust_remote_code)) is not None:
+        with contextlib.suppress(IndexError):  # see `decode`
+            return table.each(ids)
     tokenizer = tokenizer_of(args)
     texts, held = [], []
     for i in ids:
