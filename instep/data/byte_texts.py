@@ -5,6 +5,7 @@ The tokenizer's own `decode` takes several times as long for a whole response.
 
 from __future__ import annotations
 
+import codecs
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -27,6 +28,11 @@ class ByteTexts:
         """The text of `ids`; bytes that are no character become U+FFFD. Raises IndexError for an id that is too big."""
         texts = self._without_special if skip_special_tokens else self._whole
         return b"".join(map(texts.__getitem__, ids)).decode("utf-8", errors="replace")
+
+    def each(self, ids: Sequence[int]) -> list[str]:
+        """The parts of the text of `ids`, special tokens too; a character of several tokens is that of the last."""
+        decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        return [decode(self._whole[i], n == len(ids)) for n, i in enumerate(ids, 1)]
 
 
 def byte_texts(tokenizer: Any) -> ByteTexts | None:

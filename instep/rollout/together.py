@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from instep.data.sampling import distribution_of
 from instep.engines.grouped_wire import MAX_TOGETHER, GroupedWire, may_be_several
+from instep.engines.stops import find_stop
 from instep.engines.wire import Completion, GenerationRequest
 from instep.errors import EngineError
 from instep.hooks import Hook
 from instep.rollout.client import MAX_RETRIES, get_model_url, sender, to_vllm, wire_of
 from instep.rollout.execute import DEFAULT_GENERATE
 from instep.rollout.outputs import check_sample
-from instep.rollout.tokens import decode, prompt_ids, stop_string, trim_stop
+from instep.rollout.tokens import decode, prompt_ids
 from instep.types import Group, Sample, Status
 
 if TYPE_CHECKING:
@@ -82,7 +83,6 @@ async def take(
     Raises:
         EngineError: experts were asked for, and did not come.
     """
-    before = sample.response_length
     if args.use_rollout_routing_replay and out.token_ids and out.routed_experts is None:
         raise EngineError(
             "the engine's answer has no routed experts",
@@ -96,14 +96,13 @@ async def take(
         skip = bool(params.get("skip_special_tokens", True))
         ids = sample.tokens[-sample.response_length :]
         sample.response = await decode(args, ids, skip_special_tokens=skip)
-        stop = out.stop_reason
-        if stop is None and params.get("stop") and out.finish_reason == "stop":
+        stops = (params.get("stop") or []) if out.stop_reason is None else out.stop_reason
+        if out.finish_reason == "stop" and stops and not isinstance(stops, int):
             before_last = await decode(args, ids[:-1], skip_special_tokens=skip)
-            stop = stop_string(sample.response, before_last, params["stop"])
-        if isinstance(stop, str):
-            former = await decode(args, ids[:before], skip_special_tokens=skip)
-            kept = len(stop) if params.get("include_stop_str_in_output") else 0
-            sample.response = trim_stop(sample.response, stop, len(former) - len(stop), kept)
+            found = find_stop(sample.response, before_last, [stops] if isinstance(stops, str) else stops)
+            if found is not None:
+                kept = len(found[1]) if params.get("include_stop_str_in_output") else 0
+                sample.response = sample.response[: found[0] + kept]
 
 
 async def ended_at_joint(

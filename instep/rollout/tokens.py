@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -301,7 +301,9 @@ def _without(names: list[str], text: str) -> str:
 
 def token_texts(args: Settings, ids: list[int]) -> list[str]:
     """The text of each token, special ones too; a character of several tokens is the text of the last of them."""
-    tokenizer = tokenizer_of(args)
+    if (table := _byte_texts(tokenizer := tokenizer_of(args))) is not None:
+        with contextlib.suppress(IndexError):  # see `decode`
+            return table.each(ids)
     texts, held = [], []
     for i in ids:
         held.append(i)
@@ -326,23 +328,3 @@ async def decode(args: Settings, ids: list[int], *, skip_special_tokens: bool) -
 
 
 _byte_texts = functools.cache(byte_texts)
-
-
-def stop_string(text: str, before_last: str, stops: str | Sequence[str]) -> str | None:
-    """The stop string that the last token of a response completed, for an engine that does not report it.
-
-    Args:
-        text: the text of the whole response.
-        before_last: the text of all its tokens but the last.
-    """
-    whole = len(before_last.rstrip("\ufffd"))  # half a character is no text yet
-    for stop in [stops] if isinstance(stops, str) else stops:
-        if (at := text.rfind(stop)) >= 0 and at + len(stop) > whole:
-            return stop
-    return None
-
-
-def trim_stop(text: str, stop: str, start: int = 0, kept: int = 0) -> str:
-    """`text` up to the stop string that ended it, searched from `start` on, with the first `kept` characters of it."""
-    at = text.find(stop, max(0, start))
-    return text if at < 0 else text[: at + kept]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from instep.rollout.tokens import stop_string
+from instep.engines.stops import find_stop
 from tests.engines.conftest import (
     MAX_MODEL_LEN,
     TOLERANCE,
@@ -144,11 +144,29 @@ def test_stop_strings_stay_in_the_tokens_and_leave_the_text(engine: Engine) -> N
     assert ending(engine, choice, stop)
     assert kept == free[: len(kept)] and stop in tokenizer.decode(kept) and stop not in tokenizer.decode(kept[:-1])
     texts = tokenizer.decode(kept), tokenizer.decode(kept[:-1])
-    assert stop_string(*texts, [stop, "never to be seen"]) == stop  # as the client finds it where the engine is silent
+    assert find_stop(*texts, [stop, "never to be seen"]) == (
+        texts[0].index(stop),
+        stop,
+    )  # as the client finds it where the engine is silent
     body = {"prompt": PROMPT, "stop": stop, "return_token_ids": True, **params}
     completion = engine.ok("/v1/completions", body)["choices"][0]
     assert completion["token_ids"] == kept
     assert completion["text"] == tokenizer.decode(kept, skip_special_tokens=True).split(stop)[0]
+
+
+def test_min_tokens_passes_over_stop_strings(engine: Engine) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(engine.path)
+    params = {"max_tokens": 60, "ignore_eos": True, "seed": 11}
+    free = engine.generate(PROMPT, **params)["token_ids"]
+    texts = [tokenizer.decode(free[:n], skip_special_tokens=True).rstrip("\ufffd") for n in range(61)]
+    stop = max((c for c in texts[-1] if c.isascii()), key=texts[-1].count)
+    num_passed = 1 + next(n for n in range(61) if stop in texts[n])
+    num = next(n for n in range(num_passed + 1, 61) if stop in texts[n][len(texts[n - 1]) :])
+    params |= {"stop": stop, "min_tokens": num_passed}
+    assert engine.generate(PROMPT, **params)["token_ids"] == free[:num]
+    completion = engine.ok("/v1/completions", {"prompt": PROMPT, **params})["choices"][0]
+    assert completion["stop_reason"] == stop
+    assert completion["text"] == texts[num][: texts[num].index(stop, len(texts[num - 1]))]
 
 
 def test_min_tokens(engine: Engine) -> None:

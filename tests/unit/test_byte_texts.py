@@ -1,6 +1,7 @@
 """The texts of byte-level tokenizers without the tokenizer are the tokenizer's own."""
 
 import random
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from instep.data.byte_texts import byte_texts
+from instep.rollout.tokens import token_texts
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +37,22 @@ def test_texts_are_the_tokenizers(tokenizer: PreTrainedTokenizerFast) -> None:
         ]
     with pytest.raises(IndexError):
         texts.decode([size + 5], skip_special_tokens=True)
+
+
+def test_the_text_of_each_token_is_its_part_of_the_whole(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A U+FFFD may be one, and after it a character of many tokens is as whole as elsewhere."""
+    texts, rng = byte_texts(tokenizer), random.Random(1)
+    assert texts is not None
+    rows = [tokenizer.encode("\ufffd" * n + "\U0001f600 a<|im_end|>") for n in range(5)]
+    rows += [[rng.randrange(len(tokenizer)) for _ in range(20)] for _ in range(200)]
+    assert all("".join(texts.each(ids)) == tokenizer.decode(ids) for ids in rows)
+    monkeypatch.setattr("instep.rollout.tokens.load_tokenizer", lambda *_: tokenizer)
+    args = Namespace(hf_checkpoint="each", trust_remote_code=False)
+    assert all("".join(token_texts(args, ids)) == tokenizer.decode(ids) for ids in rows)
+    ids = tokenizer.encode("\u6c34a")
+    assert texts.each(ids) == ["", "", "\u6c34", "a"] and texts.each(ids[:2]) == ["", "\ufffd"] and texts.each([]) == []
 
 
 def test_other_tokenizers_decode_themselves(tokenizer: PreTrainedTokenizerFast) -> None:

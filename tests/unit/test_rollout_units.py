@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from instep.data.batch import build_batch
+from instep.engines.stops import find_stop
 from instep.engines.wire import Completion
 from instep.errors import ConfigError, DataError, RewardError, RolloutError
 from instep.hooks import Hook
@@ -28,8 +29,8 @@ from instep.rollout.filters import (
     verdict_of,
 )
 from instep.rollout.outputs import as_eval_output, as_train_output
-from instep.rollout.together import ended_at_joint
-from instep.rollout.tokens import stop_string, tokenizer_of, trim_stop
+from instep.rollout.together import ended_at_joint, take
+from instep.rollout.tokens import encode, tokenizer_of
 from instep.types import RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, Status, VersionSpan
 from tests.assets import make_checkpoint
 
@@ -107,21 +108,35 @@ def test_a_response_that_was_aborted_ends_where_it_would_have_ended(tmp_path: Pa
     assert asyncio.run(run()) > 100
 
 
-def test_stop_strings_are_trimmed_at_their_first_place() -> None:
-    assert trim_stop("a END b", "END", kept=3) == "a END"
-    assert trim_stop("a END b END", "END") == "a "
-    assert trim_stop("abc", "x") == "abc"
-    assert trim_stop("a END b END c", "END", 6) == "a END b "
-    assert trim_stop("END", "END", -3) == ""
-
-
 def test_the_stop_string_that_the_last_token_completed() -> None:
-    assert stop_string("a END", "a EN", ["x", "END"]) == "END"
-    assert stop_string("a END.", "a E", "END") == "END"  # a token may end beyond it
-    assert stop_string("a END b", "a END", ["END"]) is None  # one that min_tokens passed over
-    assert stop_string("a END", "a END", ["END"]) is None  # the end-of-sequence token, which has no text
-    assert stop_string("a", "", ["x"]) is None
-    assert stop_string("a\u05f1", "a\ufffd", ["a\u05f1"]) == "a\u05f1"  # a character of two tokens
+    assert find_stop("a END", "a EN", ["x", "END"]) == (2, "END")
+    assert find_stop("a END.", "a E", ["END"]) == (2, "END")  # a token may end beyond it
+    assert find_stop("a\n\n", "a", ["\n"]) == (1, "\n")  # or hold it twice
+    assert find_stop("END", "", ["END"]) == (0, "END")
+    assert find_stop("a END b", "a END", ["END"]) is None  # one that min_tokens passed over
+    assert find_stop("END b END", "END b EN", ["END"]) == (6, "END")
+    assert find_stop("a END", "a END", ["END"]) is None  # the end-of-sequence token, which has no text
+    assert find_stop("a", "", ["x"]) is None
+    assert find_stop("a\u05f1", "a\ufffd", ["a\u05f1"]) == (0, "a\u05f1")  # a character of two tokens
+    assert find_stop("a.\n", "a", ["\n", ".\n", "."]) == (1, ".")  # the one that ends first
+    assert find_stop("a.\n", "a", ["\n", ".\n"]) == (2, "\n")  # of two that end together the first
+
+
+@pytest.mark.parametrize("reported", [True, False])
+@pytest.mark.parametrize(("kept", "text"), [(False, "a"), (True, "a\n")])
+def test_the_text_of_a_turn_is_cut_at_its_own_stop_string(
+    reported: bool, kept: bool, text: str, tmp_path: Path
+) -> None:
+    """What a tool has said, or the header after it, may end with that."""
+    make_checkpoint(tmp_path)
+    args: Any = SimpleNamespace(hf_checkpoint=tmp_path, trust_remote_code=False, use_rollout_routing_replay=False)
+    before, turn = (encode(args, said) for said in ("b\nb\n", "a\n"))
+    sample = Sample(tokens=[*before, *before], response_length=len(before), loss_mask=[0] * len(before))
+    sample.rollout_log_probs = [0.0] * len(before)
+    out = Completion(turn, [-1.0] * len(turn), [], "stop", "\n" if reported else None)
+    params = {"stop": ["\n"], "include_stop_str_in_output": kept}
+    asyncio.run(take(args, sample, params, out, evaluation=False))
+    assert sample.response == "b\nb\n" + text and sample.tokens[-len(turn) :] == turn
 
 
 # ---- outputs ---------------------------------------------------------------------------------------------------------

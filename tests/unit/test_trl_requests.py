@@ -106,6 +106,16 @@ def test_a_conversation_is_rendered_as_a_request_says(checkpoint):
         template_options({"add_generation_prompt": "no"})
 
 
+def test_a_text_ends_before_the_stop_string_that_its_last_token_completed(checkpoint):
+    """As vLLM's: the ids have it, the text does not. Of one that min_tokens has passed over nothing is cut."""
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    texts, ids = Texts(tokenizer), tokenizer("1+2+3+")["input_ids"]
+    choice = {"token_ids": ids, "finish_reason": "stop", "stop_reason": "+"}
+    assert texts.of(choice, {"stop": "+"}) == "1+2+3"
+    assert texts.of(choice, {"stop": "+", "include_stop_str_in_output": True}) == "1+2+3+"
+    assert texts.of(choice | {"stop_reason": ids[-1]}, {}) == texts.of(choice | {"stop_reason": None}, {}) == "1+2+3+"
+
+
 # ---- who is there ----------------------------------------------------------------------------------------------------
 
 

@@ -58,6 +58,14 @@ def test_an_answer() -> None:
     }
 
 
+def test_a_text_ends_before_the_stop_string() -> None:
+    """Two line breaks are often one token."""
+    choice = {"token_ids": [8, 9], "finish_reason": "stop", "stop_reason": "\n"}
+    for more, told in (({}, "a"), ({"min_tokens": 1}, "a\nb"), ({"include_stop_str_in_output": True}, None)):
+        text = "a\n\n" if not more else "a\nb\n"
+        assert Asked.read({**BODY, **more}).reply([4], {"choices": [choice]}, "p", [text])["text"] == [told or text]
+
+
 @pytest.mark.parametrize("header", ["{}", '["vllm_form"]', '{"vllm_form": 3}', '"vllm_form', ""])
 def test_headers_that_are_none(header: str) -> None:
     with pytest.raises(ValueError, match="vllm_form|Expecting|Unterminated"):

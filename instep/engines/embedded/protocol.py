@@ -56,7 +56,7 @@ class Request:
     skip_special_tokens: bool
     wants_text: bool
     stream: bool = False
-    text: str = ""
+    text: str = ""  # up to the stop string that ended it
     token_texts: list[str] = field(default_factory=list)  # where text and log-probs are wanted
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)

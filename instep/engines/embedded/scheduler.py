@@ -18,6 +18,7 @@ from instep.engines.embedded.protocol import HttpError, Progress, Request
 from instep.engines.embedded.sampling import distribution, sample, uniforms
 from instep.engines.embedded.sleep import ASLEEP, Sleep
 from instep.engines.embedded.weights import FAILED, LiveWeights
+from instep.engines.stops import find_stop
 from instep.weights.way import OF_ADAPTERS
 
 
@@ -246,19 +247,22 @@ class Scheduler:
         token = request.tokens[-1]
         if token in request.stop_ids and token not in request.eos_ids:
             request.stop_reason = token
-        elif request.stop and len(request.tokens) >= request.min_tokens:
-            # The newest token completes the string, if anything does, and each token makes at least one byte.
+        elif request.stop and len(request.tokens) > request.min_tokens:
+            # Each token makes at least one byte.
             tail = request.tokens[-max(len(s.encode()) for s in request.stop) - 4 :]
-            text = self.tokenizer.decode(tail, skip_special_tokens=request.skip_special_tokens)
-            request.stop_reason = next((s for s in request.stop if s in text), None)
+            text, before_last = self._texts(request, tail, tail[:-1])
+            found = find_stop(text, before_last, request.stop)
+            request.stop_reason = found and found[1]
         stopped = request.stop_reason is not None or token in request.eos_ids
         request.finish_reason = "stop" if stopped else "length"
         return stopped or len(request.tokens) >= request.max_tokens
 
+    def _texts(self, request: Request, *parts: list[int]) -> list[str]:
+        return [self.tokenizer.decode(part, skip_special_tokens=request.skip_special_tokens) for part in parts]
+
     def _progress(self, request: Request) -> Progress:
         """What a stream has not told yet. Text is decoded with what precedes it, on which its spaces depend."""
-        decode = partial(self.tokenizer.decode, skip_special_tokens=request.skip_special_tokens)
-        before, text = (decode(request.tokens[request.context : end]) for end in (request.shown, None))
+        before, text = self._texts(request, *(request.tokens[request.context : end] for end in (request.shown, None)))
         new = ""
         if len(text) > len(before) and not text.endswith("\ufffd"):
             new, request.context, request.shown = text[len(before) :], request.shown, len(request.tokens)
@@ -290,7 +294,10 @@ class Scheduler:
                 facts = {"id": request.id, "prompt_tokens": len(request.prompt), "tokens": len(request.tokens)}
                 spans.add("request", request.number, request.arrived, facts)
             if request.wants_text:
-                request.text = self.tokenizer.decode(request.tokens, skip_special_tokens=request.skip_special_tokens)
+                request.text, before_last = self._texts(request, request.tokens, request.tokens[:-1])
+                if isinstance(stop := request.stop_reason, str):
+                    found = find_stop(request.text, before_last, [stop])
+                    request.text = request.text[: found and found[0]]
                 if request.logprobs is not None:
                     request.token_texts = [self.tokenizer.decode([token]) for token in request.tokens]
         error = HttpError("Unavailable", self.weights.failure or ASLEEP) if reason == "error" else None

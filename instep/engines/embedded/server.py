@@ -17,7 +17,7 @@ from instep.engines import sglang_form, vllm_form
 from instep.engines.bodies import read_of
 from instep.engines.embedded import protocol
 from instep.engines.embedded.protocol import HttpError, Request
-from instep.engines.embedded.streaming import TIMEOUT, Body, final_text, log_probs, stream
+from instep.engines.embedded.streaming import TIMEOUT, Body, log_probs, stream
 from instep.engines.guard import Guard
 from instep.engines.lease import Lease, NoLease
 from instep.routes import encode
@@ -180,8 +180,8 @@ class Server:
             if request.tokens and request.routes:
                 choice["routed_experts"] = encode(np.concatenate(request.routes)[request.routed_experts_prompt_start :])
             return choice | {"token_ids": request.tokens, "weight_versions": spans}
-        text = final_text(request)
-        return choice | ({"text": text} if kind == "cmpl" else {"message": {"role": "assistant", "content": text}})
+        text = {"text": request.text} if kind == "cmpl" else {"message": {"role": "assistant", "content": request.text}}
+        return choice | text
 
     async def models(self, http: web.Request, body: Body) -> Body:
         model = {"id": self.name, "object": "model", "owned_by": "instep", "max_model_len": self.max_model_len}

@@ -36,12 +36,6 @@ def _named(token: int, log_prob: float) -> Body:
     return {"token": f"token_id:{token}", "token_id": token, "logprob": log_prob}
 
 
-def final_text(request: Request) -> str:
-    """The text of a finished response, up to the stop string that ended it."""
-    stop = request.stop_reason
-    return request.text.partition(stop)[0] if isinstance(stop, str) else request.text
-
-
 class _Choice:
     """One response, of which `sent` characters and `num_tokens` tokens are on their way to the client."""
 
@@ -61,9 +55,9 @@ class _Choice:
         return self._chunk(text, new.tokens, new.log_probs, new.token_texts)
 
     def last(self, request: Request) -> Body:
-        new, told = self._num_tokens, final_text(request)
+        new = self._num_tokens
         tails = request.tokens[new:], request.log_probs[new:], request.token_texts[new:]
-        chunk = self._chunk(told[self._sent :], *tails)
+        chunk = self._chunk(request.text[self._sent :], *tails)
         return chunk | {"finish_reason": request.finish_reason, "stop_reason": request.stop_reason}
 
     def _chunk(self, text: str, tokens: list[int], scores: list[float], texts: list[str]) -> Body:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from instep.data.template import apply_template
+from instep.engines.stops import find_stop
 from instep.integrations.trl.forms import RENDERING, TOKEN, BadRequest, Body
 
 IMAGES = "images are not taken here: this server is for models of text"
@@ -52,9 +53,13 @@ class Texts:
         return lambda token: str(self._tokenizer.decode([token]))
 
     def of(self, choice: Body, body: Body) -> str:
-        """The text of a choice."""
-        skip = body.get("skip_special_tokens") is not False
-        return str(self._tokenizer.decode(choice["token_ids"], skip_special_tokens=skip))
+        """The text of a choice, up to the stop string that ended it."""
+        skip, ids = body.get("skip_special_tokens") is not False, choice["token_ids"]
+        text, before_last = (str(self._tokenizer.decode(i, skip_special_tokens=skip)) for i in (ids, ids[:-1]))
+        if isinstance(stop := choice.get("stop_reason"), str) and not body.get("include_stop_str_in_output"):
+            found = find_stop(text, before_last, [stop])
+            return text[: found and found[0]]
+        return text
 
 
 def template_options(body: Body) -> Body:
