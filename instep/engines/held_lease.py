@@ -20,12 +20,24 @@ if TYPE_CHECKING:
 LEASE_SECONDS, RENEW_SECONDS = 10.0, 1.0
 
 
+_owner: str
+
+
+def _name_owner() -> None:
+    """Name this process; its forks have other names."""
+    global _owner
+    _owner = f"process {os.getpid()} on {socket.gethostname()} ({secrets.token_hex(4)})"
+
+
+_name_owner()
+os.register_at_fork(after_in_child=_name_owner)
+
+
 class HeldLease:
     """This process' lease of `engine`, which a thread renews from `take` to `end`. Engines of this run have none."""
 
     def __init__(self, engine: Engine):
         self._engine = engine
-        self._owner = f"process {os.getpid()} on {socket.gethostname()} ({secrets.token_hex(4)})"
         self._begun, self._renewed = False, 0.0  # when the last request was made that renewed it
         self._ended: threading.Event | None = None  # ends the thread that renews it
 
@@ -76,7 +88,7 @@ class HeldLease:
     def _ask(self, begin: bool, in_place: bool, timeout: float, post: Callable[..., object]) -> bool:
         """Whether the engine's kind has a lease, for which it was asked then."""
         asked = time.monotonic()
-        about = {"owner": self._owner, "seconds": LEASE_SECONDS, "begin": begin, "in_place": in_place}
+        about = {"owner": _owner, "seconds": LEASE_SECONDS, "begin": begin, "in_place": in_place}
         if (call := self._engine.kind.lease(about)) is None:
             return False
         post(*call, timeout=timeout)

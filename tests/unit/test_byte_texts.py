@@ -48,9 +48,8 @@ def test_the_text_of_each_token_is_its_part_of_the_whole(
     rows = [tokenizer.encode("\ufffd" * n + "\U0001f600 a<|im_end|>") for n in range(5)]
     rows += [[rng.randrange(len(tokenizer)) for _ in range(20)] for _ in range(200)]
     assert all("".join(texts.each(ids)) == tokenizer.decode(ids) for ids in rows)
-    monkeypatch.setattr("instep.rollout.tokens.load_tokenizer", lambda *_: tokenizer)
-    args = Namespace(hf_checkpoint="each", trust_remote_code=False)
-    assert all("".join(token_texts(args, ids)) == tokenizer.decode(ids) for ids in rows)
+    monkeypatch.setattr("instep.rollout.tokens.tokenizer_of", lambda _: tokenizer)
+    assert all("".join(token_texts(Namespace(), ids)) == tokenizer.decode(ids) for ids in rows)
     ids = tokenizer.encode("\u6c34a")
     assert texts.each(ids) == ["", "", "\u6c34", "a"] and texts.each(ids[:2]) == ["", "\ufffd"] and texts.each([]) == []
 

@@ -129,7 +129,9 @@ def test_the_text_of_a_turn_is_cut_at_its_own_stop_string(
 ) -> None:
     """What a tool has said, or the header after it, may end with that."""
     make_checkpoint(tmp_path)
-    args: Any = SimpleNamespace(hf_checkpoint=tmp_path, trust_remote_code=False, use_rollout_routing_replay=False)
+    args: Any = SimpleNamespace(
+        hf_checkpoint=tmp_path, trust_remote_code=False, chat_template_text=None, use_rollout_routing_replay=False
+    )
     before, turn = (encode(args, said) for said in ("b\nb\n", "a\n"))
     sample = Sample(tokens=[*before, *before], response_length=len(before), loss_mask=[0] * len(before))
     sample.rollout_log_probs = [0.0] * len(before)

@@ -84,7 +84,7 @@ def test_null_is_no_answer_to_generate(body: Any) -> None:
     async def send(message: Any) -> None:
         sent.append(message)
 
-    engine = SimpleNamespace(get_tokenizer=lambda: SimpleNamespace(encode=lambda text: [1]))
+    engine = SimpleNamespace(get_tokenizer=lambda: SimpleNamespace(encode=lambda text, **_: [1]))
     state = SimpleNamespace(state=SimpleNamespace(engine_client=engine))
     scope = {"type": "http", "path": "/generate", "method": "POST", "headers": [], "app": state}
     asyncio.run(sglang.answer(app, scope, receive, send))
