@@ -1,4 +1,4 @@
-"""What SFT trains on under real tokenizers: the turns of the model, each once, after the ids that an engine would get."""
+"""What SFT trains on under real tokenizers: the turns of the model, each once, after the ids that an engine gets."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 from instep.data.chat import conversation_samples
 from tests.real.templates import TOOLS, Message, conversation, turn_text
-from tests.real.test_texts import ids_of
 
 
 def trained(tokenizer: Any, ids: list[int], mask: list[int]) -> list[tuple[int, str]]:
