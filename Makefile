@@ -1,6 +1,6 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help venv install-vllm quickstart quickstart-vllm tool-use real test test-full test-vllm-fast test-vllm test-peers test-neighbours test-megatron test-mutants test-learning lint format bench clean
+.PHONY: help venv install-vllm quickstart quickstart-vllm tool-use real test test-full test-vllm-fast test-vllm test-peers test-neighbours test-megatron test-real test-mutants test-learning lint format bench clean
 
 BACKEND ?= hf
 DEVICE ?= cpu
@@ -69,6 +69,10 @@ test-neighbours: install-vllm  ## TRL's clients, Atropos' and verifiers' environ
 test-megatron: venv  ## every flag of a checkout of Megatron-LM core_v0.16.1 is known (six and triton in .venv) [MEGATRON_LM=]
 	@[[ -d "$(MEGATRON_LM)/megatron/training" ]] || { echo "MEGATRON_LM=FOLDER: a checkout of core_v0.16.1" >&2; exit 2; }
 	MEGATRON_LM=$(abspath $(MEGATRON_LM)) $(PYTEST) -k real tests/unit/test_extra_flags.py
+
+test-real: venv  ## with real tokenizers, which packages of the index hold [INSTEP_REAL=]
+	.venv/bin/python -m tests.real.fetch
+	$(PYTEST) tests/real
 
 test-mutants: venv  ## the fast tests catch every fault of tests/mutants/mutants.toml, planted one at a time [ONLY=words JOBS=]
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 .venv/bin/python -m tests.mutants.run -k "$(ONLY)" --jobs $(JOBS)

@@ -149,7 +149,7 @@ class Conversation:
 def ended(text: str, special: list[str]) -> tuple[str, str]:
     """The text of a turn through its end-of-turn token, and the blanks that the template writes after it."""
     stripped = text.rstrip()
-    end = len(stripped) if any(stripped.endswith(token) for token in special) else len(text)
+    end = len(stripped) if stripped.endswith(tuple(special)) else len(text)
     return text[:end], text[end:]
 
 

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-import re
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -272,10 +271,13 @@ def _shows(text: str, form: Message) -> bool:
 
 def _without_ends(text: str, ends: Iterable[str]) -> str:
     """`text` without the special tokens at its end, and the blanks between them."""
-    special = "|".join(re.escape(end[::-1]) for end in ends if end) or "(?!)"
-    cut = re.match(rf"(?:\s*+(?:{special}))*+", text[::-1])  # backwards, so that the time is linear
-    assert cut is not None
-    return text[: len(text) - cut.end()]
+    ends, cut, end = tuple(filter(None, ends)), len(text), len(text)
+    while True:
+        while text[end - 1 : end].isspace():
+            end -= 1
+        if not text.endswith(ends, 0, end):
+            return text[:cut]
+        cut = end = end - max(len(token) for token in ends if text.endswith(token, 0, end))
 
 
 def _rest(text: str, beginning: str) -> str | None:

@@ -144,10 +144,8 @@ def test_stop_strings_stay_in_the_tokens_and_leave_the_text(engine: Engine) -> N
     assert ending(engine, choice, stop)
     assert kept == free[: len(kept)] and stop in tokenizer.decode(kept) and stop not in tokenizer.decode(kept[:-1])
     texts = tokenizer.decode(kept), tokenizer.decode(kept[:-1])
-    assert find_stop(*texts, [stop, "never to be seen"]) == (
-        texts[0].index(stop),
-        stop,
-    )  # as the client finds it where the engine is silent
+    # As the client finds it where the engine is silent.
+    assert find_stop(*texts, [stop, "never to be seen"]) == (texts[0].index(stop), stop)
     body = {"prompt": PROMPT, "stop": stop, "return_token_ids": True, **params}
     completion = engine.ok("/v1/completions", body)["choices"][0]
     assert completion["token_ids"] == kept

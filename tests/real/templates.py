@@ -61,12 +61,14 @@ MISTRAL = (
     "{% elif m.role == 'tool' %}[TOOL_RESULTS]{{ m.tool_call_id }}[TOOL_CONTENT]{{ m.content }}[/TOOL_RESULTS]"
     "{% else %}{% generation %}{{ m.content.rstrip(' ') }}{% if m.tool_calls %}[TOOL_CALLS][{% for c in m.tool_calls %}"
     '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}, "id": "{{ c.id }}"}'
-    "{% if not loop.last %}, {% endif %}{% endfor %}]{% endif %}{{ eos_token }}{% endgeneration %}{% endif %}{% endfor %}"
+    "{% if not loop.last %}, {% endif %}{% endfor %}]{% endif %}{{ eos_token }}{% endgeneration %}{% endif %}"
+    "{% endfor %}"
 )
 
 TEXTS = [
     "\u4f60\u597d\uff0c\u4e16\u754c\u3002\u3053\u3093\u306b\u3061\u306f \ud55c\uad6d\uc5b4",  # CJK
-    "\U0001f469\u200d\U0001f680 \U0001f468\u200d\U0001f469\u200d\U0001f467 \U0001f3f3\ufe0f\u200d\U0001f308 \U0001f1ef\U0001f1f5",  # ZWJ
+    "\U0001f469\u200d\U0001f680 \U0001f468\u200d\U0001f469\u200d\U0001f467 \U0001f3f3\ufe0f\u200d\U0001f308",  # ZWJ
+    "\U0001f1ef\U0001f1f5\U0001f1e9\U0001f1ea \U0001f44d\U0001f3fd 1\ufe0f\u20e3",  # flags, a skin, a keycap
     "cafe\u0301 a\u0300\u0301 \u0928\u092e\u0938\u094d\u0924\u0947 \u0e19\u0e49\u0e33",  # combining marks
     "a\tb\t\tc\n\tdef f():\n\t\treturn\t1",
     "one\u2028two\u2029three\u0085four\x0bfive\x0csix",  # what Python's splitlines parts

@@ -1,4 +1,4 @@
-"""What SFT trains on under real tokenizers: the turns of the model, each once, after the ids that an engine would get."""
+"""What SFT trains on under real tokenizers: the turns of the model, each once, after the ids that an engine gets."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Request:
     skip_special_tokens: bool
     wants_text: bool
     stream: bool = False
-    text: str = ""  # up to the stop string that ended it
+    text: str = ""
     token_texts: list[str] = field(default_factory=list)  # where text and log-probs are wanted
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
@@ -65,6 +65,7 @@ class Request:
     spans: list[tuple[str, int, int]] = field(default_factory=list)  # weight version, start, end
     finish_reason: str = ""
     stop_reason: int | str | None = None
+    num_cut: int = 0  # characters of the stop string that ended it, and after it
     routed_experts_prompt_start: int = 0  # tokens of the prompt whose experts are not asked for
     routes: list[np.ndarray] = field(default_factory=list)  # of the tokens that were computed, in pieces
     num_routes: int = 0

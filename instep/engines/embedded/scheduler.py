@@ -251,8 +251,8 @@ class Scheduler:
             # Each token makes at least one byte.
             tail = request.tokens[-max(len(s.encode()) for s in request.stop) - 4 :]
             text, before_last = self._texts(request, tail, tail[:-1])
-            found = find_stop(text, before_last, request.stop)
-            request.stop_reason = found and found[1]
+            if (found := find_stop(text, before_last, request.stop)) is not None:
+                request.stop_reason, request.num_cut = found[1], len(text) - found[0]
         stopped = request.stop_reason is not None or token in request.eos_ids
         request.finish_reason = "stop" if stopped else "length"
         return stopped or len(request.tokens) >= request.max_tokens
@@ -294,10 +294,8 @@ class Scheduler:
                 facts = {"id": request.id, "prompt_tokens": len(request.prompt), "tokens": len(request.tokens)}
                 spans.add("request", request.number, request.arrived, facts)
             if request.wants_text:
-                request.text, before_last = self._texts(request, request.tokens, request.tokens[:-1])
-                if isinstance(stop := request.stop_reason, str):
-                    found = find_stop(request.text, before_last, [stop])
-                    request.text = request.text[: found and found[0]]
+                [text] = self._texts(request, request.tokens)
+                request.text = text[: len(text) - request.num_cut]
                 if request.logprobs is not None:
                     request.token_texts = [self.tokenizer.decode([token]) for token in request.tokens]
         error = HttpError("Unavailable", self.weights.failure or ASLEEP) if reason == "error" else None

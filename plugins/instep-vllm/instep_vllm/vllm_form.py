@@ -113,7 +113,6 @@ class Asked:
         """The text before the stop string that ended it."""
         stop = choice.get("stop_reason")
         if isinstance(stop, str) and not self.params.get("include_stop_str_in_output") and stop in text:
-            # min_tokens may have passed over one; the last token may hold several.
             return text[: text.rindex(stop) if self.params.get("min_tokens") else text.index(stop)]
         return text
 
