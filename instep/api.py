@@ -24,7 +24,7 @@ from instep.errors import ConfigError, writing
 if TYPE_CHECKING:
     from instep.controller.round import Step
 
-Reward = str | Callable[..., Any]
+Reward = str | Callable[..., Any] | Iterable[Callable[..., Any]]
 
 _LOOPS = {  # of each command, the module whose `steps` it is
     "train": "instep.train_sync",
@@ -47,6 +47,7 @@ def train(
     command: str = "train",
     model: str | Path | None = None,
     prompts: Any = None,
+    eval_prompts: Any = None,
     reward: Reward | None = None,
     reward_funcs: Any = None,
     train_dataset: Any = None,
@@ -62,8 +63,9 @@ def train(
         prompts: `--prompt-data`, or a list of files; or texts, conversations (lists of messages) or rows (dicts) in any
             iterable, data frame, data set or dict of columns, which are written into the run's folder. Rows have their
             prompt under `prompt`, their label, if any, under `label`, unless `input_key` and `label_key` say otherwise.
-        reward: a function `(args, sample) -> number` or dict, async or not; a dotted path (`--custom-rm-path`); or the
-            name of a built-in reward (`--rm-type`).
+        eval_prompts: `--eval-prompt-data`, as rows in any form of `prompts`, or a dict of such sets by name.
+        reward: a function `(args, sample) -> number` or dict, async or not; a dotted path (`--custom-rm-path`); the
+            name of a built-in reward (`--rm-type`); or a list of functions, which are added up (`reward_weights`).
         flags: all other flags by name, `rollout_batch_size=32`. True gives a switch; None leaves a flag out, and False
             a switch, or gives its `--no-` form. A flag of several values takes a list, or a dict of names and files
             (`eval_prompt_data`), one of JSON a dict. A flag that names a function of the user's takes the function.
@@ -72,13 +74,13 @@ def train(
             (docs/neighbours/trl_config.md).
 
     Returns:
-        The summary of the run, as in `summary.json`.
+        The summary of the run, as in `summary.json`; `model` is the folder of the last export (`save_hf`).
 
     Raises:
         InstepError: the flags are wrong, or the run cannot go on.
     """
     trl = {"reward_funcs": reward_funcs, "train_dataset": train_dataset, "eval_dataset": eval_dataset, "args": args}
-    run = Run(command=command, model=model, prompts=prompts, reward=reward, **trl, **flags)
+    run = Run(command=command, model=model, prompts=prompts, eval_prompts=eval_prompts, reward=reward, **trl, **flags)
     for _ in run:
         pass
     return run.summary
@@ -106,6 +108,7 @@ class Run:
         command: str = "train",
         model: str | Path | None = None,
         prompts: Any = None,
+        eval_prompts: Any = None,
         reward: Reward | None = None,
         reward_funcs: Any = None,
         train_dataset: Any = None,
@@ -129,10 +132,12 @@ class Run:
             flags, rows, evaluations, notes = as_flags(command, args, reward_funcs, train_dataset, eval_dataset, flags)
             prompts = prompts if rows is None else rows
         if _is_several(reward):
-            remedy = "give one that adds up what they return; or those of TRL's form as reward_funcs=[...]"
-            raise ConfigError("it is one function or one name, not several", where="reward=...", remedy=remedy)
+            from instep.integrations.trl.rewards import SUM, one_of
+
+            reward, flags = one_of(list(reward), flags.pop("reward_weights", None)), {"reward_key": SUM, **flags}
         of_reward = "custom_rm_path" if callable(reward) or (reward and "." in reward) else "rm_type"
         given = {"model": ("hf_checkpoint", model), "prompts": ("prompt_data", prompts), "reward": (of_reward, reward)}
+        given["eval_prompts"] = ("eval_prompt_data", eval_prompts)
         for name, (flag, value) in given.items():
             if value is not None and flags.get(flag) is not None:
                 raise ConfigError(f"{name} and {flag} say the same", where="instep", remedy="give one of the two")
@@ -141,6 +146,11 @@ class Run:
         with private_files():
             if prompts is not None and not isinstance(prompts, (str, Path)):
                 flags |= _written(command, listed(prompts, "prompts"), flags)
+            if eval_prompts is not None and not isinstance(eval_prompts, (str, Path)):
+                column = flags.get("eval_input_key") or flags.get("input_key") or "prompt"
+                named = isinstance(eval_prompts, Mapping) and column not in eval_prompts
+                sets = eval_prompts if named else {"eval": eval_prompts}
+                evaluations = {name: listed(rows, f"eval_prompts {name}") for name, rows in sets.items()}
             flags |= _evaluated(command, evaluations, flags)
             self._functions: dict[str, Callable[..., Any]] = {}
             self.args = arguments(command, list(_words(flags, self._functions)))
@@ -218,7 +228,8 @@ def _evaluated(command: str, sets: Mapping[str, list[dict[str, Any]]], flags: Ma
         return {}
     written = {name: _written(command, rows, {"run_dir": flags.get("run_dir")}) for name, rows in sets.items()}
     label = next((keys["label_key"] for keys in written.values() if keys["label_key"]), None)
-    keys = {"eval_input_key": "prompt", "eval_label_key": label}
+    keys = {key: flags.get(f"eval_{key}") or flags.get(key) for key in ("input_key", "label_key")}
+    keys = {"eval_input_key": keys["input_key"] or "prompt", "eval_label_key": keys["label_key"] or label}
     return {"eval_prompt_data": {name: keys["prompt_data"] for name, keys in written.items()}, **keys}
 
 

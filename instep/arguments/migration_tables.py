@@ -54,6 +54,7 @@ class Row:
 TRL = (
     Row("model, model_name_or_path", "", "--hf-checkpoint"),
     Row("processing_class or tokenizer", "", "", "the folder of --hf-checkpoint has it: save yours there"),
+    Row("callbacks", "", "", "`for step in instep.Run(...)` is the loop, whose body is yours"),
     Row("train_dataset, dataset_name", "", "--prompt-data FILE --input-key prompt", "or ORG/NAME:CONFIG:SPLIT"),
     Row("eval_dataset", "", "--eval-prompt-data NAME FILE"),
     Row("reward_funcs", "", "--custom-rm-path", "one function per run, as it is; add several up in it"),

@@ -170,18 +170,18 @@ class Controller:
                 last.callback(lock.release)
             last.callback(self.log.__exit__, *((None, None, None) if left else (kind, error, traceback)))
             last.callback(self._on_signal.__exit__, kind, error, traceback)
-            to_go_on = ""
+            to_go_on, status = "", "left" if left else "interrupted"
             self._saves.last()
             if left or isinstance(error, KeyboardInterrupt):
                 to_go_on = how_to_go_on(self.args, self._beginning.run_id)
-                self.log.interrupted(to_go_on)
+                self.log.ended_early(status, to_go_on)
             self._standstill.__exit__(kind, error, traceback)
             runtime.shutdown()
             self.deployment.close()
             self._saves.close()
             self._memory.stop()
             if to_go_on:
-                self.log.finish(self._summary(), interrupted=to_go_on)
+                self.log.finish(self._summary(), status, to_go_on)
 
     def _start(self) -> None:
         args = self.args
@@ -376,13 +376,11 @@ class Controller:
         self._saves.wait()
         if written := self._saves.metrics():
             self.log.log(self.num_rollout - 1, written)
-        summary = self._summary()
-        self.log.finish(summary)
-        return summary
+        return self.log.finish(self._summary())
 
     def _summary(self) -> dict[str, Any]:
         ends = max(self.num_rollout, self.start_rollout_id)
-        return self.totals.summary(self._memory.peak, self.ledger.counts(), ends)
+        return self.totals.summary(self._memory.peak, self.ledger.counts(), ends) | self._saves.exported
 
     def _dump(self) -> None:
         """Write stacks and queues of all processes into a file, as SIGUSR1 asks for."""

@@ -10,6 +10,7 @@ At most one save is in flight: the next one waits for it, and so does a run that
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -36,10 +37,14 @@ class Saves:
 
     Args:
         beginning: the checkpoint that the run began with.
+
+    Attributes:
+        exported: the folder of the last export of this session, as `model`.
     """
 
     def __init__(self, args: Args, beginning: Beginning, deployment: Deployment, tell: Callable[[str], None]):
         self._args, self._beginning, self._deployment, self._tell = args, beginning, deployment, tell
+        self.exported: dict[str, str] = {}
         self._any = False  # in this session
         self._in_flight = ""  # what is written
         self._written = threading.Event()  # join() of a thread takes it for dead after a Ctrl-C (CPython before 3.13)
@@ -65,7 +70,8 @@ class Saves:
         else:
             ends()
         if args.save_hf:
-            trainer.actor.export_hf(export_folder(args.save_hf, rollout_id))
+            trainer.actor.export_hf(folder := export_folder(args.save_hf, rollout_id))
+            self.exported = {"model": os.path.abspath(folder)}
         self._any = True
 
     def _begin(self, trainer: Trainer, rollout_id: int, state: Callable[[], dict[str, Any]]) -> Callable[[], object]:

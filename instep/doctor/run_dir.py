@@ -79,8 +79,9 @@ def _state(run_dir: Path, config: dict[str, Any], summary: dict[str, Any] | None
     """Whether the run has finished, is running, or has ended otherwise; then with its last lines."""
     process = config.get("process") or {}
     pid, host = process.get("pid"), process.get("host")
-    if summary is not None and summary.get("status") == "interrupted":
-        when = f"interrupted (Ctrl-C, SIGTERM or SIGHUP) after {duration(summary.get('wall_seconds'))}"
+    if summary is not None and summary.get("to_go_on"):
+        signals = "" if summary.get("status") == "left" else " (Ctrl-C, SIGTERM or SIGHUP)"
+        when = f"{summary.get('status')}{signals} after {duration(summary.get('wall_seconds'))}"
         yield Check("state", "warn", when, str(summary.get("to_go_on")))
         return
     if summary is not None:

@@ -181,33 +181,39 @@ class RunLogger:
         """Show a short note beside the phase, such as `groups 12/32`; an empty text removes it."""
         self.progress.set_status(text)
 
-    def interrupted(self, to_go_on: str) -> None:
-        """Say how an interrupted run can go on: first of all, because a second Ctrl-C may end all that comes after."""
+    def ended_early(self, status: str, to_go_on: str) -> None:
+        """Say how a run can go on that has not finished: first of all, because a second Ctrl-C may end all that comes
+        after."""
         self.progress.stop()
-        print(f"interrupted, {self.progress.steps_text()}; {to_go_on}", file=sys.stderr, flush=True)
+        how = "the loop was left" if status == "left" else status
+        print(f"{how}, {self.progress.steps_text()}; {to_go_on}", file=sys.stderr, flush=True)
 
-    def finish(self, summary: Mapping[str, Any], *, interrupted: str = "") -> None:
+    def finish(self, summary: Mapping[str, Any], status: str = "finished", to_go_on: str = "") -> dict[str, Any]:
         """Write summary.json (with the first step of each alarm) and report.html, and print the final table.
 
         Args:
-            interrupted: how an interrupted run can go on; it gets no table.
+            status: finished, interrupted, or left (by a loop of the user's).
+            to_go_on: how a run can that has not finished; it gets no table.
+
+        Returns:
+            What summary.json holds.
         """
         for text in self._alarms.at_end():
             self.progress.line(text)
-        status = "interrupted" if interrupted else "finished"
         summary = {"status": status, **self.progress.results(), **summary, "alarms": self._alarms.first}
-        if interrupted:
-            summary["to_go_on"] = interrupted
+        if to_go_on:
+            summary["to_go_on"] = to_go_on
         if lost := lost_output():
             summary["lost_output"] = "; ".join(lost)
         write_json(self.run_dir / "summary.json", summary)
         with self.phase("report"), writing(self.run_dir):
             report = make_report(self.run_dir)
-        if not interrupted:
+        if not to_go_on:
             self.progress.stop(keep_panel=False)
             console = self.progress.console
             console.print(summary_table(self.progress.title, summary, ascii_only=self.progress.ascii_only))
         self.progress.line(f"report: {report}")
+        return summary
 
     def _close_sink(self, sink: TensorBoard | WandB) -> None:
         sink.close(self._failed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import runpy
 import subprocess
@@ -19,9 +20,9 @@ import instep
 from instep import hooks, preflight
 from instep.api import _CALLED_HERE
 from instep.cli import arguments
-from instep.data.dataset import load_dataset
+from instep.data.dataset import check_file, load_dataset
 from instep.data.formats import row_format
-from instep.data.rows import split_files
+from instep.data.rows import RowFormat, split_files
 from instep.errors import ConfigError, DataError, InstepError
 from instep.rollout.rewards.trl import arguments as rewards_of_trl
 from instep.types import Sample
@@ -247,6 +248,37 @@ def test_functions_of_sample_hooks_and_advantages() -> None:
     assert hooks.load_function(args.custom_advantage_function_path) is two
 
 
+async def slow(args: Any, sample: Any) -> float:
+    return 3.0
+
+
+@pytest.mark.parametrize(("more", "total"), [({}, 4.0), ({"reward_weights": [1, 0.5]}, 2.5)])
+def test_several_rewards_are_added_up(more: dict[str, Any], total: float) -> None:
+    base = {**keywords(argv("--device cpu")), "rm_type": None}
+    both = instep.Run(**base, reward=[reward, slow], **more).args
+    assert both.reward_key == "reward"
+    found = asyncio.run(hooks.load_function(both.custom_rm_path)(None, Sample()))
+    assert found == {"reward_0": 1.0, "slow": 3.0, "reward": total}
+    at_once = instep.Run(**base, reward=(reward for _ in "ab"), reward_key="reward_1").args
+    assert hooks.load_function(at_once.custom_rm_path)(None, None)["reward"] == 2.0 and at_once.reward_key == "reward_1"
+
+
+@pytest.mark.parametrize(
+    ("given", "names", "label"),
+    [
+        ([{"prompt": "1+1=", "label": "2"}], ["eval"], "label"),
+        ({"prompt": ["1+1="], "label": ["2"]}, ["eval"], "label"),
+        ({"easy": [{"prompt": "1", "label": "1"}], "hard": [{"prompt": "2", "label": "2"}]}, ["easy", "hard"], "label"),
+        ([{"prompt": "1+1=", "answer": "2"}], ["eval"], "answer"),
+    ],
+)
+def test_rows_to_evaluate_on(given: Any, names: list[str], label: str) -> None:
+    more = {} if label == "label" else {"eval_label_key": label}
+    sets = args_of("--eval-interval 1 --rm-type math", eval_prompts=given, **more)["eval_datasets"]
+    assert [one.name for one in sets] == names and {one.label_key for one in sets} == {label}
+    assert all(one.input_key == "prompt" and check_file(one.path, RowFormat("prompt", label)) for one in sets)
+
+
 def test_each_hook_is_called_by_this_process_or_by_the_trainer() -> None:
     acting = runpy.run_path(str(Path(__file__).parents[2] / "scripts/docs/hooks.py"))["acting"]
     of_trainer = {flag.name.removeprefix("--").replace("-", "_") for flag in acting()} - _CALLED_HERE
@@ -266,8 +298,10 @@ def test_each_hook_is_called_by_this_process_or_by_the_trainer() -> None:
         ({"rollout_stop": b"END"}, "no flag takes this bytes"),
         ({"rollout_stop": [["END"]]}, "no flag takes this list"),
         ({"apply_chat_template_kwargs": {"tools": {1}}}, "no flag takes this dict"),
-        ({"reward": [reward, reward], "rm_type": None}, "one function or one name, not several"),
-        ({"reward": (reward for _ in "ab"), "rm_type": None}, "one function or one name, not several"),
+        ({"reward": [reward, "math"], "rm_type": None}, "one is no function, or has no weight"),
+        ({"reward": [reward], "reward_weights": [1, 2], "rm_type": None}, "one is no function, or has no weight"),
+        ({"callbacks": [print]}, "`for step in instep.Run(...)` is the loop"),
+        ({"eval_prompts": ["a"], "eval_prompt_data": "data.jsonl"}, "eval_prompts and eval_prompt_data say the same"),
         ({"tokenizer": reward}, "the folder of --hf-checkpoint has it"),
         ({"run_name": "mine"}, "use --wandb-group (with --use-wandb)"),
         ({"prompt_data": ["data.jsonl", "b.jsonl"]}, "joined by commas: data.jsonl,b.jsonl"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -81,6 +82,31 @@ def together(functions: dict[str, Function], weights: Sequence[float]) -> Functi
         return _awaited(found, weights) if any(map(inspect.isawaitable, found.values())) else _summed(found, weights)
 
     return rewards
+
+
+def one_of(functions: Sequence[Function], weights: Sequence[float] | None) -> Function:
+    """A reward `(args, sample)` of several: a dict of theirs by name, and their weighted sum, the entry `SUM`.
+
+    Raises:
+        ConfigError: one is no function, or there are not as many weights.
+    """
+    named = dict(zip(_names(functions), functions, strict=True))
+    if not named or not all(map(callable, functions)) or len(weights or functions) != len(functions):
+        what = f"of these {len(functions)} rewards one is no function, or has no weight"
+        remedy = "give functions (args, sample), and with reward_weights a number for each"
+        raise ConfigError(what, where="reward=[...]", remedy=remedy)
+
+    def total(found: dict[str, Any]) -> dict[str, Any]:
+        return found | {SUM: sum(map(operator.mul, weights or [1.0] * len(found), found.values()))}
+
+    async def awaited(made: dict[str, Any]) -> dict[str, Any]:
+        return total({name: await out if inspect.isawaitable(out) else out for name, out in made.items()})
+
+    def reward(args: Any, sample: Sample) -> Any:
+        made = {name: function(args, sample) for name, function in named.items()}
+        return awaited(made) if any(map(inspect.isawaitable, made.values())) else total(made)
+
+    return reward
 
 
 async def _awaited(found: dict[str, Any], weights: Sequence[float]) -> list[dict[str, Any]]:
