@@ -159,21 +159,23 @@ def arguments(command: str, words: list[str]) -> Args:
         faulthandler.register(signal.SIGUSR1, sys.__stderr__)
     _import_from_here()
     from instep.arguments import parse
+    from instep.gpus import memory_of_gpus, no_driver
 
+    names = {word.partition("=")[0].replace("_", "-") for word in words}
+    if "--device" not in names and no_driver():
+        words = [*words, "--device", "cpu"]
     args = parse(words, command)
     from instep.preflight import check_inputs
 
     check_inputs(args)
     if args.device != "cpu":
         from instep.controller.device import device_here
-        from instep.gpus import memory_of_gpus
         from instep.plan.command import check_launch
 
         # Defaults and rules depend on the device, and the plan on its memory.
         device = device_here() if args.device == "auto" else args.device
         size = memory_of_gpus() if device == "cuda" and args.cluster == "local" else None
-        given = any(word.partition("=")[0].replace("_", "-") == "--gpu-memory-gb" for word in words)
-        known = [] if size is None or given else ["--gpu-memory-gb", f"{size:.2f}"]
+        known = [] if size is None or "--gpu-memory-gb" in names else ["--gpu-memory-gb", f"{size:.2f}"]
         words = [*words, "--device", device, *known]
         args = parse(words, command)
         args = args.replace(notes=[*args.notes, *check_launch(args, words)])

@@ -7,6 +7,13 @@ import os
 import subprocess
 from dataclasses import dataclass
 
+_DRIVERS = ("/dev/nvidiactl", "/dev/nvmap", "/dev/dxg", "/dev/kfd")  # of NVIDIA, on boards and in WSL too, and of AMD
+
+
+def no_driver() -> bool:
+    """Whether this host has no GPU for certain, seen without torch: what a driver puts into /dev is missing."""
+    return not any(map(os.path.exists, _DRIVERS))
+
 
 @dataclass(frozen=True)
 class Gpu:

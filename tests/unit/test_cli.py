@@ -73,7 +73,10 @@ def test_help_in_half_a_second_without_torch():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU it is used")
-@pytest.mark.parametrize(("flags", "ranks"), [([], 1), (["--tensor-model-parallel-size", "2"], 2)])
+@pytest.mark.parametrize(
+    ("flags", "ranks"),
+    [([], 1), (["--tensor-model-parallel-size", "2"], 2), (["--micro-batch-size", "64"], 1), (["--device=auto"], 1)],
+)
 def test_one_copy_of_the_model_by_default_where_auto_means_the_cpu(flags, ranks, tmp_path, monkeypatch):
     make_checkpoint(tmp_path / "hf")
     make_prompts(tmp_path / "train.jsonl", 8)
