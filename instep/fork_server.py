@@ -136,8 +136,9 @@ class ForkServer:
             ConnectionError: the server has ended.
             OSError: there is no room for a process.
         """
+        os.umask(umask := os.umask(0o077))
         request = {"argv": list(argv), "env": dict(env), "cwd": cwd or os.getcwd(), "new_session": new_session}
-        request["fds"] = [0, 1, 2, *pass_fds]
+        request |= {"fds": [0, 1, 2, *pass_fds], "umask": umask}
         data = json.dumps(request).encode()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -282,6 +283,7 @@ def _run_forked(line: socket.socket, fds: Sequence[int], libraries: Sequence[str
     try:
         request = json.loads(b"".join(iter(lambda: line.recv(_CHUNK), b"")))
         argv, env = request["argv"], request["env"]
+        os.umask(request["umask"])
         try:
             _become(argv, env, request["cwd"], libraries, request["new_session"])
         except OSError as error:  # the folder is not there

@@ -51,7 +51,12 @@ def test_a_forked_program_is_one_in_an_interpreter_of_its_own(tmp_path, words, s
     (tmp_path / "sitecustomize.py").write_text(CUSTOM)
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
     given["env"] = {**os.environ, "PYTHONPATH": path, "X": f"{random.random()}\nü"}
-    forked, cold = (outcome(start, words, tmp_path, **given) for start in (Popen, COLD))
+    before = os.umask(mask := 0o027 if session else 0o007)
+    try:
+        forked, cold = (outcome(start, words, tmp_path, **given) for start in (Popen, COLD))
+    finally:
+        os.umask(before)
+    assert forked["umask"] == mask
     assert forked["environment"]["CUSTOM"].startswith(PROGRAM[2])
     assert forked["environment"]["X"] == given["env"]["X"] and forked["folder"] == str(tmp_path)
     ignored = {str(int(n)) for n in signal.valid_signals() if signal.getsignal(n) == signal.SIG_IGN}
