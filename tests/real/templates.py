@@ -1,6 +1,7 @@
 """Chat templates in the documented formats of DeepSeek V3, Qwen and Mistral, and conversations that are hard to spell.
 
-The turns of the model stand in `{% generation %}`, from which transformers makes masks of its own.
+The turns of the model stand in `{% generation %}`, from which transformers makes masks of its own. A line break right
+after a block tag is none in Jinja as transformers sets it up.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ def _deepseek(word: str) -> str:
 
 
 DEEPSEEK_BEGIN, DEEPSEEK_END = _deepseek("begin of sentence"), _deepseek("end of sentence")
-# https://huggingface.co/deepseek-ai/DeepSeek-V3.1: nothing stands between a tool's output and what the model says next.
+# The model card of DeepSeek-V3.1: nothing stands between a tool's output and what the model says next.
 DEEPSEEK = (
     "{{ bos_token }}{% if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}"
-    "{% if tools %}\n\n## Tools\n{% for t in tools %}\n### {{ t.function.name }}\n\n"
+    "{% if tools %}{{ '\n\n## Tools\n' }}{% for t in tools %}{{ '\n### ' + t.function.name }}\n\n"
     "Parameters: {{ t.function.parameters | tojson }}\n{% endfor %}{% endif %}"
     "{% for m in messages %}{% if m.role == 'user' %}" + _deepseek("User") + "{{ m.content }}"
     "{% elif m.role == 'tool' %}" + _deepseek("tool output begin") + "{{ m.content }}" + _deepseek("tool output end")
@@ -33,23 +34,24 @@ DEEPSEEK = (
     + "{% endif %}" + DEEPSEEK_END + "{% endgeneration %}{% endif %}{% endfor %}"
     "{% if add_generation_prompt and messages[-1].role == 'user' %}" + _deepseek("Assistant") + "{% endif %}"
 )  # fmt: skip
-# https://qwen.readthedocs.io/en/latest/framework/function_call.html: ChatML; calls as Hermes has them.
+# Qwen's documentation, "Function Calling": ChatML; calls as Hermes has them.
 QWEN = (
     "{% if tools or messages[0].role == 'system' %}<|im_start|>system\n"
     "{% if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}"
-    "{% if tools %}\n\n# Tools\n\n<tools>{% for t in tools %}\n{{ t | tojson }}{% endfor %}\n</tools>{% endif %}"
+    "{% if tools %}{{ '\n\n# Tools\n\n<tools>\n' }}{% for t in tools %}{{ t | tojson }}\n{% endfor %}"
+    "</tools>{% endif %}"
     "<|im_end|>\n{% endif %}"
     "{% for m in messages %}{% if m.role == 'user' %}<|im_start|>user\n{{ m.content }}<|im_end|>\n"
     "{% elif m.role == 'assistant' %}<|im_start|>assistant\n{% generation %}{{ m.content }}"
     "{% for c in m.tool_calls or [] %}{% if m.content or not loop.first %}{{ '\n' }}{% endif %}<tool_call>\n"
     '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}'
     "<|im_end|>{% endgeneration %}{{ '\n' }}"
-    "{% elif m.role == 'tool' %}{% if messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}\n"
-    "<tool_response>\n{{ m.content }}\n</tool_response>"
+    "{% elif m.role == 'tool' %}{% if messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}"
+    "{{ '\n' }}<tool_response>\n{{ m.content }}\n</tool_response>"
     "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>\n{% endif %}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# https://docs.mistral.ai/guides/tokenization, v7: the tools stand before the last user's message.
+# Mistral's documentation, "Tokenization", v7: the tools stand before the last user's message.
 MISTRAL = (
     "{% set ns = namespace(last=-1) %}"
     "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
