@@ -10,6 +10,7 @@ from typing import Any
 
 INK, GRID, EDGE = "#27303f", "#e6e9ef", "#b8c0cc"
 COLORS = ("#2f6fed", "#e4572e", "#17a398", "#b25ad3", "#f2a900", "#6c7a89", "#d64550", "#3d5a80")
+TREND = 3  # points that a line may join
 PHASE_ORDER = ("rollout", "wait", "train", "sync", "eval", "save")
 NOT_A_PHASE = ("step", "peak", "early_log_probs", "early_train", "reward", "log_probs")  # the latter are parts of one
 Curve = tuple[str, list[int], list[float]]  # label, x, y
@@ -127,6 +128,23 @@ def _line(axes: Any, x: list[int], y: list[float], label: str, color: str, **kwa
     axes.plot(x, y, label=label, color=color, marker=marker, markersize=3, linewidth=1.6, **kwargs)
 
 
+def _colors(number: int) -> Sequence[str]:
+    """As many colors, none twice."""
+    if number <= len(COLORS):
+        return COLORS
+    from matplotlib.colors import hsv_to_rgb, to_hex
+
+    return [to_hex(hsv_to_rgb((i / number, 0.75, (0.85, 0.6)[i % 2]))) for i in range(number)]
+
+
+def _drawn(name: str, number: int) -> str:
+    """A name that plots can show: their font has no Chinese, Japanese or Korean letters, for one."""
+    from matplotlib.font_manager import findfont, get_font
+
+    known = get_font(findfont("DejaVu Sans")).get_charmap()
+    return name if all(ord(letter) in known for letter in name) else f"set {number}"
+
+
 def plot_reward(history: History) -> str | None:
     """Plot the mean reward of the training rollouts and of the evaluations."""
     x, mean = history.column("rollout/reward_mean")
@@ -138,8 +156,9 @@ def plot_reward(history: History) -> str | None:
         _line(axes, x, mean, "training rollouts", COLORS[0])
     for i, name in enumerate(evals):
         ex, ey = history.column(name)
-        label = "eval " + name.removeprefix("eval/").removesuffix("/reward_mean")
-        axes.plot(ex, ey, label=label, color=COLORS[1 + i % 7], marker="D", markersize=5, linewidth=1.2, linestyle="--")
+        label = "eval " + _drawn(name.removeprefix("eval/").removesuffix("/reward_mean"), i + 1)
+        style = {"marker": "D", "markersize": 5, "linewidth": 1.2, "linestyle": "--" if len(ex) >= TREND else "none"}
+        axes.plot(ex, ey, label=label, color=_colors(1 + len(evals))[1 + i], **style)
     return _svg(figure, axes)
 
 
@@ -164,7 +183,8 @@ def _plot(
     if not left and not right:
         return None
     figure, axes = _axes(title, ylabel)
-    for color, (label, x, y) in zip(COLORS, left, strict=False):
+    colors = _colors(len(left) + len(right))
+    for color, (label, x, y) in zip(colors, left, strict=False):
         _line(axes, x, y, label, color)
     axes.set_yscale(scale)
     if left:
@@ -172,18 +192,30 @@ def _plot(
     if not right:
         return _svg(figure, axes)
     second = _right_axes(axes, right_label)
-    for color, (label, x, y) in zip(COLORS[1:], right, strict=False):
+    for color, (label, x, y) in zip(colors[len(left) :], right, strict=False):
         _line(second, x, y, f"{label} (right axis)", color, linestyle="--")
     second.set_ylim(*right_limits)
     return _svg(figure, axes, second)
 
 
 def plot_loss(history: History) -> str | None:
-    """Plot the loss where there are no rewards, and the margin of pairs on the right axis."""
-    if history.column("rollout/reward_mean")[0]:
-        return None
+    """Plot the loss, and the margin of pairs on the right axis."""
     margin = _curves(history, {"train/reward_margin": "margin"})
     return _plot("Loss", "loss", _curves(history, {"train/loss": "loss"}), "margin", margin)
+
+
+def plot_optimizer(history: History) -> str | None:
+    """Plot the norm of the gradient, and the learning rate on the right axis."""
+    norm, rate = (_curves(history, {f"train/{n}": label}) for n, label in (("grad_norm", "norm"), ("lr", "rate")))
+    title = "Gradient norm and learning rate"
+    return _plot(title, "gradient norm", norm, "learning rate", rate, limits=(0, None), right_limits=(0, None))
+
+
+def plot_clipped(history: History) -> str | None:
+    """Plot the shares of tokens that bounds act on."""
+    labels = {"pg": "ratio", "tis": "TIS", "rs": "rejected", "opsm": "OPSM"}
+    shares = _curves(history, {f"train/{name}_clipfrac": label for name, label in labels.items()}, 0)
+    return _plot("Clipped", "share of tokens", shares, limits=(0, None))
 
 
 def plot_pairs(history: History) -> str | None:
@@ -246,7 +278,7 @@ def plot_phases(history: History) -> str | None:
     figure, axes = _axes("Time by phase", "seconds per rollout")
     total = sum(map(sum, phases.values()))
     named = {f"{name} ({sum(seconds) / total:.0%})": seconds for name, seconds in phases.items()}
-    colors = ["#c9d1dc" if name == "other" else COLORS[i % len(COLORS)] for i, name in enumerate(phases)]
+    colors = ["#c9d1dc" if name == "other" else _colors(len(phases))[i] for i, name in enumerate(phases)]
     _stack(axes, [x for x, _ in history.steps], named, colors)
     return _svg(figure, axes)
 
@@ -272,7 +304,7 @@ def plot_staleness(history: History) -> str | None:
     rows = [(x, row) for x, row in history.steps if any(f"{prefix}{age}" in row for age in ages)]
     figure, axes = _axes("Staleness", "share of trained tokens")
     columns = {f"{age} versions" if age != 1 else "1 version": _column(rows, f"{prefix}{age}") for age in ages}
-    _stack(axes, [x for x, _ in rows], columns, [COLORS[i % len(COLORS)] for i in range(len(ages))])
+    _stack(axes, [x for x, _ in rows], columns, _colors(len(ages))[: len(ages)])
     axes.set_ylim(0, 1.02)
     x, waiting = history.column("async/queue_length")
     if not x:
@@ -326,6 +358,8 @@ def plot_critic(history: History) -> str | None:
 PLOTS = (
     plot_reward,
     plot_loss,
+    plot_optimizer,
+    plot_clipped,
     plot_pairs,
     plot_tokens,
     plot_length,

@@ -90,7 +90,9 @@ def headline(history: History, summary: Mapping[str, Any]) -> list[tuple[str, st
     found: list[tuple[str, str]] = []
     before, after = summary.get("eval_reward_before"), summary.get("eval_reward_after")
     if before is not None or after is not None:
-        found.append(("held-out reward, before \u2192 after", f"{number(before)} \u2192 {number(after)}"))
+        sets = history.names("eval/", "/reward_mean") or ["eval/held-out/reward_mean"]  # the first is the summary's
+        name = sets[0].removeprefix("eval/").removesuffix("/reward_mean")
+        found.append((f"{name}: reward, before \u2192 after", f"{number(before)} \u2192 {number(after)}"))
     else:
         for name in history.names("eval/", "/reward_mean"):
             values = history.column(name)[1]

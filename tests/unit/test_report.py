@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from pathlib import Path
 
 import pytest
 
 from instep.observability.metrics import rollout_metrics
-from instep.observability.plots import PLOTS, phase_seconds, plot_loss, plot_pairs, plot_tokens, read_history
+from instep.observability.plots import (
+    COLORS,
+    PLOTS,
+    phase_seconds,
+    plot_length,
+    plot_pairs,
+    plot_reward,
+    plot_staleness,
+    plot_tokens,
+    read_history,
+)
 from instep.observability.report import headline, make_report
 from tests.logged_run import make_groups, run
 
@@ -50,6 +61,7 @@ def test_report_of_a_full_run(tmp_path: Path) -> None:
         log.log(0, {"eval/arith/reward_mean": 0.4})
         for step in range(4):
             metrics = rollout_metrics(make_groups(seed=step))
+            metrics |= {"train/loss": 0.1, "train/grad_norm": 2.0, "train/lr": 1e-4, "train/pg_clipfrac": 0.01}
             metrics |= {"train/entropy": 1.0, "train/ppo_kl": 0.1, "train/log_prob_gap_mean": 2e-6 * (step + 1)}
             metrics |= {"critic/value_loss": 0.5 / (step + 1), "critic/explained_variance": 0.2 * step}
             metrics |= {"perf/rollout_seconds": 2.0, "perf/rollout_tokens_per_second": 100.0, "perf/pss_bytes": 1e9}
@@ -60,10 +72,17 @@ def test_report_of_a_full_run(tmp_path: Path) -> None:
             log.samples(step, make_groups(seed=step), "train", 3)
         log.finish({"eval_reward_before": 0.4, "eval_reward_after": 0.95, "wall_seconds": 125.0, "num_steps": 4})
     text = (tmp_path / "report.html").read_text()
-    without_rewards = (plot_loss, plot_pairs, plot_tokens)
+    without_rewards = (plot_pairs, plot_tokens)
     assert text.count("data:image/svg+xml;base64,") == len(PLOTS) - len(without_rewards)
     assert not re.search(r"(src|href)=\"(?!data:)", text) and "<script" not in text  # self-contained
-    for shown in ("0.400 \u2192 0.950", "02:05", "8.0e-06", "hf_checkpoint", "finished, 4 rollouts logged"):
+    for shown in (
+        "0.400 \u2192 0.950",
+        "arith: reward, before",
+        "02:05",
+        "8.0e-06",
+        "hf_checkpoint",
+        "finished, 4 rollouts logged",
+    ):
         assert shown in text, shown
     assert "0 + 0 &lt; &lt;b&gt;?" in text and "<b>?" not in text  # escaped
     assert "train, rollout 0" in text and "train, rollout 3" in text and "train, rollout 1" not in text
@@ -93,3 +112,30 @@ def test_report_of_a_poor_run(tmp_path: Path, rows: list[dict]) -> None:
 def test_headline_says_when_the_gap_is_not_available() -> None:
     history = read_history([{"step": 0, "train/loss": 0.1, "train/log_prob_gap_mean": None}])
     assert ("log-prob gap to the engine", "not available") in headline(history, {})
+
+
+def test_no_color_stands_for_two_things() -> None:
+    length = {"rollout/response_length_mean": 5.0, "rollout/response_length_max": 9.0, "rollout/truncated_ratio": 0.5}
+    svg = plot_length(read_history([{"step": s, **length} for s in range(3)]))
+    assert svg is not None and all(f"stroke: {color}" in svg for color in COLORS[:3])
+    rewards = {f"eval/set {i}/reward_mean": 0.1 * i for i in range(12)}
+    svg = plot_reward(read_history([{"step": s, "rollout/reward_mean": 0.5, **rewards} for s in range(3)]))
+    drawn = set(re.findall(r"stroke: (#[0-9a-f]{6}); stroke-width: 1.2", svg or ""))
+    assert len(drawn) == 12 and COLORS[0] not in drawn
+    ages = {f"async/staleness_ratio/{age}": 0.1 for age in range(10)}
+    svg = plot_staleness(read_history([{"step": 0, "train/loss": 1.0, **ages}]))
+    assert len(set(re.findall(r"fill: (#[0-9a-f]{6})", svg or "")) - {"#ffffff", "#27303f"}) >= 10
+
+
+@pytest.mark.parametrize(("number", "joined"), [(2, False), (3, True)])
+def test_two_evaluations_are_points(number: int, joined: bool) -> None:
+    svg = plot_reward(read_history([{"step": s, "eval/a/reward_mean": 0.1 * s} for s in range(number)]))
+    assert ("stroke-dasharray" in (svg or "")) == joined and f"fill: {COLORS[1]}" in (svg or "")
+
+
+def test_a_name_that_the_font_lacks_is_left_out_of_plots() -> None:
+    rows = [{"step": s, "eval/\u6570\u5b66/reward_mean": 0.5, "eval/easy/reward_mean": 0.5} for s in range(3)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert plot_reward(read_history(rows)) is not None
+    assert ("eval \u6570\u5b66, first \u2192 last", "0.500 \u2192 0.500") in headline(read_history(rows), {})
