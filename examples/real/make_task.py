@@ -24,7 +24,7 @@ def make(out: Path) -> None:
         numbers[some] = max(some)
     problems = [(f"Q: largest of {' '.join(map(str, some))}\nA:", str(most)) for some, most in numbers.items()]
     shots = "".join(f"{question} {answer}\n\n" for question, answer in problems[:NUM_SHOTS])
-    rows = [json.dumps({"prompt": f"<bos>{shots}{question}", "label": answer}) for question, answer in problems]
+    rows = [json.dumps({"prompt": shots + question, "label": answer}) for question, answer in problems]
     out.mkdir(parents=True, exist_ok=True)
     (out / "train.jsonl").write_text("\n".join(rows[NUM_SHOTS:-NUM_EVAL]) + "\n")
     (out / "eval.jsonl").write_text("\n".join(rows[-NUM_EVAL:]) + "\n")

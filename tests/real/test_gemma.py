@@ -84,7 +84,7 @@ def test_resumed_exported_reloaded_and_served(model, task, tmp_path):
         prompts = [json.loads(line)["prompt"] for line in file][:8]
     answers = []
     for prompt in prompts:
-        ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt")
+        ids = tokenizer(prompt, return_tensors="pt")
         out = trained.generate(**ids, max_new_tokens=6, do_sample=False)
         answers.append(tokenizer.decode(out[0, ids.input_ids.shape[1] :], skip_special_tokens=True))
     with Server(tmp_path, "--rollout-backend", "embedded") as server:
