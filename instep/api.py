@@ -17,7 +17,7 @@ from importlib.machinery import ModuleSpec
 from os import PathLike
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from instep.errors import ConfigError, writing
 
@@ -276,7 +276,7 @@ def _words(flags: Mapping[str, Any], functions: dict[str, Callable[..., Any]]) -
     _import_as_module(functions)
 
 
-def _is_several(value: Any) -> bool:
+def _is_several(value: Any) -> TypeGuard[Iterable[Any]]:
     of_one = isinstance(value, (str, bytes, Mapping)) or callable(value) or getattr(value, "shape", None) == ()
     return isinstance(value, Iterable) and not of_one
 
