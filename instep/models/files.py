@@ -56,19 +56,23 @@ def tensor_files(folder: Path) -> list[Path]:
     return [whole] if whole.exists() else sorted(folder.glob("*.safetensors"))
 
 
-@lru_cache(maxsize=16)
 def has_own_head(folder: str) -> bool:
     """Whether a folder holds an output layer that is no copy of the embedding: if config.json ties them, it is wrong,
     as transformers and vLLM see it, too. False of damaged files, which others report."""
-    head, embedding = None, None
     try:
-        for path in tensor_files(Path(folder)):
-            for name, tensor in safetensors_header(path).items():
-                head = (path, tensor) if name.endswith("lm_head.weight") else head
-                embedding = (path, tensor) if name.endswith(_EMBEDDINGS) else embedding
-        return head is not None and embedding is not None and not _same(*head, *embedding)
+        return _has_own_head(tuple((path, path.stat().st_mtime_ns) for path in tensor_files(Path(folder))))
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return False
+
+
+@lru_cache(maxsize=16)
+def _has_own_head(files: tuple[tuple[Path, int], ...]) -> bool:
+    head, embedding = None, None
+    for path, _ in files:
+        for name, tensor in safetensors_header(path).items():
+            head = (path, tensor) if name.endswith("lm_head.weight") else head
+            embedding = (path, tensor) if name.endswith(_EMBEDDINGS) else embedding
+    return head is not None and embedding is not None and not _same(*head, *embedding)
 
 
 def _same(path: Path, tensor: dict[str, Any], other_path: Path, other: dict[str, Any]) -> bool:

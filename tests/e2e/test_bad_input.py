@@ -150,7 +150,7 @@ FLAGS = {
     "--lr fast": "not a number|--lr",
     "--rm-type maths": "no built-in reward|math, deepscaler|--rm-type",
     "--custom-rm-path nowhere_module.reward": "'nowhere_module'|--custom-rm-path|PYTHONPATH",
-    "--custom-rm-path good_hook.py:reward": "no dotted path|--custom-rm-path",
+    "--custom-rm-path good_hook.py:reward": "is a file: write good_hook.reward|--custom-rm-path",
     "--custom-rm-path good_hook.nothing": "no 'nothing'|--custom-rm-path good_hook.nothing|it has reward",
     "--custom-rm-path raises_hook.reward": "ZeroDivisionError('at import')|--custom-rm-path raises_hook.reward|correct",
     "--custom-rm-path needy_hook.reward": "'a_package_that_is_not_there'|not installed|--custom-rm-path",

@@ -56,7 +56,7 @@ def test_the_run_writes_what_the_readme_promises(finished, tmp_path):
         assert (finished / name).stat().st_size > 0
     assert "data:image/svg" not in (finished / "report.html").read_text()  # forked, see tests/no_plots.py
     again = shutil.copytree(finished, tmp_path / "again")
-    assert make_report(again).read_text().count("data:image/svg") == 7
+    assert make_report(again).read_text().count("data:image/svg") == 9
     assert list((finished / "tensorboard").iterdir())
     assert (finished / "ckpt" / "latest_checkpointed_iteration.txt").read_text() == "1"
 

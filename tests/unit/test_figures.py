@@ -80,7 +80,7 @@ def test_samples_and_report(tmp_path: Path, loss_type: str) -> None:
     assert "loss, first \u2192 last" in page and "loss 2.2500" in page and "5 tokens, 2 trained on" in page
     assert "3.0000 \u2192 1.5000" in page
     assert not re.search(r">[^<]*\b(reward|gap)\b", re.sub("(?s)<style.*?</style>", "", page).split("<h2>Details")[0])
-    assert page.count("data:image/svg+xml;base64,") == {"sft_loss": 2, "dpo_loss": 3}[loss_type]  # loss, tokens, pairs
+    assert page.count("data:image/svg+xml;base64,") == {"sft_loss": 3, "dpo_loss": 4}[loss_type]
 
 
 def test_the_panel_draws_the_first_figure(tmp_path: Path) -> None:
