@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from instep.errors import ConfigError
-from instep.models.files import INDEX, SINGLE, has_own_head, weight_map
+from instep.models.files import INDEX, SINGLE, weight_map
 from instep.models.sizes import shape_of
 from instep.private import users_files
 
@@ -81,8 +81,7 @@ def fetch_weights(folder: str, flag: str) -> None:
         return
     if _missing(folder, names):
         _fetched(*known, names, names, f"{flag} {'@'.join(known)}", Path(folder).parents[2])
-        for of_the_weights in (shape_of, has_own_head):
-            of_the_weights.cache_clear()
+        shape_of.cache_clear()  # it reads the files of the weights
 
 
 def _missing(folder: str, names: Sequence[str]) -> list[str]:
