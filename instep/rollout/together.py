@@ -96,11 +96,11 @@ async def take(
         skip = bool(params.get("skip_special_tokens", True))
         ids = sample.tokens[-sample.response_length :]
         sample.response = await decode(args, ids, skip_special_tokens=skip)
-        stops = (params.get("stop") or []) if out.stop_reason is None else out.stop_reason
+        stops = params.get("stop") or [] if out.stop_reason is None else out.stop_reason
         if out.finish_reason == "stop" and stops and not isinstance(stops, int):
             before_last = await decode(args, ids[:-1], skip_special_tokens=skip)
-            found = find_stop(sample.response, before_last, [stops] if isinstance(stops, str) else stops)
-            if found is not None:
+            stops = [stops] if isinstance(stops, str) else stops
+            if (found := find_stop(sample.response, before_last, stops)) is not None:
                 kept = len(found[1]) if params.get("include_stop_str_in_output") else 0
                 sample.response = sample.response[: found[0] + kept]
 

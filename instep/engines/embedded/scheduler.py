@@ -294,8 +294,7 @@ class Scheduler:
                 facts = {"id": request.id, "prompt_tokens": len(request.prompt), "tokens": len(request.tokens)}
                 spans.add("request", request.number, request.arrived, facts)
             if request.wants_text:
-                [text] = self._texts(request, request.tokens)
-                request.text = text[: len(text) - request.num_cut]
+                request.text = self._texts(request, request.tokens)[0][: -request.num_cut or None]
                 if request.logprobs is not None:
                     request.token_texts = [self.tokenizer.decode([token]) for token in request.tokens]
         error = HttpError("Unavailable", self.weights.failure or ASLEEP) if reason == "error" else None

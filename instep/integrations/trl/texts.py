@@ -56,10 +56,9 @@ class Texts:
         """The text of a choice, up to the stop string that ended it."""
         skip, ids = body.get("skip_special_tokens") is not False, choice["token_ids"]
         text, before_last = (str(self._tokenizer.decode(i, skip_special_tokens=skip)) for i in (ids, ids[:-1]))
-        if isinstance(stop := choice.get("stop_reason"), str) and not body.get("include_stop_str_in_output"):
-            found = find_stop(text, before_last, [stop])
-            return text[: found and found[0]]
-        return text
+        stop = None if body.get("include_stop_str_in_output") else choice.get("stop_reason")
+        found = find_stop(text, before_last, [stop]) if isinstance(stop, str) else None
+        return text[: found and found[0]]
 
 
 def template_options(body: Body) -> Body:
