@@ -34,5 +34,5 @@ def test_the_example_notebook(tmp_path: Path, start: str) -> None:
     before, after = (float(x) for x in done.stdout.splitlines()[-1].removeprefix("reward ").split(" -> "))
     assert after > 0.6 > 0.3 > before, done.stdout
     run = tmp_path / "notebook/runs/notebook/run"
-    assert json.loads((run / "summary.json").read_text())["status"] == "interrupted"  # it was left by `break`
+    assert json.loads((run / "summary.json").read_text())["status"] == "left"  # by `break`
     assert (run / "report.html").stat().st_size > 0
