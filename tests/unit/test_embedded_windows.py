@@ -5,6 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from instep.engines.embedded.model import Runner, load_model
+from instep.engines.embedded.sampling import log_softmax
 from instep.errors import CheckpointError
 from tests.families import FAMILIES, make_family
 
@@ -43,3 +44,8 @@ def test_attention_that_it_does_not_have_is_refused_when_it_starts(tmp_path):
     path = make_family("qwen3_next", tmp_path / "delta", "fp32")
     with pytest.raises(CheckpointError, match="it has layers of another kind \\(linear_attention\\)"):
         load_model(str(path), torch.float32, CPU, 64, False)
+
+
+def test_log_probs_of_a_large_vocabulary_are_not_off_by_their_sum():
+    logits = 3 * torch.randn(4, 262_144, generator=torch.Generator().manual_seed(0))
+    assert (log_softmax(logits) - logits.double().log_softmax(-1)).abs().max() < 4e-6

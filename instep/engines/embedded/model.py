@@ -22,6 +22,7 @@ from instep.checkpoints.hf_export import read_hf_config
 from instep.checkpoints.quantization import quantization_of
 from instep.engines.embedded.protocol import Ranked
 from instep.engines.embedded.routes import Recorder
+from instep.engines.embedded.sampling import log_softmax
 from instep.errors import CheckpointError
 from instep.models.decoder_layers import decoder_layers
 from instep.models.layer_sketches import layer_sketches
@@ -202,7 +203,7 @@ class Runner(Cache):
         ids = torch.tensor([tokens], device=self.device)
         logits, out = self.model(ids, use_cache=False).logits[0, :-1], []
         for part, at in zip(logits.split(1024), ids[0, 1:, None].split(1024), strict=True):  # bounds the float32 copy
-            log_probs = part.float().log_softmax(-1)
+            log_probs = log_softmax(part.float())
             own = log_probs.gather(1, at)
             ranks = (log_probs >= own).sum(1)
             best, which = log_probs.topk(min(num, log_probs.shape[1]))
