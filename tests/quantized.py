@@ -19,6 +19,7 @@ HOW = {  # what config.json says
 # In the place of a kernel that vLLM has on CPUs with AVX-512 only; all else of vLLM's way with these layers is its own.
 KERNEL = """
 import torch
+from torch import library
 
 def unpacked(words):
     return (words[..., None] >> torch.arange(0, 32, 4, dtype=torch.int32)) & 15
@@ -32,11 +33,11 @@ def gemm(input, q_weight, output, scales, zeros, bias, pack_factor, isa_hint):
     output.copy_(torch.nn.functional.linear(input, weight.T, bias))
 
 def register():
-    global library
-    library = torch.library.Library("_C", "FRAGMENT")
+    global ops
+    ops = library.Library("_C", "FRAGMENT")
     tensors = "Tensor a, Tensor b, Tensor(a2!) c, Tensor d, Tensor? e, Tensor? f"
-    library.define(f"cpu_gemm_wna16({tensors}, SymInt g, str h) -> ()")
-    library.impl("cpu_gemm_wna16", gemm, "CPU")
+    ops.define(f"cpu_gemm_wna16({tensors}, SymInt g, str h) -> ()")
+    ops.impl("cpu_gemm_wna16", gemm, "CPU")
 """
 
 

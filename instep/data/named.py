@@ -11,6 +11,7 @@ from instep.atomic import replacing
 from instep.data.index import cache_folder
 from instep.data.rows import ENDINGS, NAMED, parse_path
 from instep.errors import ConfigError, writing
+from instep.models.hub import bound_waits
 from instep.private import users_files
 
 FOLDER = "named"  # of these files, in the cache of data
@@ -56,6 +57,7 @@ def _fetched(name: str, where: str, folder: Path) -> str:
     except ImportError as error:
         what = f"no file {name} here, and a data set of the hub needs the package datasets: {error}"
         raise ConfigError(what, where=where, remedy=f"pip install datasets; or {remedy}") from error
+    bound_waits()
     try:
         with users_files():
             kind = {"name": found["config"], "split": found["split"] or "train", "revision": found["revision"]}

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from instep.errors import ConfigError
 from instep.models.files import INDEX, SINGLE, weight_map
@@ -18,7 +19,7 @@ from instep.private import users_files
 
 _NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\w[\w./-]*))?", re.ASCII)
 _WITHOUT_WEIGHTS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
-HUB_SECONDS = 30.0  # until the hub must answer; the calls of `snapshot_download` have no such bound
+HUB_SECONDS = 30.0  # until the hub must answer, and between two parts of an answer
 HOW = "give a folder, or a model of the hub as ORG/NAME or ORG/NAME@REVISION"
 _of_names: set[str] = set()  # the snapshots that names mean in this process
 
@@ -102,9 +103,10 @@ def _fetched(
     # HTTPError of httpx or httpx2, and OSError; of names that the hub does not take; of a transfer by Xet.
     expected: tuple[type[Exception], ...] = (*HfHubHTTPError.__bases__, ValueError, RuntimeError)
     refused: Exception | None = None
+    bound_waits()
     with users_files():
         try:
-            HfApi().model_info(repo, revision=revision, timeout=HUB_SECONDS)
+            HfApi().model_info(repo, revision=revision)
         except expected as error:
             refused = error
         try:
@@ -124,6 +126,18 @@ def _fetched(
             what, remedy = _told(repo, revision, refused)
         raise ConfigError(what, where=where, remedy=remedy)
     return folder
+
+
+@functools.cache
+def bound_waits() -> None:
+    """Give requests of `huggingface_hub` and `datasets` that may wait for ever `HUB_SECONDS`."""
+    from huggingface_hub import get_session
+
+    def bound(request: Any) -> None:
+        waits = request.extensions["timeout"]
+        waits.update({what: HUB_SECONDS for what, seconds in waits.items() if seconds is None})
+
+    get_session().event_hooks["request"].append(bound)
 
 
 def _told(repo: str, revision: str | None, error: Exception) -> tuple[str, str]:
