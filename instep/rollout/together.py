@@ -96,10 +96,11 @@ async def take(
         skip = bool(params.get("skip_special_tokens", True))
         ids = sample.tokens[-sample.response_length :]
         sample.response = await decode(args, ids, skip_special_tokens=skip)
-        stops = params.get("stop") or [] if out.stop_reason is None else out.stop_reason
-        if out.finish_reason == "stop" and stops and not isinstance(stops, int):
-            before_last = await decode(args, ids[:-1], skip_special_tokens=skip)
+        told = out.stop_reason  # a token, a string, or None of an engine that does not say
+        stops = params.get("stop") or [] if told is None else [] if isinstance(told, int) else told
+        if out.finish_reason == "stop" and stops:
             stops = [stops] if isinstance(stops, str) else stops
+            before_last = await decode(args, ids[:-1], skip_special_tokens=skip)
             if (found := find_stop(sample.response, before_last, stops)) is not None:
                 kept = len(found[1]) if params.get("include_stop_str_in_output") else 0
                 sample.response = sample.response[: found[0] + kept]

@@ -38,7 +38,7 @@ def test_rows_longer_than_the_window_have_the_logits_of_transformers(tmp_path, f
 
 def test_attention_that_it_does_not_have_is_refused_when_it_starts(tmp_path):
     path = make_family("gemma2", tmp_path, "fp32")
-    with pytest.raises(CheckpointError, match="cannot serve this model: its attention caps scores") as error:
+    with pytest.raises(CheckpointError, match="cannot serve this model, because its attention caps scores") as error:
         load_model(str(path), torch.float32, CPU, 64, False)
     assert error.value.remedy == "use --rollout-backend vllm"
     path = make_family("qwen3_next", tmp_path / "delta", "fp32")

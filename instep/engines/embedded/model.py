@@ -24,16 +24,13 @@ from instep.engines.embedded.protocol import Ranked
 from instep.engines.embedded.routes import Recorder
 from instep.engines.embedded.sampling import log_softmax
 from instep.errors import CheckpointError
+from instep.models.attention import Unfit, check_plain
 from instep.models.decoder_layers import decoder_layers
 from instep.models.layer_sketches import layer_sketches
 from instep.models.rope import fix_rope
 from instep.processes import pulse
 
 KINDS = {"full_attention", "sliding_attention"}  # of layers, in `layer_types` of transformers
-
-
-class _Unfit(Exception):
-    """A model whose attention is another one; the text says which."""
 
 
 def _window(module: Any) -> int | None:
@@ -50,19 +47,19 @@ def _attention(
     """Attention of a causal prefill (no mask) or of a decode step with one query per row (mask `[rows, 1, 1, length]`).
     A decode step folds the query heads that share a key head into the query axis, which saves a copy of the cache."""
     pulse()
-    if found := [name for name in ("softcap", "s_aux") if other.get(name) is not None]:
-        raise _Unfit({"softcap": "its attention caps scores", "s_aux": "its attention has sinks"}[found[0]])
+    check_plain(other)
     rows, heads, num_queries, dim = query.shape
-    window, places = _window(module), torch.arange(key.shape[2], device=key.device)
+    window, length = _window(module), key.shape[2]
+    places = None if window is None or window >= length else torch.arange(length, device=key.device)
     if attention_mask is None:
         band = None
-        if window is not None and window < num_queries:
+        if places is not None:
             back = places[:, None] - places
             band = (back >= 0) & (back < window)
         causal, gqa = band is None, heads != key.shape[1]
         out = F.scaled_dot_product_attention(query, key, value, band, is_causal=causal, scale=scaling, enable_gqa=gqa)
     else:
-        if window is not None:
+        if places is not None:
             lengths = (attention_mask == 0).sum(-1, keepdim=True)
             attention_mask = attention_mask.masked_fill(lengths - places > window, -torch.inf)
         query = query.reshape(rows, key.shape[1], -1, dim)
@@ -94,13 +91,13 @@ def load_model(path: str, dtype: torch.dtype, device: torch.device, max_model_le
     model.to(device).eval().requires_grad_(False)
     try:
         model(torch.zeros(1, 1, dtype=torch.long, device=device), use_cache=False)
-    except _Unfit as error:
+    except Unfit as error:
         raise _unfit(path, str(error)) from error
     return model
 
 
 def _unfit(path: str, why: str) -> CheckpointError:
-    what = f"the embedded engine cannot serve this model: {why}"
+    what = f"the embedded engine cannot serve this model, because {why}"
     return CheckpointError(what, where=path, remedy="use --rollout-backend vllm")
 
 

@@ -15,6 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from instep.models.attention import Unfit, check_plain
 from instep.training.machine import is_of_the_machine
 from instep.training.packed_attention import chunks_of, packed_attention
 from instep.training.packing import SharedPrefixes, nothing_shared
@@ -44,10 +45,6 @@ ALONE = Layout("eager")
 LAYOUTS = (PACKED, Layout("instep_rows", batched=True), Layout("eager", batched=True), ALONE)  # the fastest first
 
 
-class Unfit(Exception):
-    """A model cannot be run in a layout; the text says why, and goes on after "because"."""
-
-
 def _packed(
     module: nn.Module,
     query: Tensor,
@@ -64,7 +61,7 @@ def _packed(
     """An attention of transformers: `[1, heads, num_tokens, head_dim]` -> `[1, num_tokens, heads, head_dim]`."""
     if packed_cu_seqlens is None:
         raise Unfit("its layers do not hand the packed segments on to their attention")
-    _check_plain(other)
+    check_plain(other)
     if attention_mask is not None:
         if attention_mask.ndim:
             raise Unfit("its attention has a mask of its own")
@@ -97,15 +94,8 @@ def _rows(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **other: Any
 ) -> tuple[Tensor, None]:
     """PyTorch's fused attention, which would leave out what it does not know."""
-    _check_plain(other)
+    check_plain(other)
     return sdpa_attention_forward(module, query, key, value, attention_mask, **other)
-
-
-def _check_plain(kwargs: dict[str, Any]) -> None:
-    if kwargs.get("softcap") is not None:
-        raise Unfit(f"its attention caps scores (softcap {kwargs['softcap']})")
-    if kwargs.get("s_aux") is not None:
-        raise Unfit("its attention has sinks")
 
 
 ALL_ATTENTION_FUNCTIONS.register(PACKED.attention, _packed)

@@ -19,9 +19,10 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from instep.checkpoints.hf_export import check_causal_lm
 from instep.errors import ConfigError
+from instep.models.attention import Unfit
 from instep.models.decoder_layers import decoder_layers
 from instep.models.rope import fix_rope
-from instep.training.hf.layout import ALONE, LAYOUTS, PACKED, Layout, Unfit, body_of, own_errors, run_packed, run_rows
+from instep.training.hf.layout import ALONE, LAYOUTS, PACKED, Layout, body_of, own_errors, run_packed, run_rows
 from instep.training.hf.tensor_parallel import TensorParallel
 from instep.training.log_probs import in_chunks, log_probs_and_entropy, values
 from instep.training.packed_attention import rows
