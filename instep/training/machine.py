@@ -1,6 +1,8 @@
-"""Errors of torch that are the machine's, whatever model runs on it."""
+"""What a rank's machine has, and errors of torch that are the machine's, whatever model runs on it."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 import torch.distributed as dist
@@ -13,3 +15,8 @@ _SIGNS = ("DefaultCPUAllocator", "gloo/", "CUDA error", "NCCL error")
 def is_of_the_machine(error: Exception) -> bool:
     """Whether a device, its memory or the connection to another rank has failed."""
     return isinstance(error, _KINDS) or any(sign in str(error) for sign in _SIGNS)
+
+
+def memory_of(device: torch.device) -> float:
+    """The bytes of a GPU; a CPU's do not count."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else math.inf

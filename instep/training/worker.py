@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 
 from instep.checkpoints.adapter import lora_of
-from instep.checkpoints.plain import random_state, seed_all, set_random_state
+from instep.checkpoints.plain import seed_all
 from instep.checkpoints.remote_code import load_config
-from instep.errors import CheckpointError, ConfigError
+from instep.errors import ConfigError
 from instep.importing import first_import
 from instep.models.layer_sketches import layer_sketches
 from instep.training.backend import Frozen, LossFn, LossOutput, ParallelInfo, Role, TokenOutputs, TrainBackend
@@ -39,12 +39,10 @@ from instep.training.profile import Profiled
 from instep.training.rendezvous import store
 from instep.training.rounding import UNITS, rounded_embedding
 from instep.training.selection import selection_of
+from instep.training.worker_weights import WorkerWeights, load_weights
 from instep.types import TokenBatch
-from instep.weights import single_copy
 from instep.weights.gloo import guard_groups
 from instep.weights.parking import give_back
-from instep.weights.source import WeightSource
-from instep.weights.way import OF_ADAPTERS, SINGLE_COPY, Order, way_named
 
 if TYPE_CHECKING:
     from instep.arguments.args import Args
@@ -52,7 +50,7 @@ if TYPE_CHECKING:
     from instep.training.megatron.backend import MegatronBackend
 
 
-class Worker(Profiled):
+class Worker(Profiled, WorkerWeights):
     """One rank of the actor, or of PPO's critic.
 
     Args:
@@ -165,7 +163,7 @@ class Worker(Profiled):
 
     def _frozen(self, path: Path) -> TrainBackend:
         model = self._build(with_optimizer=False, like=path if (path / "config.json").exists() else None)
-        _load_weights(model, path)
+        load_weights(model, path)
         self._left_out.append(model.left_out)
         if self.args.offload_train:
             model.offload()
@@ -372,70 +370,6 @@ class Worker(Profiled):
         alone = [[batch.to(self.device)] for batch in batches]  # else a beginning that texts share is computed once
         return layer_sketches(self.backend.layers, lambda: [self.backend.forward_only(batch) for batch in alone])
 
-    # ---- weights -------------------------------------------------------------------------------------------------
-
-    def publish(self, way: str, order: Order) -> None:
-        """Send the weights as version `order.version` by `way`; the controller hears of each part that is ready."""
-        self.backend.publish(order.version)
-        way_named(way).send(self._source(way), replace(order, host=self._host, device=str(self.device)), self._emit)
-
-    def _source(self, way: str) -> WeightSource:
-        return self.backend.weight_source(adapter=way in OF_ADAPTERS)
-
-    def weight_digests(self, way: str) -> dict[str, str]:
-        """The digest of every tensor that `way` sends, by name; collective, empty except on emitting ranks."""
-        if way == SINGLE_COPY:
-            return single_copy.WAY.digests(self._source(way))
-        digest = way_named(way).digest
-        return {spec.name: digest(t) for spec, t in self._source(way) if t is not None}
-
-    def unwritten_weights(self) -> list[str]:
-        """Names of the weights that engines with shared memory do not have as the trainer has them; collective."""
-        return single_copy.WAY.unwritten(self._source(SINGLE_COPY))
-
-    def broken_weights(self) -> list[str]:
-        """Names of the weights that are not finite; collective, empty except on emitting ranks."""
-        return [s.name for s, t in self.backend.weight_source() if t is not None and not bool(t.isfinite().all())]
-
-    def export_hf(self, path: Path, adapter: bool = False) -> None:
-        """Write a Hugging Face checkpoint, or the adapter alone in peft's format (collective)."""
-        from instep.checkpoints.hf_export import export_hf
-
-        if adapter:
-            self.backend.export_adapter(path)
-        else:
-            source = self.backend.weight_source()
-            export_hf(source, Path(self.args.hf_checkpoint), path, self.args.chat_template_text)
-
-    # ---- checkpoints ---------------------------------------------------------------------------------------------
-
-    def load_weights(self, path: Path, fresh_head: bool = False) -> None:
-        """Load weights alone, from a Hugging Face checkpoint or one that instep saved; see `TrainBackend.load`."""
-        _load_weights(self.backend, path, fresh_head)
-
-    def save(self, path: Path) -> dict[str, str]:
-        """Write model, optimizer (unless --no-save-optim) and random state into the folder `path`.
-
-        Returns:
-            The digests of the files that this rank has written, by name; see `Saver.finish`.
-        """
-        rank = self.backend.parallel.rank
-        try:
-            self.backend.save(path)
-        except OSError as error:
-            raise _cannot_write(path, error) from error
-        try:
-            torch.save(random_state(), path / f"rng_{rank}.pt")
-            return self.backend.saver.finish(path, self.backend.parallel, self.args.train_timeout)
-        except (OSError, RuntimeError) as error:  # torch.save says RuntimeError on a full disk
-            raise _cannot_write(path, error) from error
-
-    def load(self, path: Path, optimizer: bool) -> None:
-        """Read what `save` wrote; without `optimizer` the weights alone."""
-        self.backend.load(path, optimizer=optimizer)
-        if optimizer and (rng := path / f"rng_{self.backend.parallel.rank}.pt").exists():
-            set_random_state(rng)
-
     def memory(self) -> dict[str, float]:
         """The memory of this rank and of its GPU in bytes, by name; the peak is that since the last call.
 
@@ -454,14 +388,3 @@ class Worker(Profiled):
             }
             torch.cuda.reset_peak_memory_stats(self.device)
         return out
-
-
-def _load_weights(model: TrainBackend, path: Path, fresh_head: bool = False) -> None:
-    if (path / "config.json").exists():
-        model.load_hf(path)
-    else:
-        model.load(path, optimizer=False, fresh_head=fresh_head)
-
-
-def _cannot_write(path: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(str(error), where=str(path), remedy="free space or fix permissions")

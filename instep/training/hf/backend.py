@@ -33,12 +33,13 @@ from instep.models.mtp import left_out
 from instep.training import packing
 from instep.training.backend import LossFn, LossOutput, ParallelInfo, Role, StepResult, TokenOutputs
 from instep.training.hf.lora import AdapterSource, Earlier, adapted, adapter_weights, attach, merged
-from instep.training.hf.mirror import Mirror, MirroredSource
+from instep.training.hf.mirror import Mirror, MirroredSource, blank, like_sharded
 from instep.training.hf.model import Policy
 from instep.training.hf.optimizer import PiecewiseAdamW, adamw_of, load_state, saved_state
 from instep.training.hf.own_copy import has_room
 from instep.training.hf.shards import DP, TP, local, mesh_of, part_of, shard_over
 from instep.training.hf.weights import HfWeightSource, load_hf
+from instep.training.machine import memory_of
 from instep.training.saving import Saver
 from instep.training.selection import Selection
 from instep.types import TokenBatch
@@ -97,7 +98,7 @@ class HfBackend:
         if selection is not None:
             selection.apply(dict(self.policy.model.named_parameters()))
         casts = with_optimizer and not several and not full and lora is None and not self._single_copy
-        copies = casts and has_room(args, sum(p.numel() for p in self.policy.parameters()), _memory(device))
+        copies = casts and has_room(args, sum(p.numel() for p in self.policy.parameters()), memory_of(device))
         mirrors = self._single_copy or copies
         self._sharded = several or (casts and not copies)
         rank, tp = dist.get_rank(), args.tensor_model_parallel_size
@@ -110,13 +111,13 @@ class HfBackend:
         self._mirror = None
         if mirrors:
             one = full and not several and device.type == "cpu"  # on a GPU the masters must outlive the engine
-            compute = self.policy if one else _blank(build(dtype), device)
+            compute = self.policy if one else blank(build(dtype), device)
             if selection is not None:
                 selection.apply(dict(compute.model.named_parameters()))
             if tp > 1:
                 compute.parallelize(mesh[TP])
             if copies:
-                _like_sharded(compute, self.policy, dtype)
+                like_sharded(compute, self.policy, dtype)
             self._mirror = Mirror(self.policy, compute)
         self.parallel = ParallelInfo(
             rank,
@@ -392,23 +393,3 @@ class HfBackend:
         self._weights.ready()
         if optimizer:  # they arrive while the first forward passes compute
             self._states.bring()
-
-
-def _blank(policy: Policy, device: torch.device) -> Policy:
-    """The policy on `device`, whose parameters are yet to be written: what they are now is not copied."""
-    for parameter in policy.parameters():
-        parameter.data = torch.empty_like(parameter, device=device)
-    return policy.to(device)
-
-
-def _like_sharded(copy: Policy, masters: Policy, dtype: torch.dtype) -> None:
-    """Let the copy compute as under FSDP2: with the masters' buffers, which are not rounded, and weights in `dtype`."""
-    for module, twin in zip(copy.modules(), masters.modules(), strict=True):
-        module._buffers.update(twin._buffers)
-    for parameter in copy.parameters():
-        parameter.data = parameter.data.to(dtype)
-
-
-def _memory(device: torch.device) -> float:
-    """The bytes of a GPU; a CPU's do not count."""
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else math.inf

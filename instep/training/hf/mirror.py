@@ -229,3 +229,18 @@ class MirroredSource(HfWeightSource):
     def _converted(self) -> Weights:
         """The weights that a parameter does not hold as they are (collective)."""
         return self._gathered([pair for pair in self._groups if pair[0].converter is not None])
+
+
+def blank(policy: Policy, device: torch.device) -> Policy:
+    """The policy on `device`, whose parameters are yet to be written: what they are now is not copied."""
+    for parameter in policy.parameters():
+        parameter.data = torch.empty_like(parameter, device=device)
+    return policy.to(device)
+
+
+def like_sharded(copy: Policy, masters: Policy, dtype: torch.dtype) -> None:
+    """Let the copy compute as under FSDP2: with the masters' buffers, which are not rounded, and weights in `dtype`."""
+    for module, twin in zip(copy.modules(), masters.modules(), strict=True):
+        module._buffers.update(twin._buffers)
+    for parameter in copy.parameters():
+        parameter.data = parameter.data.to(dtype)

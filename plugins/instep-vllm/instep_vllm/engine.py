@@ -49,6 +49,7 @@ from vllm.logger import init_logger
 from instep_vllm import PROTOCOL
 from instep_vllm.async_llm import LOADED
 from instep_vllm.bucket import Manifest, WeightMismatch, compare, read
+from instep_vllm.cpu_packing import CpuPacking
 from instep_vllm.direct import DirectLoader, loads_directly
 from instep_vllm.handles import Receiver as IpcReceiver
 from instep_vllm.lease import NONE as NO_LEASE
@@ -99,7 +100,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
         self._delivered: set[str] = set()
         self._complete = self._active = self._started = False
         self._wrote = False  # this session has loaded weights
-        self._kernels: list[tuple[Any, Any]] = []  # see `_make_unpacked`
+        self._packing = CpuPacking(self.model) if self.device.type == "cpu" else None
         self._shapes = checkpoint_shapes(Path(self.model_config.model))
         weights = dict(self.model.named_parameters(remove_duplicate=False))
         head = next((weight for name, weight in weights.items() if name.endswith("lm_head.weight")), None)
@@ -311,7 +312,8 @@ class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
                 self._direct.load(tensors)
             else:
                 if not self._reloading:
-                    self._make_unpacked()
+                    if self._packing is not None:
+                        self._packing.undo()
                     initialize_layerwise_reload(self.model)
                     self._reloading = True
                 self.model.load_weights((name, tensor) for name, tensor in tensors.items())
@@ -374,37 +376,8 @@ class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
         self._reloading = False
         with set_current_vllm_config(self.vllm_config):
             finalize_layerwise_reload(self.model, self.model_config)
-        for method, kernel in self._kernels:
-            method.moe_kernel = method.moe_kernel or kernel
-        self._repack_tied()
-
-    def _make_unpacked(self) -> None:
-        """Undo what vLLM's own reload forgets on a CPU, before it begins.
-
-        It packs experts only where it makes their kernel, and latent attention has dropped the weights that it packed.
-        """
-        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-
-        if self.device.type != "cpu":
-            return
-        for layer in self.model.modules():
-            if getattr(layer, "_cpu_skip_gemm_dispatch", False) and not layer.weight.numel():
-                blank = torch.empty_like(get_layerwise_info(layer).restore_metadata[0]["weight"], device="cpu")
-                layer.weight = torch.nn.Parameter(blank, requires_grad=False)
-        methods = [getattr(layer, "quant_method", None) for layer in self.model.modules()]
-        self._kernels = [(m, m.moe_kernel) for m in methods if getattr(m, "moe_kernel", None) is not None]
-        for method, _ in self._kernels:
-            method.moe_kernel = None
-
-    def _repack_tied(self) -> None:
-        """Repack a tied lm_head: on a CPU it would keep its packed copy of the old embedding, as it gets no tensor."""
-        if self.device.type != "cpu":
-            return
-        from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
-
-        for layer in self.model.modules():
-            if "cpu_linear" in layer.__dict__ and layer.weight.numel():
-                dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+        if self._packing is not None:
+            self._packing.redo()
 
 
 def checkpoint_shapes(folder: Path) -> dict[str, tuple[int, ...]]:

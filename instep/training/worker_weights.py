@@ -1,0 +1,101 @@
+"""What a rank does with its weights: it sends and compares them, exports them, saves and loads them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from instep.checkpoints.plain import random_state, set_random_state
+from instep.errors import CheckpointError
+from instep.training.backend import TrainBackend
+from instep.weights import single_copy
+from instep.weights.source import WeightSource
+from instep.weights.way import OF_ADAPTERS, SINGLE_COPY, Order, way_named
+
+if TYPE_CHECKING:
+    from instep.arguments.args import Args
+
+
+class WorkerWeights:
+    """The calls of a worker about its weights."""
+
+    args: Args
+    backend: TrainBackend
+    device: torch.device
+    _host: str  # that other ranks and engines reach
+    _emit: Callable[[Any], None]
+
+    def publish(self, way: str, order: Order) -> None:
+        """Send the weights as version `order.version` by `way`; the controller hears of each part that is ready."""
+        self.backend.publish(order.version)
+        way_named(way).send(self._source(way), replace(order, host=self._host, device=str(self.device)), self._emit)
+
+    def _source(self, way: str) -> WeightSource:
+        return self.backend.weight_source(adapter=way in OF_ADAPTERS)
+
+    def weight_digests(self, way: str) -> dict[str, str]:
+        """The digest of every tensor that `way` sends, by name; collective, empty except on emitting ranks."""
+        if way == SINGLE_COPY:
+            return single_copy.WAY.digests(self._source(way))
+        digest = way_named(way).digest
+        return {spec.name: digest(t) for spec, t in self._source(way) if t is not None}
+
+    def unwritten_weights(self) -> list[str]:
+        """Names of the weights that engines with shared memory do not have as the trainer has them; collective."""
+        return single_copy.WAY.unwritten(self._source(SINGLE_COPY))
+
+    def broken_weights(self) -> list[str]:
+        """Names of the weights that are not finite; collective, empty except on emitting ranks."""
+        return [s.name for s, t in self.backend.weight_source() if t is not None and not bool(t.isfinite().all())]
+
+    def export_hf(self, path: Path, adapter: bool = False) -> None:
+        """Write a Hugging Face checkpoint, or the adapter alone in peft's format (collective)."""
+        from instep.checkpoints.hf_export import export_hf
+
+        if adapter:
+            self.backend.export_adapter(path)
+        else:
+            source = self.backend.weight_source()
+            export_hf(source, Path(self.args.hf_checkpoint), path, self.args.chat_template_text)
+
+    def load_weights(self, path: Path, fresh_head: bool = False) -> None:
+        """Load weights alone, from a Hugging Face checkpoint or one that instep saved; see `TrainBackend.load`."""
+        load_weights(self.backend, path, fresh_head)
+
+    def save(self, path: Path) -> dict[str, str]:
+        """Write model, optimizer (unless --no-save-optim) and random state into the folder `path`.
+
+        Returns:
+            The digests of the files that this rank has written, by name; see `Saver.finish`.
+        """
+        rank = self.backend.parallel.rank
+        try:
+            self.backend.save(path)
+        except OSError as error:
+            raise _cannot_write(path, error) from error
+        try:
+            torch.save(random_state(), path / f"rng_{rank}.pt")
+            return self.backend.saver.finish(path, self.backend.parallel, self.args.train_timeout)
+        except (OSError, RuntimeError) as error:  # torch.save says RuntimeError on a full disk
+            raise _cannot_write(path, error) from error
+
+    def load(self, path: Path, optimizer: bool) -> None:
+        """Read what `save` wrote; without `optimizer` the weights alone."""
+        self.backend.load(path, optimizer=optimizer)
+        if optimizer and (rng := path / f"rng_{self.backend.parallel.rank}.pt").exists():
+            set_random_state(rng)
+
+
+def load_weights(model: TrainBackend, path: Path, fresh_head: bool = False) -> None:
+    if (path / "config.json").exists():
+        model.load_hf(path)
+    else:
+        model.load(path, optimizer=False, fresh_head=fresh_head)
+
+
+def _cannot_write(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(str(error), where=str(path), remedy="free space or fix permissions")
