@@ -11,7 +11,7 @@ _DRIVERS = ("/dev/nvidiactl", "/dev/nvmap", "/dev/dxg", "/dev/kfd")  # of NVIDIA
 
 
 def no_driver() -> bool:
-    """Whether this host has no GPU for certain, seen without torch: what a driver puts into /dev is missing."""
+    """Whether this host certainly has no GPU: /dev holds no file of a driver. This needs no torch."""
     return not any(map(os.path.exists, _DRIVERS))
 
 

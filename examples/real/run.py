@@ -1,7 +1,7 @@
 """A real example: GRPO makes Gemma 3 270M (pretrained) find the largest of three numbers.
 
-The model comes from the package index, once, and is kept in the user's cache. All that `instep train` gets is printed:
-nothing here is special to the example.
+The model is downloaded once from the package index and kept in the user's cache. The script prints the command that it
+runs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/real"), help="everything is written below it")
     parser.add_argument("--device", choices=ON, default="cpu")
-    parser.add_argument("--model", type=Path, default=CACHE, help="a folder of the model; made where it is none")
+    parser.add_argument("--model", type=Path, default=CACHE, help="folder of the model; fetched if it is missing")
     parser.add_argument("--flags", default="", help="more flags for instep train, such as '--lora-rank 16 --lr 1e-4'")
     args = parser.parse_args()
 

@@ -138,7 +138,7 @@ DATA = FlagGroup(
 
 
 def data_file(path: str, where: str) -> Iterator[Problem]:
-    """Problems of FILE or FILE@[a:b]; a data set of the hub is got when nothing is wrong with the command line."""
+    """Problems of FILE or FILE@[a:b]. A data set of the hub is not fetched before the whole command line is right."""
     try:
         file, _ = parse_path(path)
     except ConfigError as error:
@@ -187,7 +187,7 @@ def balance_data(args: Settings, given: Given) -> bool:
 
 
 def add_bos_token(args: Settings, given: Given) -> bool:
-    """A chat template writes the begin-of-text token itself, where its model wants one."""
+    """False with a chat template, which writes the begin-of-text token itself if the model wants one."""
     return args.add_bos_token and not args.apply_chat_template
 
 

@@ -140,7 +140,7 @@ def hook(value: str) -> str:
     """
     if file := re.fullmatch(r"(?:.*/)?(\w+)\.py(?:::?(\w+))?", value):
         form = f"{file[1]}.{file[2] or 'my_function'}"
-        raise ValueError(f"is a file: write {form}, with its folder on PYTHONPATH unless instep starts there")
+        raise ValueError(f"is a file: write {form}, and put its folder on PYTHONPATH unless instep starts there")
     if "." not in value or not all(part.isidentifier() for part in value.split(".")):
         raise ValueError("is no dotted path like my_module.my_function (not a file name, no colon)")
     top = value.partition(".")[0]

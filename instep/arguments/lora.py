@@ -121,7 +121,7 @@ def quantized(args: Settings, given: set[str]) -> Iterator[Problem]:
 
 
 def quantized_base(args: Settings, given: set[str]) -> Iterator[Problem]:
-    """An engine that packs the weights of a quantized checkpoint takes no others while it runs."""
+    """An engine that keeps a checkpoint packed cannot load other weights while it runs."""
     kind, trains = named_kind(args), args.command in ONLINE and not (args.debug_train_only or args.debug_rollout_only)
     if not trains or kind is None or kind.dequantizes or not known_config(args).get("quantization_config"):
         return
@@ -129,9 +129,9 @@ def quantized_base(args: Settings, given: set[str]) -> Iterator[Problem]:
     if args.weight_sync not in ("lora", RESTART):
         folder = Path(args.hf_checkpoint)
         words = ["instep", "convert", "fp8-to-bf16", "--hf-checkpoint", str(folder), "--save", f"{folder.name}-bf16"]
-        what = f"{kind.title} keeps the weights of this checkpoint quantized, and cannot take what is trained"
-        remedy = "train an adapter (--lora-rank with --weight-sync lora); or give --weight-sync restart, which starts "
-        remedy += f"engines anew on whole weights; or `{shlex.join(words)}`, and give that"
+        what = f"{kind.title} keeps this checkpoint quantized, and cannot load the trained weights"
+        remedy = "train an adapter (--lora-rank with --weight-sync lora); or use --weight-sync restart, which starts "
+        remedy += f"engines on full weights; or convert the checkpoint first: `{shlex.join(words)}`"
         yield Problem(what, f"{where} with --weight-sync {args.weight_sync}", remedy)
     elif served_dtype(args) == "float32":
         yield Problem(f"{kind.title} computes with quantized weights in 16 bits only", where, "use --precision bf16")

@@ -135,7 +135,7 @@ def train_backend(args: Settings, given: Given) -> str:
 
 
 def chat_template_text(args: Settings, given: Given) -> str | None:
-    """Empty where there is none to be read, which the rule `chat_template` reports."""
+    """The text of the file; empty if it cannot be read, which the rule `chat_template` reports."""
     if args.chat_template is None:
         return None
     with suppress(OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Models and data sets of the Hugging Face hub that a command line names: they become folders and files here."""
+"""Resolves names of the Hugging Face hub in a command line: models to folders, data sets to files."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from instep.data.rows import split_files
 from instep.errors import ConfigError
 from instep.models import hub
 
-# Not `--load`, which may name a folder that is not there yet.
+# Not `--load`, whose folder may not exist yet.
 MODELS = ("hf_checkpoint", "ref_load", "critic_load", "opd_teacher_load")
 
 
 def name_models(args: Settings, scan: Scan) -> Iterator[Problem]:
-    """Let names of models be folders, which have all but the weights: these come when the command line is right.
+    """Replace names of models by their folders, without weights: `fetch` gets these once the command line is right.
 
     `instep plan` needs no model, and goes on without one.
 
     Raises:
-        CheckpointError: the checkpoint of `--load`, which says the commits of a run that goes on, cannot be read.
+        CheckpointError: the checkpoint of `--load`, which holds the commits of a resumed run, cannot be read.
     """
     refused = args.command != "plan"
     for name in MODELS:
@@ -46,10 +46,10 @@ def name_models(args: Settings, scan: Scan) -> Iterator[Problem]:
 
 
 def fetch(args: Settings) -> None:
-    """Get what is named: the weights of models, and data sets, for whose names their files stand then.
+    """Download the weights of named models, and named data sets; files replace the names of these.
 
     Raises:
-        ConfigError: something cannot be had. OutputError: the cache of data cannot be written.
+        ConfigError: a download failed. OutputError: the cache of data cannot be written.
     """
     for name in MODELS:
         if (folder := getattr(args, name)) is not None:
@@ -70,14 +70,14 @@ def fetch(args: Settings) -> None:
 
 
 def _served(args: Settings) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The models of `--vllm-config` that have a path, and where it stands."""
+    """The models of `--vllm-config` that have a path, each with its place for errors."""
     for i, model in enumerate(args.vllm_topology["vllm"] if args.vllm_topology is not None else ()):
         if model.get("model_path") is not None:
             yield f"--vllm-config {args.vllm_config}, vllm[{i}].model_path", model
 
 
 def _before(args: Settings) -> dict[str, Any]:
-    """The arguments of the run that goes on; empty where none does."""
+    """The arguments of the run that is resumed; empty if none is."""
     found = None if args.load is None or args.finetune else find_checkpoint(Path(args.load), args.ckpt_step)
     return {} if found is None else _arguments_in(found[0])
 

@@ -55,7 +55,7 @@ def instep_hook(path: str) -> str:
 
 
 class _Aliases(MetaPathFinder, Loader):
-    """Finds slime's and vime's modules where these are not installed: each has the functions of instep's."""
+    """Finds modules of slime and vime that are not installed; they hold instep's functions under the same names."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         ours = not path and any(f"{module}.".startswith(f"{name}.") for module in _THEIRS)  # a real package has a path

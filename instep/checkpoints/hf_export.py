@@ -112,7 +112,7 @@ def check_regular(folder: Path) -> None:
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
-    """The config.json of a Hugging Face folder, as its files are (`as_stored`).
+    """The config.json of a Hugging Face folder, corrected by its other files (`as_stored`).
 
     Raises:
         ConfigError: it is missing or no JSON object, or hf_quant_config.json cannot be read.

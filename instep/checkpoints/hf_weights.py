@@ -1,4 +1,4 @@
-"""The tensors of a Hugging Face checkpoint, read one or one part at a time; quantized ones become what the model takes.
+"""The tensors of a Hugging Face checkpoint, read whole or in parts; quantized ones are dequantized.
 
 Block-quantized FP8 is how DeepSeek-V3 is published (arXiv 2412.19437, section 3.3.2): `X` holds float8_e4m3fn,
 `X_scale_inv` a number for each block of 128 x 128 of its elements, with which these are multiplied. Others
@@ -29,7 +29,7 @@ from instep.errors import CheckpointError
 FP8, SCALES = "F8_E4M3", ("_scale_inv", "_scale")
 _ACTIVATIONS = re.compile(r"\.(input|activation|output|q|k|v|kv|prob)_scale$")
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # in an int32, of eight neighbours
-ROWS = 128  # of a matrix that are in float32 at a time, where it has no blocks
+ROWS = 128  # rows of a matrix without blocks that are in float32 at a time
 _TYPES = {name: getattr(torch, of_torch.removeprefix("torch.")) for of_torch, name in DTYPES.items()}
 
 
@@ -89,9 +89,9 @@ class TensorQuantized(StoredTensor):
 
 @dataclass(frozen=True, kw_only=True)
 class PackedTensor(StoredTensor):
-    """A matrix as GPTQ or AWQ packs it, of which `parts` are the tensors, by the last part of their names.
+    """A matrix that GPTQ or AWQ has packed. `parts` are its tensors, by the last part of their names.
 
-    Scales are rounded to `dtype` first, as engines do it that compute in it.
+    Scales are rounded to `dtype` first, as in an engine that computes in it.
     """
 
     parts: Mapping[str, StoredTensor]
@@ -122,7 +122,7 @@ class PackedTensor(StoredTensor):
 
 
 def _unpacked(words: Tensor, places: Sequence[int]) -> Tensor:
-    """The integers in the rows of `words`, int32, of which each holds one at each of `places`."""
+    """Unpack the rows of `words`: each int32 holds one integer at each of `places`."""
     bits = 32 // len(places)
     shifts = bits * torch.tensor(places, dtype=torch.int32)
     return ((words[..., None] >> shifts) & (1 << bits) - 1).flatten(1)
@@ -133,7 +133,7 @@ def opened_weights(folder: Path, dtype: torch.dtype) -> Iterator[dict[str, Store
     """The tensors of the checkpoint `folder` by name, in the order of its index, while all its files are open.
 
     Args:
-        dtype: what quantized tensors are read as. Their scales are no tensors of their own here.
+        dtype: the dtype of dequantized tensors. Their scales are not listed as tensors.
 
     Raises:
         CheckpointError: a file is missing or damaged, or a quantized tensor lacks one that belongs to it, such as its
@@ -171,12 +171,12 @@ def _packed(name: str, parts: Mapping[str, StoredTensor], how: Quantization | No
         return PackedTensor(name, weight.path, weight.file, shape, dtype, parts=parts, how=how)
     else:
         shapes = ", ".join(f"{end} {list(part.shape)} of {part.dtype}" for end, part in parts.items())
-        problem = f"what belongs to it does not fit: {shapes}"
+        problem = f"its tensors do not fit together: {shapes}"
     raise _unreadable(weight, f"is packed, and {problem}")
 
 
 def _packed_shape(parts: Mapping[str, StoredTensor], awq: bool) -> tuple[int, int] | None:
-    """`[out, in]` of the weight that they stand for; None if they do not fit together."""
+    """The shape `[out, in]` of the unpacked weight; None if the parts do not fit together."""
     shapes = {end: part.shape for end, part in parts.items()}
     integers = all(part.dtype is torch.int32 for end, part in parts.items() if end != "scales")
     if not integers or len(shapes["qweight"]) != 2:

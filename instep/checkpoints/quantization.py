@@ -1,4 +1,4 @@
-"""How the weights of a Hugging Face folder are quantized, as its config.json says it; without torch."""
+"""How the weights of a Hugging Face folder are quantized, by its config.json. This file needs no torch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 from instep.errors import ConfigError
 
 FP8, GPTQ, AWQ = "FP8", "GPTQ", "AWQ"
-PACKED = (GPTQ, AWQ)  # these quantize weights alone: layers compute in 16 bits
-_STORED_LESS = {"gptq": 1, "gptq_v2": 0}  # GPTQ's formats: by how much zeros are stored less than they are
+PACKED = (GPTQ, AWQ)  # these quantize only weights: layers compute in 16 bits
+_STORED_LESS = {"gptq": 1, "gptq_v2": 0}  # formats of GPTQ, and the number that must be added to stored zeros
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Quantization:
 
     Attributes:
         block: of FP8: rows and columns of the blocks that share a scale; (): each tensor has one.
-        stored_less: of GPTQ: by how much its zeros are stored less than they are.
+        stored_less: for GPTQ: the number that must be added to its stored zeros.
     """
 
     name: str
@@ -27,7 +27,7 @@ class Quantization:
 
 
 def quantization_of(config: dict[str, Any], where: str) -> Quantization | None:
-    """What the config.json of a checkpoint says; None: it is not quantized.
+    """The quantization of a checkpoint, from its config.json; None if it has none.
 
     Raises:
         ConfigError: its weights are quantized in another way, which is not read.

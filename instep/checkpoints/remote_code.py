@@ -36,7 +36,7 @@ def own_code_named(folder: str, what: str) -> Iterator[None]:
 
 
 def load_config(folder: str, trust_remote_code: bool) -> PretrainedConfig:
-    """What transformers knows of the model in a folder, without tied embeddings where its output layer is another one.
+    """The configuration of the model in a folder, with untied embeddings if its output layer is not a copy of them.
 
     Raises:
         CheckpointError: the checkpoint needs code of its own; and what transformers raises.

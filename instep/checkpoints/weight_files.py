@@ -15,7 +15,7 @@ from instep.documents import open_regular
 from instep.errors import CheckpointError
 from instep.models.files import INDEX, SINGLE, weight_map
 
-PARTS = ("qweight", "qzeros", "scales", "g_idx")  # what GPTQ and AWQ keep in the place of a layer's `weight`
+PARTS = ("qweight", "qzeros", "scales", "g_idx")  # the tensors with which GPTQ and AWQ replace a layer's `weight`
 MAX_ELEMENTS = 1 << 63  # torch counts them in an int64, an empty dimension as 1
 
 
@@ -39,7 +39,7 @@ def weight_files(folder: Path) -> dict[str, Path]:
 
 
 def weight_names(files: Mapping[str, Any]) -> dict[str, list[str]]:
-    """The names of a checkpoint's weights, each with those of its tensors: several, where GPTQ or AWQ pack it."""
+    """The tensors of each weight of a checkpoint, by name: several for a weight that GPTQ or AWQ has packed."""
     out: dict[str, list[str]] = {}
     for name in files:
         module, _, last = name.rpartition(".")

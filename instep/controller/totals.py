@@ -1,4 +1,4 @@
-"""What a run has done so far: what its checkpoints count, and its summary."""
+"""Counts of a run, for its checkpoints and its summary."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Totals:
         self.evaluations = state["evaluations"]
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """The part that a checkpoint keeps."""
         return {name: getattr(self, name) for name in ("num_steps", "num_critic_steps", "evaluations")}
 
     def add_sync(self, result: SyncResult) -> None:
@@ -56,7 +56,7 @@ class Totals:
         self.num_tokens += trained.num_tokens
 
     def take_gap(self) -> dict[str, float]:
-        """The gap of the last sync, once."""
+        """The gap of the last sync; empty on a second call."""
         found, self._gap_of_sync = self._gap_of_sync, {}
         return found
 
@@ -67,7 +67,7 @@ class Totals:
         return {"perf/gpu_peak_bytes": self._gpu_peak} if self._gpu_peak else {}
 
     def summary(self, peak_pss_bytes: float, ledger: Mapping[str, int], next_rollout: int) -> dict[str, Any]:
-        """What summary.json holds, beside the metrics of the last step; `next_rollout` would be the next."""
+        """The content of summary.json without the metrics of the last step; `next_rollout`: the one after the last."""
         summary: dict[str, Any] = {
             "num_rollouts": self.num_rounds,
             "num_steps": self.num_steps,

@@ -30,7 +30,7 @@ class ByteTexts:
         return b"".join(map(texts.__getitem__, ids)).decode("utf-8", errors="replace")
 
     def each(self, ids: Sequence[int]) -> list[str]:
-        """The parts of the text of `ids`, special tokens too; a character of several tokens is that of the last."""
+        """The text of each token, special tokens too. A character of several tokens belongs to the last of them."""
         decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         return [decode(self._whole[i], n == len(ids)) for n, i in enumerate(ids, 1)]
 

@@ -168,13 +168,13 @@ def check_tokens(records: Iterable[Record], tokenizer: Any, kwargs: dict[str, An
 
 
 def tell_of_bos(args: HookSettings | Settings, path: str, records: Sequence[Record], tokenizer: Any) -> None:
-    """Warn of texts without the token with which the tokenizer would begin them."""
+    """Warn if prompts lack the begin-of-text token that the tokenizer would add."""
     prompt, bos = records[0].prompt, tokenizer.bos_token
     chosen = args.add_bos_token or args.apply_chat_template or args.custom_generate_function_path
     if chosen or bos is None or not isinstance(prompt, str) or prompt.startswith(bos):
         return
     if tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]:
-        what = "the tokenizer begins a text with %s, and these prompts have none; --add-bos-token adds it"
+        what = "the tokenizer begins a text with %s, but these prompts do not; --add-bos-token adds it"
         logger.warning(f"%s: {what}", path, bos)
 
 
@@ -279,7 +279,7 @@ def _render(tokenizer: PreTrainedTokenizerBase, record: Record, kwargs: dict[str
 def _within_limit(
     texts: list[str], begins: list[int | None], tokenizer: PreTrainedTokenizerBase, limit: int
 ) -> list[bool]:
-    """For each text whether it has at most `limit` tokens, with the one that it is to begin with, if any."""
+    """Whether each text has at most `limit` tokens; `begins` are the tokens to put before them, if any."""
     fits = [not _is_long(text, tokenizer, limit) for text in texts]
     unsure = [i for i, text in enumerate(texts) if fits[i] and SHORT * len(text.encode()) > limit]
     ids = tokenizer([texts[i] for i in unsure], add_special_tokens=False)["input_ids"] if unsure else []

@@ -14,7 +14,7 @@ from instep.errors import ConfigError, writing
 from instep.models.hub import bound_waits
 from instep.private import users_files
 
-FOLDER = "named"  # of these files, in the cache of data
+FOLDER = "named"  # in the cache of data
 
 
 def is_named(path_spec: str) -> bool:
@@ -24,14 +24,14 @@ def is_named(path_spec: str) -> bool:
 
 
 def file_of(path_spec: str, where: str, cache_path: str | None, kept: Iterable[str] = ()) -> str:
-    """The file of a data set that is named, with the slice that `path_spec` has; a file stays as it is.
+    """The file of a named data set, with the slice of `path_spec`. A path of a file is returned unchanged.
 
     Args:
         where: the flag, for errors.
-        kept: the files of the run that goes on: one of this data set is taken, whatever the hub has by now.
+        kept: the files of the resumed run. If one holds this data set, it is used, whatever the hub has now.
 
     Raises:
-        ConfigError: the data set cannot be had. OutputError: the cache cannot be written.
+        ConfigError: the data set cannot be loaded. OutputError: the cache cannot be written.
     """
     if not is_named(path_spec):
         return path_spec
@@ -47,7 +47,7 @@ def _stem(name: str) -> str:
 
 @functools.cache
 def _fetched(name: str, where: str, folder: Path) -> str:
-    """The path of the file, which stands for what the hub has now. The hub is asked once in a process."""
+    """Load the data set as the hub has it now into a file; returns its path. A process asks the hub once."""
     found = NAMED.fullmatch(name)
     assert found is not None
     remedy = "give a jsonl or parquet file, or ORG/NAME:CONFIG:SPLIT as in openai/gsm8k:main:train"
@@ -63,7 +63,7 @@ def _fetched(name: str, where: str, folder: Path) -> str:
             kind = {"name": found["config"], "split": found["split"] or "train", "revision": found["revision"]}
             data = load_dataset(found["name"], **kind)
     except (DatasetsError, OSError, ValueError, RuntimeError) as error:
-        what = f"no file {name} here, and no such data set can be had from the hub: {' '.join(str(error).split())}"
+        what = f"no file {name} here, and the hub gives no such data set: {' '.join(str(error).split())}"
         token = "a private or gated one needs your token: HF_TOKEN, or `hf auth login`"
         raise ConfigError(what, where=where, remedy=f"{remedy}; {token}") from error
     path = folder / f"{_stem(name)}-{data._fingerprint}.parquet"

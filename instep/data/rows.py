@@ -97,7 +97,7 @@ class BadRows:
 
 
 def split_files(prompt_data: str) -> list[str]:
-    """The files of `a.jsonl,b.parquet@[0:100],openai/gsm8k:main:train`. A comma inside a file's name is no border."""
+    """The files of `a.jsonl,b.parquet@[0:100],openai/gsm8k:main:train`. A comma in a file's name separates nothing."""
     files: list[str] = []
     for part in prompt_data.split(","):
         if files and not _is_whole(files[-1].strip()):

@@ -208,7 +208,7 @@ def load_source(args: Settings, hook_args: Any, vocab_size: int | None = None) -
     """The data source of a run. Raises: RolloutError, ConfigError, DataError.
 
     Args:
-        vocab_size: of the model; a prompt of instep's sources with a larger token is refused.
+        vocab_size: the model's. instep's own sources refuse a prompt with a larger token id.
     """
     hook = Hook("--data-source-path", args.data_source_path)
     if not hook.path.startswith("instep."):

@@ -26,7 +26,7 @@ def load_tokenizer(path: str, trust_remote_code: bool, chat_template: str | None
     """The tokenizer of a Hugging Face checkpoint, loaded once.
 
     Args:
-        chat_template: the text of one in place of the checkpoint's.
+        chat_template: the text of a template that replaces the checkpoint's.
 
     Raises:
         CheckpointError: there is none, or it is Python code of the checkpoint's own that is not trusted.
@@ -46,7 +46,7 @@ def load_tokenizer(path: str, trust_remote_code: bool, chat_template: str | None
 
 
 def text_ids(tokenizer: Any, text: str, add_bos: bool = False) -> list[int]:
-    """The ids of a text as it stands; with `add_bos` the begin-of-text token is put before those that have none.
+    """The token ids of a text without special tokens. `add_bos` puts the begin-of-text token first, unless it is there.
 
     Raises:
         ConfigError: the tokenizer has no such token.

@@ -51,7 +51,7 @@ class EngineKind(Protocol):
         waits_for_room: whether its engines touch no GPU before the file of ROOM_VARIABLE is there.
         needs_router: whether even a single engine stands behind a router.
         sends_heartbeats: whether silence of its process for `--heartbeat-timeout` means that it no longer computes.
-        dequantizes: whether its engines read a quantized checkpoint as whole weights.
+        dequantizes: whether its engines dequantize a quantized checkpoint when they load it.
         dying_seconds: how long its server may live on after the process that computes has died.
         core_route: a GET that only what computes can answer, not the HTTP server by itself.
         state_routes: GETs that say what an engine is doing, for a dump.

@@ -92,7 +92,7 @@ class EngineSpec:
 
     @property
     def names(self) -> list[str]:
-        """What requests may call the model: its folder first, then its name if it is one of the hub."""
+        """Names of the model in requests: its folder, and its name on the hub if it has one."""
         folder = self.served_name or self.path
         known = name_of(folder)
         return [folder, known[0]] if known is not None else [folder]

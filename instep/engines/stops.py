@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 
 def find_stop(text: str, before_last: str, stops: Sequence[str]) -> tuple[int, str] | None:
-    """Where in `text` the stop string begins that its last token has completed, and which it is; None: there is none.
+    """The stop string that the last token of `text` has completed: its place and itself. None if there is none.
 
-    As in vLLM the one that ends first counts, of two that end together the first in the list. One in `before_last`, the
-    text of all tokens but the last, is none: `min_tokens` has passed over it, or it is of a former turn.
+    As in vLLM, the string that ends first wins; of two that end together, the first in the list. A string that is whole
+    in `before_last`, the text without the last token, does not count: it came before `min_tokens` or in another turn.
     """
     whole = len(before_last.rstrip("\ufffd"))  # half a character is no text yet
     places = [(text.find(stop, max(0, whole - len(stop) + 1)), stop) for stop in stops]

@@ -67,7 +67,7 @@ def vllm_env(args: Settings, num_threads: int) -> dict[str, str]:
             "TORCH_COMPILE_DISABLE": "1",  # else the first request waits 17 s for helpers to be compiled
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # lets the CPU platform keep the `uni` executor
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # each engine would take the same cores
-            "VLLM_CPU_INT4_W4A8": "0",  # with AMX GPTQ's and AWQ's layers would round what goes into them to 8 bits
+            "VLLM_CPU_INT4_W4A8": "0",  # else, with AMX, layers of GPTQ and AWQ round their inputs to 8 bits
             "OMP_NUM_THREADS": str(num_threads),
             **OPENMP_ENV,
         }

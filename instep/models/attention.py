@@ -1,4 +1,4 @@
-"""What attention computes beside queries, keys and values, as transformers hands it to an attention of one's own."""
+"""Checks what transformers asks of a custom attention function."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 
 class Unfit(Exception):
-    """A model cannot be run in a certain way; the text says why, and goes on after "because"."""
+    """A model cannot be run in some way. The text gives the reason, to follow "because"."""
 
 
 def check_plain(given: Mapping[str, Any]) -> None:
-    """Raise Unfit where the scores are more than scaled products with a mask."""
+    """Raise Unfit if attention needs more than scaled products and a mask."""
     if given.get("softcap") is not None:
         raise Unfit(f"its attention caps scores (softcap {given['softcap']})")
     if given.get("s_aux") is not None:

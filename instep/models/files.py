@@ -49,7 +49,7 @@ def safetensors_header(path: Path) -> dict[str, Any]:
 
 
 def tensor_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model, as transformers chooses them: other forms of it may lie in the same folder."""
+    """The safetensors files of a model, chosen as by transformers: a folder may hold it in several forms."""
     whole = folder / SINGLE
     if (folder / INDEX).exists():
         return [folder / name for name in sorted(set(weight_map(folder).values()))]
@@ -57,8 +57,8 @@ def tensor_files(folder: Path) -> list[Path]:
 
 
 def has_own_head(folder: str) -> bool:
-    """Whether a folder holds an output layer that is no copy of the embedding: if config.json ties them, it is wrong,
-    as transformers and vLLM see it, too. False of damaged files, which others report."""
+    """Whether the output layer in a folder differs from the embedding. If config.json ties them, it is wrong then, also
+    for transformers and vLLM. False for damaged files, which other checks report."""
     try:
         return _has_own_head(tuple((path, path.stat().st_mtime_ns) for path in tensor_files(Path(folder))))
     except (OSError, ValueError, TypeError, KeyError, AttributeError):

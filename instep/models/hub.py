@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub by name: their snapshots, in the cache that `huggingface_hub` keeps.
+"""Models of the Hugging Face hub by name, in the cache of `huggingface_hub`.
 
 A snapshot is the folder CACHE/models--ORG--NAME/snapshots/COMMIT: its path says which model it is, at which commit.
 """
@@ -19,9 +19,9 @@ from instep.private import users_files
 
 _NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\w[\w./-]*))?", re.ASCII)
 _WITHOUT_WEIGHTS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
-HUB_SECONDS = 30.0  # until the hub must answer, and between two parts of an answer
+HUB_SECONDS = 30.0  # the longest wait for an answer of the hub, or for its next part
 HOW = "give a folder, or a model of the hub as ORG/NAME or ORG/NAME@REVISION"
-_of_names: set[str] = set()  # the snapshots that names mean in this process
+_of_names: set[str] = set()  # snapshots that were given by name in this process
 
 
 def is_name(given: str) -> bool:
@@ -30,22 +30,22 @@ def is_name(given: str) -> bool:
 
 
 def name_of(folder: str) -> tuple[str, str] | None:
-    """Name and commit of a snapshot, by its path; None of any other folder."""
+    """Name and commit of a snapshot, from its path; None for another folder."""
     repo, snapshots, commit = ("", "", "", *Path(folder).parts)[-3:]
     return (repo[8:].replace("--", "/"), commit) if repo[:8] == "models--" and snapshots == "snapshots" else None
 
 
 def at_commit(given: str, folder: str | None) -> str:
-    """The name `given`, at the commit of the snapshot `folder` if it is one of that model and `given` says none."""
+    """The name `given` with the commit of `folder`, if that is a snapshot of it and `given` has no revision."""
     known = name_of(folder or "")
     return f"{given}@{known[1]}" if known and known[0] == given else given
 
 
 def folder_of(given: str, flag: str, *, weights: bool = True) -> str:
-    """The folder that `given` means: that of a snapshot, which is fetched; what is no name is a folder itself.
+    """The folder for `given`: a name is downloaded, anything else is a folder already.
 
     Raises:
-        ConfigError: the model cannot be had.
+        ConfigError: the download failed.
     """
     folder = snapshot(given, flag) if is_name(given) else given
     if weights:
@@ -55,10 +55,10 @@ def folder_of(given: str, flag: str, *, weights: bool = True) -> str:
 
 @functools.cache
 def snapshot(given: str, flag: str) -> str:
-    """The snapshot that a name means, with all that a model needs but its weights. The hub is asked once in a process.
+    """Download a model without its weights; returns the folder of the snapshot. A process asks the hub once.
 
     Raises:
-        ConfigError: the model cannot be had.
+        ConfigError: the download failed.
     """
     found = _NAME.fullmatch(given)
     assert found is not None
@@ -68,12 +68,12 @@ def snapshot(given: str, flag: str) -> str:
 
 
 def gets_weights(folder: str) -> bool:
-    """Whether `fetch_weights` completes this folder: a snapshot that a name means."""
+    """Whether `fetch_weights` completes this folder: a snapshot that was given by name."""
     return folder in _of_names
 
 
 def fetch_weights(folder: str, flag: str) -> None:
-    """Complete a snapshot that a name means by its weights; any other folder stays as it is. Raises ConfigError."""
+    """Download the weights of a snapshot that was given by name; other folders stay unchanged. Raises ConfigError."""
     if not gets_weights(folder) or (known := name_of(folder)) is None:
         return
     try:
@@ -92,15 +92,15 @@ def _missing(folder: str, names: Sequence[str]) -> list[str]:
 def _fetched(
     repo: str, revision: str | None, files: Sequence[str], needed: Sequence[str], where: str, cache: Path | None = None
 ) -> str:
-    """The folder of a snapshot with those of its `files` (patterns) that there are; what is cached needs no hub.
+    """Download the files of a model that match the patterns `files`; without an answer of the hub, the cache serves.
 
     Raises:
-        ConfigError: it has not all of `needed`, or cannot be had.
+        ConfigError: a file of `needed` is missing, or the download failed.
     """
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
-    # HTTPError of httpx or httpx2, and OSError; of names that the hub does not take; of a transfer by Xet.
+    # HTTPError of httpx or httpx2, and OSError; ValueError of a wrong name; RuntimeError of a transfer by Xet.
     expected: tuple[type[Exception], ...] = (*HfHubHTTPError.__bases__, ValueError, RuntimeError)
     refused: Exception | None = None
     bound_waits()
@@ -130,7 +130,7 @@ def _fetched(
 
 @functools.cache
 def bound_waits() -> None:
-    """Give requests of `huggingface_hub` and `datasets` that may wait for ever `HUB_SECONDS`."""
+    """Bound requests of `huggingface_hub` and `datasets` that have no timeout by `HUB_SECONDS`."""
     from huggingface_hub import get_session
 
     def bound(request: Any) -> None:
@@ -141,7 +141,7 @@ def bound_waits() -> None:
 
 
 def _told(repo: str, revision: str | None, error: Exception) -> tuple[str, str]:
-    """What is wrong with a model that cannot be had, and what to do about it."""
+    """Why a download failed, and the remedy."""
     from huggingface_hub import constants, errors
 
     at, token = f"{constants.ENDPOINT}/{repo}", "give your token: HF_TOKEN, or `hf auth login`"

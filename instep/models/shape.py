@@ -49,8 +49,8 @@ def check_types(config: Mapping[str, Any]) -> None:
 
 
 def as_stored(config: dict[str, Any], folder: str | Path) -> dict[str, Any]:
-    """`config` as the files of its folder are: with the `quantization_config` that ModelOpt may have put into
-    hf_quant_config.json alone, and without tied embeddings where the output layer is another one.
+    """`config`, corrected by the other files of its folder: with the `quantization_config` that ModelOpt writes into
+    hf_quant_config.json, and without tied embeddings if the output layer differs from the embedding.
 
     Raises: OSError, ValueError.
     """

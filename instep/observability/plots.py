@@ -10,7 +10,7 @@ from typing import Any
 
 INK, GRID, EDGE = "#27303f", "#e6e9ef", "#b8c0cc"
 COLORS = ("#2f6fed", "#e4572e", "#17a398", "#b25ad3", "#f2a900", "#6c7a89", "#d64550", "#3d5a80")
-TREND = 3  # points that a line may join
+TREND = 3  # evaluations from which on a line joins them
 PHASE_ORDER = ("rollout", "wait", "train", "sync", "eval", "save")
 NOT_A_PHASE = ("step", "peak", "early_log_probs", "early_train", "reward", "log_probs")  # the latter are parts of one
 Curve = tuple[str, list[int], list[float]]  # label, x, y
@@ -138,7 +138,7 @@ def _colors(number: int) -> Sequence[str]:
 
 
 def _drawn(name: str, number: int) -> str:
-    """A name that plots can show: their font has no Chinese, Japanese or Korean letters, for one."""
+    """A name that plots can show: their font lacks Chinese, Japanese and Korean letters, for example."""
     from matplotlib.font_manager import findfont, get_font
 
     known = get_font(findfont("DejaVu Sans")).get_charmap()

@@ -201,7 +201,7 @@ def shutdown(timeout: float = 2.0) -> None:
 
 
 def is_own_thread() -> bool:
-    """Whether the loop of this thread is one of this module's, not one that a hook has made."""
+    """Whether this module runs the loop of this thread, and not a hook."""
     return _of_thread.home is not None
 
 

@@ -1,4 +1,4 @@
-"""What a rank's machine has, and errors of torch that are the machine's, whatever model runs on it."""
+"""The memory of a rank's device, and which errors of torch come from the machine, not the model."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ def is_of_the_machine(error: Exception) -> bool:
 
 
 def memory_of(device: torch.device) -> float:
-    """The bytes of a GPU; a CPU's do not count."""
+    """The memory of a GPU in bytes; infinite for a CPU."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else math.inf

@@ -1,4 +1,4 @@
-"""What a rank does with its weights: it sends and compares them, exports them, saves and loads them."""
+"""The weights of a rank: how it sends, compares, exports, saves and loads them."""
 
 from __future__ import annotations
 

@@ -339,7 +339,7 @@ def test_eval_config_that_is_wrong(text, what):
 
 def test_a_reward_of_ones_own_goes_before_a_rule():
     notes = parse(argv("--custom-rm-path examples.hooks.reward --rm-type math --label-key label")).notes
-    assert notes == ["--rm-type math: grades nothing by itself: --custom-rm-path decides the reward"]
+    assert notes == ["--rm-type math: is not used: --custom-rm-path computes the reward"]
 
 
 def test_ranks_and_cores(monkeypatch):

@@ -1,5 +1,5 @@
-"""Published folders: FP8 with scales of blocks or tensors is read as what it stands for (a loop over the blocks, or a
-product in float64, says what that is), and multi-token prediction is left out."""
+"""FP8 with scales of blocks or tensors is read as what it stands for: a loop over the blocks, or a product in float64,
+says what that is."""
 
 from __future__ import annotations
 
@@ -305,7 +305,7 @@ def test_where_engines_load_it_the_remedy_writes_what_they_take(tmp_path, monkey
     vllm = "--rm-type random --n-samples-per-prompt 4 --rollout-num-gpus 1 --rollout-backend vllm"
     for more in ("", " --lora-rank 2"):
         with pytest.raises(
-            ConfigError, match="keeps the weights of this checkpoint quantized, and cannot take"
+            ConfigError, match="keeps this checkpoint quantized, and cannot load"
         ) as error:
             parse(words(tmp_path, tmp_path / "hf", vllm + more))
     replay = f" --load-debug-rollout-data {tmp_path}/train.jsonl"
@@ -321,7 +321,7 @@ def test_where_engines_load_it_the_remedy_writes_what_they_take(tmp_path, monkey
     assert main(shlex.split(command[1])) == 0
     check_inputs(parse(words(tmp_path, tmp_path / "hf-bf16", vllm)))
     only_beside(tmp_path / "hf", '{"quantization": {"quant_algo": "FP8"}}')
-    with pytest.raises(ConfigError, match="keeps the weights of this checkpoint quantized, and cannot take"):
+    with pytest.raises(ConfigError, match="keeps this checkpoint quantized, and cannot load"):
         parse(words(tmp_path, tmp_path / "hf", vllm))
 
 
@@ -353,96 +353,3 @@ def test_an_error_in_the_weights_reaches_the_user_of_the_hf_backend(tmp_path, al
     worker = make_worker(tmp_path, tmp_path / "hf")
     with pytest.raises(InstepError, match="_scale_inv is missing"):
         worker.load_weights(tmp_path / "hf")
-
-
-# ---- multi-token prediction ------------------------------------------------------------------------------------------
-
-
-def add_mtp(folder: Path, prefix: str) -> set[str]:
-    """Give a folder a module of multi-token prediction, a layer like the last one and more; returns its names."""
-    file = folder / "model.safetensors"
-    tensors, last = load_file(file), "model.layers.1."
-    more = {prefix + name.removeprefix(last): t.clone() for name, t in tensors.items() if name.startswith(last)}
-    more |= {f"{prefix}{part}.weight": torch.randn(8) for part in ("enorm", "hnorm", "shared_head.norm")}
-    save_file(tensors | more, file, {"format": "pt"})
-    return set(more)
-
-
-def test_converters_say_what_of_multi_token_prediction_they_leave_out(tmp_path, capsys):
-    hf, m = tmp_path / "hf", tmp_path / "m"
-    random_model(MODELS["deepseek"]).bfloat16().save_pretrained(hf)
-    mtp = add_mtp(hf, "model.layers.2.")
-    meant = quantize(hf)
-    assert main(["convert", "hf-to-megatron", "--hf-checkpoint", str(hf), "--save", str(m)]) == 0
-    said = f"{len(mtp)} tensors of multi-token prediction"
-    assert said in capsys.readouterr().out
-    back = ["convert", "megatron-to-hf", "--load", str(m), "--hf-checkpoint", str(hf), "--save", str(tmp_path / "back")]
-    assert main(back) == 0 and said not in capsys.readouterr().out
-    assert json.loads((tmp_path / "back" / "config.json").read_text())["num_nextn_predict_layers"] == 0
-    written, stored = weights(tmp_path / "back"), weights(hf)
-    assert written.keys() == meant.keys() - mtp
-    for name, tensor in written.items():
-        dtype = torch.bfloat16 if stored[name].dtype is torch.float8_e4m3fn else stored[name].dtype
-        assert tensor.dtype is dtype and torch.equal(tensor, meant[name].to(dtype)), name
-    assert main(["convert", "fp8-to-bf16", "--hf-checkpoint", str(hf), "--save", str(tmp_path / "whole")]) == 0
-    config = json.loads((tmp_path / "whole" / "config.json").read_text())
-    assert weights(tmp_path / "whole").keys() == meant.keys() and config["num_nextn_predict_layers"] == 1
-
-
-def test_that_of_a_megatron_checkpoint_is_left_out_and_said(tmp_path, capsys):
-    hf, release = tmp_path / "hf", tmp_path / "m" / "release"
-    random_model(MODELS["deepseek"]).save_pretrained(hf)
-    shape = convert._shape(hf, False)
-    assert main(["convert", "hf-to-megatron", "--hf-checkpoint", str(hf), "--save", str(tmp_path / "m")]) == 0
-    there = MegatronCheckpoint(release, shape)
-    model = {e.megatron: there.local(e, 0, 1, sum(size[0] for size in e.shapes)) for e in there.entries}
-    assert not there.mtp
-    shutil.rmtree(release)
-    (release / "mp_rank_00").mkdir(parents=True)
-    file = release / "mp_rank_00" / "model_optim_rng.pt"
-    torch.save({"model": model | {"mtp.layers.0.eh_proj.weight": torch.ones(2, 4)}}, file)
-    back = ["convert", "megatron-to-hf", "--load", str(tmp_path / "m"), "--hf-checkpoint", str(hf)]
-    assert main([*back, "--save", str(tmp_path / "back")]) == 0
-    assert "1 tensors of multi-token prediction" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("model_type", "prefix"),
-    [("deepseek_v3", "model.layers.2."), ("glm4_moe", "model.layers.2."), ("qwen3_next", "mtp.0.")],
-)
-def test_the_hf_backend_leaves_it_out_and_says_so(tmp_path, alone, model_type, prefix):
-    torch.manual_seed(0)
-    hf = tmp_path / "hf"
-    AutoModelForCausalLM.from_config(tiny_config(model_type)).save_pretrained(hf)
-    make_tokenizer().save_pretrained(hf)
-    make_prompts(tmp_path / "train.jsonl", 2)
-    before = weights(hf).keys()
-    mtp = add_mtp(hf, prefix)
-    worker = make_worker(tmp_path, hf)
-    worker.load_weights(hf)
-    said = f"{len(mtp)} tensors of multi-token prediction ({min(mtp)}, ...) are not read: they are neither trained nor"
-    assert worker.remark().count(said) == 1
-    worker.export_hf(tmp_path / "export")
-    assert weights(tmp_path / "export").keys() == before
-    worker.load_weights(tmp_path / "export")
-    assert said not in worker.remark()
-    worker.load_reference(hf)
-    worker.load_teacher(hf)
-    assert {line for line in worker.remark().splitlines() if "multi-token" in line} == {worker.reference.left_out}
-    assert said in worker.reference.left_out
-    for folder, num in ((hf, 1), (tmp_path / "export", 0)):
-        assert json.loads((folder / "config.json").read_text()).get("num_nextn_predict_layers", num) == num
-    if "layers" in prefix:  # of which config.json must say that they are there
-        change_config(hf, num_nextn_predict_layers=0)
-        other = worker._build(with_optimizer=False)
-        with pytest.raises(CheckpointError, match="weights are not the model's, the first 'model.layers.2."):
-            other.load_hf(hf)
-
-
-def test_its_flags_say_why_they_are_refused(tmp_path):
-    make_run(tmp_path, "qwen3")
-    with pytest.raises(
-        ConfigError, match="layers of multi-token prediction are left out of the model, and not trained"
-    ):
-        parse([*words(tmp_path, tmp_path / "hf"), "--mtp-num-layers", "1"])
-    parse([*words(tmp_path, tmp_path / "hf"), "--mtp-num-layers", "0"])

@@ -97,7 +97,7 @@ def test_only_some_rows_are_unpacked_at_a_time(tmp_path):
         ({"qzeros": None}, f"{LAYER}.qweight, of shape (16, 128), is packed, and {LAYER}.qzeros is missing"),
         (
             {"qzeros": torch.zeros(3, 16, dtype=torch.int32)},
-            "does not fit: g_idx [128] of torch.int32, qweight [16, 128] of torch.int32, qzeros [3, 16] of torch.int32",
+            "do not fit together: g_idx [128] of torch.int32, qweight [16, 128] of torch.int32, qzeros [3, 16] of torch.int32",
         ),
         ({"qweight": torch.zeros(16, 128)}, "does not fit"),
         ({"scales": torch.ones(())}, "does not fit"),
@@ -191,8 +191,8 @@ def test_engines_that_take_what_is_trained_load_it(folder, more):
 @pytest.mark.parametrize(
     ("more", "what", "remedy"),
     [
-        (VLLM, "cannot take what is trained", "--weight-sync restart, which starts engines anew on whole weights"),
-        (f"{VLLM} --weight-sync shm --lora-rank 2", "cannot take what is trained", "--weight-sync lora"),
+        (VLLM, "cannot load the trained weights", "--weight-sync restart, which starts engines on full weights"),
+        (f"{VLLM} --weight-sync shm --lora-rank 2", "cannot load the trained weights", "--weight-sync lora"),
         (LORA.replace("bf16", "fp32"), "in 16 bits only", "--precision bf16"),
     ],
 )
@@ -207,6 +207,6 @@ def test_engines_that_cannot_take_it_are_refused_with_what_can(folder, more, wha
 def test_where_auto_means_vllm_it_is_refused_on_the_machine(folder, monkeypatch):
     args = parse(words(folder, ""))
     monkeypatch.setattr("instep.controller.device.resolve_backend", lambda args: "vllm")
-    with pytest.raises(ConfigError, match="cannot take what is trained"):
+    with pytest.raises(ConfigError, match="cannot load the trained weights"):
         resolve_on_machine(args.replace(num_threads=1), with_engines=True)
     resolve_on_machine(args.replace(num_threads=1, debug_train_only=True), with_engines=True)

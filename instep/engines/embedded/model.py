@@ -102,8 +102,8 @@ def _unfit(path: str, why: str) -> CheckpointError:
 
 
 def _dequantized(folder: Path, config: PretrainedConfig, how: dict[str, Any]) -> PreTrainedModel:
-    """A model whose quantized weights are read as what they stand for, as the trainer reads them."""
-    from instep.training.hf.weights import load_hf  # with much that no other engine needs
+    """The model with dequantized weights, as the trainer reads them."""
+    from instep.training.hf.weights import load_hf  # imports much that other models do not need
 
     vars(config).pop("quantization_config", None)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, **how)

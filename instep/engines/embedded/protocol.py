@@ -11,7 +11,7 @@ Ranked = tuple[int, float, int]  # a token, its log-prob, and its rank (1: the l
 MAX_DEPTH = 64  # of the JSON of a request
 MAX_RESPONSES = 16384  # to one request: prompts times n
 MAX_STOPS, MAX_STOP_LENGTH = 64, 1024  # stop strings are looked for after every token
-ADD_SPECIAL = "add_special_tokens"  # whether the tokenizer may begin a text with a token of its own
+ADD_SPECIAL = "add_special_tokens"  # of a request: whether the tokenizer adds special tokens
 STATUS = {"BadRequestError": 400, "Unauthorized": 401, "Forbidden": 403, "NotFoundError": 404, "SessionError": 409}
 STATUS |= {"WeightMismatch": 409, "Unavailable": 503}
 
@@ -65,7 +65,7 @@ class Request:
     spans: list[tuple[str, int, int]] = field(default_factory=list)  # weight version, start, end
     finish_reason: str = ""
     stop_reason: int | str | None = None
-    num_cut: int = 0  # characters of the stop string that ended it, and after it
+    num_cut: int = 0  # characters to cut: the stop string that ended it, and what follows
     routed_experts_prompt_start: int = 0  # tokens of the prompt whose experts are not asked for
     routes: list[np.ndarray] = field(default_factory=list)  # of the tokens that were computed, in pieces
     num_routes: int = 0

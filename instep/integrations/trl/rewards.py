@@ -85,14 +85,14 @@ def together(functions: dict[str, Function], weights: Sequence[float]) -> Functi
 
 
 def one_of(functions: Sequence[Function], weights: Sequence[float] | None) -> Function:
-    """A reward `(args, sample)` of several: a dict of theirs by name, and their weighted sum, the entry `SUM`.
+    """Combine several rewards `(args, sample)` into one: a dict of them by name, with their weighted sum as `SUM`.
 
     Raises:
         ConfigError: one is no function, or there are not as many weights.
     """
     named = dict(zip(_names(functions), functions, strict=True))
     if not named or not all(map(callable, functions)) or len(weights or functions) != len(functions):
-        what = f"of these {len(functions)} rewards one is no function, or has no weight"
+        what = f"one of these {len(functions)} rewards is no function, or has no weight"
         remedy = "give functions (args, sample), and with reward_weights a number for each"
         raise ConfigError(what, where="reward=[...]", remedy=remedy)
 

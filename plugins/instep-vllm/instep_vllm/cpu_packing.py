@@ -1,4 +1,4 @@
-"""Weights that vLLM packs for a CPU's kernels, where its own reload of weights forgets them."""
+"""Weights that vLLM packs for its CPU kernels, and does not pack again in a reload."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 
 
 class CpuPacking:
-    """The packed weights of `model`: `undo` before a reload, `redo` after it."""
+    """Call `undo` before a reload of `model`, and `redo` after it."""
 
     def __init__(self, model: torch.nn.Module):
         self._model = model
         self._kernels: list[tuple[Any, Any]] = []  # methods of experts, and their kernels
 
     def undo(self) -> None:
-        """Unpack: experts are packed only where their kernel is made, and latent attention drops what it has packed."""
+        """Undo the packing: experts are packed only with a new kernel, and latent attention has dropped its weights."""
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
         for layer in self._model.modules():
@@ -28,7 +28,7 @@ class CpuPacking:
             method.moe_kernel = None
 
     def redo(self) -> None:
-        """Give experts their kernels, and pack a tied lm_head: it gets no tensor, and would keep the old embedding."""
+        """Give experts their kernels, and pack a tied lm_head again: it receives no tensor of its own."""
         from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
         for method, kernel in self._kernels:

@@ -105,7 +105,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
         weights = dict(self.model.named_parameters(remove_duplicate=False))
         head = next((weight for name, weight in weights.items() if name.endswith("lm_head.weight")), None)
         self._tied = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
-        self._tied |= sum(weight is head for weight in weights.values()) > 1  # vLLM ties copies, whatever it has said
+        self._tied |= sum(weight is head for weight in weights.values()) > 1  # vLLM ties equal copies anyway
         if self._tied:
             self._shapes.pop("lm_head.weight", None)  # some checkpoints hold it twice
         self._reloading = False

@@ -327,7 +327,7 @@ class Receiver:
 
 
 def _packed(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """The shapes of the weights that GPTQ or AWQ packs; they have inputs first, and GPTQ packs these."""
+    """The shapes of unpacked weights of GPTQ or AWQ. Packed ones have inputs first; GPTQ packs along these."""
     out = {}
     for layer in [name.removesuffix("qweight") for name in shapes if name.endswith(".qweight")]:
         (rows, columns), num_out = shapes[f"{layer}qweight"], shapes[f"{layer}scales"][1]

@@ -23,7 +23,7 @@ async def answer(app: App, scope: Message, receive: Receive, send: Send) -> None
     try:
         given = json.loads(body)
         asked = (vllm_form.Asked if vllm_form.is_asked(given, header) else Asked).read(given, header)
-        add = not isinstance(asked, Asked)  # slime's functions tokenize without special tokens what they send
+        add = not isinstance(asked, Asked)  # slime's functions tokenize without special tokens
         ids = asked.ids if asked.text is None else tokenizer.encode(asked.text, add_special_tokens=add)
         payload = json.dumps(asked.payload(list(ids or []))).encode()
     except (ValueError, TypeError) as error:
