@@ -304,9 +304,7 @@ def test_where_engines_load_it_the_remedy_writes_what_they_take(tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     vllm = "--rm-type random --n-samples-per-prompt 4 --rollout-num-gpus 1 --rollout-backend vllm"
     for more in ("", " --lora-rank 2"):
-        with pytest.raises(
-            ConfigError, match="keeps this checkpoint quantized, and cannot load"
-        ) as error:
+        with pytest.raises(ConfigError, match="keeps this checkpoint quantized, and cannot load") as error:
             parse(words(tmp_path, tmp_path / "hf", vllm + more))
     replay = f" --load-debug-rollout-data {tmp_path}/train.jsonl"
     for more in (replay, " --debug-rollout-only"):  # there is no engine, or nobody trains what vLLM serves
@@ -316,7 +314,7 @@ def test_where_engines_load_it_the_remedy_writes_what_they_take(tmp_path, monkey
     (tmp_path / "talks.jsonl").write_text(json.dumps({"messages": talk}))
     only = f"--prompt-data {tmp_path}/talks.jsonl --input-key messages"
     check_inputs(parse(words(tmp_path, tmp_path / "hf", only), "sft"))
-    command = re.search(r"`instep ([^`]+)`, and give that", error.value.remedy)
+    command = re.search(r"first: `instep ([^`]+)`", error.value.remedy)
     assert command is not None, error.value.remedy
     assert main(shlex.split(command[1])) == 0
     check_inputs(parse(words(tmp_path, tmp_path / "hf-bf16", vllm)))

@@ -45,7 +45,11 @@ SPELLING = [
     ("--lr", "--lr", "needs a value (FLOAT)"),
     ("--lr 1 2", "the command line", "'2' belongs to no flag"),
     ("--rm-type maths", "--rm-type", "is no built-in reward"),
-    ("--custom-rm-path a/reward.py:f", "--custom-rm-path", "is a file: write reward.f, and put its folder on PYTHONPATH"),
+    (
+        "--custom-rm-path a/reward.py:f",
+        "--custom-rm-path",
+        "is a file: write reward.f, and put its folder on PYTHONPATH",
+    ),
     ("--custom-rm-path my_reward.py", "--custom-rm-path", "is a file: write my_reward.my_function"),
     ("--custom-rm-path reward:f", "--custom-rm-path", "is no dotted path"),
     ("--custom-rm-path no_such_module.f", "--custom-rm-path", "neither in this folder nor on PYTHONPATH"),
