@@ -22,7 +22,7 @@ FLAGS = "--input-key prompt --label-key label --rm-type exact_match --rollout-ma
 FLAGS += " --n-samples-per-prompt 8 --eval-interval 10 --train-backend hf --lr-decay-style constant"
 FLAGS += " --add-bos-token --use-dynamic-batch-size --max-tokens-per-gpu 4096"
 ON = {
-    "cpu": "--rollout-batch-size 16 --num-rollout 30 --lr 1e-5 --rollout-backend embedded",
+    "cpu": "--rollout-batch-size 16 --num-rollout 20 --lr 1e-5 --rollout-backend embedded",
     "cuda": "--rollout-batch-size 128 --num-rollout 60 --lr 5e-6 --colocate --actor-num-gpus-per-node 1",
 }
 console = Console(highlight=False)
