@@ -111,7 +111,7 @@ item_tests_two() { # 600 the tests that need two GPUs
 }
 item_tests_rest() { # 600 all other files of tests/gpu
     python scripts/gpu_main.py --tests async compiled conversion families fast faults grouped host latent optimizer plan \
-        profile routing --side-by-side 4 --limit 580 --out "$R/out"
+        profile quantized routing --side-by-side 4 --limit 580 --out "$R/out"
 }
 item_grpo() { # 600 0.6B dimensions, hf beside TRL as it is and tuned
     python benchmarks/gpu_grpo.py --only instep-hf trl trl-tuned --steps 4 --limit 230 --out "$R/out.json"
@@ -148,9 +148,12 @@ item_controller() { # 90 the controller's share
 item_megatron_parallel() { # 300 Megatron on two GPUs gives the losses and norms of one
     python -m pytest -q -p no:cacheprovider -m gpu -s tests/gpu/test_megatron_parallel.py
 }
-real_task() { # the real model, whose GGUF parts lie in ~/g
+real_model() { # ~/gemma, of the GGUF parts in ~/g
     [[ -e ~/gemma/model.safetensors ]] || PYTHONPATH=$PYTHONPATH:$HOME/atropos \
         flock ~/gemma.lock python examples/real/make_model.py ~/gemma --parts ~/g/gguf_*
+}
+real_task() {
+    real_model
     python benchmarks/real_task.py --model ~/gemma --logs "$R/logs" --out "$R/out.json" "$@"
 }
 item_real_beside() { # 590 the real model at defaults, beside TRL
@@ -173,6 +176,13 @@ item_real_restart() { # 300 the real model with engines that are started for eac
 }
 item_real_two() { # 300 the real model on two GPUs
     real_task --rollouts 21 --limit 140 --only nccl nccl-async
+}
+item_real_example() { # 300 make real
+    real_model
+    time python examples/real/run.py --device cuda --model ~/gemma --out "$R/run"
+}
+item_tests_quantized() { # 400 vLLM's kernels for GPTQ and AWQ
+    python -m pytest -q -p no:cacheprovider -m gpu -s tests/gpu/test_quantized.py
 }
 item_trl() { # 420 TRL's own trainer sends its weights by NCCL (two GPUs)
     python -m pytest -q -p no:cacheprovider -m gpu -s tests/gpu/test_trl.py

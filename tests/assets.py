@@ -40,9 +40,10 @@ def make_checkpoint(
     layers: int = 2,
     max_len: int = 128,
     head_dim: int = 16,
+    hidden_size: int = 64,
     vocab_size: int | None = None,
 ) -> Path:
-    """A random Qwen3 (hidden 64) whose vocabulary is single characters; `vocab_size` may be more than there are."""
+    """A random Qwen3 whose vocabulary is single characters; `vocab_size` may be more than there are."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -51,8 +52,8 @@ def make_checkpoint(
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=vocab_size or len(vocab),
-        hidden_size=64,
-        intermediate_size=128,
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,

@@ -20,10 +20,11 @@ from rich.console import Console
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "instep" / "gemma-3-270m"
 FLAGS = "--input-key prompt --label-key label --rm-type exact_match --rollout-max-response-len 8 --rollout-shuffle"
 FLAGS += " --n-samples-per-prompt 8 --eval-interval 10 --train-backend hf --lr-decay-style constant"
-FLAGS += " --add-bos-token --use-dynamic-batch-size --max-tokens-per-gpu 4096"
+FLAGS += " --add-bos-token --num-rollout 20 --lr 1e-5 --use-dynamic-batch-size"
 ON = {
-    "cpu": "--rollout-batch-size 16 --num-rollout 20 --lr 1e-5 --rollout-backend embedded",
-    "cuda": "--rollout-batch-size 128 --num-rollout 60 --lr 5e-6 --colocate --actor-num-gpus-per-node 1",
+    "cpu": "--rollout-batch-size 16 --max-tokens-per-gpu 4096 --rollout-backend embedded",
+    "cuda": "--rollout-batch-size 64 --max-tokens-per-gpu 32768 --colocate --actor-num-gpus-per-node 1"
+    " --vllm-enforce-eager --no-torch-compile",  # to compile would take longer than all steps
 }
 console = Console(highlight=False)
 

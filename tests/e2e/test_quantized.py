@@ -15,21 +15,36 @@ from tests.quantized import quantize, with_kernel
 LORA = "--weight-sync lora --lora-rank 4 --lr 1e-2 --num-rollout 3"
 
 
+CASES = [("gptq", LORA), ("awq", LORA), ("awq", "--weight-sync restart --num-rollout 1")]
+
+
 @pytest.mark.vllm
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("method", "more"), [("gptq", LORA), ("awq", LORA), ("awq", "--weight-sync restart --num-rollout 1")]
-)
+@pytest.mark.parametrize(("method", "more"), CASES)
 def test_each_sync_is_within_rounding(tiny: Path, tmp_path: Path, monkeypatch, method: str, more: str) -> None:
-    """The trainer's log-probs are those of vLLM's kernel: the tolerance is that of a base that nobody quantizes."""
     model = make_checkpoint(tmp_path / "hf", head_dim=32)
     quantize(model, method)
     if not torch.cpu._is_avx512_supported():
         monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", with_kernel(tmp_path / "kernel"))
-    words = ["--hf-checkpoint", str(model), "--rm-type", "random", *on_vllm(), "--precision", "bf16", *more.split()]
+    train_on(model, tiny, tmp_path, "CPUWNA16LinearKernel", more)
+
+
+def train_on(model: Path, tiny: Path, tmp_path: Path, kernel: str, more: str, *flags: str) -> None:
+    """The trainer's log-probs are those of vLLM's kernel: the tolerance is that of a base that nobody quantizes."""
+    words = [
+        "--hf-checkpoint",
+        str(model),
+        "--rm-type",
+        "random",
+        *on_vllm(),
+        "--precision",
+        "bf16",
+        *more.split(),
+        *flags,
+    ]
     done = run(grpo_arguments(tiny, tmp_path / "run", *words, "--save-hf", str(tmp_path / "out")), timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "Using CPUWNA16LinearKernel" in (tmp_path / "run" / "logs" / "engine-0.log").read_text()
+    assert f"Using {kernel}" in (tmp_path / "run" / "logs" / "engine-0.log").read_text()
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     proofs = [step for step in steps if "sync/probe_rms_diff" in step]
     assert len(proofs) == (3 if more == LORA else 1)
