@@ -60,7 +60,7 @@ def text_ids(tokenizer: Any, text: str, add_bos: bool = False) -> list[int]:
 
 
 def end_tokens(tokenizer: Any, listed: int | list[int] | None) -> tuple[frozenset[int], list[int]]:
-    """The ids that end a response, as in vLLM: the tokenizer's own, and those that the generation config lists (which
+    """The ids that end a response, in vLLM, too: the tokenizer's own, and those that the generation config lists (which
     is made from config.json where there is no file); and those of the list that are left out: no special tokens."""
     ids = {listed} if isinstance(listed, int) else set(listed or ())
     special = {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}

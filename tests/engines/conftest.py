@@ -85,6 +85,7 @@ def make_checkpoint(path: Path, *, tied: bool, seed: int = 0) -> Qwen3ForCausalL
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0, 0.15)
+    model.generation_config.eos_token_id = [1, *range(100, 200)]  # all but the first are ordinary, and end nothing
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     with_head(path, model)

@@ -61,6 +61,9 @@ def register() -> None:
 
             sampler.install()
     if os.environ.get(PARENT_VARIABLE):
+        from instep_vllm import end_tokens
+
+        end_tokens.install()
         faulthandler.register(signal.SIGUSR1, all_threads=True)  # stacks in the log, when instep asks for them
         if os.environ[PARENT_VARIABLE] != "children" or multiprocessing.parent_process() is not None:
             _die_with_parent()
