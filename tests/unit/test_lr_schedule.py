@@ -50,6 +50,7 @@ def test_from_args_decays_over_the_run_unless_told_otherwise():
     assert from_args(args(), 20).lr_at(10) == pytest.approx(5e-4)
     assert from_args(args(lr_decay_iters=40), 20).lr_at(10) == pytest.approx(7.5e-4)
     assert from_args(args(lr_warmup_fraction=0.5), 20).lr_at(5) == pytest.approx(5e-4)
+    assert from_args(args(lr_warmup_fraction=0.5, lr_decay_iters=40), 20).lr_at(10) == pytest.approx(5e-4)
     assert from_args(args(lr_warmup_iters=4), 20).lr_at(1) == pytest.approx(2.5e-4)
     assert from_args(args(lr_decay_style="constant", lr_warmup_iters=30), 20).lr_at(31) == 1e-3
 
