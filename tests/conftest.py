@@ -14,7 +14,9 @@ forks.install()
 
 # Fixtures that take seconds to make: the tests that share one run in one process of pytest-xdist, those of a file or,
 # where the fixture is the session's, all of them.
-SHARED = set("bad cluster computed dumped engine finished golden planted prepared run_ranks served stack trained".split())
+SHARED = set(
+    "bad cluster computed dumped engine finished golden planted prepared run_ranks served stack trained".split()
+)
 SHARED |= {"planted_lora", "planted_vllm"}
 OF_SESSION = {"engine"}
 # What tests with a mark need, and how it gets here.
