@@ -35,6 +35,7 @@ import torch
 import transformers
 
 import instep.controller.controller as controlling
+from instep import fork_server
 from instep.arguments import parse
 from instep.cluster.local import CONNECTION_VARIABLE, WorkerGroup
 from instep.controller import records
@@ -42,7 +43,7 @@ from instep.controller import round as rounds
 from instep.controller.role import RoleTrainer
 from instep.data.byte_texts import ByteTexts
 from instep.engines import keys, wire
-from instep.processes import SupervisedProcess
+from instep.processes import OPENMP_ENV, SupervisedProcess
 from instep.rollout import admission, execute, http, together
 from instep.rollout.rewards import text
 from instep.training import lr_schedule
@@ -123,9 +124,9 @@ class StandInWorkers(WorkerGroup):
 
         super().__init__("actor", 0, log_dir)
         ours, theirs = socket.socketpair()
-        command = [sys.executable, str(HERE / "stand_ins.py"), "worker"]
+        command = [sys.executable, "-m", "stand_ins", "worker"]  # may be forked, as a trainer's worker is
         fd = theirs.fileno()
-        env = {CONNECTION_VARIABLE: str(fd)}
+        env = {CONNECTION_VARIABLE: str(fd), "PYTHONPATH": str(HERE), **OPENMP_ENV}
         self._processes.append(SupervisedProcess("worker", command, log_dir / "worker.log", env, [fd]))
         theirs.close()
         self._connections.append(Connection(ours.detach()))
@@ -277,7 +278,9 @@ def main() -> None:
     given = parser.parse_args()
     more = ["--no-fast-log-probs"] if given.json else []
     spans, controlling.Deployment = Spans(), StandInDeployment  # type: ignore[misc, assignment]
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, fork_server.beside():
+        if fork_server.current is not None:
+            fork_server.current.preload((), {**os.environ, **OPENMP_ENV})
         rows = []
         for lengths in given.lengths:
             task = make_task(Path(folder) / lengths, STEPS * max(given.samples) // GROUP, lengths)

@@ -2,7 +2,7 @@
 
     python benchmarks/stand_ins.py engine ANSWERS [RATE]    answers each request at once, or makes RATE tokens a second,
                                                             one request after the other; prints its port
-    python benchmarks/stand_ins.py worker                   answers each call at once, with metrics of zeros
+    python -m stand_ins worker                              answers each call at once, with metrics of zeros
 
 ANSWERS is JSON, a list of responses, each a list of token ids. They are taken by seed, and come in arrays to a client
 that accepts them, else in vLLM's JSON; `n` of a request makes it n responses.

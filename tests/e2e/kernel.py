@@ -6,9 +6,11 @@ With the word `beside` its workers are forked from a server beside it; a kernel 
 import asyncio
 import contextlib
 import json
+import os
 import sys
 
 from instep import fork_server
+from instep.processes import OPENMP_ENV
 
 
 async def execute(path):
@@ -21,4 +23,6 @@ async def execute(path):
 
 if __name__ == "__main__":
     with fork_server.beside() if sys.argv[2:] == ["beside"] else contextlib.nullcontext():
+        if fork_server.current is not None:  # it has what this process has imported
+            fork_server.current.preload((), {**os.environ, **OPENMP_ENV})
         asyncio.run(execute(sys.argv[1]))

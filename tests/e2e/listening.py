@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import os
@@ -64,7 +65,8 @@ class Listener:
 
 
 async def telling_reward(args: Any, sample: Any, **_: Any) -> float:
-    """Writes the key of the run's engines into the file KEY_TOLD, which is outside of the run."""
+    """Writes the key of the run's engines into the file KEY_TOLD, which is outside of the run; a step takes a while."""
+    await asyncio.sleep(0.5)
     Path(os.environ["KEY_TOLD"]).write_text(keys.run_key())
     return 0.0
 

@@ -18,6 +18,7 @@ if __name__ == "__main__":
             node_ip_address="127.0.0.1",
             include_dashboard=False,
             include_log_monitor=False,
+            no_monitor=True,
         )
     print(cluster.address, flush=True)
     sys.stdin.read()

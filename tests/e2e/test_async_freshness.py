@@ -11,7 +11,7 @@ from tests.e2e import prefix_hits
 from tests.e2e.commands import grpo_arguments, on_vllm, run
 from tests.e2e.test_pause_modes import load, log_probs_under
 
-NUM_ROLLOUT = 6
+NUM_ROLLOUT = 4
 
 
 NEAR = 1e-4  # of log-probs

@@ -92,7 +92,9 @@ def test_the_step_is_begun_with_groups_that_are_finished(
     assert samples and all(sample["tokens"]["log_probs"] for sample in samples)
 
 
-@pytest.mark.parametrize(("call", "flags"), [("score", TWO_STEPS), ("begin_step", ())])
+@pytest.mark.parametrize(
+    ("call", "flags"), [pytest.param("score", TWO_STEPS, marks=pytest.mark.slow), ("begin_step", ())]
+)
 def test_a_trainer_that_is_killed_at_it_ends_the_run(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, flags: tuple[str, ...]
 ) -> None:

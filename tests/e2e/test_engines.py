@@ -21,7 +21,7 @@ from instep.rollout.client import complete
 from tests.e2e.commands import ENVIRONMENT, gone_within, grpo_arguments, run, start
 from tests.keys import key_file
 
-NUM_ROLLOUT = 6
+NUM_ROLLOUT = 4
 
 
 def two_engines(tiny, run_dir, backend, *more):

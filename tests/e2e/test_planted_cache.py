@@ -37,7 +37,7 @@ VLLM = [pytest.mark.vllm, pytest.mark.slow]
 CASES = [
     pytest.param("embedded", "shm", id="embedded-shm"),
     *[pytest.param("embedded", way, id=f"embedded-{way}", marks=pytest.mark.slow) for way in ("disk", "nccl", "ipc")],
-    pytest.param("embedded single-copy", "single-copy", id="embedded-single-copy"),
+    pytest.param("embedded single-copy", "single-copy", id="embedded-single-copy", marks=pytest.mark.slow),
     pytest.param("vllm", "shm", id="vllm-shm", marks=VLLM),
 ]
 pytestmark = pytest.mark.parametrize("stack,way", CASES, indirect=["stack"], scope="module")

@@ -50,6 +50,7 @@ def one(spans: list[dict[str, Any]], name: str) -> tuple[float, float]:
 
 def test_the_timeline_of_a_step_and_where_it_went(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     flags = ["--num-rollout", "50", "--save", str(tmp_path / "ckpt"), "--use-kl-loss", "--kl-loss-coef", "0.01"]
+    flags += ["--micro-batch-size", "8"]
     assert main(["profile", *grpo_arguments(tiny, tmp_path / "run", *flags)[1:]]) == 0
     folder = tmp_path / "run-profile" / "profile"
     assert [p.name for p in sorted(folder.iterdir())] == ["step-2.trace.json.gz", "step-2.txt"]

@@ -56,7 +56,8 @@ def metrics(run_dir, name):
 
 
 def test_its_own_ray_stays_on_loopback_and_ctrl_c_ends_it(tiny, tmp_path, ray_tmp):
-    process = start_and_train(on_ray(tiny, tmp_path, *LONG))
+    """Its weights travel in a group that meets at a port of rank 0's node."""
+    process = start_and_train(on_ray(tiny, tmp_path, *LONG, "--weight-sync", "nccl"))
     ours = children(process.pid)
     (folder,) = ray_tmp.iterdir()
     assert folder.stat().st_mode & 0o777 == 0o700  # Ray opens its own folder in it to everybody

@@ -92,6 +92,7 @@ def test_a_run_over_two_nodes_is_the_run_of_one_host(tiny, tmp_path, cluster):
     assert {p.name for p in (tmp_path / "ray" / "logs").iterdir()} >= {"actor-rank1.log", "engine-0.log"}
 
 
+@pytest.mark.slow
 def test_ranks_on_two_nodes_train_together_and_stream_to_an_engine_on_a_third(tiny, tmp_path, cluster):
     """They meet at ports of rank 0's host, and one group serves every sync."""
     flags = ["--cluster", "ray", "--ray-address", cluster[0], "--weight-sync", "nccl", "--num-gpus-per-node", "1"]

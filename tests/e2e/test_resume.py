@@ -80,10 +80,9 @@ def kill_and_compare(tiny, root, backend, kills, *more, plan=None):
     return victim
 
 
-# Four kills: one in each phase of a step.
-@pytest.mark.parametrize("backend, kills", [("hf", 2), pytest.param("megatron", 1, marks=pytest.mark.slow)])
-def test_killed_at_random_and_resumed_is_bit_identical(tiny, tmp_path, backend, kills):
-    assert exit_codes(kill_and_compare(tiny, tmp_path, backend, kills, "--micro-batch-size", "4")) == (kills, 0)
+@pytest.mark.parametrize("backend", ["hf", pytest.param("megatron", marks=pytest.mark.slow)])
+def test_killed_at_random_and_resumed_is_bit_identical(tiny, tmp_path, backend):
+    assert exit_codes(kill_and_compare(tiny, tmp_path, backend, 1, "--micro-batch-size", "4")) == (1, 0)
 
 
 @pytest.mark.slow
