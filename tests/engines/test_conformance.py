@@ -10,14 +10,9 @@ import torch
 from transformers import AutoTokenizer
 
 from instep.engines.stops import find_stop
-from tests.engines.conftest import (
-    MAX_MODEL_LEN,
-    TOLERANCE,
-    Engine,
-    both_heads,
-    run_engine,
-)
+from tests.engines.conftest import both_heads
 from tests.engines.oracle import EOS, PROMPT, ending, expected_log_probs, oracle, returned_log_probs
+from tests.engines.running import MAX_MODEL_LEN, TOLERANCE, Engine, run_engine
 
 # -- log-probs
 

@@ -10,11 +10,8 @@ import time
 import pytest
 
 from tests.bounds import allowed, until
-from tests.engines.conftest import (
-    TOLERANCE,
-    Engine,
-)
 from tests.engines.oracle import PROMPT, expected_log_probs, partial, returned_log_probs
+from tests.engines.running import TOLERANCE, Engine
 from tests.keys import HEADERS
 
 # -- pauses and aborts

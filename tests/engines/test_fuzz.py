@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.conftest import Engine, make_checkpoint, run_engine
 from tests.engines.route_fuzz import CONTROL, GENERATION, fuzz
+from tests.engines.running import Engine, make_checkpoint, run_engine
 from tests.engines.test_weights import session
 from tests.keys import HEADERS
 

@@ -24,7 +24,7 @@ from instep.ports import free_port
 from instep.processes import SupervisedProcess
 from tests import keys
 from tests.assets import make_checkpoint
-from tests.engines.conftest import Engine
+from tests.engines.running import Engine
 
 HELLO = [{"role": "user", "content": "1"}]
 LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
