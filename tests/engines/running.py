@@ -32,7 +32,7 @@ from instep.ports import free_port
 from tests import keys
 from tests.assets import with_head
 
-MAX_MODEL_LEN = 1024
+MAX_MODEL_LEN = 512
 VLLM_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # the oracle of log-probs stays on the CPU
 TOLERANCE = 1e-5  # of log-probs in float32
 CHAT_TEMPLATE = (
