@@ -23,7 +23,7 @@ from tests.engines.running import TOLERANCE, Engine
 
 pytestmark = both_heads
 PROMPT = [40, 41, 42, 43, 44, 45, 46, 47, 90, 91, 92]
-NUM_TOKENS = 500
+NUM_TOKENS = 300
 Q0, Q1 = (f"model.layers.{i}.self_attn.q_proj.weight" for i in range(2))
 Change = Callable[[BucketManifest, bytearray], BucketManifest]
 
