@@ -17,6 +17,7 @@ JOBS ?= $(shell expr $$(nproc) + 1)
 PARALLEL := -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 FAST := not gpu and not peers and not slow
 TESTS := tests/e2e tests/faults tests/distributed tests/engines tests/oracles tests/security tests/unit
+ALONE = $(shell grep -rl --include='*.py' 'mark\.alone' $(TESTS))
 
 help:  ## print this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | \
@@ -45,18 +46,18 @@ real: venv  ## fetch a pretrained model, Gemma 3 270M, and train it (half an hou
 
 test: venv  ## the fast tests, without those that need vLLM [JOBS=]
 	$(PYTEST) -m '$(FAST) and not vllm and not alone' $(PARALLEL) $(TESTS)
-	$(PYTEST) -m '$(FAST) and not vllm and alone' $(TESTS)
+	$(PYTEST) -m '$(FAST) and not vllm and alone' $(ALONE)
 
 test-full: venv  ## all tests that a CPU can run
 	$(PYTEST) -m 'not gpu and not peers and not alone' $(PARALLEL) $(TESTS)
-	$(PYTEST) -m 'not gpu and not peers and alone' $(TESTS)
+	$(PYTEST) -m 'not gpu and not peers and alone' $(ALONE)
 
 test-vllm-fast: install-vllm  ## the fast tests that need vLLM, on a CPU
 	$(PYTEST) -m '$(FAST) and vllm' $(PARALLEL) -n 2 $(TESTS)
 
 test-vllm: install-vllm  ## all tests that need vLLM, on a CPU
 	$(PYTEST) -m 'vllm and not gpu and not alone' $(PARALLEL) -n 2 $(TESTS)
-	$(PYTEST) -m 'vllm and not gpu and alone' $(TESTS)
+	$(PYTEST) -m 'vllm and not gpu and alone' $(ALONE)
 
 test-peers: venv  ## our losses and LoRA against TRL's, verl's and peft's own functions (makes .venv-peers, once)
 	@scripts/setup_beside.sh peers

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from instep import fork_server
+from instep.importing import first_import
 from tests import forks
 
 # A shell that starts a command in the background lets it ignore SIGINT, and so would all that the tests start and end.
@@ -25,6 +26,13 @@ MISSING = {mark: [name for name in names if importlib.util.find_spec(name) is No
 def pytest_unconfigure() -> None:
     for server in (forks.SERVER, forks.VLLM, forks.MEGATRON):
         server.close()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """No `conftest.py` imports torch: the process that hands the tests to others does not collect them."""
+    with first_import("torch"):
+        return (yield)
 
 
 @pytest.hookimpl(wrapper=True)

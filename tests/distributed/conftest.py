@@ -6,15 +6,14 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.helpers import RankPool
-from tests.distributed.hf_runs import make_checkpoint
-
 Run = Callable[..., list[Any]]
 
 
 @pytest.fixture(scope="module")
 def run_ranks(request: pytest.FixtureRequest) -> Iterator[Run]:
     """`run_ranks(fn, world_size, *args)` on processes that this module's tests share; `MEGATRON` there says of what."""
+    from tests.distributed.helpers import RankPool
+
     pools: dict[int, RankPool] = {}
     megatron = getattr(request.module, "MEGATRON", False)
 
@@ -30,9 +29,13 @@ def run_ranks(request: pytest.FixtureRequest) -> Iterator[Run]:
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
 def checkpoint(request, tmp_path_factory) -> Path:
+    from tests.distributed.hf_runs import make_checkpoint
+
     return make_checkpoint(tmp_path_factory.mktemp("hf"), tied=request.param)
 
 
 @pytest.fixture(scope="module")
 def tied_checkpoint(tmp_path_factory) -> Path:
+    from tests.distributed.hf_runs import make_checkpoint
+
     return make_checkpoint(tmp_path_factory.mktemp("tied"), tied=True)

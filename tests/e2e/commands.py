@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 
 from instep.weights.place import SYNC
 from tests.bounds import allowed
@@ -53,6 +52,8 @@ def sft_arguments(tiny: Path, run_dir: Path, *more: str) -> list[str]:
 
 def on_vllm(num_engines: int = 1, trainer: bool = True) -> list[str]:
     """vLLM engines in float32: on the CPU, or, where there are GPUs, each on one that it shares with the trainer."""
+    import torch
+
     flags = ["--rollout-backend", "vllm", "--vllm-kv-cache-memory-bytes", str(128 << 20)]
     if torch.cuda.is_available():
         flags += ["--vllm-gpu-memory-utilization", "0.1", "--device", "cuda", "--precision", "fp32"]

@@ -111,7 +111,7 @@ def test_a_teacher_that_is_not_there(tiny, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_teacher_of_another_vocabulary(tiny, tmp_path, capsys):
-    from tests.engines.conftest import make_checkpoint as make_other
+    from tests.engines.running import make_checkpoint as make_other
 
     make_other(tmp_path / "other", tied=True)
     error = refused(arguments(tiny, tmp_path / "a", "--opd-teacher-load", str(tmp_path / "other")), capsys, 2)

@@ -11,7 +11,6 @@ import sys
 import time
 from pathlib import Path
 
-import openai
 import psutil
 import pytest
 
@@ -34,6 +33,8 @@ class Server:
         self.start()
 
     def start(self):
+        import openai
+
         self.port = free_ports(2)
         command = [sys.executable, "-m", "instep.cli", "serve", "--hf-checkpoint", self.model]
         command += ["--port", str(self.port), "--run-dir", str(self.run_dir), "--num-threads", "2"]
@@ -150,6 +151,8 @@ def test_chat(served):
         (first, *_) = served.ask(logprobs=True, top_logprobs=2).choices[0].logprobs.content
         assert 2 <= len(first.top_logprobs) <= 3
     else:
+        import openai
+
         with pytest.raises(openai.BadRequestError, match="top_logprobs=2 is not supported"):
             served.ask(logprobs=True, top_logprobs=2)
     newer = served.client.chat.completions.create(model=served.model, messages=HELLO, max_completion_tokens=3)
@@ -198,6 +201,8 @@ def test_stop(served):
 
 
 def test_a_mistake_is_a_bad_request_with_its_reason(served):
+    import openai
+
     with pytest.raises(openai.BadRequestError, match="temperature"):
         served.ask(temperature=-1)
     with pytest.raises(openai.BadRequestError, match="500 tokens|128"):
@@ -304,6 +309,8 @@ def test_several_models(root, tmp_path):
     with Server(root, "--rollout-backend", "embedded", "--vllm-config", str(config)) as server:
         server.wait_for("Ctrl-C ends it")
         assert f"http://127.0.0.1:{server.port + 1}/v1" in server.text
+        import openai
+
         other = openai.OpenAI(base_url=f"http://127.0.0.1:{server.port + 1}/v1", api_key=server.key)
         assert [model.id for client in (server.client, other) for model in client.models.list().data] == [
             server.model,

@@ -151,7 +151,7 @@ def test_one_of_two_references_that_dies_serves_again(models, tmp_path):
 
 @pytest.mark.slow
 def test_a_vocabulary_of_another_model_is_refused(models, tmp_path):
-    from tests.engines.conftest import make_checkpoint as make_other
+    from tests.engines.running import make_checkpoint as make_other
 
     make_other(tmp_path / "other" / "ref", tied=True)
     (tmp_path / "other" / "hf").symlink_to(models / "hf")

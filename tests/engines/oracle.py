@@ -9,10 +9,7 @@ from typing import Any
 import torch
 
 from tests.bounds import allowed
-from tests.engines.conftest import (
-    MAX_MODEL_LEN,
-    Engine,
-)
+from tests.engines.running import MAX_MODEL_LEN, Engine
 
 PROMPT = [40, 41, 42, 43, 44, 45, 46, 47]
 EOS = 1

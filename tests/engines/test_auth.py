@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import openai
 import pytest
 
 from instep.engines import keys
@@ -21,7 +20,7 @@ from instep.errors import ConfigError
 from instep.ports import free_port
 from instep.processes import SupervisedProcess
 from instep.rollout.http import post
-from tests.engines.conftest import Engine
+from tests.engines.running import Engine
 from tests.keys import knowing
 
 CLIENT = "the-key-of-a-client"
@@ -109,6 +108,8 @@ def test_a_gate_has_no_control_routes(gate: tuple[Gate, str]) -> None:
 def test_a_gate_passes_generation_on(gate: tuple[Gate, str], tiny_model: Path) -> None:
     """With the key of its clients; errors of the engine come back as they are."""
     where, key = gate
+    import openai
+
     client = openai.OpenAI(base_url=f"{where.url}/v1", api_key=key, max_retries=0)
     answer = client.completions.create(model=str(tiny_model), prompt=[5, 6, 7], max_tokens=4)
     assert answer.usage is not None and answer.usage.prompt_tokens == 3

@@ -10,11 +10,8 @@ import time
 import pytest
 
 from tests.bounds import allowed, until
-from tests.engines.conftest import (
-    TOLERANCE,
-    Engine,
-)
 from tests.engines.oracle import PROMPT, expected_log_probs, partial, returned_log_probs
+from tests.engines.running import TOLERANCE, Engine
 from tests.keys import HEADERS
 
 # -- pauses and aborts
@@ -46,9 +43,9 @@ def test_pause_keep_freezes_and_spans_are_exact(engine: Engine, clear_cache: str
     """Version changes under the pause; the tokens are those of an uninterrupted run (weights are the same)."""
     spans = engine.capabilities.version_spans
     before = engine.ok("/weight_info", method="GET")["weight_version"] if spans else ""
-    free = engine.generate(PROMPT, ignore_eos=True, seed=4, max_tokens=500)["token_ids"]
+    free = engine.generate(PROMPT, ignore_eos=True, seed=4, max_tokens=300)["token_ids"]
     for wait in (0.2, 0.1, 0.4, 0.05, 1.0):
-        future = engine.submit(PROMPT, ignore_eos=True, seed=4, max_tokens=500)
+        future = engine.submit(PROMPT, ignore_eos=True, seed=4, max_tokens=300)
         time.sleep(wait)
         engine.ok(f"/pause?mode=keep&clear_cache={clear_cache}")
         frozen = not future.done()

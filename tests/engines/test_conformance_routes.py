@@ -18,15 +18,8 @@ from transformers import AutoTokenizer
 
 from instep.engines.embedded.sampling import uniforms
 from tests.bounds import allowed
-from tests.engines.conftest import (
-    MAX_MODEL_LEN,
-    TOLERANCE,
-    Engine,
-    engine_command,
-    engine_environment,
-    make_checkpoint,
-)
 from tests.engines.oracle import oracle
+from tests.engines.running import MAX_MODEL_LEN, TOLERANCE, Engine, engine_command, engine_environment, make_checkpoint
 
 # -- bad input
 

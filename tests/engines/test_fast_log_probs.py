@@ -27,7 +27,7 @@ from instep.rollout import runtime
 from instep.rollout.client import complete
 from tests import keys
 from tests.bounds import allowed
-from tests.engines.conftest import TOLERANCE, Engine
+from tests.engines.running import TOLERANCE, Engine
 
 pytestmark = pytest.mark.parametrize(
     "engine", [pytest.param(("vllm", "tied"), marks=pytest.mark.vllm, id="vllm-tied")], indirect=True

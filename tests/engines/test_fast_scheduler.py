@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from tests.bounds import until
-from tests.engines.conftest import Engine, make_checkpoint, run_engine
 from tests.engines.fake_vllm import response
+from tests.engines.running import Engine, make_checkpoint, run_engine
 from tests.engines.test_fast_log_probs import fast, metric, num_running, stock
 
 pytestmark = pytest.mark.vllm

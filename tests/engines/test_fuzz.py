@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.conftest import Engine, make_checkpoint, run_engine
 from tests.engines.route_fuzz import CONTROL, GENERATION, fuzz
+from tests.engines.running import Engine, make_checkpoint, run_engine
 from tests.engines.test_weights import session
 from tests.keys import HEADERS
 
@@ -44,7 +44,7 @@ def fuzzed(engine: Engine, seed: int, num: int, tmp_path: Path) -> str:
 
 
 def test_some_random_requests(served: Engine, tmp_path: Path) -> None:
-    assert "Traceback" not in fuzzed(served, 1, 300, tmp_path)
+    assert "Traceback" not in fuzzed(served, 1, 150, tmp_path)
 
 
 @pytest.mark.slow

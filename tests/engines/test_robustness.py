@@ -4,30 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import subprocess
 import sys
 import time
-from multiprocessing.connection import Connection
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from instep.calls import Caller
-from instep.engines.embedded.model import Runner, load_model
 from instep.engines.embedded.protocol import HttpError, Request
-from instep.engines.embedded.scheduler import Scheduler
-from instep.engines.embedded.weights import LiveWeights
 from instep.engines.engine import Engine as ControlledEngine
 from instep.ports import free_port
 from instep.processes import SupervisedProcess
 from tests import keys
 from tests.assets import make_checkpoint
-from tests.engines.conftest import Engine
+from tests.engines.running import Engine
 
 HELLO = [{"role": "user", "content": "1"}]
 LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+OTHER: dict[str, Any] = {"max_tokens": 80, "temperature": 1, "seed": 3, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def alone(engine: Engine) -> dict[str, Any]:
+    """A response while nothing else is under way."""
+    if engine.kind != "embedded":
+        pytest.skip("of the embedded engine")
+    return engine.generate([5, 6, 7], **OTHER)
 
 
 @pytest.mark.parametrize(
@@ -50,38 +54,27 @@ LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% en
         ("/v1/chat/completions", {"messages": HELLO, "chat_template_kwargs": 1}, "an object"),
         ("/abort_requests", {"request_ids": 5}, "list of strings"),
     ],
+    ids=lambda value: f"{value:.40}" if isinstance(value, str) else "",
 )
-def test_a_bad_request_fails_alone(engine: Engine, route: str, body: Any, words: str) -> None:
+def test_a_bad_request_fails_alone(engine: Engine, alone: Any, route: str, body: Any, words: str) -> None:
     """While another one is under way, which ends as ever."""
-    if engine.kind != "embedded":
-        pytest.skip("of the embedded engine")
-    other = engine.submit([5, 6, 7], max_tokens=200, temperature=1, seed=3, ignore_eos=True)
+    other = engine.submit([5, 6, 7], **OTHER)
     status, reply = engine.call(route, body, timeout=20)
     assert status in (400, 404) and words in reply["error"]["message"], reply
-    assert other.result(60) == engine.generate([5, 6, 7], max_tokens=200, temperature=1, seed=3, ignore_eos=True)
-
-
-class _Faulty(Runner):
-    """A runner that has no memory for a prompt that begins with token 7."""
-
-    def prefill(self, sequences: Any, source: Any, first_row: int) -> torch.Tensor:
-        if any(sequence[0] == 7 for sequence in sequences):
-            raise RuntimeError("not enough memory")
-        return super().prefill(sequences, source, first_row)
-
-
-def _compute(pipe: Connection, path: Path) -> None:
-    model = load_model(str(path), torch.float32, torch.device("cpu"), 128, False)
-    tokenizer = SimpleNamespace(get_vocab=dict, apply_chat_template=print)
-    Scheduler(_Faulty(model, 8, 128), LiveWeights(model, path), tokenizer, pipe).run()
+    assert other.result(60) == alone
 
 
 def test_a_step_that_fails_fails_its_requests_only(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    path = make_checkpoint(tmp_path)
-    process = context.Process(target=_compute, args=(theirs, path), daemon=True)
-    process.start()
+    ours, theirs = multiprocessing.Pipe()
+    with theirs:
+        command = [
+            sys.executable,
+            "-m",
+            "tests.engines.faulty_runner",
+            str(make_checkpoint(tmp_path)),
+            str(theirs.fileno()),
+        ]
+        process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
 
     def request(first: int) -> Request:
         none: Any = frozenset()
@@ -98,7 +91,7 @@ def test_a_step_that_fails_fails_its_requests_only(tmp_path: Path) -> None:
         good, bad, _, again = asyncio.run(scenario())
     finally:
         process.kill()
-        process.join(5)
+        process.wait(5)
     assert isinstance(bad, HttpError) and (bad.status, str(bad)) == (
         500,
         "the engine failed: RuntimeError: not enough memory",
@@ -122,12 +115,12 @@ def test_the_heartbeat_follows_the_thread_that_works(tmp_path: Path) -> None:
         "--port",
         str(port := free_port()),
     ]
-    process = SupervisedProcess("engine", command, tmp_path / "log", keys.ENVIRONMENT, heartbeat=6.0)
+    process = SupervisedProcess("engine", command, tmp_path / "log", keys.ENVIRONMENT, heartbeat=3.0)
     engine = ControlledEngine("engine", keys.knowing(f"http://127.0.0.1:{port}"), process)
     try:
         engine.wait_ready(120)
         began = time.monotonic()
-        while time.monotonic() - began < 8:  # idle for longer than the bound
+        while time.monotonic() - began < 4:  # idle for longer than the bound
             assert process.fault() is None
             time.sleep(0.2)
         body = {"messages": [{"role": "user", "content": "hang"}]}

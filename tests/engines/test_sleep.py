@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.bounds import until
-from tests.engines.conftest import Engine
 from tests.engines.oracle import PROMPT
+from tests.engines.running import Engine
 
 pytestmark = pytest.mark.parametrize("engine", [("embedded", "tied")], indirect=True)
 

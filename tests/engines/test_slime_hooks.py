@@ -19,8 +19,9 @@ from instep.rollout.tokens import tokenizer_of
 from instep.types import Sample
 from tests import keys
 from tests.engines import slime_hooks
-from tests.engines.conftest import PARAMS, Engine
+from tests.engines.conftest import PARAMS
 from tests.engines.rollouts import rollout, source_of
+from tests.engines.running import Engine
 
 ME = slime_hooks.__name__
 

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.engines.conftest import Engine
+from tests.engines.running import Engine
 from tests.keys import HEADERS
 
 MESSAGES = [{"role": "user", "content": "3 + 4 ="}]

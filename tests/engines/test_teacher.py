@@ -17,7 +17,7 @@ from instep.rollout.teacher import ServedTeacher
 from instep.types import TokenBatch
 from tests import keys
 from tests.bounds import allowed
-from tests.engines.conftest import MAX_MODEL_LEN
+from tests.engines.running import MAX_MODEL_LEN
 
 
 @pytest.fixture(autouse=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.engines.conftest import TOLERANCE, Engine
 from tests.engines.oracle import PROMPT, oracle
+from tests.engines.running import TOLERANCE, Engine
 
 
 def test_responses_are_those_of_the_token_route(engine: Engine) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from instep.cluster.engine_plan import plan_engines
 from instep.cluster.engine_start import start_engine
-from tests.engines.conftest import TOLERANCE, Engine, make_checkpoint, vllm_args
+from tests.engines.running import TOLERANCE, Engine, make_checkpoint, vllm_args
 from tests.engines.test_weights import PROMPT, Q1, disk_session, flip, gap, log_probs, perturbed, session
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]

@@ -18,11 +18,12 @@ from instep.engines.engine import EngineRefusal
 from instep.engines.vllm import PROTOCOL
 from instep.errors import ConfigError
 from instep.weights.manifest import BucketManifest, TensorRecord, digest, dtype_name, tensor_bytes
-from tests.engines.conftest import TOLERANCE, Engine, both_heads
+from tests.engines.conftest import both_heads
+from tests.engines.running import TOLERANCE, Engine
 
 pytestmark = both_heads
 PROMPT = [40, 41, 42, 43, 44, 45, 46, 47, 90, 91, 92]
-NUM_TOKENS = 500
+NUM_TOKENS = 300
 Q0, Q1 = (f"model.layers.{i}.self_attn.q_proj.weight" for i in range(2))
 Change = Callable[[BucketManifest, bytearray], BucketManifest]
 

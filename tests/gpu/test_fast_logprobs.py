@@ -21,7 +21,7 @@ from instep.rollout import runtime
 from instep.rollout.client import complete
 from tests import keys
 from tests.engines import test_fast_log_probs as answers
-from tests.engines.conftest import Engine, make_checkpoint, run_engine, train_tokenizer
+from tests.engines.running import Engine, make_checkpoint, run_engine, train_tokenizer
 
 pytestmark = [
     pytest.mark.gpu,

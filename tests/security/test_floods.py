@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -13,37 +14,12 @@ import pytest
 from tests.security.flood import flooded
 
 ROOT = Path(__file__).parents[2]
-MEMBER = """
-import json, os, resource, sys, time
-from datetime import timedelta
-import torch, torch.distributed as dist
-from instep.weights import gloo
-rank, file, guards = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "guarded"
-resource.setrlimit(resource.RLIMIT_NOFILE, (1024, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-if guards:
-    gloo.guard_groups()
-    gloo.guard_groups()
-dist.init_process_group(
-    "gloo", store=dist.FileStore(file, 2), rank=rank, world_size=2, timeout=timedelta(seconds=300)
-)
-assert isinstance(dist.group.WORLD._get_backend(torch.device("cpu")), dist.ProcessGroupGloo)
-import socket
-ports = [socket.socket(fileno=os.dup(fd)).getsockname()[1] for fd in gloo._listeners()]
-print(json.dumps(ports), flush=True)
-ones = torch.ones(4)
-for line in sys.stdin:
-    group = dist.new_group([0, 1]) if line.strip() == "new" else None
-    dist.barrier(group)
-    total = ones.clone()
-    dist.all_reduce(total, group=group)
-    print(int(total.sum()), len(os.listdir("/proc/self/fd")), flush=True)
-"""
 
 
 class Member:
     def __init__(self, rank: int, file: Path, how: str):
-        words = [sys.executable, "-c", MEMBER, str(rank), str(file), how]
-        environment = {"PATH": "/usr/bin:/bin", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        words = [sys.executable, "-m", "tests.security.gloo_member", str(rank), str(file), how]
+        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(
             words, cwd=ROOT, env=environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True
@@ -86,39 +62,12 @@ def test_a_group_of_gloo(how: str, tmp_path: Path) -> None:
             member.process.communicate()
 
 
-STORE = """
-import resource, sys, time
-from datetime import timedelta
-from instep.integrations.trl.receiver import Meeting, _store
-from instep.weights.gloo import shut
-import torch.distributed as dist
-resource.setrlimit(resource.RLIMIT_NOFILE, (1024, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-meeting = Meeting("127.0.0.1", int(sys.argv[1]), 0, "cpu", 300.0)
-store, doors = _store(meeting)
-trainer = dist.TCPStore("127.0.0.1", meeting.port, 2, is_master=False, timeout=timedelta(seconds=300))
-print("open", flush=True)
-sys.stdin.readline()
-try:
-    while True:  # until the flood has used the descriptors up
-        open("/dev/null").close()
-        time.sleep(0.01)
-except OSError:
-    pass
-store.set("a", "1")
-print(trainer.get("a"), flush=True)
-shut(doors)
-sys.stdin.readline()
-store.set("b", "2")
-print(trainer.get("b"), flush=True)
-"""
-
-
 def test_the_store_of_trls_weight_group() -> None:
     """It goes on while its descriptors are used up, and takes no connection once both members are there."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     pipe = subprocess.PIPE
-    words = [sys.executable, "-c", STORE, str(port)]
+    words = [sys.executable, "-m", "tests.security.store_of_trl", str(port)]
     with subprocess.Popen(words, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as process:
         assert process.stdin is not None and process.stdout is not None
         try:

@@ -114,7 +114,7 @@ def test_rendering_is_linear_in_the_number_of_turns(
 ) -> None:
     tokenizer.chat_template = TEMPLATES[family].text
     counts = []
-    for num_turns in (20, 40):
+    for num_turns in (10, 20):
         with monkeypatch.context() as patch:
             counted = Counted(tokenizer, patch)
             talk = long_talk(num_turns, calls=calls)

@@ -192,8 +192,8 @@ def test_memory_holds_a_few_tensors_not_the_model(models, tmp_path):
     The largest tensor has 39 MiB: malloc keeps what it has freed of up to 32 MiB, and anybody's guess is how much.
     """
     config = json.loads((models / "untied" / "config.json").read_text())
-    config["layer_types"] *= 12
-    wide = {**config, "vocab_size": 20000, "hidden_size": 512, "num_hidden_layers": 24, "intermediate_size": 2048}
+    config["layer_types"] *= 10
+    wide = {**config, "vocab_size": 20000, "hidden_size": 512, "num_hidden_layers": 20, "intermediate_size": 2048}
     shutil.copytree(models / "untied", tmp_path / "hf")
     (tmp_path / "hf" / "config.json").write_text(json.dumps(wide))
     entries = convert.weight_entries(convert._shape(tmp_path / "hf", False))

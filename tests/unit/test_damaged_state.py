@@ -19,7 +19,7 @@ from instep.types import VersionSpan
 from tests.unit.test_data import rows, write
 from tests.unit.test_data_source import source
 
-NUM_FLIPS = 600
+NUM_FLIPS = 300
 ARGS = Args(
     command="train",
     rollout_seed=42,

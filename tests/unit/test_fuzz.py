@@ -90,7 +90,7 @@ def try_many(seed: int, count: int) -> int:
 
 
 def test_random_flags(here: Path):
-    assert 0 < try_many(1, 500) < 500
+    assert 0 < try_many(1, 250) < 250
 
 
 @pytest.mark.slow
@@ -189,7 +189,7 @@ def try_row(path: Path, rows: RowFormat, options: dict[str, Any]) -> bool:
 
 
 def test_random_rows(tmp_path: Path):
-    assert 150 < try_rows(tmp_path, 1, 1500) < 1500
+    assert 75 < try_rows(tmp_path, 1, 750) < 750
 
 
 @pytest.mark.slow

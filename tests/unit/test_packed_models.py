@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +16,31 @@ from instep.errors import ConfigError
 from instep.training.hf.model import Policy
 from tests.architectures import PACKED, PADDED, REASONS, REFUSED, SPLIT, WINDOWED, compare
 
+# Layers unlike those of the others: these are tested each time, and the others, which are like one of them, are slow.
+UNLIKE = "afmoe cohere2_moe deepseek_v3 diffllama gemma3_text gemma4_text gpt2 gpt_neox granitemoe jetmoe llama "
+UNLIKE += "minimax_m2 modernbert-decoder opt phi3 qwen2 qwen3 qwen3_moe smollm3"
+UNLIKE_PADDED = "bloom jamba lfm2 qwen3_next rwkv falcon gpt_neo nemotron gemma2 gpt_oss doge axk2 mpt"
+UNLIKE_WINDOWED = "afmoe cohere2 gemma2 gemma3_text gemma4_text gpt_oss mistral modernbert-decoder phi3 qwen2"
 
-@pytest.mark.parametrize("model_type", PACKED)
+
+def some(names: Iterable[str], fast: str) -> list[Any]:
+    return [pytest.param(name, marks=() if name in fast.split() else pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("model_type", some(PACKED, UNLIKE))
 def test_packed(model_type: str):
     difference = compare(model_type)
     assert difference.log_probs < 1e-5 and difference.gradients < 1e-5 and not difference.remark
 
 
-@pytest.mark.parametrize("model_type", REASONS)
+@pytest.mark.parametrize("model_type", some(REASONS, UNLIKE_PADDED))
 def test_padded(model_type: str):
     difference = compare(model_type)
     assert difference.log_probs < 1e-5 and difference.gradients < 1e-5
     assert re.search(f"is trained padded, which is slower: .*({REASONS[model_type]})", difference.remark)
 
 
-@pytest.mark.parametrize("model_type", WINDOWED)
+@pytest.mark.parametrize("model_type", some(WINDOWED, UNLIKE_WINDOWED))
 def test_samples_longer_than_the_window(model_type: str):
     difference = compare(model_type, window=4)
     assert difference.log_probs < 1e-5 and difference.gradients < 1e-5

@@ -178,7 +178,7 @@ def test_an_ending_in_the_middle_of_jobs_and_starts_is_silent() -> None:
             with contextlib.suppress(InstepError):
                 runtime.run(job())
 
-        for seconds in (0.001, 0.01, 0.1, 0.3, 1.5, 1.5, 1.5, 1.5):
+        for seconds in (0.001, 0.01, 0.1, 0.3, 1.5, 1.5):
             thread = threading.Thread(target=run)
             thread.start()
             time.sleep(seconds)

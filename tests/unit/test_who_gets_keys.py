@@ -20,7 +20,6 @@ from typing import Any
 
 import aiohttp
 import httpx
-import openai
 import pytest
 import requests
 
@@ -292,6 +291,8 @@ async def with_httpx(url: str) -> Any:
 
 
 async def with_openai(url: str) -> Any:
+    import openai
+
     client = openai.AsyncOpenAI(base_url=url, api_key="EMPTY", max_retries=0)
     return await client.completions.create(model="m", prompt="x")
 
