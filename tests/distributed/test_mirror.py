@@ -161,7 +161,8 @@ def test_engines_hold_the_weights(run_ranks, plugin, trained, tmp_path, dtype, r
     for name, weight in expected.items():
         assert (weights[name].float() - weight).norm() <= max(rtol / 5, 1e-5) * weight.norm(), name
     held = {worker.nonce: plugin.sample_digests(worker.recorder.slices) for worker in workers}
-    assert [result[3] for result in results] == [[]] * ranks and {n for result in results for n in result[4]} == {SPOILT}
+    assert [result[3] for result in results] == [[]] * ranks
+    assert {name for result in results for name in result[4]} == {SPOILT}
     for rank, (_, _, told, _, _, still) in enumerate(results):  # the sample of the masters, which no rank has whole
         opened = list(held)[rank : rank + 1] if apart else list(held)
         assert told == still == {nonce: held[nonce] for nonce in opened}, rank
