@@ -199,7 +199,7 @@ SLOW = {
     "tp2-sp-etp2", "tp2-sp-ep2", "cp2-ep2", "pp2-moe", "one-deepseek-plain", "one-deepseek-losses",
     "tp2-sp-ep2-deepseek", "ep2-deepseek", "pp2-deepseek", "cp2-deepseek", "pp2-uneven", "pp2-uneven-virtual",
     "pp2-qwen2", "tp2-llama", "pp2-llama", "ep2-overlap", "pp2-virtual-overlap", "tp2-recompute-distributed",
-    "tp2-tied", "tp2-qwen2", "tp2-chunked", "dp2-dist-opt-overlap", "tp2", "tp2-sp-tied", "pp2",
+    "tp2-tied", "tp2-qwen2", "tp2-chunked", "dp2-dist-opt-overlap", "tp2", "tp2-sp-tied", "pp2", "dp2",
 }  # fmt: skip
 # saved by -> loaded by
 RESUMES = [
