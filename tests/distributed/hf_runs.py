@@ -40,7 +40,7 @@ VOCAB = 61
 def make_checkpoint(folder: Path, *, tied: bool, kind: type[PretrainedConfig] = Qwen3Config, **kw: Any) -> Path:
     torch.manual_seed(3)
     sizes = dict(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, tie_word_embeddings=tied, max_position_embeddings=128, initializer_range=0.2,
         pad_token_id=None, architectures=[kind.__name__.replace("Config", "ForCausalLM")],
     )  # fmt: skip

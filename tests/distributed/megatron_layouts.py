@@ -199,12 +199,12 @@ SLOW = {
     "tp2-sp-etp2", "tp2-sp-ep2", "cp2-ep2", "pp2-moe", "one-deepseek-plain", "one-deepseek-losses",
     "tp2-sp-ep2-deepseek", "ep2-deepseek", "pp2-deepseek", "cp2-deepseek", "pp2-uneven", "pp2-uneven-virtual",
     "pp2-qwen2", "tp2-llama", "pp2-llama", "ep2-overlap", "pp2-virtual-overlap", "tp2-recompute-distributed",
-    "tp2-tied", "tp2-qwen2", "tp2-chunked", "dp2-dist-opt-overlap",
+    "tp2-tied", "tp2-qwen2", "tp2-chunked", "dp2-dist-opt-overlap", "tp2", "tp2-sp-tied", "pp2", "dp2",
 }  # fmt: skip
 # saved by -> loaded by
 RESUMES = [
-    ("tp2", "one"), ("dp2-dist-opt", "one"), ("dp2-dist-opt", "pp2"), ("pp2", "dp2-dist-opt"),
-    ("dp2-dist-opt", "tp2"), ("dp2", "dp2"), ("dp2-dist-opt", "dp2-dist-opt"), ("pp2-tied", "one-tied"),
+    ("tp2", "one"), ("tp2-sp", "one"), ("dp2-dist-opt", "one"), ("dp2-dist-opt", "pp2"), ("pp2", "dp2-dist-opt"),
+    ("dp2-dist-opt", "tp2-sp"), ("dp2", "dp2"), ("dp2-dist-opt", "dp2-dist-opt"), ("pp2-tied", "one-tied"),
     ("pp2-virtual", "one-deep"), ("cp2-dist-opt", "one-tied"), ("tp2-sp-cp2", "dp2-cp2-dist-opt"),
     ("tp2-sp-pp2-virtual", "pp2-deep"), ("ep2-etp2", "ep2"), ("ep2-dist-opt", "tp2-sp-ep2"),
     ("pp2-ep2", "one-moe-mixed"), ("tp2-sp-deepseek", "one-deepseek"), ("tp2-sp-pp2-deepseek", "ep2-deepseek"),

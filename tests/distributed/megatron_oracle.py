@@ -30,9 +30,9 @@ def oracle_outputs(model: torch.nn.Module, batch: TokenBatch) -> TokenOutputs:
 
 
 def oracle(
-    folder: Path, clip: float = CLIP, balance: float = 0.0, z: float = 0.0, bias_rate: float = 0.0
+    folder: Path, steps: int = 3, clip: float = CLIP, balance: float = 0.0, z: float = 0.0, bias_rate: float = 0.0
 ) -> dict[str, Any]:
-    """Scores, and the losses, gradient norms and weights of five steps; `balance` and `z` weigh losses of routers.
+    """Scores, and the losses, gradient norms and weights of some steps; `balance` and `z` weigh losses of routers.
 
     Args:
         bias_rate: by how much a step moves the bias of each expert of DeepSeek-V3.
@@ -60,7 +60,7 @@ def oracle(
     for gate in counts:
         gate.register_forward_hook(count_tokens)
     losses, norms, weights = [], [], []
-    for step in range(5):
+    for step in range(steps):
         batches = micro_batches(step)
         num_tokens = sum(b.tokens.numel() for b in batches)
         loss = auxiliary = torch.zeros(())

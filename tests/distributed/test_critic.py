@@ -171,7 +171,7 @@ def golden(tmp_path_factory):
 
 
 FAST = [
-    pytest.param(name, marks=pytest.mark.slow if name not in ("hf", "hf FSDP2 x2", "megatron TP2 SP") else ())
+    pytest.param(name, marks=pytest.mark.slow if name not in ("hf FSDP2 x2", "megatron TP2 SP") else ())
     for name in LAYOUTS
     if "EP" not in name
 ]

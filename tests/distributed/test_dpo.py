@@ -115,7 +115,7 @@ def golden(tmp_path_factory):
     return root, oracle(root)
 
 
-FEW = ("hf", "hf FSDP2 x2", "megatron TP2")
+FEW = ("hf FSDP2 x2", "megatron TP2")
 FAST = [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
 
 

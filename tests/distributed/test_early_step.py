@@ -43,18 +43,19 @@ class Trained:
 
     def __init__(self, root: Path, layout: str):
         num_ranks, flags = LAYOUTS[layout]
+        hf = root / ("deep" if "virtual" in layout else "hf")
         self._folder = root / "runs" / layout.replace(", ", "-").replace(" ", "-")
         words = "--rollout-batch-size 4 --n-samples-per-prompt 4 --global-batch-size 16 --num-rollout 9 --lr 1e-3 "
-        words += f"--micro-batch-size 1 --lr-decay-style constant --device cpu --ref-load {root / 'hf'} {flags} "
-        words += f"--hf-checkpoint {root / 'hf'} --prompt-data {root / 'train.jsonl'} --input-key prompt "
+        words += f"--micro-batch-size 1 --lr-decay-style constant --device cpu --ref-load {hf} {flags} "
+        words += f"--hf-checkpoint {hf} --prompt-data {root / 'train.jsonl'} --input-key prompt "
         words += f"--label-key label --rm-type math --actor-num-gpus-per-node {num_ranks} --run-dir {self._folder} "
         words += "--rollout-num-gpus 1 --rollout-backend embedded --precision fp32"
         self.args = parse(words.split(), "train")
         self.workers = started_workers(self.args, "actor", num_ranks, self._folder / "logs")
         requests = [(self.args, rank, num_ranks, str(self._folder / "rendezvous"), 1) for rank in range(num_ranks)]
         self._layout = self.workers.call("setup", timeout=180, per_rank=requests)
-        self.workers.call("load_weights", root / "hf", timeout=60)
-        self.workers.call("load_reference", root / "hf", timeout=60)
+        self.workers.call("load_weights", hf, timeout=60)
+        self.workers.call("load_reference", hf, timeout=60)
         (self._folder / "start").mkdir(parents=True)
         self.workers.call("save", self._folder / "start", timeout=60)
 
@@ -89,7 +90,8 @@ class Trained:
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("early")
-    make_checkpoint(folder / "hf", layers=4)
+    make_checkpoint(folder / "hf")
+    make_checkpoint(folder / "deep", layers=4)  # for virtual stages
     make_prompts(folder / "train.jsonl", 16)
     return folder
 

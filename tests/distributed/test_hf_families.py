@@ -24,7 +24,7 @@ def _train_rank(path, recompute, out):
     return steps, loaded, weights_of(backend), remark
 
 
-@pytest.mark.parametrize("world_size, recompute", [(1, None), (2, None), (2, "full")])
+@pytest.mark.parametrize("world_size, recompute", [pytest.param(1, None, marks=SLOW), (2, None), (2, "full")])
 @pytest.mark.parametrize("name", NAMES)
 def test_three_steps_equal_plain_transformers(run_ranks, tmp_path: Path, name, world_size, recompute):
     if recompute and name != "qwen3_5":

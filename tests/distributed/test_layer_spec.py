@@ -99,7 +99,7 @@ def results(root: Path, layout: str, path: str | None) -> tuple:
     scores = backend.forward_only(batches) or []
     parts = {type(module).__name__ for chunk in backend.chunks for module in chunk.modules()}
     keys = sorted(key for chunk in backend.chunks for key in chunk.sharded_state_dict())
-    return [s.log_probs for s in scores], export(backend), train(backend, range(2)), export(backend), parts, keys
+    return [s.log_probs for s in scores], export(backend), train(backend, range(1)), export(backend), parts, keys
 
 
 @pytest.fixture(scope="module")

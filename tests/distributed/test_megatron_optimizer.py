@@ -88,7 +88,7 @@ def root(tmp_path_factory) -> Path:
     """A model whose matrices are large enough for 8 bits on each of two ranks, and no multiples of blocks as slices."""
     folder = tmp_path_factory.mktemp("wide")
     torch.manual_seed(0)
-    sizes = NUMBERS | dict(hidden_size=136, intermediate_size=300)
+    sizes = NUMBERS | dict(num_hidden_layers=1, hidden_size=136, intermediate_size=300)
     config = Qwen3Config(**sizes, head_dim=16, tie_word_embeddings=False)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder / "untied")
     return folder
@@ -155,7 +155,7 @@ def _beside_rank(root: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
 def test_it_is_the_optimizer_of_the_hf_backend(root):
     with RankPool(1, megatron=True) as one:
         pairs = one.run(_beside_rank, root)[0]
-    assert len(pairs) > 15 and all(torch.equal(ours, theirs) for ours, theirs in pairs)
+    assert len(pairs) > 10 and all(torch.equal(ours, theirs) for ours, theirs in pairs)
     assert any(ours.numel() % BLOCK for ours, _ in pairs)
 
 

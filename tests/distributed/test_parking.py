@@ -48,13 +48,13 @@ def test_what_has_only_begun_to_leave_stays():
 
 
 def _parked_rank(path, folder, dtype):
-    """Three steps, with all memory given away after each, beside three steps without."""
+    """Two steps, with all memory given away after each, beside two steps without."""
     results = []
     for parks in (False, True):
         backend = HfBackend(ARGS, hf_config=AutoConfig.from_pretrained(path), device=CPU, dtype=dtype)
         backend.load_hf(path)
         steps, sizes = [], []
-        for step in range(3):
+        for step in range(2):
             steps += train(backend, range(step, step + 1))
             if parks:
                 before = held(backend._weights, backend._states)
@@ -125,7 +125,7 @@ def _megatron_run(root, layout, dtype):
         backend, hf = megatron_runs.make_backend(root, layout, dtype=dtype)
         backend.load_hf(hf)
         losses, sizes = [], []
-        for step in range(3):
+        for step in range(2):
             losses.append(megatron_runs.train(backend, range(step, step + 1)))
             if parks:
                 before = held(backend._weights, backend._states)

@@ -13,9 +13,9 @@ from tests.distributed.megatron_layouts import LAYOUTS, MODELS
 from tests.distributed.megatron_runs import export, make_args
 from tests.distributed.megatron_runs import train as train_megatron
 
-FROZEN = r"embed_tokens|layers\.[01]\."
-FREEZE = Selection(("embed_tokens", r"layers\.[01]\."), only=False)
-ONLY = Selection((r"layers\.2\.", r"model\.norm"), only=True)  # the same, where the embedding is the output layer
+FROZEN = r"embed_tokens|layers\.0\."
+FREEZE = Selection(("embed_tokens", r"layers\.0\."), only=False)
+ONLY = Selection((r"layers\.1\.", r"model\.norm"), only=True)  # the same, where the embedding is the output layer
 
 
 def selected(path: Path, selection: Selection, kw: dict) -> tuple:
