@@ -57,7 +57,7 @@ def train_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=core, chat_template=CHAT_TEMPLATE, **special)
 
 
-def make_checkpoint(path: Path, *, tied: bool, seed: int = 0) -> Qwen3ForCausalLM:
+def make_checkpoint(path: Path, *, tied: bool, seed: int = 0, max_len: int = MAX_MODEL_LEN) -> Qwen3ForCausalLM:
     """A random Qwen3 of 2 layers with peaked predictions, saved with its tokenizer; returned in float32."""
     tokenizer = train_tokenizer()
     config = Qwen3Config(
@@ -68,7 +68,7 @@ def make_checkpoint(path: Path, *, tied: bool, seed: int = 0) -> Qwen3ForCausalL
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,  # the smallest that vLLM on a CPU has
-        max_position_embeddings=MAX_MODEL_LEN,
+        max_position_embeddings=max_len,
         tie_word_embeddings=tied,
         eos_token_id=1,
         pad_token_id=0,

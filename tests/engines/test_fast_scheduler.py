@@ -30,7 +30,7 @@ FLAGS = (
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     folder = tmp_path_factory.mktemp("fake")
-    hf = make_checkpoint(folder / "model", tied=True)
+    hf = make_checkpoint(folder / "model", tied=True, max_len=1024)
     with run_engine(
         "vllm", folder / "model", hf, folder / "log", *FLAGS.split(), module="tests.engines.fake_vllm"
     ) as e:
