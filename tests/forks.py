@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from instep import fork_server
-from instep.fork_server import Forked, ForkServer
+from instep.fork_server import Forked, ForkServer, Program
 from instep.processes import OPENMP_ENV
 
 OF_A_RUN = (
@@ -38,11 +38,15 @@ ENVIRONMENT = {"LD_LIBRARY_PATH": "", **os.environ, **OURS}  # before a test, or
 
 
 class OfTests(ForkServer):
-    """One of this process of the tests, with some modules; it starts when it is first asked."""
+    """One of this process of the tests, with some modules; it starts when it is first asked.
 
-    def __init__(self, modules: Sequence[str]) -> None:
-        self._modules = modules
-        self._process: subprocess.Popen[bytes] | None = None
+    Args:
+        parent: it is forked from this one, with the modules of which it begins.
+    """
+
+    def __init__(self, modules: Sequence[str], parent: OfTests | None = None) -> None:
+        self._modules, self._parent = modules, parent
+        self._process: Program | None = None
         self.pid = -1
         self._lock = threading.Lock()
 
@@ -56,8 +60,11 @@ class OfTests(ForkServer):
     def _begin(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            command = [sys.executable, "-m", "tests.forks", str(theirs.fileno())]
-            self._process = COLD(command, cwd=ROOT, env=ENVIRONMENT, pass_fds=[theirs.fileno()])
+            command, fds = [sys.executable, "-m", "tests.forks", str(theirs.fileno())], [theirs.fileno()]
+            if self._parent is not None and self._parent.fits(command, ENVIRONMENT):
+                self._process = self._parent.start(command, ENVIRONMENT, (0, 1, 2), fds, False, str(ROOT))
+            else:
+                self._process = COLD(command, cwd=ROOT, env=ENVIRONMENT, pass_fds=fds)
         super().__init__(ours, self._process.pid)
         super().preload(self._modules, ENVIRONMENT)
 
@@ -72,8 +79,8 @@ class OfTests(ForkServer):
 
 
 SERVER = OfTests(OF_A_RUN)
-VLLM = OfTests([*OF_A_RUN, *OF_VLLM])  # for tests with the mark `vllm`
-MEGATRON = OfTests(["instep.training.worker", "tests.megatron_on_cpu"])  # with its stand-ins for CUDA
+VLLM = OfTests(OF_VLLM, SERVER)  # for tests with the mark `vllm`
+MEGATRON = OfTests(["tests.megatron_on_cpu"], SERVER)  # with its stand-ins for CUDA
 
 
 class Popen(subprocess.Popen):  # type: ignore[type-arg]

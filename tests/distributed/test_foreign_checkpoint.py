@@ -146,7 +146,7 @@ def test_an_optimizer_of_megatron_goes_on_under_another_layout(ranks, saves, loa
     ("saves", "loads", "dtype", "files"),
     [
         ("pp2-virtual", "pp2-virtual", torch.float32, ["mp_rank_00_000", "mp_rank_00_001"]),
-        ("tp2", "dp2-dist-opt", torch.bfloat16, ["mp_rank_00", "mp_rank_01"]),
+        pytest.param("tp2", "dp2-dist-opt", torch.bfloat16, ["mp_rank_00", "mp_rank_01"], marks=pytest.mark.slow),
         pytest.param("dp2-dist-opt", "dp2-dist-opt", torch.bfloat16, ["mp_rank_00"], marks=pytest.mark.slow),
         pytest.param(
             "pp2-tied", "tp2-tied", torch.float32, ["mp_rank_00_000", "mp_rank_00_001"], marks=pytest.mark.slow

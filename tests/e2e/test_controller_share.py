@@ -24,10 +24,10 @@ def measured(out: Path, *flags: str) -> dict[str, Any]:
 
 def test_the_controllers_share_is_small_and_grows_with_the_samples_alone(tmp_path: Path) -> None:
     """On two busy cores 0.08 s for 128 samples; the bound is for cores that other tests share."""
-    found = measured(tmp_path / "share.json", "--samples", "128", "512")
+    found = measured(tmp_path / "share.json", "--samples", "128", "256")
     few, many = (row["seconds"] for row in found["rows"])
     assert few["cpu"] < 0.4, few
-    assert many["cpu"] < 4 * 2 * few["cpu"], (few, many)  # linear in the samples
+    assert many["cpu"] < 2 * 2 * few["cpu"], (few, many)  # linear in the samples
     assert found["headline"]["cpu_seconds_uniform_128"] == few["cpu"]
 
 

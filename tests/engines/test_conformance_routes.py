@@ -170,7 +170,6 @@ def refused(command: list[str]) -> str:
     return err
 
 
-@pytest.mark.alone
 def test_refused_starts_say_one_line_and_exit_2(checkpoint: Path, tmp_path: Path) -> None:
     begin = time.monotonic()
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -190,7 +189,6 @@ def test_refused_starts_say_one_line_and_exit_2(checkpoint: Path, tmp_path: Path
     assert time.monotonic() - begin < allowed(10)  # nothing heavy was loaded
 
 
-@pytest.mark.alone
 def test_the_life_of_the_process(checkpoint: Path, tmp_path: Path) -> None:
     """A checkpoint that lacks a tensor is refused; SIGTERM, a dead parent and a closed lifeline each end the engine.
 
