@@ -167,3 +167,12 @@ def test_a_figure_that_no_row_holds_is_not_met():
     assert again["4b_ipc_syncs_with_requests"]["met"] is None
     nccl = {"size": "4b", "way": "nccl", "idle": {"transfer_seconds": 0.2}, "floor": 0.05}
     assert headline([nccl], 2)["4b_nccl_over_broadcast"] == {"target": "<= 3", "measured": 4.0, "met": False}
+
+
+def test_the_real_example_quotes_its_runs():
+    rows = json.loads((ROOT / "benchmarks" / "results" / "real-example.json").read_text())["rows"]
+    about = (ROOT / "examples" / "real" / "README.md").read_text()
+    for row in rows:
+        before, between, after = (f"{row['held_out'][n]:.3f}" for n in ("0", "10", "20"))
+        assert len(row["reward"]) == len(row["step_seconds"]) == 20
+        assert f"| {before} | {between} | {after} | {row['wall_seconds']:,.0f} |" in about
