@@ -19,7 +19,7 @@ from rich.console import Console
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "instep" / "gemma-3-270m"
 FLAGS = "--input-key prompt --label-key label --rm-type exact_match --rollout-max-response-len 8 --rollout-shuffle"
-FLAGS += " --n-samples-per-prompt 8 --eval-interval 10 --train-backend hf --lr-decay-style constant"
+FLAGS += " --n-samples-per-prompt 8 --train-backend hf --lr-decay-style constant"
 FLAGS += " --add-bos-token --num-rollout 20 --lr 1e-5 --use-dynamic-batch-size"
 ON = {
     "cpu": "--rollout-batch-size 16 --max-tokens-per-gpu 4096 --rollout-backend embedded",
@@ -44,8 +44,8 @@ def main() -> int:
     console.rule("[bold]2/2  GRPO")
     data, held_out = args.out / "task" / "train.jsonl", args.out / "task" / "eval.jsonl"
     command = ["train", "--hf-checkpoint", str(args.model), "--prompt-data", str(data), "--device", args.device]
-    command += ["--eval-prompt-data", "held-out", str(held_out), "--rollout-stop", "\n", *FLAGS.split()]
-    command += [*ON[args.device].split(), "--run-dir", str(args.out), "--save-hf", str(args.out / "hf")]
+    command += ["--eval-prompt-data", "held-out", str(held_out), "--eval-interval", "10", "--rollout-stop", "\n"]
+    command += [*FLAGS.split(), *ON[args.device].split(), "--run-dir", str(args.out), "--save-hf", str(args.out / "hf")]
     command += shlex.split(args.flags)
     shown = shlex.join(command).replace("'\n'", r"$'\n'")
     console.print(f"instep {shown}", style="dim", soft_wrap=True)

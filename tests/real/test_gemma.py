@@ -38,7 +38,7 @@ def model():
 def arguments(model, task, run_dir, *more, command="train"):
     out = [command, "--hf-checkpoint", str(model), "--prompt-data", str(task / "train.jsonl"), "--rollout-stop", "\n"]
     out += [*FLAGS.split(), "--rollout-batch-size", "4", "--num-rollout", "2", "--lr", str(LR), "--device", "cpu"]
-    return [*out, "--vllm-max-model-len", "256", "--run-dir", str(run_dir), *more]
+    return [*out, "--max-tokens-per-gpu", "4096", "--vllm-max-model-len", "256", "--run-dir", str(run_dir), *more]
 
 
 def steps_of(arguments):
