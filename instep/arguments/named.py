@@ -77,7 +77,7 @@ def _served(args: Settings) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _before(args: Settings) -> dict[str, Any]:
-    """The arguments of the run that is resumed; empty if none is."""
+    """The arguments of the run that is resumed; {} for a new run."""
     found = None if args.load is None or args.finetune else find_checkpoint(Path(args.load), args.ckpt_step)
     return {} if found is None else _arguments_in(found[0])
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def find_stop(text: str, before_last: str, stops: Sequence[str]) -> tuple[int, str] | None:
-    """The stop string that the last token of `text` has completed: its place and itself. None if there is none.
+    """Where the stop string begins that the last token of `text` completes, and that string; None if there is none.
 
     As in vLLM, the string that ends first wins; of two that end together, the first in the list. A string that is whole
     in `before_last`, the text without the last token, does not count: it came before `min_tokens` or in another turn.

@@ -62,7 +62,7 @@ def plan_engine(args: Settings, spec: EngineSpec, shape: Shape, card: float) -> 
     """What the engine takes of each of its GPUs of `card` bytes."""
     words = {**spec.words, **spec.own}
     e = 4 if args.precision == "fp32" else 2
-    whole = planned_kind(args).dequantizes or args.weight_sync == RESTART  # an engine is started anew on an export
+    whole = planned_kind(args).dequantizes or args.weight_sync == RESTART  # restart: engines load exports
     weights = _weights(spec, shape, 1 if "quantization" in words else e, None if whole else quantized_bytes(spec.path))
     stream = 1 if _last(words, "kv_cache_dtype", "auto").startswith("fp8") else e
     heads = max(1, shape.kv_heads // spec.parallel.tensor)

@@ -188,7 +188,7 @@ def server_args(given: dict[str, str], rest: Sequence[str]) -> Args:
     if "--enable-lora" in given:
         words += ["--weight-sync", "lora", "--lora-rank", given.get("--max-lora-rank") or "16"]
     else:
-        words += ["--weight-sync", "single-copy" if shared else "restart"]  # nobody sends weights; this way takes any
+        words += ["--weight-sync", "single-copy" if shared else "restart"]  # nothing is synced: any way will do
     if share := given.get("--gpu-memory-utilization"):
         words += ["--vllm-gpu-memory-utilization", share]
     words += ["--vllm-middleware", "instep_vllm.atropos.Middleware"]
