@@ -7,12 +7,10 @@ import json
 import re
 import shlex
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -42,14 +40,6 @@ def models(tmp_path_factory) -> Path:
         random_model(MODELS[name]).bfloat16().save_pretrained(root / name)
         save_file(quantize(root / name), root / f"{name}.safetensors")
     return root
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    state = torch.get_rng_state()
-    yield
-    dist.destroy_process_group()
-    torch.set_rng_state(state)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -23,14 +21,6 @@ from tests.assets import make_prompts, make_tokenizer
 from tests.distributed.megatron_layouts import MODELS, random_model
 from tests.fp8 import change_config, quantize
 from tests.unit.test_fp8 import make_run, make_worker, weights, words
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    state = torch.get_rng_state()
-    yield
-    dist.destroy_process_group()
-    torch.set_rng_state(state)
 
 
 def add_mtp(folder: Path, prefix: str) -> set[str]:

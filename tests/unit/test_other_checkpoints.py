@@ -7,7 +7,6 @@ Megatron's own are in `test_convert.py`, layouts that do not divide in `test_arg
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +43,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     one.backend.save(folder / "iter_0000000")
     dist.destroy_process_group()
     return folder
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    state = torch.get_rng_state()
-    yield
-    dist.destroy_process_group()
-    torch.set_rng_state(state)
 
 
 def worker(folder: Path, model: str, place: Path, head: int = 0, **shape: Any) -> Worker:

@@ -75,7 +75,7 @@ def test_the_embedded_engine_ends_where_vllm_does(
     told: list[dict[str, object]] = []
     load_engine(args, SimpleNamespace(send=told.append))
     assert told[0]["eos_ids"] == ends
-    assert (f"{left_out} end no response" in capfd.readouterr().err) == bool(left_out)
+    assert (f"token ids {left_out} do not end a response" in capfd.readouterr().err) == bool(left_out)
 
 
 @pytest.fixture

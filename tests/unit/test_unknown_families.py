@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -34,14 +32,6 @@ NAMES = {  # by model_type
 MEGATRON = (
     "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 --use-distributed-optimizer"
 )
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    state = torch.get_rng_state()
-    yield
-    dist.destroy_process_group()
-    torch.set_rng_state(state)
 
 
 def make_model(model_type: str, folder: Path) -> Path:

@@ -75,7 +75,7 @@ def load_engine(args: argparse.Namespace, pipe: Connection) -> Any:
     runner = Runner(model, args.max_num_seqs, limit, args.batch_invariant, args.enable_return_routed_experts)
     eos_ids, others = end_tokens(tokenizer, model.generation_config.eos_token_id)
     if others:
-        print(f"embedded engine: {others} end no response: no special tokens of the tokenizer", file=sys.stderr)
+        print(f"embedded engine: token ids {others} do not end a response: they are no special ones", file=sys.stderr)
     gc.freeze()  # what stays is not looked through again and again
     shared, folder = os.environ.get(MEMORY_VARIABLE), Path(args.model)
     weights = SharedWeights(model, folder, Path(shared)) if shared else LiveWeights(model, folder)

@@ -29,7 +29,7 @@ def install() -> None:
         ids = {listed} if isinstance(listed, int) else set(listed)
         special = {*self.tokenizer.added_tokens_decoder, *self.tokenizer.all_special_ids}
         if others := sorted(ids - special):
-            logger.warning("instep: token ids %s do not end a response: they are not special tokens", others)
+            logger.warning("instep: token ids %s do not end a response: they are no special ones", others)
             self.generation_config_fields["eos_token_id"] = sorted(ids & special)
 
     InputProcessor.__init__ = init  # type: ignore[method-assign]
