@@ -3,9 +3,9 @@
     python benchmarks/lora_engine.py [--size 4b] [--device cuda] [--rank 16] [--flags '{"enforce_eager": true}']
 
 Three engines, one after the other, each in a process of its own: `base`, `stock`, and `joined`, which is
-`instep_vllm.fast.adapter`. Each prints the tokens/s of 64 responses at once, the median of five such loads. With the
-same prompts the log-probs of both ways of adapters are compared: without an adapter, with one, in a batch of both, and
-after another was loaded; and those of responses with what the same engine gives them as a part of the prompt
+`instep_engine.vllm.fast.adapter`. Each prints the tokens/s of 64 responses at once, the median of five such loads. With
+the same prompts the log-probs of both ways of adapters are compared: without an adapter, with one, in a batch of both,
+and after another was loaded; and those of responses with what the same engine gives them as a part of the prompt
 (`decoded`). Results go into `results/lora-engine-<device>.json`.
 """
 

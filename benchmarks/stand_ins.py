@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from instep.cluster.local import WorkerChannel
-from instep.engines.answers import CONTENT_TYPE, encode
 from instep.processes import follow_parent
+from instep_engine.answers import CONTENT_TYPE, encode
 
 if TYPE_CHECKING:  # an engine needs no torch
     import torch

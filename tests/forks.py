@@ -28,7 +28,7 @@ OF_A_RUN = (
 OF_VLLM = (
     "vllm.entrypoints.cli.main vllm.entrypoints.cli.serve vllm.entrypoints.openai.api_server vllm.v1.engine.core "
     "vllm.v1.engine.async_llm vllm.v1.worker.cpu_worker vllm.v1.executor.uniproc_executor "
-    "vllm.model_executor.models.qwen3 instep_vllm"
+    "vllm.model_executor.models.qwen3 instep_engine.vllm"
 ).split()
 COLD = subprocess.Popen
 ROOT = Path(__file__).parents[1]

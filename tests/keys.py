@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from instep.engines import keys
-from instep.engines.guard import KEY_VARIABLE
+from instep_engine.guard import KEY_VARIABLE
 
 ENVIRONMENT = {KEY_VARIABLE: keys.run_key()}  # of an engine
 HEADERS = {"Authorization": f"Bearer {keys.run_key()}"}

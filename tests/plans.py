@@ -24,8 +24,8 @@ vllm:
         num_gpus: 4
         num_gpus_per_engine: 2
 """
-AUTH, FAST = "instep_vllm.auth.Middleware", "instep_vllm.fast.api.Middleware"
-NAMES = ["--middleware", "instep_vllm.token_names.Middleware"]
+AUTH, FAST = "instep_engine.vllm.auth.Middleware", "instep_engine.vllm.fast.api.Middleware"
+NAMES = ["--middleware", "instep_engine.vllm.token_names.Middleware"]
 AT = Addresses("127.0.0.1", 8000, "10.0.0.1", 29501, 29550, 5600)
 # What instep adds to every engine (of the vLLM whose flags are newest, where none is installed), and to those it feeds.
 COMMON = [
@@ -34,7 +34,7 @@ COMMON = [
 ]
 FED = [*COMMON[:-1], "--weight-transfer-config", '{"backend": "instep_shm"}', COMMON[-1]]
 APART = [*FED, *NAMES, "--middleware", AUTH]  # of an engine that prefills or decodes only
-ENDS = [*NAMES, "--middleware", FAST, "--middleware", AUTH, "--scheduler-cls", "instep_vllm.fast.scheduler.make"]
+ENDS = [*NAMES, "--middleware", FAST, "--middleware", AUTH, "--scheduler-cls", "instep_engine.vllm.fast.scheduler.make"]
 COMMON, FED = COMMON + ENDS, FED + ENDS
 ROUTED = [
     *("--disable-retries", "--disable-circuit-breaker", "--max-concurrent-requests", "32768", "--queue-size", "32768"),

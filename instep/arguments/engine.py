@@ -103,7 +103,7 @@ ENGINE = FlagGroup(
         ),
         Flag(
             "--rollout-external-engine-addrs",
-            help="HOST:PORT of engines that run already, each a vLLM with instep-vllm; none are started",
+            help="HOST:PORT of engines that run already, each a vLLM with instep's plugin; none are started",
             nargs="+",
             whose="C",
         ),

@@ -13,13 +13,13 @@ from instep.cluster.engine_plan import RouterSpec
 from instep.engines import keys
 from instep.engines.engine import Engine
 from instep.engines.gate import Gate
-from instep.engines.guard import KEY_VARIABLE
 from instep.engines.kind import kind_of
 from instep.engines.router import DisaggregatedRouter, Router, router_command
 from instep.engines.spec import Addresses, EngineSpec
 from instep.engines.topology import ServerRole
 from instep.ports import LOOPBACK, choose_port, free_port, free_ports
 from instep.processes import Process, SupervisedProcess
+from instep_engine.guard import KEY_VARIABLE
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings

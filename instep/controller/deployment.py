@@ -39,8 +39,8 @@ from instep.rollout.tokens import tokenizer_of
 from instep.scratch import Scratch, memory_scratch, places, sweep
 from instep.types import Group
 from instep.weights.bridge import shared_folder
-from instep.weights.place import SYNC
 from instep.weights.way import LORA, SINGLE_COPY, way_meant
+from instep_engine.place import SYNC
 
 if TYPE_CHECKING:
     from instep.arguments.args import Args

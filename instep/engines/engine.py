@@ -161,14 +161,14 @@ class Engine:
             raise EngineError(
                 f"{self.name} does not say what it is: {error!r}",
                 where=self.url,
-                remedy="is this the address of an engine? start a vLLM with instep-vllm there (docs/engines.md)",
+                remedy="is this the address of an engine? start a vLLM with instep's plugin there (docs/engines.md)",
             ) from error
         if not found:
             known = ", ".join(kind.title for kind in all_kinds())
             raise EngineError(
                 f"{self.name} is none of the engines that instep knows: {known}",
                 where=self.url,
-                remedy="start a vLLM with instep-vllm at this address (docs/engines.md)",
+                remedy="start a vLLM with instep's plugin at this address (docs/engines.md)",
             )
         self._kind = found[0]
 

@@ -14,11 +14,12 @@ import aiohttp
 from aiohttp import web
 from yarl import URL
 
-from instep.engines import keys, sglang_form, vllm_form
+from instep.engines import keys
 from instep.engines.bodies import AS_THEY_COME, body_of
-from instep.engines.guard import ATROPOS_ROUTES, GENERATION_ROUTES, KEY_VARIABLE, OPEN_ROUTES, Guard
 from instep.engines.http import checked_socket
 from instep.processes import follow_parent
+from instep_engine import sglang_form, vllm_form
+from instep_engine.guard import ATROPOS_ROUTES, GENERATION_ROUTES, KEY_VARIABLE, OPEN_ROUTES, Guard
 
 BEGUN = "begun"
 ROUTES = (GENERATION_ROUTES - ATROPOS_ROUTES) | OPEN_ROUTES

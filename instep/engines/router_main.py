@@ -9,8 +9,8 @@ import os
 import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from instep.engines.guard import KEY_VARIABLE
 from instep.processes import LIFELINE_VARIABLE, follow_parent
+from instep_engine.guard import KEY_VARIABLE
 
 
 class _Validator(BaseHTTPRequestHandler):

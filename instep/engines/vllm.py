@@ -1,7 +1,7 @@
 """The kind `vllm`: stock `vllm serve`. Nothing of vLLM is imported or patched here.
 
 instep uses vLLM's own interfaces: flags, environment variables, the HTTP routes of its development mode, and its
-plugins, one of which is instep-vllm (`plugins/instep-vllm`).
+plugins, one of which is instep's (`instep_engine/vllm`).
 """
 
 from __future__ import annotations
@@ -31,17 +31,15 @@ from instep.engines.vllm_process import node_environment, profiler_config, serve
 from instep.errors import ConfigError, EngineError
 from instep.spans import Span, of_torch
 from instep.weights.way import OF_ADAPTERS, SINGLE_COPY
+from instep_engine import LORA_VARIABLE, PROTOCOL, vllm
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
     from instep.engines.wire import WireFormat
 
-PROTOCOL = 3  # of the plugin instep-vllm; it refuses another one
-OTHER_PROTOCOL = re.compile(r"instep speaks protocol \d+, this instep-vllm \d+")
-PLUGIN_REMEDY = "install plugins/instep-vllm of this instep where the engine runs, and start the engine anew"
-PLUGIN_ENGINE = "instep_shm"  # instep-vllm's name for its weight-transfer engine
-SINGLE_COPY_ENGINE = "instep_single_copy"  # and for the one that shares its weights with the trainer
-PLUGIN_MISMATCH = re.compile(r"WeightMismatch\[(.*?)\]: (.*)", re.DOTALL)  # as instep-vllm words its refusals
+OTHER_PROTOCOL = re.compile(r"instep speaks protocol \d+, this plugin \d+")
+PLUGIN_REMEDY = "install this instep where the engine runs (pip install --no-deps), and start the engine anew"
+PLUGIN_MISMATCH = re.compile(r"WeightMismatch\[(.*?)\]: (.*)", re.DOTALL)  # as the plugin words its refusals
 NO_ROOM = re.compile(r"less than desired GPU memory utilization|No available memory for the cache|out of memory")
 INFO_SECONDS = 60.0  # for /server_info, which examines the host first
 # A core hangs that answers nothing for so many --heartbeat-timeout: by default 5 minutes, as long as vLLM waits for its
@@ -50,7 +48,9 @@ SILENT_HEARTBEATS = 5
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 CPU_KV_CACHE_BYTES = 256 << 20  # vLLM would take 4 GiB per engine
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of which --max-lora-rank is one
-ONE_PRODUCT = {"instep_adapter": 1}  # for `instep_vllm/fast/adapter.py`; it is in the key of what vLLM has compiled
+ONE_PRODUCT = {
+    "instep_adapter": 1
+}  # for `instep_engine/vllm/fast/adapter.py`; it is in the key of what vLLM has compiled
 SEVERAL = ("middleware",)  # flags that a command line may hold more than once
 FIT_FRACTION = 0.4  # of a GPU's memory, where the trainer keeps its own beside the engine
 TURN_FRACTION = 0.8  # where the trainer frees its own; CUDA contexts, NCCL and the allocators keep a few GB
@@ -108,25 +108,20 @@ class VllmKind(EngineKind):
         return given
 
     def check_installed(self, where: str) -> None:
-        for module, name in (("vllm", "vLLM"), ("instep_vllm", "its plugin instep-vllm")):
-            if importlib.util.find_spec(module) is None:
-                raise ConfigError(
-                    f"{name} is not installed here",
-                    where=where,
-                    remedy="make install-vllm (CPU); on a GPU host pip install vllm and plugins/instep-vllm; "
-                    "or leave out what is vLLM's, and name --rollout-backend embedded",
-                )
-        plugins = importlib.metadata.entry_points(group="vllm.general_plugins")
-        if not any(plugin.value.startswith("instep_vllm:") for plugin in plugins):
+        if importlib.util.find_spec("vllm") is None:
             raise ConfigError(
-                "instep-vllm can be imported here, but is not installed: vLLM finds it by its entry point alone",
+                "vLLM is not installed here",
+                where=where,
+                remedy="make install-vllm (CPU); on a GPU host pip install vllm; or leave out what is vLLM's, and name "
+                "--rollout-backend embedded",
+            )
+        plugins = importlib.metadata.entry_points(group="vllm.general_plugins")
+        if not any(plugin.value.startswith("instep_engine.vllm:") for plugin in plugins):
+            raise ConfigError(
+                "instep can be imported here, but is not installed: vLLM finds its plugin by the entry point alone",
                 where=where,
                 remedy=PLUGIN_REMEDY,
             )
-        theirs = importlib.import_module("instep_vllm").PROTOCOL
-        if theirs != PROTOCOL:
-            what = f"instep speaks protocol {PROTOCOL}, this instep-vllm {theirs}"
-            raise ConfigError(what, where=where, remedy=PLUGIN_REMEDY)
 
     # ---- plan and start ----------------------------------------------------------------------------------------------
 
@@ -149,7 +144,7 @@ class VllmKind(EngineKind):
         if update_weights and args.use_rollout_routing_replay:
             own["enable_return_routed_experts"] = ["--enable-return-routed-experts"]
         if update_weights:
-            backend = SINGLE_COPY_ENGINE if args.weight_sync == SINGLE_COPY else PLUGIN_ENGINE
+            backend = vllm.SINGLE_COPY if args.weight_sync == SINGLE_COPY else vllm.ENGINE
             own["weight_transfer_config"] = ["--weight-transfer-config", json.dumps({"backend": backend})]
             if args.weight_sync in OF_ADAPTERS:
                 own["enable_lora"] = ["--enable-lora"]
@@ -160,17 +155,17 @@ class VllmKind(EngineKind):
                 own["max_lora_rank"] = ["--max-lora-rank", str(min(r for r in LORA_RANKS if r >= least))]
         if release(version) >= (0, 32):
             own["enable_scale_out"] = ["--enable-scale-out"]  # /inference/v1/generate, which was always there before
-        own["middleware"] = ["--middleware", "instep_vllm.auth.Middleware"]  # the last one is asked first
+        own["middleware"] = ["--middleware", "instep_engine.vllm.auth.Middleware"]  # the last one is asked first
         sleeps = update_weights and args.offload_rollout and args.device != "cpu"
         if sleeps:
-            own["middleware"] = ["--middleware", "instep_vllm.sleep.Middleware", *own["middleware"]]
+            own["middleware"] = ["--middleware", "instep_engine.vllm.sleep.Middleware", *own["middleware"]]
         if not args.no_fast_log_probs and group.role == "regular":
-            own["scheduler_cls"] = ["--scheduler-cls", "instep_vllm.fast.scheduler.make"]
-            own["middleware"] = ["--middleware", "instep_vllm.fast.api.Middleware", *own["middleware"]]
+            own["scheduler_cls"] = ["--scheduler-cls", "instep_engine.vllm.fast.scheduler.make"]
+            own["middleware"] = ["--middleware", "instep_engine.vllm.fast.api.Middleware", *own["middleware"]]
         if release(version) >= (0, 32):  # its module says what it mends; it is asked last
-            own["middleware"] = ["--middleware", "instep_vllm.token_names.Middleware", *own["middleware"]]
+            own["middleware"] = ["--middleware", "instep_engine.vllm.token_names.Middleware", *own["middleware"]]
         if release(version) < (0, 32) and group.role != "regular":  # as above
-            own["middleware"] = ["--middleware", "instep_vllm.kv_params.Middleware", *own["middleware"]]
+            own["middleware"] = ["--middleware", "instep_engine.vllm.kv_params.Middleware", *own["middleware"]]
         if args.device != "cpu" and args.colocate:  # vLLM would take 0.9, as if it were alone there
             alone = update_weights and args.offload_train and args.offload_rollout
             own["gpu_memory_utilization"] = ["--gpu-memory-utilization", str(TURN_FRACTION if alone else FIT_FRACTION)]
@@ -223,7 +218,7 @@ class VllmKind(EngineKind):
             # The core takes over what its server has imported (12 to 15 s). vLLM spawns it anyway where it must.
             here["VLLM_WORKER_MULTIPROC_METHOD"] = os.environ.get("VLLM_WORKER_MULTIPROC_METHOD", "fork")
         if args.weight_sync in OF_ADAPTERS:
-            here["INSTEP_LORA"] = "1"  # read by the plugin
+            here[LORA_VARIABLE] = "1"
         if args.use_rollout_routing_replay and release(installed_version("vllm") or TABLES["vllm"][0]) >= (0, 32):
             here["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the one there that notes the experts
         return vllm_env(args, num_threads) | here | node_environment(spec, at, node_host)
@@ -251,9 +246,9 @@ class VllmKind(EngineKind):
         if (servers := config["parallel_config"].get("_api_process_count", 1)) > 1:
             what = f"{engine.name} has {servers} API servers: each control call reaches one, which does not tell others"
             raise ConfigError(what, where=engine.url, remedy="start it with --api-server-count 1")
-        if engine.update_weights and transfer not in (PLUGIN_ENGINE, SINGLE_COPY_ENGINE):
-            what = f"{engine.name} takes weights by {transfer}, not by {PLUGIN_ENGINE}"
-            remedy = f"""start it with instep-vllm and --weight-transfer-config '{{"backend": "{PLUGIN_ENGINE}"}}'"""
+        if engine.update_weights and transfer not in (vllm.ENGINE, vllm.SINGLE_COPY):
+            what = f"{engine.name} takes weights by {transfer}, not by {vllm.ENGINE}"
+            remedy = f"""start it with instep's plugin and --weight-transfer-config '{{"backend": "{vllm.ENGINE}"}}'"""
             raise ConfigError(what, where=engine.url, remedy=remedy)
         return kind
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from instep.engines.kind import engine_dtype, profile_folder
 from instep.engines.spec import LONGEST_START, Addresses, EngineSpec
 from instep.processes import DETERMINISTIC_ENV, OPENMP_ENV
+from instep_engine import FAST_VARIABLE, PARENT_VARIABLE
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
@@ -54,12 +55,12 @@ def vllm_env(args: Settings, num_threads: int) -> dict[str, str]:
     env = {
         "VLLM_SERVER_DEV_MODE": "1",  # the control routes
         "VLLM_NO_USAGE_STATS": "1",
-        "INSTEP_DIE_WITH_PARENT": "1",  # read by the plugin, in vLLM's own child processes
+        PARENT_VARIABLE: "1",
         # A constant, because it is in the key of what vLLM has compiled.
         "VLLM_ENGINE_READY_TIMEOUT_S": os.environ.get("VLLM_ENGINE_READY_TIMEOUT_S", str(LONGEST_START)),
     }
     if not args.no_fast_log_probs:
-        env["INSTEP_FAST_LOG_PROBS"] = "1"  # read by the plugin
+        env[FAST_VARIABLE] = "1"
     if plugins := os.environ.get("VLLM_PLUGINS"):  # only these are loaded
         env["VLLM_PLUGINS"] = f"{plugins},instep"
     if args.device == "cpu":

@@ -157,7 +157,7 @@ def _decode_step(
     if not vllm:
         flops = 2.0 * s.used + 4.0 * s.num_layers * context * s.queries
         return s.num_layers * OPS * card.op + active * flops / card.rate(card.forward, s.hidden) + moved / card.memory
-    fast = any(word.startswith("instep_vllm.fast") for word in flags)
+    fast = any(word.startswith("instep_engine.vllm.fast") for word in flags)
     host = FAST_STEP + active * FAST_REQUEST if fast else STOCK_STEP + active * STOCK_REQUEST
     return max(moved / (DECODE * card.memory), host)
 

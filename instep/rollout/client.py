@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from instep import spans
 from instep.data.sampling import note_request, requests_noted
-from instep.engines.answers import CONTENT_TYPE
 from instep.engines.kind import kind_of
-from instep.engines.sglang_form import VLLM_NAMES
 from instep.engines.wire import GENERATE, VLLM_WIRE, Completion, GenerationRequest, Send, WireFormat
 from instep.errors import ConfigError, EngineError, RolloutError
 from instep.rollout import admission
 from instep.rollout.http import post
+from instep_engine.answers import CONTENT_TYPE
+from instep_engine.sglang_form import VLLM_NAMES
 
 if TYPE_CHECKING:
     from instep.arguments.settings import HookSettings

@@ -14,13 +14,13 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from instep.data.sampling import note_json, note_request
-from instep.engines import sglang_form
-from instep.engines.answers import CONTENT_TYPE, decode
 from instep.engines.http import REFUSED, message, refusal
 from instep.engines.keys import api_key, bearer, headers_for, key_of
 from instep.errors import EngineError, NoAnswerError
 from instep.rollout import admission, runtime
 from instep.rollout.runtime import CONNECT_SECONDS, http_session
+from instep_engine import sglang_form
+from instep_engine.answers import CONTENT_TYPE, decode
 
 __all__ = ["api_key", "get", "headers_for", "post", "post_within"]
 

@@ -41,8 +41,8 @@ from instep.training.rounding import UNITS, rounded_embedding
 from instep.training.selection import selection_of
 from instep.training.worker_weights import WorkerWeights, load_weights
 from instep.types import TokenBatch
-from instep.weights.gloo import guard_groups
 from instep.weights.parking import give_back
+from instep_engine.gloo import guard_groups
 
 if TYPE_CHECKING:
     from instep.arguments.args import Args

@@ -1,7 +1,7 @@
-"""`vllm_bridge_config.json`: where a vLLM shares its weights that somebody has started by hand, with instep-vllm.
+"""`vllm_bridge_config.json`: where a vLLM shares its weights that somebody has started by hand, with instep's plugin.
 
-The plugin writes it (`instep_vllm/bridge.py`); its name, its keys and where it is looked for are those of Atropos'
-example trainer.
+The plugin writes it (`instep_engine/vllm/bridge.py`); its name, its keys and where it is looked for are those of
+Atropos' example trainer.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from instep.errors import ConfigError
-from instep.weights.place import lives
+from instep_engine.place import lives
 
 NAME = "vllm_bridge_config.json"
 DEFAULT = Path("/tmp/atropos_bridge")
-START = """start it with instep-vllm and --weight-transfer-config '{"backend": "instep_single_copy"}'"""
+START = """start it with instep's plugin and --weight-transfer-config '{"backend": "instep_single_copy"}'"""
 
 
 def shared_folder(given: str | None, model: str) -> Path:
@@ -37,7 +37,7 @@ def shared_folder(given: str | None, model: str) -> Path:
         own = config["instep"]
         folder, nonce, process = Path(own["folder"]), str(own["nonce"]), str(own["process"])
     except (KeyError, TypeError) as error:
-        what = "it is no file of instep-vllm, whose server says more"
+        what = "it is no file of instep's plugin, whose server says more"
         raise ConfigError(what, where=str(path), remedy=START) from error
     if not lives(process):
         raise ConfigError("it is stale: the server that wrote it has ended", where=str(path), remedy=START)

@@ -24,12 +24,12 @@ import torch
 import torch.distributed as dist
 
 from instep.errors import SyncError
-from instep.weights.handles import KIND, LOOK_SECONDS, Bucket, Line, device_key, listen, synchronize
 from instep.weights.manifest import TensorRecord
 from instep.weights.nccl import Broken, Delivered, Event, Nccl, plan
 from instep.weights.source import TensorSpec, WeightSource
-from instep.weights.stream import ROW_BYTES, Invitation, Packed, StreamBroken, bytes_of, checksums, rows_of
 from instep.weights.way import Order, expandable
+from instep_engine.handles import KIND, LOOK_SECONDS, Bucket, Line, device_key, listen, synchronize
+from instep_engine.stream import ROW_BYTES, Invitation, Packed, StreamBroken, bytes_of, checksums, rows_of
 
 NUM_BUCKETS = 2
 

@@ -12,8 +12,8 @@ from typing import Any, cast
 from instep.weights.ipc import Ipc
 from instep.weights.nccl import Event
 from instep.weights.source import AdapterSource, WeightSource
-from instep.weights.stream import Invitation
 from instep.weights.way import Order
+from instep_engine.stream import Invitation
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ import torch
 from instep import locks
 from instep.errors import SyncError
 from instep.weights.manifest import digest, dtype_name
-from instep.weights.place import SYNC, NoPlace, check_memory_folder, lives, open_bucket
 from instep.weights.source import TensorSpec
+from instep_engine.place import SYNC, NoPlace, check_memory_folder, lives, open_bucket
 
 SAMPLE_KIND = "xxh3-128 of a sample"
 SAMPLE_LENGTH = 4096  # elements, about
@@ -290,7 +290,7 @@ def sample_digest(tensor: torch.Tensor) -> str:
 
 
 def sample_digests(tensors: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, str]:
-    """By name the digest of a sample of each tensor (as in `instep_vllm/memory.py`); one copy to the host."""
+    """By name the digest of a sample of each tensor (as in `instep_engine/vllm/memory.py`); one copy to the host."""
     return digests_of({name: torch.cat([_few(tensor) for tensor in found]) for name, found in tensors.items()})
 
 

@@ -26,7 +26,8 @@ import torch.distributed as dist
 from instep.errors import SyncError
 from instep.weights.manifest import TensorRecord, dtype_name
 from instep.weights.source import TensorSpec, WeightSource
-from instep.weights.stream import (
+from instep.weights.way import Carriage, Order, Sent
+from instep_engine.stream import (
     ROW_BYTES,
     Group,
     Invitation,
@@ -42,7 +43,6 @@ from instep.weights.stream import (
     sums,
     texts_of,
 )
-from instep.weights.way import Carriage, Order, Sent
 
 ABORT_SECONDS = 5.0
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from instep.scratch import Scratch
 from instep.weights.disk import Disk
-from instep.weights.place import GOLDEN
 from instep.weights.way import RESTART, Carriage, Sent
+from instep_engine.place import GOLDEN
 
 
 class Restart(Disk):

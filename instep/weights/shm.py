@@ -25,9 +25,9 @@ from instep.weights.manifest import (
     tensor_bytes,
     tensor_digest,
 )
-from instep.weights.place import NoPlace, open_bucket
 from instep.weights.source import WeightSource
 from instep.weights.way import Carriage, Order, Sent
+from instep_engine.place import NoPlace, open_bucket
 
 
 class Shm:

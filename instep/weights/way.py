@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from instep.weights.source import WeightSource
 
 SINGLE_COPY = "single-copy"  # the engine computes with the memory that the trainer writes into
-MEMORY_VARIABLE = "INSTEP_MEMORY_FOLDER"  # tells an engine where to share its weights
-ROOM_VARIABLE = "INSTEP_ROOM"  # SECONDS:FILE: tells an engine to touch no GPU before the file is there
 AUTO = "auto"  # the value of --weight-sync that stands for a way
 LORA = "lora"
 WAYS = ("ipc", "shm", SINGLE_COPY, "disk", "nccl", LORA, "restart")
@@ -30,8 +28,8 @@ OF_ADAPTERS = frozenset({LORA, "lora_ipc", "lora_disk"})  # these carry an adapt
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 Sharing = Literal["shared", "apart"] | None
 GOLDEN = "disk"  # the slow way that every other way is compared with
-OTHER_MEMORY = "the trainer would write into other memory than this engine's"  # as an engine says it, instep-vllm, too
-BROKEN = "the stream of weights broke"  # as an engine says it, instep-vllm, too: another's death may have done it
+OTHER_MEMORY = "the trainer would write into other memory than this engine's"  # as engines say it
+BROKEN = "the stream of weights broke"  # as engines say it: another's death may have done it
 RESTART = "restart"  # engines are started anew on a checkpoint, and need not be able to load one while they run
 
 

@@ -4,13 +4,11 @@ The engines are their memory alone, in the slices that vLLM has: rows of q, k, v
 key heads that several ranks hold, rows of a vocabulary that is filled up to a multiple of 64.
 """
 
-import importlib.util
 import json
 import os
-import sys
 import weakref
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,22 +20,12 @@ from instep.training.hf import mirror
 from instep.training.hf.backend import HfBackend
 from instep.weights.memory import attach, digests_of
 from instep.weights.parking import shard
-from instep.weights.place import SYNC, process_mark
+from instep_engine.place import SYNC, process_mark
+from instep_engine.vllm import memory as plugin
 from tests.distributed.hf_runs import ARGS, make_checkpoint, oracle_training, train, weights_of
 
 HEAD = 8
 SPOILT = "model.layers.1.mlp.down_proj.weight"
-PLUGIN = Path(__file__).parents[2] / "plugins" / "instep-vllm" / "instep_vllm"
-
-
-@pytest.fixture(scope="module")
-def plugin() -> ModuleType:
-    """`instep_vllm/memory.py`, which needs no vLLM."""
-    spec = importlib.util.spec_from_file_location("plugin_memory", PLUGIN / "memory.py")
-    assert spec is not None and spec.loader is not None
-    module = sys.modules["plugin_memory"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +53,7 @@ def slice_of(name: str, shape: torch.Size, rank: int, size: int) -> tuple[int, i
 class Worker:
     """The memory of one rank of an engine, and its slices by the names of the weights."""
 
-    def __init__(self, plugin: ModuleType, folder: Path, rank: int, size: int, weights: dict[str, torch.Tensor]):
+    def __init__(self, folder: Path, rank: int, size: int, weights: dict[str, torch.Tensor]):
         self.places = {name: slice_of(name, w.shape, rank, size) for name, w in weights.items()}
         shapes = {name: w.narrow(*self.places[name]).shape for name, w in weights.items()}
         (dtype,) = {w.dtype for w in weights.values()}
@@ -144,7 +132,7 @@ def _rank(path, tp, dtype, folder, apart):
         (torch.bfloat16, 4, 2, 1, 1, True),  # three ranks beside the engine's
     ],
 )
-def test_engines_hold_the_weights(run_ranks, plugin, trained, tmp_path, dtype, ranks, tp, engines, engine_tp, apart):
+def test_engines_hold_the_weights(run_ranks, trained, tmp_path, dtype, ranks, tp, engines, engine_tp, apart):
     """To the last bit, of masters that have made the steps of plain transformers."""
     path, expected_steps, expected = trained
     blank = {name: torch.zeros(w.shape, dtype=dtype) for name, w in expected.items()}
@@ -152,7 +140,7 @@ def test_engines_hold_the_weights(run_ranks, plugin, trained, tmp_path, dtype, r
     for number in range(engines):
         place = tmp_path / f"{SYNC}{number}"
         place.mkdir(mode=0o700)
-        workers += [Worker(plugin, place, rank, engine_tp, blank) for rank in range(engine_tp)]
+        workers += [Worker(place, rank, engine_tp, blank) for rank in range(engine_tp)]
     results = run_ranks(_rank, ranks, path, tp, dtype, tmp_path, apart)
     steps, weights, *_ = results[0]
     assert [worker.other_than(weights) for worker in workers] == [[]] * len(workers)
@@ -182,14 +170,14 @@ def _first_write_rank(path, folder):
     return len(before), held
 
 
-def test_what_the_parameters_were_is_given_back(run_ranks, plugin, trained, tmp_path):
+def test_what_the_parameters_were_is_given_back(run_ranks, trained, tmp_path):
     """To the GPU, when the first session makes them views of the engine's memory."""
     path, _, weights = trained
     blank = {name: torch.zeros(w.shape, dtype=torch.bfloat16) for name, w in weights.items()}
     place = tmp_path / f"{SYNC}0"
     place.mkdir(mode=0o700)
     for rank in range(2):
-        Worker(plugin, place, rank, 2, blank)
+        Worker(place, rank, 2, blank)
     for number, held in run_ranks(_first_write_rank, 2, path, tmp_path):
         assert number > 10 and held == ["model.embed_tokens.weight", "lm_head.weight"]  # an engine cuts them otherwise
 

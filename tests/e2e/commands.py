@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from instep.weights.place import SYNC
+from instep_engine.place import SYNC
 from tests.bounds import allowed
 from tests.forks import SERVER
 

@@ -41,7 +41,7 @@ def in_worker() -> None:
     from instep.training.hf.mirror import Mirror
     from instep.training.worker import Worker
     from instep.weights import ipc, nccl
-    from instep.weights.stream import Packed
+    from instep_engine.stream import Packed
 
     publish, source, refresh = Worker.publish, Worker._source, Mirror.refresh
     send_header, send_bucket, tell = nccl.send_header, nccl.send_bucket, ipc._Stream._tell

@@ -17,9 +17,9 @@ from socket import gethostname
 import pytest
 from safetensors.torch import load_file
 
-from instep.engines.guard import EVERYONE, GENERATE_VARIABLE, KEY_VARIABLE
 from instep.errors import EngineError
 from instep.ports import free_port
+from instep_engine.guard import EVERYONE, GENERATE_VARIABLE, KEY_VARIABLE
 from tests.assets import make_checkpoint
 from tests.bounds import allowed
 from tests.e2e.commands import ENVIRONMENT

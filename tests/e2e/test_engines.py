@@ -237,7 +237,9 @@ def test_nothing_of_vllm_outlives_a_killed_controller(small, tmp_path):
 def test_vllm_refuses_what_it_would_die_of(tiny, tmp_path):
     done = run(two_engines(tiny, tmp_path, "vllm"))
     wanted = (
-        "heads of 16" if importlib.util.find_spec("vllm") and importlib.util.find_spec("instep_vllm") else "install"
+        "heads of 16"
+        if importlib.util.find_spec("vllm") and importlib.util.find_spec("instep_engine.vllm")
+        else "install"
     )
     assert done.returncode != 0 and wanted in done.stderr + done.stdout, done.stderr
     assert not os.path.exists(tmp_path / "summary.json")

@@ -24,8 +24,9 @@ from instep.scratch import Scratch, memory_root
 from instep.training import lr_schedule
 from instep.types import Sample
 from instep.weights.memory import attach
-from instep.weights.place import SYNC
-from instep.weights.way import MEMORY_VARIABLE, RESTART, SINGLE_COPY
+from instep.weights.way import RESTART, SINGLE_COPY
+from instep_engine import MEMORY_VARIABLE
+from instep_engine.place import SYNC
 from tests.assets import make_prompts
 from tests.distributed.helpers import started_workers
 from tests.distributed.margins import FAMILIES as LIKE_TRAINED

@@ -19,10 +19,10 @@ from instep.cluster.engine_start import start_engine
 from instep.engines import keys
 from instep.engines.engine import Engine, EngineRefusal
 from instep.engines.http import get_json
-from instep.engines.lease import EXPIRED, HELD
 from instep.scratch import Scratch, memory_root
-from instep.weights.place import GOLDEN, SYNC
-from instep.weights.way import MEMORY_VARIABLE
+from instep_engine import MEMORY_VARIABLE
+from instep_engine.lease import EXPIRED, HELD
+from instep_engine.place import GOLDEN, SYNC
 from tests.assets import make_checkpoint
 from tests.e2e.commands import ENVIRONMENT, grpo_arguments, on_vllm
 from tests.e2e.lease_holder import LEASE

@@ -31,7 +31,8 @@ from instep.engines.engine import Engine
 from instep.errors import EngineError, SyncError
 from instep.rollout import admission
 from instep.training import lr_schedule
-from instep.weights.way import MEMORY_VARIABLE, SINGLE_COPY, way_named
+from instep.weights.way import SINGLE_COPY, way_named
+from instep_engine import MEMORY_VARIABLE
 from tests.assets import make_checkpoint
 from tests.bounds import allowed
 from tests.e2e import plants, tampering

@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from instep.engines.guard import ATROPOS_ROUTES
 from instep.ports import free_port, free_ports
+from instep_engine.guard import ATROPOS_ROUTES
 from tests.assets import make_checkpoint
 from tests.e2e.commands import ENVIRONMENT, gone_within, on_vllm, run, words_of
 from tests.e2e.trl_sender import Http, Sender, weights_of

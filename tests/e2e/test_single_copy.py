@@ -28,8 +28,8 @@ from instep.scratch import Scratch, memory_root
 from instep.training import lr_schedule
 from instep.weights.manifest import tensor_digest
 from instep.weights.memory import EngineMemory, attach, sample_digests
-from instep.weights.place import SYNC
-from instep.weights.way import MEMORY_VARIABLE
+from instep_engine import MEMORY_VARIABLE
+from instep_engine.place import SYNC
 from tests.assets import make_checkpoint
 from tests.e2e.commands import grpo_arguments, on_vllm
 from tests.e2e.test_sync_proof import train_once

@@ -136,9 +136,10 @@ class Below:
 
 def above() -> tuple[Any, Any]:
     """A scheduler of the mixin alone, and its request."""
-    from instep_vllm.fast import KEY
-    from instep_vllm.fast.scheduler import HoldBack
     from vllm import SamplingParams
+
+    from instep_engine.vllm.fast import KEY
+    from instep_engine.vllm.fast.scheduler import HoldBack
 
     params = SamplingParams(max_tokens=100, logprobs=0, ignore_eos=True, extra_args={KEY: 1})
     request = SimpleNamespace(
@@ -164,7 +165,7 @@ def output_of(request: Any, token: int, *, first: bool = False, last: bool = Fal
 
 def test_the_routed_experts_of_tokens_that_are_held_back_leave_with_them() -> None:
     """A mixture's engine, whose scheduler adds the experts of the prompt to the first token, then a row to each."""
-    from instep_vllm.fast import BUNCH
+    from instep_engine.vllm.fast import BUNCH
 
     scheduler, request = above()
     sent, num = [], BUNCH + 5
@@ -179,7 +180,7 @@ def test_the_routed_experts_of_tokens_that_are_held_back_leave_with_them() -> No
 
 def test_every_token_is_marked_with_the_weights_that_made_it() -> None:
     """What is held back leaves before the engine core hears of other weights."""
-    from instep_vllm.fast import versions
+    from instep_engine.vllm.fast import versions
 
     class Core:
         instep_set_version: Any
@@ -209,7 +210,7 @@ def test_every_token_is_marked_with_the_weights_that_made_it() -> None:
 @pytest.mark.parametrize(("version", "is_known"), [("3", True), ("mine", False), ("", False)])
 def test_a_response_of_one_token_is_marked_too(version: str, is_known: bool) -> None:
     """The rank that vLLM gave it is no mark; a version that is no number is not known."""
-    from instep_vllm.fast import versions
+    from instep_engine.vllm.fast import versions
 
     scheduler, request = above()
     versions._set_version(SimpleNamespace(scheduler=scheduler), version)

@@ -1,4 +1,4 @@
-"""What `instep_vllm/fast/` does in a version of vLLM that nobody has tried: nothing, and it says so."""
+"""What `instep_engine/vllm/fast/` does in a version of vLLM that nobody has tried: nothing, and it says so."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ pytestmark = pytest.mark.vllm
 )
 def test_requests_go_on_to_vllms_own_route(monkeypatch: Any, caplog: Any, version: str, on: bool) -> None:
     import vllm.version
-    from instep_vllm import answers
-    from instep_vllm.fast import api
+
+    from instep_engine import answers
+    from instep_engine.vllm.fast import api
 
     monkeypatch.setattr(vllm.version, "__version__", version)
     reached: list[Any] = []
@@ -45,8 +46,9 @@ def test_requests_go_on_to_vllms_own_route(monkeypatch: Any, caplog: Any, versio
 @pytest.mark.parametrize("is_async", [True, False])
 def test_the_scheduler_is_vllms_own(monkeypatch: Any, is_async: bool) -> None:
     import vllm.version
-    from instep_vllm.fast import scheduler
     from vllm.v1.engine.core import EngineCoreProc
+
+    from instep_engine.vllm.fast import scheduler
 
     monkeypatch.setattr(vllm.version, "__version__", "0.33.0")
     before = EngineCoreProc.pause_scheduler

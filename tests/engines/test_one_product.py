@@ -1,4 +1,4 @@
-"""Base and adapter in one product (`instep_vllm.fast.adapter`): the op, the layers that it takes, vLLM's log-probs.
+"""Base and adapter in one product (`fast/adapter.py`): the op, the layers that it takes, vLLM's log-probs.
 
 On a GPU tests/gpu/test_lora.py runs the kernel. The whole path runs in tests/e2e/test_lora_sync.py, too.
 """
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.vllm
 @pytest.mark.parametrize("slices", [[6], [4, 4], [8, 2, 2]])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_the_op_adds_to_tokens_that_have_the_adapter(slices: list[int], has_bias: bool) -> None:
-    import instep_vllm.fast.adapter  # noqa: F401
+    import instep_engine.vllm.fast.adapter  # noqa: F401
 
     num, rank, width = 5, 3, sum(slices)
     generator = torch.Generator().manual_seed(0)
@@ -47,9 +47,10 @@ def test_the_op_adds_to_tokens_that_have_the_adapter(slices: list[int], has_bias
 
 
 def test_the_op_is_one_to_a_compiler() -> None:
-    import instep_vllm.fast.adapter  # noqa: F401
     from torch import library
     from torch._subclasses import FakeTensorMode
+
+    import instep_engine.vllm.fast.adapter  # noqa: F401
 
     with FakeTensorMode():
         y, b, tokens = torch.empty(5, 12), torch.empty(6, 3), torch.empty(9, dtype=torch.long)
@@ -67,7 +68,8 @@ def config(**fields: Any) -> Any:
 
 def test_configurations_that_stay_with_vllm_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     import vllm.version
-    from instep_vllm.fast.adapter import obstacles
+
+    from instep_engine.vllm.fast.adapter import obstacles
 
     assert obstacles(config()) == []
     assert obstacles(config(lora={"max_loras": 2})) == ["2 adapters at once"]
@@ -103,7 +105,7 @@ def layer(num_outputs: int = 6, num_rows: int = 3, slices: tuple[int, ...] = (4,
 
 
 def test_vllms_buffers_are_views_of_what_is_multiplied() -> None:
-    from instep_vllm.fast.adapter import join
+    from instep_engine.vllm.fast.adapter import join
 
     made = layer(num_rows=4)
     weight = made.base_layer.weight.clone()
@@ -121,7 +123,7 @@ def test_vllms_buffers_are_views_of_what_is_multiplied() -> None:
 
 def test_a_joined_layer_is_one_graph_for_all_lengths() -> None:
     """As vLLM compiles it. The buffers are inputs of the graph, so that it reads an adapter that comes later."""
-    from instep_vllm.fast.adapter import install, join
+    from instep_engine.vllm.fast.adapter import install, join
 
     install()
     made = layer(num_rows=4)
@@ -143,7 +145,7 @@ def test_a_joined_layer_is_one_graph_for_all_lengths() -> None:
 
 
 def test_layers_that_do_not_fit_are_named() -> None:
-    from instep_vllm.fast.adapter import join
+    from instep_engine.vllm.fast.adapter import join
 
     other = layer(num_rows=4)
     other.base_layer = torch.nn.Linear(5, 6)

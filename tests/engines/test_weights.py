@@ -15,9 +15,9 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from instep.engines.engine import EngineRefusal
-from instep.engines.vllm import PROTOCOL
 from instep.errors import ConfigError
 from instep.weights.manifest import BucketManifest, TensorRecord, digest, dtype_name, tensor_bytes
+from instep_engine import PROTOCOL
 from tests.engines.conftest import both_heads
 from tests.engines.running import TOLERANCE, Engine
 
@@ -385,5 +385,5 @@ def test_another_protocol_is_refused(engine: Engine) -> None:
     if engine.kind != "vllm":
         pytest.skip("the embedded engine is of one version with instep")
     body = {"init_info": {"protocol": PROTOCOL + 1, "version": "5", "nonce": "n"}}
-    with pytest.raises(EngineRefusal, match=f"speaks protocol {PROTOCOL + 1}, this instep-vllm {PROTOCOL}"):
+    with pytest.raises(EngineRefusal, match=f"speaks protocol {PROTOCOL + 1}, this plugin {PROTOCOL}"):
         engine.control().post("/init_weight_transfer_engine", body, timeout=10)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from instep.weights.stream import Group, Invitation, checksum, open_store, receive
+from instep_engine.stream import Group, Invitation, checksum, open_store, receive
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ from instep.models.shape import FAMILIES as OF_MEGATRON
 from instep.scratch import Scratch, memory_root
 from instep.training import lr_schedule
 from instep.types import TokenBatch
-from instep.weights.place import SYNC
+from instep_engine.place import SYNC
 from tests.assets import make_prompts
 from tests.e2e.commands import grpo_arguments, on_vllm
 from tests.e2e.test_families import train_once

@@ -37,7 +37,7 @@ SIZES = [1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224, 256]
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("num_rows", "vocab_size"), [(1, 7), (3, 4096), (5, 4097), (257, 151_936)])
 def test_the_kernel_is_a_log_softmax(dtype: torch.dtype, num_rows: int, vocab_size: int) -> None:
-    from instep_vllm.fast.kernels import token_log_probs
+    from instep_engine.vllm.fast.kernels import token_log_probs
 
     generator = torch.Generator(device="cuda").manual_seed(num_rows)
     wide = torch.randn(num_rows, vocab_size + 64, device="cuda", generator=generator, dtype=torch.float32) * 4

@@ -28,7 +28,7 @@ from instep.rollout.client import Completion, complete
 from instep.scratch import Scratch, memory_root
 from instep.training import lr_schedule
 from instep.types import TokenBatch
-from instep.weights.place import SYNC
+from instep_engine.place import SYNC
 from tests.assets import make_prompts, make_tokenizer
 from tests.e2e.commands import grpo_arguments
 from tests.e2e.test_planted import errors_in
@@ -210,7 +210,7 @@ def test_what_is_not_finite_is_named(stack: Stack, sync: WeightSync, monkeypatch
 @pytest.mark.parametrize("slices", [[64], [192, 192], [512, 128, 64]])
 @pytest.mark.parametrize("num_tokens", [1, 16, 33, 64, 129, 1000])
 def test_the_kernel_adds_what_torch_would(dtype: torch.dtype, rank: int, slices: list[int], num_tokens: int) -> None:
-    from instep_vllm.fast.adapter import add_adapter
+    from instep_engine.vllm.fast.adapter import add_adapter
 
     generator = torch.Generator(device="cuda").manual_seed(num_tokens)
     width = sum(slices)

@@ -20,8 +20,8 @@ from instep.engines.engine import Engine
 from instep.errors import InstepError, SyncError
 from instep.weights.nccl import Nccl
 from instep.weights.source import TensorSpec, WeightSource
-from instep.weights.stream import ROW_BYTES, checksums
 from instep.weights.way import Order
+from instep_engine.stream import ROW_BYTES, checksums
 from tests.assets import make_checkpoint, make_prompts
 from tests.e2e.commands import grpo_arguments
 

@@ -39,8 +39,9 @@ from instep.training.hf.shards import mesh_of
 from instep.training.rounding import UNITS, rounded_embedding
 from instep.weights import single_copy
 from instep.weights.memory import attach, digests_of
-from instep.weights.place import SYNC
-from instep.weights.way import MEMORY_VARIABLE, Order, way_named
+from instep.weights.way import Order, way_named
+from instep_engine import MEMORY_VARIABLE
+from instep_engine.place import SYNC
 from tests.assets import make_checkpoint, make_tokenizer
 from tests.e2e.commands import grpo_arguments
 from tests.e2e.test_single_copy import TOKENS, Pair, synced

@@ -31,6 +31,7 @@ from rich.table import Table
 
 ROOT = Path(__file__).parents[2]
 LIST = Path(__file__).with_name("mutants.toml")
+PACKAGES = ("instep", "instep_engine", "tests")
 SECONDS = 120.0  # of the tests of one fault
 PASSED, CAUGHT, HUNG, BROKEN = 0, 1, -1, 100  # outcomes; the first two are pytest's, as are the others above 1
 _ALSO_READ = "scripts docs examples benchmarks pyproject.toml README.md Makefile".split()
@@ -82,7 +83,7 @@ def try_tests(tests: Sequence[str], mutant: Mutant | None = None, seconds: float
     """What `tests` say with the fault planted, or with none."""
     with tempfile.TemporaryDirectory(prefix="instep-mutant-") as folder:
         tree = Path(folder)
-        for name in ("instep", "tests", "plugins"):  # a link would lead back to the right text
+        for name in PACKAGES:  # a link would lead back to the right text
             # Bytecode would be of the right text, and of another path than tests ask for.
             shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
         for name in _ALSO_READ:
@@ -118,7 +119,7 @@ def _run_tests(tree: Path, tests: Sequence[str]) -> None:
     os.dup2(sink, 1)
     os.dup2(sink, 2)
     os.chdir(tree)
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("instep", "tests")]:
+    for name in [name for name in sys.modules if name.partition(".")[0] in PACKAGES]:
         del sys.modules[name]
     sys.path[:0] = [str(tree)]
     os.environ["PYTHONPATH"] = str(tree)

@@ -105,7 +105,7 @@ def lines_of(mode: str, steps: int) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    paths = [str(ROOT), str(ROOT / "plugins/instep-vllm"), os.environ.get("PYTHONPATH", "")]
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     more = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     path = f"{ATROPOS}{os.pathsep}{os.environ['PATH']}"
     return {**os.environ, **more, "PYTHONUNBUFFERED": "1", "PATH": path}

@@ -35,7 +35,7 @@ THEIRS = {name: value for name, value in os.environ.items() if name != "PYTHONPA
     "OMP_NUM_THREADS": "1",
     "PYTHONUNBUFFERED": "1",
 }
-OURS = THEIRS | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'plugins/instep-vllm'}"}
+OURS = THEIRS | {"PYTHONPATH": str(ROOT)}
 INSTEP = [sys.executable, "-m", "instep.cli"]
 ATROPOS = "instep.integrations.atropos"
 STEPS = 16

@@ -55,7 +55,7 @@ def made_quickstart(out: Path, device: str = "cpu", sft: bool = True) -> Path:
 
 
 def ours() -> dict[str, str]:
-    paths = [str(ROOT), str(ROOT / "plugins/instep-vllm"), os.environ.get("PYTHONPATH", "")]
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 

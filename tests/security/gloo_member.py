@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from instep.weights import gloo
+from instep_engine import gloo
 
 rank, file, guards = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "guarded"
 resource.setrlimit(resource.RLIMIT_NOFILE, (1024, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))

@@ -93,8 +93,3 @@ def test_processes_may_have_many_descriptors(how: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
     soft, hard = map(int, done.stdout.split()[-2:])
     assert soft == (65536 if hard == -1 else min(65536, hard)), done
-
-
-def test_the_plugin_has_the_same_file() -> None:
-    ours = ROOT / "instep/weights/gloo.py"
-    assert (ROOT / "plugins/instep-vllm/instep_vllm/gloo.py").read_text() == ours.read_text()

@@ -6,20 +6,18 @@ import math
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 from aiohttp import web
 
-import instep.engines.answers
-from instep.engines.answers import CONTENT_TYPE, decode, encode
 from instep.engines.wire import GENERATE
 from instep.errors import EngineError
 from instep.ports import free_port
 from instep.rollout import runtime
 from instep.rollout.client import complete
+from instep_engine.answers import CONTENT_TYPE, decode, encode
 
 CHOICES = [
     {"index": 0, "token_ids": [7, 151_000], "log_probs": [-0.5, -1.25], "finish_reason": "stop", "stop_reason": 0},
@@ -27,11 +25,6 @@ CHOICES = [
     {"index": 2, "token_ids": [1], "log_probs": [-3.0], "finish_reason": "length", "stop_reason": None,
      "weight_versions": [{"version": "4", "start": 0, "end": 1}]},
 ]  # fmt: skip
-
-
-def test_the_plugin_writes_what_instep_reads():
-    ours = Path(instep.engines.answers.__file__)
-    assert (ours.parents[2] / "plugins/instep-vllm/instep_vllm/answers.py").read_text() == ours.read_text()
 
 
 def test_what_goes_in_comes_out():

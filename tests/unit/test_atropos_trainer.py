@@ -18,12 +18,12 @@ import pytest
 
 from instep.arguments import parse
 from instep.cli import main
-from instep.engines.guard import EVERYONE, GENERATION_ROUTES
 from instep.engines.vllm import VllmKind
 from instep.errors import ConfigError, EngineError
 from instep.integrations.atropos import server, trainer
 from instep.integrations.atropos.trainer_flags import layer_indices, parser, read
 from instep.ports import free_port
+from instep_engine.guard import EVERYONE, GENERATION_ROUTES
 from tests.assets import make_checkpoint
 from tests.atropos import serving
 from tests.bounds import allowed
@@ -280,7 +280,10 @@ def test_the_server_shares_its_weights_if_the_environment_says_so(shared, tmp_pa
         {"backend": "instep_single_copy" if shared else "instep_shm"}
     )
     middlewares = [argv[i + 1] for i, word in enumerate(argv) if word == "--middleware"]
-    assert middlewares[0] == "instep_vllm.atropos.Middleware" and middlewares[-1] == "instep_vllm.auth.Middleware"
+    assert (
+        middlewares[0] == "instep_engine.vllm.atropos.Middleware"
+        and middlewares[-1] == "instep_engine.vllm.auth.Middleware"
+    )
     assert argv[argv.index("--max-model-len") + 1] == "64" and argv[argv.index("--dtype") + 1] == "bfloat16"
     assert argv[argv.index("--uvicorn-log-level") + 1] == "info" and argv[-4:] == ["--host", "127.0.0.1", *argv[-2:]]
     assert env["VLLM_SERVER_DEV_MODE"] == "1" and env["INSTEP_DIE_WITH_PARENT"] == "children"
@@ -387,8 +390,7 @@ def test_the_guides_pkill_finds_the_server_whose_log_has_every_line_at_once(tmp_
 
 
 def test_state_is_open_and_control_needs_the_key() -> None:
-    pytest.importorskip("instep_vllm")
-    from instep_vllm.atropos import ROUTES
+    from instep_engine.vllm.atropos import ROUTES
 
     opened = {path for path in ROUTES if path in GENERATION_ROUTES}
     assert {method for path, (method, _) in ROUTES.items() if path in opened} == {"GET"}

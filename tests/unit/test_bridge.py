@@ -13,7 +13,7 @@ import pytest
 import instep.weights.bridge
 from instep.errors import ConfigError
 from instep.weights.bridge import NAME, shared_folder
-from instep.weights.place import SYNC, process_mark
+from instep_engine.place import SYNC, process_mark
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_a_process_that_has_ended_does_not_live(folder: Path) -> None:
         shared_folder(None, "hub/name")
 
 
-@pytest.mark.parametrize("text,what", [("{", "cannot be read"), ("[]", "no file of instep-vllm"), ("{}", "no file of")])
+@pytest.mark.parametrize("text,what", [("{", "cannot be read"), ("[]", "no file of instep's"), ("{}", "no file of")])
 def test_another_file_is_not_believed(folder: Path, text: str, what: str) -> None:
     (folder / NAME).write_text(text)
     (folder / NAME).chmod(0o600)

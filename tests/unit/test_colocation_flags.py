@@ -100,7 +100,7 @@ def test_engines_beyond_the_trainers_gpus_stay_awake(tmp_path):
 def test_a_vllm_that_sleeps_gets_what_it_needs_for_that():
     (engine,) = plan_engines(parse(COLOCATED.split(), "plan"))
     named = [word for word in engine.flags if word.endswith(".Middleware")]
-    assert named[-2:] == ["instep_vllm.sleep.Middleware", "instep_vllm.auth.Middleware"]
+    assert named[-2:] == ["instep_engine.vllm.sleep.Middleware", "instep_engine.vllm.auth.Middleware"]
     assert "--enable-sleep-mode" in engine.flags
     (awake,) = plan_engines(parse(f"{COLOCATED} --no-offload-rollout".split(), "plan"))
-    assert not {"--enable-sleep-mode", "instep_vllm.sleep.Middleware"} & set(awake.flags)
+    assert not {"--enable-sleep-mode", "instep_engine.vllm.sleep.Middleware"} & set(awake.flags)

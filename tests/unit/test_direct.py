@@ -1,11 +1,10 @@
-"""instep-vllm's loader of live parameters, with a model whose `load_weights` is like those of vLLM."""
+"""The vLLM plugin's loader of live parameters, with a model whose `load_weights` is like those of vLLM."""
 
 import pytest
 import torch
 from torch import nn
 
-pytest.importorskip("instep_vllm")
-from instep_vllm.direct import DirectLoader
+from instep_engine.vllm.direct import DirectLoader
 
 SHAPES = {"q": (4, 6), "k": (2, 6), "o": (6, 4), "norm": (6,), "decay": (3,)}
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -18,11 +16,11 @@ from torch import Tensor
 from instep.errors import SyncError
 from instep.scratch import memory_root
 from instep.weights.memory import attach, digests_of, marks, sample_digest
-from instep.weights.place import SYNC, process_mark
 from instep.weights.single_copy import SingleCopy, Written
 from instep.weights.source import TensorSpec
+from instep_engine.place import SYNC, process_mark
+from instep_engine.vllm import memory as plugin
 
-PLUGIN = Path(__file__).parents[2] / "plugins" / "instep-vllm" / "instep_vllm"
 HEADS, KV, WIDTH, HEAD, INNER, VOCAB, PADDED = 4, 1, 8, 4, 12, 10, 16
 SHAPES = {
     "embed.weight": (VOCAB, WIDTH),
@@ -35,16 +33,6 @@ SHAPES = {
     "down.weight": (WIDTH, INNER),
     "norm.weight": (WIDTH,),
 }
-
-
-@pytest.fixture(scope="module")
-def plugin() -> ModuleType:
-    """`instep_vllm/memory.py`, which needs no vLLM."""
-    spec = importlib.util.spec_from_file_location("plugin_memory", PLUGIN / "memory.py")
-    assert spec is not None and spec.loader is not None
-    module = sys.modules["plugin_memory"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture
@@ -64,7 +52,7 @@ def weights(seed: int) -> dict[str, Tensor]:
 class Rank:
     """The parameters of one of `size` tensor-parallel ranks, loaded as vLLM's loaders do: `narrow` and `copy_`."""
 
-    def __init__(self, plugin: ModuleType, folder: Path, rank: int, size: int, dtype: torch.dtype = torch.float32):
+    def __init__(self, folder: Path, rank: int, size: int, dtype: torch.dtype = torch.float32):
         self.rank, self.size = rank, size
         heads, inner = HEADS // size * HEAD, INNER // size  # with one KV head each rank has a copy of it
         shapes = {
@@ -105,7 +93,7 @@ class Rank:
         else:
             p["norm"].copy_(weight)
 
-    def publish(self, plugin: ModuleType, folder: Path, meet: Callable[[], object] = lambda: None) -> None:
+    def publish(self, folder: Path, meet: Callable[[], object] = lambda: None) -> None:
         about = {
             "architecture": "Some",
             "dtype": str(self.dtype).removeprefix("torch."),
@@ -115,11 +103,11 @@ class Rank:
         plugin.write_manifest(folder, self.rank, about, [self.memory], self.recorder.slices, SHAPES, meet)
 
 
-def engine(plugin: ModuleType, folder: Path, size: int, dtype: torch.dtype = torch.float32) -> list[Rank]:
-    ranks = [Rank(plugin, folder, rank, size, dtype) for rank in range(size)]
+def engine(folder: Path, size: int, dtype: torch.dtype = torch.float32) -> list[Rank]:
+    ranks = [Rank(folder, rank, size, dtype) for rank in range(size)]
     for rank in ranks:
         rank.load(weights(0))
-        rank.publish(plugin, folder)
+        rank.publish(folder)
     return ranks
 
 
@@ -130,9 +118,9 @@ def specs(dtype: torch.dtype = torch.float32, **changed: tuple[int, ...]) -> lis
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_written_is_what_each_rank_would_have_loaded(plugin, folder, size, dtype) -> None:
+def test_what_is_written_is_what_each_rank_would_have_loaded(folder, size, dtype) -> None:
     """Row slices of q, gate and up, column slices of o and down, vocabulary shards with padding, a KV head of all."""
-    ranks = engine(plugin, folder, size, dtype)
+    ranks = engine(folder, size, dtype)
     assert not any(rank.recorder.unknown for rank in ranks)
     memory = attach(folder, lock=False)
     memory.check(specs(dtype))
@@ -142,7 +130,7 @@ def test_what_is_written_is_what_each_rank_would_have_loaded(plugin, folder, siz
     other = folder.parent / f"{SYNC}2"
     other.mkdir(mode=0o700)
     for rank in ranks:
-        expected = Rank(plugin, other, rank.rank, size, dtype)
+        expected = Rank(other, rank.rank, size, dtype)
         expected.load(new)
         for name, parameter in rank.parameters.items():
             assert torch.equal(parameter, expected.parameters[name]), (rank.rank, name)
@@ -157,20 +145,20 @@ def test_what_is_written_is_what_each_rank_would_have_loaded(plugin, folder, siz
         assert memory.digest(name, weight) == both != memory.digest(name, weights(2)[name].to(dtype))
 
 
-def test_one_rank_gives_whole_weights_and_a_shard_does_not(plugin, folder) -> None:
-    engine(plugin, folder, 1)
+def test_one_rank_gives_whole_weights_and_a_shard_does_not(folder) -> None:
+    engine(folder, 1)
     memory = attach(folder, lock=False)
     original = weights(0)
     for name, shape in SHAPES.items():
         view = memory.whole(name)
         assert view is not None and tuple(view.shape) == shape and torch.equal(view, original[name])
-    engine(plugin, folder, 2)
+    engine(folder, 2)
     assert attach(folder, lock=False).whole("norm.weight") is None
 
 
-def test_a_shard_of_the_trainer_is_a_view_of_the_shard_of_an_engine(plugin, folder) -> None:
+def test_a_shard_of_the_trainer_is_a_view_of_the_shard_of_an_engine(folder) -> None:
     """Rows of q, columns of o and down: what a rank of TP computes with in the trainer is the engine rank's."""
-    ranks = engine(plugin, folder, 2)
+    ranks = engine(folder, 2)
     memory, inner = attach(folder, lock=False), INNER // 2
     assert memory.crowded and not memory.on_gpus
     for rank in range(2):
@@ -193,12 +181,12 @@ def test_a_shard_of_the_trainer_is_a_view_of_the_shard_of_an_engine(plugin, fold
         assert memory.box("o.weight", (WIDTH - 1, half), (0, rank * half), rank) is None  # not all of it
 
 
-def test_engines_in_one_folder_are_written_at_once_and_one_that_has_ended_is_left_out(plugin, folder) -> None:
+def test_engines_in_one_folder_are_written_at_once_and_one_that_has_ended_is_left_out(folder) -> None:
     """As a run has several engines; each has a folder in that of the run."""
     places = [folder / f"{SYNC}{number}" for number in range(3)]
     for place in places:
         place.mkdir(mode=0o700)
-    ranks = [engine(plugin, place, 1)[0] for place in places]
+    ranks = [engine(place, 1)[0] for place in places]
     before = marks(folder)
     path = places[1] / "memory-0.json"
     path.write_text(path.read_text().replace(process_mark(os.getpid()), "boot 1 2"))
@@ -218,32 +206,32 @@ def test_engines_in_one_folder_are_written_at_once_and_one_that_has_ended_is_lef
         attach(folder, lock=True)
 
 
-def test_an_engine_that_starts_anew_is_left_out_until_all_of_its_ranks_have_written(plugin, folder) -> None:
+def test_an_engine_that_starts_anew_is_left_out_until_all_of_its_ranks_have_written(folder) -> None:
     """The files of its former life are there meanwhile, and name memory that is gone."""
     alone, anew = (folder / f"{SYNC}{number}" for number in range(2))
     for place, size in ((alone, 1), (anew, 2)):
         place.mkdir(mode=0o700)
-        engine(plugin, place, size)
+        engine(place, size)
     path = anew / "memory-0.json"
     path.write_text(path.read_text().replace(process_mark(os.getpid()), "boot 1 2"))
-    ranks, found = [Rank(plugin, anew, rank, 2) for rank in range(2)], []
+    ranks, found = [Rank(anew, rank, 2) for rank in range(2)], []
     for rank in ranks:
         rank.load(weights(0))
 
     def look() -> None:
         found.append(len(attach(folder, lock=False).nonces))
 
-    ranks[0].publish(plugin, anew, lambda: (look(), ranks[1].publish(plugin, anew, look)))
+    ranks[0].publish(anew, lambda: (look(), ranks[1].publish(anew, look)))
     look()
     assert found == [1, 1, 3]
 
 
-def test_memory_of_another_gpu_is_not_opened_and_its_engine_is_named(plugin, folder, tmp_path) -> None:
+def test_memory_of_another_gpu_is_not_opened_and_its_engine_is_named(folder, tmp_path) -> None:
     """A GPU is known by its UUID: its number depends on what a process sees."""
-    (rank,) = engine(plugin, folder, 1)
+    (rank,) = engine(folder, 1)
     handle = {"kind": "cuda", "uuid": "1234-5678", "bytes": rank.memory.end - rank.memory.begin}
     rank.memory = plugin.Memory(handle, rank.memory.begin, rank.memory.end)
-    rank.publish(plugin, folder)
+    rank.publish(folder)
     memory = attach(folder, lock=False)
     assert memory.on_gpus and memory.slices == {}
 
@@ -266,10 +254,10 @@ def test_memory_of_another_gpu_is_not_opened_and_its_engine_is_named(plugin, fol
         SingleCopy().drive(Carriage())
 
 
-def test_slices_that_follow_each_other_are_one_piece(plugin, folder) -> None:
+def test_slices_that_follow_each_other_are_one_piece(folder) -> None:
     """As Phi-3's checkpoints have q, k and v in one weight, and vLLM copies it in three parts; not in another order."""
     for order in ("qkv", "qvk"):
-        rank = Rank(plugin, folder, 0, 1)
+        rank = Rank(folder, 0, 1)
         fused, p = torch.randn(rank.parameters["qkv"].shape), rank.parameters["qkv"]
         sizes = {"q": HEADS * HEAD, "k": KV * HEAD, "v": KV * HEAD}
         with rank.recorder:
@@ -286,9 +274,9 @@ def test_slices_that_follow_each_other_are_one_piece(plugin, folder) -> None:
         assert (whole is not None and torch.equal(whole, fused)) if order == "qkv" else whole is None
 
 
-def test_both_sides_have_the_same_storage(plugin, folder) -> None:
+def test_both_sides_have_the_same_storage(folder) -> None:
     """A write on one side is seen on the other bit for bit, in both directions, without a call."""
-    (rank,) = engine(plugin, folder, 1)
+    (rank,) = engine(folder, 1)
     view = attach(folder, lock=False).whole("k.weight")
     assert view is not None
     view.view(torch.int32).fill_(0x7F812345)  # a NaN with a payload, whose bits an arithmetic would not keep
@@ -306,19 +294,19 @@ def test_both_sides_have_the_same_storage(plugin, folder) -> None:
         (torch.float32, {"extra": (3,)}, "the trainer has extra.weight, engine 0 has not"),
     ],
 )
-def test_another_model_or_dtype_is_named(plugin, folder, dtype, changed, what) -> None:
-    engine(plugin, folder, 1)
+def test_another_model_or_dtype_is_named(folder, dtype, changed, what) -> None:
+    engine(folder, 1)
     with pytest.raises(SyncError) as caught:
         attach(folder, lock=False).check(specs(dtype, **changed))
     assert what in caught.value.what and "--weight-sync shm" in caught.value.remedy
 
 
-def test_of_several_engines_the_one_that_differs_is_named(plugin, folder) -> None:
+def test_of_several_engines_the_one_that_differs_is_named(folder) -> None:
     """Also where what lies in its memory cannot be opened, or has another trainer."""
     places = [folder / f"{SYNC}{number}" for number in range(2)]
     for place, dtype in zip(places, (torch.float32, torch.float16), strict=True):
         place.mkdir(mode=0o700)
-        engine(plugin, place, 2, dtype)
+        engine(place, 2, dtype)
     with pytest.raises(SyncError, match="embed.weight is float32 in the trainer and float16 in engine 1") as caught:
         attach(folder, lock=False).check(specs())
     assert caught.value.where == f"the memory of engine 1 (Some, float16), {places[1]}"
@@ -332,8 +320,8 @@ def test_of_several_engines_the_one_that_differs_is_named(plugin, folder) -> Non
     assert caught.value.where == str(places[1])
 
 
-def test_a_second_trainer_is_refused_until_the_first_is_gone(plugin, folder) -> None:
-    engine(plugin, folder, 1)
+def test_a_second_trainer_is_refused_until_the_first_is_gone(folder) -> None:
+    engine(folder, 1)
     first = attach(folder, lock=True)
     with pytest.raises(SyncError, match="another trainer is attached"):
         attach(folder, lock=True)
@@ -342,8 +330,8 @@ def test_a_second_trainer_is_refused_until_the_first_is_gone(plugin, folder) -> 
     attach(folder, lock=True).close()
 
 
-def test_the_lock_of_a_trainer_ends_with_it_however_it_ends(plugin, folder) -> None:
-    engine(plugin, folder, 1)
+def test_the_lock_of_a_trainer_ends_with_it_however_it_ends(folder) -> None:
+    engine(folder, 1)
     code = "import sys, time; from pathlib import Path; from instep.weights.memory import attach; "
     code += f"held = attach(Path({str(folder)!r}), lock=True); print('held', flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as trainer:
@@ -354,16 +342,16 @@ def test_the_lock_of_a_trainer_ends_with_it_however_it_ends(plugin, folder) -> N
     attach(folder, lock=True).close()
 
 
-def test_a_weight_that_is_loaded_in_another_way_is_noticed(plugin, folder) -> None:
-    rank = Rank(plugin, folder, 0, 1)
+def test_a_weight_that_is_loaded_in_another_way_is_noticed(folder) -> None:
+    rank = Rank(folder, 0, 1)
     rank.copy = lambda name, weight: rank.parameters["norm"].copy_(weight + 1) if name == "norm" else None
     rank.load(weights(0))
     assert rank.recorder.unknown == [(8,)]
 
 
 @pytest.mark.parametrize("change", ["outside", "cut", "foreign"])
-def test_a_manifest_that_lies_opens_nothing(plugin, folder, change) -> None:
-    engine(plugin, folder, 1)
+def test_a_manifest_that_lies_opens_nothing(folder, change) -> None:
+    engine(folder, 1)
     path = folder / "memory-0.json"
     manifest = json.loads(path.read_text())
     if change == "outside":
@@ -377,7 +365,7 @@ def test_a_manifest_that_lies_opens_nothing(plugin, folder, change) -> None:
         attach(folder, lock=False)
 
 
-def test_without_room_an_engine_says_so_and_leaves_nothing(plugin) -> None:
+def test_without_room_an_engine_says_so_and_leaves_nothing() -> None:
     free = os.statvfs(memory_root())
     too_much = 2 * free.f_blocks * free.f_frsize
     with pytest.raises(plugin.CannotShare, match="do not fit into .*--shm-size.*--weight-sync shm"):
@@ -385,7 +373,7 @@ def test_without_room_an_engine_says_so_and_leaves_nothing(plugin) -> None:
     assert not [path for path in memory_root().glob("memory-0-*.bin") if path.stat().st_size == too_much]
 
 
-def test_the_sample_of_both_sides_is_one(plugin) -> None:
+def test_the_sample_of_both_sides_is_one() -> None:
     for shape in ((3,), (5000,), (100, 70), (1, 9000), (6, 5, 4), ()):
         tensor = torch.randn(shape).to(torch.bfloat16)
         whole = plugin.Slice(tensor, 0, tensor.stride())

@@ -199,7 +199,7 @@ def test_prefill_and_decode_on_a_vllm_whose_token_route_passes_over_the_cache(mo
     monkeypatch.setattr("instep.engines.vllm.installed_version", lambda _: "0.26.0")
     given = "--vllm-middleware my.Own --rollout-num-gpus 2"
     for engine in engines(f"{given} --prefill-num-servers 1"):
-        at = engine.flags.index("instep_vllm.kv_params.Middleware")
+        at = engine.flags.index("instep_engine.vllm.kv_params.Middleware")
         assert engine.flags[at - 1] == "--middleware" and engine.flags[:2] == ("--middleware", "my.Own")
         assert engine.flags[at + 1 : at + 3] == ("--middleware", AUTH)  # the last one is the outermost
         assert FAST not in engine.flags and "--scheduler-cls" not in engine.flags

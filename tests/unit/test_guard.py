@@ -15,13 +15,14 @@ from multidict import CIMultiDict
 
 from instep.arguments import parse
 from instep.arguments.engine_rules import api_keys
-from instep.engines import guard, keys
-from instep.engines.guard import EVERYONE, GENERATION_ROUTES, Guard
+from instep.engines import keys
 from instep.errors import ConfigError
 from instep.rollout.http import api_key, headers_for
+from instep_engine import guard
+from instep_engine.guard import EVERYONE, GENERATION_ROUTES, Guard
+from instep_engine.vllm.auth import Middleware
 
 SECURITY = Path(__file__).parents[2] / "docs/security.md"
-PLUGIN = Path(__file__).parents[2] / "plugins/instep-vllm/instep_vllm"
 RUN, CLIENT = "the-key-of-the-run", "the-key-of-a-client"
 CONTROL = "/pause /resume /update_weights /sleep /wake_up /abort_requests /collective_rpc /start_profile /docs "
 CONTROL += (
@@ -123,11 +124,6 @@ def test_the_docs_list_the_routes_of_generation():
     assert set(re.findall("`(/.*?)`", row.split("; these paths")[0])) == GENERATION_ROUTES
 
 
-@pytest.mark.parametrize("name", ["guard.py", "sglang_form.py", "vllm_form.py"])
-def test_the_plugin_has_the_same_files(name):
-    assert Path(guard.__file__).with_name(name).read_bytes() == (PLUGIN / name).read_bytes()
-
-
 def test_a_check_costs_microseconds():
     """A request takes at least half a millisecond of an engine's HTTP process."""
     check, headers = Guard(RUN, CLIENT), CIMultiDict({"Host": "127.0.0.1:1", "Authorization": f"Bearer {RUN}"})
@@ -147,9 +143,6 @@ def through(monkeypatch, *, kind="http", path="/pause", headers=(), key=RUN):
     """What the middleware sends for a request, or the request that it passes on."""
     monkeypatch.setenv(guard.KEY_VARIABLE, key)
     monkeypatch.setenv(guard.GENERATE_VARIABLE, CLIENT)
-    monkeypatch.syspath_prepend(str(PLUGIN.parent))
-    from instep_vllm.auth import Middleware
-
     sent = []
 
     async def app(scope, receive, send):

@@ -16,14 +16,15 @@ import torch.distributed as dist
 from instep.controller import deployment
 from instep.errors import SyncError
 from instep.scratch import Scratch, memory_root
-from instep.weights import handles, ipc
-from instep.weights.handles import Receiver, connect, listen
+from instep.weights import ipc
 from instep.weights.ipc import Ipc
 from instep.weights.manifest import dtype_name
-from instep.weights.place import SYNC
 from instep.weights.source import TensorSpec, WeightSource
-from instep.weights.stream import Invitation, StreamBroken, StreamMismatch
 from instep.weights.way import Order, expandable
+from instep_engine import handles
+from instep_engine.handles import Receiver, connect, listen
+from instep_engine.place import SYNC
+from instep_engine.stream import Invitation, StreamBroken, StreamMismatch
 from tests.bounds import allowed
 from tests.distributed.helpers import RankPool
 

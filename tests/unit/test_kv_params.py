@@ -1,25 +1,14 @@
 """The middleware of the plugin that gives vLLM 0.26 the cache of another engine."""
 
 import asyncio
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 
-PLUGIN = Path(__file__).parents[2] / "plugins" / "instep-vllm" / "instep_vllm"
+from instep_engine.vllm import kv_params
 
 
-@pytest.fixture(scope="module")
-def kv_params():
-    """The module as it is, where the plugin is not installed."""
-    spec = importlib.util.spec_from_file_location("kv_params", PLUGIN / "kv_params.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def passed_on(kv_params, body, path="/inference/v1/generate", pieces=1):
+def passed_on(body, path="/inference/v1/generate", pieces=1):
     """What the server behind it gets of a request: headers, body, and what comes after."""
     got = []
 
@@ -42,10 +31,10 @@ def passed_on(kv_params, body, path="/inference/v1/generate", pieces=1):
 
 
 @pytest.mark.parametrize("pieces", [1, 3])
-def test_the_cache_goes_where_the_core_reads_it(kv_params, pieces):
+def test_the_cache_goes_where_the_core_reads_it(pieces):
     request = {"token_ids": [1, 2], "sampling_params": {"seed": 1, "extra_args": {"a": 1}}}
     body = json.dumps(request | {"kv_transfer_params": {"do_remote_prefill": True}}).encode()
-    headers, (message, after) = passed_on(kv_params, body, pieces=pieces)
+    headers, (message, after) = passed_on(body, pieces=pieces)
     request["sampling_params"]["extra_args"]["kv_transfer_params"] = {"do_remote_prefill": True}
     assert json.loads(message["body"]) == request and not message["more_body"]
     assert headers[b"content-length"] == str(len(message["body"])).encode() and len(headers) == 2
@@ -55,12 +44,12 @@ def test_the_cache_goes_where_the_core_reads_it(kv_params, pieces):
 @pytest.mark.parametrize(
     "body", [b"{", b"[]", b"", b'{"kv_transfer_params": {}}', b'{"sampling_params": {}}', b'{"sampling_params": 1}']
 )
-def test_what_has_none_goes_on_as_it_is(kv_params, body):
-    headers, (message, _) = passed_on(kv_params, body)
+def test_what_has_none_goes_on_as_it_is(body):
+    headers, (message, _) = passed_on(body)
     assert message["body"] == body and headers[b"content-length"] == str(len(body)).encode()
 
 
-def test_other_routes_are_not_read(kv_params):
+def test_other_routes_are_not_read():
     body = b'{"kv_transfer_params": {}, "sampling_params": {}}'
-    _, messages = passed_on(kv_params, body, path="/v1/completions", pieces=2)
+    _, messages = passed_on(body, path="/v1/completions", pieces=2)
     assert b"".join(message["body"] for message in messages) == body

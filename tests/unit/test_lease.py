@@ -6,19 +6,15 @@ import importlib
 import importlib.util
 import sys
 import time
-import types
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 import instep.engines.held_lease as held
-import instep.engines.lease
+import instep_engine.lease
 from instep.engines.engine import Engine, EngineRefusal
-from instep.engines.lease import EXPIRED, HELD, NONE, UNKNOWN, Lease, NoLease
 from instep.errors import EngineError
-
-PLUGIN = Path(__file__).parents[2] / "plugins" / "instep-vllm" / "instep_vllm"
+from instep_engine.lease import EXPIRED, HELD, NONE, UNKNOWN, Lease, NoLease
 
 
 def asking(begin=False, owner="a", seconds=0.1, **more):
@@ -45,10 +41,6 @@ def served(work):
         return server.told
 
     return asyncio.run(run())
-
-
-def test_the_plugin_keeps_the_lease_as_the_engine_does():
-    assert (PLUGIN / "lease.py").read_text() == Path(instep.engines.lease.__file__).read_text()
 
 
 def test_a_lease_that_is_renewed_lasts_and_one_that_is_not_expires_once():
@@ -113,7 +105,7 @@ def test_what_was_written_in_place_is_told_until_a_session_is_whole(done):
 
 
 def test_a_server_that_stood_still_itself_reads_the_renewals_first(monkeypatch):
-    monkeypatch.setattr(instep.engines.lease, "LATE", 0.1)
+    monkeypatch.setattr(instep_engine.lease, "LATE", 0.1)
 
     async def work(server):
         server.lease.ask(asking(begin=True, seconds=0.5))
@@ -143,20 +135,12 @@ def test_a_malformed_request_begins_nothing(given):
 
 @pytest.fixture
 def async_llm(monkeypatch):
-    """The plugin's module as it is, where vLLM is not installed."""
-    package = types.ModuleType("instep_vllm")
-    package.__path__ = [str(PLUGIN)]
-    for name in [name for name in sys.modules if name.split(".")[0] == "instep_vllm"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "instep_vllm", package)
-    module = importlib.import_module("instep_vllm.async_llm")
-    monkeypatch.setattr(importlib.import_module("instep_vllm.fast.versions"), "minor_version", lambda: 26)
-    yield module
-    for name in [name for name in sys.modules if name.startswith("instep_vllm.")]:
-        sys.modules.pop(name)
+    """The plugin's module, where vLLM is not installed."""
+    monkeypatch.setattr("instep_engine.vllm.fast.versions.minor_version", lambda: 26)
+    return importlib.reload(importlib.import_module("instep_engine.vllm.async_llm"))
 
 
-def make_llm(replicas=1, scheduler="instep_vllm.fast.scheduler.make"):
+def make_llm(replicas=1, scheduler="instep_engine.vllm.fast.scheduler.make"):
     """A class with the methods of vLLM's that are wrapped, which notes what reaches them."""
 
     class Llm:
@@ -339,7 +323,7 @@ def test_no_lease_is_kept_by_a_vllm_that_is_not_known(async_llm, caplog, change)
 @pytest.mark.parametrize("is_last", [True, False])
 def test_a_worker_that_is_asked_for_a_lease_refuses_it(monkeypatch, is_last):
     """Its server has not kept it: a trainer must not believe that the engine goes on by itself. The last one raises."""
-    from instep_vllm import engine
+    from instep_engine.vllm import engine
 
     for name in ("get_tp_group", "get_pp_group"):
         monkeypatch.setattr(engine, name, lambda: SimpleNamespace(is_last_rank=is_last))
@@ -405,8 +389,8 @@ def test_a_process_that_stood_still_asks_before_it_goes_on(monkeypatch):
         (f"{EXPIRED}", "resume it from its last checkpoint"),
         (f"{HELD}: process 7 on host1 (5f3a)", "end that run"),
         (UNKNOWN, "somebody else resumed the engine"),
-        (f"WeightMismatch[]: {NONE}: instep-vllm does not know", "an engine that the run starts"),
-        ("the session is malformed: Session() got an unexpected keyword argument 'lease'", "the instep-vllm of this"),
+        (f"WeightMismatch[]: {NONE}: the plugin does not know", "an engine that the run starts"),
+        ("the session is malformed: Session() got an unexpected keyword argument 'lease'", "the plugin of this"),
     ],
 )
 def test_a_lease_that_is_refused_says_what_to_do(monkeypatch, said, remedy):
@@ -454,11 +438,13 @@ def test_a_session_that_was_given_up_has_brought_nothing(async_llm, given_up):
     assert versions_told(async_llm, [("3", ["shm", "complete"]), ("4", given_up)]) == ["3"]
 
 
-@pytest.mark.parametrize("scheduler", [None, "vllm.Scheduler", "instep_vllm.fast.scheduler.FastScheduler", object])
+@pytest.mark.parametrize(
+    "scheduler", [None, "vllm.Scheduler", "instep_engine.vllm.fast.scheduler.FastScheduler", object]
+)
 def test_a_core_without_the_scheduler_that_listens_is_told_nothing(async_llm, scheduler):
     assert versions_told(async_llm, [("3", ["shm", "complete"])], scheduler=scheduler) == []
 
 
 def test_a_vllm_that_tells_versions_itself_is_told_nothing(async_llm, monkeypatch):
-    monkeypatch.setattr(sys.modules["instep_vllm.fast.versions"], "minor_version", lambda: 32)
+    monkeypatch.setattr(sys.modules["instep_engine.vllm.fast.versions"], "minor_version", lambda: 32)
     assert versions_told(async_llm, [("3", ["shm", "complete"])]) == []

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-import instep.weights.place
 from instep.weights.manifest import BucketManifest, TensorRecord, digest
-from instep.weights.place import NoPlace, check_checkpoint, open_bucket
 from instep.weights.shm import BucketMismatch, read_bucket
+from instep_engine.place import NoPlace, check_checkpoint, open_bucket
 
 
 def place(tmp_path, name="instep-sync-1", mode=0o700):
@@ -18,12 +17,6 @@ def place(tmp_path, name="instep-sync-1", mode=0o700):
     folder.chmod(mode)
     (folder / "b.bin").write_bytes(b"12345678")
     return folder / "b.bin"
-
-
-@pytest.mark.parametrize("name", ["place.py", "stream.py", "handles.py"])
-def test_the_plugin_checks_as_the_engine_does(name):
-    ours = Path(instep.weights.place.__file__).with_name(name)
-    assert (ours.parents[2] / "plugins/instep-vllm/instep_vllm" / name).read_text() == ours.read_text()
 
 
 def test_a_bucket_of_a_run_is_read(tmp_path):

@@ -9,16 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 
-pytest.importorskip("instep_vllm")
-from instep_vllm import _wait_for_room
-
-from instep.weights.way import ROOM_VARIABLE
+from instep_engine import ROOM_VARIABLE
+from instep_engine.vllm import _wait_for_room
 from tests.e2e.commands import gone_within
 
 # A parent like vLLM's server, and a child like its core, in which a thread holds the interpreter's lock for ever.
 PARENT = """
 import ctypes, multiprocessing, sys, time
-from instep_vllm import _die_with_parent
+from instep_engine.vllm import _die_with_parent
 
 def core():
     _die_with_parent()
@@ -50,7 +48,7 @@ def test_a_core_that_hangs_ends_with_its_server(tmp_path):
 # A core whose server has ended before the plugin is loaded there.
 ORPHAN = """
 import multiprocessing, os, sys, time
-from instep_vllm import _die_with_parent
+from instep_engine.vllm import _die_with_parent
 
 def core():
     server = os.getppid()

@@ -14,7 +14,6 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from instep import routes
 from instep.data.batch import build_batch
-from instep.engines import answers
 from instep.engines.embedded.model import Runner
 from instep.engines.embedded.protocol import Request
 from instep.engines.wire import Completion
@@ -22,6 +21,7 @@ from instep.errors import RolloutError
 from instep.rollout import together, vllm_rollout
 from instep.training.megatron.replay import has_twice
 from instep.types import Sample, Status
+from instep_engine import answers
 
 
 def rows_of(tokens: list[int]) -> np.ndarray:

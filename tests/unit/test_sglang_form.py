@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from instep.engines.sglang_form import Asked, repeated
+from instep_engine.sglang_form import Asked, repeated
 
 IDS = [4, 5]
 

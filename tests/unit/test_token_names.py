@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("instep_vllm")
-from instep_vllm import sglang
-from instep_vllm.token_names import Middleware
+from instep_engine.vllm import sglang
+from instep_engine.vllm.token_names import Middleware
 
 CONTENT = [{"token_id": 7, "logprob": -0.5}, {"token_id": 9, "logprob": -1.5, "token": "token_id:9"}]
 ANSWER = {"request_id": "r", "choices": [{"index": 0, "token_ids": [7, 9], "logprobs": {"content": CONTENT}}]}

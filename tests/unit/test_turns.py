@@ -8,7 +8,6 @@ import json
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,8 +17,6 @@ from instep.controller.turns import Turns
 from instep.engines.engine import TAGS, Engine, EngineRefusal
 from instep.engines.vllm import VllmKind
 from instep.errors import EngineError
-
-PLUGIN = Path(__file__).parents[2] / "plugins" / "instep-vllm"
 
 
 class Session:
@@ -170,8 +167,7 @@ def test_with_a_trainer_that_stays_an_engine_starts_while_the_others_are_awake()
 
 
 def test_a_sleeping_vllm_refuses_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(PLUGIN))
-    middleware = importlib.import_module("instep_vllm.sleep").Middleware
+    middleware = importlib.import_module("instep_engine.vllm.sleep").Middleware
     reached: list[str] = []
     status = [200]
 

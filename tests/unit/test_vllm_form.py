@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from instep.engines import sglang_form
 from instep.engines.gate_main import _known_to_routers
-from instep.engines.vllm_form import Asked, for_router, is_asked
+from instep_engine import sglang_form
+from instep_engine.vllm_form import Asked, for_router, is_asked
 
 BODY = {
     "prompt": {"prompt_token_ids": [4, 5]},

@@ -3,7 +3,6 @@
 import importlib.metadata
 import importlib.util
 import json
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -13,9 +12,10 @@ from instep.cluster.engine_plan import plan_engines
 from instep.engines.engine import EngineRefusal
 from instep.engines.kind import resolve_backend
 from instep.engines.spec import Addresses
-from instep.engines.vllm import KIND, PROTOCOL
+from instep.engines.vllm import KIND
 from instep.engines.vllm_process import serve_arguments, vllm_env
 from instep.errors import ConfigError
+from instep_engine import PROTOCOL
 from tests.command_line import argv, make_folder, refusal
 
 
@@ -150,26 +150,21 @@ def test_a_flag_that_chose_an_engine_that_is_not_there_is_named(tmp_path, monkey
     assert "leave it out, or use --rollout-backend vllm" in text or "use at most 1" in text
 
 
-def test_an_older_plugin_is_named_before_anything_starts(monkeypatch):
+def test_a_plugin_that_is_not_installed_is_named_before_anything_starts(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
     monkeypatch.setattr(
-        importlib.metadata, "entry_points", lambda group: [SimpleNamespace(value="instep_vllm:register")]
+        importlib.metadata, "entry_points", lambda group: [SimpleNamespace(value="instep_engine.vllm:register")]
     )
-    monkeypatch.setitem(sys.modules, "instep_vllm", SimpleNamespace(PROTOCOL=PROTOCOL))
     KIND.check_installed("--rollout-backend vllm")
-    monkeypatch.setitem(sys.modules, "instep_vllm", SimpleNamespace(PROTOCOL=1))
-    with pytest.raises(ConfigError, match=f"instep speaks protocol {PROTOCOL}, this instep-vllm 1") as caught:
-        KIND.check_installed("--rollout-backend vllm")
-    assert "install plugins/instep-vllm" in caught.value.remedy
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [])  # on PYTHONPATH alone
-    with pytest.raises(ConfigError, match="is not installed: vLLM finds it by its entry point") as caught:
+    with pytest.raises(ConfigError, match="is not installed: vLLM finds its plugin by the entry point") as caught:
         KIND.check_installed("--rollout-backend vllm")
-    assert "install plugins/instep-vllm" in caught.value.remedy
+    assert "install this instep where the engine runs" in caught.value.remedy
 
 
 def test_an_older_plugin_of_somebody_elses_engine_is_named_in_its_first_session():
     def post(path, body=None, *, timeout, **query):
-        said = f"instep speaks protocol {body['init_info']['protocol']}, this instep-vllm 1: install the other"
+        said = f"instep speaks protocol {body['init_info']['protocol']}, this plugin 1: install the other"
         raise EngineRefusal(f"engine 0 refused {path} with 500: {said}", code=500)
 
     engine = SimpleNamespace(name="engine 0", url="http://e", post=post)

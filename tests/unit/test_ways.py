@@ -22,15 +22,29 @@ from instep.engines.embedded.weights import LiveWeights
 from instep.engines.kind import kind_of
 from instep.errors import EngineError, SyncError
 from instep.ports import users_listening
-from instep.weights import nccl, stream
-from instep.weights.handles import Receiver
+from instep.weights import nccl
 from instep.weights.lora_ipc import LoraIpc
 from instep.weights.manifest import BucketManifest
-from instep.weights.place import SYNC
 from instep.weights.shm import read_bucket
 from instep.weights.single_copy import SingleCopy, Written
 from instep.weights.source import TensorSpec, WeightSource
-from instep.weights.stream import (
+from instep.weights.way import (
+    GOLDEN,
+    OF_ADAPTERS,
+    ON_ONE_HOST,
+    RESTART,
+    SINGLE_COPY,
+    WAYS,
+    Order,
+    auto_way,
+    golden,
+    way_named,
+    way_of_adapters,
+)
+from instep_engine import stream
+from instep_engine.handles import Receiver
+from instep_engine.place import SYNC
+from instep_engine.stream import (
     ROW_BYTES,
     Group,
     Invitation,
@@ -47,19 +61,6 @@ from instep.weights.stream import (
     rows_of,
     send_bucket,
     views_of,
-)
-from instep.weights.way import (
-    GOLDEN,
-    OF_ADAPTERS,
-    ON_ONE_HOST,
-    RESTART,
-    SINGLE_COPY,
-    WAYS,
-    Order,
-    auto_way,
-    golden,
-    way_named,
-    way_of_adapters,
 )
 from tests.assets import make_checkpoint
 from tests.bounds import allowed

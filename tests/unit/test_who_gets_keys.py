@@ -28,7 +28,6 @@ from instep.cluster.engine_start import start_gate, start_router
 from instep.engines import keys
 from instep.engines.engine import Engine
 from instep.engines.gate import Gate
-from instep.engines.guard import GENERATE_VARIABLE, KEY_VARIABLE, Guard
 from instep.engines.http import get_json
 from instep.engines.router import Router
 from instep.errors import ConfigError, EngineError, NoAnswerError, RolloutError
@@ -36,6 +35,7 @@ from instep.hooks import Hook
 from instep.ports import users_listening
 from instep.rollout import runtime
 from instep.rollout.http import api_key, headers_for, post
+from instep_engine.guard import GENERATE_VARIABLE, KEY_VARIABLE, Guard
 from tests.bounds import allowed
 
 KEY = "a-key-of-the-run"

@@ -32,8 +32,8 @@ from instep.errors import EngineError, InstepError, SyncError
 from instep.processes import in_thread
 from instep.rollout import admission
 from instep.spans import span
-from instep.weights.stream import StreamBroken
 from instep.weights.way import BROKEN, GOLDEN, OF_ADAPTERS, Order, Sent, way_named
+from instep_engine.stream import StreamBroken
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings

@@ -14,11 +14,11 @@ from typing import Any, NoReturn
 from instep.checkpoints.hf_export import check_hf_checkpoint
 from instep.data.tokenizer import end_tokens, load_tokenizer
 from instep.documents import read_text
-from instep.engines.guard import Guard
 from instep.importing import first_import
 from instep.kernel import set_name
 from instep.processes import LIFELINE_VARIABLE, follow_parent
-from instep.weights.way import MEMORY_VARIABLE
+from instep_engine import MEMORY_VARIABLE
+from instep_engine.guard import Guard
 
 
 def refuse(message: str) -> NoReturn:
@@ -61,7 +61,7 @@ def load_engine(args: argparse.Namespace, pipe: Connection) -> Any:
         from instep.engines.embedded.shared import SharedWeights
         from instep.engines.embedded.weights import LiveWeights
         from instep.models.rope import context_length
-        from instep.weights.gloo import guard_groups
+        from instep_engine.gloo import guard_groups
 
     guard_groups()
     transformers.utils.logging.disable_progress_bar()

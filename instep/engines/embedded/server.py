@@ -13,14 +13,14 @@ import numpy as np
 from aiohttp import web
 
 from instep.calls import Caller
-from instep.engines import sglang_form, vllm_form
 from instep.engines.bodies import read_of
 from instep.engines.embedded import protocol
 from instep.engines.embedded.protocol import HttpError, Request
 from instep.engines.embedded.streaming import TIMEOUT, Body, log_probs, stream
-from instep.engines.guard import Guard
-from instep.engines.lease import Lease, NoLease
 from instep.routes import encode
+from instep_engine import sglang_form, vllm_form
+from instep_engine.guard import Guard
+from instep_engine.lease import Lease, NoLease
 
 Handler = Callable[[web.Request, Body], Awaitable[Body | web.StreamResponse]]
 _OWN = "model request_id return_token_ids"  # parameters that are not about sampling

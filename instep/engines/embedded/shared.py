@@ -20,7 +20,7 @@ from instep.errors import EngineError
 from instep.processes import pulse
 from instep.weights.manifest import dtype_name
 from instep.weights.memory import sample_digest
-from instep.weights.place import check_memory_folder, process_mark
+from instep_engine.place import check_memory_folder, process_mark
 
 ALIGNMENT = 64  # bytes, of each parameter
 

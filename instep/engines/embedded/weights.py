@@ -15,12 +15,12 @@ from instep.engines.embedded.protocol import HttpError
 from instep.errors import CheckpointError
 from instep.models.checkpoint_names import CheckpointNames, named_weights
 from instep.processes import pulse
-from instep.weights.handles import Receiver
 from instep.weights.manifest import BucketManifest, digest, dtype_name, record_of, tensor_bytes
-from instep.weights.place import NoPlace, check_checkpoint
 from instep.weights.shm import BucketMismatch, read_bucket
-from instep.weights.stream import Group, Invitation, StreamBroken, StreamMismatch, open_store, receive
 from instep.weights.way import BROKEN, OF_ADAPTERS, OTHER_MEMORY
+from instep_engine.handles import Receiver
+from instep_engine.place import NoPlace, check_checkpoint
+from instep_engine.stream import Group, Invitation, StreamBroken, StreamMismatch, open_store, receive
 
 FAILED, NOT_STARTED = "the last weight update failed", "no weight update was started: POST /start_weight_update first"
 

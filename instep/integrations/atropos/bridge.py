@@ -1,7 +1,7 @@
 """The routes of Atropos' example server on `instep serve`, as far as they are about its engines as a whole.
 
 Weights that a trainer shares, and adapters, are of `instep atropos-serve`, whose plugin has these routes, too
-(`instep_vllm/atropos.py`): here they are refused, or say that there are none.
+(`instep_engine/vllm/atropos.py`): here they are refused, or say that there are none.
 """
 
 from __future__ import annotations

@@ -18,12 +18,12 @@ from typing import Any, NoReturn
 from aiohttp import web
 
 from instep.engines.bodies import AS_THEY_COME, body_of
-from instep.engines.guard import EVERYONE, Guard
 from instep.errors import ConfigError
 from instep.integrations.atropos.batches import Queued
 from instep.integrations.atropos.env_state import BadRequest, Full, State, number_of
 from instep.integrations.atropos.groups import fault_of_group
 from instep.ports import port_is_free
+from instep_engine.guard import EVERYONE, Guard
 
 MAX_BODY = 1 << 30  # bytes of a request, decompressed
 _REGISTRATION = {

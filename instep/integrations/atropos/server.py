@@ -1,6 +1,6 @@
 """`instep atropos-serve`: the command line of Atropos' `example_trainer/vllm_api_server.py`, on stock vLLM.
 
-The process becomes `vllm serve` with instep-vllm, so that it ends as its user ends it. Generation is open to every
+The process becomes `vllm serve` with instep's plugin, so that it ends as its user ends it. Generation is open to every
 process of this host; control routes ask for a key, which lies where the trainer of the same user finds it (`key_file`).
 """
 
@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from instep.engines.guard import EVERYONE, GENERATE_VARIABLE, HOSTS_VARIABLE, KEY_VARIABLE
 from instep.errors import ConfigError, writing
 from instep.ports import LOOPBACK, port_is_free
+from instep_engine import PARENT_VARIABLE
+from instep_engine.guard import EVERYONE, GENERATE_VARIABLE, HOSTS_VARIABLE, KEY_VARIABLE
 
 if TYPE_CHECKING:
     from instep.arguments.args import Args
@@ -142,7 +143,7 @@ def command(given: dict[str, str], rest: Sequence[str], host: str, port: int) ->
     spec, at = plan_engines(args)[0], Addresses(host, port, host)
     kind.check_start(args, spec)
     env = kind.environment(args, spec, at, LOOPBACK, args.num_threads or 1)
-    env |= {"INSTEP_DIE_WITH_PARENT": "children", "INSTEP_ATROPOS_URL": f"http://{host}:{port}"}
+    env |= {PARENT_VARIABLE: "children", "INSTEP_ATROPOS_URL": f"http://{host}:{port}"}
     if "--enable-lora" in given:
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     words = kind.command(args, spec, at)[2:]
@@ -191,5 +192,5 @@ def server_args(given: dict[str, str], rest: Sequence[str]) -> Args:
         words += ["--weight-sync", "single-copy" if shared else "restart"]  # nothing is synced: any way will do
     if share := given.get("--gpu-memory-utilization"):
         words += ["--vllm-gpu-memory-utilization", share]
-    words += ["--vllm-middleware", "instep_vllm.atropos.Middleware"]
+    words += ["--vllm-middleware", "instep_engine.vllm.atropos.Middleware"]
     return parse([*words, *(f"--vllm-{word[2:]}" if word.startswith("--") else word for word in rest)], "train")

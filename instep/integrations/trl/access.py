@@ -7,7 +7,7 @@ import binascii
 import hmac
 from dataclasses import dataclass
 
-from instep.engines.guard import EVERYONE, GENERATION_ROUTES
+from instep_engine.guard import EVERYONE, GENERATION_ROUTES
 
 OPEN = frozenset({"/health", "/health/"})
 # What no weight depends on: who may generate may call them, too.

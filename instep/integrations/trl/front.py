@@ -23,7 +23,6 @@ from instep.data.tokenizer import tokenizer_of
 from instep.engines import keys
 from instep.engines.bodies import AS_THEY_COME
 from instep.engines.gate_main import MAX_BODY, forward
-from instep.engines.guard import EVERYONE, GENERATION_ROUTES, HOSTS_VARIABLE, Guard
 from instep.engines.http import checked_socket, message
 from instep.engines.kind import served_dtype
 from instep.engines.wire import GENERATE
@@ -37,6 +36,7 @@ from instep.integrations.trl.forms import Asked, BadRequest, Body
 from instep.integrations.trl.texts import IMAGES, Texts, template_options
 from instep.integrations.trl.updates import Updates
 from instep.rollout import admission
+from instep_engine.guard import EVERYONE, GENERATION_ROUTES, HOSTS_VARIABLE, Guard
 
 if TYPE_CHECKING:
     from instep.arguments.args import Args

@@ -25,8 +25,8 @@ from instep.checkpoints.inert import Name, NoData, Ours, read
 from instep.cluster.worker_main import answer, leave
 from instep.errors import SyncError
 from instep.integrations.trl.tensors import Announced, dtype_of
-from instep.weights.gloo import make_devices, shut
 from instep.weights.manifest import digest, tensor_bytes
+from instep_engine.gloo import make_devices, shut
 
 PACKED_BYTES = 1 << 30  # vLLM's `packed_buffer_size_bytes`
 GLOO = "instep-gloo"  # prefix of the keys of gloo's own rendezvous in the store

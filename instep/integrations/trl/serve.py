@@ -15,7 +15,6 @@ from instep.arguments.lora import quantization
 from instep.checkpoints.hf_export import check_files, check_hf_checkpoint
 from instep.controller.device import resolve_on_machine
 from instep.engines import keys
-from instep.engines.guard import EVERYONE
 from instep.engines.kind import served_dtype
 from instep.engines.topology import model_path, policy_model, served_models
 from instep.errors import ConfigError, EngineError
@@ -23,7 +22,8 @@ from instep.integrations.trl.command_line import COMMAND, LEVELS, Serving, read
 from instep.models.shape import read_config
 from instep.scratch import memory_scratch
 from instep.serve import describe, serve
-from instep.weights.place import SYNC
+from instep_engine.guard import EVERYONE
+from instep_engine.place import SYNC
 
 if TYPE_CHECKING:
     from instep.arguments.args import Args

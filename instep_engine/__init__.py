@@ -1,0 +1,19 @@
+"""What runs inside an engine of somebody else's, and what speaks with it. It imports nothing of instep.
+
+    vllm/            the plugin of vLLM
+    stream.py, ...   both sides of the wire: the trainer's process and the engine's import the same file
+
+An environment that runs engines alone needs this package and xxhash: `pip install --no-deps` of instep brings both
+packages and none of the trainer's requirements.
+"""
+
+PROTOCOL = 3  # of the weight sync: an engine refuses a trainer that speaks another one
+
+# What instep tells an engine that it starts.
+MEMORY_VARIABLE = "INSTEP_MEMORY_FOLDER"  # where it shares its weights with the trainer: a folder of the run
+LORA_VARIABLE = "INSTEP_LORA"  # set for engines that take adapters
+FAST_VARIABLE = "INSTEP_FAST_LOG_PROBS"  # set for engines with the sampler of `vllm/fast/`
+PARENT_VARIABLE = (
+    "INSTEP_DIE_WITH_PARENT"  # 1, or "children": the server's processes end with it, and it outlives its own
+)
+ROOM_VARIABLE = "INSTEP_ROOM"  # SECONDS:FILE; no GPU is touched before the file is there

@@ -1,0 +1,413 @@
+"""A stream of weights over a process group: rank 0 sends packed buckets, the others check each and load it.
+
+Both ends, the trainer and the engine, use this file.
+
+First come two broadcasts, the length of a header and the header (JSON): the session, and which tensors each bucket
+holds. A bucket is one broadcast: its tensors, each from a multiple of ROW_BYTES on, and their checksums. So the next
+broadcast can be under way on both ends while a bucket is packed or loaded, and nothing waits for the host of a GPU but
+one comparison per bucket. A receiver that refuses something goes on reading until the end, so that all stay in step;
+`abort` ends a stream at once, for all that wait in it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+ROW_BYTES = 4096
+LOOK_SECONDS = 0.05  # between two looks whether the stream was aborted
+CONNECT_SECONDS = 120.0  # for NCCL's set-up, which takes seconds, when all members have come
+_WORDS = ROW_BYTES // 4
+_ROW_FACTOR = 0x9E3779B97F4A7C15  # odd: its powers are odd, too
+
+
+class StreamMismatch(Exception):
+    """What came is not what the session or its own header says; `tensor` is the first one concerned."""
+
+    def __init__(self, message: str, tensor: str | None = None):
+        super().__init__(message)
+        self.tensor = tensor
+
+
+class StreamBroken(Exception):
+    """The stream was aborted, or a peer is gone."""
+
+
+# ---- checksums -------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _word_factors(device: torch.device) -> torch.Tensor:
+    """Int64 `[_WORDS]`: the numbers of splitmix64 from 0."""
+    numbers, mask = [], (1 << 64) - 1
+    for i in range(1, _WORDS + 1):
+        z = i * _ROW_FACTOR & mask
+        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & mask
+        z = (z ^ z >> 27) * 0x94D049BB133111EB & mask
+        numbers.append(z ^ z >> 31)
+    return torch.tensor([_signed(n) for n in numbers], dtype=torch.int64, device=device)
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 64) if number >> 63 else number
+
+
+def checksums(data: torch.Tensor, num_rows: list[int]) -> list[str]:
+    """`sums` as texts."""
+    return texts_of(sums(data, num_rows))
+
+
+def texts_of(numbers: torch.Tensor) -> list[str]:
+    return [f"{number & (1 << 64) - 1:016x}" for number in numbers.tolist()]
+
+
+def sums(data: torch.Tensor, num_rows: list[int]) -> torch.Tensor:
+    """The checksum of each tensor of a bucket, int64, computed where the bucket is; the host of a GPU does not wait.
+
+    Each 32-bit word is multiplied with a 64-bit number of its own; a checksum is the sum modulo 2^64 (multilinear
+    hashing, Lemire and Kaser 2014). It tells swapped, transposed, torn and stale bytes, but is no defence against
+    somebody who forges them.
+
+    Args:
+        data: uint8 `[sum(num_rows) * ROW_BYTES]`.
+        num_rows: of each tensor; what is left of its last row is zero.
+    """
+    device, total = data.device, sum(num_rows)
+    factors = _word_factors(device)
+    rows = data.view(torch.int32).view(-1, _WORDS)
+    of_rows = torch.cat([(part * factors).sum(1) for part in rows.split(1 << 13)])  # in parts: the product is larger
+    powers = torch.full((max(num_rows),), _signed(_ROW_FACTOR), dtype=torch.int64, device=device).cumprod(0)
+    counts = torch.tensor([0, *num_rows]).to(device, non_blocking=True)
+    ends = counts.cumsum(0)
+    starts = ends[:-1].repeat_interleave(counts[1:], output_size=total)  # the size told: a GPU need not be asked
+    places = torch.arange(total, device=device) - starts
+    totals = torch.cat([of_rows.new_zeros(1), (of_rows * powers[places]).cumsum(0)])
+    return totals[ends].diff()
+
+
+def checksum(tensor: torch.Tensor) -> str:
+    """The checksum of one tensor."""
+    data = raw_bytes(tensor)
+    rows = rows_of(data.numel())
+    padded = data.new_zeros(rows * ROW_BYTES)
+    padded[: data.numel()] = data
+    return checksums(padded, [rows])[0]
+
+
+def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor, without a copy if it is contiguous."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def rows_of(num_bytes: int) -> int:
+    """The rows of a bucket that a tensor of so many bytes takes."""
+    return max(1, -(-num_bytes // ROW_BYTES))
+
+
+# ---- groups ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """Where a stream's members meet.
+
+    Attributes:
+        store: a file that all see ("file:PATH"), or "tcp:HOST:PORT".
+        group: the group's name, which nobody can guess.
+        size: the number of its members, the sender included.
+    """
+
+    store: str
+    group: str
+    size: int
+
+
+def open_store(place: str, seconds: float) -> dist.Store:
+    """The store at `place`, as a client."""
+    kind, _, where = place.partition(":")
+    if kind == "file":
+        store: dist.Store = dist.FileStore(where, -1)
+        store.set_timeout(timedelta(seconds=seconds))
+        return store
+    host, _, port = where.rpartition(":")
+    return dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=seconds))
+
+
+_left: list[tuple[Any, list[Any]]] = []  # groups of gloo with a broadcast under way: their end would wait for it
+
+
+class Group:
+    """A member of the group of a stream.
+
+    Args:
+        rank: None: the next that is free.
+        alive: called now and then while this waits.
+
+    Raises:
+        StreamBroken: not all have joined within `seconds`, or another one has ended the stream.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        invitation: Invitation,
+        device: torch.device,
+        seconds: float,
+        rank: int | None = None,
+        alive: Callable[[], None] = lambda: None,
+    ):
+        self.name, self.device = invitation.group, device
+        self._pending: list[Any] = []  # broadcasts
+        self._store, self._alive = dist.PrefixStore(invitation.group, store), alive
+        num_receivers, timeout, deadline = invitation.size - 1, timedelta(seconds=seconds), time.monotonic() + seconds
+        try:
+            if rank is None:
+                if (rank := self._store.add("joined", 1)) > num_receivers:
+                    raise StreamBroken(f"more than {num_receivers} receivers have joined")
+                if rank == num_receivers:
+                    self._store.set("all", "1")
+            self._wait(lambda: self._store.check(["all"]), deadline, "not all have joined in time")
+            if device.type == "cuda":
+                self._group: Any = _nccl(self._store, rank, invitation.size, timeout)
+                self._connect(min(deadline, time.monotonic() + CONNECT_SECONDS))
+            else:
+                self._group = dist.ProcessGroupGloo(self._store, rank, invitation.size, timeout)
+        except RuntimeError as error:
+            raise StreamBroken(f"not all have joined: {error}") from error
+
+    def _connect(self, deadline: float) -> None:
+        """Set NCCL's communicator up, in a thread: NCCL itself would wait forever for a member that has died since."""
+        connected: Future[None] = Future()
+
+        def connect() -> None:
+            try:
+                with torch.cuda.device(self.device):
+                    self._group.eager_connect_single_device(self.device)
+                connected.set_result(None)
+            except BaseException as error:  # noqa: BLE001 - raised by `result`
+                connected.set_exception(error)
+
+        threading.Thread(target=connect, daemon=True).start()
+        late = "NCCL did not connect all members in time: NCCL_DEBUG=INFO logs why, NCCL_SOCKET_IFNAME names a network"
+        self._wait(connected.done, deadline, late)
+        connected.result()
+
+    def begin(self, tensor: torch.Tensor) -> Any:
+        """Begin to send `tensor` from rank 0, or to receive it, after all that was begun before."""
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        try:
+            work = self._group.broadcast([tensor], options)
+        except RuntimeError as error:
+            raise StreamBroken(f"a peer is gone: {error}") from error
+        self._pending.append(work)
+        return work
+
+    def finish(self, work: Any, deadline: float) -> None:
+        """Wait for what was begun. Raises StreamBroken at `deadline` (of `time.monotonic`) at the latest."""
+        try:
+            self._wait(work.is_completed, deadline, "a peer did not take part in time")
+            work.wait()
+        except RuntimeError as error:
+            raise StreamBroken(f"a peer is gone: {error}") from error
+        self._pending = [other for other in self._pending if other is not work]  # it keeps its tensor
+
+    def _wait(self, done: Callable[[], bool], deadline: float, late: str) -> None:
+        look = time.monotonic() + LOOK_SECONDS
+        while not done():
+            now = time.monotonic()
+            if now > deadline:
+                raise StreamBroken(late)
+            if now > look:
+                self._alive()
+                if self._store.check(["aborted"]):
+                    raise StreamBroken("it was ended, as another peer has failed")
+                look = now + LOOK_SECONDS
+            time.sleep(0.0001)
+
+    def broadcast(self, tensor: torch.Tensor, deadline: float) -> torch.Tensor:
+        self.finish(self.begin(tensor), deadline)
+        return tensor
+
+    def close(self) -> None:
+        """Leave the group; broadcasts that others wait in fail."""
+        self._group.abort()
+        _left[:] = [(group, works) for group, works in _left if not all(w.is_completed() for w in works)]
+        if not all(work.is_completed() for work in self._pending):
+            _left.append((self._group, self._pending))
+
+
+def _nccl(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+    """A group over NCCL. By itself torch would end the process of a member in whose group another one fails or dies."""
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    before = os.environ.get(name)
+    os.environ[name] = "0"
+    try:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def abort(invitation: Invitation, seconds: float) -> None:
+    """End the stream for all that wait in it."""
+    dist.PrefixStore(invitation.group, open_store(invitation.store, seconds)).set("aborted", "1")
+
+
+# ---- buckets ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Packed:
+    """One tensor of a bucket: Hugging Face name, shape, dtype ("float32"), offset, bytes; checksum if it is known."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    offset: int
+    nbytes: int
+    checksum: str = ""
+
+
+def bytes_of(bucket: list[Packed]) -> int:
+    """The bytes of the tensors of a bucket, in whole rows."""
+    return bucket[-1].offset + rows_of(bucket[-1].nbytes) * ROW_BYTES
+
+
+def new_bucket(bucket: list[Packed], device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Memory of a bucket: all that travels, the part of its tensors, both uint8, and of their checksums, int64."""
+    end = bytes_of(bucket)
+    memory = torch.empty(end + 8 * len(bucket), dtype=torch.uint8, device=device)
+    return memory, memory[:end], memory[end:].view(torch.int64)
+
+
+def send_header(group: Group, session: dict[str, str], buckets: list[list[Packed]]) -> list[tuple[Any, torch.Tensor]]:
+    """Begin to tell the receivers what comes; `session`: the version and the nonce.
+
+    Returns:
+        What is to be finished (`Group.finish`), with the memory that must live until then.
+    """
+    header = json.dumps({**session, "buckets": [[vars(t) for t in bucket] for bucket in buckets]}).encode()
+    length = torch.tensor([len(header)]).to(group.device)
+    text = torch.frombuffer(bytearray(header), dtype=torch.uint8).to(group.device)
+    return [(group.begin(tensor), tensor) for tensor in (length, text)]
+
+
+def send_bucket(group: Group, memory: torch.Tensor) -> Any:
+    """Begin to send; `memory` must live until what this returns is finished (`Group.finish`)."""
+    return group.begin(memory)
+
+
+def receive(
+    group: Group, session: dict[str, str], load: Callable[[dict[str, torch.Tensor]], None], deadline: float
+) -> None:
+    """Receive a stream, and load one bucket while the next arrives.
+
+    Args:
+        session: the version and the nonce of the stream.
+        load: may keep the tensors, whose memory is not used again.
+
+    Raises:
+        StreamBroken: it did not come to its end.
+        Exception: what `load` raised, or StreamMismatch; nothing has been loaded since.
+    """
+    length = int(group.broadcast(torch.zeros(1, dtype=torch.int64, device=group.device), deadline))
+    text = group.broadcast(torch.empty(length, dtype=torch.uint8, device=group.device), deadline)
+    header = json.loads(text.cpu().numpy().tobytes())
+    buckets = [[Packed(**{**t, "shape": tuple(t["shape"])}) for t in bucket] for bucket in header["buckets"]]
+    failure: Exception | None = None
+    begun: list[tuple[Any, torch.Tensor, torch.Tensor]] = []  # the bucket that is wanted, and the next
+    for number, bucket in enumerate(buckets):
+        for ahead in buckets[number + len(begun) : number + 2]:
+            memory, data, sums = new_bucket(ahead, group.device)
+            begun.append((group.begin(memory), data, sums))
+        work, data, sums = begun.pop(0)
+        group.finish(work, deadline)
+        if failure is None:
+            try:
+                tensors = [{**vars(t), "checksum": s} for t, s in zip(bucket, texts_of(sums), strict=True)]
+                load(checked({**header, "tensors": tensors}, session, data))
+            except Exception as error:  # noqa: BLE001 - raised below, when the stream has ended
+                failure = error
+        del work, data, sums  # before the bucket after the next: there are two at most
+    if failure is not None:
+        raise failure
+
+
+@dataclass(frozen=True)
+class Views:
+    """The tensors of a bucket by name, as views of its memory.
+
+    Attributes:
+        header: what its header says of them, without the checksums.
+    """
+
+    header: list[dict[str, Any]]
+    packed: list[Packed]
+    data: torch.Tensor
+    tensors: dict[str, torch.Tensor]
+
+
+def checked(header: dict[str, Any], session: dict[str, str], data: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors of a bucket, which are views of `data`; see `views_of`."""
+    return views_of(header, session, data).tensors
+
+
+def views_of(header: dict[str, Any], session: dict[str, str], data: torch.Tensor, known: Views | None = None) -> Views:
+    """The tensors of a bucket, whose checksums are those that its header tells.
+
+    Args:
+        header: its session, and its `tensors` (`Packed`).
+        known: returned again if it is of such a bucket in the same memory: an adapter has hundreds of tensors.
+
+    Raises:
+        StreamMismatch: they are not what `header` or `session` says.
+    """
+    plan = [{name: value for name, value in t.items() if name != "checksum"} for t in header["tensors"]]
+    if (got := {name: header[name] for name in session}) != session:
+        raise StreamMismatch(f"a bucket of {got}, in a session of {session}", plan[0]["name"])
+    same = known is not None and known.header == plan and known.data.numel() == data.numel()
+    if known is None or not same or known.data.data_ptr() != data.data_ptr():
+        known = _new_views(plan, data)
+    found = checksums(data, [rows_of(t.nbytes) for t in known.packed])
+    for t, sum_ in zip(header["tensors"], found, strict=True):
+        if sum_ != t["checksum"]:
+            what = f"{t['name']}: the bytes received do not have the checksum of those sent"
+            raise StreamMismatch(what, t["name"])
+    return known
+
+
+def _new_views(plan: list[dict[str, Any]], data: torch.Tensor) -> Views:
+    packed = [Packed(**{**t, "shape": tuple(t["shape"])}) for t in plan]
+    end = 0
+    for t in packed:
+        if t.offset != end:
+            raise StreamMismatch(f"{t.name} lies at {t.offset} of its bucket, not at {end}", t.name)
+        end += rows_of(t.nbytes) * ROW_BYTES
+    if end != data.numel():
+        raise StreamMismatch(f"a bucket of {data.numel()} bytes, whose tensors take {end}", packed[0].name)
+    tensors: dict[str, torch.Tensor] = {}
+    for t in packed:
+        dtype = getattr(torch, t.dtype)
+        if t.name in tensors:
+            raise StreamMismatch(f"{t.name} came twice", t.name)
+        if math.prod(t.shape) * dtype.itemsize != t.nbytes:
+            raise StreamMismatch(f"{t.name}: {t.nbytes} bytes of shape {t.shape} and dtype {t.dtype}", t.name)
+        tensors[t.name] = data[t.offset : t.offset + t.nbytes].view(dtype).view(t.shape)
+    return Views(plan, packed, data, tensors)

@@ -1,0 +1,114 @@
+"""What instep adds to stock vLLM through vLLM's own extension points. The plugin does not import instep.
+
+vLLM calls `register` in its API server, its engine core and each worker (entry point `vllm.general_plugins`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import multiprocessing
+import multiprocessing.util
+import os
+import signal
+import threading
+import time
+from types import ModuleType
+
+from instep_engine import FAST_VARIABLE, LORA_VARIABLE, PARENT_VARIABLE, ROOM_VARIABLE
+
+ENGINE = "instep_shm"  # for --weight-transfer-config '{"backend": "instep_shm"}'
+SINGLE_COPY = "instep_single_copy"  # shares its memory with the trainer
+
+_watched_by = 0  # the process that ends with its parent; not one that was forked from it
+
+
+def register() -> None:
+    import vllm.plugins
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.platforms import current_platform
+
+    if ENGINE not in WeightTransferEngineFactory._registry:  # plugins may be loaded twice in a process
+        WeightTransferEngineFactory.register_engine(ENGINE, "instep_engine.vllm.engine", "ShmWeightTransferEngine")
+        single_copy = "instep_engine.vllm.single_copy", "SingleCopyWeightTransferEngine"
+        WeightTransferEngineFactory.register_engine(SINGLE_COPY, *single_copy)
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from instep_engine.gloo import guard_groups
+    from instep_engine.vllm import async_llm
+
+    async_llm.install(AsyncLLM)
+    guard_groups()
+    if os.environ.get(LORA_VARIABLE):
+        from instep_engine.vllm.lora import install
+
+        install()
+    if multiprocessing.parent_process() is not None:  # not in the API server
+        if os.environ.get(LORA_VARIABLE):
+            from instep_engine.vllm.fast import adapter
+
+            adapter.install()
+        if current_platform.is_cpu():
+            from instep_engine.vllm import pipeline
+
+            pipeline.install()
+        if os.environ.get(FAST_VARIABLE):
+            from instep_engine.vllm.fast import sampler
+
+            sampler.install()
+    if os.environ.get(PARENT_VARIABLE):
+        from instep_engine.vllm import end_tokens
+
+        end_tokens.install()
+        faulthandler.register(signal.SIGUSR1, all_threads=True)  # stacks in the log, when instep asks for them
+        if os.environ[PARENT_VARIABLE] != "children" or multiprocessing.parent_process() is not None:
+            _die_with_parent()
+        home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
+        # Else torch moves Triton's cache beside what it compiles, but not where it loads what it has compiled: the
+        # second start of an engine would build all kernels of vLLM's sampler again (20 s on an H100).
+        os.environ.setdefault("TRITON_CACHE_DIR", os.path.join(home, ".triton", "cache"))
+    if multiprocessing.parent_process() is None:
+        multiprocessing.util.register_after_fork(vllm.plugins, _forget_in_child)
+    elif os.environ.get(ROOM_VARIABLE):
+        _wait_for_room()
+
+
+def _forget_in_child(plugins: ModuleType) -> None:
+    """In a core that was forked from its server: plugins are not loaded there, and signals are its own."""
+    plugins.plugins_loaded = False  # type: ignore[attr-defined]
+    signal.set_wakeup_fd(-1)  # else the server's event loop takes them for its own (Python 3.11)
+
+
+def _wait_for_room() -> None:
+    """Wait until the trainer, which loads its models while this process imports vLLM, has left the GPU.
+
+    Raises:
+        TimeoutError: it has not, in time.
+    """
+    seconds, _, path = os.environ[ROOM_VARIABLE].partition(":")
+    deadline = time.monotonic() + float(seconds)
+    if not os.path.exists(path):
+        print("instep: the engine waits until the trainer has left the GPU", flush=True)
+    while not os.path.exists(path):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"the trainer has not left the GPU within {seconds} s ({path} is missing)")
+        time.sleep(0.05)
+
+
+def _die_with_parent() -> None:
+    """End this process with the one that has started it, however that one ends."""
+    global _watched_by
+    if _watched_by == os.getpid():
+        return
+    _watched_by, parent = os.getpid(), os.getppid()
+    if (starter := multiprocessing.parent_process()) is not None:  # of a core or a worker
+        parent = starter.pid or 0  # which may have ended while this one imported vLLM
+        PR_SET_PDEATHSIG = 1  # as this one may hang with the interpreter's lock held
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="instep-parent", daemon=True).start()

@@ -1,0 +1,263 @@
+"""The routes of Atropos' example server that vLLM lacks: `--middleware instep_engine.vllm.atropos.Middleware`.
+
+    GET  /health_generate /bridge/{info,state_dict_info,is_paused,is_sleeping,debug,list_endpoints} /lora/status
+    POST /bridge/{pause,resume,sleep,wake_up} /lora/load {"adapter_path": DIR, "adapter_name"?: NAME} /lora/unload
+
+`/generate` is not among them. An adapter of `/lora/load` serves requests that name none, until it is unloaded or a
+trainer's session has brought another one; the engine must run with --enable-lora and INSTEP_LORA=1 (`lora.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs
+
+from instep_engine import LORA_VARIABLE
+from instep_engine.vllm import SINGLE_COPY
+from instep_engine.vllm.kv_params import App, Message, Receive, Send, body_of
+from instep_engine.vllm.loaded import Loaded
+
+FIRST_ID = 1001  # of an adapter; the trainer's own has 1
+MODES = ("keep", "wait", "abort")
+BUSY = "a trainer's session has paused this engine, and resumes it itself"
+
+
+class Refused(Exception):
+    """A request that cannot be served: the status of the answer, and why."""
+
+    def __init__(self, status: int, detail: str):
+        super().__init__(detail)
+        self.status, self.detail = status, detail
+
+
+class Middleware:
+    """An ASGI middleware that answers those routes, and passes everything else on."""
+
+    def __init__(self, app: App):
+        self.app = app
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        method, known = ROUTES.get(scope["path"], ("", None)) if scope["type"] == "http" else ("", None)
+        if known is None:
+            return await self.app(scope, receive, _told(scope, send))
+        try:
+            if scope["method"] != method:
+                raise Refused(405, f"{scope['path']} takes {method}")
+            body = await body_of(receive) if method == "POST" else b""
+            if body is None:
+                return
+            query = {name: values[-1] for name, values in parse_qs(scope["query_string"].decode("latin-1")).items()}
+            answer = await known(scope["app"], scope["app"].state.engine_client, {**query, **_object(body)})
+        except Refused as refusal:
+            return await _send(send, refusal.status, {"detail": refusal.detail})
+        await _send(send, 200, answer)
+
+
+def _told(scope: Message, send: Send) -> Send:
+    """`send` that says in the log when the server has started, with the words of uvicorn's own line for a port."""
+
+    async def send_on(message: Message) -> None:
+        await send(message)
+        if message["type"] == "lifespan.startup.complete" and (url := os.environ.get("INSTEP_ATROPOS_URL")):
+            print(f"Uvicorn running on {url} (Press CTRL+C to quit)", flush=True)
+
+    return send_on if scope["type"] == "lifespan" else send
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(body or b"{}")
+    except ValueError as error:
+        raise Refused(400, f"the body is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise Refused(400, "the body is no object")
+    return found
+
+
+async def _send(send: Send, status: int, answer: dict[str, Any]) -> None:
+    body = json.dumps(answer).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+# ---- routes ----------------------------------------------------------------------------------------------------------
+
+
+async def _health_generate(app: Any, engine: Any, asked: dict[str, Any]) -> dict[str, Any]:
+    from vllm import SamplingParams
+
+    if await engine.is_paused():
+        raise Refused(503, "the engine is paused")
+    async for _ in engine.generate({"prompt_token_ids": [0]}, SamplingParams(max_tokens=1), f"health-{uuid.uuid4()}"):
+        pass
+    return {}
+
+
+def _shares(engine: Any) -> bool:
+    transfer = engine.vllm_config.weight_transfer_config
+    return transfer is not None and transfer.backend == SINGLE_COPY
+
+
+async def _info(app: Any, engine: Any, asked: dict[str, Any]) -> dict[str, Any]:
+    keeper = getattr(engine, "_instep_keeper", None)  # made by a trainer's first call
+    return {
+        "enabled": _shares(engine),
+        "shared_weights": _shares(engine),
+        "update_count": keeper.num_updates if keeper else 0,
+        "last_update_time": keeper.last_update if keeper else 0.0,
+        "model_name": str(engine.model_config.model),
+        "device": engine.vllm_config.device_config.device_type,
+    }
+
+
+async def _state_dict_info(app: Any, engine: Any, asked: dict[str, Any]) -> dict[str, Any]:
+    model = engine.model_config
+    return {"model": str(model.model), "dtype": str(model.dtype), "shared_weights_enabled": _shares(engine)}
+
+
+async def _debug(app: Any, engine: Any, asked: dict[str, Any]) -> dict[str, Any]:
+    import vllm
+
+    names = ("VLLM_ENABLE_SHARED_WEIGHTS", "NUM_INFERENCE_NODES", "LOGDIR")
+    shared, nodes, logs = (os.environ.get(name, "unset") for name in names)
+    about = {"model": str(engine.model_config.model), "dtype": str(engine.model_config.dtype)}
+    return {
+        "engine_type": type(engine).__name__,
+        "vllm_version": vllm.__version__,
+        "patches_applied": _shares(engine),
+        "shared_weights_env": shared,
+        "num_inference_nodes": nodes,
+        "logdir": logs,
+        "model_config": about,
+    }
+
+
+async def _list_endpoints(app: Any, engine: Any, asked: dict[str, Any]) -> dict[str, Any]:
+    own = [{"path": path, "methods": [method]} for path, (method, _) in ROUTES.items()]
+    theirs = [{"path": r.path, "methods": sorted(r.methods)} for r in app.routes if getattr(r, "methods", None)]
+    return {"endpoints": own + theirs}
+
+
+async def _pause(app: Any, engine: Any, asked: dict[str, Any]) -> dict[str, Any]:
+    """New requests wait; `mode` says what becomes of those under way: they stand still (keep), end first, or abort."""
+    if (mode := asked.get("mode", "keep")) not in MODES:
+        raise Refused(400, f"no such mode: {mode!r}; there are {', '.join(MODES)}")
+    _check_free(engine)
+    await engine.pause_generation(mode=mode, clear_cache=True)
+    return {"status": "paused"}
+
+
+async def _resume(app: Any, engine: Any, asked: dict[str, Any]) -> dict[str, Any]:
+    _check_free(engine)
+    await engine.resume_generation()
+    return {"status": "resumed"}
+
+
+def _check_free(engine: Any) -> None:
+    keeper = getattr(engine, "_instep_keeper", None)
+    if keeper is not None and keeper.lease.held:
+        raise Refused(409, BUSY)
+
+
+async def _is_paused(app: Any, engine: Any, asked: dict[str, Any]) -> dict[str, Any]:
+    return {"paused": await engine.is_paused()}
+
+
+async def _sleep(app: Any, engine: Any, asked: dict[str, Any]) -> dict[str, Any]:
+    if not engine.model_config.enable_sleep_mode:
+        raise Refused(400, "this engine cannot sleep: start it with --enable-sleep-mode (not with shared weights)")
+    _check_free(engine)
+    await engine.sleep()
+    return {"status": "sleeping"}
+
+
+async def _wake_up(app: Any, engine: Any, asked: dict[str, Any]) -> dict[str, Any]:
+    if engine.model_config.enable_sleep_mode:
+        await engine.wake_up()
+    return {"status": "awake"}
+
+
+async def _is_sleeping(app: Any, engine: Any, asked: dict[str, Any]) -> dict[str, Any]:
+    return {"sleeping": bool(engine.model_config.enable_sleep_mode and await engine.is_sleeping())}
+
+
+async def _lora_status(app: Any, engine: Any, asked: dict[str, Any]) -> dict[str, Any]:
+    folder, request = Path(os.environ.get("LOGDIR") or "."), Loaded.request
+    return {
+        "lora_available": _takes_adapters(engine),
+        "active_adapter_path": request and request.lora_path,
+        "active_adapter_name": request and request.lora_name,
+        "active_adapter_id": request and request.lora_int_id,
+        "load_count": Loaded.count,
+        "available_adapters": sorted(path.parent.name for path in folder.glob("*/adapter_config.json")),
+    }
+
+
+def _takes_adapters(engine: Any) -> bool:
+    return engine.vllm_config.lora_config is not None and bool(os.environ.get(LORA_VARIABLE))
+
+
+async def _lora_load(app: Any, engine: Any, asked: dict[str, Any]) -> dict[str, Any]:
+    if not _takes_adapters(engine):
+        raise Refused(400, f"this engine takes no adapters: start it with --enable-lora and {LORA_VARIABLE}=1")
+    path, name = asked.get("adapter_path"), asked.get("adapter_name") or f"adapter_{Loaded.count}"
+    if not isinstance(path, str) or not isinstance(name, str):
+        raise Refused(422, "adapter_path and adapter_name are texts")
+    try:
+        config = json.loads((Path(path) / "adapter_config.json").read_text())
+    except OSError:
+        raise Refused(404, f"Adapter not found: {path} has no adapter_config.json") from None
+    except ValueError as error:
+        raise Refused(400, f"{path}/adapter_config.json is no JSON: {error}") from None
+    from vllm.lora.request import LoRARequest
+
+    request = LoRARequest(name, FIRST_ID + Loaded.count, os.path.abspath(path))
+    try:
+        await engine.add_lora(request)
+    except Exception as error:  # noqa: BLE001 - the worker's, whose class the core does not keep
+        raise Refused(400, f"vLLM does not load {path}: {error}") from error
+    Loaded.request, Loaded.count = request, Loaded.count + 1
+    about = {name: config.get(key) for name, key in (("r", "r"), ("lora_alpha", "lora_alpha"))}
+    about |= {"target_modules": config.get("target_modules"), "base_model": config.get("base_model_name_or_path")}
+    return {
+        "status": "ok",
+        "adapter_path": path,
+        "adapter_name": name,
+        "adapter_id": request.lora_int_id,
+        "load_count": Loaded.count,
+        "adapter_config": about,
+    }
+
+
+async def _lora_unload(app: Any, engine: Any, asked: dict[str, Any]) -> dict[str, Any]:
+    before, Loaded.request = Loaded.request, None
+    return {
+        "status": "ok",
+        "previous_adapter": before and before.lora_path,
+        "previous_name": before and before.lora_name,
+    }
+
+
+Route = Callable[[Any, Any, dict[str, Any]], Awaitable[dict[str, Any]]]  # (app, engine, query and body) -> answer
+ROUTES: dict[str, tuple[str, Route]] = {
+    "/health_generate": ("GET", _health_generate),
+    "/bridge/info": ("GET", _info),
+    "/bridge/state_dict_info": ("GET", _state_dict_info),
+    "/bridge/pause": ("POST", _pause),
+    "/bridge/resume": ("POST", _resume),
+    "/bridge/is_paused": ("GET", _is_paused),
+    "/bridge/sleep": ("POST", _sleep),
+    "/bridge/wake_up": ("POST", _wake_up),
+    "/bridge/is_sleeping": ("GET", _is_sleeping),
+    "/bridge/debug": ("GET", _debug),
+    "/bridge/list_endpoints": ("GET", _list_endpoints),
+    "/lora/status": ("GET", _lora_status),
+    "/lora/load": ("POST", _lora_load),
+    "/lora/unload": ("POST", _lora_unload),
+}

@@ -1,0 +1,390 @@
+"""The weight-transfer engine `instep_shm`, one per worker: buckets from shared memory or a stream, or a checkpoint.
+
+A session uses vLLM's own routes:
+
+    POST /init_weight_transfer_engine {"init_info": {"protocol": 3, "version": "3", "nonce": "..."}}
+    POST /start_weight_update
+    POST /update_weights {"update_info": {"backend": "shm", "manifest": {...}}}    once per bucket; or "disk", "path",
+                                                                    or "nccl" or "ipc", "invitation", "seconds"
+                          "restart" with path and manifest of the checkpoint that the engine was started on
+                          an adapter of the same base: "lora", with its configuration in the manifest; "lora_disk";
+                          "lora_ipc", with "config" beside what "ipc" needs
+                          "memory", with the nonces of all memory that a trainer is about to write into
+    POST /update_weights {"update_info": {"backend": "complete", "names": [...]}}   refuses if something is missing
+    POST /finish_weight_update {"weight_version": "3"}
+
+An adapter is in use from "complete" on: the engine may generate until then.
+
+Each of several workers (TP, PP) reads and checks all weights and loads its own shard. If one worker refuses, all
+refuse: they tell each other, and the last one raises. (vLLM's executor reads its workers' answers in order and stops at
+the first failure; it would take later answers for those to the next call.) A refusal ends the session. Layers that had
+arrived completely keep their new weights, other layers their old ones, so instep keeps the engine paused until a later
+session has succeeded.
+
+vLLM regards a session as active on the workers that did not raise. So a session that is announced while one is active
+is refused with ACTIVE, and POST /finish_weight_update ends the active one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.logger import init_logger
+
+from instep_engine import PROTOCOL
+from instep_engine.handles import Receiver as IpcReceiver
+from instep_engine.lease import NONE as NO_LEASE
+from instep_engine.place import NoPlace, check_checkpoint
+from instep_engine.stream import Group, Invitation, StreamBroken, StreamMismatch, open_store, receive
+from instep_engine.vllm.async_llm import LOADED
+from instep_engine.vllm.bucket import Manifest, WeightMismatch, compare, read
+from instep_engine.vllm.cpu_packing import CpuPacking
+from instep_engine.vllm.direct import DirectLoader, loads_directly
+from instep_engine.vllm.lora import Receiver, session_begins
+
+logger = init_logger("vllm.instep")
+OTHER_MEMORY = "the trainer would write into other memory than this engine's"  # instep looks for it
+ACTIVE = "a session is active: POST /finish_weight_update ends it"
+
+
+@dataclass
+class Session(WeightTransferInitInfo):
+    """What instep announces: its protocol, and the weight version and nonce of every bucket of this session."""
+
+    protocol: int
+    version: str
+    nonce: str
+
+
+@dataclass
+class Update(WeightTransferUpdateInfo):
+    """One step of a session.
+
+    `backend` is shm or lora (need `manifest`), disk, lora_disk or restart (`path`, `manifest`), nccl or ipc
+    (`invitation`, `seconds`), lora_ipc (`config`, too), memory (`memory`) or complete (`names`).
+    """
+
+    backend: str
+    manifest: dict[str, Any] = field(default_factory=dict)
+    path: str = ""
+    names: list[str] | None = None
+    invitation: dict[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+    config: dict[str, Any] = field(default_factory=dict)
+    memory: list[str] = field(default_factory=list)
+
+
+class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
+    init_info_cls, update_info_cls = Session, Update
+    _nonce = ""  # of the memory that this worker shares with a trainer
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._session: Session | None = None
+        self._group: Group | IpcReceiver | None = None  # of the last stream
+        self._delivered: set[str] = set()
+        self._complete = self._active = self._started = False
+        self._wrote = False  # this session has loaded weights
+        self._packing = CpuPacking(self.model) if self.device.type == "cpu" else None
+        self._shapes = checkpoint_shapes(Path(self.model_config.model))
+        weights = dict(self.model.named_parameters(remove_duplicate=False))
+        head = next((weight for name, weight in weights.items() if name.endswith("lm_head.weight")), None)
+        self._tied = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
+        self._tied |= sum(weight is head for weight in weights.values()) > 1  # vLLM ties equal copies anyway
+        if self._tied:
+            self._shapes.pop("lm_head.weight", None)  # some checkpoints hold it twice
+        self._reloading = False
+        self._adapter = Receiver(self.vllm_config, self.model, self._shapes)
+        self._direct = DirectLoader(self.model) if loads_directly(self.model, self.vllm_config, self.device) else None
+
+    def parse_init_info(self, init_dict: dict[str, Any]) -> Any:
+        return init_dict  # checked below, where the workers agree on a failure
+
+    def init_transfer_engine(self, init_info: Any) -> None:
+        if isinstance(init_info, dict) and "lease" in init_info:  # `async_llm.py` has not wrapped this vLLM's server
+            if get_tp_group().is_last_rank and get_pp_group().is_last_rank:
+                raise RuntimeError(f"WeightMismatch[]: {NO_LEASE}: the plugin does not know its vLLM's AsyncLLM")
+            return
+        failure = None
+        try:
+            session = Session(**init_info)
+            if session.protocol != PROTOCOL:
+                failure = (
+                    f"instep speaks protocol {session.protocol}, this plugin {PROTOCOL}: install the one that "
+                    "belongs to it"
+                )
+            elif self._active:
+                failure = ACTIVE
+            else:
+                self._session = session
+        except TypeError as error:
+            failure = f"the session is malformed: {error}"
+        self._agree(failure)
+
+    def start_weight_update(self) -> None:
+        self._active = True
+        self._delivered, self._complete, self._started, self._wrote = set(), False, False, False
+        self._adapter.clear()
+        session_begins()
+        if self._direct is not None:
+            self._direct.begin()
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        failure = None
+        try:
+            with set_current_vllm_config(self.vllm_config):
+                self.receive_weights(self.update_info_cls(**update_info))
+            torch.accelerator.synchronize()
+        except Exception as error:  # the border to vLLM's workers
+            logger.exception("an update was refused")
+            failure = str(error) if isinstance(error, WeightMismatch) else f"WeightMismatch[]: {error!r}"
+        try:
+            self._agree(failure, self._wrote)
+        except RuntimeError:
+            self._active = False  # on this worker vLLM, too, will see that it raised
+            raise
+
+    def _agree(self, failure: str | None, wrote: bool = False) -> None:
+        """If any worker has failed, end the session on all of them and raise on the last one.
+
+        Args:
+            wrote: whether this worker has loaded weights of the session.
+        """
+        failures = [(failure, wrote)]
+        for group in (get_tp_group(), get_pp_group()):
+            if group.world_size > 1:
+                gathered: list[Any] = [None] * group.world_size
+                torch.distributed.all_gather_object(gathered, failures, group=group.cpu_group)
+                failures = [f for part in gathered for f in part]
+        first = next((f for f, _ in failures if f is not None), None)
+        if first is None:
+            return
+        if first != ACTIVE:
+            self._session = None
+        self._forget_partial_layers()
+        self._end_reload()  # what did not arrive whole keeps its old weights
+        if get_tp_group().is_last_rank and get_pp_group().is_last_rank:
+            raise RuntimeError(first + (LOADED if any(wrote for _, wrote in failures) else ""))
+
+    def receive_weights(self, update_info: Update) -> None:
+        if self._session is None:
+            raise WeightMismatch("no session was announced, or it was refused: POST /init_weight_transfer_engine")
+        if update_info.backend == "shm":
+            manifest = self._of_session(Manifest.from_json(update_info.manifest))
+            self._check_names({t.name: t.shape for t in manifest.tensors})
+            self._load(read(manifest))
+        elif update_info.backend == "disk":
+            self._load(self._checkpoint(update_info))
+        elif update_info.backend == "restart":
+            self._compare_start(update_info)
+        elif update_info.backend in ("nccl", "ipc", "lora_ipc"):
+            self._receive(update_info)
+        elif update_info.backend == "lora":
+            manifest = self._of_session(Manifest.from_json(update_info.manifest))
+            self._receive_adapter(read(manifest), update_info.manifest["config"])
+        elif update_info.backend == "lora_disk":
+            tensors = self._files(update_info)
+            self._receive_adapter(tensors, json.loads((Path(update_info.path) / "adapter_config.json").read_text()))
+        elif update_info.backend == "memory":
+            if self._nonce not in update_info.memory:
+                raise WeightMismatch(OTHER_MEMORY)
+        elif update_info.backend == "complete":
+            self._check_complete(update_info.names)
+            if self._adapter.tensors:
+                self._wrote = True
+                self._adapter.load()
+            self._complete = True
+        else:
+            raise WeightMismatch(f"no such backend: {update_info.backend!r}")
+
+    def finish_weight_update(self) -> None:
+        if not self._complete:  # refused, or left by a controller that died; instep completes its own
+            logger.warning("a session ends that was not complete")
+            self._forget_partial_layers()
+        self._end_reload()
+        self._session, self._active = None, False
+
+    def shutdown(self) -> None:
+        pass
+
+    @staticmethod
+    def trainer_send_weights(*args: Any, **kwargs: Any) -> None:
+        """Abstract in vLLM 0.26 and absent later; instep's trainer does not use vLLM."""
+        raise NotImplementedError
+
+    # ---- checks --------------------------------------------------------------------------------------------------
+
+    def _of_session(self, manifest: Manifest) -> Manifest:
+        assert self._session is not None
+        got, want = (manifest.version, manifest.nonce), (self._session.version, self._session.nonce)
+        if got != want:
+            first = manifest.tensors[0].name if manifest.tensors else None
+            raise WeightMismatch(f"bucket of version and nonce {got}, session of {want}", first)
+        return manifest
+
+    def _check_names(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        for name, shape in shapes.items():
+            if name in self._delivered:
+                raise WeightMismatch(f"{name} came twice", name)
+            if self._shapes and name not in self._shapes:
+                raise WeightMismatch(f"{name} is no tensor of this model", name)
+            if self._shapes and shape != self._shapes[name]:
+                raise WeightMismatch(f"{name}: received shape {shape}, the model has {self._shapes[name]}", name)
+
+    def _checkpoint(self, info: Update) -> dict[str, torch.Tensor]:
+        """All tensors of a Hugging Face checkpoint."""
+        return {name: t for name, t in self._files(info).items() if not self._shapes or name in self._shapes}
+
+    def _compare_start(self, info: Update) -> None:
+        """Compare the checkpoint that this engine was started on with what was sent; vLLM has loaded it by itself."""
+        if os.path.realpath(info.path) != os.path.realpath(self.model_config.model):
+            raise WeightMismatch(f"this engine was started on {self.model_config.model}, not on {info.path}")
+        self._delivered.update(self._files(info))
+        self._started = True
+
+    def _files(self, info: Update) -> dict[str, torch.Tensor]:
+        """The tensors of a checkpoint on disk, compared with its manifest where one was sent."""
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        folder, tensors = Path(info.path), dict[str, torch.Tensor]()
+        try:
+            check_checkpoint(str(folder))
+            for file in sorted(folder.glob("*.safetensors")) or [folder / "model.safetensors"]:
+                tensors |= load_file(file)
+        except (OSError, ValueError, NoPlace, SafetensorError) as error:
+            raise WeightMismatch(f"no checkpoint in {folder}: {error}") from error
+        if info.manifest:
+            compare(self._of_session(Manifest.from_json(info.manifest)), tensors)
+        return tensors
+
+    def _check_complete(self, names: Iterable[str] | None) -> None:
+        """Raise WeightMismatch unless all `names` and every weight of this worker's model have arrived."""
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        if missing := sorted(set(names or ()) - self._delivered):
+            raise WeightMismatch(f"{len(missing)} tensors were not delivered: {missing[:3]}", missing[0])
+        if self._adapter.tensors or self._started:  # the base stays as it is
+            return
+        if not self._delivered:
+            raise WeightMismatch("no tensor was delivered")
+        if self._direct is not None:
+            self._direct.check_complete()
+            return
+        for path, layer in self.model.named_modules():
+            info = get_layerwise_info(layer)
+            wanted = sum(p.numel() for p in layer.parameters(recurse=False))
+            if not info.can_load() or info.load_numel >= wanted:  # loaded, or nothing to load but buffers
+                continue
+            padded = isinstance(layer, VocabParallelEmbedding) and info.load_numel > 0  # to a multiple of 64 rows
+            if not padded and not (self._tied and isinstance(layer, ParallelLMHead)):
+                some = f"{info.load_numel} of {wanted} elements"
+                raise WeightMismatch(f"{path} was not delivered whole ({some})", path)
+
+    # ---- loading -------------------------------------------------------------------------------------------------
+
+    def _receive_adapter(self, tensors: dict[str, torch.Tensor], config: dict[str, Any], lasting: bool = False) -> None:
+        self._adapter.receive(tensors, config, lasting)
+        self._delivered.update(tensors)
+
+    def _load(self, tensors: dict[str, torch.Tensor]) -> None:
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        self._wrote = True
+        try:
+            if self._direct is not None:
+                self._direct.load(tensors)
+            else:
+                if not self._reloading:
+                    if self._packing is not None:
+                        self._packing.undo()
+                    initialize_layerwise_reload(self.model)
+                    self._reloading = True
+                self.model.load_weights((name, tensor) for name, tensor in tensors.items())
+        except (KeyError, ValueError, AssertionError, RuntimeError) as error:
+            first = next(iter(tensors), None)
+            raise WeightMismatch(f"the model does not take these weights: {error!r}", first) from error
+        self._delivered.update(tensors)
+
+    def _receive(self, info: Update) -> None:
+        """Receive all weights, or an adapter, as a stream, and load one bucket after another."""
+        assert self._session is not None, "receive_weights checks it"
+        backend, invitation, seconds = info.backend, Invitation(**info.invitation), info.seconds
+
+        def load(tensors: dict[str, torch.Tensor]) -> None:
+            if backend == "lora_ipc":
+                self._receive_adapter(tensors, info.config, lasting=True)
+                return
+            self._check_names({name: tuple(t.shape) for name, t in tensors.items()})
+            if backend == "ipc" and self._direct is None:  # vLLM's reload keeps tensors until their layer is whole
+                tensors = {name: t.clone() for name, t in tensors.items()}
+            self._load(tensors)
+
+        deadline = time.monotonic() + seconds
+        session = {"version": self._session.version, "nonce": self._session.nonce}
+        try:
+            if self._group is None or self._group.name != invitation.group:
+                self._leave_group()
+                if backend != "nccl":
+                    self._group = IpcReceiver(invitation, self.device, deadline)
+                else:
+                    self._group = Group(open_store(invitation.store, seconds), invitation, self.device, seconds)
+            if isinstance(self._group, IpcReceiver):
+                self._group.receive(session, load, deadline)
+            else:
+                receive(self._group, session, load, deadline)
+        except StreamMismatch as error:
+            raise WeightMismatch(str(error), error.tensor) from error
+        except StreamBroken as error:
+            self._leave_group()
+            raise WeightMismatch(f"the stream of weights broke: {error}") from error
+
+    def _leave_group(self) -> None:
+        self._adapter.forget_source()
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+    def _forget_partial_layers(self) -> None:
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        for layer in self.model.modules():
+            info = get_layerwise_info(layer)
+            info.load_numel, info.loaded_weights = 0, []
+
+    def _end_reload(self) -> None:
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        if not self._reloading:
+            return
+        self._reloading = False
+        with set_current_vllm_config(self.vllm_config):
+            finalize_layerwise_reload(self.model, self.model_config)
+        if self._packing is not None:
+            self._packing.redo()
+
+
+def checkpoint_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors of a local checkpoint by name, from the file headers; empty without a checkpoint."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
+        shapes |= {name: tuple(t["shape"]) for name, t in header.items() if name != "__metadata__"}
+    return shapes

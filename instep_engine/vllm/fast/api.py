@@ -1,0 +1,165 @@
+"""Answers in arrays: `--middleware instep_engine.vllm.fast.api.Middleware` (`answers.py` has their form).
+
+vLLM's own route makes a `Logprob`, two models and some JSON of each token, which keeps its server busy. A client that
+accepts arrays gets them from here, at the same route and for the same JSON. What a request may ask for here stands in
+`TAKEN`; one that asks for more, or that vLLM would refuse, goes on to vLLM's own route, which answers in JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from vllm.logger import init_logger
+
+from instep_engine import answers
+from instep_engine.vllm.fast import KEY, RANGE, VERSIONS, minor_version, versions
+from instep_engine.vllm.kv_params import PATH, App, Message, Receive, Send
+
+logger = init_logger("vllm.instep")
+TAKEN = frozenset(
+    "n max_tokens min_tokens temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty seed "
+    "stop_token_ids ignore_eos allowed_token_ids logprobs detokenize output_kind skip_special_tokens "
+    "spaces_between_special_tokens routed_experts_prompt_start".split()
+)
+RANK = b"x-data-parallel-rank"  # of the replica that is to answer
+
+
+class Middleware:
+    """An ASGI middleware that answers generation requests in arrays."""
+
+    def __init__(self, app: App):
+        self.app, self._is_on = app, minor_version() in VERSIONS
+        if self._is_on:
+            logger.info("instep: answers in arrays for clients that accept %s", answers.CONTENT_TYPE)
+        else:
+            logger.info("instep: no answers in arrays, as this version of vLLM is not tested (%s)", RANGE)
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        ours = self._is_on and scope["type"] == "http" and scope["path"] == PATH and scope["method"] == "POST"
+        if not ours or not _accepted(scope):
+            await self.app(scope, receive, send)
+            return
+        messages = [await receive()]
+        while messages[-1]["type"] == "http.request" and messages[-1].get("more_body"):
+            messages.append(await receive())
+        if messages[-1]["type"] != "http.request":  # the client went away
+            return
+        taken = _take(scope, b"".join(message.get("body", b"") for message in messages))
+        body = await _unless_left(_answer(scope, *taken), receive) if taken is not None else None
+        if body is not None:
+            await _send(send, body)
+            return
+
+        async def receive_again() -> Message:
+            return messages.pop(0) if messages else await receive()
+
+        await self.app(scope, receive_again, send)
+
+
+def _accepted(scope: Message) -> bool:
+    return any(name == b"accept" and answers.CONTENT_TYPE.encode() in value for name, value in scope["headers"])
+
+
+def _take(scope: Message, body: bytes) -> tuple[list[int], list[Any]] | None:
+    """The prompt of a request and the sampling parameters of its samples; None for one that is not for here."""
+    import msgspec
+    from vllm import SamplingParams, envs
+
+    state = scope["app"].state
+    try:
+        payload = json.loads(body)
+        given = {name: value for name, value in payload["sampling_params"].items() if value is not None}
+        model, prompt = payload.get("model"), payload["token_ids"]
+        if (
+            not set(payload) <= {"model", "token_ids", "sampling_params", "stream"}
+            or payload.get("stream")  # vllm-router writes "stream": false into what it hands on
+            or not given.keys() <= TAKEN
+            or given.get("logprobs") != 0
+            or given.get("detokenize", True)
+            or "max_tokens" not in given
+            or (model and not state.openai_serving_models.is_base_model(model))
+            or not isinstance(prompt, list)
+            or not all(type(token) is int for token in prompt)
+        ):
+            return None
+        n, seed = given.pop("n", 1), given.pop("seed", None)
+        if type(n) is not int or not 1 <= n <= envs.VLLM_MAX_N_SEQUENCES:
+            return None
+        # Flat lists instead of an object for each token; one message with the whole response.
+        given |= {"output_kind": 2, "flat_logprobs": True, "extra_args": {KEY: 1}}
+        seeds = [{} if seed is None else {"seed": seed + i} for i in range(n)]
+        return prompt, [msgspec.convert(given | own, SamplingParams) for own in seeds]
+    except (ValueError, KeyError, TypeError, AttributeError, msgspec.ValidationError):
+        return None  # vLLM says what is wrong
+
+
+async def _answer(scope: Message, prompt: list[int], params: Sequence[Any]) -> bytes | None:
+    """The body of the answer; None if vLLM refuses the request, or its core has died: its own route will say it."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    rank = next((int(value) for name, value in scope["headers"] if name == RANK and value.isdigit()), None)
+    name = f"instep-{uuid.uuid4().hex}"
+    engine = scope["app"].state.engine_client
+    work = [asyncio.ensure_future(_sample(engine, prompt, p, f"{name}-{i}", rank)) for i, p in enumerate(params)]
+    try:
+        choices = await asyncio.gather(*work)
+    except (ValueError, TypeError, EngineDeadError):
+        return None
+    finally:
+        for task in work:
+            task.cancel()
+        await asyncio.gather(*work, return_exceptions=True)
+    return answers.encode([{"index": i, **choice} for i, choice in enumerate(choices)])
+
+
+async def _sample(engine: Any, prompt: list[int], params: Any, request_id: str, rank: int | None) -> dict[str, Any]:
+    """One response, as a choice of `answers.py`. If it is cancelled, vLLM aborts the request."""
+    from vllm.inputs import tokens_input
+
+    inputs = tokens_input(prompt_token_ids=prompt)
+    async for final in engine.generate(inputs, params, request_id, data_parallel_rank=rank):
+        result = final.outputs[0]
+    if result.finish_reason == "error":
+        raise RuntimeError(f"vLLM has ended request {request_id} with an error")
+    flat = result.logprobs  # in a position there may be those of other tokens, which other requests have asked for
+    log_probs = [flat.logprobs[start] for start in flat.start_indices]
+    choice = {"token_ids": result.token_ids, "log_probs": log_probs}
+    told = getattr(result, "weight_versions", None)  # from 0.32 on
+    if told:
+        choice["weight_versions"] = [{"version": s.version, "start": s.start, "end": s.end} for s in told]
+    elif spans := versions.spans([flat.ranks[start] for start in flat.start_indices]):
+        choice["weight_versions"] = spans
+    if result.routed_experts is not None:  # of an engine that returns them (--enable-return-routed-experts)
+        choice["routed_experts"] = result.routed_experts
+    return {**choice, "finish_reason": result.finish_reason, "stop_reason": result.stop_reason}
+
+
+async def _unless_left(work: Any, receive: Receive) -> bytes | None:
+    """What `work` returns, which is cancelled when the client leaves."""
+
+    async def left() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    answer, gone = asyncio.ensure_future(work), asyncio.ensure_future(left())
+    try:
+        await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not answer.done():
+            return b""  # nobody reads it
+        body: bytes | None = answer.result()
+        return body
+    finally:
+        for task in (answer, gone):
+            task.cancel()
+        await asyncio.gather(answer, gone, return_exceptions=True)
+
+
+async def _send(send: Send, body: bytes) -> None:
+    fields = {"content-type": answers.CONTENT_TYPE, "content-length": str(len(body))}
+    headers = [(name.encode(), value.encode()) for name, value in fields.items()]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

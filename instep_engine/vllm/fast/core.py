@@ -1,0 +1,51 @@
+"""A pause lets out what the scheduler holds back, while the weights that made it are still the engine's.
+
+`abort`: before the requests end, so that they end with all that they have. `keep` and `wait`: when the last step is
+done; a request that was preempted outlives a `wait`, too. vLLM 0.32 writes its weight version into each message, and
+here it is written, too; for older ones there is `versions.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+from concurrent.futures import Future
+from typing import Any
+
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.engine.core import EngineCoreProc
+
+from instep_engine.vllm.fast import versions
+
+
+def install() -> None:
+    """Let pauses flush, once in an engine core."""
+    stock = EngineCoreProc.pause_scheduler
+    if hasattr(stock, "__wrapped__"):
+        return
+
+    @functools.wraps(stock)
+    def pause_scheduler(self: EngineCoreProc, mode: Any = "abort", clear_cache: bool = True) -> Future[Any] | None:
+        if mode == "abort":
+            flush(self)
+        paused = stock(self, mode, clear_cache)
+        if mode != "abort" and paused is None:
+            flush(self)
+        elif mode != "abort":
+            paused.add_done_callback(lambda _: flush(self))  # before the one that answers the caller
+        return paused
+
+    EngineCoreProc.pause_scheduler = pause_scheduler
+    versions.install(EngineCoreProc)
+
+
+def flush(core: EngineCoreProc) -> None:
+    """Send what is held back of all requests."""
+    messages: dict[int, EngineCoreOutputs] = {}
+    version = getattr(core, "_weight_version", None)  # from 0.32 on
+    for client, output in core.scheduler.flush():
+        message = messages.setdefault(client, EngineCoreOutputs())
+        message.outputs.append(output)
+        if version is not None:
+            message.weight_version = version
+    for client, message in messages.items():
+        core.output_queue.put_nowait((client, message))

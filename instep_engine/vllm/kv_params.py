@@ -1,0 +1,68 @@
+"""For prefill and decode engines of vLLM before 0.32: `--middleware instep_engine.vllm.kv_params.Middleware`.
+
+Their token route answers with `kv_transfer_params`, but ignores those of a request, so that the decode engine would
+silently compute every prompt again. The core reads them from the sampling parameters' `extra_args`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+PATH = "/inference/v1/generate"
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+
+
+class Middleware:
+    """An ASGI middleware that moves `kv_transfer_params` of a request for tokens to where the core reads them."""
+
+    def __init__(self, app: App):
+        self.app = app
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] != PATH:
+            await self.app(scope, receive, send)
+            return
+        if (body := await body_of(receive)) is not None:
+            await self.app(*with_body(moved(body), scope, receive), send)
+
+
+async def body_of(receive: Receive) -> bytes | None:
+    """The whole body of a request; None if the client has gone away."""
+    body = b""
+    while (message := await receive())["type"] == "http.request":
+        body += message.get("body", b"")
+        if not message.get("more_body"):
+            return body
+    return None
+
+
+def with_body(body: bytes, scope: Message, receive: Receive) -> tuple[Message, Receive]:
+    """`scope` and `receive` of the same request with another body."""
+    headers = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
+    headers.append((b"content-length", str(len(body)).encode()))
+    first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive_body() -> Message:
+        return first.pop() if first else await receive()
+
+    return {**scope, "headers": headers}, receive_body
+
+
+def moved(body: bytes) -> bytes:
+    """The JSON of a request with its parameters moved; unchanged without them, or where vLLM will refuse it."""
+    try:
+        request = json.loads(body)
+        params = request.pop("kv_transfer_params", None)
+        sampling = request["sampling_params"]
+        if params is None:
+            return body
+        sampling["extra_args"] = {**(sampling.get("extra_args") or {}), "kv_transfer_params": params}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return body
+    return json.dumps(request).encode()

@@ -1,0 +1,364 @@
+"""LoRA adapters from a trainer, in memory: an engine that is started with --enable-lora and INSTEP_LORA=1 takes them.
+
+A weight session brings the adapter to every worker (`engine.py`), which keeps its tensors here. vLLM loads adapters
+when a request names them: each request that names none names the trainer's, whatever its route, and vLLM's own loader
+is given these tensors instead of files. So scheduling, CUDA graphs, caches and parallel layers see an adapter like any.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from vllm.logger import init_logger
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.request import LoRARequest
+from vllm.lora.utils import parse_fine_tuned_lora_name
+
+from instep_engine import LORA_VARIABLE
+from instep_engine.vllm.bucket import WeightMismatch
+from instep_engine.vllm.loaded import Loaded
+from instep_engine.vllm.memory import Recorder
+
+logger = init_logger("vllm.instep")
+REQUEST = LoRARequest("instep", 1, "instep: from the trainer, in memory")
+PEFT, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
+
+_held: tuple[dict[str, torch.Tensor], dict[str, Any]] | None = None  # `Receiver.tensors`, peft's configuration
+_base_stays = False  # the session that ends next has brought an adapter, and no weight of the base
+
+
+def session_begins() -> None:
+    global _base_stays
+    _base_stays = False
+
+
+def install() -> None:
+    """Let requests without an adapter name the trainer's, and vLLM's loader find it here. Once in each process."""
+    from vllm.lora import model_manager
+    from vllm.lora.worker_manager import WorkerLoRAManager
+    from vllm.model_executor.layers.fused_moe import config as moe_config
+    from vllm.model_executor.layers.linear import LinearBase
+    from vllm.v1.engine.input_processor import InputProcessor
+    from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
+
+    if hasattr(InputProcessor.process_inputs, "__wrapped__"):
+        return
+    process, load = InputProcessor.process_inputs, WorkerLoRAManager._load_adapter
+    layers = model_manager.get_supported_lora_modules
+    signature = inspect.signature(process)
+
+    @functools.wraps(process)
+    def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
+        call = signature.bind(self, *args, **kwargs)
+        if self.lora_config is not None and call.arguments.get("lora_request") is None:
+            call.arguments["lora_request"] = Loaded.request or REQUEST
+        return process(*call.args, **call.kwargs)
+
+    @functools.wraps(load)
+    def load_adapter(self: Any, lora_request: LoRARequest) -> LoRAModel:
+        if lora_request.lora_path != REQUEST.lora_path:
+            return load(self, lora_request)
+        manager = self._adapter_manager
+        if _held is None:  # no session has brought one yet: zeros leave the base as it is
+            rank = manager.lora_config.max_lora_rank
+            return manager.create_dummy_lora(REQUEST.lora_int_id, rank, self.embedding_modules)
+        return _model(manager, *_held)
+
+    @functools.wraps(layers)
+    def get_supported_lora_modules(model: torch.nn.Module) -> list[str]:
+        # A trainer's adapter has linear layers alone: neither table of tokens, nor experts. With an adapter's output
+        # layer vLLM would add zeros to all logits, and take those of a prompt for the rows that it samples from: on a
+        # CPU the engine would die of it.
+        linear = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, LinearBase)}
+        return [name for name in layers(model) if name in linear]
+
+    experts = getattr(moe_config, "FusedMoEConfig", None)
+    if (about_experts := getattr(experts, "__post_init__", None)) is not None:
+
+        @functools.wraps(about_experts)
+        def as_without_adapters(self: Any) -> None:
+            self.is_lora_enabled = False  # else vLLM takes kernels that know adapters: slower ones, and none on a CPU
+            about_experts(self)
+
+        experts.__post_init__ = as_without_adapters
+
+    if (reset := getattr(LoRAModelRunnerMixin, "reset_lora_state", None)) is not None:  # 0.32 has it, 0.26 has not
+
+        @functools.wraps(reset)
+        def reset_lora_state(self: Any) -> None:
+            # vLLM forgets all adapters at the end of a session, as the base may be another.
+            global _base_stays
+            stays, _base_stays = _base_stays, False
+            if not stays:
+                reset(self)
+
+        LoRAModelRunnerMixin.reset_lora_state = reset_lora_state
+
+    InputProcessor.process_inputs, WorkerLoRAManager._load_adapter = process_inputs, load_adapter
+    model_manager.get_supported_lora_modules = get_supported_lora_modules
+
+
+class Layout(NamedTuple):
+    """Where a tensor lies: the number of the piece of memory, its first byte there, dtype and shape."""
+
+    number: int
+    start: int
+    dtype: torch.dtype
+    shape: torch.Size
+
+
+@dataclass
+class Places:
+    """Where vLLM keeps the adapter that it has loaded. Another one of the same shape is written there, which takes a
+    tenth of the time: vLLM's loader parses hundreds of names, packs layers and clears their buffers.
+
+    Attributes:
+        adapter, layout: peft's configuration, and where each tensor lies in `wholes` (`Receiver`).
+        model, slot: vLLM's object of the adapter, and which of its buffers it is in.
+        tensors, wholes: what this object refers to: vLLM fills these buffers from there when it has used them for
+            another adapter.
+        copies: slices of the buffers, and what of `tensors` belongs there.
+    """
+
+    adapter: dict[str, Any]
+    layout: dict[str, Layout]
+    model: LoRAModel
+    slot: int
+    tensors: dict[str, torch.Tensor]
+    wholes: list[torch.Tensor]
+    copies: list[tuple[list[torch.Tensor], list[torch.Tensor]]]
+
+    def are_those_of(
+        self, manager: Any, adapter: dict[str, Any], layout: dict[str, Layout], wholes: list[torch.Tensor]
+    ) -> bool:
+        """Whether they are still in use, and fit an adapter that lies so in `wholes`."""
+        return (
+            manager.lora_index_to_id[self.slot] == self.model.id
+            and manager.get_adapter(self.model.id) is self.model
+            and self.adapter == adapter
+            and self.layout == layout
+            and [whole.shape for whole in self.wholes] == [whole.shape for whole in wholes]
+        )
+
+    @torch.no_grad()
+    def write(self, wholes: list[torch.Tensor]) -> None:
+        for whole, new in zip(self.wholes, wholes, strict=True):
+            whole.copy_(new)
+        for buffers, sources in self.copies:
+            torch._foreach_copy_(buffers, sources)
+
+
+@dataclass
+class Staged:
+    """Memory in which an adapter has arrived, and what lies there: the next one of this form is copied to it.
+
+    Attributes:
+        source: the tensors that it came in; who brings the next one by the same object brings the same form.
+        copies, wholes, layout: see `Receiver`.
+    """
+
+    source: dict[str, torch.Tensor]
+    copies: dict[str, torch.Tensor]
+    wholes: list[torch.Tensor]
+    layout: dict[str, Layout]
+
+
+class Receiver:
+    """A worker's side of a session that brings an adapter. Nothing that is in use changes before `load`.
+
+    Args:
+        shapes: those of the base's weights by name; empty where they are unknown.
+
+    Attributes:
+        tensors: what has arrived, on the device; B is multiplied by alpha / rank already, so that `load` only copies.
+    """
+
+    def __init__(self, vllm_config: Any, model: torch.nn.Module, shapes: dict[str, tuple[int, ...]]):
+        self._config, self._model, self._shapes = vllm_config, model, shapes | _packed(shapes)
+        self._places: Places | None = None
+        self._staged: Staged | None = None  # of the last adapter, if its memory is not that of `_places`
+        self.clear()
+
+    def clear(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._source: dict[str, torch.Tensor] | None = None  # what `tensors` came in, where the next may come in it
+        self._wholes: list[torch.Tensor] = []  # the memory of `tensors`: one piece for each of those they came in
+        self._layout: dict[str, Layout] = {}
+        self._adapter: dict[str, Any] = {}
+
+    def receive(self, tensors: dict[str, torch.Tensor], adapter: dict[str, Any], lasting: bool = False) -> None:
+        """Check tensors of the adapter that peft's configuration `adapter` describes, and keep copies of them.
+
+        Args:
+            lasting: whether `tensors` are views of memory in which others may come, as the same object then.
+
+        Raises:
+            WeightMismatch: the engine takes no adapters; a tensor belongs to no layer, has another rank or shape, is
+                not finite; `adapter` is malformed.
+        """
+        rank, num = adapter.get("r"), adapter.get("num_tensors")
+        if not (type(rank) is type(num) is int and rank > 0 and isinstance(adapter.get("lora_alpha"), int | float)):
+            raise WeightMismatch("the adapter's configuration has no rank, alpha or number of tensors")
+        lora_config = self._config.lora_config
+        if lora_config is None or not os.environ.get(LORA_VARIABLE) or lora_config.max_lora_rank < rank:
+            ask = f"start it with {LORA_VARIABLE}=1, --enable-lora and --max-lora-rank (at least {rank})"
+            raise WeightMismatch(f"this engine takes no adapter of rank {rank}: {ask}")
+        if self.tensors and adapter != self._adapter:
+            raise WeightMismatch("two buckets belong to different adapters", next(iter(tensors), None))
+        self._adapter = adapter
+        known, mapper = _layers(self._model.lora_manager), _mapper(self._model)
+        before = self._places.tensors if self._places is not None and self._places.adapter == adapter else {}
+        for name, tensor in tensors.items():
+            if name in before and before[name].shape == tensor.shape:
+                continue
+            layer = name.removeprefix(PEFT).removesuffix(A).removesuffix(B)
+            base = self._shapes.get(f"{layer}.weight", ())
+            if not (name.startswith(PEFT) and name.endswith((A, B))) or (self._shapes and len(base) != 2):
+                raise WeightMismatch(f"{name} belongs to no layer of this model", name)
+            if parse_fine_tuned_lora_name(name, mapper)[0].rpartition(".")[2] not in known:
+                raise WeightMismatch(f"vLLM has no adapters for {layer} (leave it out of --lora-target-modules)", name)
+            if base:
+                shape = (rank, base[1]) if name.endswith(A) else (base[0], rank)
+                if tuple(tensor.shape) != shape:
+                    raise WeightMismatch(f"{name}: received shape {tuple(tensor.shape)}, expected {shape}", name)
+        first = not self.tensors
+        copies = self._again(tensors) if first else {}
+        if not copies:
+            copies, self._staged = self._copied(tensors), None
+        self._source = tensors if lasting and first else None
+        finite = torch.stack(torch._foreach_norm(list(copies.values()))).isfinite().tolist() if copies else []
+        if odd := next((name for name, is_finite in zip(copies, finite, strict=True) if not is_finite), None):
+            raise WeightMismatch(f"{odd} is not finite", odd)
+        scale = PEFTHelper.from_dict(adapter).vllm_lora_scaling_factor
+        if scale != 1 and (to_scale := [tensor for name, tensor in copies.items() if name.endswith(B)]):
+            torch._foreach_mul_(to_scale, scale)
+        self.tensors |= copies
+
+    def forget_source(self) -> None:
+        """Let go of the memory that the last adapter came in."""
+        self._staged = None
+
+    def _again(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Copies in the memory that is staged, where these are the same views of the same buckets; else none."""
+        staged = self._staged
+        if staged is None or staged.source is not tensors:
+            return {}
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors.values()}
+        for whole, storage in zip(staged.wholes, storages.values(), strict=True):
+            whole.copy_(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
+        self._wholes, self._layout = list(staged.wholes), dict(staged.layout)
+        return staged.copies
+
+    def _copied(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Copies on the device; those of one bucket are copied at once, as there are hundreds."""
+        device, numbers = self._model.lora_manager.device, dict[int, int]()  # by the address of the memory
+        copies: dict[str, torch.Tensor] = {}
+        for name, tensor in tensors.items():
+            storage = tensor.untyped_storage()
+            if (address := storage.data_ptr()) not in numbers:
+                numbers[address] = len(self._wholes)
+                whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+                self._wholes.append(whole.to(device, copy=True))
+            number, start = numbers[address], tensor.storage_offset() * tensor.element_size()
+            self._layout[name] = Layout(number, start, tensor.dtype, tensor.shape)
+            flat = self._wholes[number][start : start + tensor.nbytes]
+            copies[name] = flat.view(tensor.dtype).view(tensor.shape)
+        return copies
+
+    def load(self) -> None:
+        """Make the adapter that has arrived the one that requests use.
+
+        Raises:
+            WeightMismatch: it is not whole, or vLLM does not take it.
+        """
+        global _base_stays, _held
+        if len(self.tensors) != self._adapter["num_tensors"]:
+            total = self._adapter["num_tensors"]
+            raise WeightMismatch(f"{len(self.tensors)} of {total} tensors of the adapter were delivered")
+        before, _held = _held, (self.tensors, self._adapter)
+        manager: Any = self._model.lora_manager
+        try:
+            places, self._places = self._places, None  # until it is done
+            if places is not None and places.are_those_of(manager, self._adapter, self._layout, self._wholes):
+                places.write(self._wholes)
+                _held = (places.tensors, self._adapter)
+                if self._source is not None:
+                    self._staged = Staged(self._source, self.tensors, self._wholes, self._layout)
+            else:
+                places, self._staged = self._load(manager), None
+            self._places = places
+        except (KeyError, ValueError, AssertionError, RuntimeError) as error:
+            _held, self._staged = before, None
+            raise WeightMismatch(f"vLLM does not take this adapter: {error!r}") from error
+        self.clear()
+        _base_stays = True
+
+    def _load(self, manager: Any) -> Places | None:
+        """Let vLLM load the adapter; returns where it is, or None if not all of it was copied as it is."""
+        model = _model(manager, self.tensors, self._adapter)
+        manager.remove_adapter(model.id)
+        manager.add_adapter(model)
+        layers = manager.modules.values()
+        stacked = [t for layer in layers for t in (*layer.lora_a_stacked, *layer.lora_b_stacked)]
+        recorder = Recorder(stacked)
+        recorder.sources = dict(self.tensors)
+        with recorder:
+            manager.activate_adapter(model.id)
+        if recorder.unknown or recorder.slices.keys() != self.tensors.keys():
+            return None
+        # torch copies a list at once where each pair is contiguous on a GPU, and else one by one: a list for each kind.
+        copies: dict[bool, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for name, parts in recorder.slices.items():
+            for part in parts:
+                source = part.of(self.tensors[name])
+                kind = copies.setdefault(part.view.is_contiguous() and source.is_contiguous(), ([], []))
+                kind[0].append(part.view)
+                kind[1].append(source)
+        slot = manager.lora_index_to_id.index(model.id)
+        logger.info_once("instep: further adapters of this shape are written where vLLM keeps this one")
+        given = self.tensors, self._wholes, list(copies.values())
+        return Places(self._adapter, self._layout, model, slot, *given)
+
+
+def _packed(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """The shapes of unpacked weights of GPTQ or AWQ. Packed ones have inputs first; GPTQ packs along these."""
+    out = {}
+    for layer in [name.removesuffix("qweight") for name in shapes if name.endswith(".qweight")]:
+        (rows, columns), num_out = shapes[f"{layer}qweight"], shapes[f"{layer}scales"][1]
+        num_in = rows * (num_out // shapes[f"{layer}qzeros"][1]) if columns == num_out else rows
+        out[f"{layer}weight"] = (num_out, num_in)
+    return out
+
+
+def _model(manager: Any, tensors: dict[str, torch.Tensor], adapter: dict[str, Any]) -> LoRAModel:
+    """The adapter as vLLM's, which refers to `tensors`; its scale is 1, as B has been multiplied."""
+    logger.info("instep: an adapter of %d tensors goes through vLLM's own loader", len(tensors))
+    return LoRAModel.from_lora_tensors(
+        REQUEST.lora_int_id,
+        tensors,
+        PEFTHelper.from_dict({**adapter, "lora_alpha": adapter["r"], "use_rslora": False}),
+        device=str(manager.device),
+        dtype=manager.lora_config.lora_dtype,
+        weights_mapper=_mapper(manager.model),
+        skip_prefixes=getattr(manager.model, "lora_skip_prefixes", None),
+    )
+
+
+def _mapper(model: Any) -> Any:
+    """What vLLM's own loader maps the names of adapters with."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    if mapper is None:
+        return None
+    return mapper.get_unstacked_mapper() if hasattr(mapper, "get_unstacked_mapper") else mapper.get_rename_mapper()
+
+
+def _layers(manager: Any) -> set[str]:
+    """The last parts of the names of layers that adapters may have."""
+    packed = manager.packed_modules_mapping
+    return {part for name in manager.supported_lora_modules for part in packed.get(name, [name])}

@@ -1,0 +1,243 @@
+"""The weight-transfer engine `instep_single_copy`: the trainer writes into the weights that this engine computes with.
+
+They lie in memory that both map (`memory.py`). A session has the routes of `engine.py`; nothing is loaded in it:
+
+    POST /update_weights {"update_info": {"backend": "memory", "memory": ["NONCE", ...]}}   before the first write
+    POST /update_weights {"update_info": {"backend": "single-copy", "digests": {"NONCE": {"NAME": "..."}, ...}}}
+    POST /update_weights {"update_info": {"backend": "disk", "path": DIR}}
+
+The first asks each worker whether its memory is among those that the trainer would write into. The second compares
+samples of the parameters as each worker has them with what the trainer has written into the memory of that nonce. The
+third compares a whole checkpoint with them, every byte, and writes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import set_current_vllm_config
+from vllm.distributed.parallel_state import get_world_group
+from vllm.logger import init_logger
+
+from instep_engine import MEMORY_VARIABLE
+from instep_engine.place import check_memory_folder, process_mark
+from instep_engine.vllm.bridge import Bridge
+from instep_engine.vllm.bucket import WeightMismatch
+from instep_engine.vllm.engine import ShmWeightTransferEngine, Update
+from instep_engine.vllm.memory import (
+    ALIGNMENT,
+    CannotShare,
+    Memory,
+    Ranges,
+    Recorder,
+    Sample,
+    Slice,
+    cuda_memories,
+    file_memory,
+    write_manifest,
+)
+
+logger = init_logger("vllm.instep")
+
+
+@dataclass
+class SingleCopyUpdate(Update):
+    """One step of a session; of the backend `single-copy` the digests of weights, by the memory that they are in."""
+
+    digests: dict[str, dict[str, str]] = field(default_factory=dict)
+
+
+class SingleCopyWeightTransferEngine(ShmWeightTransferEngine):
+    update_info_cls = SingleCopyUpdate
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._refuse_what_cannot_be_shared()
+        self._rank = int(self.vllm_config.parallel_config.rank)
+        self._bridge: Bridge | None = None  # of rank 0, unless a run has started this engine
+        folder = self._folder()
+        with torch.no_grad():
+            memories = [self._move(folder)] if self.device.type == "cpu" else []
+            self._slices, shapes = self._record()
+            memories = memories or cuda_memories(self.model.parameters(), self.device)
+        self._sample = Sample(self._slices)
+        for layer in self.model.modules():
+            if "cpu_linear" in layer.__dict__:  # it multiplies with a packed copy of the weight
+                layer.cpu_linear = nn.functional.linear
+        parallel = self.vllm_config.parallel_config
+        about = {
+            "architecture": self.model_config.hf_config.architectures[0],
+            "dtype": str(self.model_config.dtype).removeprefix("torch."),
+            "num_ranks": parallel.tensor_parallel_size,
+            "process": process_mark(os.getpid()),
+        }
+        meet = get_world_group().barrier
+        self._nonce = write_manifest(folder, self._rank, about, memories, self._slices, shapes, meet)
+        size = sum(memory.end - memory.begin for memory in memories)
+        logger.info("rank %d shares %.1f MB of weights on %s (%s)", self._rank, size / 1e6, self.device, folder)
+        if self._bridge is not None:
+            tensor_parallel, named = parallel.tensor_parallel_size, dict(self.model.named_parameters())
+            self._bridge.write(self.model_config.model, self._nonce, tensor_parallel, named.items(), memories)
+            if self.device.type == "cuda":
+                logger.info("Exported %d IPC handles for single-copy mode", len(memories))
+            logger.info("Exported %d params to %s, by which trainers find them", len(named), self._bridge.path)
+
+    # ---- at the start --------------------------------------------------------------------------------------------
+
+    def _folder(self) -> Path:
+        """The folder of the run that has started this engine; without one a new folder, the same for all workers."""
+        if folder := os.environ.get(MEMORY_VARIABLE):
+            check_memory_folder(folder)
+            return Path(folder)
+        if self._rank == 0:
+            self._bridge = Bridge()
+        return Path(get_world_group().broadcast_object(str(self._bridge.folder) if self._bridge else None))
+
+    def shutdown(self) -> None:
+        if self._bridge is not None:
+            self._bridge.remove()
+
+    def _refuse_what_cannot_be_shared(self) -> None:
+        from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+        from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+        plain = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+        reason = ""
+        if self.device.type not in ("cpu", "cuda"):
+            reason = f"the weights are on {self.device.type}: only those on a CPU or a CUDA device can be shared"
+        elif self.vllm_config.lora_config is not None:
+            reason = "LoRA layers keep weights of their own (--enable-lora)"
+        elif getattr(self.model_config, "enable_sleep_mode", False):
+            reason = "an engine that sleeps takes its memory from the trainer (--enable-sleep-mode)"
+        elif self.vllm_config.parallel_config.pipeline_parallel_size > 1:
+            reason = "each stage of a pipeline has a part of the weights (--pipeline-parallel-size)"
+        elif self.model_config.use_mla:
+            reason = "latent attention computes with copies of its weights"
+        for path, layer in self.model.named_modules():
+            method = getattr(layer, "quant_method", None)
+            if method is not None and not isinstance(method, plain) and any(True for _ in layer.parameters(False)):
+                reason = f"{path} is quantized or holds experts ({type(method).__name__}), which vLLM packs"
+        if reason:
+            raise CannotShare(f"--weight-sync single-copy: {reason}; use --weight-sync shm")
+
+    def _move(self, folder: Path) -> Memory:
+        """Give each parameter, as it was before vLLM packed it, a place in one memory; tied ones have one place."""
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+        from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
+
+        places: dict[int, int] = {}
+        plan: list[tuple[nn.Module, str, torch.Tensor, torch.dtype, int]] = []
+        end = 0
+        for layer in self.model.modules():
+            loaded = get_layerwise_info(layer).restore_metadata[0]  # without a bias, which stays as it is
+            for name, parameter in layer.named_parameters(recurse=False, remove_duplicate=False):
+                like = loaded.get(name, parameter)
+                dtype = loaded["weight"].dtype if name == "bias" and "weight" in loaded else like.dtype
+                if id(parameter) not in places:
+                    places[id(parameter)] = end = -(-end // ALIGNMENT) * ALIGNMENT
+                    end += like.numel() * dtype.itemsize
+                plan.append((layer, name, like, dtype, places[id(parameter)]))
+        memory, data = file_memory(folder, self._rank, end)
+        made: dict[int, nn.Parameter] = {}
+        for layer, name, like, dtype, offset in plan:
+            if offset not in made:
+                flat = data[offset : offset + like.numel() * dtype.itemsize].view(dtype)
+                new = nn.Parameter(flat.view(like.shape), requires_grad=False)
+                new.__class__ = nn.Parameter if type(like) is torch.Tensor else type(like)
+                new.__dict__.update(like.__dict__)
+                made[offset] = restore_layer_refs(new, layer)
+            layer._parameters[name] = made[offset]
+        return memory
+
+    def _record(self) -> tuple[dict[str, list[Slice]], dict[str, tuple[int, ...]]]:
+        """Load the checkpoint once more; returns its weights' slices, which are compared with it, and shapes."""
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+        from vllm.model_executor.model_loader import get_model_loader
+
+        for layer in self.model.modules():
+            if isinstance(layer, ParallelLMHead) and getattr(layer, "bias", None) is not None:
+                layer._register_bias = lambda: None  # vLLM 0.32's loader of Phi would make a new one
+        recorder = Recorder(self.model.parameters())
+        loader = get_model_loader(self.vllm_config.load_config)
+        with set_current_vllm_config(self.vllm_config), recorder:
+            self.model.load_weights(recorder.seen(loader.get_all_weights(self.model_config, self.model)))
+        self._check_record(recorder)
+        return recorder.slices, {name: tuple(recorder.sources[name].shape) for name in recorder.slices}
+
+    def _check_record(self, recorder: Recorder) -> None:
+        """Each parameter must come from plain copies of the checkpoint's weights, but for padded rows of a vocabulary.
+
+        Raises:
+            CannotShare: the error names the parameter or the weight.
+        """
+        from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+        if recorder.unknown:
+            what = f"something of shape {recorder.unknown[0]} is no plain copy of a weight of the checkpoint"
+            raise CannotShare(f"--weight-sync single-copy: {what}; use --weight-sync shm")
+        for name, parts in recorder.slices.items():
+            for part in parts:
+                if not torch.equal(part.view, part.of(recorder.sources[name])):
+                    raise CannotShare(f"{name} is not what the engine holds after it was loaded: it is transformed")
+        covered: dict[int, int] = {}
+        starts = [(part.view.data_ptr(), part.view.numel()) for parts in recorder.slices.values() for part in parts]
+        for path, layer in self.model.named_modules():
+            for name, p in layer.named_parameters(recurse=False):
+                begin, stop = p.data_ptr(), p.data_ptr() + p.numel() * p.element_size()
+                covered[begin] = sum(n for at, n in starts if begin <= at < stop)
+                padded = isinstance(layer, VocabParallelEmbedding) and covered[begin] > 0
+                if covered[begin] != p.numel() and not padded:
+                    what = f"{covered[begin]} of {p.numel()} elements of {path}.{name} come from the checkpoint"
+                    raise CannotShare(f"--weight-sync single-copy: {what}; use --weight-sync shm")
+
+    # ---- in a session --------------------------------------------------------------------------------------------
+
+    def start_weight_update(self) -> None:
+        self._active = True
+        self._delivered, self._complete = set(), False
+
+    def receive_weights(self, update_info: Update) -> None:
+        if self._session is None:
+            raise WeightMismatch("no session was announced, or it was refused: POST /init_weight_transfer_engine")
+        if isinstance(update_info, SingleCopyUpdate) and update_info.backend == "single-copy":
+            self._compare_samples(update_info)
+        elif update_info.backend in ("shm", "nccl", "ipc"):
+            first = next(iter(self._slices))
+            raise WeightMismatch(
+                "this engine shares its memory: it loads no buckets (--weight-sync single-copy)", first
+            )
+        else:
+            super().receive_weights(update_info)
+
+    def _load(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Compare a whole checkpoint with the memory; nothing is loaded."""
+        for name, whole in tensors.items():
+            for part in self._slices.get(name, ()):
+                if not torch.equal(part.view, part.of(whole)):
+                    raise WeightMismatch(f"{name} of the checkpoint is not what this engine holds", name)
+        self._delivered.update(tensors)
+
+    def _check_complete(self, names: Iterable[str] | None) -> None:
+        if missing := sorted(set(names or ()) - self._delivered):
+            raise WeightMismatch(f"{len(missing)} tensors were not delivered: {missing[:3]}", missing[0])
+
+    def _compare_samples(self, update: SingleCopyUpdate) -> None:
+        """Raises WeightMismatch if the trainer has written into other memory, or other values."""
+        told = update.digests.get(self._nonce)
+        if told is None:
+            raise WeightMismatch("the trainer is attached to other memory than this engine's")
+        if missing := sorted(self._slices.keys() - told.keys()):
+            raise WeightMismatch(f"{missing[0]} was not written", missing[0])
+        live, held = Ranges(self.model.parameters()), self._sample.digests()
+        for name, parts in self._slices.items():
+            if not all(part.view.data_ptr() in live for part in parts):
+                raise WeightMismatch(f"this engine computes with other memory than what {name} was written to", name)
+            if held[name] != told[name]:
+                raise WeightMismatch(f"{name} is not what the trainer has written", name)
+        self._delivered.update(told)

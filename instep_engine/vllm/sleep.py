@@ -1,0 +1,49 @@
+"""A middleware that refuses requests while the engine sleeps: `--middleware instep_engine.vllm.sleep.Middleware`.
+
+vLLM would keep them waiting until it wakes, and would then answer them with weights that nobody has proven.
+"""
+
+from __future__ import annotations
+
+import json
+from urllib.parse import parse_qs
+
+from instep_engine.vllm.kv_params import App, Message, Receive, Send
+
+GENERATION = ("/v1/", "/inference/", "/generate")
+TAGS = frozenset({"weights", "kv_cache"})  # vLLM's names of what sleeps
+BODY = {"message": "the engine sleeps while the trainer works on its GPU", "type": "Asleep", "code": 503}
+
+
+class Middleware:
+    """Answers 503 to generation from the beginning of /sleep until weights and KV cache are awake.
+
+    A sleep that fails counts as one, because nobody knows what of the engine is left, unless it was refused (4xx).
+    """
+
+    def __init__(self, app: App):
+        self.app, self.asleep = app, frozenset[str]()  # what has no memory
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        path = scope["path"] if scope["type"] == "http" and scope["method"] == "POST" else ""
+        status = 500  # also where the app raises
+
+        async def send_on(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        if self.asleep and path.startswith(GENERATION):
+            body = json.dumps({"error": BODY}).encode()
+            headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+            await send({"type": "http.response.start", "status": 503, "headers": headers})
+            await send({"type": "http.response.body", "body": body})
+        else:
+            before = self.asleep
+            if path == "/sleep":
+                self.asleep = TAGS
+            await self.app(scope, receive, send_on)
+            if path == "/sleep" and 400 <= status < 500:
+                self.asleep = before
+            elif path == "/wake_up" and status < 300:
+                self.asleep -= set(parse_qs(scope["query_string"].decode()).get("tags", TAGS))
