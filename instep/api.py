@@ -126,13 +126,14 @@ class Run:
         evaluations: dict[str, list[dict[str, Any]]] = {}
         notes: list[str] = []
         if not (reward_funcs is train_dataset is eval_dataset is args is None):
-            from instep.integrations.trl.config import as_flags
+            from instep.neighbours import added
 
+            (as_flags,) = added("call")
             _refuse_both(command, prompts, reward, reward_funcs, train_dataset)
             flags, rows, evaluations, notes = as_flags(command, args, reward_funcs, train_dataset, eval_dataset, flags)
             prompts = prompts if rows is None else rows
         if _is_several(reward):
-            from instep.integrations.trl.rewards import SUM, one_of
+            from instep.rollout.rewards.several import SUM, one_of
 
             reward, flags = one_of(list(reward), flags.pop("reward_weights", None)), {"reward_key": SUM, **flags}
         of_reward = "custom_rm_path" if callable(reward) or (reward and "." in reward) else "rm_type"

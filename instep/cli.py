@@ -19,41 +19,54 @@ from instep.bytecode import keep_bytecode
 from instep.errors import ConfigError, InstepError
 from instep.importing import first_import
 from instep.kernel import allow_descriptors
+from instep.neighbours import Command, added, commands
 from instep.private import private_files
 
 if TYPE_CHECKING:
     from instep.arguments.args import Args
 
-COMMANDS = tuple(
-    "train train-async sft dpo serve vllm-serve env-api atropos-train atropos-serve plan profile report "
-    "samples convert doctor".split()
-)
-# Those whose workers or engines may be forked.
-STARTS = "train train-async sft dpo profile serve vllm-serve".split()
+OWN = {
+    "train": Command("reinforcement learning: rollout, reward, step, weight sync", "instep.cli:train", True),
+    "train-async": Command("the same while the next rollout is generated", "instep.cli:train_async", True),
+    "sft": Command("supervised fine-tuning through the same trainer", "instep.cli:sft", True),
+    "dpo": Command(
+        "direct preference optimization of pairs of responses, through the same trainer", "instep.cli:dpo", True
+    ),
+    "serve": Command(
+        "a checkpoint behind OpenAI's routes: the engines and the router of a run, no trainer", "instep.cli:serve", True
+    ),
+    "plan": Command(
+        "where ranks and engines of a run would go, what memory and time they need; starts nothing",
+        "instep.plan.command:main",
+    ),
+    "profile": Command(
+        "three steps of `train` with the same flags: a timeline of the last one, and where its time went",
+        "instep.cli:profile",
+        True,
+    ),
+    "report": Command("RUN_DIR: write the run's report.html", "instep.cli:report"),
+    "samples": Command(
+        "RUN_DIR: show prompts, responses, masks, log-prob gaps, rewards and weight versions",
+        "instep.observability.show_samples:main",
+    ),
+    "convert": Command(
+        "hf-to-megatron | megatron-to-hf | fp8-to-bf16: weights in another format, read back and compared",
+        "instep.convert:main",
+    ),
+    "doctor": Command("[RUN_DIR]: check this installation, or what became of a run", "instep.doctor.command:main"),
+}
 
-HELP = """\
-usage: instep COMMAND ...
-
-  train       reinforcement learning: rollout, reward, step, weight sync
-  train-async the same while the next rollout is generated
-  sft         supervised fine-tuning through the same trainer
-  dpo         direct preference optimization of pairs of responses, through the same trainer
-  serve       a checkpoint behind OpenAI's routes, TRL's and Atropos': the engines and the router of a run, no trainer
-  vllm-serve  the same with the command line of `trl vllm-serve`, open to TRL's clients without a key
-  env-api     the API through which Atropos' environments feed a run
-  atropos-train  Atropos' example trainer, with its command line, as a run
-  atropos-serve  the vLLM server of Atropos' example trainer, with its command line
-  plan        where ranks and engines of a run would go, what memory and time they need; starts nothing
-  profile     three steps of `train` with the same flags: a timeline of the last one, and where its time went
-  report      RUN_DIR: write the run's report.html
-  samples     RUN_DIR: show prompts, responses, masks, log-prob gaps, rewards and weight versions
-  convert     hf-to-megatron | megatron-to-hf | fp8-to-bf16: weights in another format, read back and compared
-  doctor      [RUN_DIR]: check this installation, or what became of a run
-
+END = """
 `instep COMMAND --help` explains a command; `instep --version` prints the version. SIGUSR1 to a running train,
 train-async, sft or dpo writes the stacks and queues of all its processes into RUN_DIR/logs/dump-<n>.txt;
 docs/debugging.md says more.
 docs/quick_start.md goes from a clone to a task of your own."""
+
+
+def overview() -> str:
+    """The help of `instep` itself."""
+    rows = (f"  {name:<15}{command.help}" for name, command in commands(OWN).items())
+    return "\n".join(["usage: instep COMMAND ...", "", *rows, END])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,67 +99,54 @@ def guarded(work: Callable[[], int]) -> int:
 
 def _run_beside(words: list[str]) -> int:
     """Run one command, with a fork server if it may start workers or engines."""
-    with fork_server.beside() if words[:1] and words[0] in STARTS else contextlib.nullcontext():
+    starts = words[:1] and (command := commands(OWN).get(words[0])) is not None and command.starts
+    with fork_server.beside() if starts else contextlib.nullcontext():
         return _run(words)
 
 
 def _run(words: list[str]) -> int:
     command, rest = (words[0], words[1:]) if words else ("--help", [])
     if command in ("-h", "--help", "help"):
-        print(HELP)
-    elif command == "--version":
+        print(overview())
+        return 0
+    if command == "--version":
         print(f"instep {__version__}")
-    elif command in ("train", "train-async", "sft", "dpo", "profile"):
-        _train(command, rest)
-    elif command == "serve":
-        _serve(rest)
-    elif command == "env-api":
-        from instep.integrations.atropos.env_api import main as env_api
-
-        return env_api(rest)
-    elif command == "atropos-train":
-        from instep.integrations.atropos.trainer import main as atropos_train
-
-        return atropos_train(rest)
-    elif command == "atropos-serve":
-        from instep.integrations.atropos.server import main as atropos_serve
-
-        return atropos_serve(rest)
-    elif command == "vllm-serve":
-        _vllm_serve(rest)
-    elif command == "plan":
-        _plan(rest)
-    elif command == "report":
-        _report(rest)
-    elif command == "samples":
-        from instep.observability.show_samples import main as samples
-
-        return samples(rest)
-    elif command == "convert":
-        from instep.convert import main as convert
-
-        return convert(rest)
-    elif command == "doctor":
-        from instep.doctor.command import main as doctor
-
-        return doctor(rest)
-    else:
-        like = difflib.get_close_matches(command, COMMANDS, n=1)
-        remedy = f"did you mean `instep {like[0]}`?" if like else f"the commands are {', '.join(COMMANDS)}"
+        return 0
+    known = commands(OWN)
+    if command not in known:
+        like = difflib.get_close_matches(command, known, n=1)
+        remedy = f"did you mean `instep {like[0]}`?" if like else f"the commands are {', '.join(known)}"
         raise ConfigError(f"unknown command '{command}'", where="instep", remedy=remedy)
-    return 0
+    return known[command].run(rest)
+
+
+def train(words: list[str]) -> None:
+    _train("train", words)
+
+
+def train_async(words: list[str]) -> None:
+    _train("train-async", words)
+
+
+def sft(words: list[str]) -> None:
+    _train("sft", words)
+
+
+def dpo(words: list[str]) -> None:
+    _train("dpo", words)
+
+
+def profile(words: list[str]) -> None:
+    if _helps("profile", words):
+        return
+    from instep.controller.profile import of_profile
+
+    run(of_profile(arguments("train", words)))
 
 
 def _train(command: str, words: list[str]) -> None:
-    if _helps(command, words):
-        return
-    profiles, command = command == "profile", "train" if command == "profile" else command
-    args = arguments(command, words)
-    if profiles:
-        from instep.controller.profile import of_profile
-
-        args = of_profile(args)
-    run(args)
+    if not _helps(command, words):
+        run(arguments(command, words))
 
 
 def arguments(command: str, words: list[str]) -> Args:
@@ -218,42 +218,21 @@ def _helps(command: str, words: list[str]) -> bool:
     return True
 
 
-def _serve(words: list[str]) -> None:
+def serve(words: list[str]) -> None:
     if _helps("serve", words):
         return
     from instep.arguments import parse
 
     args = parse(words, "serve")
     from instep.checkpoints.hf_export import check_files, check_hf_checkpoint
-    from instep.integrations.trl.serve import port_of_serve
     from instep.serve import serve
 
     check_hf_checkpoint(args.hf_checkpoint)
     check_files(args.hf_checkpoint, needs_chat_template=False)
-    serve(args, port_of_serve(args))
+    serve(args, next((front for make in added("before_engines") if (front := make(args)) is not None), None))
 
 
-def _vllm_serve(words: list[str]) -> None:
-    from instep.integrations.trl.command_line import HELP as OWN_HELP
-
-    if "-h" in words or "--help" in words:
-        print(OWN_HELP)
-        return
-    from instep.integrations.trl.serve import vllm_serve
-
-    vllm_serve(words)
-
-
-def _plan(words: list[str]) -> None:
-    from instep.plan.command import USAGE, plan
-
-    if "-h" in words or "--help" in words:
-        print(USAGE)
-    else:
-        plan(words)
-
-
-def _report(words: list[str]) -> None:
+def report(words: list[str]) -> None:
     if "-h" in words or "--help" in words:
         print("usage: instep report RUN_DIR\n\nWrite RUN_DIR/report.html from the run's metrics.")
         return

@@ -125,7 +125,7 @@ def load_function(dotted_path: str) -> Callable[..., Any]:
         raise ConfigError(
             f"{dotted_path!r} is no dotted path", where="hook", remedy="write package.module.function, without .py"
         )
-    from instep.arguments.slime_hooks import install_aliases  # here, because that package imports this module
+    from instep.arguments.aliases import install_aliases, is_aliased  # here, because that package imports this module
 
     install_aliases()
     try:
@@ -142,7 +142,7 @@ def load_function(dotted_path: str) -> Callable[..., Any]:
                 remedy=f"correct that line; `python -c 'import {module_name}'` shows the whole traceback",
             ) from error
         if module_name != missing and not module_name.startswith(missing + "."):
-            theirs = missing.startswith(("slime.", "vime."))
+            theirs = is_aliased(missing.partition(".")[0]) and "." in missing
             instead = "; docs/migration.md, 'Hooks', says which of its modules are here" if theirs else ""
             raise ConfigError(
                 f"module {module_name!r} imports {missing!r}, which is not installed",

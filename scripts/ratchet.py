@@ -21,7 +21,7 @@ def files(*patterns: str) -> list[Path]:
 
 def measured() -> dict[str, float]:
     """What the tree has, by the names of `ratchet.toml`."""
-    python = files("instep/*.py", "instep_engine/*.py")
+    python = files("instep/*.py", "instep_engine/*.py", "instep_neighbours/*.py")
     inside = {path.relative_to(ROOT / "instep").parts[0] for path in files("instep/*")}
     return {
         "product_lines": sum(len(path.read_text().splitlines()) for path in python),

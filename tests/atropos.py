@@ -14,8 +14,8 @@ from typing import Any
 
 from aiohttp import web
 
-from instep.integrations.atropos.env_api import EnvApi
 from instep.ports import free_port
+from instep_neighbours.atropos.env_api import EnvApi
 
 REGISTRATION: dict[str, Any] = {
     "wandb_group": "g",

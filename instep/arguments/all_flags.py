@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import chain
 
 from instep.arguments.algorithm.flags import ALGORITHM
 from instep.arguments.asynchronous import ASYNCHRONOUS
@@ -12,29 +13,27 @@ from instep.arguments.data import DATA
 from instep.arguments.debugging import DEBUGGING
 from instep.arguments.engine import ENGINE
 from instep.arguments.engine_flags import find_engine_flag
-from instep.arguments.environment import ENVIRONMENT
 from instep.arguments.evaluation import EVAL
 from instep.arguments.extra import of_user
-from instep.arguments.flag import Flag, FlagGroup, FlagStatus, hook
+from instep.arguments.flag import Family, Flag, FlagGroup, hook
 from instep.arguments.loggers import LOGGERS
 from instep.arguments.lora import LORA
 from instep.arguments.megatron import SHAPE, megatron_table
 from instep.arguments.model import MODEL
-from instep.arguments.neighbours import NEIGHBOURS
 from instep.arguments.optimizer import OPTIMIZER
 from instep.arguments.parallel import PARALLEL
 from instep.arguments.reward import REWARD
 from instep.arguments.rollout import ROLLOUT
 from instep.arguments.sglang import NOTE, SGLANG
 from instep.arguments.timeouts import TIMEOUTS
+from instep.neighbours import added, packages
 
-GROUPS: tuple[FlagGroup, ...] = (
+_OWN: tuple[FlagGroup, ...] = (
     MODEL,
     DATA,
     ROLLOUT,
     REWARD,
     EVAL,
-    ENVIRONMENT,
     ALGORITHM,
     OPTIMIZER,
     LORA,
@@ -46,34 +45,37 @@ GROUPS: tuple[FlagGroup, ...] = (
     LOGGERS,
     TIMEOUTS,
     DEBUGGING,
-    NEIGHBOURS,
     SGLANG,
 )
 
-_ATROPOS = "a flag of an Atropos environment"
+# Families of which only a part is written down.
+_FAMILIES = (Family("--sglang-", NOTE, "the --vllm- flag of the same meaning (docs/engines_flags.md)"),)
 
-# Families of which only a part is written down: prefix, status, note, instead.
-_PREFIXES: tuple[tuple[str, FlagStatus, str, str], ...] = (
-    ("--sglang-", "refused", NOTE, "the --vllm- flag of the same meaning (docs/engines_flags.md)"),
-    ("--openai.", "refused", _ATROPOS, "the environment's own command line (docs/neighbours/atropos.md)"),
-    ("--env.", "refused", _ATROPOS, "the environment's own command line (docs/neighbours/atropos.md)"),
-    ("--slurm", "refused", _ATROPOS, "--cluster ray (docs/cluster.md)"),
-)
+
+@cache
+def groups() -> tuple[FlagGroup, ...]:
+    """All flags, those of neighbours last."""
+    return _OWN + tuple(chain.from_iterable(added("flags")))
+
+
+@cache
+def families() -> tuple[Family, ...]:
+    return _FAMILIES + tuple(chain.from_iterable(added("families")))
 
 
 @cache
 def own_flags() -> dict[str, Flag]:
-    """The flags of `GROUPS`, by each of their names."""
-    return {name: flag for group in GROUPS for flag in group.flags for name in (flag.name, *flag.aliases)}
+    """The flags of `groups()`, by each of their names."""
+    return {name: flag for group in groups() for flag in group.flags for name in (flag.name, *flag.aliases)}
 
 
 def own_hooks(args: Settings) -> list[tuple[str, str]]:
     """The user's functions that `args` names: flag and dotted path of each."""
     found = []
-    for flag in (flag for group in GROUPS for flag in group.flags if flag.type is hook):
+    for flag in (flag for group in groups() for flag in group.flags if flag.type is hook):
         value = vars(args).get(flag.attribute)
         for path in value if isinstance(value, list) else [value]:
-            if path and path != flag.default and not path.startswith("instep."):
+            if path and path != flag.default and path.partition(".")[0] not in packages():
                 found.append((flag.name, path))
     return found
 
@@ -90,8 +92,8 @@ def find(name: str) -> Flag | None:
     its prefix; else None. Its words may be joined by underscores."""
     flag = own_flags().get(name) or of_user().get(name) or passed_through().get(name) or find_engine_flag(name)
     if flag is None:
-        for prefix, status, note, instead in _PREFIXES:
-            if name.startswith(prefix):
-                return Flag(name, status=status, note=note, instead=instead)
+        for family in families():
+            if name.startswith(family.prefix):
+                return Flag(name, status="refused", note=family.note, instead=family.instead)
     own, dot, key = name.partition(".")  # the key of a JSON value keeps its underscores
     return find(own.replace("_", "-") + dot + key) if flag is None and "_" in own else flag

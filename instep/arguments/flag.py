@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from instep.arguments.slime_hooks import instep_hook, is_installed
+from instep.arguments.aliases import instep_hook, is_aliased, is_installed
 from instep.data.rows import split_files
 from instep.documents import parse_choice, parse_json, parse_whole
 from instep.engines.topology import MAX_GPUS
@@ -130,13 +130,10 @@ def in_one_word(values: list[str]) -> list[str]:
     return values
 
 
-_SEEDS = ("slime", "slime_plugins", "vime", "vime_plugins")
-
-
 def hook(value: str) -> str:
     """A dotted path `package.module.function`. The top-level module must exist; it is not imported.
 
-    Where slime (or vime) is not installed, its own functions are those of instep in their place.
+    Where another project is not installed, its functions are those of instep in their place (`aliases.py`).
     """
     if file := re.fullmatch(r"(?:.*/)?(\w+)\.py(?:::?(\w+))?", value):
         form = f"{file[1]}.{file[2] or 'my_function'}"
@@ -147,7 +144,7 @@ def hook(value: str) -> str:
     if not is_installed(top):
         if ours := instep_hook(value):
             return ours
-        here = "; docs/migration.md, 'Hooks', says what is here in its place" if top in _SEEDS else ""
+        here = "; docs/migration.md, 'Hooks', says what is here in its place" if is_aliased(top) else ""
         raise ValueError(f"names the module '{top}', which is neither in this folder nor on PYTHONPATH{here}")
     return value
 
@@ -275,6 +272,15 @@ class Flag:
         """Raises: ValueError, with what is wrong about `value`."""
         converted = self.type(literal(value))
         return parse_choice(str(converted), self.choices) if self.choices else converted
+
+
+@dataclass(frozen=True)
+class Family:
+    """Flags with a prefix that are refused; few are written down. `note` and `instead` are those of a `Flag`."""
+
+    prefix: str
+    note: str
+    instead: str
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from typing import Any
 
-from instep.arguments.all_flags import GROUPS, passed_through
+from instep.arguments.all_flags import groups, passed_through
 from instep.arguments.engine_help import summary
 from instep.arguments.flag import Flag
 from instep.arguments.suggest import acts_in
@@ -99,7 +99,7 @@ def default_text(flag: Flag) -> str:
 def format_help(command: str = "train") -> str:
     """The help text of a command: every flag that acts in it, by group, and an example."""
     lines = [f"usage: instep {command} --flag value ...", "", textwrap.fill(_INTRO[command], 118), ""]
-    for group in GROUPS:
+    for group in groups():
         acting = [f for f in group.flags if acts_in(command, f)]
         if acting:
             lines += [f"{group.title}:", *(line for flag in acting for line in _entry(flag)), ""]

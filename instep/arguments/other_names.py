@@ -1,15 +1,11 @@
-"""A setting of TRL, verl or OpenRLHF that a user has typed is looked up, and what it is here."""
+"""A setting of another framework that a user has typed is looked up, and what it is here."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import cache
 
-from instep.arguments.migration_tables import OPENRLHF, TRL, TRL_DPO, VERL
-
-# By the framework whose names they are; those before are looked up first.
-_TABLES = {"OpenRLHF": OPENRLHF, "verl": VERL, "TRL": TRL}
+from instep.neighbours import added
 
 
 @dataclass(frozen=True)
@@ -27,9 +23,10 @@ def look_up(typed: str, value: str, command: str) -> Found | None:
 
     Several settings whose names end alike are none, unless they are the same here.
     """
+    settings = [setting for named in added("settings") for setting in named(command)]
     wanted = re.sub(r"[-_]+", "_", typed.strip("-+").lower())
     for same in (wanted.__eq__, lambda name: len(wanted) > 2 and name.endswith("." + wanted)):
-        named = [(of_value, found) for name, of_value, found in _settings(command) if same(name)]
+        named = [(of_value, found) for name, of_value, found in settings if same(name)]
         exact = [found for of_value, found in named if of_value == value] if value else []
         some = exact or [found for of_value, found in named if not of_value]
         if len({found.here or found.note for found in some}) == 1:
@@ -38,18 +35,3 @@ def look_up(typed: str, value: str, command: str) -> Found | None:
             found = named[0][1]
             return Found(found.whose, found.name, "", "docs/migration.md says what its values are here")
     return None
-
-
-@cache
-def _settings(command: str) -> list[tuple[str, str, Found]]:
-    """The names of all tables, lower case; those of `TRL_DPO` replace the same ones of the others for `instep dpo`."""
-    own = {"TRL": TRL_DPO} if command == "dpo" else {}
-    replaced = {name for row in own.get("TRL", ()) for name, _, _ in row.names}
-    return [
-        (name.lower(), value, Found(whose, name, here, row.note))
-        for tables in (own, _TABLES)
-        for whose, table in tables.items()
-        for row in table
-        for name, value, here in row.names
-        if tables is own or name not in replaced
-    ]

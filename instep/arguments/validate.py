@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import chain
 
 from instep.arguments import (
     asynchronous,
@@ -14,7 +15,6 @@ from instep.arguments import (
     colocation,
     data,
     debugging,
-    environment,
     evaluation,
     families,
     loggers,
@@ -39,6 +39,7 @@ from instep.arguments.engine_rules import api_keys, read_topology, rollout_backe
 from instep.arguments.named import name_models
 from instep.arguments.parser import Scan
 from instep.arguments.roles import read_roles
+from instep.neighbours import added
 
 Rules = tuple[Callable[[Draft, set[str]], Iterator[Problem]], ...]
 
@@ -52,7 +53,6 @@ RESOLVERS: tuple[Resolver, ...] = (
     *cluster.RESOLVERS,
     *algorithm.RESOLVERS,
     *distillation.RESOLVERS,
-    *environment.RESOLVERS,
     *data.RESOLVERS,
     *rollout.RESOLVERS,
     *parallel.RESOLVERS,
@@ -90,7 +90,6 @@ RULES: Rules = (
     *COMBINATIONS,
     *rollout.RULES,
     *reward.RULES,
-    *environment.RULES,
     *distillation.RULES,
     *megatron.RULES,
     *parallel.RULES,
@@ -123,14 +122,14 @@ def complete(args: Draft, scan: Scan) -> list[Problem]:
             lambda: vars(args).update(algorithm.own_defaults(args, given)),
         ),
     ]
-    for resolver in RESOLVERS:
+    for resolver in chain(*added("resolvers"), RESOLVERS):
         problems += _step(scan, resolver.__name__, partial(_resolve, args, resolver, scan))
     return problems + _step(scan, "eval_datasets", partial(evaluation.read_datasets, args))
 
 
 def check(args: Draft, scan: Scan) -> list[Problem]:
     """The problems that the rules of the command find."""
-    rules = {"plan": PLAN_RULES, "serve": SERVE_RULES}.get(args.command, RULES)
+    rules = {"plan": PLAN_RULES, "serve": SERVE_RULES}.get(args.command) or chain(RULES, *added("rules"))
     given = set(scan.given)
     return [problem for rule in rules for problem in _step(scan, "", partial(rule, args, given))]
 

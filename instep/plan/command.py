@@ -54,6 +54,14 @@ def own_options(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return parser.parse_known_args(list(words))
 
 
+def main(words: list[str]) -> None:
+    """Run the command."""
+    if "-h" in words or "--help" in words:
+        print(USAGE)
+    else:
+        plan(words)
+
+
 def plan(words: Sequence[str]) -> None:
     """Print the plan of a command line.
 

@@ -1,7 +1,7 @@
 """The way `staged`: that of `shm`, for buckets that lie in shared memory before the session and stay there after it.
 
 No trainer of a run sends by it: a server that has received whole weights from somebody else's trainer does
-(`integrations/trl/updates.py`), and brings an engine that was started anew the same buckets once more.
+(`instep_neighbours/trl/updates.py`), and brings an engine that was started anew the same buckets once more.
 """
 
 from instep.weights.shm import Shm

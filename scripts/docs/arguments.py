@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from instep.arguments.all_flags import GROUPS, own_flags, passed_through
+from instep.arguments.all_flags import groups, own_flags, passed_through
 from instep.arguments.flag import Flag
 from instep.arguments.help import default_text
 
@@ -34,7 +34,7 @@ def flags_markdown() -> str:
         "tells whose flag it is: " + ", ".join(_WHOSE.values()) + "; otherwise instep's own.",
         "",
     ]
-    for group in GROUPS:
+    for group in groups():
         acting = [f for f in group.flags if f.status == "acts"]
         others = [f for f in group.flags if f.status != "acts"]
         lines += [f"## {group.title}", ""]

@@ -1,7 +1,7 @@
 """docs/neighbours/trl_config.md: TRL's configuration in `instep.train`.
 
 `python scripts/docs/grpo_config.py > docs/neighbours/trl_config.md` writes it, the tables from
-`instep/integrations/trl/fields.py`.
+`instep_neighbours/trl/fields.py`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import groupby
 
-from instep.integrations.trl.fields import FIELDS, TRAINER, Field
+from instep_neighbours.trl.fields import FIELDS, TRAINER, Field
 
 TEXT = """\
 # A GRPOTrainer script, run by instep

@@ -12,7 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from examples import hooks
-from instep.arguments.all_flags import GROUPS, find
+from instep.arguments.all_flags import find, groups
 from instep.arguments.flag import Flag
 from instep.arguments.flag import hook as hook_type
 
@@ -283,7 +283,7 @@ their place, for the samples of this set. [examples/eval.yaml](../examples/eval.
 
 def acting() -> list[Flag]:
     """The flags that take a function."""
-    return [f for group in GROUPS for f in group.flags if f.type is hook_type and f.status == "acts"]
+    return [f for group in groups() for f in group.flags if f.type is hook_type and f.status == "acts"]
 
 
 def markdown() -> str:

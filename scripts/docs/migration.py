@@ -1,7 +1,7 @@
 """docs/migration.md: what the flags of slime, vime, TRL and verl are here.
 
 `python scripts/docs/migration.py > docs/migration.md` writes it. What slime and vime say comes from the flag table;
-TRL, verl and OpenRLHF have tables (`instep/arguments/migration_tables.py`), in which the status of a setting is that of
+TRL, verl and OpenRLHF have tables (`instep_neighbours/settings.py`), in which the status of a setting is that of
 the flags that it names.
 """
 
@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 from instep.arguments.all_flags import own_flags
 from instep.arguments.flag import Flag
-from instep.arguments.migration_tables import OPENRLHF, TRL, TRL_DPO, VERL, Row
-from instep.arguments.slime_hooks import MODULES
+from instep_neighbours.settings import OPENRLHF, TRL, TRL_DPO, VERL, Row
+from instep_neighbours.slime import SLIME as MODULES
 
 
 def markdown() -> str:

@@ -15,10 +15,10 @@ from instep.arguments.all_flags import find, own_flags
 from instep.arguments.help import format_help
 from instep.arguments.parser import scan
 from instep.arguments.suggest import acts_in, named_flags
-from instep.integrations.atropos import env_api, server, trainer_flags
-from instep.integrations.trl.command_line import _FLAGS as TRL_FLAGS
-from instep.integrations.trl.command_line import read
 from instep.plan.command import own_options
+from instep_neighbours.atropos import env_api, server, trainer_flags
+from instep_neighbours.trl.command_line import _FLAGS as TRL_FLAGS
+from instep_neighbours.trl.command_line import read
 from tests.command_line import CONFIG
 
 ROOT = Path(__file__).parents[2]

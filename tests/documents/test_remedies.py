@@ -20,7 +20,8 @@ from instep.engines.reserved_flags import reserved
 from instep.errors import InstepError, NoAnswerError
 from tests.command_line import CONFIG, argv, make_folder, refusal
 
-PACKAGE = Path(__file__).parents[2] / "instep"
+ROOT = Path(__file__).parents[2]
+SOURCES = sorted(file for name in ("instep", "instep_neighbours") for file in (ROOT / name).rglob("*.py"))
 # Flags of other programs, which remedies name: `pip`, `hf`, `docker`, `ray`, `vllm serve`, `instep samples`.
 FOREIGN = {
     "--env.rollout_server_url",  # of Atropos' environments
@@ -39,11 +40,11 @@ FOREIGN = {
 
 def remedies() -> Iterator[tuple[str, str]]:
     """The text of each remedy in the source, with `{}` for what is filled in, and where it stands."""
-    for file in sorted(PACKAGE.rglob("*.py")):
+    for file in SOURCES:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             for value in _values(node):
                 for text in _texts(value):
-                    yield f"{file.relative_to(PACKAGE)}:{value.lineno}", text
+                    yield f"{file.relative_to(ROOT)}:{value.lineno}", text
 
 
 def _values(node: ast.AST) -> list[ast.expr]:
@@ -101,7 +102,7 @@ def test_every_remedy_of_the_source_names_flags_that_act():
 
 def of_command(where: str) -> set[str]:
     """The flags of the command that a file is of, where it has flags of its own."""
-    return {"--model", "--save-path", "--trainer-rank"} if where.startswith("integrations/atropos/") else set()
+    return {"--model", "--save-path", "--trainer-rank"} if where.startswith("instep_neighbours/atropos/") else set()
 
 
 def _acts(name: str) -> bool:
@@ -144,12 +145,12 @@ def test_every_error_says_where_and_what_to_do():
     """Each raise of a named error, and each problem of a command line, has a place and a remedy that are not empty."""
     errors = {error.__name__ for error in (*InstepError.__subclasses__(), NoAnswerError)}
     count = 0
-    for file in sorted(PACKAGE.rglob("*.py")):
+    for file in SOURCES:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
                 continue
             given = {k.arg for k in node.keywords if not (isinstance(k.value, ast.Constant) and not k.value.value)}
-            place = f"{file.relative_to(PACKAGE)}:{node.lineno}"
+            place = f"{file.relative_to(ROOT)}:{node.lineno}"
             if node.func.id in errors:
                 missing = {"where", "remedy"} - given  # `Hook.guard` names the place of an error of a rollout
                 assert not missing or (missing == {"where"} and node.func.id == "RolloutError"), place

@@ -3,7 +3,7 @@
 import sys
 
 from instep.cli import guarded
-from instep.integrations.atropos import trainer
+from instep_neighbours.atropos import trainer
 
 _words_of = trainer.words_of
 

@@ -63,10 +63,10 @@ def outlives_its_api(tiny: Path, tmp_path: Path, serve: Callable[[int], Api]) ->
     api, client = serve(port), Client(f"http://127.0.0.1:{port}")
     more = [
         "--rollout-function-path",
-        "instep.integrations.atropos.generate_rollout",
+        "instep_neighbours.atropos.generate_rollout",
         "--disable-rollout-global-dataset",
     ]
-    more += ["--custom-reward-post-process-path", "instep.integrations.atropos.normalized_scores", "--no-api-key"]
+    more += ["--custom-reward-post-process-path", "instep_neighbours.atropos.normalized_scores", "--no-api-key"]
     more += ["--atropos-url", client.url, "--pause-mode", "keep", "--engine-port", str(engine_port)]
     run = start(grpo_arguments(tiny, run_dir, *more, "--rollout-batch-size", str(GROUPS), "--rm-type", "random"))
     metrics = run_dir / "metrics.jsonl"

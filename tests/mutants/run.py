@@ -31,7 +31,7 @@ from rich.table import Table
 
 ROOT = Path(__file__).parents[2]
 LIST = Path(__file__).with_name("mutants.toml")
-PACKAGES = ("instep", "instep_engine", "tests")
+PACKAGES = ("instep", "instep_engine", "instep_neighbours", "tests")
 SECONDS = 120.0  # of the tests of one fault
 PASSED, CAUGHT, HUNG, BROKEN = 0, 1, -1, 100  # outcomes; the first two are pytest's, as are the others above 1
 _ALSO_READ = "scripts docs examples benchmarks pyproject.toml README.md Makefile".split()

@@ -37,7 +37,7 @@ THEIRS = {name: value for name, value in os.environ.items() if name != "PYTHONPA
 }
 OURS = THEIRS | {"PYTHONPATH": str(ROOT)}
 INSTEP = [sys.executable, "-m", "instep.cli"]
-ATROPOS = "instep.integrations.atropos"
+ATROPOS = "instep_neighbours.atropos"
 STEPS = 16
 
 

@@ -23,10 +23,10 @@ import torch
 
 from instep.arguments import parse
 from instep.errors import ConfigError, EngineError, InstepError, RolloutError
-from instep.integrations.verifiers import Tasks, generate_rollout
 from instep.rollout import runtime
 from instep.rollout.outputs import as_train_output
 from instep.types import Sample
+from instep_neighbours.verifiers import Tasks, generate_rollout
 from tests import keys
 from tests.assets import make_checkpoint
 from tests.bounds import allowed
@@ -69,7 +69,7 @@ def flags(model: Path, run_dir: Path, *more: str, **taskset: Any) -> list[str]:
     words = f"train --hf-checkpoint {model} --env vowels --env-python {PYTHON} --rollout-batch-size 4"
     words += " --n-samples-per-prompt 4 --rollout-max-response-len 12 --num-rollout 2 --lr 1e-3"
     words += " --lr-decay-style constant --train-backend hf --actor-num-gpus-per-node 1 --num-threads 1 --device cpu"
-    words += " --rollout-timeout 60 --rollout-function-path instep.integrations.verifiers.generate_rollout"
+    words += " --rollout-timeout 60 --rollout-function-path instep_neighbours.verifiers.generate_rollout"
     return [*words.split(), "--run-dir", str(run_dir), "--env-args", json.dumps(own), *more]
 
 

@@ -15,8 +15,8 @@ import pytest
 
 import instep
 from instep.algorithms.losses.policy import PolicyLossConfig
-from instep.integrations.trl.config import as_flags
-from instep.integrations.trl.fields import FIELDS
+from instep_neighbours.trl.config import as_flags
+from instep_neighbours.trl.fields import FIELDS
 from tests.assets import make_checkpoint
 from tests.oracles import peers
 from tests.oracles.test_oracle_peers import agreed_gradient, data, each_seed, trl_loss

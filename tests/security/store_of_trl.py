@@ -7,8 +7,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from instep.integrations.trl.receiver import Meeting, _store
 from instep_engine.gloo import shut
+from instep_neighbours.trl.receiver import Meeting, _store
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (1024, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 meeting = Meeting("127.0.0.1", int(sys.argv[1]), 0, "cpu", 300.0)

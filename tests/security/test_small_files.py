@@ -22,7 +22,7 @@ from instep.checkpoints.inert import NoData
 from instep.checkpoints.plain import METADATA, read_index
 from instep.checkpoints.torch_files import TensorFiles, load_data
 from instep.errors import CheckpointError
-from instep.integrations.trl.receiver import _id_or_text
+from instep_neighbours.trl.receiver import _id_or_text
 
 
 def test_a_pickle_has_no_more_opcodes_than_its_reader_takes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from instep.arguments import parse
-from instep.arguments.all_flags import GROUPS, find, own_flags, passed_through
+from instep.arguments.all_flags import find, groups, own_flags, passed_through
 from instep.arguments.flag import COUNT, Number, size
 from instep.arguments.megatron import megatron_table
 from scripts.docs.args_stub import stub
@@ -139,11 +139,11 @@ def test_defaults_are_slimes():
 
 
 def test_records_are_well_formed():
-    names = [name for group in GROUPS for flag in group.flags for name in (flag.name, *flag.aliases)]
+    names = [name for group in groups() for flag in group.flags for name in (flag.name, *flag.aliases)]
     assert len(names) == len(set(names))
-    attributes = [flag.attribute for group in GROUPS for flag in group.flags]
+    attributes = [flag.attribute for group in groups() for flag in group.flags]
     assert len(attributes) == len(set(attributes))
-    for group in GROUPS:
+    for group in groups():
         for flag in group.flags:
             assert flag.help if flag.status == "acts" else flag.note, flag.name
             assert set(flag.whose) <= set("VRSCATM"), flag.name

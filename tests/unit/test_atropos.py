@@ -16,15 +16,15 @@ import pytest
 from instep.data.batch import build_batch
 from instep.data.ledger import Ledger
 from instep.errors import EngineError, InstepError, RolloutError
-from instep.integrations.atropos import normalized_scores, rollout
-from instep.integrations.atropos.client import ApiClient, Registration
-from instep.integrations.atropos.env_api import EnvApi
-from instep.integrations.atropos.groups import Limits, fault_of_group, refused_in, samples_of
-from instep.integrations.atropos.rollout import _batch, registration_of
-from instep.integrations.atropos.scores import advantages
 from instep.ports import free_port
 from instep.rollout import runtime
 from instep.types import Sample
+from instep_neighbours.atropos import normalized_scores, rollout
+from instep_neighbours.atropos.client import ApiClient, Registration
+from instep_neighbours.atropos.env_api import EnvApi
+from instep_neighbours.atropos.groups import Limits, fault_of_group, refused_in, samples_of
+from instep_neighbours.atropos.rollout import _batch, registration_of
+from instep_neighbours.atropos.scores import advantages
 from tests.atropos import REGISTRATION, group, serving
 from tests.bounds import allowed
 
@@ -177,15 +177,15 @@ def test_it_registers_and_takes_batches_also_of_an_api_that_has_begun_anew() -> 
 
 
 def test_waits_have_a_bound(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("instep.integrations.atropos.client.FIRST_CONTACT", 0.2)
+    monkeypatch.setattr("instep_neighbours.atropos.client.FIRST_CONTACT", 0.2)
     port, begun = free_port(), time.monotonic()
     client = ApiClient(f"http://127.0.0.1:{port}")
     with pytest.raises(EngineError, match=r"has not answered for \d+ s.*") as caught:
         next_batch(client)
     assert "instep env-api" in caught.value.remedy and client.url in caught.value.where
     with serving(port) as api:
-        monkeypatch.setattr("instep.integrations.atropos.client.FIRST_CONTACT", 10.0)
-        monkeypatch.setattr("instep.integrations.atropos.client.TELL_AFTER", 0.1)
+        monkeypatch.setattr("instep_neighbours.atropos.client.FIRST_CONTACT", 10.0)
+        monkeypatch.setattr("instep_neighbours.atropos.client.TELL_AFTER", 0.1)
         with pytest.raises(RolloutError, match="no environment has sent.*; no environment has registered") as waited:
             next_batch(client, 2.0)
         assert re.search("no batch of 8 sequences has come for [0-2] s", caplog.text)
@@ -207,13 +207,13 @@ def test_an_api_that_hangs_is_named(caplog: pytest.LogCaptureFixture, monkeypatc
         await asyncio.sleep(60)
 
     asked = list[str]()
-    monkeypatch.setattr("instep.integrations.atropos.client.FIRST_CONTACT", 0.3)
-    monkeypatch.setattr("instep.integrations.atropos.client.TELL_AFTER", 0.1)
+    monkeypatch.setattr("instep_neighbours.atropos.client.FIRST_CONTACT", 0.3)
+    monkeypatch.setattr("instep_neighbours.atropos.client.TELL_AFTER", 0.1)
     begun = time.monotonic()
     words = "has not answered for [0-3] s"
     with socket.create_server(("127.0.0.1", 0)) as mute, pytest.raises(EngineError, match=words):
         next_batch(ApiClient(f"http://127.0.0.1:{mute.getsockname()[1]}"))
-    monkeypatch.setattr("instep.integrations.atropos.client.FIRST_CONTACT", 10.0)
+    monkeypatch.setattr("instep_neighbours.atropos.client.FIRST_CONTACT", 10.0)
     monkeypatch.setattr(EnvApi, "batch", hang)
     with serving() as api, pytest.raises(EngineError, match=f"{words}: TimeoutError"):
         next_batch(ApiClient(api.url), 0.6)
@@ -286,7 +286,7 @@ def test_groups_are_refused_and_taken_again_for_so_long(monkeypatch, caplog) -> 
     assert "1 groups that the Atropos API" in caplog.text
 
 
-@pytest.mark.parametrize("path", [None, "instep.integrations.atropos.normalized_scores"])
+@pytest.mark.parametrize("path", [None, "instep_neighbours.atropos.normalized_scores"])
 def test_a_rollout(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, path: str | None) -> None:
     """Numbers that go on, texts, metrics of each environment, and an advantage of zero with other estimators."""
     monkeypatch.setattr(rollout, "limits_of", lambda args: Limits(40, None))

@@ -20,10 +20,10 @@ from instep.arguments import parse
 from instep.cli import main
 from instep.engines.vllm import VllmKind
 from instep.errors import ConfigError, EngineError
-from instep.integrations.atropos import server, trainer
-from instep.integrations.atropos.trainer_flags import layer_indices, parser, read
 from instep.ports import free_port
 from instep_engine.guard import EVERYONE, GENERATION_ROUTES
+from instep_neighbours.atropos import server, trainer
+from instep_neighbours.atropos.trainer_flags import layer_indices, parser, read
 from tests.assets import make_checkpoint
 from tests.atropos import serving
 from tests.bounds import allowed
@@ -371,7 +371,7 @@ def test_the_guides_pkill_finds_the_server_whose_log_has_every_line_at_once(tmp_
     (tmp_path / "vllm/entrypoints/cli/main.py").write_text("import time\nprint('it serves')\ntime.sleep(100)\n")
     code = "from instep.engines.vllm import VllmKind; VllmKind.check_installed = lambda *_: None; "
     code += "VllmKind.capabilities = VllmKind('0.32.0').capabilities; "
-    code += "from instep.integrations.atropos.server import main; import sys; main(sys.argv[1:])"
+    code += "from instep_neighbours.atropos.server import main; import sys; main(sys.argv[1:])"
     model, port, log = make_checkpoint(tmp_path / "hf", head_dim=32), str(free_port()), tmp_path / "log"
     env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     env |= {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "XDG_CACHE_HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}

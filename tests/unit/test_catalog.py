@@ -66,14 +66,11 @@ def test_the_record_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_no_module_outside_knows_an_algorithm_by_name() -> None:
-    """A comparison with a name, a list of names: what they stand for is a field of the record.
-
-    `integrations` translates the words of other projects, some of which are the same.
-    """
+    """A comparison with a name, a list of names: what they stand for is a field of the record."""
     names = {*ALGORITHMS, *FORMS}
     found = []
     for path in PACKAGE.rglob("*.py"):
-        if path.is_relative_to(PACKAGE / "algorithms") or path.is_relative_to(PACKAGE / "integrations"):
+        if path.is_relative_to(PACKAGE / "algorithms"):
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Constant) and node.value in names:

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import instep
-from instep.cli import COMMANDS, HELP, main
+from instep.cli import OWN, main, overview
+from instep.neighbours import commands
 from tests.assets import make_checkpoint, make_prompts
 from tests.bounds import allowed
 
@@ -42,8 +43,8 @@ def test_a_wrong_command_line_ends_with_2_and_a_text(capsys):
 
 
 def test_help_names_every_command_and_each_has_help(capsys):
-    assert set(re.findall(r"^  ([a-z-]+) ", HELP, re.M)) == set(COMMANDS)
-    for command in COMMANDS:
+    assert set(re.findall(r"^  ([a-z-]+) ", overview(), re.M)) == set(commands(OWN))
+    for command in commands(OWN):
         with contextlib.suppress(SystemExit):  # argparse's
             assert main([command, "--help"]) == 0
         assert f"usage: instep {command}" in capsys.readouterr().out

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from instep.cli import main
-from instep.integrations.atropos.batches import Queued, cut, indices_with_sum
 from instep.ports import free_port
+from instep_neighbours.atropos.batches import Queued, cut, indices_with_sum
 from tests.atropos import REGISTRATION, Client, group, serving
 
 

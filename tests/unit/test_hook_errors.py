@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from instep.arguments import parse
-from instep.arguments.all_flags import GROUPS, find
+from instep.arguments.all_flags import find, groups
 from instep.arguments.flag import hook as hook_type
 from instep.controller.advantage_columns import add_advantages
 from instep.controller.round_metrics import logs_evaluation, metrics_of_rollout
@@ -305,7 +305,9 @@ WRONG: dict[str, list[Any]] = {
 
 
 def test_the_tables_have_every_flag_that_takes_a_function() -> None:
-    flags = {flag.name for group in GROUPS for flag in group.flags if flag.type is hook_type and flag.status == "acts"}
+    flags = {
+        flag.name for group in groups() for flag in group.flags if flag.type is hook_type and flag.status == "acts"
+    }
     assert flags == set(WAYS) == set(WRONG)
 
 

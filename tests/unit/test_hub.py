@@ -17,9 +17,9 @@ from instep.data.named import file_of, is_named
 from instep.data.rows import split_files
 from instep.engines.spec import EngineSpec
 from instep.errors import ConfigError
-from instep.integrations.trl.command_line import read
 from instep.models import hub
 from instep.private import private_files
+from instep_neighbours.trl.command_line import read
 from tests.hub import Hub
 
 CONFIG = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
@@ -146,7 +146,7 @@ def online(root: Path) -> None:
     os.environ["HF_TOKEN"] = "mine"
     assert hub.name_of(arguments("--hf-checkpoint", "org/secret").hf_checkpoint) == ("org/secret", first)
 
-    from instep.integrations.atropos.trainer import check_readable
+    from instep_neighbours.atropos.trainer import check_readable
 
     check_readable("org/tiny")
     refused(lambda: check_readable("org/none"), "instep atropos-train --model-name org/none", "no such model")

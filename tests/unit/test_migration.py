@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from instep.arguments.aliases import instep_hook
 from instep.arguments.all_flags import find, own_flags
-from instep.arguments.migration_tables import OPENRLHF, TRL, TRL_DPO, VERL
-from instep.arguments.slime_hooks import MODULES, instep_hook
 from instep.hooks import load_function
+from instep_neighbours.settings import OPENRLHF, TRL, TRL_DPO, VERL
+from instep_neighbours.slime import SLIME as MODULES
 from scripts.docs.migration import markdown
 
 ROWS = [*TRL, *TRL_DPO, *VERL, *OPENRLHF]

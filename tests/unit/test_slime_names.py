@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from instep.arguments import parse
-from instep.arguments.slime_hooks import MODULES, is_installed
+from instep.arguments.aliases import is_installed
 from instep.errors import ConfigError
 from instep.hooks import load_function
 from instep.rollout import runtime
@@ -19,6 +19,7 @@ from instep.rollout.rm_hub.math_dapo_utils import compute_score
 from instep.rollout.rm_hub.math_utils import _grader, extract_answer
 from instep.rollout.sglang_rollout import GenerateState
 from instep.types import Sample
+from instep_neighbours.slime import SLIME as MODULES
 from tests.assets import make_checkpoint
 from tests.command_line import argv, make_folder
 

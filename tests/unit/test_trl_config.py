@@ -15,14 +15,14 @@ import pytest
 
 import instep
 from instep.arguments.all_flags import find
-from instep.arguments.migration_tables import TRL
 from instep.errors import ConfigError
 from instep.hooks import load_function
-from instep.integrations.trl import rewards
-from instep.integrations.trl.config import as_flags
-from instep.integrations.trl.fields import FIELDS, TRAINER
-from instep.integrations.trl.given import KNOWN, Config
 from instep.types import Sample, Status
+from instep_neighbours.settings import TRL
+from instep_neighbours.trl import rewards
+from instep_neighbours.trl.config import as_flags
+from instep_neighbours.trl.fields import FIELDS, TRAINER
+from instep_neighbours.trl.given import KNOWN, Config
 from scripts.docs.grpo_config import markdown
 from tests.assets import make_checkpoint
 

@@ -10,14 +10,14 @@ import pytest
 
 from instep.arguments import parse
 from instep.engines import bodies
-from instep.integrations.trl import front
-from instep.integrations.trl.access import Access
-from instep.integrations.trl.delivery import _Unproven
-from instep.integrations.trl.front import Front
-from instep.integrations.trl.serve import _layout
-from instep.integrations.trl.staging import Layout
-from instep.integrations.trl.updates import Updates
 from instep.ports import free_port
+from instep_neighbours.trl import front
+from instep_neighbours.trl.access import Access
+from instep_neighbours.trl.delivery import _Unproven
+from instep_neighbours.trl.front import Front
+from instep_neighbours.trl.serve import _layout
+from instep_neighbours.trl.staging import Layout
+from instep_neighbours.trl.updates import Updates
 from tests.assets import make_checkpoint
 from tests.e2e.trl_sender import Http, Refusal
 

@@ -10,12 +10,12 @@ import pytest
 import torch.distributed as dist
 from transformers import AutoTokenizer
 
-from instep.integrations.trl import forms
-from instep.integrations.trl.clients import Connection
-from instep.integrations.trl.forms import BadRequest
-from instep.integrations.trl.receiver import Meeting, _store, careful_group
-from instep.integrations.trl.texts import Texts, template_options
 from instep.ports import free_port
+from instep_neighbours.trl import forms
+from instep_neighbours.trl.clients import Connection
+from instep_neighbours.trl.forms import BadRequest
+from instep_neighbours.trl.receiver import Meeting, _store, careful_group
+from instep_neighbours.trl.texts import Texts, template_options
 from tests.assets import make_checkpoint
 from tests.bounds import allowed
 
@@ -39,7 +39,7 @@ def test_an_id_of_nccl_is_read_from_a_store_and_nothing_else():
     got, name, data = (ours.broadcast_obj(None, 0) for _ in range(3))
     assert bytes(got) == bytes(sent) and isinstance(got, ncclUniqueId) and (name, data) == ("barrier_1", b"gloo")
     trainer.broadcast_obj(Meeting("127.0.0.1", 1, 0, "cpu", 1.0), 0)
-    with pytest.raises(RuntimeError, match="it names instep.integrations.trl.receiver.Meeting"):
+    with pytest.raises(RuntimeError, match="it names instep_neighbours.trl.receiver.Meeting"):
         ours.broadcast_obj(None, 0)
     ours.broadcast_obj("from us", 1)  # rank 1 of TRL >= 1.11 never does, rank 0 of a barrier of ours does
     assert trainer.broadcast_obj(None, 1) == "from us"

@@ -15,16 +15,16 @@ from transformers import AutoModelForCausalLM
 from instep.arguments import parse
 from instep.engines.kind import served_dtype
 from instep.errors import ConfigError, SyncError
-from instep.integrations.trl import forms
-from instep.integrations.trl.access import Access, sends
-from instep.integrations.trl.command_line import _FLAGS, HELP, read
-from instep.integrations.trl.forms import Asked, BadRequest, Scoring
-from instep.integrations.trl.receiver import Receiver, cuts
-from instep.integrations.trl.serve import _layout, vllm_serve
-from instep.integrations.trl.staging import Incoming, Layout, Slot
-from instep.integrations.trl.tensors import Announced, WrongTensor
 from instep.models.checkpoint_names import named_weights
 from instep.weights.manifest import digest
+from instep_neighbours.trl import forms
+from instep_neighbours.trl.access import Access, sends
+from instep_neighbours.trl.command_line import _FLAGS, HELP, read
+from instep_neighbours.trl.forms import Asked, BadRequest, Scoring
+from instep_neighbours.trl.receiver import Receiver, cuts
+from instep_neighbours.trl.serve import _layout, vllm_serve
+from instep_neighbours.trl.staging import Incoming, Layout, Slot
+from instep_neighbours.trl.tensors import Announced, WrongTensor
 from tests.assets import make_checkpoint
 from tests.families import make_family
 

@@ -12,7 +12,7 @@ import pytest
 
 from instep.arguments import parse
 from instep.errors import ConfigError, RolloutError
-from instep.integrations.verifiers.client import Client, ServerLostError
+from instep_neighbours.verifiers.client import Client, ServerLostError
 from tests.bounds import allowed
 
 msgpack, zmq = pytest.importorskip("msgpack"), pytest.importorskip("zmq")
@@ -153,7 +153,7 @@ BASE = "--hf-checkpoint x --rollout-batch-size 2 --num-rollout 1 --run-dir y --d
     [
         ("--env-args {}", "acts only with --env"),
         (
-            "--prompt-data a.jsonl --rollout-function-path instep.integrations.verifiers.generate_rollout",
+            "--prompt-data a.jsonl --rollout-function-path instep_neighbours.verifiers.generate_rollout",
             "give --env NAME",
         ),
         ("--env e --rm-type math", "the rewards are the environment's"),

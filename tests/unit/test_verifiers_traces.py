@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from instep.errors import RewardError, RolloutError
-from instep.integrations.verifiers.client import Assembly
-from instep.integrations.verifiers.rollout import metrics_of
-from instep.integrations.verifiers.servers import settings_of
-from instep.integrations.verifiers.traces import CutError, paths, samples_of
 from instep.types import Sample, Status
+from instep_neighbours.verifiers.client import Assembly
+from instep_neighbours.verifiers.rollout import metrics_of
+from instep_neighbours.verifiers.servers import settings_of
+from instep_neighbours.verifiers.traces import CutError, paths, samples_of
 
 
 def node(parent: int | None, ids: list[int], sampled: int = 0, **more: Any) -> dict[str, Any]:

@@ -1,6 +1,0 @@
-"""Atropos' environments feed a run: the trainer's side of their API, and the API (docs/neighbours/atropos.md)."""
-
-from instep.integrations.atropos.rollout import generate_rollout
-from instep.integrations.atropos.scores import advantages, normalized_scores
-
-__all__ = ["advantages", "generate_rollout", "normalized_scores"]

@@ -1,0 +1,52 @@
+"""Several rewards of a run as one: a dict of them by name, with their weighted sum."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from instep.errors import ConfigError
+from instep.types import Sample
+
+Function = Callable[..., Any]
+SUM = "reward"  # the entry of a reward that is trained on
+
+
+def name_of(function: Function) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def names_of(functions: Sequence[Function]) -> list[str]:
+    """The functions' names; a second one of a name has its number, too."""
+    names: list[str] = []
+    for number, function in enumerate(functions):
+        name = name_of(function)
+        names.append(f"{name}_{number}" if name in names or name == SUM else name)
+    return names
+
+
+def one_of(functions: Sequence[Function], weights: Sequence[float] | None) -> Function:
+    """Combine several rewards `(args, sample)` into one: a dict of them by name, with their weighted sum as `SUM`.
+
+    Raises:
+        ConfigError: one is no function, or there are not as many weights.
+    """
+    named = dict(zip(names_of(functions), functions, strict=True))
+    if not named or not all(map(callable, functions)) or len(weights or functions) != len(functions):
+        what = f"one of these {len(functions)} rewards is no function, or has no weight"
+        remedy = "give functions (args, sample), and with reward_weights a number for each"
+        raise ConfigError(what, where="reward=[...]", remedy=remedy)
+
+    def total(found: dict[str, Any]) -> dict[str, Any]:
+        return found | {SUM: sum(map(operator.mul, weights or [1.0] * len(found), found.values()))}
+
+    async def awaited(made: dict[str, Any]) -> dict[str, Any]:
+        return total({name: await out if inspect.isawaitable(out) else out for name, out in made.items()})
+
+    def reward(args: Any, sample: Sample) -> Any:
+        made = {name: function(args, sample) for name, function in named.items()}
+        return awaited(made) if any(map(inspect.isawaitable, made.values())) else total(made)
+
+    return reward

@@ -1,0 +1,38 @@
+"""What lets programs of other projects work with instep unmodified; the core names none of it."""
+
+from instep.neighbours import Addition, Command
+
+TRL = Addition(
+    commands={
+        "vllm-serve": Command(
+            "`serve` with the command line of `trl vllm-serve`, open to TRL's clients without a key",
+            "instep_neighbours.trl.serve:main",
+            starts=True,
+        )
+    },
+    call="instep_neighbours.trl.config:as_flags",
+    before_engines="instep_neighbours.trl.serve:port_of_serve",
+    settings="instep_neighbours.settings:settings",
+)
+ATROPOS = Addition(
+    commands={
+        "env-api": Command(
+            "the API through which Atropos' environments feed a run", "instep_neighbours.atropos.env_api:main"
+        ),
+        "atropos-train": Command(
+            "Atropos' example trainer, with its command line, as a run", "instep_neighbours.atropos.trainer:main"
+        ),
+        "atropos-serve": Command(
+            "the vLLM server of Atropos' example trainer, with its command line",
+            "instep_neighbours.atropos.server:main",
+        ),
+    },
+    flags="instep_neighbours.refused_flags:GROUPS",
+    families="instep_neighbours.refused_flags:FAMILIES",
+)
+VERIFIERS = Addition(
+    flags="instep_neighbours.environment:GROUPS",
+    resolvers="instep_neighbours.environment:RESOLVERS",
+    rules="instep_neighbours.environment:RULES",
+)
+SLIME = Addition(modules="instep_neighbours.slime:MODULES")

@@ -1,0 +1,226 @@
+"""A group as Atropos' environments send it: checked, and turned into samples that a trainer takes.
+
+Its columns are aligned with the tokens of each sequence: `masks` hold -100 where a token is not trained on, else the
+token; `inference_logprobs` hold 1.0 on tokens that no engine has sampled.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from instep.types import Group, Sample, Status
+
+logger = logging.getLogger(__name__)
+
+EXTRA = "atropos"  # the entry of Sample.extra with what has no field of its own
+NOT_TRAINED = -100
+# Entries of a group with a number for each token, beside tokens and masks.
+_PER_TOKEN = ("inference_logprobs", "advantages")
+_SAMPLING = ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+_PLACEHOLDER = 0.5  # nothing above it is a log-prob, however it was rounded
+_OVERRIDES = frozenset({"set_advantage_to_zero", "temperature"})
+_GROUP_OVERRIDES = frozenset({"temperature", "group_size"})  # the latter is for the environment itself
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a run can train on; None: not known.
+
+    Attributes:
+        num_tokens: the most tokens of a sequence.
+        vocab_size: the ids that the model has embeddings for.
+    """
+
+    num_tokens: int | None = None
+    vocab_size: int | None = None
+
+
+def size_of(group: dict[str, Any]) -> int:
+    """The number of sequences of a group."""
+    return len(group["tokens"])
+
+
+def fault_of_group(group: Any) -> str:
+    """What is wrong with the form of a group, with the name of the field; "" for a sound one."""
+    if not isinstance(group, dict):
+        return "a group is no JSON object"
+    for name in ("tokens", "masks", "scores"):
+        if not isinstance(group.get(name), list) or not group[name]:
+            return f"{name} is no list with an entry for each sequence"
+    tokens, masks, scores = group["tokens"], group["masks"], group["scores"]
+    if not len(tokens) == len(masks) == len(scores):
+        return f"{len(tokens)} tokens, {len(masks)} masks and {len(scores)} scores, where each sequence has one of each"
+    for i, (ids, mask, score) in enumerate(zip(tokens, masks, scores, strict=True)):
+        if not isinstance(ids, list) or len(ids) < 2 or any(type(t) is not int or t < 0 for t in ids):
+            return f"tokens[{i}] is no list of at least two token ids"
+        if not isinstance(mask, list) or len(mask) != len(ids):
+            return f"masks[{i}] is no list of {len(ids)} entries, one for each token"
+        wrong = next(
+            (t for t, (m, token) in enumerate(zip(mask, ids, strict=True)) if m not in (NOT_TRAINED, token)), -1
+        )
+        if wrong >= 0:
+            return f"masks[{i}][{wrong}] is {mask[wrong]!r:.40}, neither {NOT_TRAINED} nor the token {ids[wrong]}"
+        if not _is_number(score):
+            return f"scores[{i}] is {score!r:.40}, no finite number"
+    for name in _PER_TOKEN:
+        if fault := _fault_of_column(name, group.get(name) or [], tokens):
+            return fault
+    for name, kind in (("overrides", list), ("group_overrides", dict), ("generation_params", dict), ("messages", list)):
+        if group.get(name) is not None and not isinstance(group[name], kind):
+            return f"{name} is a {type(group[name]).__name__}, not a {kind.__name__}"
+    return next(
+        (f"overrides[{i}] is no object" for i, o in enumerate(group.get("overrides") or []) if not isinstance(o, dict)),
+        "",
+    )
+
+
+def _fault_of_column(name: str, rows: Any, tokens: list[list[int]]) -> str:
+    if not isinstance(rows, list) or (rows and len(rows) != len(tokens)):
+        return f"{name} is no list of {len(tokens)} entries, one for each sequence"
+    for i, (row, ids) in enumerate(zip(rows, tokens, strict=False)):
+        if not isinstance(row, list) or (row and len(row) != len(ids)):
+            return f"{name}[{i}] is no list of {len(ids)} entries, one for each token"
+        if not all(map(_is_number, row)):
+            return f"{name}[{i}] holds something that is no finite number"
+    return ""
+
+
+def _holds(value: Any) -> bool:
+    """Whether there is something in a field: environments send lists without entries, too."""
+    return any(map(_holds, value)) if isinstance(value, list) else value is not None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def refused_in(group: dict[str, Any], limits: Limits, *, takes_advantages: bool) -> str:
+    """Why a group of sound form cannot be trained on by this run; "" if it can.
+
+    Args:
+        takes_advantages: the run's advantages are those that groups bring (`scores.py`).
+    """
+    if _holds(group.get("distill_token_ids")) or _holds(group.get("distill_logprobs")):
+        return "distill_token_ids and distill_logprobs: distillation from an environment's teacher is not done here"
+    if _holds(group.get("images")):
+        return "images: training on images comes later"
+    if _holds(group.get("advantages")) and not takes_advantages:
+        flag = "--custom-advantage-function-path instep_neighbours.atropos.advantages"
+        return f"advantages of tokens, which {flag} would train with"
+    for i, ids in enumerate(group["tokens"]):
+        if limits.num_tokens is not None and len(ids) > limits.num_tokens:
+            return f"tokens[{i}] has {len(ids)} tokens, more than the {limits.num_tokens} of this run"
+        if limits.vocab_size is not None and max(ids) >= limits.vocab_size:
+            return (
+                f"tokens[{i}] has the id {max(ids)}, but the model has {limits.vocab_size}: the environment's "
+                "tokenizer_name is not the run's model"
+            )
+    try:
+        for i in range(size_of(group)):
+            _log_probs(group, i)
+            temperature_of(group, i, 1.0)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def samples_of(group: dict[str, Any], group_index: int, first_index: int, *, temperature: float = 1.0) -> Group:
+    """The samples of a group of sound form, one for each sequence and in its order.
+
+    The response begins with the first trained token (never the first of all, which nothing predicts) and ends with the
+    sequence; what lies between trained stretches has the mask 0. A sequence without a trained token keeps its place in
+    the statistics of its group, with a response of one masked token. Texts are left empty.
+
+    Args:
+        temperature: of groups that tell none.
+    """
+    unused = _unused(group)
+    messages, out = group.get("messages") or [], []
+    advantages = group.get("advantages") or []
+    for i, (ids, mask, score) in enumerate(zip(group["tokens"], group["masks"], group["scores"], strict=True)):
+        trained = [t > 0 and m != NOT_TRAINED for t, m in enumerate(mask)]
+        first = trained.index(True) if any(trained) else len(ids) - 1
+        log_probs = _log_probs(group, i)
+        sample = Sample(
+            group_index=group_index,
+            index=first_index + i,
+            execution_id=f"{group_index}.{i}",
+            tokens=ids,
+            response_length=len(ids) - first,
+            reward=float(score),
+            loss_mask=[int(t) for t in trained[first:]],
+            rollout_log_probs=log_probs and log_probs[first:],
+            status=Status.COMPLETED,
+            sampling_params={"temperature": temperature_of(group, i, temperature), **_truncation(group)},
+            begun_version=0,  # which weights made it is not told: as old as it can be
+        )
+        zero = bool(_overrides(group, i).get("set_advantage_to_zero", False))
+        sample.extra[EXTRA] = {"env_id": group.get("env_id"), "zero": zero, **unused}
+        if i < len(messages):
+            sample.metadata["messages"] = messages[i]
+        if i < len(advantages) and advantages[i]:
+            sample.extra[EXTRA]["advantages"] = advantages[i][first:]
+        out.append(sample)
+    return out
+
+
+def temperature_of(group: dict[str, Any], i: int, default: float) -> float:
+    """The temperature that sequence `i` is scored at: its override's, else the generation's, else the group's.
+
+    As in Atropos' trainer, 0 and less is taken for 1.
+
+    Raises:
+        ValueError: it is no finite number.
+    """
+    places = (_overrides(group, i), group.get("generation_params") or {}, group.get("group_overrides") or {})
+    given = next((place["temperature"] for place in places if place.get("temperature") is not None), default)
+    try:
+        value = float(given)
+    except (TypeError, ValueError):
+        value = math.nan
+    if not math.isfinite(value):
+        raise ValueError(f"the temperature of sequence {i} is {given!r:.40}, no finite number")
+    return value if value > 0 else 1.0
+
+
+def _overrides(group: dict[str, Any], i: int) -> dict[str, Any]:
+    given = group.get("overrides") or []
+    return given[i] if i < len(given) else {}
+
+
+def _truncation(group: dict[str, Any]) -> dict[str, Any]:
+    """What else the environment says of the distribution that it sampled from."""
+    given = group.get("generation_params") or {}
+    return {name: given[name] for name in _SAMPLING if given.get(name) is not None}
+
+
+def _log_probs(group: dict[str, Any], i: int) -> list[float] | None:
+    """The engine's log-probs of sequence `i`, 0 where it is not trained on; None if they are not known.
+
+    Raises:
+        ValueError: some trained tokens have one, others the placeholder.
+    """
+    rows = group.get("inference_logprobs") or []
+    row, mask = rows[i] if rows else [], group["masks"][i]
+    trained = [t for t, m in enumerate(mask) if t > 0 and m != NOT_TRAINED]
+    if not row or (trained and all(row[t] > _PLACEHOLDER for t in trained)):
+        return None
+    for t in trained:
+        if row[t] > _PLACEHOLDER:
+            raise ValueError(f"inference_logprobs[{i}][{t}] is {row[t]}, no log-prob, but the token is trained on")
+    out = [0.0] * len(row)
+    for t in trained:
+        out[t] = float(row[t])
+    return out
+
+
+def _unused(group: dict[str, Any]) -> dict[str, Any]:
+    """The overrides that nothing here acts on, by name."""
+    given = {name for one in group.get("overrides") or [] for name in one} - _OVERRIDES
+    given |= (group.get("group_overrides") or {}).keys() - _GROUP_OVERRIDES
+    if _holds(group.get("ref_logprobs")):
+        given.add("ref_logprobs")
+    return {"unused": sorted(given)} if given else {}

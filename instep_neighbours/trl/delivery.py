@@ -1,0 +1,221 @@
+"""Brings versions of the weights that somebody else's trainer has sent to all engines, and shows what can be shown.
+
+It works by a session (`controller/sync/session.py`), in which the staged weights stand where a run has its workers.
+Without the trainer's own log-probs it proves that engines hold the bytes that came, that they compute numbers with
+them, and that their scores of a probe have changed if a byte has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from instep.arguments.rollout import context_of_model
+from instep.controller.role import RoleTrainer
+from instep.controller.sync.proof import Proof, scores_alike
+from instep.controller.sync.session import EngineGone, Session
+from instep.errors import InstepError, SyncError
+from instep.rollout import admission
+from instep_neighbours.trl.staging import Incoming, Layout, Slot, StagedWeights
+
+if TYPE_CHECKING:
+    from instep.arguments.args import Args
+    from instep.controller.fleet import Fleet
+    from instep.engines.engine import Engine
+
+WAY = "staged"
+
+
+@dataclass
+class _Unproven:
+    """What is left to do about a version that came while a client kept the engines paused.
+
+    Attributes:
+        moved: whether their scores of the probe must differ from those under the weights before.
+        before: the weights to go back to; None: there are none, or their slot has been written to.
+    """
+
+    session: Session
+    weights: StagedWeights
+    moved: bool
+    before: StagedWeights | None
+
+
+class Delivery:
+    """The versions that the engines have got. Its methods belong to the one thread that changes weights.
+
+    Args:
+        args: of `instep serve`, with `sync_timeout`.
+        folder: in shared memory, for staged weights.
+
+    Attributes:
+        version: that of the engines; 0: what they have loaded by themselves.
+        brought_at: when they got it, in seconds since the epoch; 0.0 with version 0.
+        broken: why nothing may be generated; "" otherwise.
+        paused: whether a client keeps the engines paused.
+    """
+
+    def __init__(self, args: Args, fleet: Fleet, layout: Layout, folder: Path):
+        self._args, self._fleet, self._folder, self._num_tensors = args, fleet, folder, len(layout.places)
+        self._slots = [Slot(layout, folder, name) for name in ("a", "b")]
+        self._current: StagedWeights | None = None
+        self._proof = Proof(args, vocab_size=layout.vocab_size, max_len=context_of_model(args) or 64)
+        self._scores: dict[str, list[float]] = {}  # engine url -> of the probe, under the current weights
+        self._unproven: _Unproven | None = None
+        self.version, self.brought_at, self.broken, self.paused = 0, 0.0, "", False
+
+    def free_slot(self) -> Slot:
+        """The slot that the current version is not in, with its memory. Raises SyncError where there is none."""
+        used = None if self._current is None else self._current.slot
+        slot = next(slot for slot in self._slots if slot is not used)
+        if self._unproven is not None:
+            self._unproven.before = None
+        slot.allocate()
+        return slot
+
+    def forget_tied(self, incoming: Incoming) -> None:
+        """Forget a tied weight that came after the update to which it belongs, as the last one of a state dict."""
+        if not incoming.begun and self._current is not None:
+            incoming.forget_tied(self._current.records)
+
+    def bring(self, incoming: Incoming) -> str:
+        """Bring a whole version to all engines, and prove what can be proven; returns what to tell the user.
+
+        Requests wait meanwhile, and those under way end first. Where a client has paused the engines they stay so, and
+        their scores are looked at when it lets them `resume`.
+
+        Raises:
+            SyncError: the engines have the version before, if they could be brought back to it (`broken`).
+        """
+        incoming.check_tied()
+        assert incoming.slot is not None and len(incoming.records) == self._num_tensors
+        weights, began = StagedWeights(incoming.slot, incoming.records), time.monotonic()
+        before = self._current.records if self._current is not None else {}
+        moved = sum(before[n].digest != r.digest for n, r in weights.records.items()) if before else None
+        admission.close()
+        try:
+            engines = self._fleet.available()
+            session = self._session(engines, self.version + 1, weights, "keep" if self.paused else "wait")
+            session.drain()
+            if not self._scores and not self.paused:
+                self._scores = self._probe(session)
+            scores: dict[str, list[float]] = {}
+            try:
+                session.transfer(WAY)
+                self._compare(session, weights)
+                if not self.paused:
+                    scores = self._prove(session, bool(moved))
+            except SyncError:
+                self._go_back(engines, self._current)
+                raise
+            self._fleet.synced(engines, session.engines)
+        except EngineGone as error:
+            raise SyncError(error.what, where=error.where, remedy=error.remedy) from error
+        finally:
+            admission.open_again()
+        if self.paused:
+            moved_once = bool(moved) and self._unproven is None
+            self._unproven = _Unproven(session, weights, moved_once, self._current)
+        else:
+            self._scores = scores
+        self._current, self.broken = weights, ""
+        self.version, self.brought_at = self.version + 1, time.time()
+        size = sum(r.nbytes for r in weights.records.values()) / 1e9
+        note = "" if moved != 0 else "; WARNING: not one byte differs from the version before (a learning rate of 0?)"
+        return (
+            f"version {self.version}: {len(weights.records)} tensors, {size:.2f} GB, at {len(session.engines)} "
+            f"engine{'s' if len(session.engines) > 1 else ''} in {time.monotonic() - began:.1f} s{note}"
+        )
+
+    def resume(self) -> None:
+        """End a client's pause, and prove the version that came meanwhile.
+
+        Raises:
+            EngineError: the engines are paused still.
+            SyncError: they go on with the version before, if they could be brought back to it (`broken`).
+        """
+        left = self._unproven
+        if left is not None:
+            left.session.renew()
+            with contextlib.suppress(EngineGone):  # those that took it have died; others got it when they came back
+                left.session.resume()
+        self.each(lambda e: e.resume(timeout=self._args.sync_timeout))
+        self.paused, self._unproven = False, None
+        if left is None or not left.session.engines:
+            return
+        try:
+            self._scores = self._prove(left.session, left.moved)
+        except SyncError:
+            self.version, self._current = self.version + 1, left.before
+            self._go_back(left.session.engines, left.before)
+            raise
+
+    def rejoin(self, engine: Engine) -> None:
+        """Bring the current version to an engine that was started anew, and has what it has loaded by itself."""
+        try:
+            if self._current is not None:
+                session = self._session([engine], self.version, self._current, "keep")
+                session.stays_paused = False  # it has no requests of a client's, and is proven at once
+                session.transfer(WAY)
+                self._compare(session, self._current)
+                self._prove(session, False)
+            if self.paused:
+                engine.pause("keep", timeout=self._args.sync_timeout)
+        except EngineGone:
+            return  # the fleet sees it, too
+        self._fleet.admit([engine])
+
+    def each(self, call: Callable[[Engine], object]) -> None:
+        for engine in self._fleet.available():
+            call(engine)
+
+    def _session(self, engines: Sequence[Engine], version: int, weights: StagedWeights, mode: str) -> Session:
+        args = self._args.replace(pause_mode=mode)
+        session = Session(args, cast(RoleTrainer, weights), engines, version, self._folder)  # it publishes, and no more
+        session.stays_paused = self.paused
+        return session
+
+    def _probe(self, session: Session) -> dict[str, list[float]]:
+        return session.each(lambda engine: self._proof.engine_scores(engine, session))
+
+    def _compare(self, session: Session, weights: StagedWeights) -> None:
+        """Raise SyncError if an engine that can tell holds other bytes than were received."""
+        for engine in session.engines:
+            if engine.capabilities.digests:
+                held = engine.weight_digests(timeout=session.seconds_left())
+                wrong = [n for n, r in weights.records.items() if held.get(n) != r.digest]
+                if wrong:
+                    raise _unproven(engine, f"holds other bytes of {', '.join(wrong[:3])} than were received")
+
+    def _prove(self, session: Session, moved: bool) -> dict[str, list[float]]:
+        """Show that engines compute with what they hold; returns their scores of the probe.
+
+        Raises:
+            SyncError: an engine computes no numbers, or scores as under the weights before, and they have `moved`.
+        """
+        scores = self._probe(session)
+        for engine in session.engines:
+            own = scores[engine.url]
+            if not all(map(math.isfinite, own)):
+                raise _unproven(engine, "computes NaN with these weights")
+            before = self._scores.get(engine.url, [])
+            if moved and scores_alike(self._proof.probe.by_text(own), self._proof.probe.by_text(before)):
+                raise _unproven(engine, "still scores as under the weights before, which differ")
+        return scores
+
+    def _go_back(self, engines: Sequence[Engine], weights: StagedWeights | None) -> None:
+        """Bring the engines the version before once more, after one that failed in the middle."""
+        self.broken = "the last weight update failed in the engines: nothing is generated until one succeeds"
+        if weights is not None:
+            with contextlib.suppress(InstepError):
+                self._session(engines, self.version, weights, "keep").transfer(WAY)
+                self.broken = ""
+
+
+def _unproven(engine: Engine, how: str) -> SyncError:
+    return SyncError(f"{engine.name} {how}", where=engine.url, remedy="see its log; start the server anew")

@@ -1,0 +1,161 @@
+"""Rollouts and evaluations in an environment of verifiers."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from instep.data.dataset import load_dataset
+from instep.data.rows import RowFormat
+from instep.errors import RolloutError
+from instep.rollout import runtime
+from instep.rollout.client import abort_all, get_model_url, to_vllm, wire_of
+from instep.rollout.execute import longest_response, new_execution, run_group
+from instep.rollout.http import headers_for
+from instep.rollout.tokens import tokenizer_of
+from instep.rollout.vllm_rollout import GroupRollout
+from instep.types import Group, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, Status, name_of, reward_of
+from instep_neighbours.verifiers.servers import environment_of
+from instep_neighbours.verifiers.traces import CutError, samples_of
+
+if TYPE_CHECKING:
+    from instep.arguments.settings import HookSettings
+
+MAX_CUT = 3  # episodes of a sample whose requests somebody has ended
+_PARAMETERS = ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "stop")
+
+
+def generate_rollout(
+    args: HookSettings, rollout_id: int, data_source: Any, evaluation: bool = False
+) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
+    """As `vllm_rollout.generate_rollout`, of episodes in the environment of `--env`. This call blocks.
+
+    Raises:
+        EngineError, RolloutError: the first error ends the rollout.
+        ConfigError: the environment does not start.
+    """
+    if evaluation:
+        return _evaluate(args, rollout_id)
+    return runtime.run(EpisodeRollout(args, rollout_id, data_source).run(), timeout=args.rollout_timeout)
+
+
+async def generate(
+    args: HookSettings, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
+) -> Sample | list[Sample]:
+    """Run one episode of the task of `sample`; its samples have their rewards.
+
+    `max_new_tokens` bounds each turn. No seed is sent: with one, every turn of an episode would draw the same random
+    numbers.
+    """
+    environment = environment_of(args, evaluation=evaluation)
+    params = {name: value for name, value in to_vllm(sampling_params).items() if name in _PARAMETERS}
+    request = {"task_data": sample.metadata["task"], "model": str(args.hf_checkpoint), "sampling": params}
+    request["client"] = client_config(args)
+    tokenizer, skip = tokenizer_of(args), args.rollout_skip_special_tokens
+    for _ in range(MAX_CUT):
+        episode = await environment.run(request)
+        try:
+            samples = samples_of(sample, episode, params, lambda ids: tokenizer.decode(ids, skip_special_tokens=skip))
+        except CutError:
+            continue
+        return samples if len(samples) > 1 else samples[0]
+    what = f"{MAX_CUT} episodes were cut off by engines that have ended their requests"
+    raise RolloutError(
+        what, where=name_of(sample), remedy="see the engines' logs, and whether anything aborts requests"
+    )
+
+
+def client_config(args: HookSettings) -> dict[str, Any]:
+    """How the environment reaches the run's engines: token ids in and out, through their router."""
+    url, model = get_model_url(args, endpoint=""), str(args.hf_checkpoint)
+    return {
+        "type": "train",
+        "base_url": f"{url}/v1",
+        "api_key_var": "INSTEP_NO_API_KEY",  # the key is among the headers
+        "headers": headers_for(url),
+        "timeout": {"connect": 10.0, "read": args.rollout_timeout},
+        "renderer": {"name": args.env_renderer} if args.env_renderer else None,
+        "renderer_model_name": os.path.abspath(model) if os.path.isdir(model) else model,
+    }
+
+
+class EpisodeRollout(GroupRollout):
+    """A training rollout of episodes, which can be cancelled, but not continued."""
+
+    async def _end_the_rest(self) -> None:
+        self.execution.aborted = True
+        if not self.pending:
+            return
+        await runtime.cancel_tasks(list(self.pending))  # each cancels its episode, and waits for its end
+        await abort_all(self.args.rollout_engine_urls, wire_of(self.args))  # what an agent's program may still ask
+        for group in self.pending.values():
+            self.counts["cancelled"] += 1
+            self.data_source.drop([group], "aborted")
+        self.pending.clear()
+
+    async def _output(self) -> RolloutFnTrainOutput:
+        output = await super()._output()
+        output.metrics |= metrics_of(sample for group in self.kept for sample in group)
+        return output
+
+
+def metrics_of(samples: Iterable[Sample]) -> dict[str, float]:
+    """The means of what the environment says of traces: its rewards by name, its metrics, and the turns."""
+    values = defaultdict[str, list[float]](list)
+    for facts in (s.metadata["env"] for s in samples if s.metadata.get("env", {}).get("first_of_trace")):
+        values["num_turns"].append(facts["num_turns"])
+        for kind in ("rewards", "metrics"):
+            for name, value in facts[kind].items():
+                values[f"{kind}/{name}"].append(float(value))
+    return {f"rollout/env/{name}": sum(found) / len(found) for name, found in values.items()}
+
+
+# ---- evaluation ------------------------------------------------------------------------------------------------------
+
+
+def _evaluate(args: HookSettings, rollout_id: int) -> RolloutFnEvalOutput:
+    environment = environment_of(args, evaluation=True)
+    rows = load_dataset(str(environment.tasks()), RowFormat(), cache_path=str(environment.folder))
+    n = args.n_samples_per_eval_prompt
+    groups = [
+        [Sample(group_index=row, index=row * n + i, prompt=r.prompt, metadata=dict(r.metadata)) for i in range(n)]
+        for row, r in enumerate(rows)
+    ]
+    return runtime.run(_run_sets(args, rollout_id, groups), timeout=args.rollout_timeout)
+
+
+async def _run_sets(args: HookSettings, rollout_id: int, groups: list[Group]) -> RolloutFnEvalOutput:
+    execution = new_execution(args, rollout_id, evaluation=True)
+    params, done = _eval_params(args), 0
+
+    async def one(group: Group) -> Group:
+        nonlocal done
+        out = await run_group(execution, group, dict(params))
+        done += 1
+        runtime.report_progress(done, len(groups), evaluation=args.env)
+        return out
+
+    samples = [s for group in await runtime.gather([one(g) for g in groups]) for s in group]
+    first = [s for s in samples if s.metadata["env"]["first_of_trace"]]  # a reward for each trace
+    result = {
+        "rewards": [reward_of(s) for s in first],
+        "truncated": [s.status is Status.TRUNCATED for s in first],
+        "samples": first,
+    }
+    metrics = {name.replace("rollout/env/", f"eval/{args.env}/"): v for name, v in metrics_of(samples).items()}
+    return RolloutFnEvalOutput({str(args.env): result}, metrics)
+
+
+def _eval_params(args: HookSettings) -> dict[str, Any]:
+    """The sampling parameters of an evaluation, under slime's names: those of training where there are none."""
+
+    def either(name: str) -> Any:
+        value = getattr(args, f"eval_{name}")
+        return getattr(args, f"rollout_{name}") if value is None else value
+
+    params = {name: either(name) for name in ("temperature", "top_p", "top_k")}
+    params |= {"max_new_tokens": either("max_response_len") or longest_response(args), "stop": args.rollout_stop}
+    params["min_new_tokens"] = args.eval_min_new_tokens
+    return {name: value for name, value in params.items() if value is not None}

@@ -1,0 +1,245 @@
+"""An environment of a run: the processes that serve it, which the run owns, or a server that runs already."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import itertools
+import json
+import logging
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from instep.errors import ConfigError, EngineError
+from instep.processes import SupervisedProcess, stop_all
+from instep.rollout import runtime
+from instep.scratch import Scratch
+from instep_neighbours.verifiers.client import Client, ServerLostError, require_packages
+
+if TYPE_CHECKING:
+    from instep.arguments.settings import HookSettings
+
+logger = logging.getLogger(__name__)
+
+HOST = Path(__file__).with_name("host.py")
+ANSWER_SECONDS = 8.0  # that a server of somebody else's has to answer
+BACK_SECONDS = 3.0  # that it has to answer again, after its connection has ended or (client.py) was silent
+END_SECONDS = 10.0  # that a server has to end the programs and sandboxes of its episodes
+MAX_TRIES = 3  # of an episode whose server ends
+LONGEST_PATH = 90  # characters; the name of a Unix socket has at most 107
+_environments: dict[str, Environment] = {}  # of the run, by their settings
+
+
+@dataclass
+class Server:
+    """A server with its connection; `process` is None for one of somebody else's."""
+
+    client: Client
+    process: SupervisedProcess | None = None
+
+
+def environment_of(args: HookSettings, *, evaluation: bool = False) -> Environment:
+    """The environment of the run, or of its evaluations, which may be the same one.
+
+    Raises:
+        ConfigError: the packages of the protocol are not there.
+    """
+    block, select, serve = settings_of(args, evaluation=evaluation)
+    key = json.dumps([block, select, serve], sort_keys=True)
+    if key not in _environments:
+        require_packages()
+        name = "env-eval" if evaluation and _environments else "env"
+        _environments[key] = environment = Environment(args, name, block, select, serve)
+
+        async def close() -> None:
+            _environments.pop(key, None)
+            await environment.close()
+
+        runtime.at_shutdown(close)
+    return _environments[key]
+
+
+def settings_of(args: HookSettings, *, evaluation: bool) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """verifiers' [env], [select] and [serve] of training, or of evaluations (`--env-eval-args` over `--env-args`)."""
+    given = _merged(args.env_args, (args.env_eval_args or {}) if evaluation else {})
+    select, serve = given.pop("select", {}), given.pop("serve", {})
+    return _merged(given, {"taskset": {"id": args.env}}), select, serve
+
+
+def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    out = copy.deepcopy(below)
+    for key, value in above.items():
+        both = isinstance(value, dict) and isinstance(out.get(key), dict)
+        out[key] = _merged(out[key], value) if both else copy.deepcopy(value)
+    return out
+
+
+class Environment:
+    """One environment of a run. Its episodes go to the server with the fewest; those of one that ends are begun again.
+
+    Args:
+        name: of its logs.
+        block, select, serve: what verifiers calls [env], [select] and [serve]; of the last `max_concurrent` acts.
+    """
+
+    def __init__(
+        self, args: HookSettings, name: str, block: dict[str, Any], select: dict[str, Any], serve: dict[str, Any]
+    ):
+        self._args, self._name = args, name
+        self._settings = {"env": block, "select": select, "serve": serve}
+        root = tempfile.gettempdir()
+        self._scratch = Scratch("instep-env-", Path(root if len(root) < LONGEST_PATH - 40 else "/tmp"))
+        self._numbers = itertools.count()
+        self._first: tuple[SupervisedProcess, str] | None = None  # the one that writes the tasks: nobody has asked yet
+        self._owned: list[SupervisedProcess] = []
+        self._servers: list[Server] = []
+        self._lock = asyncio.Lock()
+        self._restarts = 0  # since an episode has ended well
+
+    @property
+    def folder(self) -> Path:
+        """A folder for files of this process."""
+        return self._scratch.path
+
+    def tasks(self) -> Path:
+        """The file of its tasks (jsonl), which a process of the environment writes. This call blocks.
+
+        Raises:
+            ConfigError: the process ends without them, or does not write them in time.
+        """
+        path = self.folder / "tasks.jsonl"
+        if not path.exists():
+            process, address = self._launch(tasks=path)
+            deadline = time.monotonic() + self._args.engine_start_timeout
+            while not path.exists():
+                if (fault := process.fault()) is not None and not path.exists():
+                    raise self._no_start(f"its process {fault}", process)
+                if time.monotonic() > deadline:
+                    what = f"there are no tasks after {self._args.engine_start_timeout:.0f} s"
+                    raise self._no_start(what, process)
+                time.sleep(0.05)
+            self._first = (process, address) if address else None
+        return path
+
+    async def run(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Run one episode; see `Client.run`.
+
+        Raises:
+            EngineError: there is no server, or it has ended `MAX_TRIES` times.
+            RolloutError: as `Client.run`.
+        """
+        for _ in range(MAX_TRIES):
+            server = await self._least_busy()
+            try:
+                episode = await server.client.run(request)
+            except ServerLostError:
+                await self._replace(server)
+            else:
+                self._restarts = 0
+                return episode
+        what = f"an episode has ended {MAX_TRIES} servers of the environment"
+        raise EngineError(what, where=str(self._log()), remedy="see what it does to its process")
+
+    async def close(self) -> None:
+        """End its connections and processes; these get time to end programs and sandboxes, for which nobody waits."""
+        for server in self._servers:
+            await server.client.close()
+        self._servers = []
+
+        def end() -> None:
+            stop_all(self._owned, grace=END_SECONDS)
+            self._scratch.remove()
+
+        threading.Thread(target=end, name="environment's end").start()
+
+    # ---- servers -------------------------------------------------------------------------------------------------
+
+    async def _least_busy(self) -> Server:
+        async with self._lock:
+            missing = self._args.env_num_servers - len(self._servers)
+            if missing:
+                self._servers += await runtime.gather([self._connect() for _ in range(missing)])
+        return min(self._servers, key=lambda server: server.client.num_running)
+
+    async def _replace(self, lost: Server) -> None:
+        """Put another server in the place of `lost`, unless somebody has done so."""
+        async with self._lock:
+            if lost not in self._servers:
+                return
+            self._servers.remove(lost)
+            await lost.client.close()
+            if lost.process is not None:
+                self._restarts += 1
+                await runtime.in_daemon_thread(lost.process.died_within, 1.0)
+                report = lost.process.describe()
+                await runtime.in_daemon_thread(lost.process.stop, 1.0)
+                self._owned.remove(lost.process)
+                if self._restarts >= MAX_TRIES:
+                    what = f"the environment's server has ended {self._restarts} times in a row"
+                    raise EngineError(what, where=report, remedy="see its log")
+                logger.warning("the environment's server has ended and is started again; %s", report)
+            self._servers.append(await self._connect(BACK_SECONDS))
+
+    async def _connect(self, seconds: float = ANSWER_SECONDS) -> Server:
+        """A server that answers, one of somebody else's in `seconds`. Raises: EngineError, ConfigError."""
+        theirs, process = self._uses_theirs, None
+        if theirs is None:
+            first, self._first = self._first, None
+            process, address = first or self._launch()
+        client = Client(theirs or address)
+        try:
+            await self._wait_ready(client, process, seconds)
+        except BaseException:
+            await client.close()
+            raise
+        return Server(client, process)
+
+    async def _wait_ready(self, client: Client, process: SupervisedProcess | None, seconds: float) -> None:
+        if process is None:
+            if not await client.health(seconds):
+                what = f"no env server of verifiers answers at {client.address} within {seconds:.0f} s"
+                remedy = "start it (docs/neighbours/verifiers.md), or leave --env-address out"
+                raise EngineError(what, where="--env-address", remedy=remedy)
+            return
+        deadline = time.monotonic() + self._args.engine_start_timeout
+        while not await client.health(0.5):
+            fault = process.fault()
+            if fault is not None or time.monotonic() > deadline:
+                raise self._no_start(f"its process {fault or 'does not answer'}", process)
+
+    @property
+    def _uses_theirs(self) -> str | None:
+        """The address of somebody else's server, which serves what is trained on."""
+        return self._args.env_address if self._name == "env" else None
+
+    def _launch(self, tasks: Path | None = None) -> tuple[SupervisedProcess, str]:
+        """Start a process; with --env-address it only writes tasks, and its own address is empty."""
+        number = next(self._numbers)
+        address = "" if self._uses_theirs else f"ipc://{self.folder}/{number}"
+        config = {**self._settings, "tasks": tasks and str(tasks), "address": address}
+        path = self.folder / f"{number}.json"
+        path.write_text(json.dumps(config))
+        python = self._args.env_python or sys.executable
+        if shutil.which(python) is None:
+            raise ConfigError(f"{python} cannot be run", where="--env-python", remedy="give the path of a Python")
+        argv = [python, "-P", str(HOST), str(path)]
+        env = {"PYTHONUNBUFFERED": "1"}
+        process = SupervisedProcess(f"the environment's server {number}", argv, self._log(number), env)
+        self._owned.append(process)
+        return process, address
+
+    def _log(self, number: int | str = "*") -> Path:
+        return Path(self._args.run_dir) / "logs" / f"{self._name}-{number}.log"
+
+    def _no_start(self, why: str, process: SupervisedProcess) -> ConfigError:
+        remedy = "correct --env, --env-args or --env-python (the environment's module must be installed there, or be "
+        remedy += "on PYTHONPATH); or raise --engine-start-timeout, if it only takes longer"
+        return ConfigError(
+            f"the environment {self._args.env} does not start: {why}", where=process.describe(), remedy=remedy
+        )
