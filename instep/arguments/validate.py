@@ -109,6 +109,11 @@ RULES: Rules = (
 )
 
 
+def resolvers() -> Iterator[Resolver]:
+    """Those of neighbours, which read flags alone, and `RESOLVERS`."""
+    return chain(*added("resolvers"), RESOLVERS)
+
+
 def complete(args: Draft, scan: Scan) -> list[Problem]:
     """Set every attribute that follows from others or from files; returns what is wrong with the files."""
     given = scan.given
@@ -122,7 +127,7 @@ def complete(args: Draft, scan: Scan) -> list[Problem]:
             lambda: vars(args).update(algorithm.own_defaults(args, given)),
         ),
     ]
-    for resolver in chain(*added("resolvers"), RESOLVERS):
+    for resolver in resolvers():
         problems += _step(scan, resolver.__name__, partial(_resolve, args, resolver, scan))
     return problems + _step(scan, "eval_datasets", partial(evaluation.read_datasets, args))
 

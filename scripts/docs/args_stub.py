@@ -11,7 +11,7 @@ from instep.arguments import flag as kinds
 from instep.arguments.all_flags import own_flags
 from instep.arguments.args import RUNTIME_ATTRIBUTES, SLIME_NAMES, Runtime
 from instep.arguments.flag import Flag
-from instep.arguments.validate import RESOLVERS
+from instep.arguments.validate import resolvers
 
 PATH = Path(__file__).parents[2] / "instep/arguments/settings.pyi"
 # Rules require that these are given or follow from others; they are None only in commands that do not read them.
@@ -55,7 +55,7 @@ def type_of(flag: Flag) -> str:
 def stub() -> str:
     """The text of settings.pyi."""
     fields = {flag.attribute: type_of(flag) for flag in own_flags().values() if flag.status == "acts"} | FURTHER
-    for resolver in RESOLVERS:
+    for resolver in resolvers():
         name, given = resolver.__name__, resolver.__annotations__["return"]
         fields[name] = given.removesuffix(" | None") if name in REQUIRED else given
     own = {name: given.__forward_arg__ for name, given in Runtime.__annotations__.items()}
