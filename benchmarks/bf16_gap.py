@@ -30,7 +30,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # where the reward is found by name, too
 
 from benchmarks.machine import cores  # noqa: E402
-from instep.arguments import parse  # noqa: E402
+from instep.arguments.parse import parse  # noqa: E402
 from instep.cluster.engine_plan import plan_engines  # noqa: E402
 from instep.cluster.engine_start import start_engine  # noqa: E402
 from instep.controller.controller import Controller  # noqa: E402

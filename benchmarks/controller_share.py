@@ -36,7 +36,7 @@ import transformers
 
 import instep.controller.controller as controlling
 from instep import fork_server
-from instep.arguments import parse
+from instep.arguments.parse import parse
 from instep.cluster.local import CONNECTION_VARIABLE, WorkerGroup
 from instep.controller import records
 from instep.controller import round as rounds

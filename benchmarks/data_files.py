@@ -40,7 +40,7 @@ def resident(field: str) -> int:
 
 def start(words: list[str]) -> dict[str, Any]:
     """What the controller does with the data, timed."""
-    from instep.arguments import parse
+    from instep.arguments.parse import parse
     from instep.data.dataset import check_file
     from instep.data.formats import row_format
     from instep.data.source import RolloutDataSourceWithBuffer

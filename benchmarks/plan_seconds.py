@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.random_model import dimensions  # noqa: E402
-from instep.arguments import parse  # noqa: E402
+from instep.arguments.parse import parse  # noqa: E402
 from instep.plan.card import Card, read  # noqa: E402
 from instep.plan.seconds import predict  # noqa: E402
 

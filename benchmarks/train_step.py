@@ -33,7 +33,7 @@ import torch  # noqa: E402
 
 from benchmarks.machine import cores  # noqa: E402
 from benchmarks.random_model import SIZES, make_model  # noqa: E402
-from instep.arguments import parse  # noqa: E402
+from instep.arguments.parse import parse  # noqa: E402
 from instep.cluster.local import WorkerGroup  # noqa: E402
 from instep.controller.device import resolve_on_machine  # noqa: E402
 from instep.controller.role import RoleTrainer  # noqa: E402

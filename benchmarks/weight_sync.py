@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import weight_sync_gpu  # noqa: E402
 from benchmarks.machine import cores  # noqa: E402
-from instep.arguments import parse  # noqa: E402
+from instep.arguments.parse import parse  # noqa: E402
 from instep.cluster.engine_plan import plan_engines  # noqa: E402
 from instep.cluster.engine_start import start_engine  # noqa: E402
 from instep.cluster.local import WorkerGroup  # noqa: E402

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from instep.arguments import parse
+from instep.arguments.parse import parse
 from instep.controller.controller import Controller
 from instep.controller.role import RoleTrainer
 from instep.engines.engine import Engine

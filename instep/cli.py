@@ -158,7 +158,7 @@ def arguments(command: str, words: list[str]) -> Args:
     if sys.__stderr__ is not None:  # until the controller takes SIGUSR1 over: it must not end the process
         faulthandler.register(signal.SIGUSR1, sys.__stderr__)
     _import_from_here()
-    from instep.arguments import parse
+    from instep.arguments.parse import parse
     from instep.gpus import memory_of_gpus, no_driver
 
     names = {word.partition("=")[0].replace("_", "-") for word in words}
@@ -221,7 +221,7 @@ def _helps(command: str, words: list[str]) -> bool:
 def serve(words: list[str]) -> None:
     if _helps("serve", words):
         return
-    from instep.arguments import parse
+    from instep.arguments.parse import parse
 
     args = parse(words, "serve")
     from instep.checkpoints.hf_export import check_files, check_hf_checkpoint

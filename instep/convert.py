@@ -47,7 +47,7 @@ from instep.models.hub import folder_of
 from instep.models.shape import KNOWN, ModelShape, model_shape
 from instep.models.weight_map import Kind, WeightEntry, weight_entries
 from instep.training.megatron.weights import check_tensors
-from instep.weights.source import TensorSpec
+from instep.weights.spec import TensorSpec
 
 TO_MEGATRON, TO_HF, TO_BF16 = "hf-to-megatron", "megatron-to-hf", "fp8-to-bf16"
 Tell = Callable[[int], None]  # of how many bytes are done

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
-import dis
 import functools
 import importlib
 import inspect
-import os
 import re
-import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 from instep.errors import ConfigError, InstepError, RolloutError
+from instep.user_code import OURS, described, is_from_outside, is_interrupt, said, traceback_of
 
 T = TypeVar("T")
-_OURS, _PYTHONS = (str(Path(module).parent) + os.sep for module in (__file__, os.__file__))
 # What aiohttp, httpx, requests, urllib and openai raise for an answer 401.
 _UNAUTHORIZED = re.compile(r"\b401\b.{0,20}(?i:unauthorized)|\b401, message|Error code: 401\b|Error 401:")
-_CUT = " ..."  # at the end of a text that has been cut
-_traceback = BaseException.__dict__["__traceback__"].__get__  # also where a user's class overrides the attribute
 
 
 @dataclass(frozen=True)
@@ -170,39 +163,14 @@ def load_function(dotted_path: str) -> Callable[..., Any]:
     return found
 
 
-def is_from_outside(error: BaseException) -> bool:
-    """Whether it came from outside of the user's code: Ctrl-C, a cancellation by the caller, a coroutine's end."""
-    if isinstance(error, asyncio.CancelledError):
-        task = asyncio.current_task() if asyncio._get_running_loop() is not None else None
-        return task is not None and task.cancelling() > 0
-    return is_interrupt(error) or (isinstance(error, GeneratorExit) and not _is_raised(error))
-
-
-def is_interrupt(error: BaseException) -> bool:
-    """Whether it is Ctrl-C (or SIGTERM), which no code of the user's has raised by a `raise` of its own."""
-    in_main = threading.current_thread() is threading.main_thread()
-    return isinstance(error, KeyboardInterrupt) and in_main and not _is_raised(error)
-
-
-def _is_raised(error: BaseException) -> bool:
-    """Whether the user's code raised it by a `raise`: no handler of signals, and no library of Python's."""
-    last = _traceback(error)
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    assert last is not None
-    code = last.tb_frame.f_code
-    raised = any(s.offset == last.tb_lasti and s.opname == "RAISE_VARARGS" for s in dis.get_instructions(code))
-    return raised and not code.co_filename.startswith((_OURS, _PYTHONS))
-
-
 def raised_at(error: BaseException, function: Callable[..., Any] | None = None) -> str:
     """`file:line in name`: the innermost frame of `error`, if possible in the file of `function`; of a call that does
     not fit the function, its definition."""
-    frames = traceback.extract_tb(_traceback(error))
+    frames = traceback.extract_tb(traceback_of(error))
     if isinstance(error, SyntaxError) and isinstance(error.filename, str):
         return f"{error.filename}:{error.lineno}"
     source = _source(function)
-    own = [f for f in frames if (f.filename == source if source else not f.filename.startswith(_OURS))]
+    own = [f for f in frames if (f.filename == source if source else not f.filename.startswith(OURS))]
     last = (own or frames)[-1]
     if _does_not_fit(error, function):
         code = inspect.unwrap(function).__code__  # type: ignore[union-attr, arg-type]
@@ -220,40 +188,13 @@ def signature_for(error: BaseException, function: Callable[..., Any] | None, fla
 
 
 def _does_not_fit(error: BaseException, function: Callable[..., Any] | None) -> bool:
-    files = [frame.filename for frame in traceback.extract_tb(_traceback(error))]
+    files = [frame.filename for frame in traceback.extract_tb(traceback_of(error))]
     source = _source(function)
-    return bool(source) and isinstance(error, TypeError) and source not in files and files[-1].startswith(_OURS)
+    return bool(source) and isinstance(error, TypeError) and source not in files and files[-1].startswith(OURS)
 
 
 def _source(function: Callable[..., Any] | None) -> str | None:
     return inspect.getsourcefile(inspect.unwrap(function)) if inspect.isfunction(function) else None
-
-
-def described(value: Any) -> str:
-    """A value in an error: itself if it is short, else its type and length."""
-    text = said(value, 80)
-    if not text.endswith(_CUT) and "\n" not in text:
-        return text
-    size = _answer(len, value)
-    return f"a {type(value).__name__}" + ("" if size is None else f" of {size}")
-
-
-def said(value: Any, limit: int = 400) -> str:
-    """`repr(value)`, its first `limit` characters at most; the type of a value whose `__repr__` raises."""
-    text = _answer(repr, value)
-    if text is None:
-        return f"a {type(value).__name__} (its __repr__ raises)"
-    return text if len(text) <= limit else text[:limit] + _CUT
-
-
-def _answer(function: Callable[[Any], T], value: Any) -> T | None:
-    """What a special method of a user's object returns; None if it raises."""
-    try:
-        return function(value)
-    except BaseException as error:  # the border to the user's code
-        if is_interrupt(error):
-            raise
-        return None
 
 
 @functools.cache

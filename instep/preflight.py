@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from instep.arguments.all_flags import own_flags, own_hooks
-from instep.arguments.evaluation import EvalDataset
 from instep.arguments.paths import RUN_FILES
 from instep.checkpoints.folders import checkpoints_read
 from instep.checkpoints.hf_export import check_export_folder, check_files, check_hf_checkpoint
 from instep.checkpoints.integrity import check_whole
 from instep.checkpoints.quantization import quantization_of
 from instep.data.dataset import check_file
-from instep.data.formats import eval_row_format, row_format
+from instep.data.formats import EvalDataset, eval_row_format, row_format
 from instep.data.graders import grader_of
 from instep.data.rows import split_files
 from instep.errors import ConfigError, InstepError

@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from instep.errors import RewardError
-from instep.hooks import said
+from instep.user_code import said
 
 if TYPE_CHECKING:
     import torch

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from instep.arguments import parse
+from instep.arguments.parse import parse
 from instep.engines.flags import engine_words
 from instep.errors import ConfigError
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from instep.arguments import parse
+from instep.arguments.parse import parse
 from instep.cluster.engine_plan import plan_engines, plan_routers
 from instep.engines.spec import Addresses, Slot
 from instep.errors import ConfigError

@@ -6,7 +6,6 @@ import dataclasses
 import os
 import re
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from instep.arguments.data import data_file
 from instep.arguments.flag import BATCH, COUNT, FRACTION, INDEX, Flag, FlagGroup, Number, hook, path, path_flag, switch
 from instep.arguments.reward import rm_type
 from instep.arguments.rollout import TOP_K
+from instep.data.formats import EvalDataset
 from instep.documents import parse_yaml
 
 
@@ -56,33 +56,6 @@ EVAL = FlagGroup(
         Flag("--eval-min-new-tokens", INDEX, None, "fewest tokens of a response", whose="C"),
     ),
 )
-
-
-@dataclass(frozen=True)
-class EvalDataset:
-    """One data set of the evaluation. The flags `--eval-*`, else `--rollout-*`, are the defaults of its fields."""
-
-    name: str
-    path: str
-    input_key: str
-    label_key: str | None
-    metadata_key: str
-    tool_key: str
-    n_samples_per_eval_prompt: int
-    temperature: float
-    top_p: float
-    top_k: int
-    max_response_len: int | None
-    max_prompt_len: int | None
-    max_context_len: int | None
-    min_new_tokens: int | None
-    stop: list[str] | None
-    stop_token_ids: list[int] | None
-    rm_type: str | None
-    reward_key: str | None
-    custom_rm_path: str | None
-    custom_generate_function_path: str | None
-    metadata_overrides: dict[str, Any]
 
 
 _FIELDS = {f.name: f for f in dataclasses.fields(EvalDataset)}

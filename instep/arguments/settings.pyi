@@ -1,7 +1,7 @@
 # Made by `python scripts/docs/args_stub.py`; do not edit.
 from typing import Any, Literal
 
-from instep.arguments.evaluation import EvalDataset
+from instep.data.formats import EvalDataset
 
 class Settings:
     actor_num_gpus_per_node: int

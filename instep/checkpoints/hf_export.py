@@ -27,7 +27,8 @@ from instep.scratch import Scratch
 if TYPE_CHECKING:
     import torch
 
-    from instep.weights.source import TensorSpec, WeightSource
+    from instep.weights.source import WeightSource
+    from instep.weights.spec import TensorSpec
 
 MAX_SHARD_BYTES = 5 * 10**9
 _OF_WEIGHTS = (".index.json", "quant_config.json", "quantize_config.json")  # not copied beside others

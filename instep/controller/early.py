@@ -13,28 +13,17 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 
+from instep.controller.early_step import EarlyStep
 from instep.controller.role import RoleTrainer
 from instep.errors import RewardError, RolloutError
 from instep.rollout.outputs import flatten
 from instep.types import Group, Schedule, TokenBatch
 
-if TYPE_CHECKING:
-    from instep.arguments.settings import Settings
-    from instep.controller.early_step import EarlyStep
-
 _Key = tuple[bytes, int, float]  # all that a score depends on: tokens, how many of them respond, temperature
-
-
-def scores_early(args: Settings) -> bool:
-    """Whether the trainer is there and has nothing to do while engines generate, and may score in several calls."""
-    is_there = args.command == "train" and not (args.offload_train or args.offload_rollout)
-    of_all = args.custom_megatron_before_log_prob_hook_path or args.use_routing_replay  # of the rollout's one call
-    # With other samples in its micro-batch a sample has other bits.
-    return is_there and not (args.deterministic_mode or of_all or args.use_rollout_routing_replay)
 
 
 class Early:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from instep.algorithms.catalog import algorithm_of
-from instep.controller.early import scores_early
 from instep.controller.role import Metrics, RoleTrainer
 from instep.errors import ConfigError, RolloutError
 from instep.types import Sample, Schedule, TokenBatch
@@ -34,6 +33,14 @@ OF_ALL = (  # hooks that see or change all samples of a rollout at once, or a st
     "rollout_data_postprocess_path",
     "custom_megatron_before_train_step_hook_path",
 )
+
+
+def scores_early(args: Settings) -> bool:
+    """Whether the trainer is there and has nothing to do while engines generate, and may score in several calls."""
+    is_there = args.command == "train" and not (args.offload_train or args.offload_rollout)
+    of_all = args.custom_megatron_before_log_prob_hook_path or args.use_routing_replay  # of the rollout's one call
+    # With other samples in its micro-batch a sample has other bits.
+    return is_there and not (args.deterministic_mode or of_all or args.use_rollout_routing_replay)
 
 
 def why_not(args: Settings, samples_multiple: int = 1) -> str:

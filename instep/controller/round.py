@@ -18,8 +18,8 @@ import torch
 from instep.algorithms.catalog import algorithm_of, uses_reference
 from instep.algorithms.reductions import loss_scales, loss_weights
 from instep.controller.advantage_columns import add_advantages
-from instep.controller.early import Early, scores_early
-from instep.controller.early_step import EarlyStep, why_not
+from instep.controller.early import Early
+from instep.controller.early_step import EarlyStep, scores_early, why_not
 from instep.controller.role import Metrics, RoleTrainer
 from instep.controller.round_metrics import critic_metrics
 from instep.data.batch import build_batch, is_older, older_tokens

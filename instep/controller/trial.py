@@ -20,7 +20,7 @@ import torch
 
 from instep.algorithms.catalog import DEFAULT_ROLLOUT
 from instep.algorithms.losses.policy import PolicyLossConfig
-from instep.arguments import RUNTIME_ATTRIBUTES
+from instep.arguments.args import RUNTIME_ATTRIBUTES
 from instep.controller.advantage_columns import processed_rewards
 from instep.controller.run_state import check_savable
 from instep.errors import ConfigError, InstepError, RolloutError

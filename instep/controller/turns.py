@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from instep.controller.role import RoleTrainer
 from instep.engines.engine import KV_CACHE, WEIGHTS, Engine
@@ -28,11 +28,22 @@ from instep.weights.way import OF_ADAPTERS
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
-    from instep.controller.sync.session import Session
 
 LOOK_SECONDS = 0.1
 KEEP, DROP = 1, 2  # levels of sleep: what becomes of the weights
 Part = Literal["nothing", "weights", "all"]
+
+
+class Session(Protocol):
+    """The engines that take part in a turn."""
+
+    def each(self, call: Callable[[Engine], Any]) -> Any:
+        """Call all at once."""
+
+    def seconds_left(self) -> float: ...
+
+    def resume(self) -> None:
+        """Let them generate."""
 
 
 class Turns:

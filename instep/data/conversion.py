@@ -19,8 +19,9 @@ import numpy as np
 import torch
 
 from instep.errors import RolloutError
-from instep.hooks import Hook, said
+from instep.hooks import Hook
 from instep.types import Sample, as_number
+from instep.user_code import said
 
 logger = logging.getLogger(__name__)
 FLAG = "--custom-convert-samples-to-train-data-path"

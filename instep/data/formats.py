@@ -2,14 +2,41 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from instep.algorithms.catalog import DEFAULT_ROLLOUT, DPO_ROLLOUT, SFT_ROLLOUT
 from instep.data.rows import RowFormat
 
 if TYPE_CHECKING:
-    from instep.arguments import EvalDataset
     from instep.arguments.settings import HookSettings, Settings
+
+
+@dataclass(frozen=True)
+class EvalDataset:
+    """One data set of the evaluation. The flags `--eval-*`, else `--rollout-*`, are the defaults of its fields."""
+
+    name: str
+    path: str
+    input_key: str
+    label_key: str | None
+    metadata_key: str
+    tool_key: str
+    n_samples_per_eval_prompt: int
+    temperature: float
+    top_p: float
+    top_k: int
+    max_response_len: int | None
+    max_prompt_len: int | None
+    max_context_len: int | None
+    min_new_tokens: int | None
+    stop: list[str] | None
+    stop_token_ids: list[int] | None
+    rm_type: str | None
+    reward_key: str | None
+    custom_rm_path: str | None
+    custom_generate_function_path: str | None
+    metadata_overrides: dict[str, Any]
 
 
 def row_format(args: Settings) -> RowFormat:

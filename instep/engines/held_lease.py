@@ -9,13 +9,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from instep.errors import EngineError
 from instep_engine.lease import EXPIRED, HELD, NONE, UNKNOWN
-
-if TYPE_CHECKING:
-    from instep.engines.engine import Engine
 
 LEASE_SECONDS, RENEW_SECONDS = 10.0, 1.0
 
@@ -33,10 +30,20 @@ _name_owner()
 os.register_at_fork(after_in_child=_name_owner)
 
 
+class Leased(Protocol):
+    """The engine, as far as its lease needs it (`Engine`)."""
+
+    name: str
+    process: Any
+    kind: Any
+    post: Callable[..., Any]
+    post_aside: Callable[..., Any]
+
+
 class HeldLease:
     """This process' lease of `engine`, which a thread renews from `take` to `end`. Engines of this run have none."""
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: Leased):
         self._engine = engine
         self._begun, self._renewed = False, 0.0  # when the last request was made that renewed it
         self._ended: threading.Event | None = None  # ends the thread that renews it

@@ -71,7 +71,7 @@ def plan(words: Sequence[str]) -> None:
     options, flags = own_options(words)
     from rich.console import Console
 
-    from instep.arguments import parse
+    from instep.arguments.parse import parse
     from instep.cluster.engine_plan import describe_engines
     from instep.cluster.placement import describe, make_plan, table
 
@@ -143,7 +143,7 @@ def check_launch(args: Args, words: Sequence[str]) -> list[str]:
     """
     if args.device != "cuda" or args.debug_rollout_only or not _says_memory(words):
         return []
-    from instep.arguments import parse
+    from instep.arguments.parse import parse
 
     gpus, again = plan_memory(args), partial(parse, command=args.command)
     check(gpus, words, again)

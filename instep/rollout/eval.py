@@ -16,8 +16,8 @@ from instep.rollout.tokens import tokenizer_of
 from instep.types import Group, RolloutFnEvalOutput, Sample, Status, reward_of
 
 if TYPE_CHECKING:
-    from instep.arguments import EvalDataset
     from instep.arguments.settings import HookSettings
+    from instep.data.formats import EvalDataset
 
 _loaded: dict[tuple[Any, ...], list[Record]] = {}
 

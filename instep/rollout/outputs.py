@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from instep.errors import RolloutError
-from instep.hooks import Hook, said
+from instep.hooks import Hook
 from instep.types import (
     Group,
     RolloutFnEvalOutput,
@@ -18,6 +18,7 @@ from instep.types import (
     as_number,
     name_of,
 )
+from instep.user_code import said
 
 DONE = (Status.COMPLETED, Status.TRUNCATED, Status.FAILED)
 

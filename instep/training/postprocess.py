@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from instep.hooks import Hook, said
+from instep.hooks import Hook
 from instep.types import TokenBatch
+from instep.user_code import said
 
 if TYPE_CHECKING:
     from instep.arguments.args import Args

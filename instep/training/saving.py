@@ -25,7 +25,6 @@ from torch.futures import Future
 
 from instep.checkpoints.integrity import digests_of_rank
 from instep.checkpoints.written import tell_written, wait_written
-from instep.training.backend import ParallelInfo
 from instep.weights.parking import HostCopies
 
 
@@ -66,15 +65,15 @@ class Saver:
         own = tensor.untyped_storage().data_ptr() in self._own
         return tensor if own else self._copies.copy(tensor.detach())
 
-    def finish(self, path: Path, place: ParallelInfo, timeout: float) -> dict[str, str]:
+    def finish(self, path: Path, rank: int, num_ranks: int, timeout: float) -> dict[str, str]:
         """What follows `save`: the digests of the files that this rank has written into `path`, by name.
 
         With --async-save a thread begins to write what was copied, within `timeout` seconds. There are no digests then:
         `wait_written` has them when the files are on the disk.
         """
         if not self._in_background:
-            return digests_of_rank(path, place.rank)
-        args = (self._snapshot, path, place.rank, place.world_size, time.monotonic() + timeout)
+            return digests_of_rank(path, rank)
+        args = (self._snapshot, path, rank, num_ranks, time.monotonic() + timeout)
         self._snapshot = None
         threading.Thread(target=self._write, args=args, name="checkpoint", daemon=True).start()
         return {}

@@ -72,14 +72,14 @@ class WorkerWeights:
         Returns:
             The digests of the files that this rank has written, by name; see `Saver.finish`.
         """
-        rank = self.backend.parallel.rank
+        rank, num_ranks = self.backend.parallel.rank, self.backend.parallel.world_size
         try:
             self.backend.save(path)
         except OSError as error:
             raise _cannot_write(path, error) from error
         try:
             torch.save(random_state(), path / f"rng_{rank}.pt")
-            return self.backend.saver.finish(path, self.backend.parallel, self.args.train_timeout)
+            return self.backend.saver.finish(path, rank, num_ranks, self.args.train_timeout)
         except (OSError, RuntimeError) as error:  # torch.save says RuntimeError on a full disk
             raise _cannot_write(path, error) from error
 

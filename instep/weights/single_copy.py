@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from instep.errors import EngineError, SyncError
 from instep.weights.manifest import TensorRecord, dtype_name
 from instep.weights.memory import SAMPLE_KIND, EngineMemory, attach, digests_of, marks, nonces_in, sample_digest
-from instep.weights.source import TensorSpec, WeightSource
+from instep.weights.source import WeightSource
+from instep.weights.spec import TensorSpec
 from instep.weights.way import OTHER_MEMORY, Carriage, Order, Sent
 
 

@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-if TYPE_CHECKING:
-    from instep.weights.memory import EngineMemory
-
+from instep.weights.memory import EngineMemory
+from instep.weights.spec import TensorSpec
 
 Samples = dict[str, dict[str, torch.Tensor]]  # by the nonce of a worker's memory, and by name: bytes of a sample
-
-
-@dataclass
-class TensorSpec:
-    """The Hugging Face name, the full shape and the serving dtype of one weight."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 Weights = Iterable[tuple[TensorSpec, torch.Tensor | None]]

@@ -157,7 +157,7 @@ def command(given: dict[str, str], rest: Sequence[str], host: str, port: int) ->
 
 def server_args(given: dict[str, str], rest: Sequence[str]) -> Args:
     """The arguments of a run whose engine is this server. Raises ConfigError for what it cannot take."""
-    from instep.arguments import parse
+    from instep.arguments.parse import parse
     from instep.controller.device import device_here
 
     tensor, pipeline = _number_of_gpus(given, "tensor"), _number_of_gpus(given, "pipeline")

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from instep.arguments import parse
 from instep.arguments.lora import quantization
+from instep.arguments.parse import parse
 from instep.checkpoints.hf_export import check_files, check_hf_checkpoint
 from instep.controller.device import resolve_on_machine
 from instep.engines import keys

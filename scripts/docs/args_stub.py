@@ -34,7 +34,7 @@ _HEADER = """\
 # Made by `python scripts/docs/args_stub.py`; do not edit.
 from typing import Any, Literal
 
-from instep.arguments.evaluation import EvalDataset
+from instep.data.formats import EvalDataset
 
 """
 

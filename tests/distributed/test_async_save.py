@@ -45,12 +45,12 @@ def _same_files(save: Any, root: Path) -> dict[str, Any]:
             folder.mkdir()
     dist.barrier()
     backend.save(folders[0])
-    assert backend.saver.finish(folders[0], place, 60).keys() == {f"__{place.rank}_0.distcp"}
+    assert backend.saver.finish(folders[0], place.rank, place.world_size, 60).keys() == {f"__{place.rank}_0.distcp"}
     backend.saver = saving.Saver(place.device, in_background=True)
     before = save.weights()
     for folder in folders[1:]:
         backend.save(folder)
-        assert backend.saver.finish(folder, place, 60) == {}
+        assert backend.saver.finish(folder, place.rank, place.world_size, 60) == {}
         save.train(range(1, 2))
         assert not (folder / f"__{place.rank}_0.distcp").exists() and not (folder / ".metadata").exists()
         gate.set()
@@ -154,7 +154,7 @@ def _failing_rank(path: Path, root: Path) -> str:
             raise OSError(28, "No space left on device")
 
         saving._Snapshot.write = full
-    backend.saver.finish(root, place, 60)
+    backend.saver.finish(root, place.rank, place.world_size, 60)
     try:
         wait_written(root, range(2), time.monotonic() + 60)
     except CheckpointError as error:

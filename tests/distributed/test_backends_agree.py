@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from instep.arguments import parse
+from instep.arguments.parse import parse
 from instep.arguments.roles import args_of_role
 from instep.controller.role import RoleTrainer
 from instep.controller.round import TrainingRound

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from instep.arguments import parse
+from instep.arguments.parse import parse
 from instep.arguments.roles import args_of_role
 from instep.controller.role import RoleTrainer
 from instep.data.batch import build_batch

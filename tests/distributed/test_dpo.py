@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from instep.arguments import parse
+from instep.arguments.parse import parse
 from instep.controller.role import RoleTrainer
 from instep.controller.round import TrainingRound
 from instep.data.source import RolloutDataSourceWithBuffer

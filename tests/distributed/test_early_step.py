@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from instep.arguments import parse
+from instep.arguments.parse import parse
 from instep.controller.role import RoleTrainer
 from instep.controller.round import TrainedBatch, TrainingRound
 from instep.training import lr_schedule

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from instep.arguments import parse
+from instep.arguments.parse import parse
 from instep.cluster.local import WorkerGroup
 from instep.controller.role import RoleTrainer
 from instep.training import lr_schedule

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from instep.arguments import parse
+from instep.arguments.parse import parse
 from instep.controller.role import RoleTrainer
 from instep.controller.round import TrainingRound
 from instep.training import lr_schedule

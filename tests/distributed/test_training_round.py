@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from instep.arguments import parse
+from instep.arguments.parse import parse
 from instep.checkpoints.folders import teacher_folder
 from instep.controller.role import RoleTrainer
 from instep.controller.round import TrainingRound

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from instep.algorithms.catalog import ALGORITHMS
-from instep.arguments import parse
 from instep.arguments.all_flags import own_flags
+from instep.arguments.parse import parse
 from scripts.docs.algorithms import made
 from tests.assets import make_prompts
 

@@ -11,7 +11,7 @@ from statistics import mean, median
 
 import pytest
 
-from instep.arguments import parse
+from instep.arguments.parse import parse
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from instep.arguments import parse
 from instep.arguments.all_flags import find, own_flags
 from instep.arguments.help import format_help
+from instep.arguments.parse import parse
 from instep.arguments.parser import scan
 from instep.arguments.suggest import acts_in, named_flags
 from instep.plan.command import own_options

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from instep.arguments import parse
 from instep.arguments.all_flags import find, own_flags, passed_through
 from instep.arguments.flag import Flag
+from instep.arguments.parse import parse
 from instep.arguments.parser import scan
 from instep.arguments.suggest import acts_in, named_flags
 from instep.engines.flags import PREFIXES, TABLES

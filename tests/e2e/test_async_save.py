@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 import instep.sft
-from instep.arguments import parse
+from instep.arguments.parse import parse
 from instep.checkpoints.folders import latest_iteration
 from instep.checkpoints.integrity import check_whole
 from instep.rollout import admission

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from instep.arguments import parse
+from instep.arguments.parse import parse
 from instep.controller.role import RoleTrainer
 from instep.errors import WorkerError
 from instep.rollout.vllm_rollout import generate as generate_response

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 
-from instep.arguments import parse
+from instep.arguments.parse import parse
 from instep.cluster.engine_plan import plan_engines, plan_routers
 from instep.cluster.engine_start import start_engine, start_router
 from instep.engines.wire import GENERATE

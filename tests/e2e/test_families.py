@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 import pytest
 import torch
 
-from instep.arguments import parse
 from instep.arguments.args import Args
+from instep.arguments.parse import parse
 from instep.cluster.engine_plan import plan_engines
 from instep.cluster.engine_start import start_engine
 from instep.controller.role import RoleTrainer

@@ -17,7 +17,7 @@ from instep.errors import SyncError
 from instep.rollout import admission
 from instep.scratch import Scratch, memory_root
 from instep.weights.memory import attach
-from instep.weights.source import TensorSpec
+from instep.weights.spec import TensorSpec
 from instep_engine.place import SYNC
 from tests.bounds import allowed
 from tests.e2e import plants

@@ -8,7 +8,7 @@ import time
 import psutil
 import pytest
 
-from instep.arguments import parse
+from instep.arguments.parse import parse
 from instep.cluster.engine_plan import plan_engines
 from instep.cluster.placement import make_plan
 from instep.cluster.ray import Ray, RayCluster

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from instep.arguments import parse
+from instep.arguments.parse import parse
 from instep.cluster.engine_plan import plan_engines
 from instep.cluster.engine_start import start_engine
 from instep.scratch import memory_root

@@ -8,7 +8,7 @@ import urllib.request
 import pytest
 import torch
 
-from instep.arguments import parse
+from instep.arguments.parse import parse
 from instep.cluster.engine_plan import plan_engines
 from instep.cluster.launch import LocalCluster
 from instep.controller.fleet import Fleet

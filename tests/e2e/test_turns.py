@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from instep.arguments import parse
+from instep.arguments.parse import parse
 from instep.controller import device
 from instep.controller.sync.weight_sync import WeightSync
 from instep.engines.engine import Engine

@@ -95,7 +95,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def make_args(tiny_model: Path, data: Path, server: ControlledEngine) -> Callable[..., Any]:
     """Arguments by the real parser, as hooks get them."""
-    from instep.arguments import parse
+    from instep.arguments.parse import parse
     from tests.engines import rollouts
 
     def make(*extra: str, url: str = server.url, kind: str = "embedded") -> Any:

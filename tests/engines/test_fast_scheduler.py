@@ -139,7 +139,7 @@ def above() -> tuple[Any, Any]:
     from vllm import SamplingParams
 
     from instep_engine.vllm.fast import KEY
-    from instep_engine.vllm.fast.scheduler import HoldBack
+    from instep_engine.vllm.fast.hold_back import HoldBack
 
     params = SamplingParams(max_tokens=100, logprobs=0, ignore_eos=True, extra_args={KEY: 1})
     request = SimpleNamespace(

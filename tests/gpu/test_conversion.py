@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from instep.arguments import parse
+from instep.arguments.parse import parse
 from instep.data.batch import build_batch
 from instep.data.conversion import FLAG, read_conversion
 from instep.hooks import Hook

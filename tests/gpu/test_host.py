@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 
-from instep.arguments import parse
+from instep.arguments.parse import parse
 from instep.controller.controller import Controller
 from instep.controller.sync.session import Session
 from instep.rollout import admission

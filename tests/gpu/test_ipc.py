@@ -14,7 +14,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from instep.arguments import parse
+from instep.arguments.parse import parse
 from instep.checkpoints.weight_files import opened, weight_files
 from instep.cluster.engine_plan import plan_engines
 from instep.cluster.engine_start import start_engine
@@ -25,7 +25,8 @@ from instep.controller.sync.weight_sync import WeightSync
 from instep.errors import SyncError
 from instep.training import lr_schedule
 from instep.weights import ipc
-from instep.weights.source import TensorSpec, WeightSource
+from instep.weights.source import WeightSource
+from instep.weights.spec import TensorSpec
 from instep.weights.way import way_named
 from tests.assets import make_checkpoint, make_prompts
 from tests.e2e.commands import grpo_arguments, run, sync_folder

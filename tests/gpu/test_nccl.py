@@ -14,12 +14,13 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.random_model import dimensions
-from instep.arguments import parse
+from instep.arguments.parse import parse
 from instep.controller.controller import Controller
 from instep.engines.engine import Engine
 from instep.errors import InstepError, SyncError
 from instep.weights.nccl import Nccl
-from instep.weights.source import TensorSpec, WeightSource
+from instep.weights.source import WeightSource
+from instep.weights.spec import TensorSpec
 from instep.weights.way import Order
 from instep_engine.stream import ROW_BYTES, checksums
 from tests.assets import make_checkpoint, make_prompts

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, Qwen3Config
 
-from instep.arguments import parse
 from instep.arguments.args import Args
+from instep.arguments.parse import parse
 from instep.cluster.engine_plan import plan_engines
 from instep.cluster.engine_start import start_engine
 from instep.cluster.local import WorkerGroup

@@ -21,7 +21,7 @@ import psutil
 import pytest
 import torch
 
-from instep.arguments import parse
+from instep.arguments.parse import parse
 from instep.errors import ConfigError, EngineError, InstepError, RolloutError
 from instep.rollout import runtime
 from instep.rollout.outputs import as_train_output

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from instep.arguments import parse
+from instep.arguments.parse import parse
 from instep.cluster.local import WorkerGroup
 from instep.controller.last_word import LastWord
 from instep.errors import ConfigError, InstepError, RewardError, RolloutError

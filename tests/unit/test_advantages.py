@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from instep.arguments import parse
 from instep.arguments.algorithm.rules import COMBINATIONS
 from instep.arguments.all_flags import own_flags
+from instep.arguments.parse import parse
 from instep.controller.advantage_columns import add_advantages
 from instep.data.batch import build_batch
 from instep.errors import ConfigError, RewardError, RolloutError

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from instep.arguments import RUNTIME_ATTRIBUTES, Args, cluster, parse
+from instep.arguments import cluster
 from instep.arguments.all_flags import own_flags, passed_through
-from instep.arguments.args import Draft, Unreadable
+from instep.arguments.args import RUNTIME_ATTRIBUTES, Args, Draft, Unreadable
 from instep.arguments.help import format_help
+from instep.arguments.parse import parse
 from instep.arguments.serving import SERVED
 from instep.cluster.placement import make_plan
 from instep.engines.spec import Slot
@@ -280,7 +281,7 @@ def test_args_and_views_survive_pickling():
 def test_no_torch_for_a_command_line():
     code = (
         "import sys, time; start = time.process_time()\n"
-        "from instep.arguments import parse\n"
+        "from instep.arguments.parse import parse\n"
         "from instep.arguments.help import format_help\n"
         "text = format_help(); parse(sys.argv[1:])\n"
         "heavy = {'torch', 'transformers', 'numpy', 'aiohttp', 'megatron', 'yaml'} & set(sys.modules)\n"

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from instep.arguments import parse
 from instep.arguments.all_flags import find
 from instep.arguments.megatron import SHAPE
 from instep.arguments.model import MODEL
 from instep.arguments.parallel import PARALLEL
+from instep.arguments.parse import parse
 from tests.command_line import CONFIG, argv, make_folder, refusal
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from instep.arguments import cluster, parse
+from instep.arguments import cluster
+from instep.arguments.parse import parse
 from instep.controller import device
 from instep.errors import ConfigError
 from tests.command_line import CONFIG, argv, make_folder, refusal

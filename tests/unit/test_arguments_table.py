@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from instep.arguments import parse
 from instep.arguments.all_flags import find, groups, own_flags, passed_through
 from instep.arguments.flag import COUNT, Number, size
 from instep.arguments.megatron import megatron_table
+from instep.arguments.parse import parse
 from scripts.docs.args_stub import stub
 from scripts.docs.arguments import flags_markdown
 from tests.command_line import argv, make_folder, refusal

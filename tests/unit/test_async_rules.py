@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 import instep
-from instep.arguments import parse
+from instep.arguments.parse import parse
 from instep.engines.kind import _built_in
 from instep.engines.vllm import VllmKind
 from instep.errors import ConfigError

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from instep.arguments import parse
+from instep.arguments.parse import parse
 from instep.cli import main
 from instep.engines.vllm import VllmKind
 from instep.errors import ConfigError, EngineError

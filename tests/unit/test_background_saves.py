@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from instep.arguments import parse
+from instep.arguments.parse import parse
 from instep.checkpoints.folders import find_checkpoint, read_state
 from instep.checkpoints.integrity import TRACKER, check_whole
 from instep.cluster.local import WorkerGroup

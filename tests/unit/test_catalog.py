@@ -13,9 +13,10 @@ from instep.algorithms.advantages import ESTIMATORS
 from instep.algorithms.advantages.grpo import grpo
 from instep.algorithms.catalog import ALGORITHMS, OFFLINE, Algorithm, algorithm_of, names_where
 from instep.algorithms.losses.policy import FORMS
-from instep.arguments import Args, parse
 from instep.arguments.algorithm.rules import COMBINATIONS
 from instep.arguments.all_flags import own_flags
+from instep.arguments.args import Args
+from instep.arguments.parse import parse
 from instep.training.losses import LOSSES
 from tests.command_line import argv, make_folder
 

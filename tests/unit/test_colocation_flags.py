@@ -2,7 +2,7 @@
 
 import pytest
 
-from instep.arguments import parse
+from instep.arguments.parse import parse
 from instep.cluster.engine_plan import plan_engines
 from instep.controller import device
 from instep.errors import ConfigError

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from instep.arguments import Args
+from instep.arguments.args import Args
 from instep.controller.round_metrics import (
     evaluation_metrics,
     evaluation_summary,

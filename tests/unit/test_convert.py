@@ -29,7 +29,7 @@ from instep.controller.space import num_weights
 from instep.errors import CheckpointError
 from instep.models.shape import read_config
 from instep.models.sizes import shape_of
-from instep.weights.source import TensorSpec
+from instep.weights.spec import TensorSpec
 from tests.assets import with_head
 from tests.distributed.helpers import RankPool
 from tests.distributed.megatron_layouts import MODELS, random_model

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from instep.arguments import parse
+from instep.arguments.parse import parse
 from instep.controller.run_state import data_state, restore_data
 from instep.data import mixture
 from instep.data.ledger import Ledger, LedgeredDataSource

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from instep.algorithms.catalog import DEFAULT_ROLLOUT
-from instep.arguments import parse
+from instep.arguments.parse import parse
 from instep.controller.early import scores_early
 from instep.controller.early_step import OF_ALL, why_not
 from instep.controller.round import TrainingRound

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from instep.arguments import parse
 from instep.arguments.all_flags import find, own_flags
 from instep.arguments.engine_flags import as_flag
 from instep.arguments.engine_help import format_engine_help
 from instep.arguments.help import format_help
+from instep.arguments.parse import parse
 from instep.arguments.sglang import SGLANG
 from instep.cli import main
 from instep.engines import flags
@@ -220,7 +220,7 @@ def test_another_version_is_asked_once_and_cached(tmp_path, monkeypatch):
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-router\nVersion: 9.9.9+local\n")
     env = {**os.environ, "PYTHONPATH": f"{site}{os.pathsep}{ROOT}", "XDG_CACHE_HOME": str(tmp_path / "cache")}
     code = (
-        "from instep.arguments import parse; from instep.engines.flags import router_arguments\n"
+        "from instep.arguments.parse import parse; from instep.engines.flags import router_arguments\n"
         "print(router_arguments(parse(['--router-new-flag', '4', '--router-policy', 'b'], 'plan')))"
     )
     for first in (True, False):

@@ -17,7 +17,7 @@ from instep.errors import SyncError
 from instep.scratch import memory_root
 from instep.weights.memory import attach, digests_of, marks, sample_digest
 from instep.weights.single_copy import SingleCopy, Written
-from instep.weights.source import TensorSpec
+from instep.weights.spec import TensorSpec
 from instep_engine.place import SYNC, process_mark
 from instep_engine.vllm import memory as plugin
 

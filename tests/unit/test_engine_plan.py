@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from instep.arguments import parse
+from instep.arguments.parse import parse
 from instep.cli import main
 from instep.cluster.engine_plan import describe_engines, plan_engines, plan_routers
 from instep.cluster.placement import describe, make_plan

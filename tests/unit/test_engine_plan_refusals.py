@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from instep.arguments import parse
+from instep.arguments.parse import parse
 from instep.cluster.engine_plan import plan_engines
 from instep.errors import ConfigError
 from tests.plans import DISAGGREGATED, GUIDE, arguments, refusal, slots

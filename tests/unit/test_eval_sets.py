@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from instep.arguments import parse
+from instep.arguments.parse import parse
 from instep.controller.controller import Controller
 from instep.data import index
 from instep.rollout import runtime

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from instep.arguments import extra, parse
+from instep.arguments import extra
 from instep.arguments.all_flags import find
+from instep.arguments.parse import parse
 from instep.errors import ConfigError
 from tests.command_line import argv, make_folder
 

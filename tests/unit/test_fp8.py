@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from instep import convert
-from instep.arguments import parse
+from instep.arguments.parse import parse
 from instep.checkpoints.hf_weights import opened_weights
 from instep.checkpoints.megatron import MegatronCheckpoint
 from instep.cli import main

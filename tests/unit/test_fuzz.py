@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from instep.arguments import parse
 from instep.arguments.all_flags import own_flags
 from instep.arguments.flag import Number
+from instep.arguments.parse import parse
 from instep.data.chat import render, tokenize_conversation
 from instep.data.dataset import check_file, load_dataset
 from instep.data.graders import NEED_LABELS

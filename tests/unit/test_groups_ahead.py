@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from instep.arguments import parse
+from instep.arguments.parse import parse
 from instep.controller.ahead import GroupsAhead, RoundsAhead, rollouts_ahead
 from instep.controller.round import Rollout
 from instep.controller.run_state import data_state, restore_data

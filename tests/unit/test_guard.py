@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 from multidict import CIMultiDict
 
-from instep.arguments import parse
 from instep.arguments.engine_rules import api_keys
+from instep.arguments.parse import parse
 from instep.engines import keys
 from instep.errors import ConfigError
 from instep.rollout.http import api_key, headers_for

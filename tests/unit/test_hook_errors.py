@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 
-from instep.arguments import parse
 from instep.arguments.all_flags import find, groups
 from instep.arguments.flag import hook as hook_type
+from instep.arguments.parse import parse
 from instep.controller.advantage_columns import add_advantages
 from instep.controller.round_metrics import logs_evaluation, metrics_of_rollout
 from instep.controller.run_state import source_state

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from instep.arguments import Args, parse
+from instep.arguments.args import Args
+from instep.arguments.parse import parse
 from instep.data.named import file_of, is_named
 from instep.data.rows import split_files
 from instep.engines.spec import EngineSpec

@@ -19,7 +19,8 @@ from instep.scratch import Scratch, memory_root
 from instep.weights import ipc
 from instep.weights.ipc import Ipc
 from instep.weights.manifest import dtype_name
-from instep.weights.source import TensorSpec, WeightSource
+from instep.weights.source import WeightSource
+from instep.weights.spec import TensorSpec
 from instep.weights.way import Order, expandable
 from instep_engine import handles
 from instep_engine.handles import Receiver, connect, listen

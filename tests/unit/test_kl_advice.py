@@ -10,8 +10,8 @@ import torch
 
 from instep.algorithms.catalog import KL_IN_LOSS
 from instep.algorithms.losses.policy import PolicyLossConfig, policy_loss
-from instep.arguments import parse
 from instep.arguments.algorithm.flags import ALGORITHM
+from instep.arguments.parse import parse
 from instep.observability.alarms import Limits, entropy_collapse
 from tests.assets import make_prompts
 

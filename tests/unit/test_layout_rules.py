@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from instep.arguments import parse
+from instep.arguments.parse import parse
 from instep.arguments.roles import args_of_role
 from instep.errors import ConfigError
 from instep.models.shape import shape_in_file

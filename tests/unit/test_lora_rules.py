@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from instep.arguments import parse
+from instep.arguments.parse import parse
 from instep.checkpoints.adapter import Lora, lora_of
 from instep.cluster.engine_plan import plan_engines
 from tests.command_line import argv, make_folder, refusal

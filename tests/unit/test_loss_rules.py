@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from instep.arguments import parse
 from instep.arguments.algorithm.loss_rules import RULES
+from instep.arguments.parse import parse
 from instep.errors import ConfigError
 from tests.assets import make_prompts
 

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from instep.arguments import Args, extra, parse
+from instep.arguments import extra
 from instep.arguments.all_flags import own_hooks, passed_through
+from instep.arguments.args import Args
+from instep.arguments.parse import parse
 from instep.models.shape import ModelShape
 from tests.command_line import argv, make_folder
 from tests.distributed.helpers import RankPool

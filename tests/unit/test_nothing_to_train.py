@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from instep.arguments import parse
+from instep.arguments.parse import parse
 from instep.controller.round_metrics import evaluation_summary
 from instep.train_sync import evaluates_after, evaluates_at
 from tests.command_line import argv, make_folder, refusal

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from instep.arguments import parse
 from instep.arguments.engine import ENGINE
 from instep.arguments.evaluation import EVAL
 from instep.arguments.flag import Flag
+from instep.arguments.parse import parse
 from instep.arguments.reward import REWARD
 from instep.arguments.rollout import ROLLOUT
 from instep.controller.round import TrainingRound

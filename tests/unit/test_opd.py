@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from instep.arguments import parse
+from instep.arguments.parse import parse
 from instep.controller.advantage_columns import add_advantages
 from instep.controller.round import TrainingRound
 from instep.data.batch import build_batch

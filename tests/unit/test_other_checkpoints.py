@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from instep.arguments import parse
+from instep.arguments.parse import parse
 from instep.checkpoints.hf_export import check_hf_checkpoint
 from instep.checkpoints.megatron import Part
 from instep.checkpoints.megatron_files import Chunk, Stored

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from instep.arguments import parse
+from instep.arguments.parse import parse
 from instep.data.batch import build_batch
 from instep.data.dataset import check_file
 from instep.data.rows import RowFormat

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from instep.arguments import parse
 from instep.arguments.all_flags import own_flags
 from instep.arguments.flag import files, path, text
+from instep.arguments.parse import parse
 from instep.arguments.paths import USES
 from tests.command_line import argv, make_folder, refusal
 

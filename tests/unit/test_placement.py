@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from instep.arguments import parse
+from instep.arguments.parse import parse
 from instep.cli import main
 from instep.cluster.placement import describe, make_plan
 from instep.engines.spec import Slot

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.random_model import dimensions
-from instep.arguments import parse
+from instep.arguments.parse import parse
 from instep.cli import main
 from instep.cluster.engine_plan import planned_way
 from instep.errors import ConfigError

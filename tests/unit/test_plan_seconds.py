@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.plan_seconds import H100, rows
 from benchmarks.random_model import dimensions
-from instep.arguments import parse
+from instep.arguments.parse import parse
 from instep.cli import main
 from instep.errors import ConfigError
 from instep.models.sizes import shape_of

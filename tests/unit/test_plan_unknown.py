@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.random_model import dimensions
-from instep.arguments import parse
+from instep.arguments.parse import parse
 from instep.controller.profile import StepProfile
 from instep.errors import ConfigError, EngineError
 from instep.models.sizes import quantized_bytes, shape_of

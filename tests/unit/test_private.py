@@ -2,7 +2,7 @@
 
 import pytest
 
-from instep.arguments import parse
+from instep.arguments.parse import parse
 from instep.errors import OutputError, RewardError
 from instep.private import without_credentials
 from instep.processes import FolderLock

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from instep.arguments import parse
+from instep.arguments.parse import parse
 from instep.checkpoints.hf_weights import opened_weights
 from instep.checkpoints.weight_files import weight_names
 from instep.cli import main

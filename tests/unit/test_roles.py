@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from instep.arguments import cluster, parse
+from instep.arguments import cluster
+from instep.arguments.parse import parse
 from instep.arguments.roles import args_of_role, overridable
 from instep.errors import ConfigError
 from instep.training import lr_schedule

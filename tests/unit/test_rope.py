@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Phi3Config, PretrainedConfig, Qwen3Config
 
-from instep.arguments import parse
+from instep.arguments.parse import parse
 from instep.arguments.rollout import context_of_model
 from instep.cluster.launch import LocalCluster
 from instep.engines.embedded.model import Runner, load_model

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from instep.arguments import parse
+from instep.arguments.parse import parse
 from instep.data.batch import build_batch
 from instep.data.sampling import distribution_of, note_request, record_turn, requests_noted, settle
 from instep.errors import RolloutError

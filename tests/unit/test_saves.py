@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
-from instep.arguments import parse
 from instep.arguments.args import Args
+from instep.arguments.parse import parse
 from instep.checkpoints import integrity
 from instep.checkpoints.folders import (
     find_checkpoint,

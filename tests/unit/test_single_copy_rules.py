@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from instep.arguments import parse
+from instep.arguments.parse import parse
 from tests.command_line import argv, make_folder, refusal
 
 ONE = "--weight-sync single-copy --actor-num-gpus-per-node 1 "

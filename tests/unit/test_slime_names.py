@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from instep.arguments import parse
 from instep.arguments.aliases import is_installed
+from instep.arguments.parse import parse
 from instep.errors import ConfigError
 from instep.hooks import load_function
 from instep.rollout import runtime

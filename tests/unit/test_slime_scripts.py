@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from instep.arguments import parse
+from instep.arguments.parse import parse
 from instep.arguments.parser import scan
 from tests.command_line import make_folder
 from tests.published import config

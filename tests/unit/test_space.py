@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from instep.arguments import parse
+from instep.arguments.parse import parse
 from instep.controller.space import check_shared_memory, check_space, num_saves, num_weights, what_is_saved
 from instep.errors import CheckpointError, OutputError, SyncError
 from tests.command_line import argv, make_folder

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from instep.arguments import parse
+from instep.arguments.parse import parse
 from instep.controller.profile import num_scored, of_profile
 from instep.observability import floors
 from instep.observability.floors import CARDS, Model, peak_of

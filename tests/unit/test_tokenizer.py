@@ -14,7 +14,7 @@ import pytest
 import torch
 from tokenizers import processors
 
-from instep.arguments import parse
+from instep.arguments.parse import parse
 from instep.cluster.engine_plan import plan_engines
 from instep.controller.run_state import changed_arguments
 from instep.data import tokenizer
@@ -26,7 +26,7 @@ from instep.errors import ConfigError
 from instep.rollout import dpo_rollout, tokens
 from instep.training.worker import Worker
 from instep.types import Sample
-from instep.weights.source import TensorSpec
+from instep.weights.spec import TensorSpec
 from tests.assets import make_checkpoint, make_prompts, make_tokenizer
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from instep.arguments import parse
+from instep.arguments.parse import parse
 from instep.controller.role import RoleTrainer
 from instep.controller.round import TrainingRound
 from instep.controller.round_metrics import staleness_metrics

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from instep.arguments import parse
+from instep.arguments.parse import parse
 from instep.controller.trial import HookTrial
 from instep.data.source import RolloutDataSourceWithBuffer
 from instep.errors import ConfigError, RolloutError

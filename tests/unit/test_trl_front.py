@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from instep.arguments import parse
+from instep.arguments.parse import parse
 from instep.engines import bodies
 from instep.ports import free_port
 from instep_neighbours.trl import front

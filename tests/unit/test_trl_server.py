@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from instep.arguments import parse
+from instep.arguments.parse import parse
 from instep.engines.kind import served_dtype
 from instep.errors import ConfigError, SyncError
 from instep.models.checkpoint_names import named_weights

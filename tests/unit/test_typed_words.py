@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from instep.arguments import parse
+from instep.arguments.parse import parse
 from instep.errors import ConfigError
 from tests.command_line import argv, make_folder, refusal
 

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from instep.arguments import parse
+from instep.arguments.parse import parse
 from instep.errors import ConfigError
 from instep.preflight import check_inputs
 from instep.training.worker import Worker

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from instep.arguments import parse
+from instep.arguments.parse import parse
 from instep.errors import ConfigError, RolloutError
 from instep_neighbours.verifiers.client import Client, ServerLostError
 from tests.bounds import allowed

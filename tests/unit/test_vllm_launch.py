@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from instep.arguments import parse
+from instep.arguments.parse import parse
 from instep.cluster.engine_plan import plan_engines
 from instep.engines.engine import EngineRefusal
 from instep.engines.kind import resolve_backend

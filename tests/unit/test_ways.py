@@ -27,7 +27,8 @@ from instep.weights.lora_ipc import LoraIpc
 from instep.weights.manifest import BucketManifest
 from instep.weights.shm import read_bucket
 from instep.weights.single_copy import SingleCopy, Written
-from instep.weights.source import TensorSpec, WeightSource
+from instep.weights.source import WeightSource
+from instep.weights.spec import TensorSpec
 from instep.weights.way import (
     GOLDEN,
     OF_ADAPTERS,

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from instep.arguments import parse
+from instep.arguments.parse import parse
 from instep.training.gap import COLUMN, FreshGap
 from instep.training.worker import Worker
 from instep.types import TokenBatch

@@ -106,7 +106,7 @@ class HfBackend:
         if tp > 1:
             self.policy.parallelize(mesh[TP])
         if self._sharded:
-            shard_over(self.policy, mesh[DP], dtype)
+            shard_over(self.policy, self.policy.model, mesh[DP], dtype)
         self.policy.to(device)
         self._mirror = None
         if mirrors:
@@ -289,7 +289,7 @@ class HfBackend:
         is_adapter = (path / ADAPTER_CONFIG).exists()
         if self._base is None or not (is_adapter or str(path) == self._base.path):
             return None
-        reference = Earlier(self)
+        reference = Earlier(self.policy.model, self.forward_only)
         if is_adapter:
             reference.load_hf(path)
         return reference

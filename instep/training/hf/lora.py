@@ -18,7 +18,8 @@ from instep.checkpoints.adapter import Lora, read_adapter
 from instep.errors import CheckpointError, ConfigError
 from instep.models.shape import KV_B
 from instep.training.hf.shards import local, shard, whole
-from instep.weights.source import TensorSpec, WeightSource
+from instep.weights.source import WeightSource
+from instep.weights.spec import TensorSpec
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from instep.training.backend import TokenOutputs
-    from instep.training.hf.backend import HfBackend
 
 PEFT = "base_model.model."  # before the names of peft's tensors
 
@@ -135,17 +135,21 @@ def merged(model: nn.Module) -> Callable[[str], Tensor | None]:
 
 
 class Earlier:
-    """The policy with its adapter off, or with a former one: a reference that needs no second copy of the base."""
+    """The policy with its adapter off, or with a former one: a reference that needs no second copy of the base.
+
+    Args:
+        forward_only: the backend's.
+    """
 
     is_adapter = True
 
-    def __init__(self, backend: HfBackend):
-        self._backend = backend
+    def __init__(self, model: nn.Module, forward_only: Callable[..., list[TokenOutputs]]):
+        self._model, self._forward_only = model, forward_only
         self._former: dict[str, Tensor] | None = None
 
     def forward_only(self, micro_batches: Any, *, entropy: bool = False) -> list[TokenOutputs]:
         with self._swapped():
-            return self._backend.forward_only(micro_batches, entropy=entropy)
+            return self._forward_only(micro_batches, entropy=entropy)
 
     def offload(self, *, weights: bool = True) -> None:
         """No-op: the weights are the policy's."""
@@ -156,7 +160,7 @@ class Earlier:
     def load_hf(self, folder: Path) -> None:
         """From now on be the policy with the adapter in `folder`. Raises CheckpointError if it is another one's."""
         theirs = read_adapter(folder)
-        model = self._backend.policy.model
+        model = self._model
         former: dict[str, Tensor] = {}
         for name, weight in adapter_weights(model).items():
             full = theirs.get(PEFT + name)
@@ -169,7 +173,7 @@ class Earlier:
 
     @contextmanager
     def _swapped(self) -> Iterator[None]:
-        model = self._backend.policy.model
+        model = self._model
         layers = adapted(model).values()
         weights = adapter_weights(model) if self._former is not None else {}
         ours = {name: local(weight.detach()).clone() for name, weight in weights.items()}

@@ -9,17 +9,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
-
-if TYPE_CHECKING:
-    from instep.training.hf.model import Policy
 
 DP, TP = "dp", "tp"
 
@@ -133,11 +130,11 @@ def write(weight: Tensor, full: Tensor) -> None:
     local(weight).copy_(shard(weight, full))
 
 
-def shard_over(policy: Policy, mesh: DeviceMesh, dtype: torch.dtype) -> None:
-    """FSDP2 over `mesh`: one unit per decoder layer, the rest in the root. Gradients are summed, not averaged."""
+def shard_over(policy: nn.Module, model: Any, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+    """FSDP2 over `mesh`: a unit per decoder layer of its `model`, the rest in the root. Gradients are summed."""
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    layers = set(policy.model._no_split_modules or ())
-    for module in policy.model.modules():
+    layers = set(model._no_split_modules or ())
+    for module in model.modules():
         if type(module).__name__ in layers:
             fully_shard(module, mesh=mesh, mp_policy=precision)
     # The root's inputs stay as they are: a temperature of 0.7 would become 0.699 in bfloat16.

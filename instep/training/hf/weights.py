@@ -15,7 +15,8 @@ from instep.errors import CheckpointError
 from instep.models.checkpoint_names import CheckpointNames, Group, named_weights
 from instep.training.hf.gather import in_batches
 from instep.training.hf.shards import write
-from instep.weights.source import TensorSpec, WeightSource
+from instep.weights.source import WeightSource
+from instep.weights.spec import TensorSpec
 
 Addition = Callable[[str], Tensor | None]
 Groups = list[tuple[Group, list[TensorSpec]]]

@@ -27,7 +27,8 @@ from instep.models.weight_map import (
     weight_entries,
 )
 from instep.training.megatron.layout import Placement
-from instep.weights.source import TensorSpec, WeightSource
+from instep.weights.source import WeightSource
+from instep.weights.spec import TensorSpec
 
 
 def local_parameters(chunks: Sequence[torch.nn.Module], placement: Placement) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
 
-from instep_engine.vllm.fast.scheduler import Held, HoldBack
+from instep_engine.vllm.fast.hold_back import Held, HoldBack
 
 logger = init_logger("vllm.instep")
 RUNNING = RequestStatus.RUNNING

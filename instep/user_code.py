@@ -1,0 +1,70 @@
+"""What a user's code raises, and the values that it returns: what of them may stand in an error."""
+
+from __future__ import annotations
+
+import asyncio
+import dis
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+OURS = str(Path(__file__).parent)  # begins the paths of the packages beside it, too: instep_engine, instep_neighbours
+_PYTHONS = str(Path(os.__file__).parent) + os.sep
+_CUT = " ..."  # at the end of a text that has been cut
+traceback_of = BaseException.__dict__["__traceback__"].__get__  # also where a user's class overrides the attribute
+
+
+def is_from_outside(error: BaseException) -> bool:
+    """Whether it came from outside of the user's code: Ctrl-C, a cancellation by the caller, a coroutine's end."""
+    if isinstance(error, asyncio.CancelledError):
+        task = asyncio.current_task() if asyncio._get_running_loop() is not None else None
+        return task is not None and task.cancelling() > 0
+    return is_interrupt(error) or (isinstance(error, GeneratorExit) and not _is_raised(error))
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Whether it is Ctrl-C (or SIGTERM), which no code of the user's has raised by a `raise` of its own."""
+    in_main = threading.current_thread() is threading.main_thread()
+    return isinstance(error, KeyboardInterrupt) and in_main and not _is_raised(error)
+
+
+def _is_raised(error: BaseException) -> bool:
+    """Whether the user's code raised it by a `raise`: no handler of signals, and no library of Python's."""
+    last = traceback_of(error)
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    assert last is not None
+    code = last.tb_frame.f_code
+    raised = any(s.offset == last.tb_lasti and s.opname == "RAISE_VARARGS" for s in dis.get_instructions(code))
+    return raised and not code.co_filename.startswith((OURS, _PYTHONS))
+
+
+def described(value: Any) -> str:
+    """A value in an error: itself if it is short, else its type and length."""
+    text = said(value, 80)
+    if not text.endswith(_CUT) and "\n" not in text:
+        return text
+    size = _answer(len, value)
+    return f"a {type(value).__name__}" + ("" if size is None else f" of {size}")
+
+
+def said(value: Any, limit: int = 400) -> str:
+    """`repr(value)`, its first `limit` characters at most; the type of a value whose `__repr__` raises."""
+    text = _answer(repr, value)
+    if text is None:
+        return f"a {type(value).__name__} (its __repr__ raises)"
+    return text if len(text) <= limit else text[:limit] + _CUT
+
+
+def _answer(function: Callable[[Any], T], value: Any) -> T | None:
+    """What a special method of a user's object returns; None if it raises."""
+    try:
+        return function(value)
+    except BaseException as error:  # the border to the user's code
+        if is_interrupt(error):
+            raise
+        return None
