@@ -9,10 +9,10 @@ import torch
 
 from instep.checkpoints.hf_export import export_hf
 from instep.scratch import Scratch
-from instep.weights.manifest import DIGEST_KIND, BucketManifest, TensorRecord, record_of, tensor_digest
 from instep.weights.source import WeightSource
 from instep.weights.spec import TensorSpec
 from instep.weights.way import Carriage, Order, Sent
+from instep_engine.manifest import DIGEST_KIND, BucketManifest, TensorRecord, record_of, tensor_digest
 from instep_engine.place import GOLDEN
 
 

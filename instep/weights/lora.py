@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, cast
 
-from instep.weights.manifest import BucketManifest
 from instep.weights.shm import Shm
 from instep.weights.source import AdapterSource, WeightSource
 from instep.weights.way import Order
+from instep_engine.manifest import BucketManifest
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from typing import cast
 
 from instep.checkpoints.adapter import export_adapter
 from instep.weights.disk import Disk, Recorded
-from instep.weights.manifest import BucketManifest
 from instep.weights.source import AdapterSource, WeightSource
 from instep.weights.way import Order
+from instep_engine.manifest import BucketManifest
 
 
 class LoraDisk(Disk):

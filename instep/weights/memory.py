@@ -26,8 +26,8 @@ import torch
 
 from instep import locks
 from instep.errors import SyncError
-from instep.weights.manifest import digest, dtype_name
 from instep.weights.spec import TensorSpec
+from instep_engine.manifest import digest, dtype_name
 from instep_engine.place import SYNC, NoPlace, check_memory_folder, lives, open_bucket
 
 SAMPLE_KIND = "xxh3-128 of a sample"

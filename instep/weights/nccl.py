@@ -24,10 +24,10 @@ import torch
 import torch.distributed as dist
 
 from instep.errors import SyncError
-from instep.weights.manifest import TensorRecord, dtype_name
 from instep.weights.source import WeightSource
 from instep.weights.spec import TensorSpec
 from instep.weights.way import Carriage, Order, Sent
+from instep_engine.manifest import TensorRecord, dtype_name
 from instep_engine.stream import (
     ROW_BYTES,
     Group,

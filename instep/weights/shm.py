@@ -6,8 +6,6 @@ is full, so that engines load one while the next is gathered.
 
 from __future__ import annotations
 
-import math
-import mmap
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,18 +14,16 @@ from pathlib import Path
 import torch
 
 from instep.errors import SyncError
-from instep.weights.manifest import (
+from instep.weights.source import WeightSource
+from instep.weights.way import Carriage, Order, Sent
+from instep_engine.manifest import (
     DIGEST_KIND,
     BucketManifest,
     TensorRecord,
-    digest,
     record_of,
     tensor_bytes,
     tensor_digest,
 )
-from instep.weights.source import WeightSource
-from instep.weights.way import Carriage, Order, Sent
-from instep_engine.place import NoPlace, open_bucket
 
 
 class Shm:
@@ -114,47 +110,3 @@ def _write(path: Path, parts: list[torch.Tensor], num_bytes: int) -> None:
             where=str(path),
             remedy="enlarge /dev/shm (docker: --shm-size), lower --update-weight-buffer-size, or --weight-sync disk",
         ) from error
-
-
-class BucketMismatch(Exception):
-    """A bucket is not what its manifest says; `tensor` is the first one concerned."""
-
-    def __init__(self, message: str, tensor: str | None):
-        super().__init__(message)
-        self.tensor = tensor
-
-
-def read_bucket(manifest: BucketManifest) -> dict[str, torch.Tensor]:
-    """The tensors of a bucket, in private mapped memory, after a check of every tensor's digest.
-
-    Raises:
-        BucketMismatch: the file is missing, or lies in no folder of a run of this user (`place.py`); a record
-            contradicts it or itself, a name comes twice, a digest differs.
-    """
-    tensors: dict[str, torch.Tensor] = {}
-    first = manifest.tensors[0].name if manifest.tensors else None
-    try:
-        fd = open_bucket(manifest.path)
-        try:
-            data = torch.frombuffer(mmap.mmap(fd, 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
-        finally:
-            os.close(fd)
-    except (OSError, ValueError, NoPlace) as error:  # a ValueError for an empty file
-        raise BucketMismatch(f"the bucket {manifest.path} cannot be read: {error}", first) from error
-    for t in manifest.tensors:
-        dtype = getattr(torch, t.dtype, None)
-        if t.name in tensors:
-            raise BucketMismatch(f"{t.name} came twice", t.name)
-        if not isinstance(dtype, torch.dtype) or math.prod(t.shape) * dtype.itemsize != t.nbytes:
-            raise BucketMismatch(f"{t.name}: {t.nbytes} bytes of shape {t.shape} and dtype {t.dtype}", t.name)
-        if not 0 <= t.offset <= data.numel() - t.nbytes:
-            raise BucketMismatch(f"{t.name} lies outside the bucket of {data.numel()} bytes", t.name)
-        flat = data[t.offset : t.offset + t.nbytes]
-        if digest(tensor_bytes(flat)) != t.digest:
-            raise BucketMismatch(f"{t.name}: the bytes received do not have the digest of those sent", t.name)
-        aligned = flat.clone() if t.offset % dtype.itemsize else flat
-        try:
-            tensors[t.name] = aligned.view(dtype).view(t.shape)
-        except RuntimeError as error:  # a dtype that is no plain number's
-            raise BucketMismatch(f"{t.name}: {error}", t.name) from error
-    return tensors

@@ -15,11 +15,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from instep.errors import EngineError, SyncError
-from instep.weights.manifest import TensorRecord, dtype_name
 from instep.weights.memory import SAMPLE_KIND, EngineMemory, attach, digests_of, marks, nonces_in, sample_digest
 from instep.weights.source import WeightSource
 from instep.weights.spec import TensorSpec
 from instep.weights.way import OTHER_MEMORY, Carriage, Order, Sent
+from instep_engine.manifest import TensorRecord, dtype_name
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 if TYPE_CHECKING:
     import torch
 
-    from instep.weights.manifest import TensorRecord
     from instep.weights.source import WeightSource
+    from instep_engine.manifest import TensorRecord
 
 SINGLE_COPY = "single-copy"  # the engine computes with the memory that the trainer writes into
 AUTO = "auto"  # the value of --weight-sync that stands for a way

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from instep_engine.vllm.bucket import WeightMismatch
+from instep_engine.manifest import WeightMismatch
 
 _SETS_ALL = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)  # of rows that only pad a vocabulary
 

@@ -47,12 +47,13 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.logger import init_logger
 
 from instep_engine import PROTOCOL
+from instep_engine.bucket import compare, read_bucket
 from instep_engine.handles import Receiver as IpcReceiver
 from instep_engine.lease import NONE as NO_LEASE
+from instep_engine.manifest import BucketManifest, WeightMismatch
 from instep_engine.place import NoPlace, check_checkpoint
 from instep_engine.stream import Group, Invitation, StreamBroken, StreamMismatch, open_store, receive
 from instep_engine.vllm.async_llm import LOADED
-from instep_engine.vllm.bucket import Manifest, WeightMismatch, compare, read
 from instep_engine.vllm.cpu_packing import CpuPacking
 from instep_engine.vllm.direct import DirectLoader, loads_directly
 from instep_engine.vllm.lora import Receiver, session_begins
@@ -185,9 +186,9 @@ class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
         if self._session is None:
             raise WeightMismatch("no session was announced, or it was refused: POST /init_weight_transfer_engine")
         if update_info.backend == "shm":
-            manifest = self._of_session(Manifest.from_json(update_info.manifest))
+            manifest = self._manifest(update_info.manifest)
             self._check_names({t.name: t.shape for t in manifest.tensors})
-            self._load(read(manifest))
+            self._load(read_bucket(manifest))
         elif update_info.backend == "disk":
             self._load(self._checkpoint(update_info))
         elif update_info.backend == "restart":
@@ -195,8 +196,8 @@ class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
         elif update_info.backend in ("nccl", "ipc", "lora_ipc"):
             self._receive(update_info)
         elif update_info.backend == "lora":
-            manifest = self._of_session(Manifest.from_json(update_info.manifest))
-            self._receive_adapter(read(manifest), update_info.manifest["config"])
+            manifest = self._manifest(update_info.manifest)
+            self._receive_adapter(read_bucket(manifest), update_info.manifest["config"])
         elif update_info.backend == "lora_disk":
             tensors = self._files(update_info)
             self._receive_adapter(tensors, json.loads((Path(update_info.path) / "adapter_config.json").read_text()))
@@ -229,8 +230,13 @@ class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
 
     # ---- checks --------------------------------------------------------------------------------------------------
 
-    def _of_session(self, manifest: Manifest) -> Manifest:
+    def _manifest(self, data: dict[str, Any]) -> BucketManifest:
+        """The manifest of a bucket or checkpoint of this session."""
         assert self._session is not None
+        try:
+            manifest = BucketManifest.from_json(data)
+        except (KeyError, TypeError) as error:
+            raise WeightMismatch(f"the manifest is malformed: {error!r}") from error
         got, want = (manifest.version, manifest.nonce), (self._session.version, self._session.nonce)
         if got != want:
             first = manifest.tensors[0].name if manifest.tensors else None
@@ -270,7 +276,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
         except (OSError, ValueError, NoPlace, SafetensorError) as error:
             raise WeightMismatch(f"no checkpoint in {folder}: {error}") from error
         if info.manifest:
-            compare(self._of_session(Manifest.from_json(info.manifest)), tensors)
+            compare(self._manifest(info.manifest), tensors)
         return tensors
 
     def _check_complete(self, names: Iterable[str] | None) -> None:

@@ -21,7 +21,7 @@ from vllm.lora.request import LoRARequest
 from vllm.lora.utils import parse_fine_tuned_lora_name
 
 from instep_engine import LORA_VARIABLE
-from instep_engine.vllm.bucket import WeightMismatch
+from instep_engine.manifest import WeightMismatch
 from instep_engine.vllm.loaded import Loaded
 from instep_engine.vllm.memory import Recorder
 

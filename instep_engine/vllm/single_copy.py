@@ -26,9 +26,9 @@ from vllm.distributed.parallel_state import get_world_group
 from vllm.logger import init_logger
 
 from instep_engine import MEMORY_VARIABLE
+from instep_engine.manifest import WeightMismatch
 from instep_engine.place import check_memory_folder, process_mark
 from instep_engine.vllm.bridge import Bridge
-from instep_engine.vllm.bucket import WeightMismatch
 from instep_engine.vllm.engine import ShmWeightTransferEngine, Update
 from instep_engine.vllm.memory import (
     ALIGNMENT,

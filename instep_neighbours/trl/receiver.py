@@ -24,8 +24,8 @@ import torch.distributed as dist
 from instep.checkpoints.inert import Name, NoData, Ours, read
 from instep.cluster.worker_main import answer, leave
 from instep.errors import SyncError
-from instep.weights.manifest import digest, tensor_bytes
 from instep_engine.gloo import make_devices, shut
+from instep_engine.manifest import digest, tensor_bytes
 from instep_neighbours.trl.tensors import Announced, dtype_of
 
 PACKED_BYTES = 1 << 30  # vLLM's `packed_buffer_size_bytes`

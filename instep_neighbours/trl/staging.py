@@ -21,8 +21,8 @@ from instep.checkpoints.remote_code import load_config
 from instep.checkpoints.weight_files import weight_files
 from instep.errors import SyncError
 from instep.models.checkpoint_names import CheckpointNames, Group, named_weights
-from instep.weights.manifest import BucketManifest, TensorRecord, dtype_name
 from instep.weights.way import Order
+from instep_engine.manifest import BucketManifest, TensorRecord, dtype_name
 from instep_neighbours.trl.tensors import Announced, Place, WrongTensor, dtype_of
 
 ALIGNMENT = 64  # bytes

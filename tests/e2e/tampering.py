@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from instep.weights.manifest import tensor_bytes, tensor_digest
+from instep_engine.manifest import tensor_bytes, tensor_digest
 
 Info = dict[str, Any]
 Change = Callable[[Info, Path], Info]

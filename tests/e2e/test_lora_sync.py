@@ -233,7 +233,7 @@ def with_names_swapped(manifest):
 
 def with_bytes(manifest, change):
     """The manifest of a bucket in which `change` has edited a tensor, with the digest of what it holds now."""
-    from instep.weights.manifest import tensor_bytes, tensor_digest
+    from instep_engine.manifest import tensor_bytes, tensor_digest
 
     (record,) = records(manifest, B.format("q"))
     path, place = Path(manifest["path"]), slice(record["offset"], record["offset"] + record["nbytes"])

@@ -26,9 +26,9 @@ from instep.engines.http import get_json
 from instep.errors import SyncError
 from instep.scratch import Scratch, memory_root
 from instep.training import lr_schedule
-from instep.weights.manifest import tensor_digest
 from instep.weights.memory import EngineMemory, attach, sample_digests
 from instep_engine import MEMORY_VARIABLE
+from instep_engine.manifest import tensor_digest
 from instep_engine.place import SYNC
 from tests.assets import make_checkpoint
 from tests.e2e.commands import grpo_arguments, on_vllm

@@ -16,8 +16,8 @@ from transformers import Qwen3ForCausalLM
 
 from instep.engines.engine import EngineRefusal
 from instep.errors import ConfigError
-from instep.weights.manifest import BucketManifest, TensorRecord, digest, dtype_name, tensor_bytes
 from instep_engine import PROTOCOL
+from instep_engine.manifest import BucketManifest, TensorRecord, digest, dtype_name, tensor_bytes
 from tests.engines.conftest import both_heads
 from tests.engines.running import TOLERANCE, Engine
 

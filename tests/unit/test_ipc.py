@@ -18,12 +18,12 @@ from instep.errors import SyncError
 from instep.scratch import Scratch, memory_root
 from instep.weights import ipc
 from instep.weights.ipc import Ipc
-from instep.weights.manifest import dtype_name
 from instep.weights.source import WeightSource
 from instep.weights.spec import TensorSpec
 from instep.weights.way import Order, expandable
 from instep_engine import handles
 from instep_engine.handles import Receiver, connect, listen
+from instep_engine.manifest import dtype_name
 from instep_engine.place import SYNC
 from instep_engine.stream import Invitation, StreamBroken, StreamMismatch
 from tests.bounds import allowed

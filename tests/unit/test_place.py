@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from instep.weights.manifest import BucketManifest, TensorRecord, digest
-from instep.weights.shm import BucketMismatch, read_bucket
+from instep_engine.bucket import read_bucket
+from instep_engine.manifest import BucketManifest, TensorRecord, WeightMismatch, digest
 from instep_engine.place import NoPlace, check_checkpoint, open_bucket
 
 
@@ -54,7 +54,7 @@ def test_no_other_file_is_read(tmp_path, monkeypatch, kind):
         os.close(open_bucket(str(path)))
     for guess in (b"12345678", b"00000000"):  # right or wrong: the answer is the same
         record = TensorRecord("w", (2,), "float32", 0, 8, digest(guess))
-        with pytest.raises(BucketMismatch, match="cannot be read"):
+        with pytest.raises(WeightMismatch, match="cannot be read"):
             read_bucket(BucketManifest(str(path), "1", "n", (record,)))
 
 

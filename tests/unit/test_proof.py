@@ -15,8 +15,8 @@ from instep.controller.sync.proof import ALLOWED, Proof
 from instep.controller.turns import Turns
 from instep.errors import SyncError
 from instep.types import Sample
-from instep.weights.manifest import TensorRecord
 from instep.weights.way import Sent
+from instep_engine.manifest import TensorRecord
 
 LENGTH = 6  # of the two texts
 ROUNDING = 1e-3  # relative, of the trainer's scores

@@ -16,7 +16,7 @@ from instep.arguments.parse import parse
 from instep.engines.kind import served_dtype
 from instep.errors import ConfigError, SyncError
 from instep.models.checkpoint_names import named_weights
-from instep.weights.manifest import digest
+from instep_engine.manifest import digest
 from instep_neighbours.trl import forms
 from instep_neighbours.trl.access import Access, sends
 from instep_neighbours.trl.command_line import _FLAGS, HELP, read

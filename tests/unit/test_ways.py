@@ -24,8 +24,6 @@ from instep.errors import EngineError, SyncError
 from instep.ports import users_listening
 from instep.weights import nccl
 from instep.weights.lora_ipc import LoraIpc
-from instep.weights.manifest import BucketManifest
-from instep.weights.shm import read_bucket
 from instep.weights.single_copy import SingleCopy, Written
 from instep.weights.source import WeightSource
 from instep.weights.spec import TensorSpec
@@ -43,7 +41,9 @@ from instep.weights.way import (
     way_of_adapters,
 )
 from instep_engine import stream
+from instep_engine.bucket import read_bucket
 from instep_engine.handles import Receiver
+from instep_engine.manifest import BucketManifest
 from instep_engine.place import SYNC
 from instep_engine.stream import (
     ROW_BYTES,

@@ -9,7 +9,7 @@ import torch
 
 from instep.engines.embedded.protocol import HttpError
 from instep.processes import pulse
-from instep.weights.manifest import dtype_name
+from instep_engine.manifest import dtype_name
 
 PEFT, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 

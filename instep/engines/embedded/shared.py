@@ -18,8 +18,8 @@ from instep.engines.embedded.weights import NOT_STARTED, LiveWeights
 from instep.engines.kind import NO_SHARED_MEMORY, SHARED_MEMORY_REMEDY
 from instep.errors import EngineError
 from instep.processes import pulse
-from instep.weights.manifest import dtype_name
 from instep.weights.memory import sample_digest
+from instep_engine.manifest import dtype_name
 from instep_engine.place import check_memory_folder, process_mark
 
 ALIGNMENT = 64  # bytes, of each parameter

@@ -15,10 +15,10 @@ from instep.engines.embedded.protocol import HttpError
 from instep.errors import CheckpointError
 from instep.models.checkpoint_names import CheckpointNames, named_weights
 from instep.processes import pulse
-from instep.weights.manifest import BucketManifest, digest, dtype_name, record_of, tensor_bytes
-from instep.weights.shm import BucketMismatch, read_bucket
 from instep.weights.way import BROKEN, OF_ADAPTERS, OTHER_MEMORY
+from instep_engine.bucket import read_bucket
 from instep_engine.handles import Receiver
+from instep_engine.manifest import BucketManifest, WeightMismatch, digest, dtype_name, record_of, tensor_bytes
 from instep_engine.place import NoPlace, check_checkpoint
 from instep_engine.stream import Group, Invitation, StreamBroken, StreamMismatch, open_store, receive
 
@@ -143,8 +143,8 @@ class LiveWeights:
         manifest = self._manifest(info)
         try:
             return read_bucket(manifest)
-        except BucketMismatch as error:
-            raise HttpError("WeightMismatch", str(error), error.tensor) from error
+        except WeightMismatch as error:
+            raise HttpError("WeightMismatch", error.what, error.tensor) from error
 
     def _receive(self, info: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Receive all weights, or an adapter, as a stream."""

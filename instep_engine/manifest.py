@@ -13,6 +13,20 @@ import torch
 import xxhash
 
 
+class WeightMismatch(Exception):
+    """The weights are not those that were announced; `tensor` is the first one concerned.
+
+    instep parses the text of an engine's answer for it.
+    """
+
+    def __init__(self, what: str, tensor: str | None = None):
+        super().__init__(what, tensor)
+        self.what, self.tensor = what, tensor
+
+    def __str__(self) -> str:
+        return f"WeightMismatch[{self.tensor or ''}]: {self.what}"
+
+
 @dataclass(frozen=True)
 class TensorRecord:
     """One tensor of a bucket: Hugging Face name, shape, dtype ("float32"), offset, bytes, and their xxh3-128."""
