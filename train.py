@@ -5,8 +5,8 @@ Flags that `extra_args_provider` adds to an `argparse.ArgumentParser` reach hook
 
 import sys
 
-from instep.fork_server import beside
 from instep.script import parse_args, train
+from instep.system.fork_server import beside
 
 __all__ = ["parse_args", "train"]
 

@@ -35,7 +35,6 @@ import torch
 import transformers
 
 import instep.controller.controller as controlling
-from instep import fork_server
 from instep.arguments.parse import parse
 from instep.cluster.local import CONNECTION_VARIABLE, WorkerGroup
 from instep.controller import records
@@ -43,9 +42,10 @@ from instep.controller import round as rounds
 from instep.controller.role import RoleTrainer
 from instep.data.byte_texts import ByteTexts
 from instep.engines import keys, wire
-from instep.processes import OPENMP_ENV, SupervisedProcess
 from instep.rollout import admission, execute, http, together
 from instep.rollout.rewards import text
+from instep.system import fork_server
+from instep.system.processes import OPENMP_ENV, SupervisedProcess
 from instep.training import lr_schedule
 from instep.training.backend import ParallelInfo
 from instep.types import Sample

@@ -32,7 +32,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from instep.processes import OPENMP_ENV
+from instep.system.processes import OPENMP_ENV
 from instep_engine.guard import EVERYONE, GENERATE_VARIABLE, KEY_VARIABLE
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -6,7 +6,7 @@ import os
 import platform
 from pathlib import Path
 
-from instep.gpus import visible_gpus
+from instep.system.gpus import visible_gpus
 
 
 def cpu_name() -> str:

@@ -27,8 +27,8 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from instep.gpus import visible_gpus  # noqa: E402
 from instep.observability.versions import versions  # noqa: E402
+from instep.system.gpus import visible_gpus  # noqa: E402
 
 SHOTS = "<bos>Q: 12 + 7\nA: 19\n\nQ: 45 - 18\nA: 27\n\nQ: 3 + 20 + 6\nA: 29\n\nQ: 4 * 12\nA: 48\n\nQ: "
 ENDS = "107 108"  # the tokens of one and of two ends of a line

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from instep.cluster.local import WorkerChannel
-from instep.processes import follow_parent
+from instep.system.processes import follow_parent
 from instep_engine.answers import CONTENT_TYPE, encode
 
 if TYPE_CHECKING:  # an engine needs no torch

@@ -34,8 +34,8 @@ from instep.controller.role import RoleTrainer  # noqa: E402
 from instep.controller.sync.session import Session  # noqa: E402
 from instep.controller.sync.weight_sync import WeightSync  # noqa: E402
 from instep.observability.versions import versions  # noqa: E402
-from instep.processes import num_usable_cpus  # noqa: E402
-from instep.scratch import Scratch, memory_root  # noqa: E402
+from instep.system.processes import num_usable_cpus  # noqa: E402
+from instep.system.scratch import Scratch, memory_root  # noqa: E402
 from instep.training import lr_schedule  # noqa: E402
 from instep_engine import MEMORY_VARIABLE  # noqa: E402
 from instep_engine.place import SYNC  # noqa: E402

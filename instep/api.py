@@ -118,7 +118,7 @@ class Run:
     ):
         from instep.cli import arguments
         from instep.data.memory import listed
-        from instep.private import private_files
+        from instep.system.private import private_files
 
         _refuse_two()
         if command not in _LOOPS:
@@ -167,8 +167,8 @@ class Run:
 
     def _steps(self) -> Generator[Step, None, None]:
         from instep.observability.output import lasting_output
-        from instep.private import private_files
         from instep.rollout.tokens import forget_tokenizers
+        from instep.system.private import private_files
 
         _refuse_two()
         forget_tokenizers()  # of a run before
@@ -237,9 +237,9 @@ def _evaluated(command: str, sets: Mapping[str, list[dict[str, Any]]], flags: Ma
 def _written(command: str, prompts: list[Any], flags: Mapping[str, Any]) -> dict[str, Any]:
     """The flags that name prompts which are no file yet: they are written into the run's folder, under a name that
     depends on what they are, so that a resume finds them, and no other run's are replaced."""
-    from instep.atomic import write_text
     from instep.data.memory import as_lines
     from instep.data.rows import ENDINGS
+    from instep.system.atomic import write_text
 
     names = [str(given) for given in prompts if isinstance(given, (str, Path))]
     if prompts and len(names) == len(prompts) and all(name.partition("@[")[0].endswith(ENDINGS) for name in names):

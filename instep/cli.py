@@ -14,13 +14,14 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from instep import __version__, fork_server
-from instep.bytecode import keep_bytecode
+from instep import __version__
 from instep.errors import ConfigError, InstepError
-from instep.importing import first_import
-from instep.kernel import allow_descriptors
 from instep.neighbours import Command, added, commands
-from instep.private import private_files
+from instep.system import fork_server
+from instep.system.bytecode import keep_bytecode
+from instep.system.importing import first_import
+from instep.system.kernel import allow_descriptors
+from instep.system.private import private_files
 
 if TYPE_CHECKING:
     from instep.arguments.args import Args
@@ -159,7 +160,7 @@ def arguments(command: str, words: list[str]) -> Args:
         faulthandler.register(signal.SIGUSR1, sys.__stderr__)
     _import_from_here()
     from instep.arguments.parse import parse
-    from instep.gpus import memory_of_gpus, no_driver
+    from instep.system.gpus import memory_of_gpus, no_driver
 
     names = {word.partition("=")[0].replace("_", "-") for word in words}
     if "--device" not in names and no_driver():

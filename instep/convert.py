@@ -26,7 +26,6 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from torch import Tensor
 
-from instep.atomic import sync_folder
 from instep.checkpoints.folders import RELEASE, find_checkpoint, iteration_folder
 from instep.checkpoints.hf_export import (
     check_export_folder,
@@ -46,6 +45,7 @@ from instep.errors import CheckpointError, ConfigError
 from instep.models.hub import folder_of
 from instep.models.shape import KNOWN, ModelShape, model_shape
 from instep.models.weight_map import Kind, WeightEntry, weight_entries
+from instep.system.atomic import sync_folder
 from instep.training.megatron.weights import check_tensors
 from instep.weights.spec import TensorSpec
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from instep.private import without_credentials
+from instep.system.private import without_credentials
 
 
 class InstepError(Exception):

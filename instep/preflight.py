@@ -24,7 +24,7 @@ from instep.errors import ConfigError, InstepError
 from instep.hooks import load_function
 from instep.observability.run_folder import config_of
 from instep.sandbox import check_sandbox
-from instep.scratch import export_folder
+from instep.system.scratch import export_folder
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings

@@ -21,8 +21,8 @@ from instep.engines import keys
 from instep.engines.topology import model_path, policy_model, served_models
 from instep.errors import ConfigError
 from instep.models.hub import name_of
-from instep.ports import check_loopback, port_is_free
-from instep.processes import LOOK_SECONDS, lock_folders
+from instep.system.ports import check_loopback, port_is_free
+from instep.system.processes import LOOK_SECONDS, lock_folders
 
 if TYPE_CHECKING:
     from instep.arguments.args import Args

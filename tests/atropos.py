@@ -14,7 +14,7 @@ from typing import Any
 
 from aiohttp import web
 
-from instep.ports import free_port
+from instep.system.ports import free_port
 from instep_neighbours.atropos.env_api import EnvApi
 
 REGISTRATION: dict[str, Any] = {

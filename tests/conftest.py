@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from instep import fork_server
-from instep.importing import first_import
+from instep.system import fork_server
+from instep.system.importing import first_import
 from tests import forks
 
 # A shell that starts a command in the background lets it ignore SIGINT, and so would all that the tests start and end.

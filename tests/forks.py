@@ -16,9 +16,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from instep import fork_server
-from instep.fork_server import Forked, ForkServer, Program
-from instep.processes import OPENMP_ENV
+from instep.system import fork_server
+from instep.system.fork_server import Forked, ForkServer, Program
+from instep.system.processes import OPENMP_ENV
 
 OF_A_RUN = (
     "instep.training.worker instep.training.hf.backend instep.controller.controller instep.train_sync "

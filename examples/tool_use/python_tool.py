@@ -13,10 +13,10 @@ import asyncio
 import re
 from typing import Any
 
-from instep.processes import num_usable_cpus
 from instep.rollout.tokens import next_turn_ids, tokenizer_of
 from instep.rollout.vllm_rollout import generate as generate_turn
 from instep.sandbox import Limits, run_python
+from instep.system.processes import num_usable_cpus
 from instep.types import Sample, Status
 
 MAX_TURNS = 3

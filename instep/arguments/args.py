@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from instep.arguments.all_flags import find, own_flags
 from instep.arguments.concern import HookSettings, Settings, flag_name
-from instep.private import without_secrets
+from instep.system.private import without_secrets
 
 # slime's names of run-time attributes, which hooks may use.
 SLIME_NAMES = {f"sglang_{name}": f"vllm_{name}" for name in ("router_ip", "router_port", "model_routers")}

@@ -25,7 +25,7 @@ from instep.cluster.placement import make_plan, num_critic_gpus
 from instep.engines.kind import named_kind
 from instep.engines.topology import served_models
 from instep.errors import ConfigError
-from instep.processes import num_usable_cpus
+from instep.system.processes import num_usable_cpus
 from instep.weights.way import ON_ONE_HOST, RESTART, SINGLE_COPY, expandable
 
 RAY = "rollouts reach the trainer in one way, through the controller"

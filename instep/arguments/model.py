@@ -29,7 +29,7 @@ from instep.arguments.flag import (
 from instep.documents import read_text
 from instep.models.hub import HOW, gets_weights
 from instep.models.shape import read_config
-from instep.scratch import export_folder
+from instep.system.scratch import export_folder
 
 _NOT_CAUSAL = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 

@@ -21,7 +21,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from instep.atomic import free_name, write_text
 from instep.checkpoints.integrity import (
     TRACKER,
     complete,
@@ -34,6 +33,7 @@ from instep.checkpoints.integrity import (
 from instep.checkpoints.values import SAVABLE, from_text, to_text
 from instep.documents import read_text
 from instep.errors import CheckpointError, ConfigError
+from instep.system.atomic import free_name, write_text
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings

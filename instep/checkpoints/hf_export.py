@@ -21,8 +21,8 @@ from instep.errors import CheckpointError, ConfigError
 from instep.models.files import INDEX, weight_map
 from instep.models.mtp import KEYS, mtp_names, num_mtp_layers
 from instep.models.shape import QUANTIZATION, as_stored, check_types
-from instep.private import share
-from instep.scratch import Scratch
+from instep.system.private import share
+from instep.system.scratch import Scratch
 
 if TYPE_CHECKING:
     import torch

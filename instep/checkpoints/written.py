@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from instep.atomic import write_text
 from instep.errors import CheckpointError
+from instep.system.atomic import write_text
 
 LOOK_SECONDS = 0.05
 

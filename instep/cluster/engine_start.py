@@ -17,8 +17,8 @@ from instep.engines.kind import kind_of
 from instep.engines.router import DisaggregatedRouter, Router, router_command
 from instep.engines.spec import Addresses, EngineSpec
 from instep.engines.topology import ServerRole
-from instep.ports import LOOPBACK, choose_port, free_port, free_ports
-from instep.processes import Process, SupervisedProcess
+from instep.system.ports import LOOPBACK, choose_port, free_port, free_ports
+from instep.system.processes import Process, SupervisedProcess
 from instep_engine.guard import KEY_VARIABLE
 
 if TYPE_CHECKING:

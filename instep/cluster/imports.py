@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from instep import fork_server
-from instep.processes import OPENMP_ENV
+from instep.system import fork_server
+from instep.system.processes import OPENMP_ENV
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from instep.processes import Process
+from instep.system.processes import Process
 
 
 class JointProcess:

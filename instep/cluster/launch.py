@@ -19,7 +19,7 @@ from instep.engines.engine import Engine, external_engines
 from instep.engines.kind import kind_of
 from instep.engines.spec import LONGEST_START, EngineSpec
 from instep.errors import ConfigError
-from instep.processes import Process, num_usable_cpus, stop_all
+from instep.system.processes import Process, num_usable_cpus, stop_all
 from instep.weights.way import SINGLE_COPY
 from instep_engine import MEMORY_VARIABLE, ROOM_VARIABLE
 from instep_engine.place import SYNC

@@ -21,9 +21,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-from instep.endings import fault_of
 from instep.errors import InstepError, RolloutError, WorkerError
-from instep.processes import DETERMINISTIC_ENV, LOOK_SECONDS, OPENMP_ENV, Process, SupervisedProcess, stop_all
+from instep.system.endings import fault_of
+from instep.system.processes import DETERMINISTIC_ENV, LOOK_SECONDS, OPENMP_ENV, Process, SupervisedProcess, stop_all
 
 if TYPE_CHECKING:
     import torch

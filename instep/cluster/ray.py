@@ -30,9 +30,9 @@ from instep.engines.engine import Engine, external_engines
 from instep.engines.kind import kind_of
 from instep.engines.spec import Addresses, EngineSpec, Slot
 from instep.errors import ConfigError, EngineError, InstepError
-from instep.ports import LOOPBACK
-from instep.processes import Process, SupervisedProcess, num_usable_cpus, stop_all
-from instep.scratch import Scratch
+from instep.system.ports import LOOPBACK
+from instep.system.processes import Process, SupervisedProcess, num_usable_cpus, stop_all
+from instep.system.scratch import Scratch
 from instep.weights.way import ON_ONE_HOST
 
 if TYPE_CHECKING:

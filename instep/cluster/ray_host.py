@@ -22,9 +22,9 @@ import psutil
 
 from instep.cluster.local import Inbox, start_rank
 from instep.errors import ConfigError
-from instep.ports import choose_port, free_port, free_ports
-from instep.private import private_files
-from instep.processes import SupervisedProcess, num_usable_cpus
+from instep.system.ports import choose_port, free_port, free_ports
+from instep.system.private import private_files
+from instep.system.processes import SupervisedProcess, num_usable_cpus
 
 WATCH_SECONDS = 0.2  # between two looks at the processes and their memory
 

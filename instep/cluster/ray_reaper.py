@@ -12,7 +12,7 @@ import sys
 
 import psutil
 
-from instep.processes import LIFELINE_VARIABLE
+from instep.system.processes import LIFELINE_VARIABLE
 
 
 def main(folder: str) -> None:

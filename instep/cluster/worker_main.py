@@ -10,9 +10,9 @@ from os import _exit  # itself, whatever `raise_for_exit` makes of its name
 from typing import Any
 
 from instep.cluster.local import WorkerChannel
-from instep.endings import raise_for_exit
-from instep.importing import first_import
-from instep.processes import follow_parent
+from instep.system.endings import raise_for_exit
+from instep.system.importing import first_import
+from instep.system.processes import follow_parent
 
 with first_import("torch"):
     import torch  # noqa: F401 - before all that is started here

@@ -9,10 +9,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from instep.controller.round import Rollout
-from instep.processes import LOOK_SECONDS, in_thread
 from instep.rollout import runtime
 from instep.rollout.outputs import as_train_output
 from instep.rollout.stream import Stream, num_tokens
+from instep.system.processes import LOOK_SECONDS, in_thread
 from instep.types import RolloutFnTrainOutput
 
 if TYPE_CHECKING:

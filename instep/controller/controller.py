@@ -59,10 +59,10 @@ from instep.errors import CheckpointError, SyncError
 from instep.hooks import Hook
 from instep.observability.memory import PssSampler
 from instep.observability.run_logger import RunLogger
-from instep.processes import lock_folders
 from instep.rollout import admission, runtime
 from instep.rollout.eval import read_sets
 from instep.rollout.outputs import as_eval_output, as_train_output
+from instep.system.processes import lock_folders
 from instep.types import RolloutFnTrainOutput
 
 if TYPE_CHECKING:

@@ -29,14 +29,14 @@ from instep.controller.turns import Turns
 from instep.engines.engine import Engine
 from instep.errors import EngineError, SyncError
 from instep.observability.run_logger import RunLogger
-from instep.ports import check_loopback
-from instep.processes import Process
 from instep.rollout import admission
 from instep.rollout.client import get_model_url
 from instep.rollout.scorer import served_reference
 from instep.rollout.teacher import served_teacher
 from instep.rollout.tokens import tokenizer_of
-from instep.scratch import Scratch, memory_scratch, places, sweep
+from instep.system.ports import check_loopback
+from instep.system.processes import Process
+from instep.system.scratch import Scratch, memory_scratch, places, sweep
 from instep.types import Group
 from instep.weights.bridge import shared_folder
 from instep.weights.way import LORA, SINGLE_COPY, way_meant

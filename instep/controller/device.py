@@ -9,7 +9,7 @@ from instep.arguments.cluster import cpu_cores, own_gpus, same_gpus, single_copy
 from instep.arguments.lora import quantized_base
 from instep.engines.kind import resolve_backend
 from instep.errors import ConfigError
-from instep.processes import num_usable_cpus
+from instep.system.processes import num_usable_cpus
 
 FREED = {"cuda"}  # devices whose memory trainer and engines give to each other
 

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from instep.atomic import replacing
 from instep.checkpoints.torch_files import load_plain
 from instep.controller.round import TrainedBatch
 from instep.errors import CheckpointError, RolloutError
+from instep.system.atomic import replacing
 from instep.types import Group, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample
 
 if TYPE_CHECKING:

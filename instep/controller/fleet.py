@@ -31,7 +31,7 @@ from instep.engines.gate import Gate, needs_gate
 from instep.engines.router import Router
 from instep.engines.topology import policy_model, served_models
 from instep.errors import EngineError, InstepError
-from instep.processes import Process, in_thread, stop_all
+from instep.system.processes import Process, in_thread, stop_all
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings

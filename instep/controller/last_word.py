@@ -36,7 +36,7 @@ class LastWord:
         self._child = subprocess.Popen(
             words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=[self._stacks], start_new_session=True
         )
-        from instep.endings import raise_for_exit  # the program below finds no packages yet
+        from instep.system.endings import raise_for_exit  # the program below finds no packages yet
 
         self._take_back = raise_for_exit()
 
@@ -54,7 +54,7 @@ class LastWord:
 
 def found(stacks: str, hooks: Sequence[Sequence[str]]) -> tuple[str, str]:
     """What has ended a process, and where, from what the fault handler wrote (perhaps nothing)."""
-    from instep.endings import fault_of
+    from instep.system.endings import fault_of
 
     fault = fault_of(stacks)
     if (place := fault.place(hooks)) is not None:

@@ -28,11 +28,11 @@ from instep.data.sampling import truncated_by
 from instep.data.schedule import steps_of_samples
 from instep.errors import RolloutError
 from instep.hooks import Hook
-from instep.processes import watched
 from instep.rollout.outputs import flatten
 from instep.rollout.scorer import ServedScorer, served_reference
 from instep.rollout.teacher import served_teacher
 from instep.spans import span
+from instep.system.processes import watched
 from instep.training.gap import COLUMN as FRESH
 from instep.training.gap import fresh_tokens
 from instep.types import Group, Sample, TokenBatch, name_of

@@ -21,7 +21,7 @@ from instep.controller.deployment import Deployment
 from instep.controller.run_state import Beginning
 from instep.controller.trainer import Trainer
 from instep.errors import CheckpointError, InstepError
-from instep.scratch import export_folder
+from instep.system.scratch import export_folder
 
 if TYPE_CHECKING:
     from instep.arguments.args import Args

@@ -18,7 +18,7 @@ from instep.cluster.placement import num_critic_gpus
 from instep.engines.kind import SHARED_MEMORY_REMEDY
 from instep.errors import CheckpointError, SyncError
 from instep.models.files import safetensors_header
-from instep.scratch import export_folder
+from instep.system.scratch import export_folder
 from instep.weights.way import SINGLE_COPY
 
 if TYPE_CHECKING:

@@ -24,8 +24,8 @@ from instep.cluster.local import WorkerGroup
 from instep.data.ledger import Ledger
 from instep.engines.engine import Engine
 from instep.engines.http import get_json
-from instep.processes import Process
 from instep.rollout import runtime
+from instep.system.processes import Process
 
 CHILD_SECONDS = 3.0  # for all children to have written their stacks
 ENGINE_SECONDS = 2.0  # for an engine to say what it holds

@@ -17,9 +17,9 @@ from typing import TypeVar
 import psutil
 
 from instep.errors import NoAnswerError, RolloutError
-from instep.kernel import name_of, state_of, stopped
-from instep.processes import Process, in_thread
 from instep.rollout import runtime
+from instep.system.kernel import name_of, state_of, stopped
+from instep.system.processes import Process, in_thread
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

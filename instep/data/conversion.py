@@ -20,8 +20,8 @@ import torch
 
 from instep.errors import RolloutError
 from instep.hooks import Hook
+from instep.hooks.user_code import said
 from instep.types import Sample, as_number
-from instep.user_code import said
 
 logger = logging.getLogger(__name__)
 FLAG = "--custom-convert-samples-to-train-data-path"

@@ -23,9 +23,9 @@ from typing import IO, Any
 
 import xxhash
 
-from instep.atomic import write_text
 from instep.data.rows import BadRows, RawRow, parse_path, place, unreadable
 from instep.errors import DataError, writing
+from instep.system.atomic import write_text
 
 LARGE = {".jsonl": 64 << 20, ".json": 64 << 20, ".parquet": 16 << 20}  # bytes; below, rows are held in memory
 FORMAT = 3  # of the cache, and of what counts as a usable row

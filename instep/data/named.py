@@ -7,12 +7,12 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from instep.atomic import replacing
 from instep.data.index import cache_folder
 from instep.data.rows import ENDINGS, NAMED, parse_path
 from instep.errors import ConfigError, writing
 from instep.models.hub import bound_waits
-from instep.private import users_files
+from instep.system.atomic import replacing
+from instep.system.private import users_files
 
 FOLDER = "named"  # in the cache of data
 

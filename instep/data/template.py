@@ -29,7 +29,7 @@ from jinja2.visitor import NodeTransformer
 
 from instep.data.messages import STARTED, Message, as_object, checked_message, with_arguments
 from instep.errors import CheckpointError, DataError
-from instep.importing import first_import
+from instep.system.importing import first_import
 
 LIMIT = 1 << 26  # characters of a text; an entry of a list counts as ENTRY
 ENTRY = 128

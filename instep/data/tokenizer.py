@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from instep.checkpoints.remote_code import own_code_named
 from instep.errors import CheckpointError, ConfigError
-from instep.importing import first_import
+from instep.system.importing import first_import
 
 if TYPE_CHECKING:
     from instep.arguments.settings import HookSettings, Settings

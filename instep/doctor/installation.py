@@ -19,9 +19,9 @@ import psutil
 from instep.doctor.check import Check
 from instep.errors import ConfigError
 from instep.observability.versions import package_version
-from instep.ports import check_loopback
-from instep.processes import num_usable_cpus
-from instep.scratch import ANY, left, memory_root
+from instep.system.ports import check_loopback
+from instep.system.processes import num_usable_cpus
+from instep.system.scratch import ANY, left, memory_root
 
 # The versions that are tested (pyproject.toml), and what needs the package.
 PINS = {

@@ -22,7 +22,7 @@ from instep.observability.alarms import ALARMS, describe
 from instep.observability.figures import duration
 from instep.observability.sinks import read_json_lines
 from instep.observability.versions import versions
-from instep.scratch import places
+from instep.system.scratch import places
 
 TAIL = 12  # lines of an error or log
 

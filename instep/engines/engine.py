@@ -23,8 +23,8 @@ from instep.engines.http import check_open, check_server, open_directly, open_wi
 from instep.engines.kind import EngineKind, all_kinds
 from instep.engines.topology import POLICY, ServerRole
 from instep.errors import EngineError
-from instep.processes import Process, stop_all, watched
 from instep.spans import Span, span
+from instep.system.processes import Process, stop_all, watched
 from instep.weights.way import SINGLE_COPY
 
 if TYPE_CHECKING:

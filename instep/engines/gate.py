@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from instep.engines.http import check_server
 from instep.errors import EngineError
-from instep.processes import Process, stop_all
+from instep.system.processes import Process, stop_all
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings

@@ -17,7 +17,7 @@ from yarl import URL
 from instep.engines import keys
 from instep.engines.bodies import AS_THEY_COME, body_of
 from instep.engines.http import checked_socket
-from instep.processes import follow_parent
+from instep.system.processes import follow_parent
 from instep_engine import sglang_form, vllm_form
 from instep_engine.guard import ATROPOS_ROUTES, GENERATION_ROUTES, KEY_VARIABLE, OPEN_ROUTES, Guard
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from instep.errors import ConfigError, writing
-from instep.ports import LOOPBACK, users_listening
+from instep.system.ports import LOOPBACK, users_listening
 from instep_engine.guard import EVERYONE, GENERATE_VARIABLE, HOSTS_VARIABLE, KEY_VARIABLE, LONGEST_KEY, fault_of_key
 
 if TYPE_CHECKING:

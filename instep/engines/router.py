@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from instep.engines.flags import router_arguments
 from instep.engines.http import REFUSED, check_server, open_directly, refusal
 from instep.errors import ConfigError, EngineError
-from instep.processes import SupervisedProcess, stop_all
+from instep.system.processes import SupervisedProcess, stop_all
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings

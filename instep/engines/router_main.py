@@ -9,7 +9,7 @@ import os
 import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from instep.processes import LIFELINE_VARIABLE, follow_parent
+from instep.system.processes import LIFELINE_VARIABLE, follow_parent
 from instep_engine.guard import KEY_VARIABLE
 
 

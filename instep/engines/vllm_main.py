@@ -2,7 +2,7 @@
 
 import sys
 
-from instep.processes import follow_parent
+from instep.system.processes import follow_parent
 
 if __name__ == "__main__":  # vLLM's children import this file again
     follow_parent()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from instep.engines.kind import engine_dtype, profile_folder
 from instep.engines.spec import LONGEST_START, Addresses, EngineSpec
-from instep.processes import DETERMINISTIC_ENV, OPENMP_ENV
+from instep.system.processes import DETERMINISTIC_ENV, OPENMP_ENV
 from instep_engine import FAST_VARIABLE, PARENT_VARIABLE
 
 if TYPE_CHECKING:

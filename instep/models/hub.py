@@ -15,7 +15,7 @@ from typing import Any
 from instep.errors import ConfigError
 from instep.models.files import INDEX, SINGLE, weight_map
 from instep.models.sizes import shape_of
-from instep.private import users_files
+from instep.system.private import users_files
 
 _NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\w[\w./-]*))?", re.ASCII)
 _WITHOUT_WEIGHTS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from instep.atomic import write_text
 from instep.observability.alarms import describe
 from instep.observability.figures import duration, number
 from instep.observability.plots import PLOTS, History, read_history
 from instep.observability.sinks import json_lines, read_json_lines
+from instep.system.atomic import write_text
 
 STYLE = """
 :root { --ink: #27303f; --dim: #6b7686; --line: #e3e7ee; --accent: #2f6fed; }

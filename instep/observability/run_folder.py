@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from instep.arguments.paths import RUN_FILES
-from instep.atomic import free_name
+from instep.system.atomic import free_name
 
 LOGS = "logs"
 # What a run writes into its folder of logs, which may hold a user's own ones, too (`> RUN_DIR/logs/out.txt`).

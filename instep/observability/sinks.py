@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from instep.atomic import replacing, sync_folder, write_text
 from instep.errors import ConfigError, OutputError, reading, writing
-from instep.private import without_secrets
+from instep.system.atomic import replacing, sync_folder, write_text
+from instep.system.private import without_secrets
 
 _WANDB_KEYS = ("project", "group", "mode", "team", "run_id", "dir")
 

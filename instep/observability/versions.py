@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import instep
-from instep.gpus import gpus_here
+from instep.system.gpus import gpus_here
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "megatron-core", "peft", "vllm", "ray", "numpy")
 

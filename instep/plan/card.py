@@ -15,8 +15,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from instep.atomic import write_text
 from instep.errors import ConfigError
+from instep.system.atomic import write_text
 
 if TYPE_CHECKING:
     import torch

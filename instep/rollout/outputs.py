@@ -8,6 +8,7 @@ from typing import Any
 
 from instep.errors import RolloutError
 from instep.hooks import Hook
+from instep.hooks.user_code import said
 from instep.types import (
     Group,
     RolloutFnEvalOutput,
@@ -18,7 +19,6 @@ from instep.types import (
     as_number,
     name_of,
 )
-from instep.user_code import said
 
 DONE = (Status.COMPLETED, Status.TRUNCATED, Status.FAILED)
 

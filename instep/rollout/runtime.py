@@ -20,8 +20,8 @@ import aiohttp
 from instep.engines.http import checked_socket
 from instep.errors import EngineError, InstepError, RolloutError
 from instep.hooks import raised_at
+from instep.hooks.user_code import said
 from instep.types import Group
-from instep.user_code import said
 
 T = TypeVar("T")
 ProgressListener = Callable[[int, int, dict[str, Any]], None]

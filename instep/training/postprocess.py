@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from instep.hooks import Hook
+from instep.hooks.user_code import said
 from instep.types import TokenBatch
-from instep.user_code import said
 
 if TYPE_CHECKING:
     from instep.arguments.args import Args

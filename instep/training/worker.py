@@ -25,8 +25,8 @@ from instep.checkpoints.adapter import lora_of
 from instep.checkpoints.plain import seed_all
 from instep.checkpoints.remote_code import load_config
 from instep.errors import ConfigError
-from instep.importing import first_import
 from instep.models.layer_sketches import layer_sketches
+from instep.system.importing import first_import
 from instep.training.backend import Frozen, LossFn, LossOutput, ParallelInfo, Role, TokenOutputs, TrainBackend
 from instep.training.begun import BegunStep
 from instep.training.choices import OwnChoices

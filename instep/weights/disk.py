@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from instep.checkpoints.hf_export import export_hf
-from instep.scratch import Scratch
+from instep.system.scratch import Scratch
 from instep.weights.source import WeightSource
 from instep.weights.spec import TensorSpec
 from instep.weights.way import Carriage, Order, Sent

@@ -18,36 +18,22 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from instep import locks
 from instep.errors import SyncError
+from instep.system import locks
 from instep.weights.spec import TensorSpec
 from instep_engine.manifest import digest, dtype_name
+from instep_engine.memory import Slice, few, steps
 from instep_engine.place import SYNC, NoPlace, check_memory_folder, lives, open_bucket
 
 SAMPLE_KIND = "xxh3-128 of a sample"
-SAMPLE_LENGTH = 4096  # elements, about
 PART = 1 << 25  # elements that are compared at a time
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # by the bytes of an element
 AGAIN = "start engine and trainer from one --hf-checkpoint and in one dtype, or use --weight-sync shm"
-
-
-@dataclass(frozen=True)
-class Slice:
-    """One slice of a weight: its `view` in an engine's memory, and where its elements are in the whole weight."""
-
-    view: torch.Tensor
-    source_offset: int
-    source_stride: tuple[int, ...]
-
-    def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """The same elements of the whole, contiguous weight."""
-        return whole.as_strided(self.view.shape, self.source_stride, whole.storage_offset() + self.source_offset)
 
 
 class EngineMemory:
@@ -290,7 +276,7 @@ def sample_digest(tensor: torch.Tensor) -> str:
 
 
 def sample_digests(tensors: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, str]:
-    """By name the digest of a sample of each tensor (as in `instep_engine/vllm/memory.py`); one copy to the host."""
+    """By name the digest of a sample of each tensor (`instep_engine.memory.Sample`); one copy to the host."""
     return digests_of({name: torch.cat([_few(tensor) for tensor in found]) for name, found in tensors.items()})
 
 
@@ -306,21 +292,14 @@ def digests_of(samples: Mapping[str, torch.Tensor]) -> dict[str, str]:
 
 
 def _few(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of about `SAMPLE_LENGTH` elements, spread over the tensor."""
-    few = tensor.detach()[tuple(slice(None, None, step) for step in _steps(tensor.shape))]
-    return few.contiguous().reshape(-1).view(torch.uint8)
-
-
-def _steps(shape: Sequence[int]) -> list[int]:
-    """Between two elements of the sample, by dimension."""
-    each = max(1, round(SAMPLE_LENGTH ** (1 / max(1, len(shape)))))
-    return [-(-size // each) or 1 for size in shape]
+    """The bytes of the elements that are in the sample."""
+    return few(tensor).contiguous().reshape(-1).view(torch.uint8)
 
 
 def _places_of(shape: Sequence[int], stride: Sequence[int], offset: int) -> torch.Tensor:
     """Where the elements that `_few` takes of such a view lie, int64, in its order."""
     places = torch.tensor(offset)
-    for size, step, by in zip(shape, _steps(shape), stride, strict=True):
+    for size, step, by in zip(shape, steps(shape), stride, strict=True):
         places = places[..., None] + torch.arange(0, size, step) * by
     return places.reshape(-1)
 

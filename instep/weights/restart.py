@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 from pathlib import Path
 
-from instep.scratch import Scratch
+from instep.system.scratch import Scratch
 from instep.weights.disk import Disk
 from instep.weights.way import RESTART, Carriage, Sent
 from instep_engine.place import GOLDEN

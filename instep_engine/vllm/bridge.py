@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from instep_engine import PROTOCOL
+from instep_engine.memory import Memory, write_private
 from instep_engine.place import SYNC, process_mark
-from instep_engine.vllm.memory import Memory, write_private
 
 NAME = "vllm_bridge_config.json"
 LOCK = ".instep-scratch"  # by which instep knows folders whose owner was killed, and removes them

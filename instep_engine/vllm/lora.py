@@ -22,8 +22,8 @@ from vllm.lora.utils import parse_fine_tuned_lora_name
 
 from instep_engine import LORA_VARIABLE
 from instep_engine.manifest import WeightMismatch
+from instep_engine.memory import Recorder
 from instep_engine.vllm.loaded import Loaded
-from instep_engine.vllm.memory import Recorder
 
 logger = init_logger("vllm.instep")
 REQUEST = LoRARequest("instep", 1, "instep: from the trainer, in memory")
@@ -316,7 +316,7 @@ class Receiver:
         copies: dict[bool, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for name, parts in recorder.slices.items():
             for part in parts:
-                source = part.of(self.tensors[name])
+                source = part.held(self.tensors[name])
                 kind = copies.setdefault(part.view.is_contiguous() and source.is_contiguous(), ([], []))
                 kind[0].append(part.view)
                 kind[1].append(source)

@@ -27,10 +27,7 @@ from vllm.logger import init_logger
 
 from instep_engine import MEMORY_VARIABLE
 from instep_engine.manifest import WeightMismatch
-from instep_engine.place import check_memory_folder, process_mark
-from instep_engine.vllm.bridge import Bridge
-from instep_engine.vllm.engine import ShmWeightTransferEngine, Update
-from instep_engine.vllm.memory import (
+from instep_engine.memory import (
     ALIGNMENT,
     CannotShare,
     Memory,
@@ -42,6 +39,9 @@ from instep_engine.vllm.memory import (
     file_memory,
     write_manifest,
 )
+from instep_engine.place import check_memory_folder, process_mark
+from instep_engine.vllm.bridge import Bridge
+from instep_engine.vllm.engine import ShmWeightTransferEngine, Update
 
 logger = init_logger("vllm.instep")
 
@@ -183,7 +183,7 @@ class SingleCopyWeightTransferEngine(ShmWeightTransferEngine):
             raise CannotShare(f"--weight-sync single-copy: {what}; use --weight-sync shm")
         for name, parts in recorder.slices.items():
             for part in parts:
-                if not torch.equal(part.view, part.of(recorder.sources[name])):
+                if not torch.equal(part.view, part.held(recorder.sources[name])):
                     raise CannotShare(f"{name} is not what the engine holds after it was loaded: it is transformed")
         covered: dict[int, int] = {}
         starts = [(part.view.data_ptr(), part.view.numel()) for parts in recorder.slices.values() for part in parts]
@@ -219,7 +219,7 @@ class SingleCopyWeightTransferEngine(ShmWeightTransferEngine):
         """Compare a whole checkpoint with the memory; nothing is loaded."""
         for name, whole in tensors.items():
             for part in self._slices.get(name, ()):
-                if not torch.equal(part.view, part.of(whole)):
+                if not torch.equal(part.view, part.held(whole)):
                     raise WeightMismatch(f"{name} of the checkpoint is not what this engine holds", name)
         self._delivered.update(tensors)
 

@@ -19,7 +19,7 @@ from aiohttp import web
 
 from instep.engines.bodies import AS_THEY_COME, body_of
 from instep.errors import ConfigError
-from instep.ports import port_is_free
+from instep.system.ports import port_is_free
 from instep_engine.guard import EVERYONE, Guard
 from instep_neighbours.atropos.batches import Queued
 from instep_neighbours.atropos.env_state import BadRequest, Full, State, number_of

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from instep.errors import ConfigError, WorkerError
-from instep.processes import LOOK_SECONDS, SupervisedProcess
+from instep.system.processes import LOOK_SECONDS, SupervisedProcess
 from instep_neighbours.atropos.trainer_flags import COMMAND
 
 MEET_SECONDS = 120.0  # until all ranks must have been started

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from instep.errors import ConfigError, writing
-from instep.ports import LOOPBACK, port_is_free
+from instep.system.ports import LOOPBACK, port_is_free
 from instep_engine import PARENT_VARIABLE
 from instep_engine.guard import EVERYONE, GENERATE_VARIABLE, HOSTS_VARIABLE, KEY_VARIABLE
 

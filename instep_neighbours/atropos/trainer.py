@@ -20,7 +20,7 @@ from typing import Any
 from instep.engines.flags import TABLES, installed_version
 from instep.errors import ConfigError, EngineError
 from instep.models.hub import HOW, folder_of
-from instep.ports import LOOPBACK
+from instep.system.ports import LOOPBACK
 from instep_neighbours.atropos.server import key_file
 from instep_neighbours.atropos.trainer_flags import COMMAND, WITH_ADAPTER, parser, read
 

@@ -12,7 +12,7 @@ from instep.arguments.engine_flags import find_engine_flag
 from instep.arguments.parser import is_flag
 from instep.engines.flags import PREFIXES
 from instep.errors import ConfigError
-from instep.ports import LOOPBACK
+from instep.system.ports import LOOPBACK
 
 LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 DTYPES = {  # flags of `instep serve`

@@ -19,8 +19,8 @@ from instep.engines.kind import served_dtype
 from instep.engines.topology import model_path, policy_model, served_models
 from instep.errors import ConfigError, EngineError
 from instep.models.shape import read_config
-from instep.scratch import memory_scratch
 from instep.serve import describe, serve
+from instep.system.scratch import memory_scratch
 from instep_engine.guard import EVERYONE
 from instep_engine.place import SYNC
 from instep_neighbours.trl.command_line import COMMAND, HELP, LEVELS, Serving, read

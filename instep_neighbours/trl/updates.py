@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from instep.cluster.local import WorkerGroup
 from instep.errors import EngineError, InstepError, SyncError, WorkerError
-from instep.gpus import visible_gpus
 from instep.rollout import admission
+from instep.system.gpus import visible_gpus
 from instep_neighbours.trl.clients import Client, Connection, Refused
 from instep_neighbours.trl.delivery import Delivery
 from instep_neighbours.trl.infos import announced_of, check_whole, packed_bytes_of

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from instep.errors import ConfigError, EngineError
-from instep.processes import SupervisedProcess, stop_all
 from instep.rollout import runtime
-from instep.scratch import Scratch
+from instep.system.processes import SupervisedProcess, stop_all
+from instep.system.scratch import Scratch
 from instep_neighbours.verifiers.client import Client, ServerLostError, require_packages
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from instep.ports import free_port
+from instep.system.ports import free_port
 from tests.distributed.helpers import spawn
 from tests.distributed.megatron_layouts import (
     BIAS_RATES,

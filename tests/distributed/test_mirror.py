@@ -20,8 +20,8 @@ from instep.training.hf import mirror
 from instep.training.hf.backend import HfBackend
 from instep.weights.memory import attach, digests_of
 from instep.weights.parking import shard
+from instep_engine import memory as plugin
 from instep_engine.place import SYNC, process_mark
-from instep_engine.vllm import memory as plugin
 from tests.distributed.hf_runs import ARGS, make_checkpoint, oracle_training, train, weights_of
 
 HEAD = 8

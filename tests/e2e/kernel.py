@@ -9,8 +9,8 @@ import json
 import os
 import sys
 
-from instep import fork_server
-from instep.processes import OPENMP_ENV
+from instep.system import fork_server
+from instep.system.processes import OPENMP_ENV
 
 
 async def execute(path):

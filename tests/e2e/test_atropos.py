@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from instep.ports import free_port
+from instep.system.ports import free_port
 from tests.atropos import Client
 from tests.documented import undocumented
 from tests.e2e.commands import ENVIRONMENT, grpo_arguments, start

@@ -18,7 +18,7 @@ import pytest
 from safetensors.torch import load_file
 
 from instep.errors import EngineError
-from instep.ports import free_port
+from instep.system.ports import free_port
 from instep_engine.guard import EVERYONE, GENERATE_VARIABLE, KEY_VARIABLE
 from tests.assets import make_checkpoint
 from tests.bounds import allowed

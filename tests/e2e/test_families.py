@@ -20,7 +20,7 @@ from instep.controller.sync.proof import ALLOWED
 from instep.controller.sync.weight_sync import WeightSync
 from instep.data.batch import build_batch
 from instep.engines.engine import Engine
-from instep.scratch import Scratch, memory_root
+from instep.system.scratch import Scratch, memory_root
 from instep.training import lr_schedule
 from instep.types import Sample
 from instep.weights.memory import attach

@@ -19,8 +19,8 @@ from instep.engines.engine import Engine, external_engines
 from instep.engines.kind import kind_of
 from instep.engines.vllm import SILENT_HEARTBEATS, VllmKind
 from instep.errors import ConfigError, EngineError
-from instep.ports import free_port
-from instep.processes import SupervisedProcess
+from instep.system.ports import free_port
+from instep.system.processes import SupervisedProcess
 from tests.bounds import allowed, until
 from tests.e2e.commands import grpo_arguments
 

@@ -19,7 +19,7 @@ from instep.cluster.engine_start import start_engine
 from instep.engines import keys
 from instep.engines.engine import Engine, EngineRefusal
 from instep.engines.http import get_json
-from instep.scratch import Scratch, memory_root
+from instep.system.scratch import Scratch, memory_root
 from instep_engine import MEMORY_VARIABLE
 from instep_engine.lease import EXPIRED, HELD
 from instep_engine.place import GOLDEN, SYNC

@@ -8,8 +8,8 @@ import pytest
 
 from instep.cli import main
 from instep.engines.engine import Engine
-from instep.ports import free_port
-from instep.processes import SupervisedProcess
+from instep.system.ports import free_port
+from instep.system.processes import SupervisedProcess
 from tests import keys
 from tests.assets import make_checkpoint
 from tests.bounds import allowed

@@ -21,8 +21,8 @@ from instep.engines.engine import Engine
 from instep.engines.http import get_json
 from instep.engines.wire import GENERATE, VLLM_WIRE, GenerationRequest
 from instep.errors import SyncError
-from instep.processes import in_thread
 from instep.rollout import admission
+from instep.system.processes import in_thread
 from instep.types import Sample
 from tests.bounds import allowed, until
 from tests.e2e.commands import on_vllm

@@ -15,7 +15,7 @@ from instep.controller.sync.weight_sync import WeightSync
 from instep.engines.engine import Engine
 from instep.errors import SyncError
 from instep.rollout import admission
-from instep.scratch import Scratch, memory_root
+from instep.system.scratch import Scratch, memory_root
 from instep.weights.memory import attach
 from instep.weights.spec import TensorSpec
 from instep_engine.place import SYNC

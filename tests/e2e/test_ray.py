@@ -201,7 +201,7 @@ def script_environment(tmp_path):
 
 
 def test_ray_run_gives_the_command_a_ray_and_returns_its_code(tmp_path):
-    from instep.ports import free_port
+    from instep.system.ports import free_port
 
     address = f"127.0.0.1:{free_port()}"
     words = f"--rank 0 --num-nodes 1 --num-cpus 1 --head {address} -- sh -c".split()

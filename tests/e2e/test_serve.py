@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from instep.ports import free_port, free_ports
+from instep.system.ports import free_port, free_ports
 from instep_engine.guard import ATROPOS_ROUTES
 from tests.assets import make_checkpoint
 from tests.e2e.commands import ENVIRONMENT, gone_within, on_vllm, run, words_of

@@ -24,7 +24,7 @@ from instep.controller.sync.weight_sync import WeightSync
 from instep.engines.engine import Engine
 from instep.engines.http import get_json
 from instep.errors import SyncError
-from instep.scratch import Scratch, memory_root
+from instep.system.scratch import Scratch, memory_root
 from instep.training import lr_schedule
 from instep.weights.memory import EngineMemory, attach, sample_digests
 from instep_engine import MEMORY_VARIABLE

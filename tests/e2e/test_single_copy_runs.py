@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from instep.arguments.parse import parse
 from instep.cluster.engine_plan import plan_engines
 from instep.cluster.engine_start import start_engine
-from instep.scratch import memory_root
+from instep.system.scratch import memory_root
 from instep.weights.bridge import NAME
 from tests.assets import make_checkpoint, make_prompts
 from tests.e2e.commands import ENVIRONMENT, grpo_arguments, run

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from instep.observability.report import make_report
-from instep.scratch import Scratch
+from instep.system.scratch import Scratch
 from tests.documented import undocumented
 from tests.e2e.commands import grpo_arguments, run
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from instep.ports import free_port
+from instep.system.ports import free_port
 from tests.assets import make_checkpoint
 from tests.bounds import allowed, until
 from tests.e2e import trl_sender

@@ -13,10 +13,10 @@ from instep.data.ledger import Ledger, LedgeredDataSource
 from instep.data.source import RolloutDataSourceWithBuffer
 from instep.engines.engine import Engine
 from instep.engines.kind import kind_of
-from instep.ports import free_port
-from instep.processes import SupervisedProcess
 from instep.rollout.outputs import as_train_output
 from instep.rollout.vllm_rollout import generate_rollout
+from instep.system.ports import free_port
+from instep.system.processes import SupervisedProcess
 from instep.types import Sample
 from tests import keys
 

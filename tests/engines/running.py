@@ -28,7 +28,7 @@ from instep.engines.kind import kind_of
 from instep.engines.spec import Addresses
 from instep.engines.vllm_process import vllm_env
 from instep.engines.wire import FINAL_ONLY, VLLM_WIRE
-from instep.ports import free_port
+from instep.system.ports import free_port
 from tests import keys
 from tests.assets import with_head
 

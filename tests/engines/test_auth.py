@@ -16,9 +16,9 @@ from instep.engines import keys
 from instep.engines.engine import Engine as ControlledEngine
 from instep.engines.gate import Gate
 from instep.errors import ConfigError
-from instep.ports import free_port
-from instep.processes import SupervisedProcess
 from instep.rollout.http import post
+from instep.system.ports import free_port
+from instep.system.processes import SupervisedProcess
 from instep_engine.guard import EVERYONE, GENERATE_VARIABLE, KEY_VARIABLE
 from tests.engines.running import Engine
 from tests.keys import knowing

@@ -27,8 +27,8 @@ from instep.engines.flags import (
 from instep.engines.reserved_flags import reserved
 from instep.engines.spec import Addresses
 from instep.engines.vllm_process import serve_arguments
-from instep.ports import free_port
-from instep.processes import SupervisedProcess, stop_all
+from instep.system.ports import free_port
+from instep.system.processes import SupervisedProcess, stop_all
 
 AT = Addresses("127.0.0.1", 8000, "10.0.0.1", 29501, 29550, 5600)
 

@@ -14,8 +14,8 @@ from instep.arguments.parse import parse
 from instep.cluster.engine_plan import plan_engines
 from instep.engines.spec import Addresses
 from instep.engines.vllm import KIND
-from instep.ports import free_port
-from instep.processes import SupervisedProcess, stop_all
+from instep.system.ports import free_port
+from instep.system.processes import SupervisedProcess, stop_all
 from tests import keys
 
 PROMPT, NUM_TOKENS = list(range(3, 40)), 8

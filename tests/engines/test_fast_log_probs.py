@@ -20,10 +20,10 @@ import pytest
 
 from instep.engines.router import Router, router_command
 from instep.engines.wire import FINAL_ONLY, GENERATE
-from instep.ports import free_port
-from instep.processes import SupervisedProcess
 from instep.rollout import runtime
 from instep.rollout.client import complete
+from instep.system.ports import free_port
+from instep.system.processes import SupervisedProcess
 from instep_engine.answers import CONTENT_TYPE, decode
 from tests import keys
 from tests.bounds import allowed

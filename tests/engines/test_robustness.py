@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from instep.calls import Caller
 from instep.engines.embedded.protocol import HttpError, Request
 from instep.engines.engine import Engine as ControlledEngine
-from instep.ports import free_port
-from instep.processes import SupervisedProcess
+from instep.system.calls import Caller
+from instep.system.ports import free_port
+from instep.system.processes import SupervisedProcess
 from tests import keys
 from tests.assets import make_checkpoint
 from tests.engines.running import Engine

@@ -15,12 +15,12 @@ import pytest
 
 from instep.engines.engine import Engine
 from instep.errors import EngineError, RolloutError
-from instep.ports import free_port
 from instep.rollout import client, runtime
 from instep.rollout.client import to_vllm
 from instep.rollout.http import post
 from instep.rollout.tokens import token_texts
 from instep.rollout.vllm_rollout import generate, generate_rollout
+from instep.system.ports import free_port
 from instep.types import Sample
 from tests.bounds import allowed, until
 from tests.engines.rollouts import calls, rollout, source_of, start_engine

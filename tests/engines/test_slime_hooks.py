@@ -12,10 +12,10 @@ import pytest
 
 from instep.engines.engine import Engine as ControlledEngine
 from instep.engines.router import Router, router_command
-from instep.ports import free_port
-from instep.processes import SupervisedProcess
 from instep.rollout.outputs import as_train_output
 from instep.rollout.tokens import tokenizer_of
+from instep.system.ports import free_port
+from instep.system.processes import SupervisedProcess
 from instep.types import Sample
 from tests import keys
 from tests.engines import slime_hooks

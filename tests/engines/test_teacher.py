@@ -11,9 +11,9 @@ import torch
 from transformers import AutoTokenizer
 
 from instep.errors import EngineError, RolloutError
-from instep.ports import free_port
 from instep.rollout import runtime
 from instep.rollout.teacher import ServedTeacher
+from instep.system.ports import free_port
 from instep.types import TokenBatch
 from tests import keys
 from tests.bounds import allowed

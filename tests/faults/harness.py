@@ -43,7 +43,7 @@ def mark():
 # The controller's patch acts after it has forked the server of its workers and engines.
 IN_CONTROLLER = """\
 if role == "controller":
-    from instep.fork_server import ForkServer
+    from instep.system.fork_server import ForkServer
     fork = ForkServer.fork
     def fork_first():
         server = fork()

@@ -153,7 +153,11 @@ def other_run(place: Place) -> None:
 
 KILL = {  # name -> where the controller is killed in a save
     "save_killed_twice": ("instep.checkpoints.integrity", "write_manifest", "True"),
-    "save_killed_last": ("instep.atomic", "write_text", "str(args[0]).endswith('latest_checkpointed_iteration.txt')"),
+    "save_killed_last": (
+        "instep.system.atomic",
+        "write_text",
+        "str(args[0]).endswith('latest_checkpointed_iteration.txt')",
+    ),
 }
 
 

@@ -270,7 +270,7 @@ def port_stolen(place: Place) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        patch = f"import instep.ports; instep.ports.free_port = lambda host: mark() or {port}"
+        patch = f"import instep.system.ports; instep.system.ports.free_port = lambda host: mark() or {port}"
         with place.run(patches={"controller": patch}) as run:
             run.error("port_stolen", "EngineError: engine 0 ", " code 2", str(port), "ddress already in use")
 

@@ -26,7 +26,7 @@ from instep.controller.role import RoleTrainer
 from instep.controller.sync.weight_sync import WeightSync
 from instep.engines.engine import Engine
 from instep.models.shape import FAMILIES as OF_MEGATRON
-from instep.scratch import Scratch, memory_root
+from instep.system.scratch import Scratch, memory_root
 from instep.training import lr_schedule
 from instep.types import TokenBatch
 from instep_engine.place import SYNC

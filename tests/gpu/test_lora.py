@@ -25,7 +25,7 @@ from instep.engines.wire import GENERATE
 from instep.errors import EngineError
 from instep.rollout import runtime
 from instep.rollout.client import Completion, complete
-from instep.scratch import Scratch, memory_root
+from instep.system.scratch import Scratch, memory_root
 from instep.training import lr_schedule
 from instep.types import TokenBatch
 from instep_engine.place import SYNC

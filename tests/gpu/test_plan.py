@@ -10,8 +10,8 @@ import torch
 
 from benchmarks.random_model import make_model
 from benchmarks.train_step import measure
-from instep.gpus import memory_of_gpus
 from instep.plan.card import card_of
+from instep.system.gpus import memory_of_gpus
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

@@ -31,7 +31,7 @@ from instep.controller.sync.session import EngineGone, Session
 from instep.controller.sync.weight_sync import WeightSync
 from instep.engines.engine import Engine
 from instep.errors import SyncError
-from instep.scratch import Scratch, memory_root
+from instep.system.scratch import Scratch, memory_root
 from instep.training import lr_schedule
 from instep.training.hf.backend import HfBackend
 from instep.training.hf.mirror import Mirror

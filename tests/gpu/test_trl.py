@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from instep.ports import free_port
+from instep.system.ports import free_port
 from tests.neighbours.test_trl_trainer import HERE, at_last, made_quickstart, python_of, rewards, server, trained
 
 CPU = bool(os.environ.get("INSTEP_TEST_ON_CPU"))

@@ -20,7 +20,7 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from instep.ports import free_port
+from instep.system.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 ATROPOS = ROOT / ".venv-atropos/bin"

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from instep.ports import free_port
+from instep.system.ports import free_port
 from tests.assets import make_checkpoint, make_prompts
 from tests.atropos import REGISTRATION, Client, group, serving
 from tests.e2e.test_atropos import outlives_its_api

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from instep.ports import free_port
+from instep.system.ports import free_port
 from tests.assets import make_checkpoint
 from tests.e2e.test_trl_server import Server, agree, expected
 from tests.e2e.trl_sender import Http

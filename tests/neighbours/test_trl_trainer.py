@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from instep.ports import free_port
+from instep.system.ports import free_port
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

@@ -13,7 +13,7 @@ from tokenizers.models import BPE
 from transformers import Qwen2Tokenizer, Qwen3_5Tokenizer
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
-from instep.atomic import replacing
+from instep.system.atomic import replacing
 from tests.real.fetch import ROOT, folder_of
 
 _QWEN = (

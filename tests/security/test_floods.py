@@ -86,7 +86,7 @@ def test_the_store_of_trls_weight_group() -> None:
 def test_processes_may_have_many_descriptors(how: str) -> None:
     code = "import resource as r\nr.setrlimit(r.RLIMIT_NOFILE, (256, r.getrlimit(r.RLIMIT_NOFILE)[1]))\n"
     if how == "a child":
-        code += "from instep.processes import follow_parent\nfollow_parent()\n"
+        code += "from instep.system.processes import follow_parent\nfollow_parent()\n"
     else:
         code += "from instep.cli import main\nmain(['--version'])\n"
     code += "print(*r.getrlimit(r.RLIMIT_NOFILE))"

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from instep.engines import bodies
-from instep.ports import free_port
+from instep.system.ports import free_port
 from tests.atropos import serving
 
 HEAD = b"POST /register HTTP/1.1\r\nHost: localhost\r\n"

@@ -21,10 +21,10 @@ from instep.cluster.local import WorkerGroup
 from instep.controller.last_word import LastWord
 from instep.errors import ConfigError, InstepError, RewardError, RolloutError
 from instep.hooks import Hook
-from instep.processes import FolderLock
 from instep.rollout import runtime
 from instep.rollout.rewards.dispatch import apply_rewards
-from instep.scratch import Scratch, left
+from instep.system.processes import FolderLock
+from instep.system.scratch import Scratch, left
 from instep.types import Sample, Status
 from tests.assets import make_checkpoint, make_prompts
 from tests.e2e.commands import grpo_arguments, run

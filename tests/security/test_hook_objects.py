@@ -12,11 +12,11 @@ import pytest
 from instep.controller.advantage_columns import processed_rewards
 from instep.errors import ConfigError, InstepError, RewardError, RolloutError
 from instep.hooks import Hook, raised_at
+from instep.hooks.user_code import described, said
 from instep.rollout import runtime
 from instep.rollout.outputs import as_eval_output, as_train_output
 from instep.rollout.rewards.dispatch import _guard, _one_each
 from instep.types import Sample, reward_of
-from instep.user_code import described, said
 
 ME = __name__
 

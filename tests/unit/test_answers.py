@@ -14,9 +14,9 @@ from aiohttp import web
 
 from instep.engines.wire import GENERATE
 from instep.errors import EngineError
-from instep.ports import free_port
 from instep.rollout import runtime
 from instep.rollout.client import complete
+from instep.system.ports import free_port
 from instep_engine.answers import CONTENT_TYPE, decode, encode
 
 CHOICES = [

@@ -16,8 +16,8 @@ import pytest
 from instep.data.batch import build_batch
 from instep.data.ledger import Ledger
 from instep.errors import EngineError, InstepError, RolloutError
-from instep.ports import free_port
 from instep.rollout import runtime
+from instep.system.ports import free_port
 from instep.types import Sample
 from instep_neighbours.atropos import normalized_scores, rollout
 from instep_neighbours.atropos.client import ApiClient, Registration

@@ -20,7 +20,7 @@ from instep.arguments.parse import parse
 from instep.cli import main
 from instep.engines.vllm import VllmKind
 from instep.errors import ConfigError, EngineError
-from instep.ports import free_port
+from instep.system.ports import free_port
 from instep_engine.guard import EVERYONE, GENERATION_ROUTES
 from instep_neighbours.atropos import server, trainer
 from instep_neighbours.atropos.trainer_flags import layer_indices, parser, read

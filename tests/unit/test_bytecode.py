@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 CHILD = "import big, json, sys; print(json.dumps([big.__cached__, sys.dont_write_bytecode]))"
 PROCESS = f"""
 import subprocess, sys
-from instep.bytecode import keep_bytecode
+from instep.system.bytecode import keep_bytecode
 print(keep_bytecode(["absent", "big"]) or "-", flush=True)
 subprocess.run([sys.executable, "-c", {CHILD!r}], check=True)
 """

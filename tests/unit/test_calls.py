@@ -5,7 +5,7 @@ import multiprocessing
 
 import pytest
 
-from instep.calls import Caller, CallQueue
+from instep.system.calls import Caller, CallQueue
 
 
 class Refused(Exception):

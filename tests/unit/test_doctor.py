@@ -16,7 +16,7 @@ from instep.doctor import installation, run_dir
 from instep.doctor.run_dir import check_run
 from instep.errors import ConfigError
 from instep.observability.versions import versions
-from instep.scratch import ANY
+from instep.system.scratch import ANY
 
 
 @pytest.fixture

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from instep.errors import SyncError
-from instep.scratch import memory_root
+from instep.system.scratch import memory_root
 from instep.weights.memory import attach, digests_of, marks, sample_digest
 from instep.weights.single_copy import SingleCopy, Written
 from instep.weights.spec import TensorSpec
+from instep_engine import memory as plugin
 from instep_engine.place import SYNC, process_mark
-from instep_engine.vllm import memory as plugin
 
 HEADS, KV, WIDTH, HEAD, INNER, VOCAB, PADDED = 4, 1, 8, 4, 12, 10, 16
 SHAPES = {

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from instep.cli import main
-from instep.ports import free_port
+from instep.system.ports import free_port
 from instep_neighbours.atropos.batches import Queued, cut, indices_with_sum
 from tests.atropos import REGISTRATION, Client, group, serving
 

@@ -101,7 +101,7 @@ def test_the_compiler_is_disabled_as_the_environment_says(disable):
 
 
 def test_what_is_forked_ends_with_its_server_and_that_with_its_owner():
-    code = "import os, sys, time; from instep.fork_server import ForkServer; s = ForkServer.fork(); "
+    code = "import os, sys, time; from instep.system.fork_server import ForkServer; s = ForkServer.fork(); "
     code += "s.preload([], os.environ); one = s.start([sys.executable, '-m', 'http.server', '0', '-b', '127.0.0.1'], "
     code += "os.environ, (0, 2, 2)); print(one.pid, flush=True); time.sleep(600)"
     with COLD([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as owner:
@@ -114,7 +114,7 @@ def test_what_is_forked_ends_with_its_server_and_that_with_its_owner():
 
 
 def test_without_its_server_a_program_gets_an_interpreter(monkeypatch):
-    code = "import os, sys; from instep import fork_server\n"
+    code = "import os, sys; from instep.system import fork_server\n"
     code += "with fork_server.beside():\n"
     code += "    fork_server.current.preload(['json'], os.environ); words = [sys.executable, '-m', 'json.tool', '-h']\n"
     code += "    first = fork_server.start(words, os.environ, (0, 1, 2)); assert first.wait(60) == 0\n"
@@ -126,7 +126,7 @@ def test_without_its_server_a_program_gets_an_interpreter(monkeypatch):
 
 
 def test_one_whose_server_was_killed_was_killed():
-    code = "import os, sys, psutil, time; from instep.fork_server import ForkServer; s = ForkServer.fork(); "
+    code = "import os, sys, psutil, time; from instep.system.fork_server import ForkServer; s = ForkServer.fork(); "
     code += "s.preload([], os.environ); one = s.start([sys.executable, '-m', 'http.server', '0', '-b', '127.0.0.1'], "
     code += "os.environ, (0, 2, 2)); (server,) = psutil.Process().children(); server.kill(); print(one.wait(60)); "
     code += "os.kill(one.pid, 9)"  # it follows nobody

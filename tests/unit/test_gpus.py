@@ -2,7 +2,7 @@
 
 import pytest
 
-from instep import gpus
+from instep.system import gpus
 
 
 @pytest.mark.parametrize(

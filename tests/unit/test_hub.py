@@ -19,7 +19,7 @@ from instep.data.rows import split_files
 from instep.engines.spec import EngineSpec
 from instep.errors import ConfigError
 from instep.models import hub
-from instep.private import private_files
+from instep.system.private import private_files
 from instep_neighbours.trl.command_line import read
 from tests.hub import Hub
 

@@ -2,7 +2,7 @@ import gc
 
 import pytest
 
-from instep.importing import first_import
+from instep.system.importing import first_import
 
 
 def collections():

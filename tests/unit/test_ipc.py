@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from instep.controller import deployment
 from instep.errors import SyncError
-from instep.scratch import Scratch, memory_root
+from instep.system.scratch import Scratch, memory_root
 from instep.weights import ipc
 from instep.weights.ipc import Ipc
 from instep.weights.source import WeightSource

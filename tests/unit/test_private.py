@@ -4,8 +4,8 @@ import pytest
 
 from instep.arguments.parse import parse
 from instep.errors import OutputError, RewardError
-from instep.private import without_credentials
-from instep.processes import FolderLock
+from instep.system.private import without_credentials
+from instep.system.processes import FolderLock
 
 URL = "https://me:s3cret@host:1/reward/a@b?x=1&api_key=s3cret&n=2"
 

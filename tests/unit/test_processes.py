@@ -10,15 +10,14 @@ import time
 import psutil
 import pytest
 
-from instep import kernel
 from instep.errors import ConfigError
-from instep.ports import free_port, free_ports, port_is_free
-from instep.processes import FolderLock, SupervisedProcess, stop_all
+from instep.system import kernel
+from instep.system.ports import free_port, free_ports, port_is_free
+from instep.system.processes import FolderLock, SupervisedProcess, stop_all
 from tests.bounds import allowed
 
-CHILD = (
-    "import time; from instep.processes import follow_parent; follow_parent(); print('up', flush=True); time.sleep(60)"
-)
+CHILD = "import time; from instep.system.processes import follow_parent; follow_parent(); "
+CHILD += "print('up', flush=True); time.sleep(60)"
 
 
 def wait_until(condition, seconds=10.0):
@@ -76,7 +75,7 @@ def test_stop_ends_grandchildren_and_those_who_ignore_sigterm(tmp_path):
 
 def test_child_dies_with_a_parent_that_is_killed(tmp_path):
     parent_code = (
-        "import sys, time; from pathlib import Path; from instep.processes import SupervisedProcess;"
+        "import sys, time; from pathlib import Path; from instep.system.processes import SupervisedProcess;"
         f"p = SupervisedProcess('c', [sys.executable, '-c', {CHILD!r}], Path({str(tmp_path)!r}) / 'log');"
         "print(p.pid, flush=True); time.sleep(60)"
     )
@@ -135,7 +134,8 @@ def test_a_stopped_process_under_a_child_is_a_fault_of_the_child(tmp_path, monke
 
 def test_a_child_ends_with_its_partner_whatever_it_is_busy_with(tmp_path):
     """As an embedded engine that loads its model when its HTTP process is killed."""
-    pair = "import os, socket, time; from instep.processes import follow_parent; ours, theirs = socket.socketpair()\n"
+    pair = "import os, socket, time; from instep.system.processes import follow_parent\n"
+    pair += "ours, theirs = socket.socketpair()\n"
     pair += "pid = os.fork()\nif pid == 0: time.sleep(60)\n"
     pair += "theirs.close(); follow_parent(partner=ours); print(pid, flush=True); time.sleep(60)"
     child = SupervisedProcess("engine 0", [sys.executable, "-c", pair], tmp_path / "log")
@@ -150,7 +150,7 @@ def test_a_child_ends_with_its_partner_whatever_it_is_busy_with(tmp_path):
 
 
 def test_a_child_outlives_a_parent_that_does_not_look_at_its_heartbeats(tmp_path):
-    many = "import time, instep.processes as p; p.BEAT_SECONDS = 0.001; p.follow_parent(); time.sleep(60)"
+    many = "import time, instep.system.processes as p; p.BEAT_SECONDS = 0.001; p.follow_parent(); time.sleep(60)"
     child = SupervisedProcess("c", [sys.executable, "-c", many], tmp_path / "log")
     try:
         assert not child.died_within(3.0), child.log_tail()
@@ -160,7 +160,7 @@ def test_a_child_outlives_a_parent_that_does_not_look_at_its_heartbeats(tmp_path
 
 @pytest.mark.parametrize("seconds", [1.5, 0])  # 0: before the heartbeat that would come by the clock
 def test_a_child_that_sends_no_heartbeat_is_a_fault_with_its_stack(tmp_path, seconds):
-    hang = "import ctypes, sys; from instep.processes import follow_parent; follow_parent(); sys.stdin.read();"
+    hang = "import ctypes, sys; from instep.system.processes import follow_parent; follow_parent(); sys.stdin.read();"
     hang += f"import time; time.sleep({seconds}); lib, lock = ctypes.PyDLL(None), ctypes.create_string_buffer(128)\n"
     hang += "def stuck(): lib.pthread_mutex_lock(lock); print('stuck', flush=True); lib.pthread_mutex_lock(lock)\n"
     child = SupervisedProcess("c", [sys.executable, "-c", hang + "stuck()"], tmp_path / "log", heartbeat=1.2)
@@ -173,7 +173,7 @@ def test_a_child_that_sends_no_heartbeat_is_a_fault_with_its_stack(tmp_path, sec
 
 
 def test_a_folder_has_one_owner_at_a_time(tmp_path):
-    code = "import sys, time; from pathlib import Path; from instep.processes import FolderLock;"
+    code = "import sys, time; from pathlib import Path; from instep.system.processes import FolderLock;"
     code += "lock = FolderLock(Path(sys.argv[1]), '--run-dir'); print('held', flush=True); time.sleep(60)"
     other = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert other.stdout is not None and other.stdout.readline() == "held\n"
@@ -201,7 +201,7 @@ def test_ports():
         taken.bind(("127.0.0.1", port))
         taken.listen()
         assert not port_is_free(port)
-    code = f"from instep import ports; ports.PORTS = range({row}, {row + 3}); ports.free_port()"
+    code = f"from instep.system import ports; ports.PORTS = range({row}, {row + 3}); ports.free_port()"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert "found no 1 free ports in a row" in other.stderr  # they are ours, though nobody listens yet
 

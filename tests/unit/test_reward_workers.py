@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from instep import kernel
 from instep.errors import RewardError
 from instep.rollout import runtime
 from instep.rollout.rewards import pool as pools
 from instep.rollout.rewards.pool import Worker, shared_pool
+from instep.system import kernel
 from tests.bounds import allowed
 
 

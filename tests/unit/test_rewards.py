@@ -16,12 +16,12 @@ import pytest
 from aiohttp import web
 
 from instep.errors import ConfigError, RewardError
-from instep.ports import free_port
 from instep.rollout import runtime
 from instep.rollout.rewards import dispatch, text
 from instep.rollout.rewards.dapo import dapo
 from instep.rollout.rewards.dispatch import compute_reward
 from instep.rollout.tokens import without_end
+from instep.system.ports import free_port
 from instep.types import Sample
 from tests.assets import make_checkpoint
 from tests.bounds import allowed

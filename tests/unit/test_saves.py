@@ -32,7 +32,7 @@ from instep.controller.run_state import Beginning, beginning
 from instep.controller.trainer import Trainer
 from instep.errors import CheckpointError, ConfigError
 from instep.preflight import _check_checkpoints
-from instep.processes import FolderLock
+from instep.system.processes import FolderLock
 from tests.command_line import argv, make_folder
 from tests.logged_run import run
 

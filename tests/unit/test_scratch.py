@@ -9,18 +9,18 @@ import sys
 import pytest
 
 from instep.doctor.installation import leftover_folders
-from instep.processes import FolderLock
-from instep.scratch import ANY, LOCK, Scratch, boot_id, export_pattern, left, sweep
+from instep.system.processes import FolderLock
+from instep.system.scratch import ANY, LOCK, Scratch, boot_id, export_pattern, left, sweep
 
 HOLD = """
 import sys, time
-from instep.scratch import Scratch
+from instep.system.scratch import Scratch
 scratch = Scratch("instep-golden-", sys.argv[1])
 (scratch.path / "model").write_text("weights")
 print(scratch.path, flush=True)
 time.sleep(60)
 """
-SWEEP = "import sys, pathlib; from instep.scratch import sweep; sweep(pathlib.Path(sys.argv[1]))"
+SWEEP = "import sys, pathlib; from instep.system.scratch import sweep; sweep(pathlib.Path(sys.argv[1]))"
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from instep.errors import ConfigError, OutputError
 from instep.observability.report import make_report
 from instep.observability.run_folder import move_run_aside
 from instep.observability.sinks import JsonLines, read_json_lines, write_json
-from instep.private import without_secrets
+from instep.system.private import without_secrets
 from instep.types import Status
 from tests.logged_run import make_groups, run
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from instep.arguments.aliases import is_installed
 from instep.arguments.parse import parse
 from instep.errors import ConfigError
 from instep.hooks import load_function
+from instep.hooks.aliases import is_installed
 from instep.rollout import runtime
 from instep.rollout.execute import train_sampling_params
 from instep.rollout.rm_hub import async_rm, batched_async_rm, grade_answer_verl

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from instep import kernel, processes
 from instep.controller import watch
-from instep.processes import SupervisedProcess
+from instep.system import kernel, processes
+from instep.system.processes import SupervisedProcess
 
 
 def lines_of(seconds, processes, *disturbed):
@@ -82,7 +82,7 @@ def test_who_looks_rarely_finds_it_and_who_was_stopped_too_raises_no_alarm(child
 
 def test_a_heartbeat_is_not_missed_while_nobody_listens(tmp_path, monkeypatch):
     """The run was suspended for an hour: the child's next beat is not there yet when its owner goes on."""
-    code = "import time; from instep.processes import follow_parent; follow_parent(); time.sleep(600)"
+    code = "import time; from instep.system.processes import follow_parent; follow_parent(); time.sleep(600)"
     child = SupervisedProcess("c", [sys.executable, "-c", code], tmp_path / "log", heartbeat=10)
     try:
         deadline = time.monotonic() + 60

@@ -10,7 +10,7 @@ import pytest
 
 from instep.arguments.parse import parse
 from instep.engines import bodies
-from instep.ports import free_port
+from instep.system.ports import free_port
 from instep_neighbours.trl import front
 from instep_neighbours.trl.access import Access
 from instep_neighbours.trl.delivery import _Unproven

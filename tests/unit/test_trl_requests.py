@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 from transformers import AutoTokenizer
 
-from instep.ports import free_port
+from instep.system.ports import free_port
 from instep_neighbours.trl import forms
 from instep_neighbours.trl.clients import Connection
 from instep_neighbours.trl.forms import BadRequest

@@ -21,7 +21,7 @@ from instep.engines.embedded.shared import SharedWeights
 from instep.engines.embedded.weights import LiveWeights
 from instep.engines.kind import kind_of
 from instep.errors import EngineError, SyncError
-from instep.ports import users_listening
+from instep.system.ports import users_listening
 from instep.weights import nccl
 from instep.weights.lora_ipc import LoraIpc
 from instep.weights.single_copy import SingleCopy, Written

@@ -32,9 +32,9 @@ from instep.engines.http import get_json
 from instep.engines.router import Router
 from instep.errors import ConfigError, EngineError, NoAnswerError, RolloutError
 from instep.hooks import Hook
-from instep.ports import users_listening
 from instep.rollout import runtime
 from instep.rollout.http import api_key, headers_for, post
+from instep.system.ports import users_listening
 from instep_engine.guard import GENERATE_VARIABLE, KEY_VARIABLE, Guard
 from tests.bounds import allowed
 
@@ -227,7 +227,7 @@ def test_a_router_of_somebody_else_gets_no_key_that_opens_control_routes() -> No
 VALIDATOR = """
 import urllib.error, urllib.request, psutil
 from instep.engines.router_main import serve_validator
-from instep.ports import users_listening
+from instep.system.ports import users_listening
 server = serve_validator("secret")
 url = f"http://127.0.0.1:{server.server_port}/"
 for key in ("secret", "x"):

@@ -10,9 +10,9 @@ from multiprocessing import Pipe
 import pytest
 import torch
 
-from instep import kernel
 from instep.cluster import local
 from instep.errors import WorkerError
+from instep.system import kernel
 from tests.bounds import allowed
 from tests.forks import cold
 
@@ -20,7 +20,7 @@ from tests.forks import cold
 RANK = """
 import os, pickle, struct, sys
 from instep.cluster.local import WorkerChannel
-from instep.processes import follow_parent
+from instep.system.processes import follow_parent
 follow_parent()
 channel = WorkerChannel()
 channel.receive()

@@ -29,9 +29,9 @@ from instep.controller.role import RoleTrainer
 from instep.controller.turns import Turns
 from instep.engines.engine import Engine, EngineRefusal
 from instep.errors import EngineError, InstepError, SyncError
-from instep.processes import in_thread
 from instep.rollout import admission
 from instep.spans import span
+from instep.system.processes import in_thread
 from instep.weights.way import BROKEN, GOLDEN, OF_ADAPTERS, Order, Sent, way_named
 from instep_engine.stream import StreamBroken
 

@@ -14,9 +14,9 @@ from typing import Any, NoReturn
 from instep.checkpoints.hf_export import check_hf_checkpoint
 from instep.data.tokenizer import end_tokens, load_tokenizer
 from instep.documents import read_text
-from instep.importing import first_import
-from instep.kernel import set_name
-from instep.processes import LIFELINE_VARIABLE, follow_parent
+from instep.system.importing import first_import
+from instep.system.kernel import set_name
+from instep.system.processes import LIFELINE_VARIABLE, follow_parent
 from instep_engine import MEMORY_VARIABLE
 from instep_engine.guard import Guard
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from instep.engines.embedded.protocol import HttpError
-from instep.processes import pulse
+from instep.system.processes import pulse
 from instep_engine.manifest import dtype_name
 
 PEFT, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"

@@ -15,8 +15,8 @@ from instep.engines.kind import EngineKind, RunningEngine, engine_dtype
 from instep.engines.spec import Addresses, EngineSpec
 from instep.engines.topology import served_models
 from instep.errors import ConfigError
-from instep.processes import DETERMINISTIC_ENV, OPENMP_ENV
 from instep.spans import Span
+from instep.system.processes import DETERMINISTIC_ENV, OPENMP_ENV
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings

@@ -28,7 +28,7 @@ from instep.models.attention import Unfit, check_plain
 from instep.models.decoder_layers import decoder_layers
 from instep.models.layer_sketches import layer_sketches
 from instep.models.rope import fix_rope
-from instep.processes import pulse
+from instep.system.processes import pulse
 
 KINDS = {"full_attention", "sliding_attention"}  # of layers, in `layer_types` of transformers
 

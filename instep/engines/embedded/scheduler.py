@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from instep import spans
-from instep.calls import CallQueue, Part
 from instep.data.template import apply_template
 from instep.engines.embedded.model import Runner
 from instep.engines.embedded.protocol import HttpError, Progress, Request
@@ -19,6 +18,7 @@ from instep.engines.embedded.sampling import distribution, sample, uniforms
 from instep.engines.embedded.sleep import ASLEEP, Sleep
 from instep.engines.embedded.weights import FAILED, LiveWeights
 from instep.engines.stops import find_stop
+from instep.system.calls import CallQueue, Part
 from instep.weights.way import OF_ADAPTERS
 
 

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 
-from instep.calls import Caller
 from instep.engines.bodies import read_of
 from instep.engines.embedded import protocol
 from instep.engines.embedded.protocol import HttpError, Request
 from instep.engines.embedded.streaming import TIMEOUT, Body, log_probs, stream
 from instep.routes import encode
+from instep.system.calls import Caller
 from instep_engine import sglang_form, vllm_form
 from instep_engine.guard import Guard
 from instep_engine.lease import Lease, NoLease

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import math
-import mmap
 import os
-import secrets
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +11,13 @@ from transformers import PreTrainedModel
 
 from instep.engines.embedded.protocol import HttpError
 from instep.engines.embedded.weights import NOT_STARTED, LiveWeights
-from instep.engines.kind import NO_SHARED_MEMORY, SHARED_MEMORY_REMEDY
+from instep.engines.kind import SHARED_MEMORY_REMEDY
 from instep.errors import EngineError
-from instep.processes import pulse
+from instep.system.processes import pulse
 from instep.weights.memory import sample_digest
 from instep_engine.manifest import dtype_name
+from instep_engine.memory import ALIGNMENT, CannotShare, Slice, file_memory, write_manifest
 from instep_engine.place import check_memory_folder, process_mark
-
-ALIGNMENT = 64  # bytes, of each parameter
 
 
 class SharedWeights(LiveWeights):
@@ -44,45 +39,28 @@ class SharedWeights(LiveWeights):
         if fused := [group.checkpoint[0] for group in self.names.groups if group.converter is not None]:
             raise ValueError(f"{fused[0]} is a part of another tensor here: use --weight-sync shm")
         self.shared = {group.checkpoint[0]: self.weights[group.model[0]] for group in self.names.groups}
-        self.nonce = secrets.token_hex(8)
         offsets, end = [], 0
         for parameter in self.shared.values():
             offsets.append(end)
             end += -(-parameter.numel() * parameter.element_size() // ALIGNMENT) * ALIGNMENT
-        for left in folder.glob("memory-0-*.bin"):
-            left.unlink()  # of an engine that has ended; who maps it keeps it
-        path = folder / f"memory-0-{self.nonce}.bin"
-        with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), "r+b") as file:
-            try:
-                os.posix_fallocate(file.fileno(), 0, end)  # else a write without room would end the process
-            except OSError as error:
-                path.unlink()
-                what = f"{end / 1e9:,.2f} GB {NO_SHARED_MEMORY} {folder}: {error.strerror}"
-                raise EngineError(what, where=str(folder), remedy=SHARED_MEMORY_REMEDY) from error
-            data = torch.frombuffer(mmap.mmap(file.fileno(), end), dtype=torch.uint8)
-        tensors: dict[str, Any] = {}
-        for (name, parameter), offset in zip(self.shared.items(), offsets, strict=True):
-            size = math.prod(parameter.shape) * parameter.element_size()
+        try:
+            memory, data = file_memory(folder, 0, end)
+        except CannotShare as error:
+            raise EngineError(str(error), where=str(folder), remedy=SHARED_MEMORY_REMEDY) from error
+        for parameter, offset in zip(self.shared.values(), offsets, strict=True):
+            size = parameter.numel() * parameter.element_size()
             view = data[offset : offset + size].view(parameter.dtype).view(parameter.shape)
             view.copy_(parameter.data)
             parameter.data = view
-            place = {"memory": 0, "offset": offset, "shape": list(view.shape), "stride": list(view.stride())}
-            slices = [{**place, "source_offset": 0, "source_stride": list(view.stride())}]
-            tensors[name] = {"shape": list(view.shape), "dtype": dtype_name(view.dtype), "slices": slices}
-        manifest = {
+        slices = {name: [Slice(p.detach(), 0, p.stride())] for name, p in self.shared.items()}
+        shapes = {name: p.shape for name, p in self.shared.items()}
+        about = {
             "architecture": type(model).__name__,
             "dtype": dtype_name(next(model.parameters()).dtype),
             "num_ranks": 1,
-            "rank": 0,
-            "nonce": self.nonce,
             "process": process_mark(os.getpid()),
-            "memories": [{"kind": "file", "path": str(path), "bytes": end}],
-            "tensors": tensors,
         }
-        hidden = folder / f".memory-0-{self.nonce}"
-        with open(os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as text:
-            json.dump(manifest, text)
-        hidden.rename(folder / "memory-0.json")
+        self.nonce = write_manifest(folder, 0, about, [memory], slices, shapes, lambda: None)
 
     def update(self, info: Any) -> int:
         """Compare what the trainer has written, or a checkpoint, with the parameters; nothing is loaded."""

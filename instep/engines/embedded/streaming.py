@@ -8,8 +8,8 @@ from typing import Any
 
 from aiohttp import web
 
-from instep.calls import Part
 from instep.engines.embedded.protocol import HttpError, Progress, Request
+from instep.system.calls import Part
 
 Body = dict[str, Any]
 TIMEOUT = 1800  # seconds, for every request and control call

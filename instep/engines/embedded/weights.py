@@ -14,7 +14,7 @@ from instep.engines.embedded.adapter import Adapter
 from instep.engines.embedded.protocol import HttpError
 from instep.errors import CheckpointError
 from instep.models.checkpoint_names import CheckpointNames, named_weights
-from instep.processes import pulse
+from instep.system.processes import pulse
 from instep.weights.way import BROKEN, OF_ADAPTERS, OTHER_MEMORY
 from instep_engine.bucket import read_bucket
 from instep_engine.handles import Receiver

@@ -15,6 +15,7 @@ from instep import spans
 from instep.data.graders import GRADERS, grader_of
 from instep.errors import ConfigError, InstepError, RewardError
 from instep.hooks import defined_at, load_function, raised_at, signature_for
+from instep.hooks.user_code import is_from_outside, said
 from instep.rollout import runtime
 from instep.rollout.http import post_within
 from instep.rollout.rewards import text
@@ -24,7 +25,6 @@ from instep.rollout.rewards.rules import Algebra, grade, num_chars_read
 from instep.rollout.rewards.trl import arguments, is_trls
 from instep.rollout.tokens import without_end
 from instep.types import Group, Sample, Status, as_number, name_of, reward_of
-from instep.user_code import is_from_outside, said
 
 if TYPE_CHECKING:
     from instep.arguments.settings import HookSettings

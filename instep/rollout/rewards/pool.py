@@ -18,11 +18,11 @@ import sys
 from typing import Any
 
 from instep.errors import RewardError
-from instep.fork_server import Program, start
-from instep.kernel import state_of, stopped
-from instep.processes import OPENMP_ENV, num_usable_cpus
 from instep.rollout import runtime
 from instep.rollout.rewards.rules import Algebra
+from instep.system.fork_server import Program, start
+from instep.system.kernel import state_of, stopped
+from instep.system.processes import OPENMP_ENV, num_usable_cpus
 
 logger = logging.getLogger(__name__)
 NUM_THREADS = 8

@@ -14,9 +14,9 @@ import sys
 import threading
 from typing import Any
 
-from instep.kernel import set_name
-from instep.processes import follow_parent
 from instep.rollout.rewards.rules import grade
+from instep.system.kernel import set_name
+from instep.system.processes import follow_parent
 
 PARSE_SECONDS = 3  # math-verify's own limit for one expression; a response that exceeds it is wrong, not an error
 

@@ -20,8 +20,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from instep import locks
 from instep.errors import ConfigError
+from instep.system import locks
 
 LOCK = ".instep-scratch"
 ANY = "instep-*"  # matches the folders of all kinds

@@ -24,10 +24,10 @@ from os import _exit  # itself, whatever `raise_for_exit` makes of its name
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from instep import fork_server, locks
-from instep.endings import cause_in, fault_of, last_words
 from instep.errors import ConfigError, writing
-from instep.kernel import allow_descriptors, catches, die_with_parent, family, name_of, stopped
+from instep.system import fork_server, locks
+from instep.system.endings import cause_in, fault_of, last_words
+from instep.system.kernel import allow_descriptors, catches, die_with_parent, family, name_of, stopped
 
 LIFELINE_VARIABLE = "INSTEP_LIFELINE_FD"
 # Engine and trainer take turns on the same cores: a thread may spin for some 50 us for its next piece of work, then it

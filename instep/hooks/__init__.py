@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from instep.errors import ConfigError, InstepError, RolloutError
-from instep.user_code import OURS, described, is_from_outside, is_interrupt, said, traceback_of
+from instep.hooks.user_code import OURS, described, is_from_outside, is_interrupt, said, traceback_of
 
 T = TypeVar("T")
 # What aiohttp, httpx, requests, urllib and openai raise for an answer 401.
@@ -118,7 +118,7 @@ def load_function(dotted_path: str) -> Callable[..., Any]:
         raise ConfigError(
             f"{dotted_path!r} is no dotted path", where="hook", remedy="write package.module.function, without .py"
         )
-    from instep.arguments.aliases import install_aliases, is_aliased  # here, because that package imports this module
+    from instep.hooks.aliases import install_aliases, is_aliased  # here, because that package imports this module
 
     install_aliases()
     try:

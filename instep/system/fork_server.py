@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from os import _exit  # itself, whatever a hook puts there
 from typing import NoReturn, Protocol
 
-from instep.kernel import die_with_parent
+from instep.system.kernel import die_with_parent
 
 # Variables that act when Python starts or a library is imported: another value needs an interpreter of its own.
 _EARLY = re.compile(r"(PYTHON|LD_|OMP_|GOMP_|MALLOC_|PYTORCH_|TORCH_|HF_|TRANSFORMERS_)")

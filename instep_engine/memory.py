@@ -1,7 +1,7 @@
-"""Shares the weights of this worker's model with a trainer, and writes down what lies where.
+"""An engine's worker shares the weights of its model with a trainer, and writes down what lies where.
 
-A weight of the checkpoint lies in slices of the model's parameters (fused, and with TP a part of it). The map of names
-to slices is recorded while vLLM's own `load_weights` copies a checkpoint into them; no architecture is known here.
+A weight of the checkpoint lies in slices of the model's parameters (fused, and with TP a part of it). In vLLM the map
+of names to slices is recorded while its own `load_weights` copies a checkpoint into them; no model is known here.
 `record` of a slice: the memory's number, the offset in bytes, shape and stride in it, and offset and stride (in
 elements) of the same elements in the weight of the checkpoint.
 
@@ -109,17 +109,19 @@ def _base64(data: bytes) -> str:
 
 @dataclass(frozen=True)
 class Slice:
-    """One slice of a weight: `view` in this worker's memory, and where its elements are in the whole weight."""
+    """One slice of a weight: its `view` in a worker's memory, and where its elements are in the whole weight."""
 
     view: torch.Tensor
     source_offset: int
     source_stride: tuple[int, ...]
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """The same elements of the whole weight, in the dtype and on the device of the slice."""
-        whole = whole.contiguous()
-        part = whole.as_strided(self.view.shape, self.source_stride, whole.storage_offset() + self.source_offset)
-        return part.to(self.view.device, self.view.dtype)
+        """The same elements of the whole, contiguous weight."""
+        return whole.as_strided(self.view.shape, self.source_stride, whole.storage_offset() + self.source_offset)
+
+    def held(self, whole: torch.Tensor) -> torch.Tensor:
+        """What the slice has if it holds `whole`: in its dtype, on its device."""
+        return self.of(whole.contiguous()).to(self.view.device, self.view.dtype)
 
     def record(self, memories: Sequence[Memory]) -> dict[str, Any]:
         address = self.view.data_ptr()
@@ -184,7 +186,7 @@ class Sample:
     their own, and come to the host at once."""
 
     def __init__(self, slices: Mapping[str, Sequence[Slice]]):
-        few = [(name, _few(part.view)) for name, parts in slices.items() for part in parts]
+        few = [(name, few(part.view)) for name, parts in slices.items() for part in parts]
         self._places: dict[str, list[slice]] = {}  # of the bytes of a name
         end = 0
         for name, view in few:
@@ -212,10 +214,15 @@ def sample_digests(slices: Mapping[str, Sequence[Slice]]) -> dict[str, str]:
     return Sample(slices).digests()
 
 
-def _few(tensor: torch.Tensor) -> torch.Tensor:
+def few(tensor: torch.Tensor) -> torch.Tensor:
     """A view of the elements that are in the sample."""
-    each = max(1, round(LENGTH ** (1 / max(1, tensor.ndim))))
-    return tensor.detach()[tuple(slice(None, None, -(-size // each) or 1) for size in tensor.shape)]
+    return tensor.detach()[tuple(slice(None, None, step) for step in steps(tensor.shape))]
+
+
+def steps(shape: Sequence[int]) -> list[int]:
+    """Between two elements of the sample, by dimension."""
+    each = max(1, round(LENGTH ** (1 / max(1, len(shape)))))
+    return [-(-size // each) or 1 for size in shape]
 
 
 def write_manifest(

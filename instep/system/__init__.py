@@ -1,0 +1,1 @@
+"""Processes, files, ports and memory, as the operating system has them."""
