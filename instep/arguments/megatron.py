@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 
 from instep.arguments import architecture
 from instep.arguments.concern import Problem, Settings
-from instep.arguments.flag import COUNT, NO_MTP, Flag, FlagGroup, Number, accepted, switch, text
+from instep.arguments.flag import COUNT, Flag, FlagGroup, Number, accepted, switch, text
 from instep.arguments.model import known_config
 from instep.models.shape import FAMILIES, num_experts
 
@@ -63,167 +64,6 @@ SHAPE = FlagGroup(
     ),
 )
 
-# Flags of Megatron's table that are not handed through: pattern of the name, status, why, what instead. The first
-# pattern that matches counts.
-_NOT_PASSED: tuple[tuple[str, str, str, str], ...] = (
-    ("--attention-softmax-in-fp32$", "accepted", "attention always computes its softmax in fp32", ""),
-    ("--no-masked-softmax-fusion$", "accepted", "attention is one kernel, whose softmax is no step of its own", ""),
-    ("--use-flash-attn$", "accepted", "attention of packed batches is a flash kernel wherever the GPU has one", ""),
-    ("--no-rope-fusion$", "accepted", "the rotary embedding is not fused", ""),
-    ("--cross-entropy-(loss-fusion|fusion-impl)$", "accepted", "instep makes log-probs in fused chunks", ""),
-    ("--(embedding-)?init-method-std$", "accepted", "weights are read from --hf-checkpoint or --load", ""),
-    ("--no-position-embedding$", "accepted", "the position embedding is that of config.json", ""),
-    ("--no-async-tensor-model-parallel-allreduce$", "accepted", "megatron-core 0.16 does not read it", ""),
-    ("--use-precision-aware-optimizer$", "accepted", "gradients, masters and moments are fp32 unless a flag says", ""),
-    (
-        "--(overlap-cpu-optimizer-d2h-h2d|use-torch-optimizer-for-cpu-offload|no-pin-cpu-(grads|params))$",
-        "accepted",
-        "with --optimizer-cpu-offload moments alone lie in host memory, and a GPU computes the step with them",
-        "",
-    ),
-    ("--optimizer-offload-fraction$", "refused", "all moments lie in host memory, or none", "--optimizer-cpu-offload"),
-    ("--no-align-param-gather$", "accepted", "weights are gathered at the end of a step, and nothing overlaps it", ""),
-    ("--no-gradient-accumulation-fusion$", "accepted", "no kernel of apex or Transformer Engine adds gradients up", ""),
-    (
-        "--(no-gradient-reduce-div-fusion|suggested-communication-unit-size)$",
-        "refused",
-        "only Megatron's FSDP reads it",
-        "",
-    ),
-    (
-        "--(cpu-offloading-num-layers)$",
-        "refused",
-        "needs Transformer Engine, which instep's trainer does not use",
-        "--recompute-granularity full",
-    ),
-    ("--(defer-embedding-wgrad|wgrad-deferral)", "refused", "logits are made in chunks", ""),
-    ("--(fine-grained-activation|offload-modules|min-offloaded)", "later", "offloading of activations comes later", ""),
-    ("--use-ring-exchange-p2p$", "refused", "needs a PyTorch of its own", ""),
-    ("--(use-nccl-ub|disable-symmetric-reg)", "refused", "gradients lie in no buffers that NCCL knows", ""),
-    ("--batch-invariant-mode$", "refused", "needs kernels that instep's trainer does not use", "--deterministic-mode"),
-    ("--(disable-bf16-reduced|pipeline-model-parallel-comm-backend|num-distributed-optimizer-inst)", "refused", "", ""),
-    ("--account-for-", "later", "stages have equally many layers", "--pipeline-model-parallel-size"),
-    ("--moe-token-dispatcher-type", "refused", "tokens travel by alltoall", ""),
-    ("--moe-(enable-deepep|deepep-num|flex-disp|hybridep)", "refused", "tokens travel by alltoall, not by DeepEP", ""),
-    ("--moe-(token-drop-policy|expert-capacity|pad-expert-input)", "refused", "experts have no capacity", ""),
-    ("--moe-(permute|router)-fusion$", "accepted", "Transformer Engine's kernel is not used; results are the same", ""),
-    ("--moe-layer-recompute$", "refused", NOT_HONOURED, "--recompute-granularity full"),
-    ("--moe-(shared-expert-gate|latent-size)", "refused", "read from config.json", "--hf-checkpoint"),
-    (
-        "--moe-enable-routing-replay",
-        "refused",
-        "instep's routers replay by themselves",
-        "--use-rollout-routing-replay or --use-routing-replay",
-    ),
-    (
-        "--(overlap-moe|moe-shared-expert-overlap|ep-overlap|delay-wgrad)",
-        "later",
-        "tokens travel between experts while nothing is computed",
-        "",
-    ),
-    ("--moe-", "refused", "", ""),
-    (
-        "--(hierarchical-context|hybrid-context|cp-comm-type|max-seqlen-per-dp-cp)",
-        "refused",
-        "context-parallel ranks gather keys and values",
-        "--context-parallel-size alone",
-    ),
-    ("--mtp-", "later", NO_MTP, ""),
-    (
-        "--(microbatch-group-size|overlap-p2p|no-overlap-p2p|.*virtual)",
-        "refused",
-        "interleaved pipelines have one order and one way of communicating",
-        "--num-virtual-stages-per-pipeline-rank",
-    ),
-    (
-        "--(fp8|fp4|no-fp8|keep-fp8|reuse-grad-buf|first-last-layers|num-layers-at-|.*kitchen)",
-        "later",
-        "low precision needs Transformer Engine, which instep's trainer does not use yet",
-        "--precision bf16",
-    ),
-    (
-        "--(tp-comm|no-tp-comm|use-te|transformer-impl|.*cuda-graph|symmetric-ar|te-)",
-        "refused",
-        "needs Transformer Engine, which instep's trainer does not use",
-        "",
-    ),
-    ("--attention-backend", "refused", "instep chooses the attention kernel by device", ""),
-    (
-        "--(fp16|loss-scale|initial-loss-scale|min-loss-scale|hysteresis|fp32-residual)",
-        "refused",
-        "fp16 is not trained here",
-        "--precision bf16 or --precision fp32",
-    ),
-    ("--(muon|sgd)-", "refused", "the optimizer is adam", "--optimizer adam"),
-    ("--overlap-param-gather", "later", "weights would be read before they are gathered", ""),
-    ("--(exp-avg|main-grads-dtype|main-params-dtype)", "later", "optimizer states are fp32", ""),
-    ("--pipeline-model-parallel-layout", "later", "stages have equally many layers", "--pipeline-model-parallel-size"),
-    ("--decoupled-", "refused", "one learning rate for all weights", "--lr"),
-    ("--(use-cpu-init|no-initialization|init-model-with-meta)", "refused", "instep decides how weights are made", ""),
-    (
-        ".*fsdp|--(data-parallel-sharding|outer-dp-sharding)",
-        "refused",
-        "FSDP is the other backend",
-        "--train-backend hf",
-    ),
-    ("--(inference-|flash-decode|mlp-chunks)", "refused", "generation happens in the engines", ""),
-    ("--(config-logger-dir|log-|no-barrier)", "refused", "instep has metrics of its own", ""),
-    ("--test-mode", "refused", "for Megatron's own tests", ""),
-    (
-        "--(mamba|is-hybrid|disable-mamba|linear-|dsa-|experimental-att|mrope|window-|no-rope-freq|softmax-type"
-        "|qk-clip|qk-l2|attention-output-gate|glu-linear|activation-func|rotary-interleaved|apply-layernorm-1p"
-        "|apply-residual|use-fused-weighted|apply-query-key)",
-        "refused",
-        "the architecture is read from config.json",
-        "--hf-checkpoint",
-    ),
-)
-
-# What to use instead of the flags of Megatron's scripts that are most often carried over.
-_INSTEAD = {
-    "--train-iters": "--num-rollout",
-    "--train-samples": "--num-rollout",
-    "--tokenizer-type": "--hf-checkpoint",
-    "--tokenizer-model": "--hf-checkpoint",
-    "--data-path": "--prompt-data",
-    "--train-data-path": "--prompt-data",
-    "--tensorboard-dir": "--use-tensorboard with --run-dir",
-    "--finetune": "--ref-load, without --load",
-    "--pretrained-checkpoint": "--ref-load",
-    "--sft": "instep sft",
-    "--use-torch-fsdp2": "--train-backend hf",
-    "--recompute-activations": "--recompute-granularity selective",
-    "--checkpoint-activations": "--recompute-granularity full",
-    "--model-parallel-size": "--tensor-model-parallel-size",
-    "--warmup": "--lr-warmup-iters",
-    "--lr-warmup-samples": "--lr-warmup-iters",
-    "--lr-decay-samples": "--lr-decay-iters",
-    "--wandb-entity": "--wandb-team",
-    "--wandb-exp-name": "--wandb-group",
-    "--wandb-save-dir": "--wandb-dir",
-    "--exit-interval": "--num-rollout",
-    "--persistent-save-interval": "--save-interval",
-}
-# Values of flags that do not act which ask for what instep does anyway; so does 0 where it is Megatron's default.
-_NEUTRAL = {
-    "--attention-backend": ("auto", "flash"),
-    "--cp-comm-type": ("p2p", "all_gather"),
-    "--moe-token-dispatcher-type": ("alltoall",),
-    "--moe-token-drop-policy": ("probs", "position"),
-    "--transformer-impl": ("local",),
-    "--cuda-graph-impl": ("none",),
-    "--softmax-type": ("vanilla",),
-    "--weight-decay-incr-style": ("constant",),
-    "--num-distributed-optimizer-instances": ("1",),
-    "--optimizer-offload-fraction": ("1", "1.0"),
-    "--pipeline-model-parallel-comm-backend": ("nccl",),
-    "--tp-comm-bootstrap-backend": ("nccl",),
-    "--data-parallel-sharding-strategy": ("no_shard",),
-    "--outer-dp-sharding-strategy": ("no_shard",),
-    **dict.fromkeys(("--exp-avg-dtype", "--exp-avg-sq-dtype", "--main-grads-dtype", "--main-params-dtype"), ("fp32",)),
-}
-
-
 _INT, _FLOAT = Number(int, -(2**63), 2**63 - 1), Number(float, -1e38, 1e38)
 
 
@@ -240,15 +80,19 @@ def _element(value: str) -> Any:
 @cache
 def megatron_table() -> tuple[Flag, ...]:
     """All flags of Megatron's command line (names, types, defaults, choices of core_v0.16.1) with instep's status."""
-    rows = json.loads((Path(__file__).parent / "megatron_table.json").read_text(encoding="ascii"))["flags"]
+    rows = json.loads(Path(__file__).with_name("megatron_table.json").read_text(encoding="ascii"))["flags"]
+    verdicts = tomllib.loads(Path(__file__).with_name("megatron_verdicts.toml").read_text(encoding="ascii"))
+    patterns = [(re.compile(pattern), *verdict) for pattern, *verdict in verdicts["not_passed"]]
     types: dict[str, Any] = {"int": _INT, "float": _FLOAT, "str": text, "true": bool, "false": bool, "on_off": bool}
     flags = []
     for row in rows:
         zero = ("0",) if row["type"] in ("int", "float") and row["default"] == 0 else ()
-        status, note, instead = _verdict(row["names"][0], bool(row.get("config")) and row["type"] in types)
+        name = row["names"][0]
+        status, note, instead = _verdict(name, bool(row.get("config")) and row["type"] in types, patterns)
+        instead = verdicts["instead"].get(name, instead) if status != "acts" else ""
         flags.append(
             Flag(
-                row["names"][0],
+                name,
                 types.get(row["type"], _element),
                 row["default"],
                 choices=tuple(row.get("choices", ())),
@@ -260,24 +104,19 @@ def megatron_table() -> tuple[Flag, ...]:
                 instead=instead,
                 whose="M",
                 constant=row["type"] != "false",
-                neutral=_NEUTRAL.get(row["names"][0], zero if status != "acts" else ()),
+                neutral=tuple(verdicts["neutral"].get(name, zero if status != "acts" else ())),
             )
         )
     return tuple(flags)
 
 
-@cache
-def _patterns() -> list[re.Pattern[str]]:
-    return [re.compile(pattern) for pattern, *_ in _NOT_PASSED]
-
-
-def _verdict(name: str, is_field: bool) -> tuple[Any, str, str]:
-    for pattern, (_, status, note, instead) in zip(_patterns(), _NOT_PASSED, strict=True):
+def _verdict(name: str, is_field: bool, patterns: list[tuple[re.Pattern[str], Any]]) -> tuple[Any, str, str]:
+    """Status, why, and what instead, of a flag of Megatron."""
+    for pattern, status, *more in patterns:
         if pattern.match(name):
-            return status, note or NOT_HONOURED, _INSTEAD.get(name, instead)
-    if is_field:
-        return "acts", "handed to megatron-core as it is", ""
-    return "refused", NOT_HONOURED, _INSTEAD.get(name, "")
+            note, instead = (*more, "", "")[:2]
+            return status, note or NOT_HONOURED, instead
+    return ("acts", "handed to megatron-core as it is", "") if is_field else ("refused", NOT_HONOURED, "")
 
 
 def shape_in_file(config: dict[str, Any]) -> dict[str, Any]:
