@@ -85,7 +85,6 @@ class Proof:
         self._sent: Sent | None = None  # last proven
         self._scores: dict[str, dict[tuple[int, Text], list[float]]] = {}  # engine url -> its scores under it
         self._allowed, self._least, self._typical_gap = ALLOWED, LEAST_TOLERANCE, 0.0
-        self._most_allowed = MOST_ALLOWED[args.precision]
         self._largest_ratio = 1.0  # of a difference and what rounding explains, in a proven session
         self._roundings: deque[float] = deque(maxlen=NUM_ROUNDINGS)  # of the last proofs
 
@@ -214,6 +213,7 @@ class Proof:
             SyncError: see `prove`.
         """
         rounding, tolerance = self.rounding(expected), self.tolerance(expected)
+        most = MOST_ALLOWED[self._args.precision]
         off = {url: d for url, d in self._differences(expected, scores).items() if not d.rms <= tolerance}
         for engine in [e for e in session.engines if e.url in off]:
             if wrong := self._wrong_tensors(session, engine, way, sent):
@@ -242,8 +242,8 @@ class Proof:
             if self._args.sync_tolerance is not None or not gap.rms <= self._most(way, rounding.rms):
                 shown = way != RESTART and self._args.sync_tolerance is None
                 raise computes_otherwise(session, engine, way, self.probe, gap, rounding, tolerance, shown=shown)
-            if gap.rms <= self._most_allowed * rounding.rms:
-                self._allowed = max(self._allowed, min(self._most_allowed, 2 * gap.rms / rounding.rms))
+            if gap.rms <= most * rounding.rms:
+                self._allowed = max(self._allowed, min(most, 2 * gap.rms / rounding.rms))
             else:
                 self._least = max(self._least, min(2 * gap.rms, self._most(way, rounding.rms)))
 
@@ -253,7 +253,7 @@ class Proof:
             return MOST_QUANTIZED
         if way in OF_ADAPTERS and self._sent is not None:  # one that is scaled wrongly is off at once
             return max(10 * LEAST_TOLERANCE, 2 * self._largest_ratio * rounding)
-        return max(MOST_OF_CERTAIN[self._args.precision], self._most_allowed * rounding)
+        return max(MOST_OF_CERTAIN[self._args.precision], MOST_ALLOWED[self._args.precision] * rounding)
 
     def _wrong(self, session: Session, engine: Engine, how: str, tolerance: float, tensors: str) -> SyncError:
         return SyncError(
