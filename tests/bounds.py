@@ -21,7 +21,7 @@ def allowed(seconds: float) -> float:
     with open("/proc/loadavg") as file:
         last_minute, _, _, now, _ = file.read().split()
     load = max(float(last_minute), float(now.partition("/")[0]))
-    return seconds * min(MOST, max(1.0, load / (os.cpu_count() or 1)))
+    return seconds * min(MOST, max(1.0, load / len(os.sched_getaffinity(0))))
 
 
 def until(condition: Callable[[], object], seconds: float = 60.0) -> None:

@@ -1,5 +1,6 @@
 import importlib.util
 import signal
+import zlib
 from collections.abc import Iterator
 
 import pytest
@@ -46,9 +47,13 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Groups for `--dist loadgroup`: by shared fixture, unit tests by file; any other test goes where there is room.
 
-    Tests that join a Ray cluster come first: Ray reads its environment when a process imports it, once.
+    Tests that join a Ray cluster come first: Ray reads its environment when a process imports it, once. Files of unit
+    tests are mixed among the others: some wait, some compute, and side by side they leave no core idle.
     """
-    items.sort(key=lambda item: "cluster" not in getattr(item, "fixturenames", ()))
+    others = [item for item in items if "unit" not in item.path.parts]
+    places = {item: place / len(others) for place, item in enumerate(others)}
+    places |= {item: -1.0 for item in others if "cluster" in getattr(item, "fixturenames", ())}
+    items.sort(key=lambda item: places[item] if item in places else zlib.crc32(item.path.name.encode()) / 2**32)
     for item in items:
         for mark, names in MISSING.items():
             if names and item.get_closest_marker(mark):

@@ -72,12 +72,19 @@ def test_codes_that_are_looked_up_are_those_of_a_search(signed):
     assert (torch.bincount(bounds.view(torch.int32) >> 16 & 0xFFFF) <= 1).all()
 
 
-def test_the_kernel_that_is_compiled_on_a_gpu_takes_the_same_steps(monkeypatch):
-    """Here it runs uncompiled, but is traced as on a GPU: once, whatever the sizes and learning rates."""
+@pytest.fixture
+def traced(monkeypatch):
+    """The kernel is traced, whatever a worker in this process has switched off."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    traced = torch.compile(module._kernel, fullgraph=True, backend="aot_eager")
-    monkeypatch.setattr(module, "_compiled", lambda: traced)
+    kernel = torch.compile(module._kernel, fullgraph=True, backend="aot_eager")
+    monkeypatch.setattr(module, "_compiled", lambda: kernel)
+    with torch.compiler.set_stance("default"):
+        yield
+
+
+def test_the_kernel_that_is_compiled_on_a_gpu_takes_the_same_steps(traced, monkeypatch):
+    """Here it runs uncompiled, but is traced as on a GPU: once, whatever the sizes and learning rates."""
     monkeypatch.setattr(module, "_PIECE", 2**13)
     ends = []
     for compiles in (False, True):
@@ -102,10 +109,7 @@ def test_the_kernel_that_is_compiled_on_a_gpu_takes_the_same_steps(monkeypatch):
 
 
 @pytest.mark.parametrize("compiles", [False, True])
-def test_a_clip_is_a_factor_of_the_gradients_and_small_parameters_are_stepped_together(monkeypatch, compiles):
-    torch._dynamo.reset()
-    traced = torch.compile(module._kernel, fullgraph=True, backend="aot_eager")
-    monkeypatch.setattr(module, "_compiled", lambda: traced)
+def test_a_clip_is_a_factor_of_the_gradients_and_small_parameters_are_stepped_together(traced, monkeypatch, compiles):
     calls, adamw = [], module.adamw
     monkeypatch.setattr(
         module, "adamw", lambda params, *args, **kw: calls.append(len(params)) or adamw(params, *args, **kw)

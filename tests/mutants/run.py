@@ -121,8 +121,9 @@ def _run_tests(tree: Path, tests: Sequence[str]) -> None:
     os.chdir(tree)
     for name in [name for name in sys.modules if name.partition(".")[0] in PACKAGES]:
         del sys.modules[name]
-    sys.path[:0] = [str(tree)]
-    os.environ["PYTHONPATH"] = str(tree)
+    paths = [str(tree), str(tree / "plugins/instep-vllm")]
+    sys.path[:0] = paths
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     options = ["-q", "-x", "-p", "no:cacheprovider", "-m", _MARKS, f"--rootdir={tree}"]
     failures = _Failures()
     status = int(pytest.main([*options, *tests], plugins=[failures]))

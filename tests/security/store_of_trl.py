@@ -23,8 +23,9 @@ try:
 except OSError:
     pass
 store.set("a", "1")
-print(trainer.get("a"), flush=True)
+answer = trainer.get("a")
 shut(doors)
+print(answer, flush=True)
 sys.stdin.readline()
 store.set("b", "2")
 print(trainer.get("b"), flush=True)

@@ -22,6 +22,7 @@ from instep import convert
 from instep.checkpoints import hf_export
 from instep.checkpoints.integrity import write_manifest
 from instep.checkpoints.megatron import MegatronCheckpoint
+from instep.checkpoints.megatron_writer import _no_scales
 from instep.checkpoints.plain import read_index
 from instep.checkpoints.remote_code import load_config
 from instep.cli import main
@@ -184,6 +185,11 @@ def growth(call: Callable[[], int]) -> int:
         done.set()
         watcher.join()
     return peak[0] - before
+
+
+def test_the_state_without_content_is_pickled_once():
+    """There are as many as weights."""
+    assert _no_scales() is _no_scales()
 
 
 def test_memory_holds_a_few_tensors_not_the_model(models, tmp_path):

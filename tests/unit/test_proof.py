@@ -151,11 +151,12 @@ def test_an_engine_that_rounds_more_may_go_on_so(proof: Proof, world: Any, off: 
 
 
 def test_float32_that_differs_by_more_is_compared_once(world: Any) -> None:
+    """By eleven roundings, as vLLM does on a CPU with Gemma 3 270M."""
     proof = make_proof(precision="fp32")
-    world.rounding, world.off = 2e-6, 1.5e-5
+    world.rounding, world.off = 2e-6, 2.2e-5
     for number in range(3):
         proven = proof.prove(world, "shm", sent(str(number)))
-        assert proven.last.rms <= proven.tolerance == pytest.approx(2e-5)
+        assert proven.last.rms <= proven.tolerance == pytest.approx(4.4e-5)
         world.shift += 0.5
     assert world.transfers == ["disk"]
 
