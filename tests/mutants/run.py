@@ -121,9 +121,8 @@ def _run_tests(tree: Path, tests: Sequence[str]) -> None:
     os.chdir(tree)
     for name in [name for name in sys.modules if name.partition(".")[0] in PACKAGES]:
         del sys.modules[name]
-    paths = [str(tree), str(tree / "plugins/instep-vllm")]
-    sys.path[:0] = paths
-    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    sys.path[:0] = [str(tree)]
+    os.environ["PYTHONPATH"] = str(tree)
     options = ["-q", "-x", "-p", "no:cacheprovider", "-m", _MARKS, f"--rootdir={tree}"]
     failures = _Failures()
     status = int(pytest.main([*options, *tests], plugins=[failures]))
