@@ -10,6 +10,7 @@ gradients are multiplied then.
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
@@ -90,6 +91,7 @@ class EarlyStep:
         complete: Callable[[TokenBatch, list[Sample]], object],
     ):
         self._actor, self._rollout_id, self._complete = actor, rollout_id, complete
+        self._token = secrets.token_hex(8)  # a rollout that is made anew has the same id
         self._num_left = num_groups
         self._parts: list[tuple[list[Sample], TokenBatch]] = []
         self._log_probs: dict[int, torch.Tensor] = {}  # by id of the sample
@@ -108,7 +110,7 @@ class EarlyStep:
         except RolloutError:
             return  # that of the whole rollout raises it, if no hook mends the samples before
         began = time.monotonic()
-        rows = self._actor.begin_step(batch, self._actor.plan(batch, num_steps=1), self._rollout_id)()
+        rows = self._actor.begin_step(batch, self._actor.plan(batch, num_steps=1), self._token)()
         self.seconds += time.monotonic() - began
         self._num_left -= num_groups
         self._parts.append((samples, batch))

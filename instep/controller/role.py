@@ -142,12 +142,10 @@ class RoleTrainer:
 
         return finish
 
-    def begin_step(
-        self, batch: TokenBatch, schedule: Schedule, rollout_id: int
-    ) -> Callable[[], dict[int, torch.Tensor]]:
+    def begin_step(self, batch: TokenBatch, schedule: Schedule, token: str) -> Callable[[], dict[int, torch.Tensor]]:
         """Begin `Worker.begin_step`; returns a function that waits for the log-probs, by number of the sample."""
         shares = self._shares(batch, schedule)
-        parts = [(share.batch, share.steps[0], rollout_id) for share in shares]
+        parts = [(share.batch, share.steps[0], token) for share in shares]
         per_rank = [parts[p.dp_rank] for p in self._layout]
         wait = self.workers.start("begin_step", timeout=self.args.train_timeout, per_rank=per_rank)
 

@@ -13,17 +13,17 @@ class BegunStep:
     """The gradients of some samples, which the backend holds, and what their losses have said.
 
     Attributes:
-        rollout_id: of the rollout that it is the only step of.
+        token: names it; one that is begun anew has another.
         gap: of the tokens so far.
         outputs: of the micro-batches so far; none but on the last pipeline stage.
     """
 
-    rollout_id: int
+    token: str
     gap: FreshGap | None
     outputs: list[LossOutput] = field(default_factory=list)
 
     def scale(self, backend: TrainBackend, factor: float) -> None:
-        """Multiply all losses by `factor`; a largest value stays what it is."""
+        """Multiply gradients and sums by `factor`; a largest value stays what it is."""
         backend.scale_gradients(factor)
         for out in self.outputs:
-            out.loss, out.sums = out.loss * factor, {name: value * factor for name, value in out.sums.items()}
+            out.sums = {name: value * factor for name, value in out.sums.items()}

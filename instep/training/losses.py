@@ -149,7 +149,8 @@ def value_loss_fn(value_clip: float) -> LossFn:
         old, returns = (torch.where(weights > 0, columns[name], zeros) for name in ("values", "returns"))
         tokens = value_loss(outputs.values, old, returns, value_clip=value_clip)
         loss = (weights * tokens.loss).sum()
-        return LossOutput(loss, {"value_clipfrac": (weights * tokens.clipped).sum(), "loss_weight": weights.sum()})
+        sums = {"loss": loss.detach(), "value_clipfrac": (weights * tokens.clipped).sum(), "loss_weight": weights.sum()}
+        return LossOutput(loss, sums)
 
     return loss_fn
 
@@ -165,9 +166,7 @@ LOSSES: dict[str, Callable[[Any], LossFn]] = {
 
 def metrics_of_step(outputs: list[LossOutput], parallel: ParallelInfo) -> dict[str, float]:
     """The metrics of a step over all micro-batches and data-parallel ranks, which all have the same names."""
-    sums = {"loss": torch.stack([o.loss.detach().float() for o in outputs]).sum()}
-    for name in outputs[0].sums:
-        sums[name] = torch.stack([o.sums[name].float() for o in outputs]).sum()
+    sums = {n: torch.stack([o.sums[n].float() for o in outputs]).sum() for n in outputs[0].sums}
     maxes = {n: torch.stack([o.maxes[n].float() for o in outputs]).max() for n in outputs[0].maxes}
     total = torch.stack(list(sums.values())).double()
     largest = torch.stack([*maxes.values(), torch.zeros((), device=total.device)]).double()

@@ -235,19 +235,19 @@ class Worker(Profiled, WorkerWeights):
             self._hooks.before_log_probs(cast("MegatronBackend", model).wrapped, prefix)
 
     def begin_step(
-        self, batch: TokenBatch, micro_batches: list[list[int]], rollout_id: int
+        self, batch: TokenBatch, micro_batches: list[list[int]], token: str
     ) -> dict[int, torch.Tensor] | None:
-        """Make the gradients of some samples of a rollout's only optimizer step; other samples may follow.
+        """Make the gradients of some samples of a rollout's only optimizer step; others may follow, with its token.
 
         Their `loss_weights` lack the factor that all samples of the step share; `train` gets it, and makes the rest.
-        What another rollout has begun is forgotten.
+        A step with another token is forgotten.
 
         Returns:
             By index the log-probs `[response_length]` of all samples, None except on the output rank.
         """
-        if self._begun is None or self._begun.rollout_id != rollout_id:
+        if self._begun is None or self._begun.token != token:
             self._forget_begun()
-            self._begun = BegunStep(rollout_id, self._gap(batch))
+            self._begun = BegunStep(token, self._gap(batch))
         kept: dict[int, torch.Tensor] = {}
         keeping = self._loss_that_keeps(micro_batches, range(batch.num_samples), kept)
         loss_fn = measured(self._begun.gap, batch, keeping)

@@ -71,9 +71,9 @@ def test_the_step_is_begun_with_groups_that_are_finished(
 ) -> None:
     begin, train_, begun, rest = RoleTrainer.begin_step, RoleTrainer.train, [], []
 
-    def beginning(self: RoleTrainer, batch: Any, schedule: Any, rollout_id: int) -> Any:
-        begun.append((rollout_id, batch.num_samples))
-        return begin(self, batch, schedule, rollout_id)
+    def beginning(self: RoleTrainer, batch: Any, schedule: Any, token: str) -> Any:
+        begun.append((token, batch.num_samples))
+        return begin(self, batch, schedule, token)
 
     def training(self: RoleTrainer, batch: Any, *words: Any, **more: Any) -> Any:
         rest.append((batch.num_samples, more.get("scale")))
@@ -82,8 +82,8 @@ def test_the_step_is_begun_with_groups_that_are_finished(
     monkeypatch.setattr(RoleTrainer, "begin_step", beginning)
     monkeypatch.setattr(RoleTrainer, "train", training)
     rows = run(tiny, tmp_path, "--on-gap", "stop", "--rm-type", "random")
-    early = [sum(n for number, n in begun if number == rollout_id) for rollout_id in range(2)]
-    assert all(n >= 4 for n in early) and rest == [(16 - n, 1 / 16) for n in early]
+    early = [sum(n for name, n in begun if name == token) for token in dict.fromkeys(name for name, _ in begun)]
+    assert len(early) == 2 and all(n >= 4 for n in early) and rest == [(16 - n, 1 / 16) for n in early]
     for row in rows:
         assert 0 < row["perf/early_train_seconds"] < row["perf/rollout_seconds"]
         assert row["train/loss_weight"] == pytest.approx(1) and row["train/log_prob_gap_coverage"] == pytest.approx(1)

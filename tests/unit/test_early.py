@@ -12,8 +12,7 @@ import torch
 
 from instep.algorithms.catalog import DEFAULT_ROLLOUT
 from instep.arguments.parse import parse
-from instep.controller.early import scores_early
-from instep.controller.early_step import OF_ALL, why_not
+from instep.controller.early_step import OF_ALL, scores_early, why_not
 from instep.controller.round import TrainingRound
 from instep.controller.watch import Watch
 from instep.errors import WorkerError
@@ -38,7 +37,7 @@ class Noting(Ranks):
         self.calls: list[list[int]] = []
         self.trained: list[tuple[str, list[int]]] = []
 
-    def begin_step(self, batch: TokenBatch, micro_batches: Any, rollout_id: int) -> dict[int, torch.Tensor]:
+    def begin_step(self, batch: TokenBatch, micro_batches: Any, token: str) -> dict[int, torch.Tensor]:
         return dict(enumerate(scores(batch).split(batch.response_lengths.tolist())))
 
     def start(self, call: str, *, timeout: float, per_rank: list[tuple[Any, ...]]) -> Any:

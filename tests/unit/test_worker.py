@@ -93,15 +93,15 @@ def test_a_step_that_was_begun_is_the_whole_one(worker: Callable[..., Worker]) -
     assert whole is not None
     first.token_columns["loss_weights"] = first.token_columns["loss_weights"] * NUM
 
-    for rollout_id in 5, 6:  # of 6 other gradients are begun before
-        rows = one.begin_step(first, [[1], [0]], rollout_id)
+    for token in "one", "two":  # of the second time other gradients are begun before
+        rows = one.begin_step(first, [[1], [0]], token)
         assert rows is not None and rows.keys() == {0, 1}
         assert (rows[1] - batch.token_columns["rollout_log_probs"][:RESPONSE] + 0.1).abs().max() < 1e-5
-        got = one.train(rest, [[[0], [1]]], lrs, rollout_id=rollout_id, scale=1 / NUM)
+        got = one.train(rest, [[[0], [1]]], lrs, scale=1 / NUM)
         assert got is not None and got[0][0] == pytest.approx(whole[0][0], rel=1e-5)
         assert got[2] == pytest.approx(0.2, abs=1e-5) and whole[2] == pytest.approx(0.2, abs=1e-5)
-        one.begin_step(batch, all_of_it[0], 77)
-    again = one.train(batch, all_of_it, lrs, rollout_id=77)
+        one.begin_step(batch, all_of_it[0], "three")
+    again = one.train(batch, all_of_it, lrs)
     assert again is not None and again == whole, "what was begun leaves no trace"
 
 
