@@ -1,4 +1,4 @@
-"""Answers to generation requests as arrays. This file stands in instep and, word for word, in its plugin for vLLM.
+"""Answers to generation requests as arrays.
 
 A client asks for them with `Accept: application/vnd.instep.tokens` on vLLM's own route. Such an answer is the length of
 its header (uint32), the header, JSON with a list of choices, and then for each choice its token ids (int32), its

@@ -1,4 +1,4 @@
-"""Groups of gloo that other users of the host cannot end. This file is in instep and in its vLLM plugin.
+"""Groups of gloo that other users of the host cannot end.
 
 A group listens for its members as long as it lives, and aborts its process when connections of anybody have used up the
 descriptors (accept: EMFILE). But it needs its listener only until all members are connected, which is when its

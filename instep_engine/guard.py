@@ -1,4 +1,4 @@
-"""Who may ask a server for what. This file stands in instep and, word for word, in its plugin for vLLM.
+"""Who may ask a server for what.
 
 A server finds two keys in its environment. That of `KEY_VARIABLE` opens every route. That of `GENERATE_VARIABLE` opens
 `GENERATION_ROUTES`, too; if it is `EVERYONE`, they need no key. `OPEN_ROUTES` never need one. A request that a web page

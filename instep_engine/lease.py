@@ -1,4 +1,4 @@
-"""The lease of an engine's pause, as its server keeps it. This file stands in instep and, word for word, in its plugin.
+"""The lease of an engine's pause, as its server keeps it.
 
 A trainer that pauses an engine which it has not started takes the lease, and renews it until the engine has resumed:
 

@@ -1,6 +1,6 @@
 """The form of SGLang's `/generate`, over vLLM's `/inference/v1/generate`: functions written for slime ask it.
 
-This file stands in instep and, word for word, in its plugin for vLLM. A server reads a request (`Asked.read`), answers
+A server reads a request (`Asked.read`), answers
 its `payload` by its own route, decodes the tokens that are `shown`, and sends the `reply`.
 """
 

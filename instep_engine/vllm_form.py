@@ -1,6 +1,6 @@
 """The form of vLLM's first server at `/generate`, over `/inference/v1/generate`: Atropos' environments ask it.
 
-This file stands in instep and, word for word, in its plugin for vLLM. SGLang's form (`sglang_form.py`) has the same
+SGLang's form (`sglang_form.py`) has the same
 route, and no `prompt`.
 """
 
