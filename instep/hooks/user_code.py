@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-OURS = str(Path(__file__).parent)  # begins the paths of the packages beside it, too: instep_engine, instep_neighbours
+OURS = str(Path(__file__).parents[1])  # begins the paths of the packages beside it, too
 _PYTHONS = str(Path(os.__file__).parent) + os.sep
 _CUT = " ..."  # at the end of a text that has been cut
 traceback_of = BaseException.__dict__["__traceback__"].__get__  # also where a user's class overrides the attribute
