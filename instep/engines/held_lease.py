@@ -35,9 +35,13 @@ class Leased(Protocol):
 
     name: str
     process: Any
-    kind: Any
-    post: Callable[..., Any]
-    post_aside: Callable[..., Any]
+
+    @property
+    def kind(self) -> Any: ...
+    @property
+    def post(self) -> Callable[..., Any]: ...
+    @property
+    def post_aside(self) -> Callable[..., Any]: ...
 
 
 class HeldLease:
