@@ -27,8 +27,6 @@ IMPORT_SECONDS = 300.0  # the command line of Megatron imports all of Megatron
 ARGUMENTS = "megatron/training/arguments.py"
 _TYPES: dict[str, Any] = {"int": int, "float": float}
 
-_ATTRIBUTES = ("dest", "nargs", "const", "default", "type", "choices", "required", "help")
-
 _MARK = "flags: "  # before the JSON, among what Megatron prints
 
 _of_user: dict[str, Flag] = {}

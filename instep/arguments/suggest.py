@@ -11,7 +11,6 @@ from instep.arguments.engine_flags import family, nearest_engine_flag
 from instep.arguments.flag import Flag
 from instep.arguments.offline import without_meaning
 from instep.arguments.other_names import look_up
-from instep.arguments.serving import SERVED
 from instep.engines.flags import PREFIXES, flag_table
 
 _NAMED = re.compile(r"--[a-z][\w.-]*\w\b(?!-)")  # not `--vllm-`, a family
@@ -28,8 +27,8 @@ def acts_in(command: str, flag: Flag | None) -> bool:
     if flag is None or flag.status != "acts":
         return False
     if command == "serve":
-        return flag.name in SERVED or flag.passed_to != ""
-    return flag.name != "--port" and flag.attribute not in without_meaning(command)
+        return flag.served or flag.passed_to != ""
+    return flag.attribute not in without_meaning(command)
 
 
 def remedy_of(flag: Flag, command: str) -> str:
