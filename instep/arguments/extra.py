@@ -93,18 +93,11 @@ class _Parser(Exception):
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[dict[str, Any]]:
+    keys = ("dest", "nargs", "const", "default", "required", "choices", "help", "type")
     for action in parser._actions:
-        if not action.option_strings or action.dest == "help":
-            continue
-        yield {
-            "names": action.option_strings,
-            "kind": type(action).__name__,
-            **{
-                key: getattr(action, key)
-                for key in ("dest", "nargs", "const", "default", "required", "choices", "help")
-            },
-            "type": action.type,
-        }
+        if action.option_strings and action.dest != "help":
+            values = {key: getattr(action, key) for key in keys}
+            yield {"names": action.option_strings, "kind": type(action).__name__, **values}
 
 
 def _flag(record: dict[str, Any]) -> Flag:

@@ -115,17 +115,14 @@ def _near(wanted: str, name: str, command: str) -> tuple[Problem, list[str]]:
         names = difflib.get_close_matches(wanted, every, n=3, cutoff=0.75)
     like = next((n for n in names if acts_in(command, find(n))), "")
     flag = find(names[0]) if names else None
-    if flag is not None and flag.status != "acts" and _ratio(wanted, names[0]) > 0.9:
+    alike = difflib.SequenceMatcher(None, wanted, names[0]).ratio() > 0.9 if names else False
+    if alike and flag is not None and flag.status != "acts":
         what = f"unknown flag; {names[0]}, which is like it, is {_why_not(flag, command)}"
         return Problem(what, name, remedy_of(flag, command)), []
     topic = {"vllm": " vllm", "vllm-router": " router"}.get(package or "", "")
     shown = "train" if command == "plan" else command  # which takes its flags
     lists = f"`instep {shown} --help{topic}` lists the flags; docs/migration.md has those of other frameworks"
     return Problem(what, name, f"did you mean {like}?" if like else lists), [like] if like else []
-
-
-def _ratio(one: str, other: str) -> float:
-    return difflib.SequenceMatcher(None, one, other).ratio()
 
 
 def _why_not(flag: Flag, command: str) -> str:
