@@ -90,7 +90,7 @@ def megatron_table() -> tuple[Flag, ...]:
     return tuple(flags)
 
 
-def _verdict(name: str, is_field: bool, patterns: list[tuple[re.Pattern[str], Any]]) -> tuple[Any, str, str]:
+def _verdict(name: str, is_field: bool, patterns: list[tuple[Any, ...]]) -> tuple[Any, str, str]:
     """Status, why, and what instead, of a flag of Megatron."""
     for pattern, status, *more in patterns:
         if pattern.match(name):
