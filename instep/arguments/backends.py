@@ -18,9 +18,9 @@ _SIZES = ("expert_tensor_parallel_size", "num_virtual_stages_per_pipeline_rank")
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 
 
-def asked_of_megatron(args: Settings) -> list[Flag]:
+def asked_of_megatron(args: Settings, given: set[str]) -> list[Flag]:
     """The flags with values that ask for what Megatron alone has."""
-    own = [flag for flag in own_flags().values() if flag.megatron_only]
+    own = [flag for flag in own_flags().values() if flag.megatron_only and flag.attribute in given]
     values = [(flag, getattr(args, flag.attribute)) for flag in own]
     asked = [f for f, value in values if value and value != f.default and (value != 1 or f.attribute not in _SIZES)]
     passed = dict.fromkeys(passed_through().values())
@@ -31,7 +31,7 @@ def only_megatron(args: Settings, given: set[str]) -> Iterator[Problem]:
     """What `--train-backend hf` does not have."""
     if args.train_backend != "hf":
         return
-    for flag in asked_of_megatron(args):
+    for flag in asked_of_megatron(args, given):
         what, *remedy = flag.megatron_only or ("only megatron-core has it, not --train-backend hf",)
         yield Problem(what, flag.name, *remedy or ("leave it out, or use --train-backend megatron",))
     if "make_vocab_size_divisible_by" in given:
@@ -49,7 +49,7 @@ def family(args: Settings, given: set[str]) -> Iterator[Problem]:
         return  # hf does not train it either: the check of the checkpoint says so
     # Whether hf splits a model, only the model says; FSDP2 shards any.
     out = ["--tensor-model-parallel-size"] if args.tensor_model_parallel_size > 1 else []
-    out += [flag.name for flag in asked_of_megatron(args)]
+    out += [flag.name for flag in asked_of_megatron(args, given)]
     without = f" without {', '.join(out)}" if out else ""
     how = (config.get("quantization_config") or {}).get("quant_method")
     taken = args.command not in ONLINE or args.debug_train_only or args.weight_sync == RESTART

@@ -47,7 +47,7 @@ CONCERNS = (
 )
 # `instep plan` asks only where things go.
 PLAN_RULES = (
-    *(engine_rules.topology, critic_rules.size, parallel.stages, backends.only_megatron),
+    *(engine_rules.topology, critic_rules.size, parallel.stages),
     *(*cluster.PLANNED_RULES, *colocation.RULES, *planning.RULES),
 )
 SERVE_RULES = (*serving.RULES, *model.SERVED_RULES, *paths.RULES, *engine_rules.RULES, *cluster.SERVED_RULES)
