@@ -346,7 +346,7 @@ def _number(range_in_words: str) -> Number:
 
 def _filled(value: Any, here: Mapping[str, Any]) -> Any:
     """A value of a section, with what `here` has for `${name}`."""
-    if not isinstance(value, str):
+    if not isinstance(value, str) or "${" not in value:
         return value
     whole = re.fullmatch(r"\$\{(\w+)\}", value)
     return here[whole[1]] if whole else re.sub(r"\$\{(\w+)\}", lambda found: here[found[1]], value)
