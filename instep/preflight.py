@@ -55,8 +55,10 @@ def _check_inputs(args: Settings) -> None:
     if args.eval_function_path == defaults["rollout_function_path"]:
         for dataset in args.eval_datasets:
             _check_eval_file(args, dataset)
-    if "code" in map(grader_of, filter(None, [args.rm_type, *(d.rm_type for d in args.eval_datasets)])):
-        _check_sandbox(args)
+    graders = map(grader_of, filter(None, [args.rm_type, *(d.rm_type for d in args.eval_datasets)]))
+    if "code" in graders and not args.unsafe_local_exec:
+        with ThreadPoolExecutor(1) as threads:  # a loop may run in this one: a notebook's
+            threads.submit(asyncio.run, check_sandbox()).result()
     config = check_hf_checkpoint(args.hf_checkpoint)
     if not (args.debug_rollout_only and args.rollout_backend == "vllm"):  # which knows best what it serves
         quantization_of(config, args.hf_checkpoint)
@@ -64,20 +66,13 @@ def _check_inputs(args: Settings) -> None:
     if args.save_hf:
         check_export_folder(export_folder(args.save_hf, 0))
     _check_run_dir(Path(args.run_dir))
-    _check_checkpoints(args)
+    check_whole(*checkpoints_read(args), digests=False)  # the run compares content, once it has its lock
     for name, path in own_hooks(args):
         _import_hook(path, name)
     for dataset in args.eval_datasets:
         for hook in (dataset.custom_rm_path, dataset.custom_generate_function_path):
             if hook is not None:
                 _import_hook(hook, f"data set {dataset.name}")
-
-
-def _check_sandbox(args: Settings) -> None:
-    """Refuse rewards that run code on a host without a sandbox."""
-    if not args.unsafe_local_exec:
-        with ThreadPoolExecutor(1) as threads:  # a loop may run in this one: a notebook's
-            threads.submit(asyncio.run, check_sandbox()).result()
 
 
 def _check_run_dir(folder: Path) -> None:
@@ -90,12 +85,6 @@ def _check_run_dir(folder: Path) -> None:
             where="--run-dir",
             remedy="name a folder of its own",
         )
-
-
-def _check_checkpoints(args: Settings) -> None:
-    """Check that the checkpoints that the run begins with are complete; it compares their content when it has its
-    lock, and says so where that takes seconds."""
-    check_whole(*checkpoints_read(args), digests=False)
 
 
 def _check_eval_file(args: Settings, dataset: EvalDataset) -> None:

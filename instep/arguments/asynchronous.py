@@ -5,36 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from instep.arguments.concern import Given, Problem, Settings, flag_name
-from instep.arguments.flag import COUNT, INDEX, Flag, FlagGroup
+from instep.arguments.flag import read_flags
 from instep.arguments.rollout import DEFAULT_ROLLOUT
 from instep.engines.kind import AUTO, tells_versions
 from instep.weights.way import RESTART, SINGLE_COPY
 
-ASYNCHRONOUS = FlagGroup(
-    "Asynchronous training (docs/async.md)",
-    (
-        Flag(
-            "--update-weights-interval",
-            COUNT,
-            1,
-            "`instep train-async`: rollouts between two syncs; one more comes before a checkpoint and an evaluation",
-            whose="C",
-        ),
-        Flag(
-            "--max-staleness",
-            INDEX,
-            None,
-            "`instep train-async`: groups are generated all the time, and no token is trained by weights that are more "
-            "than so many versions newer; 0: as `instep train`. Default: one rollout ahead, which ends before a sync",
-        ),
-        Flag(
-            "--stale-groups",
-            default="drop",
-            choices=("drop", "requeue"),
-            help="what becomes of a group that is beyond --max-staleness all the same: it is left out, or begun anew",
-        ),
-    ),
-)
+ASYNCHRONOUS = read_flags(__file__)
 
 
 def pause_mode(args: Settings, given: Given) -> str:
@@ -49,15 +25,6 @@ def pause_mode(args: Settings, given: Given) -> str:
     if not through_syncs or refused or args.rollout_external_engine_addrs:
         return "abort"
     return "keep" if tells_versions(args) else "abort"
-
-
-def only_async(args: Settings, given: set[str]) -> Iterator[Problem]:
-    """The flags of asynchronous runs act nowhere else; slime's default is what every other run does."""
-    if args.command in ("train-async", "plan"):
-        return
-    for name in sorted({flag.attribute for flag in ASYNCHRONOUS.flags} & given):
-        if (name, getattr(args, name)) != ("update_weights_interval", 1):
-            yield Problem("acts in `instep train-async` only", flag_name(name), "use that command, or leave it out")
 
 
 def both_at_work(args: Settings, given: set[str]) -> Iterator[Problem]:
@@ -97,4 +64,4 @@ def staleness(args: Settings, given: set[str]) -> Iterator[Problem]:
 
 
 RESOLVERS = (pause_mode,)
-RULES = (only_async, both_at_work, staleness)
+RULES = (both_at_work, staleness)

@@ -6,20 +6,8 @@ import importlib.util
 from collections.abc import Iterator
 
 from instep.algorithms.catalog import OFFLINE, ONLINE
-from instep.arguments.colocation import FLAGS as OFFLOADING
 from instep.arguments.concern import Given, Problem, Settings, flag_name, ranks_of_a_copy
-from instep.arguments.flag import (
-    GPUS,
-    GPUS_PER_NODE,
-    POSITIVE,
-    SEED,
-    Flag,
-    FlagGroup,
-    accepted,
-    path_flag,
-    refused,
-    switch,
-)
+from instep.arguments.flag import GPUS, read_flags
 from instep.cluster.engine_plan import elsewhere, gpu_sharing, plan_engines
 from instep.cluster.placement import make_plan, num_critic_gpus
 from instep.engines.kind import named_kind
@@ -28,98 +16,7 @@ from instep.errors import ConfigError
 from instep.system.processes import num_usable_cpus
 from instep.weights.way import ON_ONE_HOST, RESTART, SINGLE_COPY, expandable
 
-RAY = "rollouts reach the trainer in one way, through the controller"
-
-CLUSTER = FlagGroup(
-    "Cluster and device",
-    (
-        Flag("--actor-num-nodes", GPUS, 1, "hosts of the trainer; more than one: of a Ray cluster", whose="VSC"),
-        Flag(
-            "--actor-num-gpus-per-node",
-            GPUS_PER_NODE,
-            8,
-            "trainer ranks on each host (GPUs, or processes); default on a CPU: those of one model, TP x PP",
-            whose="VSC",
-        ),
-        Flag("--rollout-num-gpus", GPUS, None, "GPUs of all engines; default: those of one engine", whose="VSC"),
-        Flag("--rollout-num-gpus-per-engine", GPUS, 1, "GPUs of one engine", whose="VSRC"),
-        Flag(
-            "--num-gpus-per-node", GPUS_PER_NODE, 8, "GPUs (or processes) that a host of the Ray cluster has", whose="C"
-        ),
-        switch("--colocate", "engines use the trainer's GPUs, --rollout-num-gpus is ignored", "VSC"),
-        Flag(
-            "--cluster",
-            default="local",
-            choices=("local", "ray"),
-            help="local: one supervised process per rank, on this host; ray: on the hosts of a Ray cluster "
-            "(default if the actor or the critic has more than one)",
-        ),
-        Flag(
-            "--ray-address",
-            default="auto",
-            help="HOST:PORT of a Ray cluster; local: a Ray of the run's own; auto: RAY_ADDRESS, else local",
-        ),
-        Flag("--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto: cuda where there is a GPU"),
-        Flag(
-            "--precision",
-            default="auto",
-            choices=("auto", "fp32", "bf16"),
-            help="of weights and activations; auto: fp32 on a CPU, bf16 on a GPU",
-        ),
-        switch("--no-torch-compile", "on a GPU: run layers, log-probs and steps in 8 bits without torch.compile"),
-        Flag("--bf16", bool, False, "the same as --precision bf16", whose="M"),
-        Flag(
-            "--num-threads",
-            GPUS_PER_NODE,
-            None,
-            "CPU threads per process; default: the cores divided among the processes",
-        ),
-        Flag(
-            "--controller-memory-limit",
-            POSITIVE,
-            help="GB by which the controller, where rewards and other hooks run, may grow during the run; "
-            "default: half of the memory that is free at the start",
-        ),
-        path_flag("--run-dir", "folder of metrics, logs and report; default: runs/<command>"),
-        switch(
-            "--deterministic-mode",
-            "the same bits in every run and after every resume: the engine computes each sample as if it were alone, "
-            "rollouts wait for all they have started, torch uses deterministic algorithms; slower",
-            "M",
-        ),
-        Flag("--seed", SEED, 1234, "of the trainer and, by hashing, of all sampling", whose="CM"),
-        *OFFLOADING,
-        *refused(
-            "workers have the environment of the shell that starts the run",
-            "C",
-            "--train-env-vars",
-            instead="the environment variables of that shell",
-        ),
-        *refused(RAY, "C", "--rollout-data-transport", "--use-distributed-post"),
-        *refused(
-            "the trainer's process group is nccl on GPUs and gloo on CPUs",
-            "CM",
-            "--distributed-backend",
-            instead="--device cuda or --device cpu",
-        ),
-        *refused("every wait has a bound in seconds", "CM", "--distributed-timeout-minutes", instead="--train-timeout"),
-        *accepted(
-            "old log-probs are those of the weights that made the samples, which the trainer holds until it is synced",
-            "C",
-            "--keep-old-actor",
-        ),
-        *refused(
-            "the engines of every run are watched",
-            "C",
-            "--use-fault-tolerance",
-            "--rollout-health-check-interval",
-            "--rollout-health-check-timeout",
-            "--rollout-health-check-first-wait",
-            instead="leave it out: one of several engines that dies is started anew, the last one ends the run by name",
-        ),
-        *refused("read by nobody in slime", "C", "--http-proxy", instead="the environment variable http_proxy"),
-    ),
-)
+CLUSTER = read_flags(__file__)
 
 
 # ---- what follows from the flags -------------------------------------------------------------------------------------

@@ -6,35 +6,7 @@ from collections.abc import Iterator
 
 from instep.algorithms.catalog import ONLINE
 from instep.arguments.concern import Given, Problem, Settings, flag_name
-from instep.arguments.flag import POSITIVE, Flag, refused, switch
 from instep.weights.way import RESTART, SINGLE_COPY
-
-_DEFAULT = "default: with --colocate, on GPUs"
-
-FLAGS: tuple[Flag, ...] = (
-    switch("--offload", "--offload-train and --offload-rollout", "C"),
-    switch(
-        "--offload-train",
-        f"while engines generate, the trainer's weights, masters and moments wait in pinned host memory; {_DEFAULT}",
-        "C",
-    ),
-    switch("--no-offload-train", "the trainer keeps its GPU memory", "C"),
-    switch(
-        "--offload-rollout",
-        "while the trainer works, the policy's engines on its GPUs sleep: they free their weights and KV cache; "
-        + _DEFAULT,
-        "C",
-    ),
-    switch("--no-offload-rollout", "the engines keep their GPU memory", "C"),
-    Flag("--gpu-memory-gb", POSITIVE, 80.0, "memory of a GPU in GiB, for the estimate of `instep plan`"),
-    *refused(
-        "the trainer's processes live as long as the run, and wait without GPU memory",
-        "C",
-        "--release-train",
-        instead="--offload-train",
-    ),
-)
-
 
 _NO_TURNS = {
     SINGLE_COPY: "trainer and engine compute with the same weights, so that neither can free them",

@@ -147,3 +147,7 @@ def _served_reference(args: Settings) -> Iterator[Problem]:
         yield Problem("no such model is served", flag, f"{names} (--vllm-config)")
     elif model.update_weights:
         yield Problem("gets the trainer's weights, so it is no reference", flag, "let it have update_weights: false")
+
+
+RESOLVERS = (rollout_backend,)
+RULES = (topology, api_keys)

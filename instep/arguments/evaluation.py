@@ -12,9 +12,8 @@ from typing import Any
 from instep.algorithms.catalog import OFFLINE
 from instep.arguments.concern import Given, Problem, Settings
 from instep.arguments.data import data_file
-from instep.arguments.flag import BATCH, COUNT, FRACTION, INDEX, Flag, FlagGroup, Number, hook, path, path_flag, switch
+from instep.arguments.flag import Number, hook, path, read_flags
 from instep.arguments.reward import rm_type
-from instep.arguments.rollout import TOP_K
 from instep.data.formats import EvalDataset
 from instep.documents import parse_yaml
 
@@ -28,34 +27,7 @@ def _names_and_files(words: list[str]) -> list[str]:
     return words
 
 
-EVAL = FlagGroup(
-    "Evaluation",
-    (
-        Flag("--eval-interval", COUNT, None, "evaluate every so many rollouts, and before the first", whose="CM"),
-        Flag(
-            "--eval-prompt-data",
-            path,
-            help="NAME FILE [NAME FILE ...], as in --prompt-data; one FILE alone takes its name",
-            nargs="+",
-            together=_names_and_files,
-            whose="C",
-        ),
-        path_flag("--eval-config", "YAML of data sets with settings of their own (instead of it)", "C"),
-        Flag("--eval-function-path", hook, None, "default: --rollout-function-path", whose="VSC"),
-        switch("--skip-eval-before-train", "no evaluation before the first rollout", "C"),
-        Flag("--n-samples-per-eval-prompt", BATCH, 1, "responses per prompt", whose="C"),
-        Flag("--eval-input-key", help="default: --input-key", whose="C"),
-        Flag("--eval-label-key", help="default: --label-key", whose="C"),
-        Flag("--eval-tool-key", help="default: --tool-key", whose="C"),
-        Flag("--eval-temperature", Number(float, 0, 100), None, "0: greedy; default: --rollout-temperature", whose="C"),
-        Flag("--eval-top-p", FRACTION, None, "default: --rollout-top-p", whose="C"),
-        Flag("--eval-top-k", TOP_K, None, "default: --rollout-top-k", whose="C"),
-        Flag("--eval-max-response-len", COUNT, None, "default: --rollout-max-response-len", whose="C"),
-        Flag("--eval-max-prompt-len", COUNT, None, "default: --rollout-max-prompt-len", whose="C"),
-        Flag("--eval-max-context-len", COUNT, None, "default: --rollout-max-context-len", whose="C"),
-        Flag("--eval-min-new-tokens", INDEX, None, "fewest tokens of a response", whose="C"),
-    ),
-)
+EVAL = read_flags(__file__, names_and_files=_names_and_files)
 
 
 _FIELDS = {f.name: f for f in dataclasses.fields(EvalDataset)}

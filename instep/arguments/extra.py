@@ -27,8 +27,6 @@ IMPORT_SECONDS = 300.0  # the command line of Megatron imports all of Megatron
 ARGUMENTS = "megatron/training/arguments.py"
 _TYPES: dict[str, Any] = {"int": int, "float": float}
 
-_ATTRIBUTES = ("dest", "nargs", "const", "default", "type", "choices", "required", "help")
-
 _MARK = "flags: "  # before the JSON, among what Megatron prints
 
 _of_user: dict[str, Flag] = {}
@@ -95,18 +93,11 @@ class _Parser(Exception):
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[dict[str, Any]]:
+    keys = ("dest", "nargs", "const", "default", "required", "choices", "help", "type")
     for action in parser._actions:
-        if not action.option_strings or action.dest == "help":
-            continue
-        yield {
-            "names": action.option_strings,
-            "kind": type(action).__name__,
-            **{
-                key: getattr(action, key)
-                for key in ("dest", "nargs", "const", "default", "required", "choices", "help")
-            },
-            "type": action.type,
-        }
+        if action.option_strings and action.dest != "help":
+            values = {key: getattr(action, key) for key in keys}
+            yield {"names": action.option_strings, "kind": type(action).__name__, **values}
 
 
 def _flag(record: dict[str, Any]) -> Flag:

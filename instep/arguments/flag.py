@@ -10,8 +10,10 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable
+import tomllib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -22,10 +24,8 @@ from instep.hooks.aliases import instep_hook, is_aliased, is_installed
 
 FlagStatus = Literal["acts", "accepted", "later", "refused"]
 
-# Why a flag comes later.
-SYNC_WAYS = "--weight-sync says how weights travel; deltas come later"
+# Of flags about how weights travel.
 WAYS_HERE = "--weight-sync disk, or another way of --weight-sync"
-NO_MTP = "layers of multi-token prediction are left out of the model, and not trained"
 
 
 @dataclass(frozen=True)
@@ -183,18 +183,17 @@ def attribute_name(flag: str) -> str:
     return flag.lstrip("-").replace("-", "_")
 
 
-TYPE_LABELS: dict[Any, str] = {
-    size: "SIZE",
-    literal: "TEXT",
-    text: "TEXT",
-    path: "PATH",
-    files: "FILES",
-    hook: "MODULE.NAME",
-    json_object: "JSON",
-    pattern: "REGEX",
-    http_address: "URL",
-    bool: "",
+# By the name of a type in the TOML files. They write other numbers as `int -1 to 100`, `float above 0 to 1`.
+TYPES: dict[str, Any] = {
+    **{"count": COUNT, "index": INDEX, "batch": BATCH, "gpus": GPUS, "gpus_per_node": GPUS_PER_NODE, "seed": SEED},
+    **{"positive": POSITIVE, "non_negative": NON_NEGATIVE, "fraction": FRACTION, "coefficient": COEFFICIENT},
+    **{"rate": RATE, "seconds": SECONDS, "port": PORT, "size": size, "literal": literal, "text": text, "path": path},
+    **{"files": files, "hook": hook, "json": json_object, "regex": pattern, "url": http_address},
+    **{"bool": bool, "switch": bool},
 }
+# What help shows for a value of a type that is no number.
+TYPE_LABELS: dict[Any, str] = {kind: name.upper() for name, kind in TYPES.items() if not isinstance(kind, Number)}
+TYPE_LABELS |= {literal: "TEXT", hook: "MODULE.NAME", bool: ""}
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,6 +215,10 @@ class Flag:
         secret: never printed, saved or shown to hooks.
         passed_to: the package whose flag it is: `vllm` or `vllm-router`, which get the value as it was typed, or
             `megatron`, for one that only the Megatron on PYTHONPATH has.
+        megatron_only: why `--train-backend hf` refuses it, and what to do.
+        only: the command in which alone it acts; `rl`: those that sample.
+        served: it acts in `instep serve`, too.
+        config: the key of config.json that has its value, of a flag of the model's shape.
     """
 
     name: str
@@ -237,6 +240,10 @@ class Flag:
     secret: bool = False
     constant: Any = True  # what a switch sets
     passed_to: str = ""
+    megatron_only: tuple[str, ...] = ()
+    only: str = ""
+    served: bool = False
+    config: str = ""
 
     @property
     def attribute(self) -> str:
@@ -291,31 +298,55 @@ class FlagGroup:
     flags: tuple[Flag, ...]
 
 
-def switch(name: str, help: str, whose: str = "", **more: Any) -> Flag:
-    """A flag without a value, off by default."""
-    return Flag(name, bool, False, help, whose=whose, **more)
-
-
-def negation(name: str, dest: str, help: str, whose: str = "") -> Flag:
-    """A switch that turns the attribute `dest` off, which is on by default."""
-    return Flag(name, bool, True, help, dest=dest, constant=False, whose=whose)
-
-
 def path_flag(name: str, help: str, whose: str = "") -> Flag:
     """A flag that names a file or a folder."""
     return Flag(name, path, None, help, whose=whose)
 
 
-def later(note: str, whose: str, *names: str, instead: str = "", neutral: tuple[str, ...] = ()) -> tuple[Flag, ...]:
-    """Flags that are known and come later, for one common reason."""
-    return tuple(Flag(n, status="later", note=note, instead=instead, neutral=neutral, whose=whose) for n in names)
-
-
-def accepted(note: str, whose: str, *names: str) -> tuple[Flag, ...]:
-    """Flags that ask for what instep does anyway, or for what has no meaning here, for one common reason."""
-    return tuple(Flag(n, status="accepted", note=note, whose=whose) for n in names)
-
-
 def refused(note: str, whose: str, *names: str, instead: str = "") -> tuple[Flag, ...]:
     """Flags that instep will not honour, for one common reason."""
     return tuple(Flag(n, status="refused", note=note, instead=instead, whose=whose) for n in names)
+
+
+def read_flags(file: str, **here: Any) -> FlagGroup:
+    """Read the flags of a concern from the TOML file beside its Python file.
+
+    A section is a flag, or several that do not act, and its keys are the fields of `Flag`. `refused`, `later` and
+    `accepted` stand for status and note. A switch is off by default.
+
+    Args:
+        file: the Python file, `data.py` of `data.toml`.
+        here: what the TOML file calls `${name}`: types and choices that Python knows, parts of texts.
+    """
+    sections = tomllib.loads(Path(file).with_suffix(".toml").read_text(encoding="ascii"))
+    title = sections.pop("title")
+    flags = [_flag(name, section, here) for names, section in sections.items() for name in names.split()]
+    return FlagGroup(title, tuple(flags))
+
+
+def _flag(name: str, section: dict[str, Any], here: Mapping[str, Any]) -> Flag:
+    fields = {key: _filled(value, here) for key, value in section.items()}
+    fields |= {key: tuple(fields[key]) for key in ("choices", "aliases", "neutral", "megatron_only") if key in fields}
+    for status in {"refused", "later", "accepted"} & fields.keys():
+        fields |= {"status": status, "note": fields.pop(status)}
+    kind = fields.get("type", "text")
+    if kind == "switch":
+        fields["default"] = False
+    if isinstance(kind, str):
+        fields["type"] = TYPES.get(kind) or _number(kind)
+    return Flag(name, **fields)
+
+
+def _number(range_in_words: str) -> Number:
+    """The type `int -1 to 100` or `float above 0 to 1`."""
+    kind, *above, low, _, high = range_in_words.split()
+    read = parse_whole if kind == "int" else float
+    return Number(int if kind == "int" else float, read(low), read(high), above=bool(above))
+
+
+def _filled(value: Any, here: Mapping[str, Any]) -> Any:
+    """A value of a section, with what `here` has for `${name}`."""
+    if not isinstance(value, str) or "${" not in value:
+        return value
+    whole = re.fullmatch(r"\$\{(\w+)\}", value)
+    return here[whole[1]] if whole else re.sub(r"\$\{(\w+)\}", lambda found: here[found[1]], value)

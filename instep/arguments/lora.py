@@ -8,45 +8,15 @@ from pathlib import Path
 
 from instep.algorithms.catalog import ONLINE
 from instep.arguments.concern import Given, Problem, Settings, flag_name
-from instep.arguments.flag import COUNT, FRACTION, Flag, FlagGroup, Number, refused
+from instep.arguments.flag import read_flags
 from instep.arguments.model import known_config
 from instep.engines.kind import named_kind, served_dtype
 from instep.models.shape import KV_B
 from instep.weights.way import RESTART, SINGLE_COPY
 
-MAX_RANK = 512  # of vLLM
-OF_SERVER = "of an engine that takes adapters, which --weight-sync lora starts"
 _COMPANIONS = ("lora_alpha", "lora_target_modules", "lora_dropout")
 
-LORA = FlagGroup(
-    "LoRA",
-    (
-        Flag(
-            "--lora-rank",
-            Number(int, 0, MAX_RANK),
-            0,
-            "train a LoRA adapter of this rank, with --train-backend hf; 0: all weights are trained",
-            aliases=("--lora-r",),
-            whose="A",
-        ),
-        Flag("--lora-alpha", COUNT, None, "the adapter counts alpha / rank; default: twice the rank", whose="A"),
-        Flag(
-            "--lora-target-modules",
-            help="names, or last parts of names, of the linear layers with an adapter (q_proj v_proj ...); default: "
-            "all but the output layer and kv_b_proj",
-            nargs="+",
-        ),
-        Flag("--lora-dropout", FRACTION, 0.0, "0 only: the engine, whose distribution is trained, has no dropout"),
-        Flag(
-            "--save-hf-as",
-            default="merged",
-            choices=("merged", "adapter"),
-            help="what --save-hf holds with --lora-rank: a whole model, or the adapter in peft's format",
-        ),
-        *refused(OF_SERVER, "A", "--enable-lora", instead="--weight-sync lora"),
-        *refused(OF_SERVER, "A", "--max-lora-rank", instead="--lora-rank"),
-    ),
-)
+LORA = read_flags(__file__)
 
 
 def lora_alpha(args: Settings, given: Given) -> int | None:

@@ -15,54 +15,34 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from instep.arguments import architecture
 from instep.arguments.concern import Problem, Settings
-from instep.arguments.flag import COUNT, Flag, FlagGroup, Number, accepted, switch, text
+from instep.arguments.flag import Flag, Number, read_flags, text
 from instep.arguments.model import known_config
-from instep.models.shape import FAMILIES, num_experts
+from instep.models.shape import FAMILIES, expert_layers, num_experts, rope_by_layer
 
 _NO_EFFECT_WHY = "batches are packed, and as long as their samples"
 _NO_EFFECT = f"accepted for Megatron's scripts, without effect: {_NO_EFFECT_WHY}"
-ZERO = Number(float, 0, 0)
 NOT_HONOURED = "a flag of Megatron that is not honoured by instep's trainer"
 
-SHAPE = FlagGroup(
-    "Megatron: shape of the model (compared with config.json of --hf-checkpoint)",
-    (
-        Flag("--num-layers", COUNT, None, "layers", whose="VSM"),
-        Flag("--hidden-size", COUNT, None, "width", whose="VSM"),
-        Flag("--ffn-hidden-size", COUNT, None, "width of the MLP", whose="VSM"),
-        Flag("--num-experts", COUNT, None, "experts of a layer", whose="M"),
-        Flag("--moe-router-topk", COUNT, None, "experts of a token", whose="M"),
-        Flag("--moe-ffn-hidden-size", COUNT, None, "width of an expert", whose="M"),
-        Flag("--num-attention-heads", COUNT, None, "query heads", whose="VSM"),
-        *architecture.FLAGS,
-        switch("--group-query-attention", "fewer key heads than query heads", "VSM"),
-        Flag("--num-query-groups", COUNT, None, "key heads", whose="VSM"),
-        Flag("--kv-channels", COUNT, None, "width of a head", whose="VSM"),
-        Flag("--vocab-size", COUNT, None, "entries of the vocabulary", whose="VSM"),
-        Flag("--normalization", choices=("LayerNorm", "RMSNorm"), help="kind of norm", whose="VSM"),
-        Flag("--norm-epsilon", Number(float, 0, 1, above=True), None, "epsilon of the norms", whose="VSM"),
-        Flag("--rotary-base", Number(float, 1, 1e12), None, "base of the rotary embedding", whose="VSM"),
-        Flag("--rotary-percent", Number(float, 0, 1, above=True), None, "part of a head that is rotated", whose="M"),
-        Flag("--position-embedding-type", choices=("rope",), help="kind of position embedding", whose="M"),
-        switch("--use-rotary-position-embeddings", "rotary embedding", "VSM"),
-        switch("--swiglu", "gated MLP with SiLU", "VSM"),
-        switch("--qk-layernorm", "norms on queries and keys", "VSM"),
-        Flag("--disable-bias-linear", bool, None, "linear layers without bias", whose="VSM"),
-        switch("--add-qkv-bias", "bias in the query, key and value layers", "M"),
-        switch("--untie-embeddings-and-output-weights", "input and output embeddings are two tensors", "M"),
-        Flag("--make-vocab-size-divisible-by", COUNT, 128, "pad the vocabulary to this times TP", whose="M"),
-        Flag("--seq-length", COUNT, None, _NO_EFFECT, whose="VSM"),
-        Flag(
-            "--max-position-embeddings", COUNT, None, _NO_EFFECT, aliases=("--max-positional-embedding",), whose="VSM"
-        ),
-        Flag("--attention-dropout", ZERO, 0.0, "only 0: dropout would part the trainer from the engine", whose="M"),
-        Flag("--hidden-dropout", ZERO, 0.0, "only 0: dropout would part the trainer from the engine", whose="M"),
-        *accepted("gradients are always summed in fp32", "M", "--accumulate-allreduce-grads-in-fp32"),
-        *accepted("a step that is not finite is always skipped", "M", "--no-check-for-nan-in-loss-and-grad"),
-    ),
-)
+
+def layer_pattern(text: str) -> int | tuple[int, ...]:
+    """`N` (each N-th layer has experts), or a list of 0 and 1 as Python writes it: `[0]*3+[1]*58`, `[0,1,1]`.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if text.isdecimal() and 0 < int(text) <= 10**4:
+        return int(text)
+    pattern: list[int] = []
+    for term in text.replace(" ", "").split("+"):
+        match = re.fullmatch(r"(?:\(?\[([01](?:,[01])*)\]\)?)(?:\*(\d{1,4}))?", term)
+        if match is None:
+            raise ValueError("is neither a number nor a list like [0]*3+[1]*58")
+        pattern += [int(i) for i in match[1].split(",")] * int(match[2] or 1)
+    return tuple(pattern)
+
+
+SHAPE = read_flags(__file__, layer_pattern=layer_pattern, no_effect=_NO_EFFECT)
 
 _INT, _FLOAT = Number(int, -(2**63), 2**63 - 1), Number(float, -1e38, 1e38)
 
@@ -131,19 +111,13 @@ def shape_in_file(config: dict[str, Any]) -> dict[str, Any]:
     rotated = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", config.get("rotary_pct")))
     tied = config.get("tie_word_embeddings")
     return {
-        "--num-layers": config.get("num_hidden_layers"),
-        "--hidden-size": width,
-        "--ffn-hidden-size": config.get("intermediate_size"),
-        **architecture.in_file(config),
+        **{flag.name: config.get(flag.config) for flag in SHAPE.flags if flag.config},
+        **_experts_in_file(config),
         "--num-experts": num_experts(config) or None,
-        "--moe-router-topk": config.get("num_experts_per_tok"),
-        "--moe-ffn-hidden-size": config.get("moe_intermediate_size"),
-        "--num-attention-heads": heads,
         "--group-query-attention": None if groups is None else groups < heads,
         "--num-query-groups": groups,
         # Megatron does not read it where attention is latent.
         "--kv-channels": None if family and family.latent else head_dim,
-        "--vocab-size": config.get("vocab_size"),
         "--normalization": "RMSNorm" if "rms_norm_eps" in config else "LayerNorm" if layer_norm else None,
         "--norm-epsilon": config.get("rms_norm_eps", config.get(layer_norm)),
         "--rotary-base": base,
@@ -158,21 +132,29 @@ def shape_in_file(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _experts_in_file(config: dict[str, Any]) -> dict[str, Any]:
+    """What it says about latent attention and experts."""
+    family, rope = FAMILIES.get(config.get("model_type", "")), next(iter(rope_by_layer(config).values()), {})
+    latent, sigmoid = (family.latent, family.sigmoid) if family else (None, None)
+    has_experts = family is not None and family.experts and num_experts(config) > 0
+    layers = expert_layers(config, family) if family and has_experts and config.get("num_hidden_layers") else None
+    shared = (config.get("n_shared_experts") or 0) * (config.get("moe_intermediate_size") or 0)
+    normalized = config.get("norm_topk_prob")
+    return {
+        "--multi-latent-attention": latent,
+        "--rotary-scaling-factor": rope.get("factor", 1.0),
+        "--mscale": rope.get("mscale"),
+        "--mscale-all-dim": rope.get("mscale_all_dim"),
+        "--moe-layer-freq": layers and tuple(int(i in layers) for i in range(config["num_hidden_layers"])),
+        "--moe-shared-expert-intermediate-size": shared if has_experts else None,
+        # Sigmoids are divided by their sum or not whatever this flag says.
+        "--moe-router-pre-softmax": not normalized if has_experts and not sigmoid and normalized is not None else None,
+        "--moe-router-score-function": ("sigmoid" if sigmoid else "softmax") if has_experts else None,
+        "--moe-router-enable-expert-bias": sigmoid if has_experts else None,
+    }
+
+
 # ---- rules -----------------------------------------------------------------------------------------------------------
-
-
-def only_megatron(args: Settings, given: set[str]) -> Iterator[Problem]:
-    if args.train_backend != "hf":
-        return
-    if args.use_distributed_optimizer:
-        yield Problem("FSDP2 spreads the optimizer anyway", "--use-distributed-optimizer", "leave it out")
-    if args.megatron_overrides:
-        names = {flag.attribute: flag.name for flag in megatron_table() if flag.status == "acts"}
-        for name in args.megatron_overrides:
-            yield Problem("only megatron-core has it, not --train-backend hf", names[name], "leave it out")
-    if "make_vocab_size_divisible_by" in given:
-        what = "has no effect with --train-backend hf, which pads no vocabulary"
-        yield Problem(what, "--make-vocab-size-divisible-by", refused=False)
 
 
 def shape(args: Settings, given: set[str]) -> Iterator[Problem]:
@@ -193,4 +175,4 @@ def shape(args: Settings, given: set[str]) -> Iterator[Problem]:
             )
 
 
-RULES = (shape, only_megatron)
+RULES = (shape,)

@@ -12,20 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from instep.arguments.concern import Given, Problem, Rule, Settings, flag_name
-from instep.arguments.flag import (
-    COUNT,
-    INDEX,
-    NO_MTP,
-    SYNC_WAYS,
-    WAYS_HERE,
-    Flag,
-    FlagGroup,
-    later,
-    path_flag,
-    pattern,
-    refused,
-    switch,
-)
+from instep.arguments.flag import read_flags
 from instep.documents import read_text
 from instep.models.hub import HOW, gets_weights
 from instep.models.shape import read_config
@@ -34,89 +21,7 @@ from instep.system.scratch import export_folder
 _NOT_CAUSAL = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 
 
-MODEL = FlagGroup(
-    "Model and checkpoints",
-    (
-        path_flag(
-            "--hf-checkpoint",
-            "Hugging Face folder, or ORG/NAME[@REVISION] of the hub: tokenizer, architecture, first weights",
-            "VSC",
-        ),
-        Flag(
-            "--train-backend",
-            default="megatron",
-            choices=("megatron", "hf", "fsdp"),
-            help="megatron: Megatron-Core; hf: the causal LMs of docs/models.md under FSDP2; fsdp: another name of hf",
-            whose="VC",
-        ),
-        switch(
-            "--trust-remote-code",
-            "run the Python files that --hf-checkpoint brings for its tokenizer or model; without it they are an error",
-            "M",
-        ),
-        path_flag("--chat-template", "file of a chat template for data, engines, exports; default: the checkpoint's"),
-        path_flag("--load", "the actor's checkpoint (or Hugging Face folder); default: --ref-load", "VSC"),
-        path_flag("--save", "folder for checkpoints", "VSC"),
-        Flag("--save-interval", COUNT, None, "save every so many rollouts, and after the last", whose="CM"),
-        path_flag(
-            "--ref-load", "checkpoint (or model of the hub) of the reference, and first weights of the actor", "VSC"
-        ),
-        Flag("--ckpt-step", INDEX, None, "which step of --load; default: the latest", whose="VSM"),
-        path_flag(
-            "--save-hf",
-            "folder for a Hugging Face export at each save; may contain {rollout_id}, or {step}, which is 1 more",
-            "C",
-        ),
-        switch("--no-save-optim", "save no optimizer state", "CM"),
-        switch("--no-load-optim", "load no optimizer state", "M"),
-        switch("--finetune", "take only the weights of --load, and begin at rollout 0", "M"),
-        Flag("--ref-ckpt-step", INDEX, None, "which step of --ref-load; default: the latest", whose="C"),
-        Flag("--start-rollout-id", INDEX, None, "first rollout; default: where --load stopped", whose="C"),
-        Flag(
-            "--ckpt-format",
-            default="torch_dist",
-            choices=("torch_dist", "torch"),
-            help="what --save writes with megatron: torch_dist or torch (a file per rank); both are read as they come",
-            whose="VSM",
-        ),
-        *refused("the model family is read from config.json", "CA", "--model-name", instead="--hf-checkpoint"),
-        *refused("follows from the vocabulary", "CM", "--padded-vocab-size", instead="--make-vocab-size-divisible-by"),
-        switch("--async-save", "go on while a checkpoint is written, from a copy in the host's memory", "CM"),
-        Flag(
-            "--only-train-params-name-list",
-            pattern,
-            nargs="+",
-            help="train the weights alone in whose names one of these regular expressions is found (names of the "
-            "model's parameters, of Megatron's with megatron)",
-            whose="C",
-        ),
-        Flag(
-            "--freeze-params-name-list",
-            pattern,
-            nargs="+",
-            help="train all weights but those in whose names one of these regular expressions is found",
-            whose="C",
-        ),
-        *refused("sparse-attention (DSA) models are not trained here", "C", "--freeze-indexer", "--allgather-cp"),
-        *refused("gated-delta-net models are not trained here", "C", "--qwen-gdn-backend"),
-        *later(SYNC_WAYS, "C", "--update-weight-mode", instead=WAYS_HERE, neutral=("full",)),
-        *later(
-            SYNC_WAYS,
-            "C",
-            "--update-weight-transport",
-            "--update-weight-disk-dir",
-            "--update-weight-disk-keep-files",
-            "--update-weight-delta-encoding",
-            "--update-weight-delta-checksum",
-            "--custom-update-weight-post-write-path",
-            "--update-weight-local-checkpoint-dir",
-            instead=WAYS_HERE,
-        ),
-        *later(NO_MTP, "CM", "--mtp-num-layers", neutral=("0",)),
-        *later(NO_MTP, "CM", "--mtp-loss-scaling-factor"),
-        *later(NO_MTP, "C", "--enable-mtp-training"),
-    ),
-)
+MODEL = read_flags(__file__)
 
 
 def known_config(args: Settings) -> dict[str, Any]:

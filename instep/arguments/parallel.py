@@ -4,127 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from instep.arguments.concern import Given, Problem, Settings, flag_name, ranks_of_a_copy
-from instep.arguments.flag import COUNT, GPUS, Flag, FlagGroup, Number, attribute_name, hook, later, refused, switch
+from instep.arguments.concern import Given, Problem, Settings, ranks_of_a_copy
+from instep.arguments.flag import attribute_name, read_flags
 from instep.arguments.model import known_config
 from instep.models.shape import FAMILIES, num_experts
 from instep.models.stages import stage_layers
 
-_COEFFICIENT = Number(float, 0, 1e3)
-
-PARALLEL = FlagGroup(
-    "Megatron: parallelism and memory",
-    (
-        Flag("--tensor-model-parallel-size", GPUS, 1, "ranks that share each layer (TP)", whose="VSM"),
-        Flag("--pipeline-model-parallel-size", GPUS, 1, "ranks that share the layers in turn (PP)", whose="VSM"),
-        switch("--sequence-parallel", "split activations along the sequence, too (with TP)", "VSM"),
-        switch("--use-distributed-optimizer", "spread the optimizer's state over data-parallel ranks", "M"),
-        Flag(
-            "--recompute-granularity",
-            choices=("full", "selective"),
-            help="recompute activations in the backward pass: of whole layers, or what takes little time (megatron: "
-            "--recompute-modules; hf: all but matrix products and attention)",
-            whose="VSM",
-        ),
-        Flag("--recompute-method", choices=("uniform", "block"), help="with full recomputation", whose="VSM"),
-        Flag("--recompute-num-layers", COUNT, None, "layers per group of recomputation", whose="VSM"),
-        Flag("--context-parallel-size", GPUS, 1, "ranks that share each sample's tokens (CP)", whose="VSM"),
-        Flag(
-            "--num-virtual-stages-per-pipeline-rank",
-            COUNT,
-            None,
-            "chunks of layers on each pipeline rank, which take turns so that less time is idle (interleaved pipeline)",
-            whose="M",
-        ),
-        Flag("--num-layers-per-virtual-pipeline-stage", COUNT, None, "the same by the layers of a chunk", whose="M"),
-        Flag(
-            "--decoder-first-pipeline-num-layers",
-            COUNT,
-            None,
-            "layers of the first pipeline stage; the others share the rest equally",
-            whose="M",
-        ),
-        Flag("--decoder-last-pipeline-num-layers", COUNT, None, "likewise of the last pipeline stage", whose="M"),
-        Flag("--expert-model-parallel-size", GPUS, 1, "ranks that share the experts of a layer (EP)", whose="VSM"),
-        Flag(
-            "--expert-tensor-parallel-size",
-            GPUS,
-            None,
-            "ranks that share each expert (ETP); default: --tensor-model-parallel-size",
-            whose="VSM",
-        ),
-        Flag("--moe-aux-loss-coeff", _COEFFICIENT, 0.0, "of the loss that balances the load of experts", whose="M"),
-        Flag(
-            "--moe-router-load-balancing-type",
-            choices=("aux_loss", "seq_aux_loss", "none"),
-            help="what --moe-aux-loss-coeff weighs: of these, aux_loss alone; the others go with 0",
-            whose="M",
-        ),
-        Flag("--moe-z-loss-coeff", _COEFFICIENT, None, "of the loss that keeps the router's logits small", whose="M"),
-        switch("--moe-grouped-gemm", "one kernel multiplies all experts of a layer, instead of one for each", "M"),
-        Flag(
-            "--moe-router-dtype",
-            choices=("fp32", "fp64"),
-            help="precision of the router's matrix product; default: that of the model, of DeepSeek-V3's router fp32",
-            whose="M",
-        ),
-        Flag(
-            "--moe-router-bias-update-rate",
-            Number(float, 0, 1),
-            0.0,
-            "by how much a step moves the bias of each expert towards equal loads (DeepSeek-V3); Megatron: 0.001",
-            whose="M",
-        ),
-        Flag(
-            "--custom-megatron-init-path",
-            hook,
-            help="f(args): called on each rank once Megatron's process groups exist, before the model is built",
-            whose="VSC",
-        ),
-        Flag(
-            "--custom-megatron-before-log-prob-hook-path",
-            hook,
-            help="f(args, model, store_prefix): called before log-probs are computed",
-            whose="VSC",
-        ),
-        Flag(
-            "--custom-megatron-before-train-step-hook-path",
-            hook,
-            help="f(args, rollout_id, step_id, model, optimizer, opt_param_scheduler): called before each step",
-            whose="VSC",
-        ),
-        Flag(
-            "--custom-model-provider-path",
-            hook,
-            help="f(pre_process, post_process[, vp_stage]): builds the model of a rank, from that of "
-            "instep.training.megatron.hooks.model_provider",
-            whose="C",
-        ),
-        Flag(
-            "--spec",
-            hook,
-            help="MODULE and NAME of f(args, config[, vp_stage]): the spec of the transformer layers of a rank",
-            nargs="2",
-            whose="CM",
-        ),
-        *refused(  # of the Megatron that slime's scripts of Qwen3-Next, Qwen3.5 and GLM-4 run on
-            "the architecture is read from config.json",
-            "C",
-            "--use-gated-attention",
-            "--post-self-attn-layernorm",
-            "--post-mlp-layernorm",
-            instead="--hf-checkpoint",
-        ),
-        *later(
-            "low-precision matrix products come later",
-            "C",
-            "--megatron-deepgemm-forward-layers",
-            "--megatron-deepgemm-forward-modules",
-            "--megatron-deepgemm-moe-forward-layers",
-            "--megatron-deepgemm-moe-forward-modules",
-        ),
-    ),
-)
+PARALLEL = read_flags(__file__)
 
 
 # ---- what follows from the flags -------------------------------------------------------------------------------------
@@ -161,14 +47,8 @@ def undivided_experts(args: Settings, ranks: str, flag: str) -> Iterator[Problem
 
 def parallel(args: Settings, given: set[str]) -> Iterator[Problem]:
     yield from undivided(args, f"{args.world_size} trainer ranks", "--actor-num-gpus-per-node")
-    if args.train_backend == "hf" and args.pipeline_model_parallel_size > 1:
-        what = "the hf backend has no pipelines"
-        remedy = "use --tensor-model-parallel-size or more data-parallel ranks; or --train-backend megatron"
-        yield Problem(what, "--pipeline-model-parallel-size", remedy)
-    if args.train_backend == "hf" and args.context_parallel_size > 1:
-        remedy = "use --tensor-model-parallel-size, which shares the attention heads; or --train-backend megatron"
-        yield Problem("the hf backend has no context parallelism", "--context-parallel-size", remedy)
-    yield from experts(args, given)
+    if args.train_backend == "megatron":
+        yield from experts(args, given)
     size, config = args.tensor_model_parallel_size, known_config(args)
     if args.train_backend == "hf" and (heads := config.get("num_attention_heads") or 0) % size:
         remedy = "use a divisor of it, or data-parallel ranks alone: FSDP2 shards the weights anyway"
@@ -199,16 +79,6 @@ def recomputation(args: Settings, given: set[str]) -> Iterator[Problem]:
 def experts(args: Settings, given: set[str]) -> Iterator[Problem]:
     """Expert parallelism lays data-, context- and tensor-parallel ranks out anew."""
     ep = args.expert_model_parallel_size
-    own = [flag for flag in ("expert_model_parallel_size", "expert_tensor_parallel_size") if getattr(args, flag)]
-    if args.train_backend == "hf":
-        for flag in (flag_name(flag) for flag in own if getattr(args, flag) > 1):
-            remedy = "leave it out: FSDP2 shards experts over all ranks; or use --train-backend megatron"
-            yield Problem("the hf backend has no expert parallelism", flag, remedy)
-        of_routers = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_dtype", "moe_router_bias_update_rate")
-        for flag in ("moe_grouped_gemm", *of_routers):
-            if getattr(args, flag):
-                yield Problem("only megatron-core has it, not --train-backend hf", flag_name(flag), "leave it out")
-        return
     yield from _balance(args, given)
     config = known_config(args)
     count = num_experts(config)
@@ -247,9 +117,7 @@ def replay(args: Settings, given: set[str]) -> Iterator[Problem]:
     if not engines and not args.use_routing_replay:
         return
     flag = "--use-rollout-routing-replay" if engines else "--use-routing-replay"
-    if args.train_backend == "hf":
-        yield Problem("only megatron-core has it, not --train-backend hf", flag, "leave it out")
-    elif (config := known_config(args)) and not num_experts(config):
+    if args.train_backend == "megatron" and (config := known_config(args)) and not num_experts(config):
         yield Problem("the model has no experts", flag, "leave it out")
     if args.recompute_granularity == "selective" and "moe" in modules:
         what = "layers of experts that are recomputed alone may meet the experts of another micro-batch"
@@ -267,23 +135,15 @@ def replay(args: Settings, given: set[str]) -> Iterator[Problem]:
         yield Problem(what, f"{flag} with --use-rollout-logprobs", "use --use-rollout-routing-replay")
 
 
-def hooks(args: Settings, given: set[str]) -> Iterator[Problem]:
-    for flag in PARALLEL.flags if args.train_backend == "hf" else ():
-        if flag.type is hook and getattr(args, flag.attribute):
-            yield Problem("is called by Megatron's ranks alone", flag.name, "give --train-backend megatron")
-
-
 def virtual_stages(args: Settings, given: set[str]) -> Iterator[Problem]:
     """An interleaved pipeline; a model whose layers do not divide is refused where it is built."""
     layers, stages = args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank
-    if not layers and (stages or 1) == 1:
+    if args.train_backend == "hf" or (not layers and (stages or 1) == 1):
         return
     flag = "--num-layers-per-virtual-pipeline-stage" if layers else "--num-virtual-stages-per-pipeline-rank"
     unit = args.dp_size * args.pipeline_model_parallel_size
     if layers and stages:
         yield Problem("say the same thing twice", f"{flag} and --num-virtual-stages-per-pipeline-rank", "give one")
-    elif args.train_backend == "hf":
-        yield Problem("the hf backend has no pipelines", flag, "leave it out, or use --train-backend megatron")
     elif args.pipeline_model_parallel_size == 1:
         yield Problem("needs a pipeline", flag, "add --pipeline-model-parallel-size, or leave it out")
     elif args.global_batch_size and args.global_batch_size < unit:
@@ -294,15 +154,14 @@ def virtual_stages(args: Settings, given: set[str]) -> Iterator[Problem]:
 
 def stages(args: Settings, given: set[str]) -> Iterator[Problem]:
     """The layers of each pipeline stage."""
+    if args.train_backend == "hf":
+        return
     flags = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
     uneven = [flag for flag in flags if getattr(args, attribute_name(flag)) is not None]
-    for flag in uneven:
-        if args.train_backend == "hf":
-            yield Problem("the hf backend has no pipelines", flag, "leave it out, or use --train-backend megatron")
-        elif args.pipeline_model_parallel_size == 1:
-            yield Problem("needs a pipeline", flag, "add --pipeline-model-parallel-size, or leave it out")
+    for flag in uneven if args.pipeline_model_parallel_size == 1 else ():
+        yield Problem("needs a pipeline", flag, "add --pipeline-model-parallel-size, or leave it out")
     num_layers = known_config(args).get("num_hidden_layers")
-    if args.train_backend == "hf" or args.pipeline_model_parallel_size == 1 or not isinstance(num_layers, int):
+    if args.pipeline_model_parallel_size == 1 or not isinstance(num_layers, int):
         return
     try:
         stage_layers(args, num_layers)
@@ -312,4 +171,4 @@ def stages(args: Settings, given: set[str]) -> Iterator[Problem]:
         yield Problem(str(error), " and ".join(uneven) or "--pipeline-model-parallel-size", remedy)
 
 
-RULES = (parallel, virtual_stages, stages, recomputation, replay, hooks)
+RULES = (parallel, virtual_stages, stages, recomputation, replay)

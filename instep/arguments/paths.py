@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 from typing import NamedTuple
@@ -70,39 +71,32 @@ class Named(NamedTuple):
 
     Attributes:
         path: its real one, without links; of a template that of rollout 0.
-        pattern: a regular expression of the real paths of all rollouts.
+        pattern: of REPLACES, a regular expression of the real paths of all rollouts.
     """
 
-    attribute: str
     flag: str
     path: Path
-    use: Use
+    use: Use = Use(Role.READS)
+    attribute: str = ""
     pattern: str = ""
 
 
 def _named(args: Settings, given: set[str]) -> list[Named]:
-    there = [n for n in USES if n in {*given, "run_dir"} - {"prompt_data"} and getattr(args, n) is not None]
-    found = [
-        Named(name, flag_name(name), _real(path := getattr(args, name)), USES[name], _pattern(path)) for name in there
-    ]
-    for file in split_files(args.prompt_data) if args.prompt_data is not None else ():
-        found.append(Named("prompt_data", "--prompt-data", _real(file), USES["prompt_data"]))
+    found = []
+    for name in (n for n in USES if n in {*given, "run_dir"} - {"prompt_data"}):
+        if (path := getattr(args, name)) is not None:
+            pattern = re.escape(str(_real(path, _SOME_ROLLOUT))).replace(str(_SOME_ROLLOUT), r"\d+")
+            found.append(Named(flag_name(name), _real(path), USES[name], name, pattern))
+    if args.prompt_data is not None:
+        found += [Named("--prompt-data", _real(file)) for file in split_files(args.prompt_data)]
     flag = "--eval-prompt-data" if args.eval_config is None else "--eval-config"
-    for dataset in args.eval_datasets:
-        found.append(Named("", f"{flag}, data set {dataset.name}", _real(dataset.path), Use(Role.READS)))
-    return found
-
-
-def _pattern(path: str) -> str:
-    return re.escape(str(_real(path, _SOME_ROLLOUT))).replace(str(_SOME_ROLLOUT), r"\d+")
+    return found + [Named(f"{flag}, data set {d.name}", _real(d.path)) for d in args.eval_datasets]
 
 
 def _real(path: str, rollout_id: int = 0) -> Path:
     """The real path of FILE, FILE@[a:b], or of a template."""
-    try:
-        path = str(parse_path(path)[0]).format(rollout_id=rollout_id, rank=0)
-    except (KeyError, IndexError, ValueError, AttributeError, ConfigError):
-        pass  # other rules say what is wrong with it
+    with suppress(KeyError, IndexError, ValueError, AttributeError, ConfigError):  # other rules report it
+        path = str(parse_path(path)[0]).format(rollout_id=rollout_id, step=rollout_id, rank=0)
     return Path(os.path.realpath(path))
 
 
@@ -147,24 +141,22 @@ def _harm_of_place(one: Named) -> str:
 
 def _harm(one: Named, other: Named) -> str:
     """What the run would do to `other` by writing to `one`; empty if nothing."""
-    same, inside = one.path == other.path, one.path in other.path.parents
-    if one.use.role is Role.REPLACES:
-        same = re.fullmatch(one.pattern, str(other.path)) is not None
-        inside = any(re.fullmatch(one.pattern, str(folder)) for folder in other.path.parents)
-    reads = other.use.role is Role.READS
-    if one.use.role is Role.REPLACES and (same or inside):
-        place = other.path if same else next(p for p in other.path.parents if re.fullmatch(one.pattern, str(p)))
-        return f"each save would replace {place}, {'which is' if same else 'and with it'} {other.flag}"
-    if one.use.role is Role.ADDS:
-        if same and reads and (one.attribute, other.attribute) not in _GOES_ON:
+    role, names = one.use
+    if role is Role.REPLACES:
+        replaced = next((p for p in (other.path, *other.path.parents) if re.fullmatch(one.pattern, str(p))), None)
+        holds = "which is" if replaced == other.path else "and with it"
+        return f"each save would replace {replaced}, {holds} {other.flag}" if replaced else ""
+    if one.path == other.path:
+        if role is Role.WRITES:
+            return f"would write {one.path}, which is {other.flag}"
+        if other.use.role is Role.READS and (one.attribute, other.attribute) not in _GOES_ON:
             return f"would be written into {one.path}, which {other.flag} reads"
-        if same and one.use == other.use:
+        if one.use == other.use:
             return f"is the folder of {other.flag}, too: their files have the same names"
-        if inside and re.fullmatch(one.use.names, name := other.path.relative_to(one.path).parts[0]):
-            if not (other.use.role is Role.WRITES and one.attribute == "dump_details"):
-                return f"the run itself writes {one.path / name}, where {other.flag} is"
-    if one.use.role is Role.WRITES and same:
-        return f"would write {one.path}, which is {other.flag}"
+    elif role is Role.ADDS and one.path in other.path.parents:
+        name = other.path.relative_to(one.path).parts[0]
+        if re.fullmatch(names, name) and not (other.use.role is Role.WRITES and one.attribute == "dump_details"):
+            return f"the run itself writes {one.path / name}, where {other.flag} is"
     return ""
 
 

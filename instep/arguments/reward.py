@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from instep.algorithms.catalog import ONLINE
 from instep.arguments.concern import Problem, Settings
-from instep.arguments.flag import GPUS_PER_NODE, TYPE_LABELS, Flag, FlagGroup, hook, switch
+from instep.arguments.flag import TYPE_LABELS, read_flags
 from instep.data.formats import eval_row_format, row_format
 from instep.data.graders import GRADERS, NEED_LABELS, grader_of
 from instep.data.rows import parse_path, split_files
@@ -27,46 +27,7 @@ def _in_any_case(value: str) -> str:
 
 TYPE_LABELS[_in_any_case] = "NAME"
 
-REWARD = FlagGroup(
-    "Reward",
-    (
-        Flag(
-            "--rm-type",
-            _in_any_case,
-            None,
-            f"built-in reward: {', '.join(GRADERS)}; boxed_ before it takes the last \\boxed{{}}",
-            whose="C",
-        ),
-        Flag("--rm-url", help="address of the reward server, for --rm-type remote_rm", whose="C"),
-        Flag(
-            "--custom-rm-path",
-            hook,
-            None,
-            "f(args, sample), or TRL's f(prompts, completions, **columns), async or not: a reward of your own",
-            whose="VSC",
-        ),
-        Flag("--reward-key", help="which entry counts, where a reward is a dict", whose="C"),
-        Flag("--eval-reward-key", help="the same in evaluation; default: --reward-key", whose="C"),
-        switch(
-            "--skip-failed-groups",
-            "drop and count a group whose reward or generate function fails, instead of ending the run",
-        ),
-        switch("--group-rm", "call the reward once per group, with a list of samples", "C"),
-        Flag(
-            "--custom-reward-post-process-path",
-            hook,
-            None,
-            "f(args, samples) -> (raw, rewards), instead of the normalization over groups",
-            whose="C",
-        ),
-        Flag(
-            "--reward-num-workers",
-            GPUS_PER_NODE,
-            None,
-            "processes for built-in rewards; default: by the number of cores",
-        ),
-    ),
-)
+REWARD = read_flags(__file__, rm_type=_in_any_case, rewards=", ".join(GRADERS))
 
 
 def row_names_reward(args: Settings) -> bool:

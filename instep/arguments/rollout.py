@@ -7,102 +7,13 @@ from collections.abc import Iterator
 
 from instep.algorithms.catalog import DEFAULT_ROLLOUT
 from instep.arguments.concern import Given, Problem, Settings, flag_name
-from instep.arguments.flag import BATCH, COUNT, INDEX, Flag, FlagGroup, Number, hook, literal, switch
+from instep.arguments.flag import read_flags
 from instep.arguments.model import known_config
 from instep.engines.topology import max_model_lens
 from instep.errors import ConfigError
 from instep.models.rope import context_length, rope_by_layer
 
-TEMPERATURE = Number(float, 0.01, 100)  # vLLM takes 0.01 in place of less, and the trainer would not know
-TOP_K = Number(int, -1, 10**7)
-
-ROLLOUT = FlagGroup(
-    "Rollout",
-    (
-        Flag("--rollout-temperature", TEMPERATURE, 1.0, "sampling temperature", whose="C"),
-        Flag("--rollout-top-p", Number(float, 0, 1, above=True), 1.0, "nucleus sampling", whose="C"),
-        Flag("--rollout-top-k", TOP_K, -1, "top-k sampling; -1: off", whose="C"),
-        Flag("--rollout-max-response-len", COUNT, None, "most tokens of a response", whose="C"),
-        Flag(
-            "--rollout-max-prompt-len",
-            COUNT,
-            None,
-            "longer prompts are left out, and counted; default with --apply-chat-template: the model's context less 1",
-            whose="C",
-        ),
-        Flag("--rollout-max-context-len", COUNT, None, "most tokens of prompt + response", whose="C"),
-        Flag("--rollout-stop", literal, help="stop strings", nargs="+", whose="C"),
-        Flag("--rollout-stop-token-ids", INDEX, None, "stop token ids", nargs="+", whose="C"),
-        switch("--rollout-skip-special-tokens", "leave special tokens out of the response's text", "C"),
-        Flag("--over-sampling-batch-size", BATCH, None, "prompts asked for at a time; default: one batch", whose="C"),
-        Flag("--dynamic-sampling-filter-path", hook, None, "f(args, group) -> keep this group?", whose="C"),
-        switch("--partial-rollout", "keep unfinished groups and continue them in the next rollout", "C"),
-        switch("--mask-offpolicy-in-partial-rollout", "train only on the tokens since a group was continued", "C"),
-        Flag(
-            "--rollout-function-path",
-            hook,
-            DEFAULT_ROLLOUT,
-            "f(args, rollout_id, data_source, evaluation=False): a whole rollout",
-            whose="VSC",
-        ),
-        Flag(
-            "--custom-generate-function-path",
-            hook,
-            None,
-            "async f(args, sample, sampling_params): one sample",
-            whose="VSC",
-        ),
-        switch(
-            "--unsafe-local-exec",
-            "where this host has no sandbox (instep.sandbox), let tools and rewards run a model's code without one",
-        ),
-        Flag(
-            "--rollout-sample-hook-path",
-            hook,
-            [],
-            "f(args, sample), after generation and before the reward; may be given several times",
-            append=True,
-            whose="C",
-        ),
-        Flag("--buffer-filter-path", hook, None, "f(args, rollout_id, buffer, n): groups from the buffer", whose="C"),
-        Flag("--rollout-sample-filter-path", hook, None, "f(args, groups): marks samples remove_sample", whose="C"),
-        Flag(
-            "--rollout-all-samples-process-path",
-            hook,
-            None,
-            "f(args, all_groups, data_source): sees dropped groups, too",
-            whose="C",
-        ),
-        Flag(
-            "--custom-convert-samples-to-train-data-path",
-            hook,
-            None,
-            "f(args, samples) -> dict of lists, the data that is trained on, with its final rewards",
-            whose="C",
-        ),
-        Flag(
-            "--custom-rollout-log-function-path",
-            hook,
-            None,
-            "f(rollout_id, args, samples, extra_metrics, rollout_time); True: log nothing else",
-            whose="C",
-        ),
-        Flag(
-            "--custom-eval-rollout-log-function-path",
-            hook,
-            None,
-            "f(rollout_id, args, data, extra_metrics); True: log nothing else",
-            whose="C",
-        ),
-        Flag(
-            "--rollout-data-postprocess-path",
-            hook,
-            None,
-            "f(args, rollout_id, rollout_data), on each rank before its optimizer steps: changes columns of the data",
-            whose="C",
-        ),
-    ),
-)
+ROLLOUT = read_flags(__file__, default_rollout=DEFAULT_ROLLOUT)
 
 
 def context_of_model(args: Settings) -> int | None:

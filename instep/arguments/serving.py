@@ -9,14 +9,6 @@ from instep.arguments.concern import Given, Problem, Settings
 
 DEFAULT_PORT = 8000  # vLLM's own
 
-# The flags of `instep train` that act here; those of vLLM and its router do, too.
-SERVED = frozenset(
-    "--hf-checkpoint --rollout-backend --rollout-num-gpus --rollout-num-gpus-per-engine --port --device --precision "
-    "--bf16 --num-threads --run-dir --deterministic-mode --seed --vllm-max-model-len --vllm-max-num-seqs --vllm-dtype "
-    "--vllm-config --vllm-router-ip --vllm-router-port --prefill-num-servers --engine-start-timeout --rollout-timeout "
-    "--heartbeat-timeout --no-api-key --api-key-file --allowed-hosts --chat-template".split()
-)
-
 
 def debug_rollout_only(args: Settings, given: Given) -> bool:
     """`instep serve` has no trainer, so the plan must keep no place for one."""
@@ -46,8 +38,11 @@ def only_served(args: Settings, given: set[str]) -> Iterator[Problem]:
             yield Problem("acts in `instep serve` only", "--port", "leave it out, or give --engine-port")
         return
     for flag in {flag.attribute: flag for flag in (*passed_through().values(), *own_flags().values())}.values():
-        if flag.attribute in given and flag.name not in SERVED:
+        if flag.attribute in given and not flag.served:
             remedy = "leave it out; `instep serve --help` lists what it takes"
             yield Problem("has no meaning for `instep serve`", flag.name, remedy)
     if "port" in given and args.vllm_router_ip is not None:
         yield Problem("requests go to the router of yours", "--port and --vllm-router-ip", "give one of the two")
+
+
+RULES = (only_served, half_precision)

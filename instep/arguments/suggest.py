@@ -11,7 +11,6 @@ from instep.arguments.engine_flags import family, nearest_engine_flag
 from instep.arguments.flag import Flag
 from instep.arguments.offline import without_meaning
 from instep.arguments.other_names import look_up
-from instep.arguments.serving import SERVED
 from instep.engines.flags import PREFIXES, flag_table
 
 _NAMED = re.compile(r"--[a-z][\w.-]*\w\b(?!-)")  # not `--vllm-`, a family
@@ -28,8 +27,8 @@ def acts_in(command: str, flag: Flag | None) -> bool:
     if flag is None or flag.status != "acts":
         return False
     if command == "serve":
-        return flag.name in SERVED or flag.passed_to != ""
-    return flag.name != "--port" and flag.attribute not in without_meaning(command)
+        return flag.served or flag.passed_to != ""
+    return flag.attribute not in without_meaning(command)
 
 
 def remedy_of(flag: Flag, command: str) -> str:
@@ -116,17 +115,14 @@ def _near(wanted: str, name: str, command: str) -> tuple[Problem, list[str]]:
         names = difflib.get_close_matches(wanted, every, n=3, cutoff=0.75)
     like = next((n for n in names if acts_in(command, find(n))), "")
     flag = find(names[0]) if names else None
-    if flag is not None and flag.status != "acts" and _ratio(wanted, names[0]) > 0.9:
+    alike = difflib.SequenceMatcher(None, wanted, names[0]).ratio() > 0.9 if names else False
+    if alike and flag is not None and flag.status != "acts":
         what = f"unknown flag; {names[0]}, which is like it, is {_why_not(flag, command)}"
         return Problem(what, name, remedy_of(flag, command)), []
     topic = {"vllm": " vllm", "vllm-router": " router"}.get(package or "", "")
     shown = "train" if command == "plan" else command  # which takes its flags
     lists = f"`instep {shown} --help{topic}` lists the flags; docs/migration.md has those of other frameworks"
     return Problem(what, name, f"did you mean {like}?" if like else lists), [like] if like else []
-
-
-def _ratio(one: str, other: str) -> float:
-    return difflib.SequenceMatcher(None, one, other).ratio()
 
 
 def _why_not(flag: Flag, command: str) -> str:

@@ -11,12 +11,13 @@ from itertools import chain
 
 from instep.arguments import (
     asynchronous,
+    backends,
     cluster,
     colocation,
     data,
     debugging,
+    engine_rules,
     evaluation,
-    families,
     loggers,
     lora,
     megatron,
@@ -31,87 +32,30 @@ from instep.arguments import (
     serving,
 )
 from instep.arguments.algorithm import critic_rules, distillation
-from instep.arguments.algorithm import resolve as algorithm
-from instep.arguments.algorithm.rules import COMBINATIONS
+from instep.arguments.algorithm import rules as algorithm
 from instep.arguments.args import Draft, Unreadable
 from instep.arguments.concern import Problem, Resolver
-from instep.arguments.engine_rules import api_keys, read_topology, rollout_backend, topology
 from instep.arguments.named import name_models
 from instep.arguments.parser import Scan
 from instep.arguments.roles import read_roles
 from instep.neighbours import added
 
-Rules = tuple[Callable[[Draft, set[str]], Iterator[Problem]], ...]
-
-# In this order: each may read what those before it have set.
-RESOLVERS: tuple[Resolver, ...] = (
-    *model.RESOLVERS,
-    *lora.RESOLVERS,
-    *serving.RESOLVERS,
-    *debugging.RESOLVERS,
-    rollout_backend,
-    *cluster.RESOLVERS,
-    *algorithm.RESOLVERS,
-    *distillation.RESOLVERS,
-    *data.RESOLVERS,
-    *rollout.RESOLVERS,
-    *parallel.RESOLVERS,
-    *evaluation.RESOLVERS,
-    *asynchronous.RESOLVERS,
-    *colocation.RESOLVERS,
-    *planning.RESOLVERS,
+# In this order: a resolver may read what those before it have set. Each has RESOLVERS, or RULES, or both.
+CONCERNS = (
+    *(model, lora, paths, serving, debugging, engine_rules, cluster, data, offline, algorithm, rollout, reward),
+    *(distillation, megatron, parallel, backends, evaluation, asynchronous, colocation, planning, optimizer, loggers),
 )
 # `instep plan` asks only where things go.
-PLAN_RULES: Rules = (
-    topology,
-    critic_rules.size,
-    parallel.stages,
-    *cluster.PLANNED_RULES,
-    *colocation.RULES,
-    *planning.RULES,
+PLAN_RULES = (
+    *(engine_rules.topology, critic_rules.size, parallel.stages),
+    *(*cluster.PLANNED_RULES, *colocation.RULES, *planning.RULES),
 )
-SERVE_RULES: Rules = (
-    serving.only_served,
-    serving.half_precision,
-    *model.SERVED_RULES,
-    *paths.RULES,
-    topology,
-    api_keys,
-    *cluster.SERVED_RULES,
-)
-RULES: Rules = (
-    *model.RULES,
-    *lora.RULES,
-    *paths.RULES,
-    serving.only_served,
-    serving.half_precision,
-    *data.RULES,
-    *offline.RULES,
-    *COMBINATIONS,
-    *rollout.RULES,
-    *reward.RULES,
-    *distillation.RULES,
-    *megatron.RULES,
-    *parallel.RULES,
-    *families.RULES,
-    topology,
-    api_keys,
-    *cluster.RULES,
-    *asynchronous.RULES,
-    *colocation.RULES,
-    *planning.RULES,
-    critic_rules.size,
-    critic_rules.critic,
-    *optimizer.RULES,
-    *evaluation.RULES,
-    *loggers.RULES,
-    *debugging.RULES,
-)
+SERVE_RULES = (*serving.RULES, *model.SERVED_RULES, *paths.RULES, *engine_rules.RULES, *cluster.SERVED_RULES)
 
 
 def resolvers() -> Iterator[Resolver]:
-    """Those of neighbours, which read flags alone, and `RESOLVERS`."""
-    return chain(*added("resolvers"), RESOLVERS)
+    """Those of neighbours, which read flags alone, and those of all concerns."""
+    return chain(*added("resolvers"), *(getattr(concern, "RESOLVERS", ()) for concern in CONCERNS))
 
 
 def complete(args: Draft, scan: Scan) -> list[Problem]:
@@ -119,7 +63,7 @@ def complete(args: Draft, scan: Scan) -> list[Problem]:
     given = scan.given
     problems = [
         *_step(scan, "megatron_config", partial(read_roles, args, given)),
-        *_step(scan, "vllm_topology", partial(read_topology, args, scan)),
+        *_step(scan, "vllm_topology", partial(engine_rules.read_topology, args, scan)),
         *_step(scan, "", partial(name_models, args, scan)),
         *_step(
             scan,
@@ -134,7 +78,8 @@ def complete(args: Draft, scan: Scan) -> list[Problem]:
 
 def check(args: Draft, scan: Scan) -> list[Problem]:
     """The problems that the rules of the command find."""
-    rules = {"plan": PLAN_RULES, "serve": SERVE_RULES}.get(args.command) or chain(RULES, *added("rules"))
+    of_concerns = chain(*(getattr(concern, "RULES", ()) for concern in CONCERNS), *added("rules"))
+    rules = {"plan": PLAN_RULES, "serve": SERVE_RULES}.get(args.command, of_concerns)
     given = set(scan.given)
     return [problem for rule in rules for problem in _step(scan, "", partial(rule, args, given))]
 

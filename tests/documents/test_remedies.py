@@ -45,6 +45,8 @@ def remedies() -> Iterator[tuple[str, str]]:
             for value in _values(node):
                 for text in _texts(value):
                     yield f"{file.relative_to(ROOT)}:{value.lineno}", text
+    for flag in own_flags().values():
+        yield from ((flag.name, text) for text in flag.megatron_only[1:])
 
 
 def _values(node: ast.AST) -> list[ast.expr]:

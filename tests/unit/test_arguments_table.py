@@ -244,7 +244,7 @@ def test_types_are_made_from_the_table(tmp_path, monkeypatch):
 def test_mypy_knows_the_attributes_of_arguments(tmp_path):
     """Hooks' arguments, too; what they have only in a run is never None there."""
     (tmp_path / "code.py").write_text(
-        "from instep.arguments import Args, HookArgs\n"
+        "from instep.arguments.args import Args, HookArgs\n"
         "def f(args: Args, view: HookArgs) -> int:\n"
         "    args.no_such_flag\n"
         "    view.no_such_flag\n"

@@ -54,6 +54,7 @@ REFUSED = {
     "--save out --save-hf out/iter_0000000": "the run itself writes",
     "--save-hf out/{rollout_id} --load out/0": "which is --load",
     "--save-hf out/{rollout_id} --load out/100": "out/100, which is --load",
+    "--save-hf out/{step} --load out/100": "out/100, which is --load",
     "--run-dir .": "is the folder that you work in",
     "--save ..": "is the home folder",
     "--run-dir model": "which --hf-checkpoint reads",

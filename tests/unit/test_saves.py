@@ -20,6 +20,7 @@ from instep.arguments.args import Args
 from instep.arguments.parse import parse
 from instep.checkpoints import integrity
 from instep.checkpoints.folders import (
+    checkpoints_read,
     find_checkpoint,
     finish_renames,
     has_optimizer,
@@ -31,7 +32,6 @@ from instep.controller.controller import Controller
 from instep.controller.run_state import Beginning, beginning
 from instep.controller.trainer import Trainer
 from instep.errors import CheckpointError, ConfigError
-from instep.preflight import _check_checkpoints
 from instep.system.processes import FolderLock
 from tests.command_line import argv, make_folder
 from tests.logged_run import run
@@ -231,7 +231,7 @@ def test_files_are_read_when_the_folders_are_locked(tmp_path, read):
     read.clear()
     names = "ref_load use_opd critic_load critic_save".split()
     args = argparse.Namespace(**dict.fromkeys(names), load=str(root), save=str(root), ckpt_step=None, run_dir=str(root))
-    _check_checkpoints(args)  # by sizes
+    check_whole(*checkpoints_read(args), digests=False)
     lock = FolderLock(root, "--save")
     with pytest.raises(ConfigError, match="another run is at work"):
         Controller(args, title="")

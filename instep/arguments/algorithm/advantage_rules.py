@@ -5,6 +5,7 @@ from __future__ import annotations
 from instep.algorithms.catalog import ALGORITHMS, KL_IN_LOSS, listed, names_where
 from instep.arguments.algorithm.combination import Combination, only_with
 from instep.arguments.concern import Settings
+from instep.arguments.flag import attribute_name
 
 _DISCOUNTED = names_where(lambda estimator, loss: estimator.discounts)
 _WITH_CRITIC = names_where(lambda estimator, loss: estimator.has_critic)
@@ -22,6 +23,16 @@ def _makes_rewards(args: Settings) -> bool:
     """Whether a hook returns the rewards that advantages are made from."""
     hooks = args.custom_reward_post_process_path, args.custom_convert_samples_to_train_data_path
     return any(path is not None for path in hooks)
+
+
+def _only_with_kl(flag: str) -> Combination:
+    return Combination(
+        (),
+        flag,
+        lambda a, given: attribute_name(flag) in given and not a.use_kl_loss and a.kl_coef == 0,
+        "there is no reference without a KL",
+        f"leave it out, or add {KL_IN_LOSS}",
+    )
 
 
 RULES = (
@@ -124,20 +135,7 @@ RULES = (
         "add --kl-loss-type low_var_kl, or --use-unbiased-kl",
         refused=False,
     ),
-    Combination(
-        (),
-        "--ref-update-interval",
-        lambda a, given: a.ref_update_interval is not None and not a.use_kl_loss and a.kl_coef == 0,
-        "there is no reference without a KL",
-        f"leave it out, or add {KL_IN_LOSS}",
-    ),
-    Combination(
-        (),
-        "--ref-served-model",
-        lambda a, given: a.ref_served_model is not None and not a.use_kl_loss and a.kl_coef == 0,
-        "there is no reference without a KL",
-        f"leave it out, or add {KL_IN_LOSS}",
-    ),
+    *(_only_with_kl(flag) for flag in ("--ref-update-interval", "--ref-served-model")),
     Combination(
         (),
         "--ref-served-model and --ref-load or --ref-update-interval",
