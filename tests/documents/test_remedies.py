@@ -35,6 +35,7 @@ FOREIGN = {
     "--logprobs-mode",
     "--enable-return-routed-experts",
     "--api-server-count",
+    "--no-deps",
 }
 
 
