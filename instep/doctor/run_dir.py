@@ -18,11 +18,11 @@ from instep.data.ledger import Ledger
 from instep.doctor.check import Check
 from instep.doctor.installation import leftover_folders
 from instep.errors import CheckpointError, ConfigError, InstepError, OutputError
-from instep.observability.alarms import ALARMS, describe
+from instep.observability.alarms import describe, first_raised
 from instep.observability.figures import duration
 from instep.observability.sinks import read_json_lines
 from instep.observability.versions import versions
-from instep.system.scratch import places
+from instep.system.scratch import roots
 
 TAIL = 12  # lines of an error or log
 
@@ -54,7 +54,7 @@ def check_run(run_dir: Path) -> list[Check]:
         _alarms(rows),
         *_checkpoints(args),
         *_ledger(args, summary),
-        leftover_folders(places(run_dir, args.get("save_hf"))),
+        leftover_folders(roots(run_dir, args.get("save_hf"))),
         _disk(run_dir, args),
     ]
 
@@ -138,11 +138,7 @@ def _not_finite(rows: list[dict[str, Any]]) -> Check:
 
 
 def _alarms(rows: list[dict[str, Any]]) -> Check:
-    first: dict[str, int] = {}
-    for row in rows:
-        for name in ALARMS:
-            if row.get(f"alarm/{name}") == 1:
-                first.setdefault(name, row["step"])
+    first = first_raised(rows)
     remedy = "docs/debugging.md says what each means and what to try"
     return Check("alarms", "warn" if first else "ok", describe(first), remedy)
 
