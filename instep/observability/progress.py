@@ -86,9 +86,9 @@ class Progress:
         self._step_seconds: list[float] = []
         self._handlers: list[tuple[logging.StreamHandler[Any], Any]] = []
         self._lock = threading.Lock()
-        self.ascii_only = not (self.console.encoding or "").lower().startswith("utf")
-        self._blocks = ASCII_BLOCKS if self.ascii_only else BLOCKS
-        self._spinner = Spinner("line" if self.ascii_only else "dots")
+        ascii_only = self.console.options.ascii_only
+        self._blocks = ASCII_BLOCKS if ascii_only else BLOCKS
+        self._spinner = Spinner("line" if ascii_only else "dots")
         self._live: Live | None = None
 
     def start(self) -> None:

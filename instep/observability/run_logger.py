@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -210,8 +211,7 @@ class RunLogger:
             report = make_report(self.run_dir)
         if not to_go_on:
             self.progress.stop(keep_panel=False)
-            console = self.progress.console
-            console.print(summary_table(self.progress.title, summary, ascii_only=self.progress.ascii_only))
+            self.progress.console.print(summary_table(self.progress.title, summary))
         self.progress.line(f"report: {report}")
         return summary
 
@@ -263,11 +263,9 @@ def _before(key: str, limit: int, steps: list[Any] | None = None) -> Callable[[d
     return stays
 
 
-def summary_table(title: str, summary: Mapping[str, Any], *, ascii_only: bool = False) -> Table:
+def summary_table(title: str, summary: Mapping[str, Any]) -> Table:
     """Return a table of the scalars of a summary in readable units; nested values such as `versions` are left out."""
-    from rich import box
-
-    table = Table(title=title, box=box.ASCII if ascii_only else box.ROUNDED, show_header=False, title_style="bold")
+    table = Table(title=title, box=box.ROUNDED, show_header=False, title_style="bold")
     table.add_column(style="dim")
     table.add_column(justify="right", style="bold")
     for name, value in summary.items():
