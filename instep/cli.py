@@ -219,13 +219,11 @@ def serve(words: list[str]) -> None:
 
 
 def report(words: list[str]) -> None:
-    if "-h" in words or "--help" in words:
-        print("usage: instep report RUN_DIR\n\nWrite RUN_DIR/report.html from the run's metrics.")
-        return
-    if len(words) != 1:
-        what = f"takes one folder, got {len(words)}"
-        raise ConfigError(what, where="instep report", remedy="instep report runs/train")
-    folder = Path(words[0])
+    from instep.system.options import OptionParser
+
+    parser = OptionParser("instep report", description="Write RUN_DIR/report.html from the run's metrics.")
+    parser.add_argument("folder", type=Path, metavar="RUN_DIR", help="the --run-dir of a run")
+    folder = parser.parse_args(words).folder
     if not (folder / "config.json").is_file():
         what = f"{folder} is no folder of a run: it has no config.json"
         raise ConfigError(what, where="instep report", remedy="give the --run-dir of a run")

@@ -15,8 +15,6 @@ from instep.errors import ConfigError, OutputError, reading, writing
 from instep.system.atomic import replacing, sync_folder, write_text
 from instep.system.private import without_secrets
 
-_WANDB_KEYS = ("project", "group", "mode", "team", "run_id", "dir")
-
 
 def jsonable(value: Any) -> Any:
     """Convert `value` to plain JSON types: numbers that are not finite become null, other objects their `str`."""
@@ -156,17 +154,10 @@ class WandB:
             the run to go on with), `dir` (default: the run's folder).
 
     Raises:
-        ConfigError: wandb is not installed, an option is unknown, or the run cannot be opened.
+        ConfigError: wandb is not installed, or the run cannot be opened.
     """
 
     def __init__(self, run_dir: Path, options: Mapping[str, Any], config: Mapping[str, Any], name: str):
-        unknown = sorted(set(options) - set(_WANDB_KEYS))
-        if unknown:
-            raise ConfigError(
-                f"unknown W&B options {unknown}",
-                remedy=f"known are {', '.join(_WANDB_KEYS)}; the key is read from the environment: WANDB_API_KEY",
-                where="--use-wandb",
-            )
         try:
             import wandb
         except ImportError:

@@ -1,4 +1,4 @@
-"""The first program in a sandbox: `python -I -S -c TEXT SETTINGS`, with a line of its length and the code on its input.
+"""The first program in a sandbox: `python -I -S -c TEXT SETTINGS`, with the code at the beginning of its input.
 
 It sets limits and allows system calls, which the code cannot undo, reads the code, and becomes it. What is not in
 `system_calls.txt` is forbidden: keys of the kernel, bpf, io_uring, tracing, mounts, and all that makes memory that no
@@ -69,15 +69,8 @@ def forbid(machine: str, allowed_calls: str) -> None:
         raise OSError(ctypes.get_errno(), f"seccomp: {os.strerror(ctypes.get_errno())}")
 
 
-def line() -> bytes:
-    """A line of the standard input, of which nothing more is taken: the rest is the program's."""
-    found = b""
-    while not found.endswith(b"\n") and (byte := os.read(0, 1)):
-        found += byte
-    return found
-
-
 def read(size: int) -> bytes:
+    """So many bytes of the standard input, of which nothing more is taken: the rest is the program's."""
     parts = []
     while size and (part := os.read(0, size)):
         parts.append(part)
@@ -94,7 +87,7 @@ def main() -> None:
             sys.exit(f"no sandbox: {error}")
     for name, most in settings["limits"].items():
         resource.setrlimit(getattr(resource, name), (most, most))
-    code = read(int(line()))
+    code = read(settings["size"])
     exec(compile(code, "<code>", "exec"), {"__name__": "__main__"})
 
 

@@ -114,8 +114,9 @@ async def _in_sandbox(means: str, code: str, stdin: str, limits: Limits) -> Outc
     }
     if means != "none":  # there it would count all processes of the user
         limited["RLIMIT_NPROC"] = limits.processes + 1  # and process 1 of the namespace
-    settings = json.dumps({"limits": limited, "sandbox": means != "none", "calls": CALLS.read_text()})
-    boot = [os.path.realpath(sys.executable), "-I", "-S", "-c", BOOT.read_text(), settings]
+    program = code.encode(errors="replace")
+    settings = {"limits": limited, "sandbox": means != "none", "calls": CALLS.read_text(), "size": len(program)}
+    boot = [os.path.realpath(sys.executable), "-I", "-S", "-c", BOOT.read_text(), json.dumps(settings)]
     own = sys.base_prefix if not sys.base_prefix.startswith("/usr") else "/usr"
     binds = [path for path in dict.fromkeys((*_SYSTEM, own)) if os.path.lexists(path)]
     if means == "bubblewrap":
@@ -123,9 +124,7 @@ async def _in_sandbox(means: str, code: str, stdin: str, limits: Limits) -> Outc
     else:
         words = [sys.executable, "-I", "-S", str(LAUNCHER), str(os.getpid())]
         boot = [*words, json.dumps(binds if means == "namespaces" else None), *boot]
-    program = code.encode(errors="replace")
-    data = f"{len(program)}\n".encode() + program + stdin.encode(errors="replace")
-    return await _run(boot, data, limits.seconds)
+    return await _run(boot, program + stdin.encode(errors="replace"), limits.seconds)
 
 
 def _bubblewrap_flags(binds: list[str]) -> list[str]:
