@@ -99,18 +99,13 @@ def headline(history: History, summary: Mapping[str, Any]) -> list[tuple[str, st
     probe = summary.get("sync_probe_rms_diff", max(probes, default=None))
     if probe is not None:
         found.append(("largest sync probe difference (rms)", f"{probe:.1e}"))
-    alarms = raised_alarms(history, summary)
+    alarms = summary["alarms"] if "alarms" in summary else first_raised(row for _, row in history.steps)
     if alarms or history.names("alarm/", ""):
         found.append((f"alarms: {describe(alarms)}", str(len(alarms))))
     speeds = history.column("perf/rollout_tokens_per_second")[1]
     if speeds:
         found.append(("rollout tokens/s, median", f"{sorted(speeds)[len(speeds) // 2]:,.0f}"))
     return found
-
-
-def raised_alarms(history: History, summary: Mapping[str, Any]) -> dict[str, int]:
-    """Return by name of the alarm the step at which it was raised first."""
-    return summary["alarms"] if "alarms" in summary else first_raised(row for _, row in history.steps)
 
 
 def _subtitle(history: History, versions: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
