@@ -20,7 +20,7 @@ from instep.doctor.installation import leftover_folders
 from instep.errors import CheckpointError, ConfigError, InstepError, OutputError
 from instep.observability.alarms import describe, first_raised
 from instep.observability.figures import duration
-from instep.observability.sinks import read_json_lines
+from instep.observability.sinks import read_json, read_json_lines
 from instep.observability.versions import versions
 from instep.system.scratch import roots
 
@@ -35,10 +35,8 @@ def check_run(run_dir: Path) -> list[Check]:
             where=str(run_dir),
             remedy="give the --run-dir of a run",
         )
-    config = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
+    config, summary = read_json(run_dir / "config.json"), read_json(run_dir / "summary.json") or None
     args = config.get("args") or {}
-    summary_path = run_dir / "summary.json"
-    summary = json.loads(summary_path.read_text(encoding="utf-8")) if summary_path.exists() else None
     try:
         rows = read_json_lines(run_dir / "metrics.jsonl")
         metrics = _not_finite(rows)

@@ -13,7 +13,7 @@ import jinja2
 from instep.observability.alarms import describe, first_raised
 from instep.observability.figures import duration, number
 from instep.observability.plots import PLOTS, History, read_history
-from instep.observability.sinks import json_lines, read_json_lines
+from instep.observability.sinks import json_lines, read_json, read_json_lines
 from instep.system.atomic import write_text
 
 TEMPLATE = Path(__file__).with_name("report.jinja")
@@ -25,7 +25,7 @@ def make_report(run_dir: Path) -> Path:
     Files that are missing, because the run was stopped early, are left out.
     """
     run_dir = Path(run_dir)
-    config, summary = _read_json(run_dir / "config.json"), _read_json(run_dir / "summary.json")
+    config, summary = read_json(run_dir / "config.json"), read_json(run_dir / "summary.json")
     history = read_history(read_json_lines(run_dir / "metrics.jsonl"))
     samples = (row for _, row in json_lines(run_dir / "samples.jsonl"))  # in all they may be larger than memory
     plots = [svg for plot in PLOTS.values() if (svg := plot(history)) is not None]
@@ -48,10 +48,6 @@ def make_report(run_dir: Path) -> Path:
     path = run_dir / "report.html"
     write_text(path, page)
     return path
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def headline(history: History, summary: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -17,7 +17,7 @@ from instep.arguments.flag import COUNT, INDEX, Number
 from instep.errors import ConfigError
 from instep.observability.figures import number
 from instep.observability.samples import gaps, reward_number
-from instep.observability.sinks import read_json_lines
+from instep.observability.sinks import read_json, read_json_lines
 from instep.system.options import OptionParser
 
 WARN, BAD = 0.02, 0.2  # nats
@@ -209,8 +209,7 @@ def _largest(row: dict[str, Any], differences: Sequence[float | None], count: in
 
 def reward_key(run_dir: Path, split: str) -> str | None:
     """Return the entry that counts where rewards are dicts, from the run's config.json."""
-    path = run_dir / "config.json"
-    args = json.loads(path.read_text(encoding="utf-8"))["args"] if path.exists() else {}
+    args = read_json(run_dir / "config.json").get("args", {})
     key = args.get("reward_key")
     return key if split == "train" else args.get("eval_reward_key") or key
 

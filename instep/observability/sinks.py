@@ -35,6 +35,11 @@ def write_json(path: Path, value: Any) -> None:
         write_text(path, json.dumps(jsonable(value), indent=2, ensure_ascii=False) + "\n", flush=True)
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """Return what `write_json` has written; {} without a file."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a JSON-lines file, none without a file; see `json_lines`."""
     return [row for _, row in json_lines(path)]
