@@ -20,6 +20,7 @@ from instep.doctor.installation import leftover_folders
 from instep.errors import CheckpointError, ConfigError, InstepError, OutputError
 from instep.observability.alarms import describe, first_raised
 from instep.observability.figures import duration
+from instep.observability.metrics import is_step
 from instep.observability.sinks import read_json, read_json_lines
 from instep.observability.versions import versions
 from instep.system.scratch import roots
@@ -114,7 +115,7 @@ def _lives(pid: int | None, started: float | None) -> bool:
 
 
 def _last_step(args: dict[str, Any], rows: list[dict[str, Any]]) -> Check:
-    steps = [row for row in rows if any(name.startswith(("rollout/", "train/")) for name in row)]
+    steps = [row for row in rows if is_step(row)]
     total = args.get("num_rollout")
     if not steps:
         return Check("last rollout", "warn", f"none of {total} done", "see logs/ for what it waits for")

@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from instep.observability.metrics import is_step
+
 INK, GRID, EDGE = "#27303f", "#e6e9ef", "#b8c0cc"
 COLORS = ("#2f6fed", "#e4572e", "#17a398", "#b25ad3", "#f2a900", "#6c7a89", "#d64550", "#3d5a80")
 TREND = 3  # evaluations from which on a line joins them
@@ -58,7 +60,7 @@ def read_history(rows: Sequence[dict[str, Any]]) -> History:
     by_step: dict[int, dict[str, Any]] = {}
     for row in rows:
         step = int(row["step"])
-        if any(name.startswith(("rollout/", "train/")) for name in row):
+        if is_step(row):
             if step not in by_step:
                 by_step[step] = {}
                 history.steps.append((step, by_step[step]))

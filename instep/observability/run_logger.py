@@ -21,6 +21,7 @@ from rich.table import Table
 from instep.errors import writing
 from instep.observability.alarms import AlarmWatch, Limits, describe
 from instep.observability.figures import duration, figures_of, number
+from instep.observability.metrics import is_step
 from instep.observability.output import lost_output
 from instep.observability.progress import Phase, Progress
 from instep.observability.report import make_report
@@ -111,7 +112,7 @@ class RunLogger:
         The row of a whole step gets its `alarm/*`; a line explains an alarm that is raised for the first time.
         """
         row = {name: float(value) for name, value in metrics.items()}
-        if _is_step(row):
+        if is_step(row):
             raised, texts = self._alarms.check(step, row)
             row |= raised
             for text in texts:
@@ -247,16 +248,12 @@ def _write_error(path: Path, error: BaseException | None) -> None:
         print(f"{path} could not be written: {failed}", file=sys.stderr)
 
 
-def _is_step(row: Mapping[str, Any]) -> bool:
-    return any(name.startswith(("rollout/", "train/")) for name in row)
-
-
 def _before(key: str, limit: int, steps: list[Any] | None = None) -> Callable[[dict[str, Any]], bool]:
     """Which rows of an earlier session stay; those of them that are of whole steps are added to `steps`."""
 
     def stays(row: dict[str, Any]) -> bool:
         before = (as_number(row.get(key)) or 0) < limit
-        if before and steps is not None and _is_step(row):
+        if before and steps is not None and is_step(row):
             steps.append(row)
         return before
 
