@@ -9,7 +9,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -82,7 +83,7 @@ def guarded(work: Callable[[], int]) -> int:
     try:
         _terminate_like_interrupt()
         allow_descriptors()
-        with _interrupts_kept(), private_files():
+        with private_files():
             keep_bytecode()
             return work()
     except InstepError as error:
@@ -91,9 +92,6 @@ def guarded(work: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is ended; a second Ctrl-C changes nothing
-        # CPython notes an interrupt that leaves an `exec` (making a dataclass has one), and `python -m` then ends
-        # by SIGINT, although we have caught it. The next `exec` clears the note.
-        exec("")
         print("interrupted", file=sys.stderr)
         return 130
 
@@ -121,22 +119,6 @@ def _run(words: list[str]) -> int:
     return known[command].run(rest)
 
 
-def train(words: list[str]) -> None:
-    _train("train", words)
-
-
-def train_async(words: list[str]) -> None:
-    _train("train-async", words)
-
-
-def sft(words: list[str]) -> None:
-    _train("sft", words)
-
-
-def dpo(words: list[str]) -> None:
-    _train("dpo", words)
-
-
 def profile(words: list[str]) -> None:
     if _helps("profile", words):
         return
@@ -148,6 +130,9 @@ def profile(words: list[str]) -> None:
 def _train(command: str, words: list[str]) -> None:
     if not _helps(command, words):
         run(arguments(command, words))
+
+
+train, train_async, sft, dpo = (partial(_train, command) for command in ("train", "train-async", "sft", "dpo"))
 
 
 def arguments(command: str, words: list[str]) -> Args:
@@ -234,13 +219,11 @@ def serve(words: list[str]) -> None:
 
 
 def report(words: list[str]) -> None:
-    if "-h" in words or "--help" in words:
-        print("usage: instep report RUN_DIR\n\nWrite RUN_DIR/report.html from the run's metrics.")
-        return
-    if len(words) != 1:
-        what = f"takes one folder, got {len(words)}"
-        raise ConfigError(what, where="instep report", remedy="instep report runs/train")
-    folder = Path(words[0])
+    from instep.system.options import OptionParser
+
+    parser = OptionParser("instep report", description="Write RUN_DIR/report.html from the run's metrics.")
+    parser.add_argument("folder", type=Path, metavar="RUN_DIR", help="the --run-dir of a run")
+    folder = parser.parse_args(words).folder
     if not (folder / "config.json").is_file():
         what = f"{folder} is no folder of a run: it has no config.json"
         raise ConfigError(what, where="instep report", remedy="give the --run-dir of a run")
@@ -272,28 +255,6 @@ def _terminate_like_interrupt() -> None:
         signal.signal(signal.SIGTERM, interrupt)
         if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
             signal.signal(signal.SIGHUP, interrupt)
-
-
-@contextlib.contextmanager
-def _interrupts_kept() -> Iterator[None]:
-    """Within, an interrupt that falls into a destructor or a callback of Python and would be lost comes again."""
-    before = sys.unraisablehook
-
-    def hook(lost: sys.UnraisableHookArgs) -> None:
-        if issubclass(lost.exc_type, KeyboardInterrupt):
-            ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-            number = signal.SIGTERM if ignored else signal.SIGINT  # ignored: in the background of a script
-            again = threading.Timer(0.02, signal.pthread_kill, (threading.main_thread().ident, number))
-            again.daemon = True
-            again.start()  # later: what is raised in here would be lost, too
-        else:
-            before(lost)
-
-    sys.unraisablehook = hook
-    try:
-        yield
-    finally:
-        sys.unraisablehook = before
 
 
 if __name__ == "__main__":

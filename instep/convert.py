@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 import xxhash
@@ -46,6 +45,7 @@ from instep.models.hub import folder_of
 from instep.models.shape import KNOWN, ModelShape, model_shape
 from instep.models.weight_map import Kind, WeightEntry, weight_entries
 from instep.system.atomic import sync_folder
+from instep.system.options import OptionParser
 from instep.training.megatron.weights import check_tensors
 from instep.weights.spec import TensorSpec
 
@@ -53,11 +53,6 @@ TO_MEGATRON, TO_HF, TO_BF16 = "hf-to-megatron", "megatron-to-hf", "fp8-to-bf16"
 Tell = Callable[[int], None]  # of how many bytes are done
 Tensors = Callable[[WeightEntry], list[Tensor]]  # the Hugging Face tensors of an entry
 Digest = tuple[torch.dtype, torch.Size, bytes]  # type, shape, xxh3 of 128 bits of what lies in memory
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message, where=self.prog, remedy="`instep convert --help` explains it")
 
 
 def _iteration(word: str) -> int:
@@ -68,7 +63,7 @@ def _iteration(word: str) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command line of `instep convert`."""
-    top = _Parser("instep convert", description="Convert weights, read them back, and compare all digests.")
+    top = OptionParser("instep convert", description="Convert weights, read them back, and compare all digests.")
     ways = top.add_subparsers(dest="way", required=True, metavar=f"{TO_MEGATRON} | {TO_HF} | {TO_BF16}")
     to_megatron = ways.add_parser(TO_MEGATRON, help="SAVE/release in Megatron's format torch_dist, for any layout")
     to_megatron.add_argument("--hf-checkpoint", type=Path, required=True, help="a folder, or ORG/NAME of the hub")

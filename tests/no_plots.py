@@ -6,4 +6,4 @@ them.
 
 from instep.observability import report
 
-report.PLOTS = ()
+report.PLOTS = {}

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from instep.system.processes import Process
+from instep.system.processes import Ending, Process
 
 
-class JointProcess:
+class JointProcess(Ending):
     """A `processes.Process` of several `parts`; the first is on the engine's first node, which answers for all."""
 
     def __init__(self, parts: Sequence[Process]):
@@ -32,13 +32,6 @@ class JointProcess:
         fault = part.fault()
         where = f" on its node {self.parts.index(part)}" if part is not self.parts[0] else ""
         return None if fault is None else fault + where
-
-    def died_within(self, seconds: float) -> bool:
-        """Whether a part has ended, or does so within `seconds`."""
-        deadline = time.monotonic() + seconds
-        while self.alive() and time.monotonic() < deadline:
-            time.sleep(0.02)
-        return not self.alive()
 
     def describe(self) -> str:
         return self._faulty().describe()

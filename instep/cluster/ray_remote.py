@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 from instep.cluster.local import WorkerGroup
 from instep.cluster.ray_host import Fault, HostInfo
 from instep.errors import InstepError, WorkerError
+from instep.system.processes import Ending
 
 POLL_SECONDS = 1.0
 HOST_SECONDS = 60.0  # a node is lost if its actor is silent for so long; Ray itself notices most losses sooner
@@ -58,7 +58,7 @@ class Relay(Connection):
             self._far.close()
 
 
-class RemoteProcess:
+class RemoteProcess(Ending):
     """A `processes.Process` on another node, which reports its faults and death."""
 
     def __init__(self, host: HostHandle, name: str, log_path: Path):
@@ -71,12 +71,6 @@ class RemoteProcess:
 
     def fault(self) -> str | None:
         return self.told.what if self.told is not None else None
-
-    def died_within(self, seconds: float) -> bool:
-        deadline = time.monotonic() + seconds
-        while self.alive() and time.monotonic() < deadline:
-            time.sleep(0.02)
-        return not self.alive()
 
     def describe(self) -> str:
         if self.told is not None:

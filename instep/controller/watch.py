@@ -124,7 +124,7 @@ class StandstillWatch:
                 process = f"{names.get(pid) or name_of(pid)} (pid {pid})"
                 if pid in still:
                     self._tell(f"{process} stands stopped: somebody sent it SIGSTOP; kill -CONT {pid} lets it go on")
-                elif state_of(pid) not in "XZ":
+                elif state_of(pid) not in ("", "zombie"):
                     self._tell(f"{process} goes on")
             told = still
 

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from instep.doctor.check import Check, worst
-from instep.errors import ConfigError
+from instep.system.options import OptionParser
 
 MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message, where=self.prog, remedy=f"`{self.prog} --help` explains it")
-
-
 def main(words: Sequence[str]) -> int:
     """Run the command, and return its exit code."""
-    parser = _Parser("instep doctor", description="Check this installation; with RUN, what became of that run.")
+    parser = OptionParser("instep doctor", description="Check this installation; with RUN, what became of that run.")
     parser.add_argument("run", type=Path, nargs="?", metavar="RUN", help="the --run-dir of a run")
     parser.add_argument("--json", action="store_true", help="a JSON list instead of lines")
     options = parser.parse_args(words)

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import psutil
@@ -21,7 +21,7 @@ from instep.errors import ConfigError
 from instep.observability.versions import package_version
 from instep.system.ports import check_loopback
 from instep.system.processes import num_usable_cpus
-from instep.system.scratch import ANY, left, memory_root
+from instep.system.scratch import left, memory_root
 
 # The versions that are tested (pyproject.toml), and what needs the package.
 PINS = {
@@ -220,7 +220,7 @@ def _leftovers() -> Iterator[Check]:
     """Folders of killed runs, and processes of runs whose controller is gone."""
     ray = os.environ.get("RAY_TMPDIR")
     roots = dict.fromkeys([memory_root(), Path(tempfile.gettempdir()), *([Path(ray)] if ray else [])])
-    yield leftover_folders([(root, ANY) for root in roots])
+    yield leftover_folders(roots)
     if "instep" in " ".join(psutil.Process(1).cmdline()):  # a container whose first process is the run itself
         yield Check("leftover processes", "ok", "not looked for: process 1 is a run")
         return
@@ -231,10 +231,10 @@ def _leftovers() -> Iterator[Check]:
     yield Check("leftover processes", "fail" if orphans else "ok", text, f"kill {' '.join(map(str, orphans))}")
 
 
-def leftover_folders(places: Sequence[tuple[Path, str]]) -> Check:
-    """Folders of killed runs at these roots and patterns; those of runs that live are left alone."""
-    dead = [path for root, pattern in places for path in left(root, pattern)]
-    where = ", ".join(dict.fromkeys(str(root) for root, _ in places))
+def leftover_folders(roots: Iterable[Path]) -> Check:
+    """Folders of killed runs in `roots`; those of runs that live are left alone."""
+    dead = [path for root in roots for path in left(root)]
+    where = ", ".join(map(str, roots))
     text = f"{len(dead)} folders of killed runs: {', '.join(map(str, dead[:3]))}" if dead else f"none in {where}"
     remedy = f"the next run removes them; or: rm -r {' '.join(map(shlex.quote, map(str, dead)))}"
     return Check("leftover folders", "warn" if dead else "ok", text, remedy)

@@ -18,11 +18,12 @@ from instep.data.ledger import Ledger
 from instep.doctor.check import Check
 from instep.doctor.installation import leftover_folders
 from instep.errors import CheckpointError, ConfigError, InstepError, OutputError
-from instep.observability.alarms import ALARMS, describe
+from instep.observability.alarms import describe, first_raised
 from instep.observability.figures import duration
-from instep.observability.sinks import read_json_lines
+from instep.observability.metrics import is_step
+from instep.observability.sinks import read_json, read_json_lines
 from instep.observability.versions import versions
-from instep.system.scratch import places
+from instep.system.scratch import roots
 
 TAIL = 12  # lines of an error or log
 
@@ -35,10 +36,8 @@ def check_run(run_dir: Path) -> list[Check]:
             where=str(run_dir),
             remedy="give the --run-dir of a run",
         )
-    config = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
+    config, summary = read_json(run_dir / "config.json"), read_json(run_dir / "summary.json") or None
     args = config.get("args") or {}
-    summary_path = run_dir / "summary.json"
-    summary = json.loads(summary_path.read_text(encoding="utf-8")) if summary_path.exists() else None
     try:
         rows = read_json_lines(run_dir / "metrics.jsonl")
         metrics = _not_finite(rows)
@@ -54,7 +53,7 @@ def check_run(run_dir: Path) -> list[Check]:
         _alarms(rows),
         *_checkpoints(args),
         *_ledger(args, summary),
-        leftover_folders(places(run_dir, args.get("save_hf"))),
+        leftover_folders(roots(run_dir, args.get("save_hf"))),
         _disk(run_dir, args),
     ]
 
@@ -116,7 +115,7 @@ def _lives(pid: int | None, started: float | None) -> bool:
 
 
 def _last_step(args: dict[str, Any], rows: list[dict[str, Any]]) -> Check:
-    steps = [row for row in rows if any(name.startswith(("rollout/", "train/")) for name in row)]
+    steps = [row for row in rows if is_step(row)]
     total = args.get("num_rollout")
     if not steps:
         return Check("last rollout", "warn", f"none of {total} done", "see logs/ for what it waits for")
@@ -138,11 +137,7 @@ def _not_finite(rows: list[dict[str, Any]]) -> Check:
 
 
 def _alarms(rows: list[dict[str, Any]]) -> Check:
-    first: dict[str, int] = {}
-    for row in rows:
-        for name in ALARMS:
-            if row.get(f"alarm/{name}") == 1:
-                first.setdefault(name, row["step"])
+    first = first_raised(rows)
     remedy = "docs/debugging.md says what each means and what to try"
     return Check("alarms", "warn" if first else "ok", describe(first), remedy)
 

@@ -8,7 +8,7 @@ stands (`_solved`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
@@ -187,21 +187,6 @@ ALARMS: dict[str, Callable[[Steps, Limits], str | None]] = {
         nothing_trained,
     )
 }
-_READ = (
-    _WEIGHT,
-    *_REJECTED,
-    "train/entropy",
-    "train/log_prob_gap_mean",
-    "train/engine_kl",
-    "train/effective_sample_ratio",
-    "train/grad_norm",
-    "rollout/truncated_ratio",
-    "rollout/zero_std_groups_ratio",
-    "rollout/reward_mean",
-    "rollout/reward_std",
-    "rollout/reward_max",
-    "rollout/response_length_mean",
-)
 
 
 class AlarmWatch:
@@ -213,17 +198,14 @@ class AlarmWatch:
 
     def __init__(self, limits: Limits, rows: Sequence[Mapping[str, Any]] = ()):
         """Take the limits, and the steps of earlier sessions as rows of metrics.jsonl (null for NaN)."""
-        self._limits, self._steps = limits, [_of_interest(row) for row in rows]
+        self._limits = limits
+        self._steps: list[Mapping[str, float]] = [{k: v for k, v in row.items() if v is not None} for row in rows]
         self._trained = not all(map(_idle, self._steps))
-        self.first: dict[str, int] = {}
-        for row in rows:
-            for name in ALARMS:
-                if row.get(f"alarm/{name}") == 1:
-                    self.first.setdefault(name, int(row["step"]))
+        self.first = first_raised(rows)
 
     def check(self, step: int, metrics: Mapping[str, float]) -> tuple[dict[str, float], list[str]]:
         """Return `alarm/<name>` (0 or 1) of each alarm with metrics, and the texts of those raised first now."""
-        self._steps.append(_of_interest(metrics))
+        self._steps.append(metrics)
         self._trained |= not _idle(self._steps[-1])
         del self._steps[START:-_KEEP]
         out, new = {}, []
@@ -250,6 +232,16 @@ class AlarmWatch:
             why = "every token was masked" if masked else why
             told.append(f"no step has trained anything: {why}")
         return told
+
+
+def first_raised(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """Return by name of the alarm the step at which it was raised first, from rows of metrics.jsonl."""
+    first: dict[str, int] = {}
+    for row in rows:
+        for name in ALARMS:
+            if row.get(f"alarm/{name}") == 1:
+                first.setdefault(name, int(row["step"]))
+    return first
 
 
 def describe(first: Mapping[str, int]) -> str:
@@ -301,7 +293,3 @@ def _above(steps: Steps, name: str, bound: float, text: str) -> str | None:
 def _values(steps: Steps, name: str) -> list[float]:
     """Return the finite values of a metric, in order."""
     return [v for step in steps if (v := step.get(name)) is not None and abs(v) < float("inf")]
-
-
-def _of_interest(row: Mapping[str, Any]) -> dict[str, float]:
-    return {name: float(row[name]) for name in _READ if row.get(name) is not None}

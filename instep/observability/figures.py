@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 
@@ -56,38 +58,12 @@ class Figure:
         return self.label.replace(" ", "_")
 
 
-# With centred advantages and one step per rollout the policy loss is 0 up to rounding.
-_LOSS = Figure("loss", "train/loss", 4, noise=1e-6)
-_GRAD_NORM = Figure("grad", "train/grad_norm")  # on a terminal of 80 columns reward, loss, entropy and this one fit
-_TOKENS = Figure("tokens", "rollout/num_tokens", 0)
-_MASKED = Figure("masked", "rollout/masked_ratio", in_table=True)
-_TRAIN_SPEED = Figure("train tok/s", "perf/train_tokens_per_second", 0)
-
-# The first is the one that is to get better: the panel draws its course, the table at the end has its first and last.
-_SAMPLED = (
-    Figure("reward", "rollout/reward_mean"),
-    _LOSS,
-    Figure("entropy", "train/entropy"),
-    _GRAD_NORM,
-    Figure("length", "rollout/response_length_mean", 1),
-    Figure("gap", "train/log_prob_gap_mean"),
-    Figure("gap max", "train/log_prob_gap_max"),
-    Figure("rollout tok/s", "perf/rollout_tokens_per_second", 0),
-    _TRAIN_SPEED,
-)
-_OF_LOSS = {
-    "sft_loss": (_LOSS, _TOKENS, _MASKED, _GRAD_NORM, _TRAIN_SPEED),
-    "dpo_loss": (
-        _LOSS,
-        Figure("accuracy", "train/reward_accuracy", in_table=True),
-        Figure("margin", "train/reward_margin", in_table=True),
-        _TOKENS,
-        _GRAD_NORM,
-        _TRAIN_SPEED,
-    ),
+_BY_LOSS = {
+    loss: tuple(Figure(**row) for row in rows)
+    for loss, rows in tomllib.loads(Path(__file__).with_name("figures.toml").read_text(encoding="utf-8")).items()
 }
 
 
 def figures_of(args: Mapping[str, Any]) -> tuple[Figure, ...]:
     """Return the figures of a run with these arguments: those of its loss, else those of a policy that samples."""
-    return _OF_LOSS.get(str(args.get("loss_type")), _SAMPLED)
+    return _BY_LOSS.get(str(args.get("loss_type")), _BY_LOSS["policy"])

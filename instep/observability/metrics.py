@@ -11,6 +11,11 @@ from instep.types import Group, Sample, Status, reward_of
 SOLVED = 1.0  # the least reward of a response that solves its prompt
 
 
+def is_step(row: Iterable[str]) -> bool:
+    """Return whether a row with these names is of a step, a rollout and the training on it."""
+    return any(name.startswith(("rollout/", "train/")) for name in row)
+
+
 def rollout_metrics(groups: Sequence[Group], *, reward_key: str | None = None) -> dict[str, float]:
     """Return the `rollout/*` metrics of the groups that are trained on.
 

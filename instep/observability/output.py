@@ -6,9 +6,9 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, TextIO
 
 _lost: list[str] = []
 
@@ -26,30 +26,28 @@ def lasting_output(folder: Path) -> Iterator[None]:
     """
     _lost.clear()
     before = sys.stdout, sys.stderr
-    lasting: list[Any] = [_Lasting(sys.stdout, "stdout", folder), _Lasting(sys.stderr, "stderr", folder)]
+    lasting: list[Any] = [
+        stream and _Lasting(stream, folder / f"{name}.txt")
+        for stream, name in zip(before, ("stdout", "stderr"), strict=True)
+    ]
     sys.stdout, sys.stderr = lasting
     try:
         yield
     finally:
-        with contextlib.suppress(ValueError):  # somebody has closed it
+        if sys.stdout is not None:
             sys.stdout.flush()
         sys.stdout, sys.stderr = before
 
 
 class _Lasting:
-    """A text stream whose `write` and `flush` raise no OSError; all else is that of `stream` (None: it is closed)."""
+    """A text stream whose `write` and `flush` raise no OSError; all else is that of `stream`."""
 
-    def __init__(self, stream: Any, name: str, folder: Path):
-        self._stream: IO[str] = stream if stream is not None else open(os.devnull, "w")
-        self._name, self._folder = name, folder
+    def __init__(self, stream: TextIO, path: Path):
+        self._stream, self._path = stream, path
 
     def write(self, text: str) -> int:
         self._do(self._stream.write, text)
         return len(text)
-
-    def writelines(self, lines: Any) -> None:
-        for line in lines:
-            self.write(line)
 
     def flush(self) -> None:
         self._do(self._stream.flush)
@@ -57,11 +55,11 @@ class _Lasting:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    def _do(self, work: Any, *args: Any) -> None:
+    def _do(self, work: Callable[..., object], *args: str) -> None:
         try:
             work(*args)
         except OSError as error:
-            for path in (self._folder / f"{self._name}.txt", Path(os.devnull)):
+            for path in (self._path, Path(os.devnull)):
                 with contextlib.suppress(OSError):
                     self._redirect(path, error)
                     break
@@ -69,12 +67,12 @@ class _Lasting:
     def _redirect(self, path: Path, error: OSError) -> None:
         """Send the descriptor to `path`; what the stream has kept of its last lines is written there."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        said = f"{self._name} was lost ({error.strerror or error}) at {time.strftime('%Y-%m-%d %H:%M:%S')}"
+        said = f"{self._path.stem} was lost ({error.strerror or error}) at {time.strftime('%Y-%m-%d %H:%M:%S')}"
         with open(path, "a", encoding="utf-8") as file:
             file.write(f"{said}; from here on it is written here\n")
             file.flush()
             os.dup2(file.fileno(), self._stream.fileno())
         self._stream.flush()
         _lost.append(f"{said}; the rest of it is in {path}")
-        if self._name == "stdout":
+        if self._path.stem == "stdout":
             print(f"{_lost[-1]}; the run goes on", file=sys.stderr)

@@ -1,12 +1,20 @@
-"""The plots of the report. Each is an SVG string, or None if the run has no such metrics; pyplot is not used."""
+"""The plots of the report. Each is an SVG string, or None if the run has no such metrics; pyplot is not used.
+
+`panels.toml` lists them.
+"""
 
 from __future__ import annotations
 
 import io
 import math
-from collections.abc import Mapping, Sequence
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
+
+from instep.observability.metrics import is_step
 
 INK, GRID, EDGE = "#27303f", "#e6e9ef", "#b8c0cc"
 COLORS = ("#2f6fed", "#e4572e", "#17a398", "#b25ad3", "#f2a900", "#6c7a89", "#d64550", "#3d5a80")
@@ -14,7 +22,7 @@ TREND = 3  # evaluations from which on a line joins them
 PHASE_ORDER = ("rollout", "wait", "train", "sync", "eval", "save")
 NOT_A_PHASE = ("step", "peak", "early_log_probs", "early_train", "reward", "log_probs")  # the latter are parts of one
 Curve = tuple[str, list[int], list[float]]  # label, x, y
-NO_KL = 1e-6  # nats; with one step per rollout PPO's KL is 0 up to rounding
+PANELS = tomllib.loads(Path(__file__).with_name("panels.toml").read_text(encoding="utf-8"))
 
 
 @dataclass
@@ -52,7 +60,7 @@ def read_history(rows: Sequence[dict[str, Any]]) -> History:
     by_step: dict[int, dict[str, Any]] = {}
     for row in rows:
         step = int(row["step"])
-        if any(name.startswith(("rollout/", "train/")) for name in row):
+        if is_step(row):
             if step not in by_step:
                 by_step[step] = {}
                 history.steps.append((step, by_step[step]))
@@ -162,98 +170,36 @@ def plot_reward(history: History) -> str | None:
     return _svg(figure, axes)
 
 
-def _curves(history: History, labels: dict[str, str], least: float = -1.0) -> list[Curve]:
-    """The metrics of `labels` that are anywhere further from 0 than `least`."""
-    columns = [(label, *history.column(name)) for name, label in labels.items()]
-    return [(label, x, y) for label, x, y in columns if any(abs(v) > least for v in y)]
-
-
-def _plot(
-    title: str,
-    ylabel: str,
-    left: list[Curve],
-    right_label: str = "",
-    right: Sequence[Curve] = (),
-    *,
-    limits: tuple[float | None, float | None] = (None, None),
-    right_limits: tuple[float | None, float | None] = (None, None),
-    scale: str = "linear",
-) -> str | None:
-    """Plot curves, and those of `right` on an axis of their own; None where there is neither."""
-    if not left and not right:
+def plot_panel(panel: Mapping[str, Any], history: History) -> str | None:
+    """Plot the curves of a panel of `panels.toml`, those of `right` on an axis of their own."""
+    left, right = (_curves(panel, side, history) for side in ("left", "right"))
+    if not left and not right or history.column(panel.get("unless", ""))[0]:
         return None
-    figure, axes = _axes(title, ylabel)
+    figure, axes = _axes(panel["title"], panel["left_label"])
     colors = _colors(len(left) + len(right))
     for color, (label, x, y) in zip(colors, left, strict=False):
         _line(axes, x, y, label, color)
-    axes.set_yscale(scale)
+    axes.set_yscale(panel.get("scale", "linear"))
     if left:
-        axes.set_ylim(*limits)
+        axes.set_ylim(*panel.get("left_range", ()))
     if not right:
         return _svg(figure, axes)
-    second = _right_axes(axes, right_label)
+    second = _right_axes(axes, panel["right_label"])
     for color, (label, x, y) in zip(colors[len(left) :], right, strict=False):
         _line(second, x, y, f"{label} (right axis)", color, linestyle="--")
-    second.set_ylim(*right_limits)
+    second.set_ylim(*panel.get("right_range", ()))
     return _svg(figure, axes, second)
 
 
-def plot_loss(history: History) -> str | None:
-    """Plot the loss, and the margin of pairs on the right axis."""
-    margin = _curves(history, {"train/reward_margin": "margin"})
-    return _plot("Loss", "loss", _curves(history, {"train/loss": "loss"}), "margin", margin)
-
-
-def plot_optimizer(history: History) -> str | None:
-    """Plot the norm of the gradient, and the learning rate on the right axis."""
-    norm, rate = (_curves(history, {f"train/{n}": label}) for n, label in (("grad_norm", "norm"), ("lr", "rate")))
-    title = "Gradient norm and learning rate"
-    return _plot(title, "gradient norm", norm, "learning rate", rate, limits=(0, None), right_limits=(0, None))
-
-
-def plot_clipped(history: History) -> str | None:
-    """Plot the shares of tokens that bounds act on."""
-    labels = {"pg": "ratio", "tis": "TIS", "rs": "rejected", "opsm": "OPSM"}
-    shares = _curves(history, {f"train/{name}_clipfrac": label for name, label in labels.items()}, 0)
-    return _plot("Clipped", "share of tokens", shares, limits=(0, None))
-
-
-def plot_pairs(history: History) -> str | None:
-    """Plot the share of pairs whose chosen response has the higher reward."""
-    accuracy = _curves(history, {"train/reward_accuracy": "accuracy"})
-    return _plot("Accuracy", "share of pairs", accuracy, limits=(0, 1.02))
-
-
-def plot_tokens(history: History) -> str | None:
-    """Plot the tokens of a rollout where there are no rewards, and the share that is not trained on."""
-    if history.column("rollout/reward_mean")[0]:
-        return None
-    tokens = _curves(history, {"rollout/num_tokens": "tokens"})
-    masked = _curves(history, {"rollout/masked_ratio": "masked"})
-    return _plot("Tokens", "tokens per rollout", tokens, "share masked", masked, limits=(0, None), right_limits=(0, 1))
-
-
-def plot_length(history: History) -> str | None:
-    """Plot the response length (mean, max), and the share of truncated responses on the right axis."""
-    name = "rollout/response_length"
-    lengths = _curves(history, {f"{name}_mean": "mean", f"{name}_max": "max"})
-    truncated = _curves(history, {"rollout/truncated_ratio": "truncated"}, 0)
-    title, right = "Response length", "share truncated"
-    return _plot(title, "tokens", lengths, right, truncated, limits=(0, None), right_limits=(0, 1))
-
-
-def plot_gap(history: History) -> str | None:
-    """Plot how far trainer and engine differ in their log-probs, on a log scale; zeros are drawn at 1e-10."""
-    labels = {"train/log_prob_gap_max": "max", "train/log_prob_gap_mean": "mean", "train/engine_kl": "KL (absolute)"}
-    curves = [(label, x, [max(abs(v), 1e-10) for v in y]) for label, x, y in _curves(history, labels)]
-    return _plot("Log-prob gap, trainer vs engine", "|difference| (log scale)", curves, scale="log")
-
-
-def plot_entropy(history: History) -> str | None:
-    """Plot the entropy, and the KL divergences on the right axis."""
-    kls = _curves(history, {"train/ppo_kl": "PPO KL", "train/kl_loss": "KL to reference"}, NO_KL)
-    entropy = _curves(history, {"train/entropy": "entropy"})
-    return _plot("Entropy and KL" if kls else "Entropy", "entropy (nats)", entropy, "KL (nats)", kls)
+def _curves(panel: Mapping[str, Any], side: str, history: History) -> list[Curve]:
+    curves = list[Curve]()
+    for label, name in panel.get(side, {}).items():
+        x, y = history.column(name)
+        if any(abs(v) > panel.get("noise", -1) for v in y):
+            y = [v / 1e9 for v in y] if name.endswith("_bytes") else y
+            y = [max(abs(v), 1e-10) for v in y] if panel.get("scale") == "log" else y
+            curves.append((label, x, y))
+    return curves
 
 
 def phase_seconds(history: History) -> dict[str, list[float]]:
@@ -303,7 +249,10 @@ def plot_staleness(history: History) -> str | None:
         return None
     rows = [(x, row) for x, row in history.steps if any(f"{prefix}{age}" in row for age in ages)]
     figure, axes = _axes("Staleness", "share of trained tokens")
-    columns = {f"{age} versions" if age != 1 else "1 version": _column(rows, f"{prefix}{age}") for age in ages}
+    columns = {
+        f"{age} versions" if age != 1 else "1 version": [float(row.get(f"{prefix}{age}") or 0) for _, row in rows]
+        for age in ages
+    }
     _stack(axes, [x for x, _ in rows], columns, _colors(len(ages))[: len(ages)])
     axes.set_ylim(0, 1.02)
     x, waiting = history.column("async/queue_length")
@@ -315,60 +264,7 @@ def plot_staleness(history: History) -> str | None:
     return _svg(figure, axes, second)
 
 
-def _column(rows: Sequence[tuple[int, dict[str, Any]]], name: str) -> list[float]:
-    return [float(row.get(name) or 0.0) for _, row in rows]
-
-
-def plot_idle(history: History) -> str | None:
-    """Plot the share of the time in which nothing was trained, and in which no engine had a request."""
-    labels = {"perf/trainer_idle_ratio": "trainer", "perf/engine_idle_ratio": "engines"}
-    return _plot("Idle", "share of the time", _curves(history, labels), limits=(0, 1.02))
-
-
-def plot_speed(history: History) -> str | None:
-    """Plot the tokens per second of rollouts and training, and the memory (PSS) on the right axis."""
-    labels = {"perf/rollout_tokens_per_second": "rollout tok/s", "perf/train_tokens_per_second": "train tok/s"}
-    memory = [(label, x, [v / 1e9 for v in y]) for label, x, y in _curves(history, {"perf/pss_bytes": "memory"})]
-    most = max((v for _, _, y in memory for v in y), default=0) * 1.25 or 1
-    title, speeds = "Throughput and memory", _curves(history, labels)
-    return _plot(title, "tokens per second", speeds, "GB", memory, limits=(0, None), right_limits=(0, most))
-
-
-def plot_memory(history: History) -> str | None:
-    """Plot what the trainer and all others have of a GPU after generation and after training."""
-    names = {
-        "memory/rollout/others_bytes": "engines, in a rollout",
-        "memory/train/others_bytes": "engines, in training",
-        "memory/rollout/trainer_bytes": "trainer, in a rollout",
-        "memory/train/trainer_peak_bytes": "trainer, in training (peak)",
-    }
-    curves = [(label, x, [v / 1e9 for v in y]) for label, x, y in _curves(history, names)]
-    return _plot("Memory of a GPU", "GB", curves, limits=(0, None))
-
-
-def plot_critic(history: History) -> str | None:
-    """Plot the critic's loss, and on the right axis how much of the returns its values explain."""
-    loss = _curves(history, {"critic/value_loss": "value loss"})
-    explained = _curves(history, {"critic/explained_variance": "explained variance"})
-    least = max(-1.0, min([0.0, *(v for _, _, y in explained for v in y)]))  # a new critic may be far below 0
-    right, limits = "explained variance", (least, 1)
-    return _plot("Critic", "value loss", loss, right, explained, limits=(0, None), right_limits=limits)
-
-
-PLOTS = (
-    plot_reward,
-    plot_loss,
-    plot_optimizer,
-    plot_clipped,
-    plot_pairs,
-    plot_tokens,
-    plot_length,
-    plot_gap,
-    plot_entropy,
-    plot_critic,
-    plot_phases,
-    plot_idle,
-    plot_staleness,
-    plot_speed,
-    plot_memory,
-)
+_OWN = {"reward": plot_reward, "phases": plot_phases, "staleness": plot_staleness}
+PLOTS: dict[str, Callable[[History], str | None]] = {
+    name: _OWN.get(name) or partial(plot_panel, panel) for name, panel in PANELS.items()
+}

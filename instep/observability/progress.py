@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from instep.observability.figures import Figure, duration, figures_of, number
+from instep.observability.metrics import is_step
 
 BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 ASCII_BLOCKS = "_.-=+*%#"
@@ -86,9 +87,9 @@ class Progress:
         self._step_seconds: list[float] = []
         self._handlers: list[tuple[logging.StreamHandler[Any], Any]] = []
         self._lock = threading.Lock()
-        self.ascii_only = not (self.console.encoding or "").lower().startswith("utf")
-        self._blocks = ASCII_BLOCKS if self.ascii_only else BLOCKS
-        self._spinner = Spinner("line" if self.ascii_only else "dots")
+        ascii_only = self.console.options.ascii_only
+        self._blocks = ASCII_BLOCKS if ascii_only else BLOCKS
+        self._spinner = Spinner("line" if ascii_only else "dots")
         self._live: Live | None = None
 
     def start(self) -> None:
@@ -148,7 +149,7 @@ class Progress:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show a row of metrics. Rows with `rollout/` or `train/` metrics count as a step, once for each `step`."""
         with self._lock:
-            if any(name.startswith(("rollout/", "train/")) for name in metrics):
+            if is_step(metrics):
                 self.last = {**(self.last if step == self._last_step else {}), **metrics}
                 self._last_step = step
                 self._finish_step(step, metrics)

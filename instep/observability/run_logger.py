@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from instep.errors import writing
 from instep.observability.alarms import AlarmWatch, Limits, describe
 from instep.observability.figures import duration, figures_of, number
+from instep.observability.metrics import is_step
 from instep.observability.output import lost_output
 from instep.observability.progress import Phase, Progress
 from instep.observability.report import make_report
@@ -110,7 +112,7 @@ class RunLogger:
         The row of a whole step gets its `alarm/*`; a line explains an alarm that is raised for the first time.
         """
         row = {name: float(value) for name, value in metrics.items()}
-        if _is_step(row):
+        if is_step(row):
             raised, texts = self._alarms.check(step, row)
             row |= raised
             for text in texts:
@@ -210,8 +212,7 @@ class RunLogger:
             report = make_report(self.run_dir)
         if not to_go_on:
             self.progress.stop(keep_panel=False)
-            console = self.progress.console
-            console.print(summary_table(self.progress.title, summary, ascii_only=self.progress.ascii_only))
+            self.progress.console.print(summary_table(self.progress.title, summary))
         self.progress.line(f"report: {report}")
         return summary
 
@@ -247,27 +248,21 @@ def _write_error(path: Path, error: BaseException | None) -> None:
         print(f"{path} could not be written: {failed}", file=sys.stderr)
 
 
-def _is_step(row: Mapping[str, Any]) -> bool:
-    return any(name.startswith(("rollout/", "train/")) for name in row)
-
-
 def _before(key: str, limit: int, steps: list[Any] | None = None) -> Callable[[dict[str, Any]], bool]:
     """Which rows of an earlier session stay; those of them that are of whole steps are added to `steps`."""
 
     def stays(row: dict[str, Any]) -> bool:
         before = (as_number(row.get(key)) or 0) < limit
-        if before and steps is not None and _is_step(row):
+        if before and steps is not None and is_step(row):
             steps.append(row)
         return before
 
     return stays
 
 
-def summary_table(title: str, summary: Mapping[str, Any], *, ascii_only: bool = False) -> Table:
+def summary_table(title: str, summary: Mapping[str, Any]) -> Table:
     """Return a table of the scalars of a summary in readable units; nested values such as `versions` are left out."""
-    from rich import box
-
-    table = Table(title=title, box=box.ASCII if ascii_only else box.ROUNDED, show_header=False, title_style="bold")
+    table = Table(title=title, box=box.ROUNDED, show_header=False, title_style="bold")
     table.add_column(style="dim")
     table.add_column(justify="right", style="bold")
     for name, value in summary.items():

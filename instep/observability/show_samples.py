@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NoReturn
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -17,15 +17,11 @@ from instep.arguments.flag import COUNT, INDEX, Number
 from instep.errors import ConfigError
 from instep.observability.figures import number
 from instep.observability.samples import gaps, reward_number
-from instep.observability.sinks import read_json_lines
+from instep.observability.sinks import read_json, read_json_lines
+from instep.system.options import OptionParser
 
 WARN, BAD = 0.02, 0.2  # nats
 _WORST = ("reward", "loss", "gap", "length")  # the lowest reward, the largest loss or gap, the most tokens
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message, where=self.prog, remedy=f"`{self.prog} --help` explains it")
 
 
 def _within(kind: Number) -> Callable[[str], int]:
@@ -41,7 +37,7 @@ def _within(kind: Number) -> Callable[[str], int]:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line of `instep samples`."""
-    out = _Parser("instep samples", description="Show the samples that a run has logged (--num-logged-samples).")
+    out = OptionParser("instep samples", description="Show the samples that a run has logged (--num-logged-samples).")
     out.add_argument("run", type=Path, metavar="RUN", help="the --run-dir of the run")
     out.add_argument(
         "--step", type=_within(INDEX), metavar="N", help="of rollout N (from 0); default: the last one logged"
@@ -213,8 +209,7 @@ def _largest(row: dict[str, Any], differences: Sequence[float | None], count: in
 
 def reward_key(run_dir: Path, split: str) -> str | None:
     """Return the entry that counts where rewards are dicts, from the run's config.json."""
-    path = run_dir / "config.json"
-    args = json.loads(path.read_text(encoding="utf-8"))["args"] if path.exists() else {}
+    args = read_json(run_dir / "config.json").get("args", {})
     key = args.get("reward_key")
     return key if split == "train" else args.get("eval_reward_key") or key
 

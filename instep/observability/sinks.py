@@ -15,8 +15,6 @@ from instep.errors import ConfigError, OutputError, reading, writing
 from instep.system.atomic import replacing, sync_folder, write_text
 from instep.system.private import without_secrets
 
-_WANDB_KEYS = ("project", "group", "mode", "team", "run_id", "dir")
-
 
 def jsonable(value: Any) -> Any:
     """Convert `value` to plain JSON types: numbers that are not finite become null, other objects their `str`."""
@@ -35,6 +33,11 @@ def write_json(path: Path, value: Any) -> None:
     """Write JSON atomically: after a crash the file holds either the old or the new content."""
     with writing(path):
         write_text(path, json.dumps(jsonable(value), indent=2, ensure_ascii=False) + "\n", flush=True)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return what `write_json` has written; {} without a file."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
@@ -156,17 +159,10 @@ class WandB:
             the run to go on with), `dir` (default: the run's folder).
 
     Raises:
-        ConfigError: wandb is not installed, an option is unknown, or the run cannot be opened.
+        ConfigError: wandb is not installed, or the run cannot be opened.
     """
 
     def __init__(self, run_dir: Path, options: Mapping[str, Any], config: Mapping[str, Any], name: str):
-        unknown = sorted(set(options) - set(_WANDB_KEYS))
-        if unknown:
-            raise ConfigError(
-                f"unknown W&B options {unknown}",
-                remedy=f"known are {', '.join(_WANDB_KEYS)}; the key is read from the environment: WANDB_API_KEY",
-                where="--use-wandb",
-            )
         try:
             import wandb
         except ImportError:

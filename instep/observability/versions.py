@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,6 @@ def package_version(name: str) -> str | None:
 
 def _output(*command: str) -> str | None:
     """Return what a command prints, None if it is absent, fails or takes more than 10 s."""
-    if shutil.which(command[0]) is None:
-        return None
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (subprocess.SubprocessError, OSError):

@@ -7,11 +7,11 @@ import itertools
 import json
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
-from instep.errors import ConfigError
 from instep.plan.advice import check, side_by_side
 from instep.plan.memory import as_json, plan_memory, tables
+from instep.system.options import OptionParser
 
 if TYPE_CHECKING:
     from instep.arguments.args import Args
@@ -40,14 +40,9 @@ Example
     --rollout-max-prompt-len 512 --rollout-max-response-len 2048"""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message, where="instep plan", remedy="`instep plan --help` explains its options")
-
-
 def own_options(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """The options of `instep plan` itself, and the flags of a run."""
-    parser = _Parser("instep plan", add_help=False, allow_abbrev=False)
+    parser = OptionParser("instep plan", add_help=False, allow_abbrev=False)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--card-profile")
     parser.add_argument("--mean-response-len", type=float)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from instep.errors import ConfigError
 
-LAUNCHER, BOOT = (Path(__file__).with_name(name) for name in ("namespaces.py", "boot.py"))
+LAUNCHER, BOOT, CALLS = map(Path(__file__).with_name, ("namespaces.py", "boot.py", "system_calls.txt"))
 END_SECONDS = 5.0  # until a process that was killed must have gone
 FILES_BYTES = 16 << 20  # of all files of a sandbox
 OUTPUT_BYTES = 1 << 20  # of standard output, and of standard error: what comes after is cut, and ends the code
@@ -114,8 +114,9 @@ async def _in_sandbox(means: str, code: str, stdin: str, limits: Limits) -> Outc
     }
     if means != "none":  # there it would count all processes of the user
         limited["RLIMIT_NPROC"] = limits.processes + 1  # and process 1 of the namespace
-    settings = json.dumps({"limits": limited, "sandbox": means != "none"})
-    boot = [os.path.realpath(sys.executable), "-I", "-S", "-c", BOOT.read_text(), settings]
+    program = code.encode(errors="replace")
+    settings = {"limits": limited, "sandbox": means != "none", "calls": CALLS.read_text(), "size": len(program)}
+    boot = [os.path.realpath(sys.executable), "-I", "-S", "-c", BOOT.read_text(), json.dumps(settings)]
     own = sys.base_prefix if not sys.base_prefix.startswith("/usr") else "/usr"
     binds = [path for path in dict.fromkeys((*_SYSTEM, own)) if os.path.lexists(path)]
     if means == "bubblewrap":
@@ -123,9 +124,7 @@ async def _in_sandbox(means: str, code: str, stdin: str, limits: Limits) -> Outc
     else:
         words = [sys.executable, "-I", "-S", str(LAUNCHER), str(os.getpid())]
         boot = [*words, json.dumps(binds if means == "namespaces" else None), *boot]
-    program = code.encode(errors="replace")
-    data = f"{len(program)}\n".encode() + program + stdin.encode(errors="replace")
-    return await _run(boot, data, limits.seconds)
+    return await _run(boot, program + stdin.encode(errors="replace"), limits.seconds)
 
 
 def _bubblewrap_flags(binds: list[str]) -> list[str]:
@@ -158,9 +157,7 @@ async def _run(words: list[str], data: bytes, seconds: float) -> Outcome:
     finally:  # also when the rollout was cancelled
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        with contextlib.suppress(
-            TimeoutError
-        ):  # without a sandbox, something that has left its session may hold a pipe
+        with contextlib.suppress(TimeoutError):  # without a sandbox, what has left its session may hold a pipe
             async with asyncio.timeout(END_SECONDS):
                 while any([await stream.read(OUTPUT_BYTES) for stream in (process.stdout, process.stderr)]):
                     pass  # asyncio sees its end only when the pipes are empty

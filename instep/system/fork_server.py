@@ -27,7 +27,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from os import _exit  # itself, whatever a hook puts there
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 from instep.system.kernel import die_with_parent
 
@@ -38,16 +38,6 @@ _IN_TIME = {"OMP_NUM_THREADS", "PYTHONBREAKPOINT", "PYTHONPATH", "PYTHONUNBUFFER
 _CHUNK = 1 << 16
 _MOST_FDS = 32  # descriptors for one process
 _ANSWER_SECONDS = 120.0  # until the server has imported and forked, on a busy machine
-
-
-class Program(Protocol):
-    """A process that was started: a part of `subprocess.Popen`."""
-
-    pid: int
-
-    def poll(self) -> int | None: ...
-    def wait(self, timeout: float | None = None) -> int: ...
-    def kill(self) -> None: ...
 
 
 class Forked:
@@ -85,6 +75,9 @@ class Forked:
 
     def __del__(self) -> None:
         self._line.close()
+
+
+Program = subprocess.Popen[bytes] | Forked
 
 
 class ForkServer:

@@ -47,28 +47,18 @@ def memory_of_gpus() -> float | None:
     None where nvidia-smi does not tell it, and of parts of a GPU (MIG).
     """
     try:
-        return min(float(gpu.memory_mib) for gpu in _visible(gpus_here())) / 1024
-    except ValueError:
+        return min(float(gpu.memory_mib) for gpu in visible_gpus()) / 1024
+    except ValueError:  # none, or "[N/A]"
         return None
 
 
 def visible_gpus() -> list[Gpu]:
-    """The whole GPUs that CUDA_VISIBLE_DEVICES shows, in its order; none where that is not clear."""
-    try:
-        return _visible(gpus_here())
-    except ValueError:
-        return []
-
-
-def _visible(gpus: tuple[Gpu, ...]) -> list[Gpu]:
-    """Those that CUDA_VISIBLE_DEVICES names, by index or the beginning of a UUID. Raises ValueError: not clear."""
-    names = os.environ.get("CUDA_VISIBLE_DEVICES")
-    found = list(gpus)
+    """The whole GPUs that CUDA_VISIBLE_DEVICES shows (by index or the beginning of a UUID), in its order; none where
+    that is not clear, or where one is divided (MIG)."""
+    names, gpus = os.environ.get("CUDA_VISIBLE_DEVICES"), list(gpus_here())
     if names is not None:
         asked = [name.strip() for name in names.split(",")]
-        found = [g for name in asked for g in gpus if g.index == name or (name and g.uuid.startswith(name))]
-        if len(found) != len(asked):
-            raise ValueError(f"CUDA_VISIBLE_DEVICES={names} does not name whole GPUs")
-    if any(gpu.mig_mode == "Enabled" for gpu in found):
-        raise ValueError("parts of a GPU")
-    return found
+        gpus = [g for name in asked for g in gpus if g.index == name or (name and g.uuid.startswith(name))]
+        if len(gpus) != len(asked):
+            return []
+    return [] if any(gpu.mig_mode == "Enabled" for gpu in gpus) else gpus

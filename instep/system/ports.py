@@ -19,7 +19,7 @@ TRIES = 1000
 _SOCK_DIAG, _BY_FAMILY, _DUMP, _LISTEN = 4, 20, 0x301, 10  # see sock_diag(7)
 _END, _NO_COOKIE = (2, 3), 0xFFFFFFFF  # NLMSG_ERROR and NLMSG_DONE; INET_DIAG_NOCOOKIE
 _KEPT = 256
-_given: collections.deque[tuple[int, socket.socket | None]] = collections.deque()  # the last ones, not given again
+_given: collections.deque[socket.socket] = collections.deque()  # bound to the ports that were given last
 
 
 def check_loopback() -> int:
@@ -50,8 +50,9 @@ def free_port(host: str = "127.0.0.1") -> int:
 def free_ports(count: int, host: str = "127.0.0.1") -> int:
     """The first of `count` consecutive ports that were free a moment ago; 0 if `count` is 0.
 
-    No outgoing connection of this host gets them before the server listens, which takes vLLM seconds, and no other
-    process that asks here, while this one lives (and has not been given 256 more).
+    No outgoing connection of this host gets them before the server listens, which takes vLLM seconds. On Linux neither
+    does another process that asks here, while this one lives (and has not been given 256 more): a socket is bound to
+    each, which does not listen, so that a server that sets SO_REUSEADDR may bind to it as well.
 
     Raises:
         ConfigError: none were found after many tries.
@@ -60,8 +61,16 @@ def free_ports(count: int, host: str = "127.0.0.1") -> int:
         return 0
     for _ in range(TRIES):
         first = PORTS.start + secrets.randbelow(len(PORTS) - count + 1)
-        ports = range(first, first + count)
-        if all(_can_bind(port, host, reuse=False) for port in ports) and _reserve(ports):
+        found = [_bound(port, host, reuse=False) for port in range(first, first + count)]
+        bound = [one for one in found if one is not None]
+        if len(bound) == count and sys.platform == "linux":
+            for one in bound:
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            _given.extend(bound)
+            bound = [_given.popleft() for _ in range(len(_given) - _KEPT)]
+        for one in bound:
+            one.close()
+        if None not in found:
             return first
     raise ConfigError(
         f"found no {count} free ports in a row from {PORTS.start} to {PORTS.stop - 1}",
@@ -70,49 +79,27 @@ def free_ports(count: int, host: str = "127.0.0.1") -> int:
     )
 
 
-def _reserve(ports: range) -> bool:
-    """Whether no process of this host was given one of them; if so, no other one is given them now.
-
-    A name of Linux's abstract sockets stands for a port: it has one owner, and ends with it.
-    """
-    if {port for port, _ in list(_given)}.intersection(ports):
-        return False
-    names: list[socket.socket | None] = []  # None: this system has no such names
-    for port in ports:
-        name = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) if sys.platform == "linux" else None
-        names.append(name)
-        try:
-            if name is not None:
-                name.bind(f"\0instep-port-{port}")
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                for other in filter(None, names):
-                    other.close()
-                return False
-    _given.extend(zip(ports, names, strict=True))
-    while len(_given) > _KEPT:
-        _, oldest = _given.popleft()
-        if oldest is not None:
-            oldest.close()
-    return True
-
-
 def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
     """Whether a server, which sets SO_REUSEADDR, could listen on the port."""
-    return _can_bind(port, host, reuse=True)
+    bound = _bound(port, host, reuse=True)
+    if bound is not None:
+        bound.close()
+    return bound is not None
 
 
-def _can_bind(port: int, host: str, reuse: bool) -> bool:
-    """Without `reuse` also False for a port with connections in TIME_WAIT, or bound without listening."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(reuse))
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
-                raise  # an address that is not of this host, say
-            return False
-    return True
+def _bound(port: int, host: str, reuse: bool) -> socket.socket | None:
+    """A socket that is bound to a free port; None for any other. Without `reuse` one with connections in TIME_WAIT, or
+    to which another socket is bound without listening, is not free."""
+    out = socket.socket()
+    out.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(reuse))
+    try:
+        out.bind((host, port))
+    except OSError as error:
+        out.close()
+        if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+            raise  # an address that is not of this host, say
+        return None
+    return out
 
 
 def users_listening(port: int, *hosts: str) -> set[int]:

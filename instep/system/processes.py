@@ -41,7 +41,22 @@ BEAT_SECONDS = 0.5
 _pulse: threading.Event | None = None  # of the thread that works, where heartbeats follow it
 
 
-class Process(Protocol):
+class Ending(Protocol):
+    """What ends some time."""
+
+    def alive(self) -> bool: ...
+
+    def died_within(self, seconds: float) -> bool:
+        """Whether it ends within `seconds`; the sockets of a dead process close a moment before it can be reaped."""
+        deadline = time.monotonic() + seconds
+        while self.alive():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.02)
+        return True
+
+
+class Process(Ending, Protocol):
     """A child process as its owner sees it, on this host or (`cluster/ray_remote.py`) on another one."""
 
     name: str
@@ -50,10 +65,8 @@ class Process(Protocol):
     @property
     def pid(self) -> int: ...
 
-    def alive(self) -> bool: ...
     def log_tail(self, num_lines: int = 15) -> str: ...
     def fault(self) -> str | None: ...
-    def died_within(self, seconds: float) -> bool: ...
     def describe(self) -> str: ...
     def remedy(self) -> str: ...
     def dump_stacks(self) -> None: ...
@@ -62,7 +75,7 @@ class Process(Protocol):
     def kill(self) -> None: ...
 
 
-class SupervisedProcess:
+class SupervisedProcess(Ending):
     """A running child with an owner.
 
     Args:
@@ -140,15 +153,6 @@ class SupervisedProcess:
             if self._silent is not None:
                 self._silent += passed
         return self._silent or 0.0
-
-    def died_within(self, seconds: float) -> bool:
-        """Whether it ends within `seconds`; the sockets of a dead child close a moment before it can be reaped."""
-        deadline = time.monotonic() + seconds
-        while self.alive():
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.02)
-        return True
 
     def log_tail(self, num_lines: int = 15) -> str:
         """The last lines of its output."""

@@ -11,13 +11,10 @@ import contextlib
 import errno
 import fcntl
 import functools
-import glob
 import os
-import re
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 from instep.errors import ConfigError
@@ -53,35 +50,27 @@ class Scratch:
     """A new folder of this process, with mode 0700. What killed processes have left beside it is removed first.
 
     Args:
+        prefix: of its name; it begins with "instep-".
         root: where it lies; None: among the temporary files.
-        prefix, suffix: of its name; folders with the same prefix and suffix count as left, and `ANY`.
 
     Attributes:
         path: the folder, absolute.
     """
 
-    def __init__(self, prefix: str, root: Path | None = None, suffix: str = ""):
+    def __init__(self, prefix: str, root: Path | None = None):
         root = Path(root or tempfile.gettempdir()).absolute()
-        for pattern in {ANY, f"{glob.escape(prefix)}*{glob.escape(suffix)}"}:
-            sweep(root, pattern)
-        while not self._begin(Path(tempfile.mkdtemp(suffix, prefix, root))):
-            pass  # a sweep took the folder for one that was left
-
-    def _begin(self, path: Path) -> bool:
-        self.path, self._fd = path, -1
+        sweep(root)
+        self.path = Path(tempfile.mkdtemp("", prefix, root))
+        new = self.path / f"{LOCK}-new"
+        self._fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)  # not inherited by children
         try:
-            self._fd = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)  # not inherited by children
             locks.lock(self._fd)
-            os.stat(path / LOCK)
-        except (FileNotFoundError, BlockingIOError):
-            self.remove()
-            return False
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL):
                 raise
             # a file system without locks: nobody sweeps there
         os.write(self._fd, f"process {os.getpid()} on {socket.gethostname()} {boot_id()}".encode())
-        return True
+        new.rename(self.path / LOCK)  # locked before anybody can see it
 
     def remove(self) -> None:
         """Remove the folder with all that is in it."""
@@ -110,14 +99,14 @@ def _of_this_host(lock: str) -> bool:
     return bool(boot) and boot == boot_id() or bool(name) and name == socket.gethostname()
 
 
-def left(root: Path, pattern: str = ANY) -> list[Path]:
-    """The folders below `root` whose owner is gone, of this user."""
-    return [path for path in sorted(root.glob(pattern)) if _abandoned(path, remove=False)]
+def left(root: Path) -> list[Path]:
+    """The folders in `root` whose owner is gone, of this user."""
+    return [path for path in sorted(root.glob(ANY)) if _abandoned(path, remove=False)]
 
 
-def sweep(root: Path, pattern: str = ANY) -> None:
+def sweep(root: Path) -> None:
     """Remove those folders."""
-    for path in root.glob(pattern):
+    for path in root.glob(ANY):
         _abandoned(path, remove=True)
 
 
@@ -129,51 +118,28 @@ def export_folder(save_hf: str, rollout_id: int) -> Path:
     return Path(save_hf.format(rollout_id=rollout_id, step=rollout_id + 1))
 
 
-def export_pattern(save_hf: str) -> tuple[Path, str]:
-    """Where an export to `--save-hf` begins as a hidden folder: a root and the pattern below it."""
-    place = Path(save_hf).absolute()
-    parts = [re.sub(r"\{(rollout_id|step)\}", "*", glob.escape(part)) for part in place.relative_to(place.anchor).parts]
-    first = next((i for i, part in enumerate(place.parts[1:]) if "{" in part), len(parts) - 1)
-    return Path(*place.parts[: first + 1]), "/".join([*parts[first:-1], f".{parts[-1]}.*.tmp"])
-
-
-def places(run_dir: Path, save_hf: str | None) -> list[tuple[Path, str]]:
-    """All roots and patterns where a run leaves something when it is killed."""
-    roots = dict.fromkeys([memory_root(), Path(tempfile.gettempdir()), run_dir])
-    return [*((root, ANY) for root in roots), *([export_pattern(save_hf)] if save_hf else [])]
+def roots(run_dir: Path, save_hf: str | None) -> list[Path]:
+    """All folders in which a run leaves something when it is killed; not those of exports that each have their own."""
+    exports = Path(save_hf).parent if save_hf else run_dir
+    found = [memory_root(), Path(tempfile.gettempdir()), run_dir, *([] if "{" in str(exports) else [exports])]
+    return list(dict.fromkeys(found))
 
 
 def _abandoned(path: Path, *, remove: bool) -> bool:
     """Whether the folder's owner is gone; it is removed before anybody else can hold its lock."""
-    with _opened(path) as fd:
-        if fd is None:
-            return False
+    with contextlib.ExitStack() as opened:
         try:
+            folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            opened.callback(os.close, folder)
+            if os.fstat(folder).st_uid != os.geteuid():
+                return False
+            fd = os.open(LOCK, os.O_RDWR | os.O_NOFOLLOW, dir_fd=folder)
+            opened.callback(os.close, fd)
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:  # held; or a file system without locks, where nobody can tell
+        except OSError:  # it is no folder of ours; or is held; or the file system has no locks, and nobody can tell
             return False
         if not _of_this_host(os.pread(fd, 500, 0).decode(errors="replace")):
             return False
         if remove:
             shutil.rmtree(path, ignore_errors=True)
         return True
-
-
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[int | None]:
-    """The lock file of a folder of ours, which is no link; None if there is no such thing."""
-    try:
-        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError:
-        yield None
-        return
-    fd = None
-    try:
-        if os.fstat(folder).st_uid == os.geteuid():
-            with contextlib.suppress(OSError):
-                fd = os.open(LOCK, os.O_RDWR | os.O_NOFOLLOW, dir_fd=folder)
-        yield fd
-    finally:
-        for held in (fd, folder):
-            if held is not None:
-                os.close(held)

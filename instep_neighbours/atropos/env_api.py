@@ -13,12 +13,13 @@ import json
 import secrets
 import signal
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from aiohttp import web
 
 from instep.engines.bodies import AS_THEY_COME, body_of
 from instep.errors import ConfigError
+from instep.system.options import OptionParser
 from instep.system.ports import port_is_free
 from instep_engine.guard import EVERYONE, Guard
 from instep_neighbours.atropos.batches import Queued
@@ -201,13 +202,10 @@ def json_of(text: bytes) -> Any:
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message, where=self.prog, remedy=f"`{self.prog} --help` explains it")
-
-
 def parser() -> argparse.ArgumentParser:
-    made = _Parser("instep env-api", description="The Atropos API: environments send groups, a trainer takes batches.")
+    made = OptionParser(
+        "instep env-api", description="The Atropos API: environments send groups, a trainer takes batches."
+    )
     made.add_argument("--host", default="127.0.0.1", help="address to listen at (default: this machine alone)")
     made.add_argument("--port", type=int, default=8000)
     made.add_argument("--max-queue-gb", type=float, default=4.0, help="of groups that wait, as JSON (default: 4)")

@@ -36,7 +36,7 @@ def tiny(tmp_path_factory) -> Path:
 @pytest.fixture
 def no_plots(monkeypatch):
     """Runs in the tests' own process draw none, as those that are forked (`tests/no_plots.py`)."""
-    monkeypatch.setattr("instep.observability.report.PLOTS", ())
+    monkeypatch.setattr("instep.observability.report.PLOTS", {})
 
 
 @pytest.fixture

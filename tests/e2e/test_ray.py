@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -201,9 +202,8 @@ def script_environment(tmp_path):
 
 
 def test_ray_run_gives_the_command_a_ray_and_returns_its_code(tmp_path):
-    from instep.system.ports import free_port
-
-    address = f"127.0.0.1:{free_port()}"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
     words = f"--rank 0 --num-nodes 1 --num-cpus 1 --head {address} -- sh -c".split()
     probe = f"{sys.executable} -c 'import ray; ray.init(); print(ray.cluster_resources()[\"CPU\"])' > cpus"
     command = [str(SCRIPTS / "ray_run.sh"), *words, f"echo $RAY_ADDRESS > found; {probe}; exit 7"]

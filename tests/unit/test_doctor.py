@@ -16,7 +16,6 @@ from instep.doctor import installation, run_dir
 from instep.doctor.run_dir import check_run
 from instep.errors import ConfigError
 from instep.observability.versions import versions
-from instep.system.scratch import ANY
 
 
 @pytest.fixture
@@ -102,7 +101,7 @@ STATE = {"rollout_id": 1, "num_steps": 2, "version": 3, "ledger": {}, "evaluatio
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """A run's folder as a finished run leaves it, with one checkpoint; killed runs of other tests are not seen."""
-    monkeypatch.setattr(run_dir, "places", lambda folder, save_hf: [(folder, ANY)])
+    monkeypatch.setattr(run_dir, "roots", lambda folder, save_hf: [folder])
     folder, save = tmp_path / "run", tmp_path / "ckpt"
     checkpoint = save / "iter_0000001"
     checkpoint.mkdir(parents=True)

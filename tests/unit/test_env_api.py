@@ -172,9 +172,7 @@ def test_sums() -> None:
 
 def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     port = free_port()
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", port))
-        taken.listen()
+    with socket.create_server(("127.0.0.1", port)):
         assert main(["env-api", "--port", str(port)]) == 2
     assert main(["env-api", "--prot", "1"]) == 2 and main(["env-api", "--max-queue-gb", "0"]) == 2
     text = capsys.readouterr().err

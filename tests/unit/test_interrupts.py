@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.forks import cold
-
 ENV = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
 
 
@@ -33,32 +31,3 @@ def test_signals_end_a_command_with_130(number):
     finally:
         process.kill()
     assert (process.returncode, out, error) == (130, "cleaned up\n", "interrupted\n")
-
-
-def test_an_interrupt_in_an_exec_ends_python_m_with_130(tmp_path):
-    (tmp_path / "interrupted.py").write_text(
-        "import sys, instep.cli as cli\n"
-        "cli._run = lambda words: exec('raise KeyboardInterrupt')\n"
-        "sys.exit(cli.main(['train']))"
-    )
-    words = [sys.executable, "-m", "interrupted"]
-    with cold():  # the interpreter's own end is what is tested
-        done = subprocess.run(words, cwd=tmp_path, env=ENV, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (130, "interrupted\n")
-
-
-@pytest.mark.parametrize("number", ["SIGINT", "SIGTERM"])
-def test_an_interrupt_in_a_destructor_is_not_lost(number):
-    """Not even where SIGINT is ignored, as in a job in the background of a script."""
-    code = (
-        "import os, signal, sys, time, instep.cli as cli\n"
-        f"if '{number}' == 'SIGTERM': signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-        "class Late:\n"
-        f"    def __del__(self): os.kill(os.getpid(), signal.{number}); time.sleep(0)\n"
-        "def run(words):\n"
-        "    late = Late(); del late; time.sleep(60)\n"
-        "cli._run = run\n"
-        "sys.exit(cli.main(['train']))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], env=ENV, capture_output=True, text=True, timeout=50)
-    assert (done.returncode, done.stderr) == (130, "interrupted\n")

@@ -197,9 +197,7 @@ def test_ports():
     assert not set(range(row, row + 3)).intersection(ports) and free_ports(0) == 0
     port = free_port()
     assert port_is_free(port)
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", port))
-        taken.listen()
+    with socket.create_server(("127.0.0.1", port)):
         assert not port_is_free(port)
     code = f"from instep.system import ports; ports.PORTS = range({row}, {row + 3}); ports.free_port()"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

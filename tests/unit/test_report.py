@@ -14,11 +14,8 @@ from instep.observability.plots import (
     COLORS,
     PLOTS,
     phase_seconds,
-    plot_length,
-    plot_pairs,
     plot_reward,
     plot_staleness,
-    plot_tokens,
     read_history,
 )
 from instep.observability.report import headline, make_report
@@ -72,7 +69,7 @@ def test_report_of_a_full_run(tmp_path: Path) -> None:
             log.samples(step, make_groups(seed=step), "train", 3)
         log.finish({"eval_reward_before": 0.4, "eval_reward_after": 0.95, "wall_seconds": 125.0, "num_steps": 4})
     text = (tmp_path / "report.html").read_text()
-    without_rewards = (plot_pairs, plot_tokens)
+    without_rewards = ("pairs", "tokens")
     assert text.count("data:image/svg+xml;base64,") == len(PLOTS) - len(without_rewards)
     assert not re.search(r"(src|href)=\"(?!data:)", text) and "<script" not in text  # self-contained
     for shown in (
@@ -116,7 +113,7 @@ def test_headline_says_when_the_gap_is_not_available() -> None:
 
 def test_no_color_stands_for_two_things() -> None:
     length = {"rollout/response_length_mean": 5.0, "rollout/response_length_max": 9.0, "rollout/truncated_ratio": 0.5}
-    svg = plot_length(read_history([{"step": s, **length} for s in range(3)]))
+    svg = PLOTS["length"](read_history([{"step": s, **length} for s in range(3)]))
     assert svg is not None and all(f"stroke: {color}" in svg for color in COLORS[:3])
     rewards = {f"eval/set {i}/reward_mean": 0.1 * i for i in range(12)}
     svg = plot_reward(read_history([{"step": s, "rollout/reward_mean": 0.5, **rewards} for s in range(3)]))

@@ -68,7 +68,8 @@ def test_what_bubblewrap_is_asked_for(tmp_path, monkeypatch):
 
     assert program[1:5] == ["-I", "-S", "-c", run.BOOT.read_text()] and len(program) == 6
     limited = {"RLIMIT_AS": 300 << 20, "RLIMIT_CPU": 60, "RLIMIT_FSIZE": 1000, "RLIMIT_NOFILE": 64, "RLIMIT_CORE": 0}
-    assert json.loads(program[5]) == {"limits": {**limited, "RLIMIT_NPROC": 4}, "sandbox": True}
+    settings = {"limits": {**limited, "RLIMIT_NPROC": 4}, "sandbox": True}
+    assert json.loads(program[5]) == settings | {"calls": run.CALLS.read_text(), "size": len("print(1)")}
 
 
 def test_it_computes_with_input_and_output(python):

@@ -10,7 +10,7 @@ import pytest
 
 from instep.doctor.installation import leftover_folders
 from instep.system.processes import FolderLock
-from instep.system.scratch import ANY, LOCK, Scratch, boot_id, export_pattern, left, sweep
+from instep.system.scratch import LOCK, Scratch, boot_id, left, roots, sweep
 
 HOLD = """
 import sys, time
@@ -36,12 +36,12 @@ def holder(tmp_path):
 def test_a_folder_lives_as_long_as_its_owner(tmp_path, holder):
     assert holder.folder.stat().st_mode & 0o777 == 0o700
     sweep(tmp_path)
-    assert left(tmp_path) == [] and leftover_folders([(tmp_path, ANY)]).status == "ok"
+    assert left(tmp_path) == [] and leftover_folders([tmp_path]).status == "ok"
     assert (holder.folder / "model").exists()
     holder.kill()
     holder.wait(10)
     assert left(tmp_path) == [holder.folder] and (holder.folder / "model").exists()
-    check = leftover_folders([(tmp_path, ANY)])
+    check = leftover_folders([tmp_path])
     assert check.status == "warn" and check.remedy.endswith(f"rm -r {holder.folder}")
     with Scratch("instep-run-", tmp_path):  # the next start
         assert not holder.folder.exists()
@@ -95,14 +95,12 @@ def test_what_is_not_ours_stays(tmp_path):
 
 
 def test_the_beginning_of_an_export_that_was_killed_is_found(tmp_path):
-    for save_hf in (tmp_path / "hf", tmp_path / "step_{rollout_id}" / "hf_{rollout_id}"):
-        place = save_hf.parent / save_hf.name
-        place = type(place)(str(place).format(rollout_id=7))
-        place.parent.mkdir(exist_ok=True)
-        scratch = Scratch(f".{place.name}.", place.parent, ".tmp")
-        assert left(*export_pattern(str(save_hf))) == []
-        os.close(scratch._fd)  # as its process ends
-        assert left(*export_pattern(str(save_hf))) == [scratch.path]
-        other = Scratch(f".{place.name}.", place.parent, ".tmp")  # the next export there
-        assert not scratch.path.exists()
-        other.remove()
+    place = tmp_path / "hf_{rollout_id}"
+    scratch = Scratch("instep-export-", tmp_path)
+    assert tmp_path in roots(tmp_path / "run", str(place)) and left(tmp_path) == []
+    os.close(scratch._fd)  # as its process ends
+    assert left(tmp_path) == [scratch.path]
+    other = Scratch("instep-export-", tmp_path)  # the next export there
+    assert not scratch.path.exists()
+    other.remove()
+    assert roots(tmp_path, str(tmp_path / "step_{step}" / "hf")) == roots(tmp_path, None)

@@ -48,7 +48,7 @@ def child(tmp_path):
     """A process that stands stopped."""
     process = SupervisedProcess("engine 3", ["sleep", "60"], tmp_path / "log")
     os.kill(process.pid, signal.SIGSTOP)
-    while kernel.state_of(process.pid) != "T":
+    while kernel.state_of(process.pid) != "stopped":
         time.sleep(0.01)
     yield process
     process.kill()
@@ -75,7 +75,7 @@ def test_who_looks_rarely_finds_it_and_who_was_stopped_too_raises_no_alarm(child
     assert looks_at(child, monkeypatch, 0, 20, 40, 60, 80) == [False, False, False, True, True]
     assert looks_at(child, monkeypatch, 0, 0.5, 1, 3600, 3600.2) == [False] * 5  # then all of them go on
     os.kill(child.pid, signal.SIGCONT)
-    while kernel.state_of(child.pid) == "T":
+    while kernel.state_of(child.pid) == "stopped":
         time.sleep(0.01)
     assert looks_at(child, monkeypatch, *range(3600, 3650)) == [False] * 50
 
@@ -90,7 +90,7 @@ def test_a_heartbeat_is_not_missed_while_nobody_listens(tmp_path, monkeypatch):
             assert child.fault() is None and time.monotonic() < deadline
             time.sleep(0.05)
         os.kill(child.pid, signal.SIGSTOP)
-        while kernel.state_of(child.pid) != "T":
+        while kernel.state_of(child.pid) != "stopped":
             time.sleep(0.01)
         assert child.fault() is None  # reads the last beat
         began = time.monotonic()
@@ -111,8 +111,8 @@ def test_one_look_serves_all_who_ask(tmp_path, monkeypatch):
     """Every process is read once, however many owners and threads ask within the time between two looks."""
     children = [SupervisedProcess(f"c{n}", ["sleep", "60"], tmp_path / "log") for n in range(3)]
     read: list[int] = []
-    stat = kernel._stat
-    monkeypatch.setattr(kernel, "_stat", lambda pid: read.append(pid) or stat(pid))
+    state_of = kernel.state_of
+    monkeypatch.setattr(kernel, "state_of", lambda pid: read.append(pid) or state_of(pid))
     try:
         standstill = kernel.Standstill()
         for _ in range(20):

@@ -137,7 +137,7 @@ class RewardPool:
             try:
                 result = await asyncio.wait_for(worker.ask(job), timeout)
             except TimeoutError:
-                if state_of(worker.pid) != "T":  # else it has not worked on it
+                if state_of(worker.pid) != "stopped":  # else it has not worked on it
                     raise RewardError(
                         f"the {rule} reward took more than {timeout:g} s for {what}",
                         where=where,
