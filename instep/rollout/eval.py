@@ -107,12 +107,13 @@ def evaluate(args: HookSettings, rollout_id: int) -> RolloutFnEvalOutput:
     work = [(d, _groups(args, d)) for d in args.eval_datasets]
     if not work:
         raise ConfigError("there is no evaluation set", where="--eval-prompt-data", remedy="give NAME FILE pairs")
-    return runtime.run(_evaluate(args, rollout_id, work), timeout=args.rollout_timeout)
+    return runtime.run(run_sets(args, rollout_id, work), timeout=args.rollout_timeout)
 
 
-async def _evaluate(
+async def run_sets(
     args: HookSettings, rollout_id: int, work: list[tuple[EvalDataset, list[Group]]]
 ) -> RolloutFnEvalOutput:
+    """As `evaluate`, of these groups of each set."""
     shared = new_execution(args, rollout_id, evaluation=True)
     progress = [0, sum(len(groups) for _, groups in work)]
     results = await runtime.gather([_one_set(shared, d, groups, progress) for d, groups in work])

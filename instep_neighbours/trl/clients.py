@@ -23,6 +23,13 @@ class Refused(Exception):
         self.status = status
 
 
+class BadRequest(Refused):
+    """A request that no engine is asked for; the message says what is wrong."""
+
+    def __init__(self, message: str):
+        super().__init__(message, 400)
+
+
 class Connection:
     """The TCP connection that a request came by. A client that has one open lives."""
 
@@ -47,8 +54,7 @@ class Connection:
 def _probe(sock: Any) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _PROBES.items():
-        if hasattr(socket, name):  # Linux has them all
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 @dataclass(eq=False)

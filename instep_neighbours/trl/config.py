@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from instep_neighbours.trl import rewards
-from instep_neighbours.trl.given import Config, error, evaluations, rows_of
+from instep_neighbours.trl.fields import KNOWN, Config, error, evaluations, rows_of
 from instep_neighbours.trl.sizes import Sizes, sizes_of
 
 _SCHEDULES = {
@@ -25,6 +25,13 @@ _SCHEDULES = {
 }
 _OPTIMIZERS = dict.fromkeys(("adamw_torch", "adamw_torch_fused"), "adam") | dict.fromkeys(
     ("adamw_8bit", "adamw_bnb_8bit", "adamw_torch_8bit"), "adamw_8bit"
+)
+# Fields whose first flag takes their value as it is: always, where it is not empty, and where it is given.
+_ALWAYS = "max_completion_length temperature top_p seed learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon"
+_NOT_EMPTY = "shuffle_dataset chat_template_kwargs full_determinism trust_remote_code vllm_enable_sleep_mode"
+_GIVEN = (
+    "output_dir num_completions_to_print vllm_tensor_parallel_size vllm_max_model_length vllm_gpu_memory_utilization "
+    "vllm_model_impl"
 )
 
 
@@ -67,17 +74,22 @@ def as_flags(
     sets = evaluations(eval_dataset)
     if rows and not isinstance(rows[0]["prompt"], str):
         config.put("apply_chat_template", True)
+    _copied(config)
     _rewards(config, reward_funcs)
     _model(config)
     sizes = sizes_of(config, None if rows is None else len(rows))
     _loss(config, sizes)
     _sampling(config)
     _optimizer(config, sizes)
-    if "output_dir" in config.given:
-        config.put("run_dir", config["output_dir"], "output_dir")
     _saving(config, sizes, Path(config.flags.get("run_dir") or f"runs/{command}"))
     _evaluation(config, sizes, bool(sets))
     return Translation(config.flags, rows, sets, config.notes)
+
+
+def _copied(config: Config) -> None:
+    names = [*_ALWAYS.split(), *(name for name in _NOT_EMPTY.split() if config[name])]
+    for name in [*names, *(name for name in _GIVEN.split() if config[name] is not None and name in config.given)]:
+        config.put(KNOWN[name].here.split()[0].removeprefix("--").replace("-", "_"), config[name], name)
 
 
 def _model(config: Config) -> None:
@@ -96,25 +108,12 @@ def _model(config: Config) -> None:
         if config.flags.get("train_backend") in (None, "megatron"):
             config.put("recompute_method", "uniform")
             config.put("recompute_num_layers", 1)
-    if config["trust_remote_code"]:
-        config.put("trust_remote_code", True)
     if config["use_vllm"]:
         config.put("rollout_backend", "vllm", "use_vllm")
     if config["vllm_mode"] not in ("colocate", "server"):
         raise error(f"{config['vllm_mode']!r} is none", "vllm_mode", "give colocate or server")
     if config["vllm_mode"] == "colocate" and gpu:
         config.put("colocate", True, "vllm_mode")
-    if config["vllm_enable_sleep_mode"]:
-        config.put("offload_rollout", True, "vllm_enable_sleep_mode")
-    same = {
-        "vllm_tensor_parallel_size": "rollout_num_gpus_per_engine",
-        "vllm_max_model_length": "vllm_max_model_len",
-        "vllm_gpu_memory_utilization": "vllm_gpu_memory_utilization",
-        "vllm_model_impl": "vllm_model_impl",
-    }
-    for name, flag in same.items():
-        if name in config.given:
-            config.put(flag, config[name], name)
 
 
 def _rewards(config: Config, reward_funcs: Any) -> None:
@@ -232,19 +231,9 @@ def _correction(config: Config) -> None:
 
 
 def _sampling(config: Config) -> None:
-    config.put("rollout_max_response_len", config["max_completion_length"], "max_completion_length")
-    config.put("rollout_temperature", config["temperature"], "temperature")
-    config.put("rollout_top_p", config["top_p"], "top_p")
-    config.put("rollout_top_k", config["top_k"] or -1, "top_k")
-    if config["shuffle_dataset"]:
-        config.put("rollout_shuffle", True, "shuffle_dataset")
-    if config["chat_template_kwargs"]:
-        config.put("apply_chat_template_kwargs", config["chat_template_kwargs"], "chat_template_kwargs")
-    config.put("seed", config["seed"])
     data_seed = config["data_seed"]
+    config.put("rollout_top_k", config["top_k"] or -1, "top_k")
     config.put("rollout_seed", config["seed"] if data_seed is None else data_seed, "data_seed")
-    if config["full_determinism"]:
-        config.put("deterministic_mode", True, "full_determinism")
 
 
 def _optimizer(config: Config, sizes: Sizes) -> None:
@@ -257,16 +246,11 @@ def _optimizer(config: Config, sizes: Sizes) -> None:
     min_lr = more.get("min_lr", more.get("min_lr_rate", 0) * config["learning_rate"])
     if set(more) - {"min_lr", "min_lr_rate"} or (more and kind != "cosine_with_min_lr"):
         raise error(f"{kind} has no {', '.join(more)} here", "lr_scheduler_kwargs", "leave it out")
-    config.put("lr", config["learning_rate"], "learning_rate")
     config.put("lr_decay_style", _SCHEDULES[kind], "lr_scheduler_type")
     config.put("lr_warmup_iters", warmup, "warmup_steps")
     if min_lr:
         config.put("min_lr", min_lr, "lr_scheduler_kwargs")
     config.put("optimizer", _OPTIMIZERS[config["optim"]], "optim")
-    config.put("weight_decay", config["weight_decay"])
-    config.put("adam_beta1", config["adam_beta1"])
-    config.put("adam_beta2", config["adam_beta2"])
-    config.put("adam_eps", config["adam_epsilon"], "adam_epsilon")
     config.put("clip_grad", config["max_grad_norm"] or 0, "max_grad_norm")
 
 
@@ -293,8 +277,6 @@ def _saving(config: Config, sizes: Sizes, folder: Path) -> None:
     for name, flag in (("run_name", "wandb_group"), ("project", "wandb_project")):
         if name in config.given and config.flags.get("use_wandb"):
             config.put(flag, config[name], name)
-    if config["num_completions_to_print"] is not None:
-        config.put("num_logged_samples", config["num_completions_to_print"], "num_completions_to_print")
 
 
 def _evaluation(config: Config, sizes: Sizes, has_sets: bool) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import base64
 import math
+import random
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from instep.engines.wire import FINAL_ONLY
+from instep_neighbours.trl.clients import BadRequest
 
 Body = dict[str, Any]
 TOKEN = "token_id:"  # how vLLM names a token by its id
@@ -41,10 +44,6 @@ _NOT_PASSED_ON = frozenset(
 ANSWER = frozenset("model prompt messages return_token_ids return_tokens_as_token_ids stream echo user".split())
 RENDERING = ("add_generation_prompt", "continue_final_message")
 CHAT = ANSWER | set("tools tool_choice chat_template chat_template_kwargs top_logprobs".split()) | set(RENDERING)
-
-
-class BadRequest(Exception):
-    """A request that no engine is asked for; the message says what is wrong."""
 
 
 @dataclass(frozen=True)
@@ -272,8 +271,10 @@ def chat_asked(body: Body) -> Asked:
     return Asked.of(given)
 
 
-def completion_choice(index: int, prompt: list[int], answer: Body, choice: Body, asked: Asked, name: Any) -> Body:
-    """A choice of /v1/completions; `name` makes the text of a token."""
+def completion_choice(
+    index: int, prompt: list[int], answer: Body, choice: Body, asked: Asked, name: Any, text: str
+) -> Body:
+    """A choice of /v1/completions with its text; `name` makes the text of a token."""
     logprobs = None
     if asked.logprobs is not None:
         tokens = tokens_of(choice, asked.logprobs)
@@ -285,11 +286,11 @@ def completion_choice(index: int, prompt: list[int], answer: Body, choice: Body,
             "top_logprobs": [{name(i): number(lp) for i, lp in token} for token in tokens],
         }
     more = {"prompt_logprobs": answer["prompt_logprobs"]} if answer.get("prompt_logprobs") is not None else {}
-    return _ending(index, choice) | {"logprobs": logprobs, "prompt_token_ids": prompt, **more}
+    return _ending(index, choice) | {"logprobs": logprobs, "prompt_token_ids": prompt, **more, "text": text}
 
 
-def chat_choice(index: int, choice: Body, asked: Asked, name: Any) -> Body:
-    """A choice of /v1/chat/completions."""
+def chat_choice(index: int, choice: Body, asked: Asked, name: Any, text: str) -> Body:
+    """A choice of /v1/chat/completions with its text; `name` makes the text of a token."""
     logprobs = None
     if asked.logprobs is not None:
         content = []
@@ -298,7 +299,17 @@ def chat_choice(index: int, choice: Body, asked: Asked, name: Any) -> Body:
             own = {"token": name(token), "logprob": number(dict(top)[token]), "bytes": None}
             content.append(own | {"top_logprobs": shown})
         logprobs = {"content": content}
-    return _ending(index, choice) | {"logprobs": logprobs}
+    return _ending(index, choice) | {"logprobs": logprobs, "message": {"role": "assistant", "content": text}}
+
+
+def openai_answer(model: str, chat: bool, prompts: Sequence[list[int]], choices: list[Body]) -> Body:
+    """The answer of /v1/completions, or of /v1/chat/completions (`chat`, with one prompt)."""
+    read, made = sum(map(len, prompts)), sum(len(choice["token_ids"]) for choice in choices)
+    kind, name = ("chat.completion", "chatcmpl") if chat else ("text_completion", "cmpl")
+    head = {"id": f"{name}-{random.getrandbits(128):032x}", "object": kind, "created": int(time.time())}
+    usage = {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
+    more = {"prompt_token_ids": prompts[0]} if chat else {}
+    return {**head, "model": model, "choices": choices, "usage": usage, **more}
 
 
 def _ending(index: int, choice: Body) -> Body:

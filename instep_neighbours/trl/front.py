@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import random
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -21,7 +20,7 @@ from aiohttp import web
 
 from instep.data.tokenizer import tokenizer_of
 from instep.engines import keys
-from instep.engines.bodies import AS_THEY_COME
+from instep.engines.bodies import AS_THEY_COME, body_of
 from instep.engines.gate_main import MAX_BODY, forward
 from instep.engines.http import checked_socket, message
 from instep.engines.kind import served_dtype
@@ -32,15 +31,18 @@ from instep_engine.guard import EVERYONE, GENERATION_ROUTES, HOSTS_VARIABLE, Gua
 from instep_neighbours.atropos import bridge
 from instep_neighbours.trl import forms
 from instep_neighbours.trl.access import Access
-from instep_neighbours.trl.bodies import body_of, error_answer, object_of
-from instep_neighbours.trl.clients import Connection, Refused
-from instep_neighbours.trl.forms import Asked, BadRequest, Body
+from instep_neighbours.trl.clients import BadRequest, Connection, Refused
+from instep_neighbours.trl.forms import Asked, Body
 from instep_neighbours.trl.texts import IMAGES, Texts, template_options
 from instep_neighbours.trl.updates import Updates
 
 if TYPE_CHECKING:
     from instep.arguments.args import Args
 
+REFUSED = {
+    "/v1/chat/completions/render": IMAGES,
+    "/v1/load_lora_adapter": "adapters by name are not served here: let the trainer merge them, and send whole weights",
+}
 LOOK_SECONDS = 0.2
 START_SECONDS = 60.0  # to find the host's name and to listen there
 RETRY_SECONDS = 60.0  # a prompt whose engine has died goes to another one, or waits for it to come back
@@ -87,10 +89,10 @@ class Front:
             "GET /health": self._health,
             "GET /get_world_size": self._world_size_if_free,
             "GET /server_info": self._server_info,
-            "POST /v1/completions": self._completions,
-            "POST /v1/chat/completions": self._chat_completions,
-            "POST /v1/chat/completions/render": self._render,
-            "POST /v1/load_lora_adapter": self._adapters,
+            "POST /v1/completions": self._openai,
+            "POST /v1/chat/completions": self._openai,
+            "POST /v1/chat/completions/render": self._refused,
+            "POST /v1/load_lora_adapter": self._refused,
             "POST /init_weight_transfer_engine": self._init,
             "POST /start_weight_update": self._start,
             "POST /update_weights": self._update,
@@ -98,6 +100,8 @@ class Front:
             "POST /reset_prefix_cache": self._reset,
             "POST /pause": self._pause,
             "POST /resume": self._resume,
+            "POST /bridge/pause": self._pause,  # Atropos'
+            "POST /bridge/resume": self._resume,
             "GET /is_paused": self._is_paused,
             "GET /weight_info": self._weight_info,
         }
@@ -163,10 +167,8 @@ class Front:
                 return await self._pass_on(http)
             if handler is None:
                 raise Refused(f"there is no {http.method} {http.path} here", 404)
-            answer = await handler(http, await body_of(http))
+            answer = await handler(http, object_of(await body_of(http, MAX_BODY)))
             return answer if isinstance(answer, web.StreamResponse) else web.json_response(answer)
-        except BadRequest as error:
-            return error_answer(400, str(error))
         except Refused as error:
             return error_answer(error.status, str(error))
         except InstepError as error:
@@ -197,7 +199,7 @@ class Front:
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._ask_one(payload)) for payload in payloads]
-        except* (Refused, BadRequest) as several:
+        except* Refused as several:
             raise several.exceptions[0] from None
         return [task.result() for task in tasks]
 
@@ -299,48 +301,33 @@ class Front:
         }
         return {"vllm_config": config}
 
-    async def _completions(self, http: web.Request, body: Body) -> Any:
+    async def _openai(self, http: web.Request, body: Body) -> Any:
         if not forms.is_translated(body):
             self._check_whole(now=True)
             return await self._pass_on(http)
-        asked, name = forms.completion_asked(body), self._texts.namer(body)
-        prompts = await self._texts.ids(forms.completion_prompts(body))
+        chat, name = http.path == "/v1/chat/completions", self._texts.namer(body)
+        if chat:
+            asked, options = forms.chat_asked(body), template_options(body)
+            prompts = await asyncio.to_thread(self._texts.render, [body.get("messages")], options)
+        else:
+            asked = forms.completion_asked(body)
+            prompts = await self._texts.ids(forms.completion_prompts(body))
         answers = await self._ask([asked.payload(self._model, ids) for ids in prompts])
-        choices: list[Body] = []
+        made: list[Body] = []
         for prompt, answer in zip(prompts, answers, strict=True):
             for choice in answer["choices"]:
-                made = forms.completion_choice(len(choices), prompt, answer, choice, asked, name)
-                choices.append(made | {"text": self._texts.of(choice, body)})
-        return self._openai("text_completion", "cmpl", choices, prompts)
+                text = self._texts.of(choice, body)
+                if chat:
+                    made.append(forms.chat_choice(len(made), choice, asked, name, text))
+                else:
+                    made.append(forms.completion_choice(len(made), prompt, answer, choice, asked, name, text))
+        return forms.openai_answer(self._model, chat, prompts, made)
 
-    async def _chat_completions(self, http: web.Request, body: Body) -> Any:
-        if not forms.is_translated(body):
-            self._check_whole(now=True)
-            return await self._pass_on(http)
-        asked, name = forms.chat_asked(body), self._texts.namer(body)
-        options = template_options(body)
-        (prompt,) = await asyncio.to_thread(self._texts.render, [body.get("messages")], options)
-        (answer,) = await self._ask([asked.payload(self._model, prompt)])
-        choices = []
-        for i, choice in enumerate(answer["choices"]):
-            said = {"role": "assistant", "content": self._texts.of(choice, body)}
-            choices.append(forms.chat_choice(i, choice, asked, name) | {"message": said})
-        return self._openai("chat.completion", "chatcmpl", choices, [prompt]) | {"prompt_token_ids": prompt}
-
-    async def _render(self, http: web.Request, body: Body) -> Body:
-        raise BadRequest(IMAGES)
-
-    async def _adapters(self, http: web.Request, body: Body) -> Body:
-        raise BadRequest("adapters by name are not served here: let the trainer merge them, and send whole weights")
-
-    def _openai(self, kind: str, name: str, choices: list[Body], prompts: list[list[int]]) -> Body:
-        read, made = sum(map(len, prompts)), sum(len(choice["token_ids"]) for choice in choices)
-        usage = {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
-        head = {"id": f"{name}-{random.getrandbits(128):032x}", "object": kind, "created": int(time.time())}
-        return {**head, "model": self._model, "choices": choices, "usage": usage}
+    async def _refused(self, http: web.Request, body: Body) -> Body:
+        raise BadRequest(REFUSED[http.path])
 
     async def _init(self, http: web.Request, body: Body) -> Body:
-        await self._updates.init(Connection(http.transport), object_of(body, "init_info"))
+        await self._updates.init(Connection(http.transport), part_of(body, "init_info"))
         return {"message": "Weight transfer initialized"}
 
     async def _start(self, http: web.Request, body: Body) -> Body:
@@ -350,7 +337,7 @@ class Front:
         return {"message": "Weight update started"}
 
     async def _update(self, http: web.Request, body: Body) -> Body:
-        await self._updates.update(Connection(http.transport), object_of(body, "update_info"))
+        await self._updates.update(Connection(http.transport), part_of(body, "update_info"))
         return {"message": "Weights updated"}
 
     async def _finish(self, http: web.Request, body: Body) -> Body:
@@ -361,7 +348,8 @@ class Front:
         return {"success": await self._updates.reset(Connection(http.transport))}
 
     async def _pause(self, http: web.Request, body: Body) -> Body:
-        if (mode := http.query.get("mode", "abort")) not in ("abort", "wait", "keep"):
+        default = "keep" if http.path == "/bridge/pause" else "abort"
+        if (mode := body.get("mode", http.query.get("mode", default))) not in ("abort", "wait", "keep"):
             raise BadRequest(f"mode={mode!r}: abort, wait or keep")
         await self._updates.pause(mode)
         return {"status": "paused"}
@@ -375,3 +363,26 @@ class Front:
 
     async def _weight_info(self, http: web.Request, body: Body) -> Body:
         return {"weight_version": str(self._updates.delivery.version)}
+
+
+def object_of(raw: bytes) -> Body:
+    """The JSON object of a body, which may be empty. Raises BadRequest."""
+    try:
+        body = json.loads(raw or b"{}")
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"the body is no JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise BadRequest("the body is no JSON object")
+    return body
+
+
+def part_of(body: Body, name: str) -> Body:
+    if not isinstance(value := body.get(name), dict):
+        raise BadRequest(f"{name} must be an object")
+    return value
+
+
+def error_answer(status: int, text: str) -> web.Response:
+    reason = "".join(c if " " <= c <= "~" else " " for c in text)  # what requests' raise_for_status shows
+    body = {"error": {"message": text, "type": "instep", "code": status}}
+    return web.json_response(body, status=status, reason=reason[:1000])

@@ -8,6 +8,7 @@ workers the engines have, so that it can be ended when a trainer dies in the mid
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import os
 import pickle
@@ -16,7 +17,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,6 @@ from instep.cluster.worker_main import answer, leave
 from instep.errors import SyncError
 from instep_engine.gloo import make_devices, shut
 from instep_engine.manifest import digest, tensor_bytes
-from instep_neighbours.trl.tensors import Announced, dtype_of
 
 PACKED_BYTES = 1 << 30  # vLLM's `packed_buffer_size_bytes`
 GLOO = "instep-gloo"  # prefix of the keys of gloo's own rendezvous in the store
@@ -55,14 +55,56 @@ class Meeting:
         return 1 - self.rank
 
 
-class Group(Protocol):
-    device: torch.device
+class WrongTensor(Exception):
+    """A trainer announced a tensor that does not belong into this update; the message says what to do."""
 
-    def broadcast(self, buffer: torch.Tensor) -> None:
-        """Fill `buffer`, uint8 and contiguous, with what the trainer broadcasts."""
 
-    def barrier(self) -> None:
-        """Wait for the trainer at vLLM's barrier on the store."""
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor lies in a slot, and as what the engines take it. `path` is set for one slot (`Slot.placed`).
+
+    `first` is its first element in the tensor that a trainer sends, which may hold several.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    number: int  # of the slot's file
+    offset: int
+    path: str = ""
+    first: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * dtype_of(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class Announced:
+    """A tensor as the trainer announces it.
+
+    Attributes:
+        served: the dtype that the engines have it in.
+        places: where its parts go; none: it is received and looked at, but not kept.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    served: str
+    places: tuple[Place, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * dtype_of(self.dtype).itemsize
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """A dtype from "bfloat16" or "torch.bfloat16". Raises WrongTensor for what is none."""
+    dtype = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise WrongTensor(f"{name!r} is no dtype of torch")
+    return dtype
 
 
 class Receiver:
@@ -70,7 +112,7 @@ class Receiver:
 
     def __init__(self) -> None:
         self._store: dist.Store | None = None
-        self._group: Group | None = None
+        self._group: _NcclGroup | _GlooGroup | None = None
         self._files: dict[str, torch.Tensor] = {}
 
     def join(self, meeting: Meeting) -> None:
@@ -205,6 +247,7 @@ class _GlooGroup:
         return key
 
     def broadcast(self, buffer: torch.Tensor) -> None:
+        """Fill `buffer`, uint8 and contiguous, with what the trainer broadcasts."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = self._meeting.trainer, 0
         self._group.broadcast([buffer], options).wait()

@@ -23,7 +23,7 @@ from instep.serve import describe, serve
 from instep.system.scratch import memory_scratch
 from instep_engine.guard import EVERYONE
 from instep_engine.place import SYNC
-from instep_neighbours.trl.command_line import COMMAND, HELP, LEVELS, Serving, read
+from instep_neighbours.trl.command_line import COMMAND, LEVELS, Serving, help_text, read
 
 if TYPE_CHECKING:
     from instep.arguments.args import Args
@@ -39,7 +39,7 @@ NOT_PROVEN = (
 def main(words: Sequence[str]) -> None:
     """The command `instep vllm-serve`."""
     if "-h" in words or "--help" in words:
-        print(HELP)
+        print(help_text())
     else:
         vllm_serve(words)
 
@@ -136,23 +136,24 @@ class Port:
             model = policy_model(served_models(self._args)).name
             at = {model: (self._serving.host, int(self._args.port or 0))}
             return describe(self._args, self._fleet, self._logs, at, rows)
+        args, address = self._args, f"{self._serving.host}:{self._args.port}"
+        who = "anybody on this host" if self._serving.on_loopback else "ANYBODY who reaches this address"
+        key = f"none: {who} may ask for texts and send weights"
+        if self._access.key:
+            key = f"{args.api_key_file or f'that of {keys.KEY_VARIABLE}'}; clients name http://user:KEY@{address}"
+        about = {
+            "model": str(args.hf_checkpoint),
+            "engines": f"{len(self._fleet.engines)} {args.rollout_backend} on {args.device}, {served_dtype(args)}",
+            "address": f"http://{address}",
+            "key": key,
+            "weights": f"by {'NCCL' if args.device == 'cuda' else 'gloo'}; {NOT_PROVEN}",
+            "logs": str(self._logs),
+        }
         table = Table(title=COMMAND, show_header=False)
         table.add_column(style="bold")
         table.add_column(overflow="fold")
-        args, host = self._args, self._serving.host
-        table.add_row("model", str(args.hf_checkpoint))
-        table.add_row(
-            "engines", f"{len(self._fleet.engines)} {args.rollout_backend} on {args.device}, {served_dtype(args)}"
-        )
-        table.add_row("address", f"http://{host}:{args.port}")
-        who = "anybody on this host" if self._serving.on_loopback else "ANYBODY who reaches this address"
-        open_to = f"none: {who} may ask for texts and send weights"
-        given = args.api_key_file or f"that of {keys.KEY_VARIABLE}"
-        table.add_row(
-            "key", f"{given}; clients name http://user:KEY@{host}:{args.port}" if self._access.key else open_to
-        )
-        table.add_row("weights", f"by {'NCCL' if args.device == 'cuda' else 'gloo'}; {NOT_PROVEN}")
-        table.add_row("logs", str(self._logs))
+        for row in about.items():
+            table.add_row(*row)
         return table, "Ctrl-C ends it."
 
     def check(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from instep_neighbours.trl.given import Config, error
+from instep_neighbours.trl.fields import Config, error
 
 
 @dataclass(frozen=True)

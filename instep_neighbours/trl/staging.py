@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,8 @@ from instep.errors import SyncError
 from instep.models.checkpoint_names import CheckpointNames, Group, named_weights
 from instep.weights.way import Order
 from instep_engine.manifest import BucketManifest, TensorRecord, dtype_name
-from instep_neighbours.trl.tensors import Announced, Place, WrongTensor, dtype_of
+from instep_neighbours.trl.clients import BadRequest, Refused
+from instep_neighbours.trl.receiver import PACKED_BYTES, Announced, Place, WrongTensor, dtype_of
 
 ALIGNMENT = 64  # bytes
 
@@ -180,6 +181,40 @@ class Incoming:
         self.announced |= keys
         return Announced(name, dtype, tuple(shape), place.dtype, places)
 
+    def announce_all(self, infos: Iterable[tuple[Any, Any, Any]]) -> tuple[list[Announced], str]:
+        """What comes, and what is wrong about the first tensor that does not belong here.
+
+        Args:
+            infos: name, dtype and shape of each, as a trainer has sent them.
+
+        Raises:
+            Refused: one is none, or of an unknown dtype, so that nobody knows how many bytes come.
+        """
+        what, wrong = [], ""
+        for name, dtype, shape in infos:
+            numbers = isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape)
+            if not isinstance(name, str) or not isinstance(dtype, str) or not numbers:
+                raise BadRequest(f"{name!r}, {dtype!r}, {shape!r}: a name, a dtype and a shape are expected")
+            try:
+                dtype_of(dtype)
+            except WrongTensor as error:
+                raise BadRequest(str(error)) from error
+            try:
+                what.append(self.announce(name, dtype, tuple(shape)))
+            except WrongTensor as error:
+                wrong = wrong or str(error)
+                what.append(Announced(name, dtype, tuple(shape), dtype))
+        return what, wrong
+
+    def check_whole(self) -> None:
+        """Raise Refused if a weight is missing."""
+        if missing := self.missing:
+            raise Refused(
+                f"{len(missing)} of {len(self.layout.places)} weights did not come: {', '.join(missing[:3])}"
+                f"{', ...' if len(missing) > 3 else ''}. An update brings all of them (a trainer of adapters merges "
+                "them first); this one is dropped, and the engines keep their weights"
+            )
+
     @property
     def missing(self) -> list[str]:
         return [name for name in self.layout.places if name not in self.announced]
@@ -234,3 +269,11 @@ class StagedWeights:
             names = (p.name for p in self.slot.layout.places.values() if p.number == number)
             records = tuple(self.records[name] for name in names)
             on_event(BucketManifest(str(path), order.version, order.nonce, records))
+
+
+def packed_bytes_of(info: dict[str, Any]) -> int | None:
+    """How the tensors come, by `packed` and `packed_buffer_size_bytes` of an info; None: one by one. Raises Refused."""
+    size = info.get("packed_buffer_size_bytes", PACKED_BYTES)
+    if type(size) is not int or size < 1:
+        raise BadRequest("packed_buffer_size_bytes must be a whole number above 0")
+    return size if info.get("packed", False) else None

@@ -8,7 +8,8 @@ from typing import Any
 
 from instep.data.template import apply_template
 from instep.engines.stops import find_stop
-from instep_neighbours.trl.forms import RENDERING, TOKEN, BadRequest, Body
+from instep_neighbours.trl.clients import BadRequest
+from instep_neighbours.trl.forms import RENDERING, TOKEN, Body
 
 IMAGES = "images are not taken here: this server is for models of text"
 _OURS = frozenset("tokenize return_tensors return_dict chat_template conversation padding truncation".split())

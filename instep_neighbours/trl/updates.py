@@ -19,12 +19,10 @@ from instep.cluster.local import WorkerGroup
 from instep.errors import EngineError, InstepError, SyncError, WorkerError
 from instep.rollout import admission
 from instep.system.gpus import visible_gpus
-from instep_neighbours.trl.clients import Client, Connection, Refused
+from instep_neighbours.trl.clients import BadRequest, Client, Connection, Refused
 from instep_neighbours.trl.delivery import Delivery
-from instep_neighbours.trl.infos import announced_of, check_whole, packed_bytes_of
-from instep_neighbours.trl.receiver import Meeting
-from instep_neighbours.trl.staging import Incoming, Layout
-from instep_neighbours.trl.tensors import Announced, WrongTensor
+from instep_neighbours.trl.receiver import Announced, Meeting, WrongTensor
+from instep_neighbours.trl.staging import Incoming, Layout, packed_bytes_of
 
 if TYPE_CHECKING:
     from instep.arguments.args import Args
@@ -76,7 +74,8 @@ class Updates:
         """Let the trainer of TRL <= 1.10 join, as rank 1 of a store of ours; returns at once. Raises Refused."""
         if world_size != 2:
             raise Refused(f"world_size is {world_size}: this server is one rank, so that it is 2 (/get_world_size/)")
-        if self._args.device == "cuda" and device_uuid and any(device_uuid in uuid for uuid in self._gpu_uuids()):
+        gpus = visible_gpus()[: self._args.rollout_num_gpus] if self._args.device == "cuda" and device_uuid else ()
+        if any(device_uuid in gpu.uuid for gpu in gpus):
             raise Refused(
                 f"the trainer's GPU {device_uuid} is one of the server's: give each GPUs of its own with "
                 "CUDA_VISIBLE_DEVICES"
@@ -89,7 +88,7 @@ class Updates:
         """Join the group of the trainer of TRL >= 1.11, which is rank 0. Raises Refused."""
         host, port = info.get("master_address"), info.get("master_port")
         if not isinstance(host, str) or type(port) is not int:
-            raise Refused("init_info needs master_address and master_port", 400)
+            raise BadRequest("init_info needs master_address and master_port")
         if (size := info.get("world_size")) != 2 or info.get("rank_offset") != 1:
             raise Refused(f"world_size is {size}: this server is one rank, 1 of 2 (/get_world_size answers 1)")
         packed_bytes = packed_bytes_of(info)
@@ -171,9 +170,6 @@ class Updates:
             fault, last.fault = last.fault, ""
             raise Refused(fault)
 
-    def _gpu_uuids(self) -> list[str]:
-        return [gpu.uuid for gpu in visible_gpus()[: self._args.rollout_num_gpus]]
-
     async def _settled(self) -> None:
         """Wait until the thread has done all that it was given."""
         await asyncio.wrap_future(self._thread.submit(lambda: None))
@@ -208,9 +204,9 @@ class Updates:
             raise Refused("no update was started: POST /start_weight_update first")
         incoming, lists = self._incoming, [info.get(key) for key in ("names", "dtype_names", "shapes")]
         if not all(isinstance(each, list) and len(each) == len(lists[0] or ()) for each in lists):
-            raise Refused("update_info needs names, dtype_names and shapes, of one length", 400)
+            raise BadRequest("update_info needs names, dtype_names and shapes, of one length")
         packed_bytes = packed_bytes_of(info) if "packed" in info else client.packed_bytes
-        what, wrong = announced_of(incoming, zip(*cast(list[list[Any]], lists), strict=True))
+        what, wrong = incoming.announce_all(zip(*cast(list[list[Any]], lists), strict=True))
         # The trainer is broadcasting already: it gets rid of all that it has announced before it hears of a mistake.
         await self._do(client, lambda: self._receive(client, incoming, what, packed_bytes))
         if wrong:
@@ -223,7 +219,7 @@ class Updates:
         incoming, self._incoming = self._incoming, None
         if incoming is None:
             raise Refused("no update was started: POST /start_weight_update first")
-        check_whole(incoming)
+        incoming.check_whole()
         admission.close()
         await self._do(client, lambda: self._bring(client, incoming))
 
@@ -241,7 +237,7 @@ class Updates:
             await self._settled()
             if self._client is client and self._incoming is not None and self._incoming.begun:
                 incoming, self._incoming = self._incoming, None
-                check_whole(incoming)
+                incoming.check_whole()
         self._tell_fault(connection)
         try:
             return await asyncio.to_thread(self._reset_caches)

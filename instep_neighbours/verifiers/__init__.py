@@ -5,7 +5,6 @@ engines, which its own client asks for tokens; its traces come back with the ids
 engine gave them, and become samples. Nothing is tokenized again.
 """
 
-from instep_neighbours.verifiers.rollout import generate, generate_rollout
-from instep_neighbours.verifiers.tasks import Tasks
+from instep_neighbours.verifiers.rollout import Tasks, generate, generate_rollout
 
 __all__ = ["Tasks", "generate", "generate_rollout"]

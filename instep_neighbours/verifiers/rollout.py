@@ -1,4 +1,4 @@
-"""Rollouts and evaluations in an environment of verifiers."""
+"""The tasks of an environment of verifiers, rollouts and evaluations in it."""
 
 from __future__ import annotations
 
@@ -7,21 +7,25 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from instep.arguments.evaluation import eval_defaults
 from instep.data.dataset import load_dataset
+from instep.data.formats import EvalDataset
+from instep.data.mixture import Mixture
 from instep.data.rows import RowFormat
+from instep.data.source import RolloutDataSourceWithBuffer
 from instep.errors import RolloutError
 from instep.rollout import runtime
 from instep.rollout.client import abort_all, get_model_url, to_vllm, wire_of
-from instep.rollout.execute import longest_response, new_execution, run_group
+from instep.rollout.eval import run_sets
 from instep.rollout.http import headers_for
 from instep.rollout.tokens import tokenizer_of
 from instep.rollout.vllm_rollout import GroupRollout
-from instep.types import Group, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, Status, name_of, reward_of
+from instep.types import RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, name_of
 from instep_neighbours.verifiers.servers import environment_of
 from instep_neighbours.verifiers.traces import CutError, samples_of
 
 if TYPE_CHECKING:
-    from instep.arguments.settings import HookSettings
+    from instep.arguments.settings import HookSettings, Settings
 
 MAX_CUT = 3  # episodes of a sample whose requests somebody has ended
 _PARAMETERS = ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "stop")
@@ -81,6 +85,21 @@ def client_config(args: HookSettings) -> dict[str, Any]:
     }
 
 
+class Tasks(RolloutDataSourceWithBuffer):
+    """Groups of samples whose `metadata["task"]` is what verifiers calls the task's data.
+
+    A checkpoint goes on with the task that is next; it refuses a taskset that has changed.
+
+    Raises:
+        ConfigError: the environment does not start.
+    """
+
+    def read(self, args: Settings, tokenizer: Any) -> Mixture:
+        environment = environment_of(args)  # type: ignore[arg-type]  # a data source gets what hooks get
+        dataset = load_dataset(str(environment.tasks()), RowFormat(), cache_path=str(environment.folder))
+        return Mixture([dataset], None, args.rollout_seed if args.rollout_shuffle else None)
+
+
 class EpisodeRollout(GroupRollout):
     """A training rollout of episodes, which can be cancelled, but not continued."""
 
@@ -116,46 +135,18 @@ def metrics_of(samples: Iterable[Sample]) -> dict[str, float]:
 
 
 def _evaluate(args: HookSettings, rollout_id: int) -> RolloutFnEvalOutput:
-    environment = environment_of(args, evaluation=True)
-    rows = load_dataset(str(environment.tasks()), RowFormat(), cache_path=str(environment.folder))
-    n = args.n_samples_per_eval_prompt
+    environment, name, n = environment_of(args, evaluation=True), str(args.env), args.n_samples_per_eval_prompt
+    dataset = EvalDataset(name, str(environment.tasks()), **eval_defaults(args))
+    rows, n = (
+        load_dataset(dataset.path, RowFormat(), cache_path=str(environment.folder)),
+        args.n_samples_per_eval_prompt,
+    )
     groups = [
         [Sample(group_index=row, index=row * n + i, prompt=r.prompt, metadata=dict(r.metadata)) for i in range(n)]
         for row, r in enumerate(rows)
     ]
-    return runtime.run(_run_sets(args, rollout_id, groups), timeout=args.rollout_timeout)
-
-
-async def _run_sets(args: HookSettings, rollout_id: int, groups: list[Group]) -> RolloutFnEvalOutput:
-    execution = new_execution(args, rollout_id, evaluation=True)
-    params, done = _eval_params(args), 0
-
-    async def one(group: Group) -> Group:
-        nonlocal done
-        out = await run_group(execution, group, dict(params))
-        done += 1
-        runtime.report_progress(done, len(groups), evaluation=args.env)
-        return out
-
-    samples = [s for group in await runtime.gather([one(g) for g in groups]) for s in group]
-    first = [s for s in samples if s.metadata["env"]["first_of_trace"]]  # a reward for each trace
-    result = {
-        "rewards": [reward_of(s) for s in first],
-        "truncated": [s.status is Status.TRUNCATED for s in first],
-        "samples": first,
-    }
-    metrics = {name.replace("rollout/env/", f"eval/{args.env}/"): v for name, v in metrics_of(samples).items()}
-    return RolloutFnEvalOutput({str(args.env): result}, metrics)
-
-
-def _eval_params(args: HookSettings) -> dict[str, Any]:
-    """The sampling parameters of an evaluation, under slime's names: those of training where there are none."""
-
-    def either(name: str) -> Any:
-        value = getattr(args, f"eval_{name}")
-        return getattr(args, f"rollout_{name}") if value is None else value
-
-    params = {name: either(name) for name in ("temperature", "top_p", "top_k")}
-    params |= {"max_new_tokens": either("max_response_len") or longest_response(args), "stop": args.rollout_stop}
-    params["min_new_tokens"] = args.eval_min_new_tokens
-    return {name: value for name, value in params.items() if value is not None}
+    output = runtime.run(run_sets(args, rollout_id, [(dataset, groups)]), timeout=args.rollout_timeout)
+    found = output.data[name]
+    first = [i for i, s in enumerate(found["samples"]) if s.metadata["env"]["first_of_trace"]]  # one for each trace
+    metrics = {k.replace("rollout/env/", f"eval/{name}/"): v for k, v in metrics_of(found["samples"]).items()}
+    return RolloutFnEvalOutput({name: {key: [values[i] for i in first] for key, values in found.items()}}, metrics)

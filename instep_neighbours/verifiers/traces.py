@@ -40,7 +40,7 @@ def samples_of(
         CutError: a turn was cut off.
         RolloutError, RewardError: the episode has failed, has no reward, or its tokens and log-probs do not fit.
     """
-    where = f"task {_task_index(issued)}, {name_of(issued)}"
+    where = f"task {(issued.metadata.get('task') or {}).get('idx')}, {name_of(issued)}"
     _check_ended(episode, where)
     samples = []
     for trace in episode["traces"]:
@@ -175,7 +175,3 @@ def _said(error: dict[str, Any]) -> str:
     """The type of an error, and its first line."""
     lines = str(error.get("message", "")).strip().splitlines() or [""]
     return f"{error['type']}: {lines[0]}"
-
-
-def _task_index(sample: Sample) -> Any:
-    return (sample.metadata.get("task") or {}).get("idx")

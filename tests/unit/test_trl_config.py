@@ -21,8 +21,7 @@ from instep.types import Sample, Status
 from instep_neighbours.settings import TRL
 from instep_neighbours.trl import rewards
 from instep_neighbours.trl.config import as_flags
-from instep_neighbours.trl.fields import FIELDS, TRAINER
-from instep_neighbours.trl.given import KNOWN, Config
+from instep_neighbours.trl.fields import FIELDS, KNOWN, TRAINER, Config
 from scripts.docs.grpo_config import markdown
 from tests.assets import make_checkpoint
 

@@ -12,8 +12,7 @@ from transformers import AutoTokenizer
 
 from instep.system.ports import free_port
 from instep_neighbours.trl import forms
-from instep_neighbours.trl.clients import Connection
-from instep_neighbours.trl.forms import BadRequest
+from instep_neighbours.trl.clients import BadRequest, Connection
 from instep_neighbours.trl.receiver import Meeting, _store, careful_group
 from instep_neighbours.trl.texts import Texts, template_options
 from tests.assets import make_checkpoint

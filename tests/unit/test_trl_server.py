@@ -19,12 +19,12 @@ from instep.models.checkpoint_names import named_weights
 from instep_engine.manifest import digest
 from instep_neighbours.trl import forms
 from instep_neighbours.trl.access import Access, sends
-from instep_neighbours.trl.command_line import _FLAGS, HELP, read
-from instep_neighbours.trl.forms import Asked, BadRequest, Scoring
-from instep_neighbours.trl.receiver import Receiver, cuts
+from instep_neighbours.trl.clients import BadRequest
+from instep_neighbours.trl.command_line import FLAGS, help_text, read
+from instep_neighbours.trl.forms import Asked, Scoring
+from instep_neighbours.trl.receiver import Announced, Receiver, WrongTensor, cuts
 from instep_neighbours.trl.serve import _layout, vllm_serve
 from instep_neighbours.trl.staging import Incoming, Layout, Slot
-from instep_neighbours.trl.tensors import Announced, WrongTensor
 from tests.assets import make_checkpoint
 from tests.families import make_family
 
@@ -138,8 +138,8 @@ def test_another_host_is_open_only_when_that_is_said():
 
 
 def test_the_help_has_every_flag():
-    text = HELP.replace("-", "_")
-    assert all(f"__{name} " in text for name in _FLAGS), HELP
+    text = help_text().replace("-", "_")
+    assert all(f"__{name} " in text for name in FLAGS), text
 
 
 def test_a_key_comes_as_a_bearers_or_as_a_password():

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import copy
+import json
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from instep.arguments.parse import parse
 from instep.errors import RewardError, RolloutError
+from instep.rollout import runtime
 from instep.types import Sample, Status
+from instep_neighbours.verifiers import rollout
 from instep_neighbours.verifiers.client import Assembly
 from instep_neighbours.verifiers.rollout import metrics_of
 from instep_neighbours.verifiers.servers import settings_of
 from instep_neighbours.verifiers.traces import CutError, paths, samples_of
+from tests.assets import make_checkpoint
 
 
 def node(parent: int | None, ids: list[int], sampled: int = 0, **more: Any) -> dict[str, Any]:
@@ -70,6 +77,37 @@ def test_branches_are_siblings_that_train_each_token_once() -> None:
         "rollout/env/rewards/short": 1.0,
         "rollout/env/metrics/steps": 3.0,
     }
+
+
+def test_an_evaluation_has_a_reward_for_each_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+
+    async def run(request: dict[str, Any]) -> dict[str, Any]:
+        asked.append(request)
+        return {"ok": True, "errors": [], "traces": [trace([*TURNS, node(1, [10]), node(4, [11, 12], sampled=2)])]}
+
+    rows = [{"input": f"task {i}", "metadata": {"task": {"idx": i}}} for i in range(3)]
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    environment = SimpleNamespace(tasks=lambda: tmp_path / "tasks.jsonl", folder=tmp_path, run=run)
+    monkeypatch.setattr(rollout, "environment_of", lambda args, evaluation=False: environment)
+    words = (
+        f"--hf-checkpoint {make_checkpoint(tmp_path / 'hf', layers=1)} --env vowels --env-eval-args {{}} --eval-top-p 1"
+    )
+    words += (
+        " --num-rollout 1 --rollout-batch-size 1 --eval-interval 1 --n-samples-per-eval-prompt 2 --eval-temperature 0.5"
+    )
+    words += f" --actor-num-gpus-per-node 1 --rollout-max-response-len 12 --run-dir {tmp_path / 'run'}"
+    engines = {"vllm_router_ip": "127.0.0.1", "vllm_router_port": 1, "rollout_engine_urls": []}
+    args = parse(words.split()).view({**engines, "rollout_engine_kind": "vllm"})
+    try:
+        output = rollout.generate_rollout(args, 0, None, evaluation=True)
+    finally:
+        runtime.shutdown()
+    found = output.data["vowels"]
+    assert found["rewards"] == [1.25] * 6 and found["truncated"] == [False] * 6
+    assert [s.metadata["task"]["idx"] for s in found["samples"]] == [0, 0, 1, 1, 2, 2]
+    assert output.metrics["eval/vowels/num_turns"] == 3.0 and output.metrics["eval/vowels/metrics/steps"] == 3.0
+    assert len(asked) == 6 and asked[0]["sampling"]["temperature"] == 0.5 and asked[0]["sampling"]["max_tokens"] == 12
 
 
 def test_texts_without_new_sampled_tokens_and_other_agents_are_left_out() -> None:
