@@ -186,15 +186,15 @@ class Sample:
     their own, and come to the host at once."""
 
     def __init__(self, slices: Mapping[str, Sequence[Slice]]):
-        few = [(name, few(part.view)) for name, parts in slices.items() for part in parts]
+        chosen = [(name, few(part.view)) for name, parts in slices.items() for part in parts]
         self._places: dict[str, list[slice]] = {}  # of the bytes of a name
         end = 0
-        for name, view in few:
+        for name, view in chosen:
             end = -(-end // 8) * 8  # a tensor of any dtype may begin there
             self._places.setdefault(name, []).append(slice(end, end := end + view.nbytes))
-        self._bytes = torch.zeros(end, dtype=torch.uint8, device=few[0][1].device)
+        self._bytes = torch.zeros(end, dtype=torch.uint8, device=chosen[0][1].device)
         places = [place for parts in self._places.values() for place in parts]
-        self._views = [view for _, view in few]
+        self._views = [view for _, view in chosen]
         self._copies = [
             self._bytes[place].view(view.dtype).view(view.shape)
             for place, view in zip(places, self._views, strict=True)
