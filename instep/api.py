@@ -128,7 +128,12 @@ class Run:
         if not (reward_funcs is train_dataset is eval_dataset is args is None):
             from instep.neighbours import added
 
-            (as_flags,) = added("call")
+            if not (calls := added("call")):
+                what = (
+                    "reward_funcs and train_dataset are TRL's words, and the package that knows them is not installed"
+                )
+                raise ConfigError(what, where="instep", remedy="install this instep (pip install -e .)")
+            as_flags = calls[0]
             _refuse_both(command, prompts, reward, reward_funcs, train_dataset)
             flags, rows, evaluations, notes = as_flags(command, args, reward_funcs, train_dataset, eval_dataset, flags)
             prompts = prompts if rows is None else rows

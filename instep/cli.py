@@ -92,6 +92,9 @@ def guarded(work: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is ended; a second Ctrl-C changes nothing
+        # CPython notes an interrupt that leaves an `exec` (making a dataclass has one), and `python -m` then ends
+        # by SIGINT, although we have caught it. The next `exec` clears the note.
+        exec("")
         print("interrupted", file=sys.stderr)
         return 130
 

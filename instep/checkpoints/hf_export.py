@@ -239,7 +239,7 @@ def new_export(dst: Path, kind: Kind = "export") -> Iterator[Path]:
     dst = Path(os.path.realpath(dst))
     try:
         dst.parent.mkdir(parents=True, exist_ok=True)
-        with Scratch("instep-export-", dst.parent) as scratch:
+        with Scratch(".instep-export-", dst.parent) as scratch:
             new = scratch / "new"
             new.mkdir()
             yield new

@@ -20,6 +20,7 @@ import torch
 from instep.algorithms.catalog import algorithm_of
 from instep.controller.role import Metrics, RoleTrainer
 from instep.errors import ConfigError, RolloutError
+from instep.neighbours import is_own
 from instep.types import Sample, Schedule, TokenBatch
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def why_not(args: Settings, samples_multiple: int = 1) -> str:
         or (args.use_opd and args.opd_type != "model"),
         "a loss of the user's": args.loss_type != "policy_loss",
         "a hook sees all samples": any(getattr(args, name) for name in OF_ALL),
-        "a rollout function of the user's": not args.rollout_function_path.startswith("instep."),
+        "a rollout function of the user's": not is_own(args.rollout_function_path),
         "losses and biases of routers are of all tokens of the step": args.moe_aux_loss_coeff
         or args.moe_z_loss_coeff
         or args.moe_router_bias_update_rate

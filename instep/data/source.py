@@ -17,6 +17,7 @@ from instep.data.rows import split_files
 from instep.data.tokenizer import tokenizer_of
 from instep.errors import ConfigError, DataError, RolloutError
 from instep.hooks import Hook
+from instep.neighbours import is_own
 from instep.types import Group, Sample
 
 if TYPE_CHECKING:
@@ -211,7 +212,7 @@ def load_source(args: Settings, hook_args: Any, vocab_size: int | None = None) -
         vocab_size: the model's. instep's own sources refuse a prompt with a larger token id.
     """
     hook = Hook("--data-source-path", args.data_source_path)
-    if not hook.path.startswith("instep."):
+    if not is_own(hook.path):
         return UserSource(hook, hook_args)
     source = hook.function(hook_args)
     if vocab_size is not None and source.dataset is not None:

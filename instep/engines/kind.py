@@ -163,7 +163,7 @@ class EngineKind(Protocol):
         else runs: others end with this process.
 
         Args:
-            about: what `engines/lease.py` reads.
+            about: what `instep_engine/lease.py` reads.
         """
         return None
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from instep.arguments.settings import Settings
     from instep.engines.wire import WireFormat
 
-OTHER_PROTOCOL = re.compile(r"instep speaks protocol \d+, this plugin \d+")
+OTHER_PROTOCOL = re.compile(r"instep speaks protocol \d+, this (?:plugin|instep-vllm) \d+")
 PLUGIN_REMEDY = "install this instep where the engine runs (pip install --no-deps), and start the engine anew"
 PLUGIN_MISMATCH = re.compile(r"WeightMismatch\[(.*?)\]: (.*)", re.DOTALL)  # as the plugin words its refusals
 NO_ROOM = re.compile(r"less than desired GPU memory utilization|No available memory for the cache|out of memory")
@@ -122,6 +122,9 @@ class VllmKind(EngineKind):
                 where=where,
                 remedy=PLUGIN_REMEDY,
             )
+        if any(plugin.value.startswith("instep_vllm:") for plugin in plugins):  # of an earlier instep
+            what = "its former plugin instep-vllm is installed, too, and vLLM would load both"
+            raise ConfigError(what, where=where, remedy="pip uninstall instep-vllm")
 
     # ---- plan and start ----------------------------------------------------------------------------------------------
 

@@ -62,7 +62,7 @@ def vllm_env(args: Settings, num_threads: int) -> dict[str, str]:
     if not args.no_fast_log_probs:
         env[FAST_VARIABLE] = "1"
     if plugins := os.environ.get("VLLM_PLUGINS"):  # only these are loaded
-        env["VLLM_PLUGINS"] = f"{plugins},instep"
+        env["VLLM_PLUGINS"] = f"{plugins},instep_engine"
     if args.device == "cpu":
         env |= {
             "TORCH_COMPILE_DISABLE": "1",  # else the first request waits 17 s for helpers to be compiled

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from instep.errors import ConfigError, InstepError, RolloutError
 from instep.hooks.user_code import OURS, described, is_from_outside, is_interrupt, said, traceback_of
+from instep.neighbours import is_own
 
 T = TypeVar("T")
 # What aiohttp, httpx, requests, urllib and openai raise for an answer 401.
@@ -72,7 +73,7 @@ class Hook:
             error.where = error.where or self.place(where)
             raise
         except BaseException as error:  # the border to the user's code, also for its sys.exit()
-            if self.path.startswith("instep.") or is_from_outside(error):
+            if is_own(self.path) or is_from_outside(error):
                 raise
             at = raised_at(error, self.function if self.path else None)
             remedy = signature_for(error, self.function if self.path else None, self.flag)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-OURS = str(Path(__file__).parents[1])  # begins the paths of the packages beside it, too
+OURS = tuple(f"{Path(__file__).parents[2] / name}{os.sep}" for name in ("instep", "instep_engine", "instep_neighbours"))
 _PYTHONS = str(Path(os.__file__).parent) + os.sep
 _CUT = " ..."  # at the end of a text that has been cut
 traceback_of = BaseException.__dict__["__traceback__"].__get__  # also where a user's class overrides the attribute
@@ -40,7 +40,7 @@ def _is_raised(error: BaseException) -> bool:
     assert last is not None
     code = last.tb_frame.f_code
     raised = any(s.offset == last.tb_lasti and s.opname == "RAISE_VARARGS" for s in dis.get_instructions(code))
-    return raised and not code.co_filename.startswith((OURS, _PYTHONS))
+    return raised and not code.co_filename.startswith((*OURS, _PYTHONS))
 
 
 def described(value: Any) -> str:

@@ -34,8 +34,9 @@ def lasting_output(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        with contextlib.suppress(ValueError):  # somebody has closed it
+            if sys.stdout is not None:
+                sys.stdout.flush()
         sys.stdout, sys.stderr = before
 
 

@@ -98,7 +98,7 @@ async def complete(
         max_retries: as in `post`.
         session: the requests of one session (those of a group) go to one engine, if the router can do so.
         alone: the request is not joined with others of its prompt (`engines/grouped_wire.py`).
-        arrays: whether an engine may answer in arrays (`engines/answers.py`), if it can, instead of in JSON.
+        arrays: whether an engine may answer in arrays (`instep_engine/answers.py`), if it can, instead of in JSON.
 
     Raises:
         EngineError: the request was refused, there was no answer, or its parts do not fit each other.

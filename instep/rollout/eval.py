@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from instep.data.dataset import Record, load_dataset, tell_of_bos
 from instep.data.formats import eval_row_format
 from instep.errors import ConfigError, RolloutError
+from instep.neighbours import is_own
 from instep.rollout import runtime
 from instep.rollout.execute import Execution, longest_response, new_execution, run_group
 from instep.rollout.rewards.dispatch import BUILT_IN
@@ -31,7 +32,7 @@ def read_sets(args: HookSettings) -> None:
         ConfigError, DataError, OutputError: as `load_dataset`.
     """
     _loaded.clear()  # those of the run before, in a notebook
-    if str(args.eval_function_path).startswith("instep."):
+    if is_own(str(args.eval_function_path)):
         for dataset in args.eval_datasets:
             _load(args, dataset)
 

@@ -33,7 +33,7 @@ def name_of(pid: int) -> str:
 def _told_by(pid: int, method: str) -> str:
     import psutil  # not for `--help`
 
-    with contextlib.suppress(psutil.NoSuchProcess):
+    with contextlib.suppress(psutil.Error):  # also one that is hidden
         return str(getattr(psutil.Process(pid), method)())
     return ""
 
@@ -66,7 +66,7 @@ def family(pid: int) -> list[int]:
     """`pid` and its descendants, parents first; nothing for a process that has ended."""
     import psutil
 
-    with contextlib.suppress(psutil.NoSuchProcess):
+    with contextlib.suppress(psutil.Error, OSError):  # also where other users' processes are hidden
         return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
     return []
 

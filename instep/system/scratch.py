@@ -11,7 +11,9 @@ import contextlib
 import errno
 import fcntl
 import functools
+import glob
 import os
+import re
 import shutil
 import socket
 import tempfile
@@ -21,7 +23,7 @@ from instep.errors import ConfigError
 from instep.system import locks
 
 LOCK = ".instep-scratch"
-ANY = "instep-*"  # matches the folders of all kinds
+KINDS = "instep-*", ".instep-*"  # patterns of the folders; those of exports are hidden
 
 
 def memory_root() -> Path:
@@ -99,14 +101,18 @@ def _of_this_host(lock: str) -> bool:
     return bool(boot) and boot == boot_id() or bool(name) and name == socket.gethostname()
 
 
+def _folders(root: Path) -> list[Path]:
+    return sorted(path for kind in KINDS for path in root.glob(kind))
+
+
 def left(root: Path) -> list[Path]:
     """The folders in `root` whose owner is gone, of this user."""
-    return [path for path in sorted(root.glob(ANY)) if _abandoned(path, remove=False)]
+    return [path for path in _folders(root) if _abandoned(path, remove=False)]
 
 
 def sweep(root: Path) -> None:
     """Remove those folders."""
-    for path in root.glob(ANY):
+    for path in _folders(root):
         _abandoned(path, remove=True)
 
 
@@ -119,9 +125,9 @@ def export_folder(save_hf: str, rollout_id: int) -> Path:
 
 
 def roots(run_dir: Path, save_hf: str | None) -> list[Path]:
-    """All folders in which a run leaves something when it is killed; not those of exports that each have their own."""
-    exports = Path(save_hf).parent if save_hf else run_dir
-    found = [memory_root(), Path(tempfile.gettempdir()), run_dir, *([] if "{" in str(exports) else [exports])]
+    """All folders in which a run leaves something when it is killed; exports may each have a parent of their own."""
+    exports = glob.glob(re.sub(r"\{.*?\}", "*", str(Path(save_hf).parent))) if save_hf else []
+    found = [memory_root(), Path(tempfile.gettempdir()), run_dir, *map(Path, exports)]
     return list(dict.fromkeys(found))
 
 

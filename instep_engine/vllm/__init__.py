@@ -25,8 +25,14 @@ _watched_by = 0  # the process that ends with its parent; not one that was forke
 
 def register() -> None:
     import vllm.plugins
-    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
+
+    try:
+        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    except ImportError:  # an older vLLM, in an environment that happens to have instep
+        if os.environ.get(PARENT_VARIABLE):
+            raise
+        return
 
     if ENGINE not in WeightTransferEngineFactory._registry:  # plugins may be loaded twice in a process
         WeightTransferEngineFactory.register_engine(ENGINE, "instep_engine.vllm.engine", "ShmWeightTransferEngine")

@@ -100,7 +100,12 @@ if __name__ == "__main__":
 @pytest.mark.vllm
 def test_a_core_that_was_forked_from_its_server_loads_the_plugin_again(tmp_path):
     (tmp_path / "server.py").write_text(FORKED)
-    env = {**os.environ, "INSTEP_DIE_WITH_PARENT": "1", "TRITON_HOME": "/home-of-triton", "VLLM_PLUGINS": "instep"}
+    env = {
+        **os.environ,
+        "INSTEP_DIE_WITH_PARENT": "1",
+        "TRITON_HOME": "/home-of-triton",
+        "VLLM_PLUGINS": "instep_engine",
+    }
     env.pop("TRITON_CACHE_DIR", None)
     words = [sys.executable, str(tmp_path / "server.py"), str(tmp_path / "room")]
     done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=300)

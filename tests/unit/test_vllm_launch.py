@@ -156,6 +156,11 @@ def test_a_plugin_that_is_not_installed_is_named_before_anything_starts(monkeypa
         importlib.metadata, "entry_points", lambda group: [SimpleNamespace(value="instep_engine.vllm:register")]
     )
     KIND.check_installed("--rollout-backend vllm")
+    both = [SimpleNamespace(value="instep_engine.vllm:register"), SimpleNamespace(value="instep_vllm:register")]
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: both)
+    with pytest.raises(ConfigError, match="former plugin instep-vllm is installed") as caught:
+        KIND.check_installed("--rollout-backend vllm")
+    assert caught.value.remedy == "pip uninstall instep-vllm"
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [])  # on PYTHONPATH alone
     with pytest.raises(ConfigError, match="is not installed: vLLM finds its plugin by the entry point") as caught:
         KIND.check_installed("--rollout-backend vllm")
@@ -164,7 +169,7 @@ def test_a_plugin_that_is_not_installed_is_named_before_anything_starts(monkeypa
 
 def test_an_older_plugin_of_somebody_elses_engine_is_named_in_its_first_session():
     def post(path, body=None, *, timeout, **query):
-        said = f"instep speaks protocol {body['init_info']['protocol']}, this plugin 1: install the other"
+        said = f"instep speaks protocol {body['init_info']['protocol']}, this instep-vllm 1: install the other"
         raise EngineRefusal(f"engine 0 refused {path} with 500: {said}", code=500)
 
     engine = SimpleNamespace(name="engine 0", url="http://e", post=post)

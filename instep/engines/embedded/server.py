@@ -207,7 +207,7 @@ class Server:
         return {}
 
     async def lease(self, http: web.Request, body: Body) -> Body:
-        """Begin or renew the lease of a pause (`engines/lease.py`)."""
+        """Begin or renew the lease of a pause (`instep_engine/lease.py`)."""
         self._lease.ask(body)
         return {}
 
