@@ -1,4 +1,4 @@
-"""Who may call which route of the front, by the keys that a request brings (`instep_engine/guard.py` is about engines)."""
+"""Who may call which route of the front, by the keys that a request brings; `instep_engine/guard.py` is for engines."""
 
 from __future__ import annotations
 
