@@ -39,7 +39,7 @@ def finished(tiny, tmp_path_factory):
     ]
     more += ["--use-wandb", "--wandb-mode", "offline", "--wandb-project", "p", "--wandb-group", "g"]
     more += ["--wandb-key", KEY, "--rm-url", f"http://me:{KEY}@127.0.0.1:9/reward?api_key={KEY}"]
-    killed = [Scratch("instep-golden-", run_dir), Scratch("instep-export-", run_dir)]  # of a sync, and of an export
+    killed = [Scratch("instep-golden-", run_dir), Scratch(".instep-export-", run_dir)]  # of a sync, and of an export
     for scratch in killed:
         os.close(scratch._fd)  # as the end of its process does
     done = run(grpo_arguments(tiny, run_dir, *more))

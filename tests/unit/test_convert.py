@@ -158,7 +158,7 @@ def test_a_killed_conversion_leaves_nothing_that_looks_complete(models, tmp_path
     with pytest.raises(AssertionError, match="rank 0 died without an answer"), RankPool(1, group=False) as process:
         process.run(killed_at_the_ninth, models / "untied", tmp_path / "m")
     left = list(tmp_path.iterdir())
-    assert len(left) == 1 and left[0].name.startswith("instep-export-") and list(left[0].rglob("*.distcp"))
+    assert len(left) == 1 and left[0].name.startswith(".instep-export-") and list(left[0].rglob("*.distcp"))
     assert to_megatron(models / "untied", tmp_path / "m") == 0
     assert [path.name for path in tmp_path.iterdir()] == ["m"]  # what was left is removed
 
