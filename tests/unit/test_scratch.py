@@ -106,7 +106,7 @@ def test_the_beginning_of_an_export_that_was_killed_is_found(tmp_path):
     assert roots(tmp_path, str(tmp_path / "step_{step}" / "hf")) == roots(tmp_path, None)
 
 
-def test_leftovers_of_exports_with_a_parent_each_are_found(tmp_path: Path) -> None:
+def test_leftovers_of_exports_with_a_parent_each_are_found(tmp_path):
     for step in (1, 2):
         (tmp_path / f"step-{step}").mkdir()
     found = roots(tmp_path / "run", str(tmp_path / "step-{step}" / "hf"))
