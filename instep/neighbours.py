@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 GROUP = "instep.neighbours"
@@ -64,15 +64,20 @@ def imported(name: str) -> Any:
 
 
 @cache
+def _points() -> list[EntryPoint]:
+    return sorted(entry_points(group=GROUP), key=lambda point: point.name)
+
+
+@cache
 def additions() -> tuple[Addition, ...]:
     """Those of the installed packages, by the name of their entry point."""
-    return tuple(point.load() for point in sorted(entry_points(group=GROUP), key=lambda point: point.name))
+    return tuple(point.load() for point in _points())
 
 
 @cache
 def packages() -> frozenset[str]:
     """The names of the packages whose functions are no user's."""
-    return frozenset({"instep"} | {point.module.partition(".")[0] for point in entry_points(group=GROUP)})
+    return frozenset({"instep", "instep_engine"} | {point.module.partition(".")[0] for point in _points()})
 
 
 def is_own(path: str) -> bool:

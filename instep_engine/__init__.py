@@ -1,4 +1,4 @@
-"""What runs inside an engine of somebody else's, and what speaks with it. It imports nothing of instep.
+"""What runs inside a foreign engine, and what communicates with it. It imports nothing from `instep`.
 
     vllm/            the plugin of vLLM
     stream.py, ...   both sides of the wire: the trainer's process and the engine's import the same file

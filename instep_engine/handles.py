@@ -32,8 +32,8 @@ from typing import Any
 
 import torch
 
-from .place import NoPlace, check_memory_folder, open_bucket
-from .stream import Invitation, StreamBroken, Views, views_of
+from instep_engine.place import NoPlace, check_memory_folder, open_bucket
+from instep_engine.stream import Invitation, StreamBroken, Views, views_of
 
 LOOK_SECONDS = 0.05  # between two calls of `look` while a line is silent
 KIND = "unix:"

@@ -11,7 +11,6 @@ one comparison per bucket. A receiver that refuses something goes on reading unt
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import os
@@ -26,11 +25,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-ROW_BYTES = 4096
+from instep_engine.checksums import ROW_BYTES, checksums, rows_of, texts_of
+
 LOOK_SECONDS = 0.05  # between two looks whether the stream was aborted
 CONNECT_SECONDS = 120.0  # for NCCL's set-up, which takes seconds, when all members have come
-_WORDS = ROW_BYTES // 4
-_ROW_FACTOR = 0x9E3779B97F4A7C15  # odd: its powers are odd, too
 
 
 class StreamMismatch(Exception):
@@ -43,77 +41,6 @@ class StreamMismatch(Exception):
 
 class StreamBroken(Exception):
     """The stream was aborted, or a peer is gone."""
-
-
-# ---- checksums -------------------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def _word_factors(device: torch.device) -> torch.Tensor:
-    """Int64 `[_WORDS]`: the numbers of splitmix64 from 0."""
-    numbers, mask = [], (1 << 64) - 1
-    for i in range(1, _WORDS + 1):
-        z = i * _ROW_FACTOR & mask
-        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & mask
-        z = (z ^ z >> 27) * 0x94D049BB133111EB & mask
-        numbers.append(z ^ z >> 31)
-    return torch.tensor([_signed(n) for n in numbers], dtype=torch.int64, device=device)
-
-
-def _signed(number: int) -> int:
-    return number - (1 << 64) if number >> 63 else number
-
-
-def checksums(data: torch.Tensor, num_rows: list[int]) -> list[str]:
-    """`sums` as texts."""
-    return texts_of(sums(data, num_rows))
-
-
-def texts_of(numbers: torch.Tensor) -> list[str]:
-    return [f"{number & (1 << 64) - 1:016x}" for number in numbers.tolist()]
-
-
-def sums(data: torch.Tensor, num_rows: list[int]) -> torch.Tensor:
-    """The checksum of each tensor of a bucket, int64, computed where the bucket is; the host of a GPU does not wait.
-
-    Each 32-bit word is multiplied with a 64-bit number of its own; a checksum is the sum modulo 2^64 (multilinear
-    hashing, Lemire and Kaser 2014). It tells swapped, transposed, torn and stale bytes, but is no defence against
-    somebody who forges them.
-
-    Args:
-        data: uint8 `[sum(num_rows) * ROW_BYTES]`.
-        num_rows: of each tensor; what is left of its last row is zero.
-    """
-    device, total = data.device, sum(num_rows)
-    factors = _word_factors(device)
-    rows = data.view(torch.int32).view(-1, _WORDS)
-    of_rows = torch.cat([(part * factors).sum(1) for part in rows.split(1 << 13)])  # in parts: the product is larger
-    powers = torch.full((max(num_rows),), _signed(_ROW_FACTOR), dtype=torch.int64, device=device).cumprod(0)
-    counts = torch.tensor([0, *num_rows]).to(device, non_blocking=True)
-    ends = counts.cumsum(0)
-    starts = ends[:-1].repeat_interleave(counts[1:], output_size=total)  # the size told: a GPU need not be asked
-    places = torch.arange(total, device=device) - starts
-    totals = torch.cat([of_rows.new_zeros(1), (of_rows * powers[places]).cumsum(0)])
-    return totals[ends].diff()
-
-
-def checksum(tensor: torch.Tensor) -> str:
-    """The checksum of one tensor."""
-    data = raw_bytes(tensor)
-    rows = rows_of(data.numel())
-    padded = data.new_zeros(rows * ROW_BYTES)
-    padded[: data.numel()] = data
-    return checksums(padded, [rows])[0]
-
-
-def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor, without a copy if it is contiguous."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
-def rows_of(num_bytes: int) -> int:
-    """The rows of a bucket that a tensor of so many bytes takes."""
-    return max(1, -(-num_bytes // ROW_BYTES))
 
 
 # ---- groups ----------------------------------------------------------------------------------------------------------

@@ -55,5 +55,5 @@ def _error(problems: list[Problem], command: str) -> ConfigError:
     return ConfigError(
         f"{len(problems)} things are wrong with this command line\n" + "\n".join(lines),
         where=f"instep {command}",
-        remedy=f"mend all of them; `instep {'train' if command == 'plan' else command} --help` explains the flags",
+        remedy=f"correct all of them; `instep {'train' if command == 'plan' else command} --help` explains the flags",
     )

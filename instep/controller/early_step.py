@@ -92,7 +92,7 @@ class EarlyStep:
         complete: Callable[[TokenBatch, list[Sample]], object],
     ):
         self._actor, self._rollout_id, self._complete = actor, rollout_id, complete
-        self._token = secrets.token_hex(8)  # a rollout that is made anew has the same id
+        self._token = secrets.token_hex(8)  # a repeated rollout has the same id
         self._num_left = num_groups
         self._parts: list[tuple[list[Sample], TokenBatch]] = []
         self._log_probs: dict[int, torch.Tensor] = {}  # by id of the sample

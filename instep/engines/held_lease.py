@@ -115,10 +115,10 @@ class HeldLease:
         remedies = {
             HELD: "end that run, or give this one an engine of its own",
             EXPIRED: f"this run stood still for {LEASE_SECONDS:.0f} s: resume it from its last checkpoint",
-            NONE: "start it with a vLLM that its plugin of instep knows (docs/engines.md), or leave "
+            NONE: "use a vLLM version that the plugin supports (docs/engines.md), or leave "
             "--rollout-external-engine-addrs out: an engine that the run starts ends with it",
             UNKNOWN: "somebody else resumed the engine or started it anew: resume the run from its last checkpoint",
         }
         known = next((remedy for words, remedy in remedies.items() if words in error.what), error.remedy)
-        other = "end the engine, and start it anew with the plugin of this instep: its own may know no such lease"
+        other = "restart the engine with the plugin of this instep: an older plugin may not support this lease"
         return EngineError(error.what, where=error.where, remedy=known or other)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from instep.engines.wire import WireFormat
 
 OTHER_PROTOCOL = re.compile(r"instep speaks protocol \d+, this (?:plugin|instep-vllm) \d+")
-PLUGIN_REMEDY = "install this instep where the engine runs (pip install --no-deps), and start the engine anew"
+PLUGIN_REMEDY = "install this instep where the engine runs (pip install --no-deps), and restart the engine"
 PLUGIN_MISMATCH = re.compile(r"WeightMismatch\[(.*?)\]: (.*)", re.DOTALL)  # as the plugin words its refusals
 NO_ROOM = re.compile(r"less than desired GPU memory utilization|No available memory for the cache|out of memory")
 INFO_SECONDS = 60.0  # for /server_info, which examines the host first

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from instep.errors import ConfigError, InstepError, RolloutError
-from instep.hooks.user_code import OURS, described, is_from_outside, is_interrupt, said, traceback_of
+from instep.hooks.user_code import described, is_from_outside, is_interrupt, ours, said, traceback_of
 from instep.neighbours import is_own
 
 T = TypeVar("T")
@@ -171,7 +171,7 @@ def raised_at(error: BaseException, function: Callable[..., Any] | None = None) 
     if isinstance(error, SyntaxError) and isinstance(error.filename, str):
         return f"{error.filename}:{error.lineno}"
     source = _source(function)
-    own = [f for f in frames if (f.filename == source if source else not f.filename.startswith(OURS))]
+    own = [f for f in frames if (f.filename == source if source else not f.filename.startswith(ours()))]
     last = (own or frames)[-1]
     if _does_not_fit(error, function):
         code = inspect.unwrap(function).__code__  # type: ignore[union-attr, arg-type]
@@ -191,7 +191,7 @@ def signature_for(error: BaseException, function: Callable[..., Any] | None, fla
 def _does_not_fit(error: BaseException, function: Callable[..., Any] | None) -> bool:
     files = [frame.filename for frame in traceback.extract_tb(traceback_of(error))]
     source = _source(function)
-    return bool(source) and isinstance(error, TypeError) and source not in files and files[-1].startswith(OURS)
+    return bool(source) and isinstance(error, TypeError) and source not in files and files[-1].startswith(ours())
 
 
 def _source(function: Callable[..., Any] | None) -> str | None:

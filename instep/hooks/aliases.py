@@ -20,7 +20,7 @@ def _theirs() -> dict[str, tuple[str, str]]:
 
 
 def instep_hook(path: str) -> str:
-    """instep's function in the place of another project's at this dotted path; empty if there is none."""
+    """Return instep's equivalent of another project's function at this dotted path, or an empty string."""
     module, _, name = path.rpartition(".")
     ours, names = _theirs().get(module, ("", ""))
     return f"{ours}.{name}" if name in names.split() else ""

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import dis
+import functools
 import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from instep.neighbours import packages
+
 T = TypeVar("T")
 
-OURS = tuple(f"{Path(__file__).parents[2] / name}{os.sep}" for name in ("instep", "instep_engine", "instep_neighbours"))
 _PYTHONS = str(Path(os.__file__).parent) + os.sep
 _CUT = " ..."  # at the end of a text that has been cut
 traceback_of = BaseException.__dict__["__traceback__"].__get__  # also where a user's class overrides the attribute
+
+
+@functools.cache
+def ours() -> tuple[str, ...]:
+    """How the paths of instep's own files begin."""
+    return tuple(f"{Path(__file__).parents[2] / package}{os.sep}" for package in packages())
 
 
 def is_from_outside(error: BaseException) -> bool:
@@ -40,7 +48,7 @@ def _is_raised(error: BaseException) -> bool:
     assert last is not None
     code = last.tb_frame.f_code
     raised = any(s.offset == last.tb_lasti and s.opname == "RAISE_VARARGS" for s in dis.get_instructions(code))
-    return raised and not code.co_filename.startswith((*OURS, _PYTHONS))
+    return raised and not code.co_filename.startswith((*ours(), _PYTHONS))
 
 
 def described(value: Any) -> str:

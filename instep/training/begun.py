@@ -13,7 +13,7 @@ class BegunStep:
     """The gradients of some samples, which the backend holds, and what their losses have said.
 
     Attributes:
-        token: names it; one that is begun anew has another.
+        token: identifies the step; a repeated step has another one.
         gap: of the tokens so far.
         outputs: of the micro-batches so far; none but on the last pipeline stage.
     """

@@ -1,4 +1,4 @@
-"""`vllm_bridge_config.json`: where a vLLM shares its weights that somebody has started by hand, with instep's plugin.
+"""`vllm_bridge_config.json`: where a vLLM that a user started by hand, with instep's plugin, shares its weights.
 
 The plugin writes it (`instep_engine/vllm/bridge.py`); its name, its keys and where it is looked for are those of
 Atropos' example trainer.

@@ -28,9 +28,10 @@ from instep.weights.nccl import Broken, Delivered, Event, Nccl, plan
 from instep.weights.source import WeightSource
 from instep.weights.spec import TensorSpec
 from instep.weights.way import Order, expandable
+from instep_engine.checksums import ROW_BYTES, checksums, rows_of
 from instep_engine.handles import KIND, LOOK_SECONDS, Bucket, Line, device_key, listen, synchronize
 from instep_engine.manifest import TensorRecord
-from instep_engine.stream import ROW_BYTES, Invitation, Packed, StreamBroken, bytes_of, checksums, rows_of
+from instep_engine.stream import Invitation, Packed, StreamBroken, bytes_of
 
 NUM_BUCKETS = 2
 

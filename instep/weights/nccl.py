@@ -27,23 +27,9 @@ from instep.errors import SyncError
 from instep.weights.source import WeightSource
 from instep.weights.spec import TensorSpec
 from instep.weights.way import Carriage, Order, Sent
+from instep_engine.checksums import ROW_BYTES, checksum, raw_bytes, rows_of, sums, texts_of
 from instep_engine.manifest import TensorRecord, dtype_name
-from instep_engine.stream import (
-    ROW_BYTES,
-    Group,
-    Invitation,
-    Packed,
-    StreamBroken,
-    abort,
-    checksum,
-    new_bucket,
-    raw_bytes,
-    rows_of,
-    send_bucket,
-    send_header,
-    sums,
-    texts_of,
-)
+from instep_engine.stream import Group, Invitation, Packed, StreamBroken, abort, new_bucket, send_bucket, send_header
 
 ABORT_SECONDS = 5.0
 

@@ -1,7 +1,7 @@
 """The way `staged`: that of `shm`, for buckets that lie in shared memory before the session and stay there after it.
 
 No trainer of a run sends by it: a server that has received whole weights from somebody else's trainer does
-(`instep_neighbours/trl/updates.py`), and brings an engine that was started anew the same buckets once more.
+(`instep_neighbours/trl/updates.py`), and sends the same buckets again to an engine that was restarted.
 """
 
 from instep.weights.shm import Shm

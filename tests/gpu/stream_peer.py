@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from instep_engine.stream import Group, Invitation, checksum, open_store, receive
+from instep_engine.checksums import checksum
+from instep_engine.stream import Group, Invitation, open_store, receive
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from instep.weights.nccl import Nccl
 from instep.weights.source import WeightSource
 from instep.weights.spec import TensorSpec
 from instep.weights.way import Order
-from instep_engine.stream import ROW_BYTES, checksums
+from instep_engine.checksums import ROW_BYTES, checksums
 from tests.assets import make_checkpoint, make_prompts
 from tests.e2e.commands import grpo_arguments
 

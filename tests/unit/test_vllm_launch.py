@@ -175,4 +175,4 @@ def test_an_older_plugin_of_somebody_elses_engine_is_named_in_its_first_session(
     engine = SimpleNamespace(name="engine 0", url="http://e", post=post)
     with pytest.raises(ConfigError, match=f"engine 0: instep speaks protocol {PROTOCOL}, this .* 1") as caught:
         KIND.start_update(engine, "1", "nonce", timeout=1)
-    assert caught.value.where == "http://e" and "start the engine anew" in caught.value.remedy
+    assert caught.value.where == "http://e" and "restart the engine" in caught.value.remedy

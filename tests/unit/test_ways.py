@@ -42,11 +42,11 @@ from instep.weights.way import (
 )
 from instep_engine import stream
 from instep_engine.bucket import read_bucket
+from instep_engine.checksums import ROW_BYTES, checksum, checksums, raw_bytes, rows_of
 from instep_engine.handles import Receiver
 from instep_engine.manifest import BucketManifest
 from instep_engine.place import SYNC
 from instep_engine.stream import (
-    ROW_BYTES,
     Group,
     Invitation,
     StreamBroken,
@@ -54,12 +54,8 @@ from instep_engine.stream import (
     abort,
     bytes_of,
     checked,
-    checksum,
-    checksums,
     open_store,
-    raw_bytes,
     receive,
-    rows_of,
     send_bucket,
     views_of,
 )
