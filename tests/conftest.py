@@ -25,7 +25,7 @@ MISSING = {mark: [name for name in names if importlib.util.find_spec(name) is No
 
 
 def pytest_unconfigure() -> None:
-    for server in (forks.MEGATRON, forks.VLLM, forks.SERVER):
+    for server in forks.SERVERS:
         server.close()
 
 

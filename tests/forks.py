@@ -81,6 +81,7 @@ class OfTests(ForkServer):
 SERVER = OfTests(OF_A_RUN)
 VLLM = OfTests(OF_VLLM, SERVER)  # for tests with the mark `vllm`
 MEGATRON = OfTests(["tests.megatron_on_cpu"], SERVER)  # with its stand-ins for CUDA
+SERVERS = (MEGATRON, VLLM, SERVER)
 
 
 class Popen(subprocess.Popen):  # type: ignore[type-arg]

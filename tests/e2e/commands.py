@@ -11,8 +11,8 @@ from typing import Any
 import psutil
 
 from instep_engine.place import SYNC
+from tests import forks
 from tests.bounds import allowed
-from tests.forks import SERVER
 
 ENVIRONMENT = {**os.environ, "PYTHONUNBUFFERED": "1"}
 
@@ -84,8 +84,9 @@ def run(arguments: list[str], timeout: float = 360) -> subprocess.CompletedProce
 
 
 def children(pid: int) -> list[psutil.Process]:
-    """All that it has started, and these; without the fork server of the tests."""
-    return [p for p in psutil.Process(pid).children(recursive=True) if p.pid != SERVER.pid]
+    """All that it has started, and these; without the fork servers of the tests."""
+    servers = {server.pid for server in forks.SERVERS}
+    return [p for p in psutil.Process(pid).children(recursive=True) if p.pid not in servers]
 
 
 def words_of(process: psutil.Process) -> list[str]:

@@ -264,7 +264,8 @@ def test_the_trial_leaves_no_trace_in_the_run(tiny, tmp_path, monkeypatch):
     assert losses[0] == losses[1]
     assert len(calls[0]) == 8 + 32 and len(calls[1]) == 32
     labels = [json.loads(line)["label"] for line in (tiny / "train.jsonl").read_text().splitlines()[:4]]
-    assert sorted(call.split()[1] for call in calls[0][:8]) == sorted(2 * list(map(repr, labels)))
+    responses = [repr(label + end) for label in labels for end in ("", "<|im_end|>")]
+    assert sorted(call.split()[1] for call in calls[0][:8]) == sorted(responses)
 
 
 @pytest.mark.slow
