@@ -166,11 +166,6 @@ def complete(root: Path) -> list[int]:
 def others(folder: Path) -> str:
     """The remedy that names the complete checkpoints beside `folder`."""
     numbers = [n for n in complete(folder.parent) if f"iter_{n:07d}" != folder.name]
-    foreign = [
-        p.name for p in sorted(folder.parent.glob("[!.]*")) if p != folder and is_checkpoint(p) and not _problem(p)
-    ]
-    if not numbers and foreign:  # of another framework, or `release`
-        return f"write another into {folder.parent / TRACKER}: {', '.join(foreign[-5:])} (its number, or `release`)"
     if not numbers:
         return "begin anew without --load: there is no other"
     return f"take another with --ckpt-step: {', '.join(map(str, numbers[-5:]))}"
@@ -239,7 +234,7 @@ def _read_digests(
     """
     stats = [path.stat() for path in paths]
     names = {(stat.st_dev, stat.st_ino): path for stat, path in zip(stats, paths, strict=True)}
-    total = sum(path.stat().st_size for path in names.values())
+    total = sum({(stat.st_dev, stat.st_ino): stat.st_size for stat in stats}.values())
     read, pause = [0], TELL_SECONDS
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         digests = {file: pool.submit(_digest, path, sync, read) for file, path in names.items()}
