@@ -166,6 +166,11 @@ def complete(root: Path) -> list[int]:
 def others(folder: Path) -> str:
     """The remedy that names the complete checkpoints beside `folder`."""
     numbers = [n for n in complete(folder.parent) if f"iter_{n:07d}" != folder.name]
+    foreign = [
+        p.name for p in sorted(folder.parent.glob("[!.]*")) if p != folder and is_checkpoint(p) and not _problem(p)
+    ]
+    if not numbers and foreign:  # of another framework, or `release`
+        return f"write another into {folder.parent / TRACKER}: {', '.join(foreign[-5:])} (its number, or `release`)"
     if not numbers:
         return "begin anew without --load: there is no other"
     return f"take another with --ckpt-step: {', '.join(map(str, numbers[-5:]))}"
