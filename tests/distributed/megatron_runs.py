@@ -181,9 +181,6 @@ def run_edges(root: Path) -> dict:
         "type_outside": torch.zeros(1).type(),
         "compiled": compiled_functions(),
     }
-    backend.forward_backward(micro_batches(0), weighted_loss)
-    edges["twice"] = refusal(lambda: backend.forward_backward(micro_batches(0), weighted_loss))
-    backend.optimizer_step(0.0)
     edges["no_checkpoint"] = refusal(lambda: backend.load(root))
     edges["no_folder"] = refusal(lambda: backend.save(root / "nowhere"))
     edges["wrong_checkpoint"] = refusal(lambda: backend.load_hf(root / "tied"))
@@ -196,7 +193,6 @@ def run_edges(root: Path) -> dict:
     reference.load_hf(hf)
     edges["beside"] = train(actor, range(1))
     edges["reference"] = reference.forward_only(micro_batches(0))
-    edges["untrained"] = refusal(lambda: reference.forward_backward(micro_batches(0), weighted_loss))
     return edges
 
 

@@ -59,10 +59,9 @@ def test_edges(computed):
     for losses, norms in (edges["then_trains"], edges["beside"]):
         assert losses == pytest.approx(want["losses"][:1], rel=1e-5)
         assert norms == pytest.approx(want["norms"][:1], rel=1e-5)
-    assert isinstance(edges["refused_upstream"], ConfigError) and "without an optimizer" in edges["untrained"].what
+    assert isinstance(edges["refused_upstream"], ConfigError)
     assert edges["type_outside"] == "torch.FloatTensor", "the platform's lie must stay inside its scope"
     assert bool(edges["compiled"]) == CUDA, "a run on a CPU needs no compiler"
-    assert "twice" in str(edges["twice"])
     for key in ("no_checkpoint", "no_folder", "wrong_model", "wrong_checkpoint"):
         assert isinstance(edges[key], CheckpointError) and edges[key].where, key
     assert (

@@ -257,9 +257,6 @@ class HfBackend:
         if self._mirror is not None:
             self._mirror.changed()
 
-    def publish(self, version: str) -> None:
-        """No-op: `weight_source` reads the live weights."""
-
     @functools.cached_property
     def _names(self) -> CheckpointNames:
         """Weights go out under the names that they have in the checkpoint of the model's configuration."""
