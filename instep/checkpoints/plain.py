@@ -244,8 +244,8 @@ def set_random_state(path: Path) -> None:
     state = load_data(path)
     try:
         version, words, gauss = state["python"]
-        keys, position, *rest = state["numpy"][-4:]  # an earlier instep had the generator's name first
-        keys = _keys(keys)
+        keys, position, *rest = state["numpy"]
+        keys = keys.numpy().astype(np.uint32)
         if len(words) != 625 or keys.shape != (624,) or not 0 <= int(position) <= 624:  # numpy would look beyond them
             raise ValueError("a generator's state has another length")
         left, following = struct.unpack_from("<ixxxxQ", state["torch"].numpy().tobytes(), 8)
@@ -260,10 +260,3 @@ def set_random_state(path: Path) -> None:
             where=str(path),
             remedy="take another checkpoint, or go on with its weights alone (--no-load-optim)",
         ) from error
-
-
-def _keys(stored: Any) -> np.ndarray:
-    if isinstance(stored, torch.Tensor):
-        return stored.numpy().astype(np.uint32)
-    raw = stored.state[-1]  # as numpy pickles an array; an earlier instep has saved it so
-    return np.frombuffer(raw, "<u4")

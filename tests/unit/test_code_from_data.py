@@ -191,14 +191,6 @@ def test_random_states_are_plain_and_exact(tmp_path):
     assert drawn() == expected
 
 
-def test_random_states_of_an_earlier_instep_are_read(tmp_path):
-    old = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state()}
-    torch.save(old, tmp_path / "rng.pt")
-    expected = [random.random(), *np.random.normal(size=3), *torch.rand(3).tolist()]
-    set_random_state(tmp_path / "rng.pt")
-    assert [random.random(), *np.random.normal(size=3), *torch.rand(3).tolist()] == expected
-
-
 @pytest.mark.parametrize("generator", ["torch", "numpy"])
 def test_a_generator_at_a_place_that_it_does_not_have_is_refused(tmp_path, generator):
     """Its library would read beyond its words."""
