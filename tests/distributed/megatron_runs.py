@@ -249,7 +249,7 @@ def bare_faults(_: int, root: Path) -> None:
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    from instep.training.megatron import cpu_platform, upstream_fixes
+    from instep.training.megatron import upstream_fixes
 
     faults: dict = {"te_general_gemm": "te_general_gemm" in vars(moe_utils)}
     faults["latent attention"] = multi_latent_attention.HAVE_TE
@@ -261,7 +261,6 @@ def bare_faults(_: int, root: Path) -> None:
     )  # fmt: skip
     faults["norm"] = failure(lambda: WrappedTorchNorm(config, 8))
     faults["device"] = failure(torch.cuda.current_device)
-    faults["late"] = refusal(cpu_platform.install)
     torch.save(faults, root / "faults.pt")
 
 

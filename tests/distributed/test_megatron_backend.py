@@ -102,7 +102,6 @@ def test_what_the_patches_mend_is_still_broken_upstream(computed):
     assert bare["latent attention"], "it takes Transformer Engine for installed"
     assert "sequence parallel not supported" in bare["norm"]
     assert "CUDA" in bare["device"] or "NVIDIA driver" in bare["device"]
-    assert isinstance(bare["late"], ConfigError) and "before cpu_platform.install" in bare["late"].what
     assert "CUDA" in faults["schedule"], faults["schedule"]
     assert "torch.cuda.FloatTensor" in faults["optimizer"] or "CUDA" in faults["optimizer"], faults["optimizer"]
     assert faults["dist_opt_state"].startswith(("AssertionError", "KeyError")), faults["dist_opt_state"]
