@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -129,11 +129,7 @@ def save_checkpoint(
     state: dict[str, Any] | None,
     earlier: Callable[[Path], None] | None = None,
 ) -> Path:
-    """Write one checkpoint atomically and return its folder; see `begin_checkpoint`.
-
-    Args:
-        write: writes the trainer's files, and returns the digests that it knows of those that are on the disk, by name.
-    """
+    """Write one checkpoint atomically and return its folder; see `begin_checkpoint`, whose `begin` is done at once."""
 
     def write_now(folder: Path) -> Callable[[], Mapping[str, str]]:
         known = write(folder)
@@ -201,11 +197,14 @@ def _whole_or_nothing(root: Path, iteration: int, partial: Path) -> Iterator[Non
         try:
             yield
         except (OSError, CheckpointError) as error:
+            free, done = "", complete(root)
+            with suppress(OSError):  # the folder is missing or not accessible, as the error itself says
+                free = f" ({shutil.disk_usage(root).free / 1e6:,.1f} MB are free)"
+            left = f"iteration {done[-1]} is complete in {root}, a resume goes on from it" if done else ""
             raise CheckpointError(
-                f"the checkpoint of iteration {iteration} could not be written{_free_space(root)}: "
-                f"{getattr(error, 'what', error)}",
+                f"the checkpoint of iteration {iteration} could not be written{free}: {getattr(error, 'what', error)}",
                 where=str(root),
-                remedy=f"free space or fix permissions; {_left(root)}",
+                remedy=f"free space or fix permissions; {left or f'there is no complete checkpoint in {root}'}",
             ) from error
         unless_whole.pop_all()
 
@@ -217,21 +216,6 @@ def _aside(root: Path) -> Path:
     if (root / TRACKER).exists():
         shutil.copyfile(root / TRACKER, place / TRACKER)
     return place
-
-
-def _left(root: Path) -> str:
-    """Which checkpoints an error leaves, for its remedy."""
-    numbers = complete(root)
-    if not numbers:
-        return f"there is no complete checkpoint in {root}"
-    return f"iteration {numbers[-1]} is complete in {root}, a resume goes on from it"
-
-
-def _free_space(root: Path) -> str:
-    try:
-        return f" ({shutil.disk_usage(root).free / 1e6:,.1f} MB are free)"
-    except OSError:  # the folder is missing or not accessible, as the error itself says
-        return ""
 
 
 def read_state(folder: Path) -> dict[str, Any] | None:

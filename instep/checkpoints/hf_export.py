@@ -33,10 +33,6 @@ if TYPE_CHECKING:
 MAX_SHARD_BYTES = 5 * 10**9
 _OF_WEIGHTS = (".index.json", "quant_config.json", "quantize_config.json")  # not copied beside others
 _COPIED = {".json", ".txt", ".model", ".jinja", ".py", ".tiktoken"}
-_ENCODERS = {
-    "albert", "bert", "camembert", "deberta", "deberta-v2", "distilbert", "electra", "mobilebert", "modernbert",
-    "mpnet", "nomic_bert", "roberta", "xlm-roberta", "xlm-roberta-xl",
-}  # fmt: skip
 _HOLD_A_CAUSAL_LM = {"qwen3_5", "qwen3_5_moe"}  # beside images' layers; AutoModelForCausalLM loads it alone
 
 DTYPES = {  # safetensors' names of torch's types
@@ -53,15 +49,13 @@ def check_causal_lm(config: dict[str, Any], *, where: str, folder: Path | None =
     """Refuse the configuration of anything but a decoder-only language model, of a checkpoint in `folder`.
 
     Raises:
-        ConfigError: the model is an encoder-decoder, encoder-only, or has no language-model head.
+        ConfigError: the model is an encoder-decoder, or no causal language model.
     """
     architectures = config.get("architectures") or []
     kind = f"{'/'.join(architectures) or 'no architecture'}, model_type {config.get('model_type')!r}"
     remedy = "give a decoder-only causal language model (architecture ...ForCausalLM)"
     if config.get("is_encoder_decoder"):
         raise ConfigError(f"this is an encoder-decoder model ({kind})", where=where, remedy=remedy)
-    if config.get("model_type") in _ENCODERS:
-        raise ConfigError(f"this is an encoder-only model ({kind})", where=where, remedy=remedy)
     if architectures and not any(a.endswith(("ForCausalLM", "LMHeadModel")) for a in architectures):
         if folder is not None and config.get("model_type") in _HOLD_A_CAUSAL_LM:
             remedy = _without_images(folder)

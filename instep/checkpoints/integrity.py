@@ -239,7 +239,7 @@ def _read_digests(
     """
     stats = [path.stat() for path in paths]
     names = {(stat.st_dev, stat.st_ino): path for stat, path in zip(stats, paths, strict=True)}
-    total = sum(path.stat().st_size for path in names.values())
+    total = sum({(stat.st_dev, stat.st_ino): stat.st_size for stat in stats}.values())
     read, pause = [0], TELL_SECONDS
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         digests = {file: pool.submit(_digest, path, sync, read) for file, path in names.items()}

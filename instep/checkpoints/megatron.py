@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from instep.checkpoints.inert import MAX_DEPTH
 from instep.checkpoints.megatron_files import (
     EXPERTS,
     FUSED,
@@ -268,7 +267,7 @@ def _check_backend(folder: Path) -> None:
         )
 
 
-def _steps(node: Any, seen: set[int], name: str = "", depth: int = 0) -> Iterator[float]:
+def _steps(node: Any, seen: set[int], name: str = "") -> Iterator[float]:
     """The steps that a state of Megatron's optimizers counts: per group, or for all parameters.
 
     Args:
@@ -277,11 +276,11 @@ def _steps(node: Any, seen: set[int], name: str = "", depth: int = 0) -> Iterato
     if name in ("optimizer_step", "common_step", "step"):
         if isinstance(node, (int, float)) or (isinstance(node, Tensor) and node.numel() == 1):
             yield float(node)
-    elif isinstance(node, (dict, list)) and id(node) not in seen and depth < MAX_DEPTH:
+    elif isinstance(node, (dict, list)) and id(node) not in seen:
         seen.add(id(node))
         for key, value in node.items() if isinstance(node, dict) else [(name, part) for part in node]:
             if name or isinstance(node, list) or key in ("optimizer", "optimizer_step"):
-                yield from _steps(value, seen, str(key), depth + 1)
+                yield from _steps(value, seen, str(key))
 
 
 def _names(entry: WeightEntry) -> Iterator[tuple[str, tuple[int, ...]]]:

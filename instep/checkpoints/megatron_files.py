@@ -34,7 +34,6 @@ LAYERS, LOCAL_EXPERTS, EXPERTS = "decoder.layers.", "mlp.experts.local_experts."
 _EXTRA_STATE = re.compile(r"(^|\.)_extra_state")
 _RANK_FOLDER = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
 RANK_FILE = "model_optim_rng.pt"
-MAX_PLACES = 10**7  # layers, times experts, times ranks that share each
 # The key of the optimizer's state in a file of instep's: by chunk, then by the state's and the parameter's name.
 OPTIMIZER = "optimizer_by_parameter"
 # A rank's name of the weights of its experts in one module (grouped GEMM): the first number is the expert's.
@@ -65,8 +64,6 @@ class Stored:
         """The chunks that have a part of the tensor at these leading indices, of a layer or an expert."""
         if (lead := len(index)) not in self._by_lead:
             places: dict[tuple[int, ...], list[Chunk]] = {}
-            if sum(math.prod(chunk.sizes[:lead]) for chunk in self.chunks) > MAX_PLACES:
-                raise LookupError("its chunks are of more layers or experts than there can be")
             for chunk in self.chunks:
                 ranges = [range(o, o + n) for o, n in zip(chunk.offsets[:lead], chunk.sizes[:lead], strict=True)]
                 for place in product(*ranges):

@@ -10,7 +10,6 @@ import os
 import random
 import struct
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,39 +32,13 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType
 from torch.futures import Future
 
-from instep.checkpoints.inert import (
-    MAX_DIMENSIONS,
-    MAX_NAME,
-    MAX_SIZE,
-    Made,
-    Name,
-    NoData,
-    Ours,
-    check_size,
-    collecting_nothing,
-    read,
-)
-from instep.checkpoints.torch_files import DTYPES, TensorFiles, load_data
+from instep.checkpoints.inert import MAX_NAME, Made, NoData, read
+from instep.checkpoints.torch_files import TensorFiles, load_data
 from instep.documents import open_regular
 from instep.errors import CheckpointError
 
 METADATA = ".metadata"
-_CLASSES = {
-    "torch.distributed.checkpoint.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex "
-    "StorageMeta TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING",
-    "torch.distributed.checkpoint.filesystem": "_StorageInfo _StoragePrefix",
-    # Megatron keeps the plans of all ranks in its index; up to torch 2.2 the properties of tensors were elsewhere.
-    "torch.distributed.checkpoint.planner": "BytesIOWriteData SavePlan TensorWriteData WriteItem WriteItemType",
-    "torch.distributed._shard.sharded_tensor.metadata": "MEM_FORMAT_ENCODING TensorProperties",
-    "megatron.core.dist_checkpointing.strategies.torch": "MCoreMetadata MCoreSavePlan",  # of megatron-core 0.15
-    "collections": "OrderedDict",
-    "pathlib": "Path PosixPath PurePosixPath",
-    "pathlib._local": "PosixPath",  # Python 3.13
-    "torch": "device",
-    "torch.serialization": "_get_layout",
-}
-_ENUMS = {"_MEM_FORMAT_ENCODING", "MEM_FORMAT_ENCODING", "WriteItemType"}
-
+MAX_BYTES = 512 * 2**20  # of an index; one of a million chunks has 160 MB
 
 # ---- the index of a distributed checkpoint ---------------------------------------------------------------------------
 
@@ -80,16 +53,17 @@ def read_index(folder: Path) -> Metadata:
     """
     index = folder / METADATA
     try:
-        with open_regular(index) as file, collecting_nothing():
-            check_size(os.fstat(file.fileno()).st_size)
-            found = _metadata(read(file.read(), _named))
+        with open_regular(index) as file:
+            if (size := os.fstat(file.fileno()).st_size) > MAX_BYTES:
+                raise NoData(f"it has {size:,} bytes, more than {MAX_BYTES:,}")
+            found = _metadata(read(file.read()))
     except OSError as error:
         raise CheckpointError(
             f"{METADATA} cannot be read: {error.strerror or error}", where=str(index), remedy="take another checkpoint"
         ) from error
-    except NoData as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{METADATA} is no index of a checkpoint: {error}",
+            f"{METADATA} is no index of a checkpoint: {error!s:.200}",
             where=str(index),
             remedy="the file is damaged, or made to run code: take another checkpoint",
         ) from error
@@ -111,113 +85,65 @@ def _check_files(folder: Path, index: Metadata) -> None:
             )
 
 
-def _named(module: str, name: str) -> Any:
-    if name in _CLASSES.get(module, "").split():
-        return Name(module, name)
-    if (module, name) == ("builtins", "getattr"):
-        return Ours(_member)  # of an enum, which the first releases of Python 3.11 write so
-    if (module, name) == ("torch", "Size"):
-        return Ours(_size)
-    if module == "torch" and name in DTYPES:
-        return DTYPES[name]
-    raise NoData(f"it names {module}.{name}, which no index needs")
-
-
-def _member(args: tuple[Any, ...]) -> Made:
-    owner, name = args if len(args) == 2 else (None, None)
-    if type(owner) is not Name or owner.name not in _ENUMS or type(name) is not str:
-        raise NoData(f"it asks for {name!r:.40} of {owner!s:.80}, which no index needs")
-    return Made(owner, (name,))
-
-
-def _size(args: tuple[Any, ...]) -> torch.Size:
-    numbers = args[0] if len(args) == 1 else None
-    if type(numbers) is not tuple or len(numbers) > MAX_DIMENSIONS:
-        raise NoData("a shape in it is none")
-    for number in numbers:
-        if type(number) is not int or not 0 <= number < MAX_SIZE:
-            raise NoData("a shape in it is none")
-    return torch.Size(numbers)
-
-
-def _fields(made: Any, *names: str) -> Mapping[str, Any]:
-    """The attributes of what should be an instance of the last class, or the first, of these names."""
-    if type(made) is not Made or made.of is None or made.of.name not in names or made.args:
-        raise NoData(f"there is something else in the place of a {names[0]}")
-    state: Any = {} if made.state is None else made.state
-    if type(state) is not dict:
-        raise NoData(f"a {names[0]} in it has no attributes")
-    return state
+def _fields(made: Any, name: str) -> dict[str, Any]:
+    """The attributes of what should be an instance of the class `name`."""
+    if not isinstance(made, Made) or made.of.rpartition(".")[2].removeprefix("MCore") != name:
+        raise NoData(f"there is something else in the place of a {name}")
+    return made.state or {}
 
 
 def _metadata(content: Any) -> Metadata:
-    fields = _fields(content, "Metadata", "MCoreMetadata")
-    entries, places, version = (fields.get(name) for name in ("state_dict_metadata", "storage_data", "version"))
-    places = {} if places is None else places
-    if type(entries) is not dict or type(places) is not dict:
-        raise NoData("it has no dict of tensors, or none of their places")
-    if type(version) not in (str, type(None)):
-        raise NoData("its version is no text")
-    stored: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    num_left = len(places)  # each chunk has a place of its own; tensors that share a list of chunks would be many more
-    for name, made in entries.items():
-        entry = stored[_text(name, "the name of a tensor")] = _entry(made, num_left)
-        num_left -= len(entry.chunks) if isinstance(entry, TensorStorageMetadata) else 0
-    data = {_index(where): _info(info) for where, info in places.items()}
-    return Metadata(stored, storage_data=data, storage_meta=StorageMeta(), version=version)
+    fields = _fields(content, "Metadata")  # Megatron's has the plans of its ranks, too
+    tensors = {_text(name): _entry(about) for name, about in fields["state_dict_metadata"].items()}
+    places = {_index(where): _info(info) for where, info in (fields.get("storage_data") or {}).items()}
+    return Metadata(tensors, storage_data=places, storage_meta=StorageMeta())
 
 
-def _entry(made: Any, most: int) -> TensorStorageMetadata | BytesStorageMetadata:
-    if type(made) is Made and made.of is not None and made.of.name == "BytesStorageMetadata":
+def _entry(made: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+    if made.of.endswith(".BytesStorageMetadata"):
         return BytesStorageMetadata()
     fields = _fields(made, "TensorStorageMetadata")
-    about, size, chunks = (fields.get(name) for name in ("properties", "size", "chunks"))
-    about = about.state if type(about) is Made and about.of is not None and about.of.name == "TensorProperties" else ()
-    if type(about) is not tuple or len(about) != 5 or type(about[0]) is not torch.dtype:
+    dtype, size = vars(torch)[fields["properties"].state[0].of.removeprefix("torch.")], _size(fields["size"])
+    if not isinstance(dtype, torch.dtype):
         raise NoData("a tensor in it has no type")
-    if type(size) is not torch.Size or type(chunks) is not list:
-        raise NoData("a tensor in it has no shape, or no list of chunks")
-    if len(chunks) > most:
-        raise NoData("its tensors have more chunks than it has places of them")
-    return TensorStorageMetadata(TensorProperties(about[0]), size, [_chunk(chunk, size) for chunk in chunks])
-
-
-def _chunk(made: Any, size: torch.Size) -> ChunkStorageMetadata:
-    fields = _fields(made, "ChunkStorageMetadata")
-    offsets, sizes = fields.get("offsets"), fields.get("sizes")
-    if not (isinstance(offsets, torch.Size) and isinstance(sizes, torch.Size)):
-        raise NoData("a chunk in it has no place in its tensor")
-    if not len(offsets) == len(sizes) == len(size):
-        raise NoData("a chunk in it has no place in its tensor")
-    for offset, length, whole in zip(offsets, sizes, size, strict=True):
-        if offset + length > whole:
+    chunks = []
+    for chunk in fields["chunks"]:
+        of_chunk = _fields(chunk, "ChunkStorageMetadata")
+        offsets, sizes = _size(of_chunk["offsets"]), _size(of_chunk["sizes"])
+        if any(start + n > whole for start, n, whole in zip(offsets, sizes, size, strict=True)):
             raise NoData("a chunk in it lies outside of its tensor")
-    return ChunkStorageMetadata(offsets, sizes)
+        chunks.append(ChunkStorageMetadata(offsets, sizes))
+    return TensorStorageMetadata(TensorProperties(dtype), size, chunks)
+
+
+def _size(made: Made) -> torch.Size:
+    size = torch.Size(*made.args)
+    if made.of != "torch.Size" or min(size, default=0) < 0:
+        raise NoData("a shape in it is none")
+    return size
 
 
 def _index(made: Any) -> MetadataIndex:
     fields = _fields(made, "MetadataIndex")
-    offset, index = fields.get("offset"), fields.get("index")
-    if type(offset) not in (torch.Size, type(None)) or type(index) not in (int, type(None)):
-        raise NoData("the place of a chunk in it is none")
-    return MetadataIndex(_text(fields.get("fqn"), "the name of a tensor"), offset, index)
+    offset = fields.get("offset")
+    return MetadataIndex(_text(fields["fqn"]), None if offset is None else _size(offset), fields.get("index"))
 
 
 def _info(made: Any) -> _StorageInfo:
     fields = _fields(made, "_StorageInfo")
-    name, offset, length = (fields.get(key) for key in ("relative_path", "offset", "length"))
+    name, offset, length = _text(fields["relative_path"]), fields["offset"], fields["length"]
     if fields.get("transform_descriptors"):
         raise NoData("its tensors are written by extensions of torch (compressed, or encrypted), which are not read")
-    if type(offset) is not int or type(length) is not int or not (0 <= offset < MAX_SIZE and 0 <= length < MAX_SIZE):
+    if type(offset) is not int or type(length) is not int or min(offset, length) < 0:
         raise NoData("the place of a tensor in its file is none")
-    if "/" in _text(name, "the name of a file") or name in ("", ".", ".."):
+    if "/" in name or name in ("", ".", ".."):
         raise NoData(f"it names the file {name!r:.80}, which is not in its folder")
     return _StorageInfo(name, offset, length)
 
 
-def _text(value: Any, what: str) -> str:
+def _text(value: Any) -> str:
     if type(value) is not str or len(value) > MAX_NAME or not value.isprintable():
-        raise NoData(f"{what} is no text of at most {MAX_NAME} characters")
+        raise NoData(f"a name in it is no text of at most {MAX_NAME} characters")
     return value
 
 
@@ -318,8 +244,8 @@ def set_random_state(path: Path) -> None:
     state = load_data(path)
     try:
         version, words, gauss = state["python"]
-        keys, position, *rest = state["numpy"][-4:]  # an earlier instep had the generator's name first
-        keys = _keys(keys)
+        keys, position, *rest = state["numpy"]
+        keys = keys.numpy().astype(np.uint32)
         if len(words) != 625 or keys.shape != (624,) or not 0 <= int(position) <= 624:  # numpy would look beyond them
             raise ValueError("a generator's state has another length")
         left, following = struct.unpack_from("<ixxxxQ", state["torch"].numpy().tobytes(), 8)
@@ -334,10 +260,3 @@ def set_random_state(path: Path) -> None:
             where=str(path),
             remedy="take another checkpoint, or go on with its weights alone (--no-load-optim)",
         ) from error
-
-
-def _keys(stored: Any) -> np.ndarray:
-    if isinstance(stored, torch.Tensor):
-        return stored.numpy().astype(np.uint32)
-    raw = stored.state[-1]  # as numpy pickles an array; an earlier instep has saved it so
-    return np.frombuffer(raw, "<u4")

@@ -10,12 +10,13 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from instep.checkpoints.inert import MAX_DIMENSIONS, MAX_NAME
+from instep.checkpoints.inert import MAX_NAME
 from instep.documents import open_regular
 from instep.errors import CheckpointError
 from instep.models.files import INDEX, SINGLE, weight_map
 
 PARTS = ("qweight", "qzeros", "scales", "g_idx")  # the tensors with which GPTQ and AWQ replace a layer's `weight`
+MAX_DIMENSIONS = 64
 MAX_ELEMENTS = 1 << 63  # torch counts them in an int64, an empty dimension as 1
 
 

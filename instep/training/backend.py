@@ -101,14 +101,12 @@ class Frozen(Protocol):
 
     def forward_only(self, micro_batches: Sequence[TokenBatch], *, entropy: bool = False) -> list[TokenOutputs] | None:
         """Outputs of each micro-batch without gradients, in order, on the CPU; None except on the last stage."""
-        ...
 
     def load_hf(self, path: Path) -> None:
         """Load weights of a Hugging Face checkpoint into the model (and the optimizer's masters).
 
         A critic's output layer becomes zero: its first values are 0, whatever the layout.
         """
-        ...
 
     def offload(self, *, weights: bool = True) -> None:
         """Free the device's memory: gradients are dropped, and everything else goes to the host (`parking.py`).
@@ -117,11 +115,9 @@ class Frozen(Protocol):
             weights: False begins to copy masters and moments away while the weights stay, until the call that takes
                 them, too.
         """
-        ...
 
     def onload(self, *, optimizer: bool = True) -> None:
         """Undo `offload`; without `optimizer` for the weights alone."""
-        ...
 
 
 class TrainBackend(Frozen, Protocol):
@@ -146,12 +142,10 @@ class TrainBackend(Frozen, Protocol):
     @property
     def embedding(self) -> torch.nn.Module | None:
         """The layer that turns tokens into vectors; None on a rank that has none."""
-        ...
 
     @property
     def layers(self) -> dict[int, torch.nn.Module]:
         """The decoder layers of this rank, by their place in the model."""
-        ...
 
     def forward_backward(
         self, micro_batches: Sequence[TokenBatch], loss_fn: LossFn, *, logits: bool = False, more: bool = False
@@ -166,15 +160,12 @@ class TrainBackend(Frozen, Protocol):
         Returns:
             What `loss_fn` returned, in the same order; None except on the last stage.
         """
-        ...
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply the gradients that calls with `more` have made for the next step; 0 forgets them, NaN too."""
-        ...
 
     def optimizer_step(self, lr: float) -> StepResult:
         """Clip the gradients, step with learning rate `lr`, zero the gradients. A non-finite norm skips the step."""
-        ...
 
     def remark(self) -> str:
         """Lines for the user: a slower way in which this model is trained, and `left_out`; else empty. Collective.
@@ -182,19 +173,12 @@ class TrainBackend(Frozen, Protocol):
         Raises:
             ConfigError: the model cannot be trained.
         """
-        ...
-
-    def publish(self, version: str) -> None:
-        """Make the current weights those that `weight_source` yields; no-op where it reads the live weights."""
-        ...
 
     def weight_source(self, *, adapter: bool = False) -> WeightSource:
         """The weights that engines serve, adapters merged into them; with `adapter` the adapter alone (only `hf`)."""
-        ...
 
     def export_adapter(self, path: Path) -> None:
         """Write the adapter, in float32 and peft's format, as the folder `path` (collective; only `hf`)."""
-        ...
 
     def earlier(self, path: Path) -> Frozen | None:
         """The frozen model in `path` as this one under another adapter; None where it needs weights of its own.
@@ -202,11 +186,9 @@ class TrainBackend(Frozen, Protocol):
         Args:
             path: the base of this model's adapter, or a folder that `export_adapter` wrote.
         """
-        ...
 
     def save(self, path: Path) -> None:
         """Write model and optimizer into the existing folder `path`, collectively; `saver.finish` follows."""
-        ...
 
     def load(self, path: Path, *, optimizer: bool = True, fresh_head: bool = False) -> None:
         """Read what `save` wrote, also under another parallel layout.
@@ -215,4 +197,3 @@ class TrainBackend(Frozen, Protocol):
             optimizer: False leaves the optimizer's moments as they are.
             fresh_head: the output layer becomes zero, for a critic that begins with an actor's weights.
         """
-        ...

@@ -51,15 +51,6 @@ class FreshGap:
         gaps = torch.where(counted, (log_probs.detach() - engine).abs(), torch.zeros_like(engine))
         self._sums += torch.stack([gaps.double().sum(), counted.double().sum()]).to(self._sums.device)
 
-    def adding(self, loss_fn: LossFn) -> LossFn:
-        """The loss, which also adds the gap of each micro-batch."""
-
-        def loss(batch: TokenBatch, outputs: TokenOutputs) -> LossOutput:
-            self.add(batch, outputs.log_probs)
-            return loss_fn(batch, outputs)
-
-        return loss
-
     def mean(self) -> float:
         """The mean over all ranks (collective); 0 without fresh tokens.
 
@@ -72,8 +63,14 @@ class FreshGap:
 
 def measured(gap: FreshGap | None, batch: TokenBatch, loss_fn: LossFn) -> LossFn:
     """The loss, which also adds to the gap; that of a `batch` with scores is added now, and the loss is as it was."""
-    scored = batch.token_columns.get("log_probs")
-    if gap is None or scored is None:
-        return loss_fn if gap is None else gap.adding(loss_fn)
-    gap.add(batch, scored)
-    return loss_fn
+    if gap is None:
+        return loss_fn
+    if (scored := batch.token_columns.get("log_probs")) is not None:
+        gap.add(batch, scored)
+        return loss_fn
+
+    def loss(batch: TokenBatch, outputs: TokenOutputs) -> LossOutput:
+        gap.add(batch, outputs.log_probs)
+        return loss_fn(batch, outputs)
+
+    return loss

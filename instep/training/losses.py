@@ -61,12 +61,6 @@ def policy_loss_fn(config: PolicyLossConfig, hooks: LossHooks | None = None) -> 
                     where=f"column rollout_log_probs; first sample {_first_sample(batch, unknown)}",
                     remedy=_REMEDY["rollout_log_probs"],
                 )
-        if config.entropy_coef and outputs.entropy is None:
-            raise RolloutError(
-                "--entropy-coef needs the entropy of each token",
-                where="outputs of the train backend",
-                remedy="let the train backend compute it, or leave --entropy-coef out",
-            )
         terms = policy_loss(
             outputs.log_probs,
             _column(batch, "advantages", "the policy loss"),

@@ -24,7 +24,6 @@ import torch.distributed as dist
 from instep.checkpoints.adapter import lora_of
 from instep.checkpoints.plain import seed_all
 from instep.checkpoints.remote_code import load_config
-from instep.errors import ConfigError
 from instep.models.layer_sketches import layer_sketches
 from instep.system.importing import first_import
 from instep.training.backend import Frozen, LossFn, LossOutput, ParallelInfo, Role, TokenOutputs, TrainBackend
@@ -33,7 +32,7 @@ from instep.training.choices import OwnChoices
 from instep.training.gap import COLUMN, FreshGap, measured
 from instep.training.losses import loss_fn_from_args, metrics_of_step, value_loss_fn
 from instep.training.megatron.hooks import MegatronHooks
-from instep.training.megatron.version import require_megatron
+from instep.training.megatron.upstream_fixes import require_megatron
 from instep.training.postprocess import postprocessed
 from instep.training.profile import Profiled
 from instep.training.rendezvous import store
@@ -73,9 +72,9 @@ class Worker(Profiled, WorkerWeights):
         """Import what the model needs; where GPUs are shared in turns, while engines start: it touches no GPU."""
         name = "instep.training.hf.backend"
         if args.train_backend == "megatron":
+            require_megatron()
             if args.device == "cpu":  # there its stand-ins for CUDA come first
                 return
-            require_megatron("training.worker")
             name = "megatron.core.optimizer"
         with first_import(name):
             importlib.import_module(name)
@@ -220,9 +219,7 @@ class Worker(Profiled, WorkerWeights):
                 columns[name] = torch.cat([getattr(o, name) for o in outputs]).cpu()
         for name, model in (("ref_log_probs", self.reference), ("teacher_log_probs", self.teacher)):
             if name in names:
-                if model is None:
-                    what = f"{name} are needed but their model is not loaded"
-                    raise ConfigError(what, where="worker", remedy="please report this with the command line")
+                assert model is not None, "the controller has loaded it"
                 with self._there(model):
                     self._before_log_probs(model, name.removesuffix("log_probs"))
                     outputs = model.forward_only([part.without_routes() for part in parts])

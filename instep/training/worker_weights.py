@@ -31,7 +31,6 @@ class WorkerWeights:
 
     def publish(self, way: str, order: Order) -> None:
         """Send the weights as version `order.version` by `way`; the controller hears of each part that is ready."""
-        self.backend.publish(order.version)
         way_named(way).send(self._source(way), replace(order, host=self._host, device=str(self.device)), self._emit)
 
     def _source(self, way: str) -> WeightSource:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from instep.checkpoints.inert import Name, NoData, Ours, read
+from instep.checkpoints.inert import Made, NoData, read
 from instep.cluster.worker_main import answer, leave
 from instep.errors import SyncError
 from instep_engine.gloo import make_devices, shut
@@ -316,29 +316,18 @@ def careful_group(store: dist.Store, rank: int) -> Any:
 
 def _id_or_text(data: bytes, kind: type[ctypes.Structure]) -> Any:
     """What vLLM has pickled: an `ncclUniqueId` (`kind`), a text or bytes. Raises RuntimeError: it is something else."""
-
-    def made(args: tuple[Any, ...]) -> ctypes.Structure:
-        of, state = args if len(args) == 2 else (None, None)
-        if type(of) is not Name or type(state) is not tuple or len(state) != 2 or state[0] != {}:
-            raise NoData("an id in it is none")
-        if type(state[1]) is not bytes or len(state[1]) != ctypes.sizeof(kind):
-            raise NoData("an id in it is of another size")
-        return kind.from_buffer_copy(state[1])
-
-    def named(module: str, name: str) -> Any:
-        if (module, name) == ("_ctypes", "_unpickle"):
-            return Ours(made)
-        if (module, name) == (kind.__module__, kind.__qualname__):
-            return Name(module, name)
-        raise NoData(f"it names {module}.{name}")
-
     try:
-        value = read(data, named)
-        if type(value) not in (str, bytes, kind):
+        value = read(data)
+        if isinstance(value, (str, bytes)):
+            return value
+        if not isinstance(value, Made) or value.of != "_ctypes._unpickle":
             raise NoData("it is of another kind")
-    except NoData as error:
+        of, (attributes, content) = value.args
+        if of.of != f"{kind.__module__}.{kind.__qualname__}" or attributes or len(content) != ctypes.sizeof(kind):
+            raise NoData("it is another id")
+        return kind.from_buffer_copy(content)
+    except (AttributeError, TypeError, ValueError) as error:
         raise RuntimeError(f"the group's store holds something else where NCCL's id should be: {error}") from error
-    return value
 
 
 def _address_to(meeting: Meeting) -> str:

@@ -181,9 +181,6 @@ def run_edges(root: Path) -> dict:
         "type_outside": torch.zeros(1).type(),
         "compiled": compiled_functions(),
     }
-    backend.forward_backward(micro_batches(0), weighted_loss)
-    edges["twice"] = refusal(lambda: backend.forward_backward(micro_batches(0), weighted_loss))
-    backend.optimizer_step(0.0)
     edges["no_checkpoint"] = refusal(lambda: backend.load(root))
     edges["no_folder"] = refusal(lambda: backend.save(root / "nowhere"))
     edges["wrong_checkpoint"] = refusal(lambda: backend.load_hf(root / "tied"))
@@ -196,7 +193,6 @@ def run_edges(root: Path) -> dict:
     reference.load_hf(hf)
     edges["beside"] = train(actor, range(1))
     edges["reference"] = reference.forward_only(micro_batches(0))
-    edges["untrained"] = refusal(lambda: reference.forward_backward(micro_batches(0), weighted_loss))
     return edges
 
 
@@ -253,7 +249,7 @@ def bare_faults(_: int, root: Path) -> None:
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    from instep.training.megatron import cpu_platform, upstream_fixes
+    from instep.training.megatron import upstream_fixes
 
     faults: dict = {"te_general_gemm": "te_general_gemm" in vars(moe_utils)}
     faults["latent attention"] = multi_latent_attention.HAVE_TE
@@ -265,7 +261,6 @@ def bare_faults(_: int, root: Path) -> None:
     )  # fmt: skip
     faults["norm"] = failure(lambda: WrappedTorchNorm(config, 8))
     faults["device"] = failure(torch.cuda.current_device)
-    faults["late"] = refusal(cpu_platform.install)
     torch.save(faults, root / "faults.pt")
 
 

@@ -87,7 +87,7 @@ def test_a_full_disk_leaves_the_last_export_and_no_litter(tied_checkpoint, tmp_p
     "config, message",
     [
         (None, "config.json is missing"),
-        ({"architectures": ["BertForMaskedLM"], "model_type": "bert"}, "encoder-only"),
+        ({"architectures": ["BertForMaskedLM"], "model_type": "bert"}, "not a causal language model"),
         (
             {"architectures": ["T5ForConditionalGeneration"], "model_type": "t5", "is_encoder_decoder": True},
             "encoder-dec",

@@ -59,10 +59,9 @@ def test_edges(computed):
     for losses, norms in (edges["then_trains"], edges["beside"]):
         assert losses == pytest.approx(want["losses"][:1], rel=1e-5)
         assert norms == pytest.approx(want["norms"][:1], rel=1e-5)
-    assert isinstance(edges["refused_upstream"], ConfigError) and "without an optimizer" in edges["untrained"].what
+    assert isinstance(edges["refused_upstream"], ConfigError)
     assert edges["type_outside"] == "torch.FloatTensor", "the platform's lie must stay inside its scope"
     assert bool(edges["compiled"]) == CUDA, "a run on a CPU needs no compiler"
-    assert "twice" in str(edges["twice"])
     for key in ("no_checkpoint", "no_folder", "wrong_model", "wrong_checkpoint"):
         assert isinstance(edges[key], CheckpointError) and edges[key].where, key
     assert (
@@ -103,7 +102,6 @@ def test_what_the_patches_mend_is_still_broken_upstream(computed):
     assert bare["latent attention"], "it takes Transformer Engine for installed"
     assert "sequence parallel not supported" in bare["norm"]
     assert "CUDA" in bare["device"] or "NVIDIA driver" in bare["device"]
-    assert isinstance(bare["late"], ConfigError) and "before cpu_platform.install" in bare["late"].what
     assert "CUDA" in faults["schedule"], faults["schedule"]
     assert "torch.cuda.FloatTensor" in faults["optimizer"] or "CUDA" in faults["optimizer"], faults["optimizer"]
     assert faults["dist_opt_state"].startswith(("AssertionError", "KeyError")), faults["dist_opt_state"]
@@ -116,11 +114,9 @@ def test_patches_refuse_other_versions(monkeypatch):
     from instep.training.megatron import cpu_platform, upstream_fixes
 
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.17.1")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for patch, call in (("cpu_platform", cpu_platform.install), ("te_general_gemm", upstream_fixes.apply)):
-        with pytest.raises(ConfigError, match="0.17.1") as error:
-            call()
-        assert patch in error.value.what and "0.16." in error.value.what
+    with pytest.raises(ConfigError, match="0.17.1") as error:
+        upstream_fixes.require_megatron()
+    assert "0.16." in error.value.what
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ConfigError, match="with CUDA"):
         cpu_platform.install()

@@ -27,7 +27,7 @@ from instep.errors import CheckpointError
 from tests.security import hostile
 
 WATCHED = ("exec", "compile", "import", "subprocess.", "os.system", "os.exec", "os.fork", "os.posix_spawn", "pickle.",
-           "object.__setattr__", "object.__delattr__", "ctypes.", "socket.", "shutil.", "os.re", "os.mkdir", "os.link",
+           "object.__delattr__", "ctypes.", "socket.", "shutil.", "os.re", "os.mkdir", "os.link",
            "os.symlink", "os.chmod", "os.chown", "os.truncate", "os.putenv", "os.unsetenv")  # fmt: skip
 
 
@@ -40,7 +40,7 @@ def nameable() -> list[Any]:
 
 
 def shown(item: Any) -> dict[str, str]:
-    return {key: f"{id(value)} {value!r:.200}" for key, value in vars(item).items()}
+    return {key: f"{id(value)} {value!r:.200}" for key, value in vars(item).items() if key != "__warningregistry__"}
 
 
 def archive(content: bytes) -> bytes:
@@ -49,10 +49,12 @@ def archive(content: bytes) -> bytes:
         records.writestr("a/data.pkl", content)
         records.writestr("a/data/0", bytes(64))
         records.writestr("a/byteorder", "little")
+        records.writestr("a/version", "3\n")
     return file.getvalue()
 
 
 def main(folder: Path, every: dict[str, int]) -> dict[str, Any]:
+    resource.setrlimit(resource.RLIMIT_AS, (16 << 30, -1))
     honest = folder / "honest"
     state = {"w": torch.ones(3, 2), "b": torch.ones(4, dtype=torch.bfloat16)}
     dcp.save(state, checkpoint_id=honest)

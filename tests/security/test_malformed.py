@@ -18,7 +18,7 @@ from instep.checkpoints.adapter import TENSORS, read_adapter
 from instep.checkpoints.megatron import MegatronCheckpoint, _steps
 from instep.checkpoints.megatron_files import full_shape
 from instep.checkpoints.plain import load_tensors, read_index
-from instep.checkpoints.torch_files import load_data, load_plain
+from instep.checkpoints.torch_files import load_data
 from instep.cli import main
 from instep.convert import _shape
 from instep.errors import CheckpointError
@@ -112,19 +112,10 @@ def test_a_weight_has_a_shape_and_a_name_that_a_tensor_can_have(tmp_path: Path, 
     assert len(caught.value.what) < 200
 
 
-def test_what_contains_itself_is_looked_through_once_and_is_no_dump(tmp_path: Path, bounded: None) -> None:
+def test_what_contains_itself_is_looked_through_once(tmp_path: Path, bounded: None) -> None:
     groups: list[object] = [{"step": 3}]
     for _ in range(60):
         groups = [*groups, groups, groups]  # 2 ** 60 steps, if each is counted
     groups[1:1] = [groups]
     torch.save({"optimizer": groups}, tmp_path / "common.pt")
     assert set(_steps(load_data(tmp_path / "common.pt"), set())) == {3.0}
-    with pytest.raises(CheckpointError, match=r"more than 100( levels|,000,000 values)"):
-        load_plain(tmp_path / "common.pt")
-
-
-def test_a_tensor_has_no_more_elements_than_its_storage(tmp_path: Path) -> None:
-    """A copy of one that repeats four bytes would take 2 GB."""
-    torch.save({"w": torch.zeros(1).expand(2**29)}, tmp_path / "a.pt")
-    with pytest.raises(CheckpointError, match="larger than its storage"):
-        load_data(tmp_path / "a.pt")

@@ -91,7 +91,7 @@ def test_the_workers_refuse_nothing_that_the_command_line_takes(model, name):
         taken += 1
         for role in ("actor", "critic"):
             own = args_of_role(args, role)
-            check_arguments(own, shape, own.world_size)
+            check_arguments(own, shape)
     assert taken >= 5 and refused >= 5, (taken, refused)
 
 

@@ -209,9 +209,8 @@ def policy_loss(
         sums["entropy"] = bonus.detach()
         loss = loss - config.entropy_coef * bonus if config.entropy_coef else loss
     if config.use_kl_loss:
-        reference = only(_needed(ref_log_probs, "ref_log_probs"))
-        weight_base = old if config.use_unbiased_kl else None
-        kl_loss = mean(approx_kl(current, reference, config.kl_loss_type, old_log_probs=weight_base))
+        reference, base = only(_needed(ref_log_probs, "ref_log_probs")), old if config.use_unbiased_kl else None
+        kl_loss = mean(approx_kl(current, reference, config.kl_loss_type, old_log_probs=base))
         sums["kl_loss"] = kl_loss.detach()
         loss = loss + config.kl_loss_coef * kl_loss if config.kl_loss_coef else loss
     sums |= {"loss": loss.detach(), "loss_weight": loss_weights.sum()}

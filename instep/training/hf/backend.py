@@ -39,7 +39,6 @@ from instep.training.hf.optimizer import PiecewiseAdamW, adamw_of, load_state, s
 from instep.training.hf.own_copy import has_room
 from instep.training.hf.shards import DP, TP, local, mesh_of, part_of, shard_over
 from instep.training.hf.weights import HfWeightSource, load_hf
-from instep.training.machine import memory_of
 from instep.training.saving import Saver
 from instep.training.selection import Selection
 from instep.types import TokenBatch
@@ -98,7 +97,7 @@ class HfBackend:
         if selection is not None:
             selection.apply(dict(self.policy.model.named_parameters()))
         casts = with_optimizer and not several and not full and lora is None and not self._single_copy
-        copies = casts and has_room(args, sum(p.numel() for p in self.policy.parameters()), memory_of(device))
+        copies = casts and has_room(args, sum(p.numel() for p in self.policy.parameters()), _memory_of(device))
         mirrors = self._single_copy or copies
         self._sharded = several or (casts and not copies)
         rank, tp = dist.get_rank(), args.tensor_model_parallel_size
@@ -257,9 +256,6 @@ class HfBackend:
         if self._mirror is not None:
             self._mirror.changed()
 
-    def publish(self, version: str) -> None:
-        """No-op: `weight_source` reads the live weights."""
-
     @functools.cached_property
     def _names(self) -> CheckpointNames:
         """Weights go out under the names that they have in the checkpoint of the model's configuration."""
@@ -393,3 +389,8 @@ class HfBackend:
         self._weights.ready()
         if optimizer:  # they arrive while the first forward passes compute
             self._states.bring()
+
+
+def _memory_of(device: torch.device) -> float:
+    """The memory of a GPU in bytes; infinite for a CPU."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else math.inf

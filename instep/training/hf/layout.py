@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
@@ -16,9 +17,13 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from instep.models.attention import Unfit, check_plain
-from instep.training.machine import is_of_the_machine
 from instep.training.packed_attention import chunks_of, packed_attention
 from instep.training.packing import SharedPrefixes, nothing_shared
+
+# Errors of a device, its memory or the connection to another rank, not of the model. The CPU's allocator, gloo and old
+# builds for GPUs raise plain RuntimeErrors.
+_OF_THE_MACHINE = (torch.OutOfMemoryError, torch.AcceleratorError, dist.DistError)
+_SIGNS = ("DefaultCPUAllocator", "gloo/", "CUDA error", "NCCL error")
 
 
 @dataclass(frozen=True)
@@ -110,7 +115,7 @@ def own_errors() -> Iterator[None]:
     try:
         yield
     except (ValueError, ImportError, KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
-        if is_of_the_machine(error):
+        if isinstance(error, _OF_THE_MACHINE) or any(sign in str(error) for sign in _SIGNS):
             raise
         if PACKED.attention in str(error):
             raise Unfit("its attention cannot be exchanged for one over packed segments") from error

@@ -22,10 +22,6 @@ Addition = Callable[[str], Tensor | None]
 Groups = list[tuple[Group, list[TensorSpec]]]
 
 
-def _nothing(name: str) -> None:
-    return None
-
-
 class HfWeightSource(WeightSource):
     """A `WeightSource` over a plain or a sharded model. Rank 0 emits; the others take part in the gathering.
 
@@ -33,13 +29,15 @@ class HfWeightSource(WeightSource):
     added to the weight of a name, in float32, or None; collective.
     """
 
-    def __init__(self, model: PreTrainedModel, dtype: torch.dtype, names: CheckpointNames, more: Addition = _nothing):
+    def __init__(
+        self, model: PreTrainedModel, dtype: torch.dtype, names: CheckpointNames, more: Addition = lambda name: None
+    ):
         self._weights, self._names, self._more = named_weights(model), names, more
         self.emits = dist.get_rank() == 0
-        self._groups = [
-            (group, [TensorSpec(*named, self._dtype(group, dtype)) for named in _named_shapes(group)])
-            for group in names.groups
-        ]
+        self._groups = []
+        for group in names.groups:
+            kind, named = self._dtype(group, dtype), zip(group.checkpoint, group.shapes, strict=True)
+            self._groups.append((group, [TensorSpec(name, shape, kind) for name, shape in named]))
         self.specs = [spec for _, specs in self._groups for spec in specs]
 
     def _dtype(self, group: Group, dtype: torch.dtype) -> torch.dtype:
@@ -60,10 +58,6 @@ class HfWeightSource(WeightSource):
                     full[name] = weight if more is None else (weight.float() + more).to(weight.dtype)
             tensors = self._names.to_checkpoint(group, full) if self.emits else [None] * len(specs)
             yield from zip(specs, tensors, strict=True)
-
-
-def _named_shapes(group: Group) -> Iterator[tuple[str, tuple[int, ...]]]:
-    return zip(group.checkpoint, group.shapes, strict=True)
 
 
 @torch.no_grad()

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from instep.errors import InstepError
 from instep.models.mtp import left_out
 from instep.models.shape import model_shape
 from instep.models.weight_map import EMBEDDING, HEAD
@@ -69,7 +68,7 @@ class MegatronBackend:
         hooks: MegatronHooks | None = None,
     ):
         self.args, self.dtype, self.shape = args, dtype, model_shape(hf_config)
-        check_arguments(args, self.shape, dist.get_world_size())
+        check_arguments(args, self.shape)
         if role == "critic":
             self.shape = self.shape.as_critic()
         if device.type == "cuda":
@@ -88,17 +87,16 @@ class MegatronBackend:
         self.rope = Rope(hf_config, self.shape.rotary_dim, device)
         with cpu_platform.scope():
             self.chunks = [self._chunk(chunk, hooks).to(device) for chunk in range(self.placement.num_chunks)]
+            named = local_parameters(self.chunks, self.placement)
             if hooks is not None and hooks.builders:
-                named = local_parameters(self.chunks, self.placement)
                 check_parameters(named, self.shape, self.placement, hooks.builders)
             if selection is not None:
-                named = local_parameters(self.chunks, self.placement)
                 named = {name: p for name, p in named.items() if isinstance(p, torch.nn.Parameter)}
                 if self.shape.tied and HEAD in named:  # the last stage's copy
                     named[EMBEDDING] = named.pop(HEAD)
                 selection.apply(named)
             self.wrapped, self.optimizer = self._wrap(ddp_config, optimizer_config, with_optimizer)
-        self._has_gradients, self.left_out = False, ""
+        self.left_out = ""
         self.saver = Saver(device, args.async_save)
         self._weights = Parking(device, self._local_weights)
         self._states = Parking(device, self._optimizer_states, self._gradients)
@@ -186,17 +184,11 @@ class MegatronBackend:
     def forward_backward(
         self, micro_batches: Sequence[TokenBatch], loss_fn: LossFn, *, logits: bool = False, more: bool = False
     ) -> list[LossOutput] | None:
-        if self.optimizer is None:
-            raise InstepError("forward_backward on a model without an optimizer")
         self._states.ready()  # with them the gradients' memory is back
-        if self._has_gradients:
-            raise InstepError(
-                "forward_backward was called twice before optimizer_step",
-                remedy="hand over all micro-batches of a step in one call, or say that `more` follow: gradients are "
-                "reduced at the end of the last",
-            )
-        self._has_gradients = not more
-        self._weigh_auxiliary_losses(micro_batches)
+        if self.shape.experts is not None:
+            from instep.training.megatron.router import weigh_losses
+
+            weigh_losses(self.chunks, micro_batches, self.parallel)
 
         def compute(batch: TokenBatch, outputs: TokenOutputs) -> tuple[Tensor, LossOutput]:
             out = loss_fn(batch, outputs)
@@ -226,17 +218,6 @@ class MegatronBackend:
         with cpu_platform.scope():
             self._zero_grad()
 
-    def _weigh_auxiliary_losses(self, micro_batches: Sequence[TokenBatch]) -> None:
-        """Tell the routers of experts the number of tokens in the step, over which their losses are means."""
-        if self.shape.experts is None:
-            return
-        from instep.training.megatron.router import Router
-
-        count = torch.tensor([b.tokens.numel() for b in micro_batches], device=self.parallel.device).sum()
-        dist.all_reduce(count, group=self.parallel.dp_group)
-        for module in (m for chunk in self.chunks for m in chunk.modules() if isinstance(m, Router)):
-            module.per_token = 1.0 / int(count)
-
     def _run(
         self,
         micro_batches: Sequence[TokenBatch],
@@ -253,8 +234,6 @@ class MegatronBackend:
         if not micro_batches:
             return [] if self.parallel.is_last_stage else None
         device = self.parallel.device
-        if not forward_only and len(micro_batches) % self.parallel.micro_batch_multiple:
-            raise InstepError(f"{len(micro_batches)} micro-batches are no multiple of {self.placement.pp_size} stages")
         missing = -len(micro_batches) % self.parallel.micro_batch_multiple  # only scores are asked for in any number
         inputs = [*micro_batches, *[micro_batches[0].without_routes().select([0])] * missing]
         multiple = self.placement.tp_size if self.config.sequence_parallel else 1
@@ -294,8 +273,6 @@ class MegatronBackend:
         return results[: len(micro_batches)] if self.parallel.is_last_stage else None
 
     def optimizer_step(self, lr: float) -> StepResult:
-        if self.optimizer is None:
-            raise InstepError("optimizer_step on a model without an optimizer")
         for group in self.optimizer.param_groups:
             group["lr"] = lr
             group["weight_decay"] = self.args.weight_decay * group["wd_mult"]
@@ -306,14 +283,11 @@ class MegatronBackend:
             if not skipped:
                 if self.args.clip_grad and norm > self.args.clip_grad:
                     scale = self.args.clip_grad / (norm + 1e-6)
-                    torch._foreach_mul_(self._grads(), scale)
+                    params = [p for opt in self.optimizer.chained_optimizers for p in opt.get_parameters()]
+                    torch._foreach_mul_([p.grad for p in params if p.grad is not None], scale)
                 self.optimizer.step_with_ready_grads()
             self._zero_grad()
         return StepResult(norm, skipped)
-
-    def _grads(self) -> list[Tensor]:
-        params = [p for opt in self.optimizer.chained_optimizers for p in opt.get_parameters()]
-        return [p.grad for p in params if p.grad is not None]
 
     def _grad_norm(self) -> float:
         """The norm over the whole model, in which a parameter that several ranks hold counts once.
@@ -340,15 +314,11 @@ class MegatronBackend:
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        self._has_gradients = False
 
     # Weights and checkpoints
 
     def remark(self) -> str:
         return self.left_out
-
-    def publish(self, version: str) -> None:
-        """No-op: `weight_source` reads the live parameters."""
 
     def weight_source(self, *, adapter: bool = False) -> MegatronWeightSource:
         assert not adapter, "adapters are trained by the hf backend"

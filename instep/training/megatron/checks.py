@@ -31,27 +31,25 @@ def padded_vocab_size(vocab_size: int, args: Settings) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
-def check_arguments(args: Settings, shape: ModelShape, world_size: int) -> None:
-    """Raise one ConfigError that names everything which this backend does not do with a model of this shape."""
-    tp, pp, cp = (getattr(args, f"{name}_parallel_size") for name in ("tensor_model", "pipeline_model", "context"))
-    problems = []
-    if args.sequence_parallel and tp == 1:
-        problems.append("--sequence-parallel with --tensor-model-parallel-size 1")
-    problems += _experts(args, shape, world_size)
-    if world_size % (tp * pp * cp):
-        sizes = f"tensor ({tp}) x pipeline ({pp}) x context ({cp})"
-        problems.append(f"{world_size} ranks are no multiple of {sizes} parallel sizes")
+def check_arguments(args: Settings, shape: ModelShape) -> None:
+    """Raise one ConfigError that names everything which this backend does not do with a model of this shape.
+
+    The rules of the command line say the rest, and the same of the policy; a teacher may have another shape.
+    """
+    problems, experts = refused_by_model(args, shape), shape.experts.num if shape.experts else 0
+    if experts % args.expert_model_parallel_size:
+        sizes = f"--expert-model-parallel-size {args.expert_model_parallel_size}"
+        problems.append(f"{experts} experts are no multiple of {sizes}")
     try:
         stage_layers(args, shape.num_layers)
     except ValueError as error:
         problems.append(str(error))
-    problems += refused_by_model(args, shape)
     if problems:
         raise ConfigError(f"{CANNOT}: {'; '.join(problems)}", where=WHERE, remedy=REMEDY)
 
 
 def refused_by_model(args: Settings, shape: ModelShape) -> list[str]:
-    """What `check_arguments` refuses whatever the number of ranks, and no rule of the command line but `layout`."""
+    """What no rule of the command line but `layout` refuses."""
     tp, overrides = args.tensor_model_parallel_size, args.megatron_overrides or {}
     problems = [
         f"{name} {getattr(shape, name)} is no multiple of --tensor-model-parallel-size {tp}"
@@ -66,21 +64,6 @@ def refused_by_model(args: Settings, shape: ModelShape) -> list[str]:
     if shape.experts and args.moe_grouped_gemm and overrides.get("moe_apply_probs_on_input"):
         problems.append("moe_apply_probs_on_input with --moe-grouped-gemm (leave one of them out)")
     return problems + [f"{name} ({why})" for name, why in REFUSED_OVERRIDES.items() if overrides.get(name)]
-
-
-def _experts(args: Settings, shape: ModelShape, world_size: int) -> list[str]:
-    ep, etp = args.expert_model_parallel_size, args.expert_tensor_parallel_size or args.tensor_model_parallel_size
-    if shape.experts is None:
-        return [f"--expert-model-parallel-size {ep} with a model without experts"] if ep > 1 else []
-    problems = []
-    if shape.experts.num % ep:
-        problems.append(f"{shape.experts.num} experts are no multiple of --expert-model-parallel-size {ep}")
-    if world_size % (ep * etp * args.pipeline_model_parallel_size):
-        sizes = f"expert ({ep}) x expert tensor ({etp}) x pipeline ({args.pipeline_model_parallel_size})"
-        problems.append(f"{world_size} ranks are no multiple of {sizes} parallel sizes")
-    if args.tensor_model_parallel_size > 1 and not args.sequence_parallel:
-        problems.append("tensor parallelism of a model with experts without --sequence-parallel")
-    return problems
 
 
 def _widths(args: Settings, experts: Experts) -> list[str]:

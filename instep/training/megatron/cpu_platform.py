@@ -7,7 +7,7 @@ where CUDA is available. It replaces, for the life of the process:
 - streams, events, `synchronize`, `empty_cache`: nothing to do;
 - the CUDA random-number state, kept by `tensor_parallel.random`: the CPU generator's;
 - `maybe_move_tensor_to_cpu`, which leaves the sizes of an all-to-all as tensors if they are there: numbers;
-- collectives over parts of different sizes, which gloo lacks (`gloo.py`);
+- collectives over parts of different sizes, which gloo lacks;
 - `jit_fuser` (torch.compile of tiny functions): off.
 
 `scope()`, to be entered around the calls into Megatron that need it, also turns `device="cuda"` literals
@@ -23,11 +23,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from instep.errors import ConfigError
-from instep.training.megatron import gloo
-from instep.training.megatron.version import require_megatron
 
 _CPU = torch.device("cpu")
 _installed = False
@@ -65,7 +65,7 @@ def install() -> None:
     """Put the stand-ins in place; once per process, later calls do nothing.
 
     Raises:
-        ConfigError: CUDA is available, Megatron-Core is not 0.16.x, or it was imported before.
+        ConfigError: CUDA is available.
     """
     global _installed
     if _installed:
@@ -76,13 +76,7 @@ def install() -> None:
             where="--device cpu",
             remedy="train on the GPU, or set CUDA_VISIBLE_DEVICES= (empty)",
         )
-    require_megatron("cpu_platform")
-    if "megatron.core" in sys.modules:
-        raise ConfigError(
-            "megatron.core was imported before cpu_platform.install()",
-            remedy="import it in workers only",
-            where="a worker that trains on a CPU",
-        )
+    assert "megatron.core" not in sys.modules, "it has bound what is replaced here"
     stream, cuda = _Stream(), torch.cuda
     cuda.current_device = lambda: _CPU
     cuda.synchronize = cuda.empty_cache = lambda *args: None
@@ -107,12 +101,40 @@ def install() -> None:
     from megatron.core.tensor_parallel import mappings
     from megatron.core.transformer.moe import token_dispatcher
 
-    gloo.install(mappings)
+    _gather_any_sizes(mappings)
 
     token_dispatcher.maybe_move_tensor_to_cpu = lambda x, as_numpy=False, record_stream=False: (
         x.numpy() if as_numpy and torch.is_tensor(x) else x
     )
     _installed = True
+
+
+def _gather_any_sizes(mappings: Any) -> None:
+    """Replace Megatron's collectives over parts of different sizes, which experts that several ranks share need.
+
+    Parts of one size stay Megatron's.
+    """
+    gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def any_gather(part: Tensor, group: Any, sizes: list[int] | None = None, use_global_buffer: bool = False) -> Tensor:
+        if sizes is None or group.size() == 1:
+            return gather(part, group, None, use_global_buffer)
+        padded = part.new_zeros(max(sizes), *part.shape[1:])
+        padded[: part.shape[0]] = part
+        parts = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(parts, padded, group=group)
+        return torch.cat([p[:size] for p, size in zip(parts, sizes, strict=True)])
+
+    def any_reduce_scatter(
+        whole: Tensor, group: Any, sizes: list[int] | None = None, use_global_buffer: bool = False
+    ) -> Tensor:
+        if sizes is None or group.size() == 1:
+            return reduce_scatter(whole, group, None, use_global_buffer)
+        total = whole.contiguous().clone()
+        dist.all_reduce(total, group=group)
+        return total.split(sizes)[group.rank()].clone()
+
+    mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = any_gather, any_reduce_scatter
 
 
 def scope() -> contextlib.AbstractContextManager[Any]:

@@ -5,7 +5,7 @@ Imports `megatron.core`: only after `cpu_platform.install()`, see there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,9 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, comput
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
+from instep.training.backend import ParallelInfo
 from instep.training.megatron.replay import Replay
+from instep.types import TokenBatch
 
 
 class Router(TopKRouter):
@@ -80,3 +82,11 @@ class Router(TopKRouter):
             mean = (counts / counts.sum() * scores.sum(0)).sum() * self.per_token
             probs = MoEAuxLossAutoScaler.apply(probs, config.moe_aux_loss_coeff * config.num_moe_experts * mean)
         return probs, routing_map
+
+
+def weigh_losses(chunks: Sequence[torch.nn.Module], micro_batches: Sequence[TokenBatch], ranks: ParallelInfo) -> None:
+    """Tell the routers of experts the number of tokens in the step, over which their losses are means; collective."""
+    count = torch.tensor([b.tokens.numel() for b in micro_batches], device=ranks.device).sum()
+    dist.all_reduce(count, group=ranks.dp_group)
+    for module in (m for chunk in chunks for m in chunk.modules() if isinstance(m, Router)):
+        module.per_token = 1.0 / int(count)

@@ -7,12 +7,29 @@ shared by all parameters); `optimizer_step` of `backend.py` computes the norm wi
 
 from __future__ import annotations
 
-from instep.training.megatron.version import require_megatron
+import importlib.metadata
+
+from instep.errors import ConfigError
+
+SUPPORTED = "0.16."  # the versions that the corrections, and `cpu_platform.py`, were written for
+
+
+def require_megatron() -> None:
+    """Raise ConfigError if no Megatron-Core is installed, or another than 0.16.x."""
+    try:
+        version = importlib.metadata.version("megatron-core")
+    except importlib.metadata.PackageNotFoundError:
+        version = "(none)"
+    if not version.startswith(SUPPORTED):
+        raise ConfigError(
+            f"megatron-core {version} is installed, but instep's patches are written for {SUPPORTED}x",
+            where="--train-backend megatron",
+            remedy="pip install megatron-core==0.16.1, or use --train-backend hf",
+        )
 
 
 def apply() -> None:
     """Correct the faults in this process; no-op where they are corrected or Megatron-Core does not have them."""
-    require_megatron("upstream_fixes.te_general_gemm")
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
 
