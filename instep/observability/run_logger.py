@@ -205,8 +205,8 @@ class RunLogger:
         summary = {"status": status, **self.progress.results(), **summary, "alarms": self._alarms.first}
         if to_go_on:
             summary["to_go_on"] = to_go_on
-        if lost := lost_output():
-            summary["lost_output"] = "; ".join(lost)
+        if lost_output:
+            summary["lost_output"] = "; ".join(lost_output)
         write_json(self.run_dir / "summary.json", summary)
         with self.phase("report"), writing(self.run_dir):
             report = make_report(self.run_dir)
