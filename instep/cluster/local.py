@@ -71,9 +71,13 @@ class Inbox:
     def _read(self, key: Any, connection: Connection) -> None:
         try:
             while True:
-                self._messages.put((key, connection.recv_bytes()))
+                self.put(key, connection.recv_bytes())
         except (EOFError, OSError):  # closed, perhaps in the middle of a message
-            self._messages.put((key, None))
+            self.put(key, None)
+
+    def put(self, key: Any, message: bytes | None) -> None:
+        """Take a message that came in another way; None ends those of `key`."""
+        self._messages.put((key, message))
 
     def next(self, seconds: float) -> tuple[Any, bytes | None] | None:
         """The key and bytes of the next message; None for the bytes: the connection has ended; None: nothing came."""
@@ -106,7 +110,8 @@ class WorkerGroup:
             joined = JOINED.pop(rank, None) if role == "actor" else None
             process: Process
             if joined is None:
-                process, connection = start_rank(role, rank, log_dir, env or {}, heartbeat, module=module)
+                name, log = f"{role} rank {rank}", log_dir / f"{role}-rank{rank}.log"
+                process, connection = start_rank(name, log, env or {}, heartbeat, module=module)
             else:
                 process, connection = joined.start(log_dir, env or {}, heartbeat)
             self._processes.append(process)
@@ -265,9 +270,8 @@ class WorkerGroup:
 
 
 def start_rank(
-    role: str,
-    rank: int,
-    log_dir: Path,
+    name: str,
+    log_path: Path,
     env: Mapping[str, str],
     heartbeat: float | None,
     pass_fds: Sequence[int] = (),
@@ -276,9 +280,9 @@ def start_rank(
     """Start the process of one rank, which runs `module`; only the connection reaches it."""
     ours, theirs = socket.socketpair()
     process = SupervisedProcess(
-        f"{role} rank {rank}",
+        name,
         [sys.executable, "-m", module],
-        log_dir / f"{role}-rank{rank}.log",
+        log_path,
         env={**env, CONNECTION_VARIABLE: str(theirs.fileno())},
         pass_fds=[theirs.fileno(), *pass_fds],
         heartbeat=heartbeat,

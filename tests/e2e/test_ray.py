@@ -7,8 +7,6 @@ import socket
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import psutil
@@ -170,18 +168,6 @@ def test_a_killed_process_is_an_instep_error(tiny, tmp_path, ray_tmp, victim, wo
 def test_a_killed_engine_costs_no_sample_on_ray(tiny, tmp_path, ray_tmp):
     steps = kill_one(tmp_path, two_engines(tiny, tmp_path, "embedded", "--cluster", "ray", "--ray-address", "local"))
     assert max(row["sync/probe_max_abs_diff"] for row in steps) <= 1e-5
-
-
-def test_a_worker_that_ends_while_the_run_closes_is_closed_once(monkeypatch):
-    """The thread that hears of the worker's end and the one that closes the run end its relay at the same time."""
-    from instep.cluster.ray_remote import Relay
-
-    relay, close = Relay(None, "actor rank 0"), Connection._close
-    monkeypatch.setattr(Connection, "_close", lambda self: (time.sleep(0.1), close(self)))
-    with ThreadPoolExecutor(2) as pool:
-        ends = [pool.submit(relay.end) for _ in range(2)]
-    assert [end.result() for end in ends] == [None, None]
-    relay.close()
 
 
 @pytest.mark.parametrize(
