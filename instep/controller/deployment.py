@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 from instep.arguments.all_flags import own_hooks
 from instep.arguments.args import Runtime
 from instep.arguments.rollout import context_of_model
+from instep.cluster.base import Cluster
 from instep.cluster.engine_plan import gpu_sharing
-from instep.cluster.launch import Cluster, make_cluster
+from instep.cluster.launch import make_cluster
 from instep.cluster.local import WorkerGroup
 from instep.controller.fleet import Fleet
 from instep.controller.run_state import Beginning

@@ -62,8 +62,10 @@ def entropy_collapse(steps: Steps, limits: Limits) -> str | None:
     start = median(values[:START])
     if len(values) <= START or values[-1] >= limits.entropy_fraction * start or _solved(steps) or _rises(steps):
         return ""
+    rewards = _values(steps, "rollout/reward_mean")
+    gained = f", and the reward does not rise ({rewards[-1]:.3g})" if rewards else ""
     return (
-        f"train/entropy is {values[-1]:.3g}, it was {start:.3g} at the start{_reward(steps)}; try a lower --lr, "
+        f"train/entropy is {values[-1]:.3g}, it was {start:.3g} at the start{gained}; try a lower --lr, "
         f"--entropy-coef, --eps-clip-high above --eps-clip, or a KL to the reference ({KL_IN_LOSS})"
     )
 
@@ -173,19 +175,9 @@ def nothing_trained(steps: Steps, limits: Limits) -> str | None:
     return f"nothing was trained in the last {len(recent)} steps: {why}" if why and len(recent) == MASKED else ""
 
 
+_ALL = (entropy_collapse, gap_drift, off_policy, truncation, zero_variance_groups, grad_norm_spike, reward_stuck)
 ALARMS: dict[str, Callable[[Steps, Limits], str | None]] = {
-    f.__name__: f
-    for f in (
-        entropy_collapse,
-        gap_drift,
-        off_policy,
-        truncation,
-        zero_variance_groups,
-        grad_norm_spike,
-        reward_stuck,
-        length_explosion,
-        nothing_trained,
-    )
+    alarm.__name__: alarm for alarm in (*_ALL, length_explosion, nothing_trained)
 }
 
 
@@ -275,11 +267,6 @@ def _spread(steps: Steps) -> float:
     stds = _values(steps, "rollout/reward_std")[:START]
     gained = max(best) - min(means) if best and means else 0.0
     return max(median(stds) if stds else 0.0, gained)
-
-
-def _reward(steps: Steps) -> str:
-    rewards = _values(steps, "rollout/reward_mean")
-    return f", and the reward does not rise ({rewards[-1]:.3g})" if rewards else ""
 
 
 def _above(steps: Steps, name: str, bound: float, text: str) -> str | None:

@@ -8,7 +8,6 @@ names its host, and those of other hosts stay. A folder without that file is nob
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import functools
 import glob
@@ -41,11 +40,9 @@ def memory_scratch(prefix: str) -> Scratch:
     try:
         return Scratch(prefix, root)
     except OSError as error:
-        raise ConfigError(
-            f"shared memory cannot be used: {root} takes no folder ({error.strerror or error})",
-            where=str(root),
-            remedy="mount it so that you may write there, or make room (docker: --shm-size=8g)",
-        ) from error
+        what = f"shared memory cannot be used: {root} takes no folder ({error.strerror or error})"
+        remedy = "mount it so that you may write there, or make room (docker: --shm-size=8g)"
+        raise ConfigError(what, where=str(root), remedy=remedy) from error
 
 
 class Scratch:
@@ -65,12 +62,8 @@ class Scratch:
         self.path = Path(tempfile.mkdtemp("", prefix, root))
         new = self.path / f"{LOCK}-new"
         self._fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)  # not inherited by children
-        try:
+        with contextlib.suppress(OSError):  # a file system without locks: nobody sweeps there
             locks.lock(self._fd)
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL):
-                raise
-            # a file system without locks: nobody sweeps there
         os.write(self._fd, f"process {os.getpid()} on {socket.gethostname()} {boot_id()}".encode())
         new.rename(self.path / LOCK)  # locked before anybody can see it
 
@@ -101,19 +94,14 @@ def _of_this_host(lock: str) -> bool:
     return bool(boot) and boot == boot_id() or bool(name) and name == socket.gethostname()
 
 
-def _folders(root: Path) -> list[Path]:
-    return sorted(path for kind in KINDS for path in root.glob(kind))
-
-
-def left(root: Path) -> list[Path]:
-    """The folders in `root` whose owner is gone, of this user."""
-    return [path for path in _folders(root) if _abandoned(path, remove=False)]
+def left(root: Path, *, remove: bool = False) -> list[Path]:
+    """The folders in `root` whose owner is gone, of this user; with `remove` they are removed."""
+    return [path for path in sorted(p for kind in KINDS for p in root.glob(kind)) if _abandoned(path, remove=remove)]
 
 
 def sweep(root: Path) -> None:
-    """Remove those folders."""
-    for path in _folders(root):
-        _abandoned(path, remove=True)
+    """Remove the folders in `root` whose owner is gone."""
+    left(root, remove=True)
 
 
 def export_folder(save_hf: str, rollout_id: int) -> Path:
