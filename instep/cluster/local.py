@@ -131,27 +131,9 @@ class WorkerGroup:
     def processes(self) -> Sequence[Process]:
         return tuple(self._processes)
 
-    def call(
-        self,
-        method: str,
-        *args: Any,
-        timeout: float,
-        per_rank: Sequence[tuple[Any, ...]] | None = None,
-        on_event: Callable[[Any], None] | None = None,
-    ) -> list[Any]:
-        """Call `method` on every rank at once and wait for all; returns the results by rank.
-
-        Args:
-            args: the arguments of every rank; `per_rank` instead gives each rank its own.
-            timeout: seconds until the call fails with the stacks of all ranks.
-            on_event: gets the events that ranks send before their results.
-
-        Raises:
-            WorkerError: a rank died, was stopped, raised or did not answer in time. Named errors of a rank and what
-                `watch` raises are raised unchanged.
-            RolloutError: a rank died by a fault in one of `hooks`.
-        """
-        return self.start(method, *args, timeout=timeout, per_rank=per_rank, on_event=on_event)()
+    def call(self, method: str, *args: Any, **how: Any) -> list[Any]:
+        """`start` a call, and wait for its results."""
+        return self.start(method, *args, **how)()
 
     def start(
         self,
@@ -161,9 +143,19 @@ class WorkerGroup:
         per_rank: Sequence[tuple[Any, ...]] | None = None,
         on_event: Callable[[Any], None] | None = None,
     ) -> Callable[[], list[Any]]:
-        """Begin a `call`; the function that is returned waits for its results, until the same deadline.
+        """Call `method` on every rank at once; the function that is returned waits for the results, by rank.
 
         The next call may begin only after that.
+
+        Args:
+            args: the arguments of every rank; `per_rank` instead gives each rank its own.
+            timeout: seconds from now until the call fails with the stacks of all ranks.
+            on_event: gets the events that ranks send before their results.
+
+        Raises (the function that waits):
+            WorkerError: a rank died, was stopped, raised or did not answer in time. Named errors of a rank and what
+                `watch` raises are raised unchanged.
+            RolloutError: a rank died by a fault in one of `hooks`.
         """
         deadline = time.monotonic() + timeout
         requests: dict[int, memoryview] = {}  # ranks with the same arguments share one

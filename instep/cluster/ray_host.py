@@ -54,7 +54,7 @@ class _Child:
     def __init__(self, process: SupervisedProcess, connection: Connection | None = None):
         self.process, self.connection = process, connection
         self.memory = ""
-        self.seen_dead = False
+        self.dead = False  # when it was looked at last
         self._peak = 0.0  # GB
         self._told = False
         self._info = psutil.Process(process.pid)
@@ -184,23 +184,18 @@ class Host:
                 children = dict(self._children)
             for child in children.values():
                 child.measure()
-            heard, closed = set[str](), set[str]()
             message = self._inbox.next(WATCH_SECONDS)
             while message is not None:
                 name, data = message
-                if data is None:
-                    closed.add(name)
-                else:
+                if data is not None:
                     out.append((name, data))
-                    heard.add(name)
                 message = self._inbox.next(0)
+            heard = {name for name, _ in out}
             for name, child in children.items():
-                if name in closed:
-                    child.process.died_within(1.0)  # the connection closes a moment before the process ends
-                elif not child.process.alive() and not child.seen_dead:
-                    child.seen_dead = True
+                late, child.dead = child.dead, not child.process.alive()
+                if child.dead and not late or name in heard:
                     continue  # its last words come first, and may be on their way
-                if name not in heard and (fault := child.fault()) is not None:
+                if (fault := child.fault()) is not None:
                     out.append((name, fault))
                     if fault.dead:
                         self._bury(name)

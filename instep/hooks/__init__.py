@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from instep.errors import ConfigError, InstepError, RolloutError
-from instep.hooks.user_code import described, is_from_outside, is_interrupt, ours, said, traceback_of
+from instep.hooks.user_code import described, is_from_outside, is_interrupt, ours, said
 from instep.neighbours import is_own
 
 T = TypeVar("T")
@@ -154,7 +154,7 @@ def load_function(dotted_path: str) -> Callable[..., Any]:
 def raised_at(error: BaseException, function: Callable[..., Any] | None = None) -> str:
     """`file:line in name`: the innermost frame of `error`, if possible in the file of `function`; of a call that does
     not fit the function, its definition."""
-    frames = traceback.extract_tb(traceback_of(error))
+    frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, SyntaxError) and isinstance(error.filename, str):
         return f"{error.filename}:{error.lineno}"
     source = _source(function)
@@ -176,7 +176,7 @@ def signature_for(error: BaseException, function: Callable[..., Any] | None, fla
 
 
 def _does_not_fit(error: BaseException, function: Callable[..., Any] | None) -> bool:
-    files = [frame.filename for frame in traceback.extract_tb(traceback_of(error))]
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     source = _source(function)
     return bool(source) and isinstance(error, TypeError) and source not in files and files[-1].startswith(ours())
 

@@ -34,12 +34,6 @@ def name_of(pid: int) -> str:
     return state_of(pid, "name")
 
 
-def set_name(name: str) -> None:
-    """Name this process for `name_of`, `ps` and `top`."""
-    with contextlib.suppress(OSError):  # not Linux, or /proc is read-only: it is a comfort
-        Path("/proc/self/comm").write_text(name)
-
-
 def die_with_parent() -> None:
     """End with the thread that has started this process (on Linux)."""
     parent = os.getppid()
