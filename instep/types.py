@@ -211,7 +211,7 @@ class Sample:
     def routes_that_hold(self) -> Any:
         """The rows of `rollout_routed_experts` that stay when tokens are appended; None if there are none.
 
-        A generate function may have cut `tokens`, or begun anew with others and no response. The last token's row comes
+        A generate function may have cut `tokens`, or replaced them and dropped the response. The last token's row comes
         with the answer in which a token follows it.
         """
         known = self.rollout_routed_experts

@@ -49,7 +49,7 @@ def worker_env(args: Settings, num_threads: int) -> dict[str, str]:
 
 
 class Joined(Protocol):
-    """A rank of the actor that somebody else starts, on this host."""
+    """A rank of the actor that another command starts, on this host."""
 
     def start(self, log_dir: Path, env: Mapping[str, str], heartbeat: float | None) -> tuple[Process, Connection]: ...
 

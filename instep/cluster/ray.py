@@ -260,7 +260,7 @@ class Ray:
         kind = "GPU" if "GPU" in bundles[0] else "CPU"
         wanted = f"{len(bundles)} node(s) with {', '.join(str(b[kind]) for b in bundles)} {kind}s"
         deadline = time.monotonic() + timeout
-        told = time.monotonic()
+        said = time.monotonic()
         while not self._group.wait(POLL_SECONDS):
             nodes = [node for node in ray.nodes() if node["Alive"]]
             has = f"{len(nodes)} node(s) with {', '.join(f'{_total([n], kind):g}' for n in nodes)} {kind}s"
@@ -274,8 +274,8 @@ class Ray:
                     remedy="see `instep plan` with the same flags; use fewer, let trainer and engines share with "
                     "--colocate, wait for more nodes with a larger --worker-start-timeout, or set --num-gpus-per-node",
                 )
-            if time.monotonic() - told > STATUS_SECONDS:
-                told = time.monotonic()
+            if time.monotonic() - said > STATUS_SECONDS:
+                said = time.monotonic()
                 status(f"waiting for {wanted}; Ray has {has}")
 
     def is_here(self, host: HostHandle) -> bool:

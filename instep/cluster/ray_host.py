@@ -56,7 +56,7 @@ class _Child:
         self.memory = ""
         self.dead = False  # when it was looked at last
         self._peak = 0.0  # GB
-        self._told = False
+        self._reported = False
         self._info = psutil.Process(process.pid)
 
     def measure(self) -> None:
@@ -70,11 +70,11 @@ class _Child:
                 )
 
     def fault(self) -> Fault | None:
-        """What is wrong with the process; a fault of a living one is told once."""
+        """What is wrong with the process; a fault of a living one is reported once."""
         what, dead = self.process.fault(), not self.process.alive()
-        if what is None or (self._told and not dead):
+        if what is None or (self._reported and not dead):
             return None
-        self._told = True
+        self._reported = True
         text = self.process.describe() + (f"\n{self.memory}" if dead else "")
         return Fault(what, text, self.process.remedy(), dead)
 

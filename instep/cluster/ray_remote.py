@@ -41,26 +41,26 @@ class RemoteProcess(Ending):
     def __init__(self, host: HostHandle, name: str, log_path: Path):
         self.name, self.log_path, self._host = name, log_path, host
         self.pid = 0  # its pid on its node, once it is started
-        self.told: Fault | None = None
+        self.reported: Fault | None = None
         self.deliver: Callable[[bytes | None], None] = lambda message: None
 
     def alive(self) -> bool:
-        return self.told is None or not self.told.dead
+        return self.reported is None or not self.reported.dead
 
     def fault(self) -> str | None:
-        return self.told.what if self.told is not None else None
+        return self.reported.what if self.reported is not None else None
 
     def describe(self) -> str:
-        if self.told is not None:
-            return self.told.text
+        if self.reported is not None:
+            return self.reported.text
         return f"{self.name} is running; the end of {self.log_path}:\n{self.log_tail()}"
 
     def remedy(self) -> str:
-        return self.told.remedy if self.told is not None else "see its log"
+        return self.reported.remedy if self.reported is not None else "see its log"
 
     def log_tail(self, num_lines: int = 15) -> str:
-        if self.told is not None and self.told.dead:
-            return self.told.text
+        if self.reported is not None and self.reported.dead:
+            return self.reported.text
         return self._host.ask("call_process", self.name, "log_tail", num_lines) or ""
 
     def dump_stacks(self) -> None:
@@ -86,7 +86,7 @@ class RemoteProcess(Ending):
     def take(self, fault: Fault) -> None:
         """Note what its node says of it; nothing follows its death."""
         if self.alive():
-            self.told = fault
+            self.reported = fault
             if fault.dead:
                 self.deliver(None)
 

@@ -71,19 +71,19 @@ def entropy_collapse(steps: Steps, limits: Limits) -> str | None:
 
 
 def gap_drift(steps: Steps, limits: Limits) -> str | None:
-    told = None
+    found = None
     for name in ("train/log_prob_gap_mean", "train/engine_kl"):
         values = _values(steps, name)
         if not values or not limits.gap:
             continue
-        told = told or ""
+        found = found or ""
         start, now = median(values[:START]), abs(fmean(values[-WINDOW:]))  # that of a few tokens jumps
         if now > limits.gap or (len(values) > START and now > max(limits.gap / 10, 10 * abs(start))):
-            told = (
+            found = (
                 f"{name} is {now:.3g} nats, it was {start:.3g} at the start: trainer and engine disagree about "
                 "the same tokens; try `instep samples RUN --worst gap`, the same dtype in both, --use-tis"
             )
-    return told
+    return found
 
 
 def off_policy(steps: Steps, limits: Limits) -> str | None:
@@ -212,18 +212,18 @@ class AlarmWatch:
         return out, new
 
     def at_end(self) -> list[str]:
-        """What is told at the end: no step has trained anything; all is cut off in a run too short for the alarm."""
-        cut, told = _values(self._steps, "rollout/truncated_ratio"), []
+        """What the end of a run says: no step has trained anything; all is cut off in a run too short for the alarm."""
+        cut, lines = _values(self._steps, "rollout/truncated_ratio"), []
         if len(cut) < WINDOW and min(cut, default=0) >= 1 and (text := truncation(self._steps * WINDOW, self._limits)):
             self.first.setdefault("truncation", len(self._steps) - 1)
-            told.append(f"alarm truncation: {text}")
+            lines.append(f"alarm truncation: {text}")
         if self._steps and not self._trained:
             masked = all(step.get(_WEIGHT) == 0 for step in self._steps)
             even = all(step.get("rollout/zero_std_groups_ratio") == 1 for step in self._steps)
             why = "every group had one reward" if even else "train/grad_norm was 0"
             why = "every token was masked" if masked else why
-            told.append(f"no step has trained anything: {why}")
-        return told
+            lines.append(f"no step has trained anything: {why}")
+        return lines
 
 
 def first_raised(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:

@@ -49,7 +49,7 @@ class RunLogger:
         args_dict: the resolved arguments, for `config.json` and W&B.
         num_steps: how many steps the whole run takes, if known.
         wandb: None, or `project`, `group`, `mode`, `team`, `run_id`, `dir`; never a key.
-        resume_from_step: None begins anew (files of an earlier run are moved to `run_dir`/old-<n>); a number goes on
+        resume_from_step: None: a new run (files of an earlier one are moved to `run_dir`/old-<n>); a number goes on
             with an earlier session's files, without their rows of that `step` (samples: `rollout_id`) and later.
         run_id: the identity of the run, for config.json; None for one of an earlier instep.
     """

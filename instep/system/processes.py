@@ -130,8 +130,8 @@ class SupervisedProcess(Ending):
         """
         code = self._process.poll()
         if code is not None:
-            told = last_words(self.log_tail().splitlines())
-            return f"died ({signal.Signals(-code).name})" if code < 0 else f"died with exit code {code}: {told}"
+            said = last_words(self.log_tail().splitlines())
+            return f"died ({signal.Signals(-code).name})" if code < 0 else f"died with exit code {code}: {said}"
         if still := stopped(self.pid):
             if self.pid in still:
                 return "is stopped"
@@ -169,7 +169,7 @@ class SupervisedProcess(Ending):
         code, num_lines = self._process.poll(), 15
         if code is None and (still := stopped(self.pid)):
             pids = " ".join(map(str, still))
-            how = f"stands stopped: somebody sent SIGSTOP to {pids} (kill -CONT {pids} lets it go on)"
+            how = f"stands stopped: SIGSTOP was sent to {pids} (kill -CONT {pids} lets it go on)"
         elif code is None:
             how = f"is running, and was last heard {self._silent_seconds():.0f} s ago"
             self.dump_stacks()  # also if it hangs with the interpreter's lock held

@@ -10,9 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import functools
-import glob
 import os
-import re
 import shutil
 import socket
 import tempfile
@@ -89,7 +87,7 @@ def boot_id() -> str:
 
 
 def _of_this_host(lock: str) -> bool:
-    """Whether a process of this host has written `lock`: the host was not started anew since, or has its name still."""
+    """Whether a process of this host has written `lock`: it has not restarted since, or it still has its name."""
     name, _, boot = lock.partition(" on ")[2].partition(" ")
     return bool(boot) and boot == boot_id() or bool(name) and name == socket.gethostname()
 
@@ -112,11 +110,9 @@ def export_folder(save_hf: str, rollout_id: int) -> Path:
     return Path(save_hf.format(rollout_id=rollout_id, step=rollout_id + 1))
 
 
-def roots(run_dir: Path, save_hf: str | None) -> list[Path]:
-    """All folders in which a run leaves something when it is killed; exports may each have a parent of their own."""
-    exports = glob.glob(re.sub(r"\{.*?\}", "*", str(Path(save_hf).parent))) if save_hf else []
-    found = [memory_root(), Path(tempfile.gettempdir()), run_dir, *map(Path, exports)]
-    return list(dict.fromkeys(found))
+def roots(run_dir: Path) -> list[Path]:
+    """The folders in which a run leaves something when it is killed; an export sweeps its own parent."""
+    return list(dict.fromkeys([memory_root(), Path(tempfile.gettempdir()), run_dir]))
 
 
 def _abandoned(path: Path, *, remove: bool) -> bool:
