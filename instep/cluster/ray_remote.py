@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from instep.cluster.local import Inbox, WorkerGroup
 from instep.cluster.ray_host import Fault, HostInfo
@@ -28,8 +28,8 @@ class RayWorkerGroup(WorkerGroup):
     """Workers on the nodes of a Ray cluster, with the calls, deadlines and errors of a local group."""
 
     def __init__(self, role: str, processes: Sequence[RemoteProcess]):
-        self.role, self.watch = role, self.check_alive
-        self._processes, self._connections, self._inbox = list(processes), list(processes), Inbox()
+        self.role, self.watch, self._inbox = role, self.check_alive, Inbox()
+        self._processes, self._connections = list(processes), cast(list[Any], list(processes))
         for rank, process in enumerate(processes):
             process.deliver = partial(self._inbox.put, rank)
 

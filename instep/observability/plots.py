@@ -90,7 +90,7 @@ def plot(panel: Mapping[str, Any], history: History) -> str | None:
         axes.set_ylabel(panel["left_label"])
         axes.grid(axis="y", color=GRID, linewidth=0.9)
         axes.set_axisbelow(True)
-        sides = [(axes, ("left", "bottom"))]
+        sides: list[tuple[Any, tuple[str, ...]]] = [(axes, ("left", "bottom"))]
         colors = iter(_colors(len(columns) + len(left) + len(right)))
         _stack(axes, [x for x, _ in history.steps], columns, colors)
         _draw(axes, left, colors)
