@@ -179,18 +179,19 @@ class Ray:
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
         if self.address == "local":
             options |= self._own(num_cpus)
-        else:
-            _check_address(self.address)
         import ray  # after the environment: Ray reads it now
 
         try:
+            if self.address not in ("local", "auto"):  # Ray itself would need minutes to notice that nothing is there
+                host, _, port = self.address.rpartition(":")
+                socket.create_connection((host, int(port)), timeout=5).close()
             ray.init(self.address, **options)
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             raise ConfigError(
                 f"no Ray at '{self.address}': {why(error)}",
-                where="--ray-address",
-                remedy="give the host:port that `ray start --head` printed, and run on a node that has joined, "
-                "with the RAY_AUTH_TOKEN of the cluster, if it has one",
+                where="--ray-address (or RAY_ADDRESS)",
+                remedy="give the host:port that `ray start --head` printed (no ray://), and run on a node that has "
+                "joined, with the RAY_AUTH_TOKEN of the cluster, if it has one",
             ) from None
         finally:
             if threading.current_thread() is threading.main_thread():
@@ -293,27 +294,6 @@ class Ray:
         if self._scratch is not None and self._reaper is not None:
             self._reaper.stop()
             self._scratch.remove()
-
-
-def _check_address(address: str) -> None:
-    """Raise ConfigError if nothing listens at `host:port`; Ray itself would need minutes to notice."""
-    if address == "auto":  # of RAY_ADDRESS: the cluster of this host
-        return
-    host, _, port = address.rpartition(":")
-    if "/" in address or not host or not port.isdigit():
-        raise ConfigError(
-            f"'{address}' is no host:port",
-            where="--ray-address (or RAY_ADDRESS)",
-            remedy="give that of the head node, such as 10.0.0.1:6379; Ray Client (ray://) is not supported",
-        )
-    try:
-        socket.create_connection((host, int(port)), timeout=5).close()
-    except OSError as error:
-        raise ConfigError(
-            f"no Ray at '{address}': {error}",
-            where="--ray-address (or RAY_ADDRESS)",
-            remedy="start it with `ray start --head`, and join from this host with `ray start --address`",
-        ) from None
 
 
 def _total(nodes: Sequence[dict[str, Any]], kind: str) -> float:

@@ -122,17 +122,12 @@ class HostHandle:
 
         try:
             return ray.get(getattr(self._actor, method).remote(*args), timeout=timeout)
-        except ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, InstepError):
-                raise error.cause from None
-            raise WorkerError(
-                f"a node's actor raised in '{method}':\n{error}",
-                where="Ray",
-                remedy="if this came from a hook of yours, correct it there; otherwise please report it with this text",
-            ) from None
         except ray.exceptions.RayError as error:
+            cause = getattr(error, "cause", None) or error  # what the method raised
+            if isinstance(cause, InstepError):
+                raise cause from None
             late = isinstance(error, ray.exceptions.GetTimeoutError)
-            how = f" within {timeout:.0f} s" if late else f": {why(error)}"
+            how = f" within {timeout:.0f} s" if late else f": {why(cause)}"
             remedy = "instep must be installed on every node, in the same version"
             if late:
                 remedy = "its node is busy or cannot be reached: a start has --worker-start-timeout seconds, and Ray's "
