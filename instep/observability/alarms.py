@@ -34,25 +34,17 @@ Steps = Sequence[Mapping[str, float]]
 
 @dataclass(frozen=True)
 class Limits:
-    """The values of the flags `--alarm-*`, and what a remedy depends on.
-
-    Attributes:
-        correction: what the loss could do besides, where it corrects nothing yet.
-    """
+    """The values of the flags `--alarm-*`."""
 
     entropy_fraction: float = 0.02
     gap: float = 0.1
     truncated_ratio: float = 0.5
     zero_std_ratio: float = 0.95
     effective_sample_ratio: float = 0.3
-    correction: str = ", --use-tis"
 
     @classmethod
     def from_args(cls, args: Mapping[str, Any]) -> Limits:
-        limits = {name: args[f"alarm_{name}"] for name in cls.__dataclass_fields__ if f"alarm_{name}" in args}
-        if any(args.get(name) for name in ("use_tis", "use_rs", "use_rollout_logprobs")):  # dppo has the last
-            limits["correction"] = ""
-        return cls(**limits)
+        return cls(**{name: args[f"alarm_{name}"] for name in cls.__dataclass_fields__ if f"alarm_{name}" in args})
 
 
 def entropy_collapse(steps: Steps, limits: Limits) -> str | None:
@@ -94,7 +86,7 @@ def off_policy(steps: Steps, limits: Limits) -> str | None:
         return ""
     return (
         f"train/effective_sample_ratio is {now:.2g}: the trained policy has left the one that sampled, and few tokens "
-        f"count; try a smaller --max-staleness, a lower --lr{limits.correction}"
+        f"count; try a smaller --max-staleness, a lower --lr, --use-tis"
     )
 
 
