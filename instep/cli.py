@@ -19,7 +19,6 @@ from instep import __version__
 from instep.errors import ConfigError, InstepError
 from instep.neighbours import Command, added, commands
 from instep.system import fork_server
-from instep.system.bytecode import keep_bytecode
 from instep.system.importing import first_import
 from instep.system.kernel import allow_descriptors
 from instep.system.private import private_files
@@ -84,7 +83,6 @@ def guarded(work: Callable[[], int]) -> int:
         _terminate_like_interrupt()
         allow_descriptors()
         with private_files():
-            keep_bytecode()
             return work()
     except InstepError as error:
         print(error, file=sys.stderr)

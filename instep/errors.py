@@ -28,12 +28,8 @@ class InstepError(Exception):
         super().__init__(self.what)
 
     def __str__(self) -> str:
-        lines = [f"{type(self).__name__}: {self.what}"]
-        if self.where:
-            lines.append(f"  where:  {self.where}")
-        if self.remedy:
-            lines.append(f"  remedy: {self.remedy}")
-        return "\n".join(lines)
+        rest = ("  where:  ", self.where), ("  remedy: ", self.remedy)
+        return "\n".join([f"{type(self).__name__}: {self.what}", *(name + text for name, text in rest if text)])
 
     def __reduce__(self):
         return _rebuild, (type(self), self.what, self.where, self.remedy)
@@ -94,23 +90,21 @@ class RolloutError(InstepError):
 @contextmanager
 def writing(path: Path, flag: str = "") -> Iterator[None]:
     """Turn an OSError of the block into an OutputError that names `path`, or the flag that it came from."""
-    try:
+    remedy = "free space, fix permissions or name another folder; --load goes on from a checkpoint, if any"
+    with _named(f"{path} cannot be written", flag or str(path), remedy):
         yield
-    except OSError as error:
-        raise OutputError(
-            f"{path} cannot be written: {error.strerror or error}",
-            where=flag or str(path),
-            remedy="free space, fix permissions or name another folder; --load goes on from a checkpoint, if any",
-        ) from error
 
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
     """Turn an OSError of the block into an OutputError that names `path`."""
+    with _named(f"{path} cannot be read", str(path), "correct its permissions or its disk, or move it away"):
+        yield
+
+
+@contextmanager
+def _named(what: str, where: str, remedy: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        remedy = "mend its permissions or its disk, or move it away"
-        raise OutputError(
-            f"{path} cannot be read: {error.strerror or error}", where=str(path), remedy=remedy
-        ) from error
+        raise OutputError(f"{what}: {error.strerror or error}", where=where, remedy=remedy) from error

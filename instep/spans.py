@@ -16,7 +16,7 @@ import json
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -60,20 +60,14 @@ class _Recorder:
     def now(self) -> int:
         return time.monotonic_ns() + self._offset
 
-
-class _Block:
-    """A block that is recorded, also where it raises."""
-
-    def __init__(self, recorder: _Recorder, name: str, track: str, facts: Facts | None):
-        self._recorder, self._name, self._track, self._facts = recorder, name, track, facts
-
-    def __enter__(self) -> None:
-        self._begin = self._recorder.now()
-
-    def __exit__(self, *error: object) -> None:
-        recorder, facts = self._recorder, self._facts() if self._facts is not None else {}
-        track = self._track or recorder.track
-        recorder.spans.append(Span(track, _lane(), self._name, self._begin, recorder.now(), facts))
+    @contextlib.contextmanager
+    def block(self, name: str, track: str, facts: Facts | None) -> Iterator[None]:
+        begin = self.now()
+        try:
+            yield
+        finally:
+            known = facts() if facts is not None else {}
+            self.spans.append(Span(track or self.track, _lane(), name, begin, self.now(), known))
 
 
 _recorder: _Recorder | None = None
@@ -100,7 +94,7 @@ def now() -> int | None:
 
 def span(name: str, track: str = "", facts: Facts | None = None) -> AbstractContextManager[None]:
     """Mark the block; `facts` is asked at its end, while a profile records."""
-    return _NOTHING if _recorder is None else _Block(_recorder, name, track, facts)
+    return _NOTHING if _recorder is None else _recorder.block(name, track, facts)
 
 
 def add(name: str, lane: Lane, begin: int, facts: dict[str, Any]) -> None:
@@ -143,24 +137,19 @@ def of_torch(path: Path, track: str) -> list[Span]:
     Raises: ValueError: the file is cut, or not a trace.
     """
     try:
-        return _of_torch(path, track)
+        with gzip.open(path, "rt") if path.suffix == ".gz" else open(path) as file:
+            trace = json.load(file)
+        events = [e for e in trace["traceEvents"] if e.get("ph") == "X" and e.get("cat") in (*ON_GPU, *ON_CPU)]
+        return [_span(event, int(trace.get("baseTimeNanoseconds", 0)), track) for event in events]
     except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path.name} is no whole trace: {error!r}") from error
 
 
-def _of_torch(path: Path, track: str) -> list[Span]:
-    with gzip.open(path, "rt") if path.suffix == ".gz" else open(path) as file:
-        trace = json.load(file)
-    base = int(trace.get("baseTimeNanoseconds", 0))
-    spans = []
-    for event in trace["traceEvents"]:
-        kind = event.get("cat")
-        if event.get("ph") == "X" and (kind in ON_GPU or kind in ON_CPU):
-            lane = f"GPU {event['pid']} stream {event['tid']}" if kind in ON_GPU else f"thread {event['tid']}"
-            begin = base + int(event["ts"] * 1000)
-            end = begin + int(event.get("dur", 0) * 1000)
-            spans.append(Span(track, lane, event["name"], begin, end, {"kind": kind}))
-    return spans
+def _span(event: dict[str, Any], base: int, track: str) -> Span:
+    kind, thread = event["cat"], event["tid"]
+    lane = f"GPU {event['pid']} stream {thread}" if kind in ON_GPU else f"thread {thread}"
+    begin = base + int(event["ts"] * 1000)
+    return Span(track, lane, event["name"], begin, begin + int(event.get("dur", 0) * 1000), {"kind": kind})
 
 
 def within(spans: Iterable[Span], begin: int, end: int, most: int) -> list[Span]:

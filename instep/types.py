@@ -44,6 +44,18 @@ _Status = Status  # `Sample.Status` below hides the name inside the class
 _ENDINGS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED, "cancelled": Status.ABORTED}
 
 
+def _flag(status: Status) -> Any:
+    """A property of a sample: whether it has this status."""
+
+    def put(sample: Sample, value: bool) -> None:
+        if value:
+            sample.status = status
+        elif sample.status in (Status.PENDING, status):
+            sample.status = Status.COMPLETED
+
+    return property(lambda sample: sample.status is status, put)
+
+
 @dataclass
 class Sample:
     """One prompt and one response.
@@ -82,27 +94,8 @@ class Sample:
     extra: dict[str, Any] = field(default_factory=dict)  # unknown fields, kept
 
     # Older spellings of `status` and `execution_id` in slime and vime.
-    @property
-    def truncated(self) -> bool:
-        return self.status is Status.TRUNCATED
-
-    @truncated.setter
-    def truncated(self, value: bool) -> None:
-        self._set_flag(Status.TRUNCATED, value)
-
-    @property
-    def aborted(self) -> bool:
-        return self.status is Status.ABORTED
-
-    @aborted.setter
-    def aborted(self, value: bool) -> None:
-        self._set_flag(Status.ABORTED, value)
-
-    def _set_flag(self, status: _Status, value: bool) -> None:
-        if value:
-            self.status = status
-        elif self.status in (Status.PENDING, status):
-            self.status = Status.COMPLETED
+    truncated = _flag(_Status.TRUNCATED)
+    aborted = _flag(_Status.ABORTED)
 
     @property
     def rollout_id(self) -> str | None:
@@ -218,7 +211,7 @@ class Sample:
     def routes_that_hold(self) -> Any:
         """The rows of `rollout_routed_experts` that stay when tokens are appended; None if there are none.
 
-        A generate function may have cut `tokens`, or begun anew with others and no response. The last token's row comes
+        A generate function may have cut `tokens`, or replaced them and dropped the response. The last token's row comes
         with the answer in which a token follows it.
         """
         known = self.rollout_routed_experts
@@ -248,11 +241,10 @@ class Sample:
         out = {name: copy.copy(getattr(self, name)) for name in known - {"extra"}}
         if own := {name: value for name, value in vars(self).items() if name not in known}:  # set by hooks
             out |= {**own, "hook_attributes": list(own)}
-        out["status"] = self.status.value
         if self.rollout_routed_experts is not None:
             out["rollout_routed_experts"] = routes.encode(self.rollout_routed_experts)
-        out["weight_versions"] = [dataclasses.asdict(s) for s in self.weight_versions]
-        return {**self.extra, **out}
+        spans = [dataclasses.asdict(s) for s in self.weight_versions]
+        return {**self.extra, **out, "status": self.status.value, "weight_versions": spans}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Sample:
@@ -323,21 +315,15 @@ def reward_of(sample: Sample, key: str | None = None) -> float:
     value: Any = sample.reward
     if isinstance(value, dict):
         if key is None or key not in value:
-            raise RewardError(
-                f"the reward is a dict with {', '.join(sorted(map(str, value))) or 'no keys'}",
-                where=name_of(sample),
-                remedy=f"--reward-key must name one of them{'' if key is None else f', not {key!r}'}",
-            )
+            what = f"the reward is a dict with {', '.join(sorted(map(str, value))) or 'no keys'}"
+            remedy = f"--reward-key must name one of them{'' if key is None else f', not {key!r}'}"
+            raise RewardError(what, where=name_of(sample), remedy=remedy)
         value = value[key]
-    number = as_number(value)
-    if number is None:
-        raise RewardError(
-            f"the reward {said(value)} is no finite number",
-            where=name_of(sample),
-            remedy="return a finite number from the reward function, such as 0.0 where there is nothing to judge"
-            if value is not None
-            else "set sample.reward, --rm-type or --custom-rm-path",
-        )
+    if (number := as_number(value)) is None:
+        remedy = "set sample.reward, --rm-type or --custom-rm-path"
+        if value is not None:
+            remedy = "return a finite number from the reward function, such as 0.0 where there is nothing to judge"
+        raise RewardError(f"the reward {said(value)} is no finite number", where=name_of(sample), remedy=remedy)
     return number
 
 
@@ -381,7 +367,7 @@ class TokenBatch:
 
     @property
     def num_samples(self) -> int:
-        return int(self.total_lengths.numel())
+        return self.total_lengths.numel()
 
     @property
     def on_host(self) -> TokenBatch:
@@ -420,14 +406,9 @@ class TokenBatch:
         def move(x: Any) -> Any:
             return x.to(device, non_blocking=True) if isinstance(x, torch.Tensor) else x
 
-        return TokenBatch(
-            move(self.tokens),
-            move(self.total_lengths),
-            move(self.response_lengths),
-            {k: move(v) for k, v in self.token_columns.items()},
-            {k: move(v) for k, v in self.sample_columns.items()},
-            self.on_host,
-        )
+        flat = map(move, (self.tokens, self.total_lengths, self.response_lengths))
+        of_tokens, of_samples = ({k: move(v) for k, v in x.items()} for x in (self.token_columns, self.sample_columns))
+        return TokenBatch(*flat, token_columns=of_tokens, sample_columns=of_samples, host=self.on_host)
 
 
 # steps -> data-parallel ranks -> micro-batches -> indices of samples; all ranks of a step have as many micro-batches

@@ -38,9 +38,9 @@ class RouterSpec:
     """The router in front of a model's engines.
 
     Attributes:
-        engines: the indices of its engines; empty for engines that somebody else runs.
+        engines: the indices of its engines; empty for external engines.
         disaggregated: whether prefill and decode run on engines of their own.
-        external: (ip, port) of a router that somebody else runs (`--vllm-router-ip`).
+        external: (ip, port) of an external router (`--vllm-router-ip`).
         default: whether rollouts use it unless they name a model.
         port: where clients of `instep serve` reach the model (`--port`); None: at a free port.
     """
@@ -132,7 +132,7 @@ def has_router(args: Settings, num_engines: int) -> bool:
 
 
 def plan_routers(args: Settings, engines: list[EngineSpec]) -> list[RouterSpec]:
-    """One router per model, in front of its `engines`, or of the engines that somebody else runs."""
+    """One router per model, in front of its `engines`, or of the external engines."""
     if not engines and not args.rollout_external_engine_addrs:
         return []
     models = served_models(args)

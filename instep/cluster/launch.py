@@ -5,13 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
-from urllib.parse import urlsplit
 
 from instep.arguments.args import Args
-from instep.arguments.roles import args_of_role
-from instep.arguments.rollout import context_of_model
-from instep.cluster.engine_plan import elsewhere, plan_engines
+from instep.cluster.base import Cluster
 from instep.cluster.engine_start import start_engine
 from instep.cluster.local import WorkerGroup, worker_env
 from instep.cluster.placement import num_critic_gpus
@@ -19,44 +15,10 @@ from instep.engines.engine import Engine, external_engines
 from instep.engines.kind import kind_of
 from instep.engines.spec import LONGEST_START, EngineSpec
 from instep.errors import ConfigError
-from instep.system.processes import Process, num_usable_cpus, stop_all
+from instep.system.processes import num_usable_cpus
 from instep.weights.way import SINGLE_COPY
 from instep_engine import MEMORY_VARIABLE, ROOM_VARIABLE
 from instep_engine.place import SYNC
-
-
-class Cluster(Protocol):
-    """The workers and engines of a run.
-
-    Attributes:
-        workers, critic: after `start` the ranks of the actor and of PPO's critic; empty groups without such a role.
-        engines: the engines, which are not ready yet when `start` returns.
-        one_host: after `start` whether this process, rank 0 of the actor and all engines that get its weights share a
-            host.
-        room: after `start` the file without which no engine touches a GPU, made when the trainer has left them; None:
-            engines do not wait.
-        setup_requests: for each role the arguments of `Worker.setup`, rank by rank.
-    """
-
-    workers: WorkerGroup
-    critic: WorkerGroup
-    engines: list[Engine]
-    one_host: bool
-    room: Path | None
-    setup_requests: dict[str, list[tuple[Any, ...]]]
-
-    def start(self) -> None:
-        """Start all processes."""
-
-    def restart_engine(self, index: int, checkpoint: Path | None = None) -> None:
-        """End what is left of an engine and start it again at its address; this replaces its `process`.
-
-        Args:
-            checkpoint: what it serves then, under the same name; None: what the plan says.
-        """
-
-    def close(self) -> None:
-        """End all processes, even after a `start` that failed half-way."""
 
 
 def make_cluster(
@@ -82,43 +44,35 @@ def make_cluster(
     return LocalCluster(args, log_dir=log_dir, scratch=scratch, memory=memory, with_engines=with_engines)
 
 
-class LocalCluster:
+class LocalCluster(Cluster):
     """All processes on this host."""
 
     def __init__(self, args: Args, *, log_dir: Path, scratch: Path, with_engines: bool, memory: Path | None = None):
-        self._args, self._log_dir, self._with_engines, self._memory = args, log_dir, with_engines, memory
-        self.workers, self.critic = (WorkerGroup(role, 0, log_dir) for role in ("actor", "critic"))
-        self.engines: list[Engine] = []
-        self.one_host = not elsewhere(args)
-        self.room: Path | None = None
-        self._scratch = scratch
+        super().__init__(args, log_dir=log_dir, with_engines=with_engines)
+        self._scratch, self._memory = scratch, memory
         sizes = {} if args.debug_rollout_only else {"actor": args.world_size, "critic": num_critic_gpus(args)}
         self._num_threads = args.num_threads or num_usable_cpus()
-        self._threads_per_rank = max(1, self._num_threads // max(1, sum(sizes.values())))
-        self.setup_requests: dict[str, list[tuple[Any, ...]]] = {}
-        first_gpu = 0
+        self._threads_per_rank = threads = max(1, self._num_threads // max(1, sum(sizes.values())))
+        gpu = 0
         for role, size in sizes.items():
-            rendezvous = str(scratch / f"rendezvous-{role}")
-            role_args = args_of_role(args, role).replace(vllm_max_model_len=context_of_model(args))
+            shared = self._role_args(role), str(scratch / f"rendezvous-{role}")
             self.setup_requests[role] = [
-                (role_args, rank, size, rendezvous, self._threads_per_rank, role, first_gpu + rank)
-                for rank in range(size)
+                (shared[0], rank, size, shared[1], threads, role, gpu + rank) for rank in range(size)
             ]
-            first_gpu += size
+            gpu += size
 
     def start(self) -> None:
-        args, logs = self._args, self._log_dir
+        args = self._args
         env = {**worker_env(args, self._threads_per_rank), "GLOO_SOCKET_IFNAME": "lo"}
-        num_ranks = {role: len(requests) for role, requests in self.setup_requests.items()}
-        self.workers = WorkerGroup("actor", num_ranks.get("actor", 0), logs, env, args.heartbeat_timeout)
-        self.critic = WorkerGroup("critic", num_ranks.get("critic", 0), logs, env, args.heartbeat_timeout)
+        self.workers, self.critic = (
+            WorkerGroup(role, len(self.setup_requests.get(role, ())), self._log_dir, env, args.heartbeat_timeout)
+            for role in ("actor", "critic")
+        )
         if self._with_engines:
             self.engines = external_engines(args)
             if args.offload_train and args.offload_rollout and not self.engines:
                 self.room = self._scratch / "room" if kind_of(args.rollout_backend).waits_for_room else None
-            self._specs = plan_engines(args)
-            for spec in self._specs:
-                self.engines.append(self._start_engine(spec))
+            self._start_engines()
 
     def _start_engine(self, spec: EngineSpec, port: int | None = None) -> Engine:
         args = self._args
@@ -127,17 +81,13 @@ class LocalCluster:
         threads = max(1, cores // len(self._specs))
         env = self._devices(spec) if args.device == "cuda" and kind_of(args.rollout_backend).own_gpus else {}
         if args.weight_sync == SINGLE_COPY and spec.update_weights:
-            env[MEMORY_VARIABLE] = str(self._own_memory(spec))
+            assert self._memory is not None, "a run whose engines share their weights has such a folder"
+            folder = self._memory / f"{SYNC}{spec.index}"
+            folder.mkdir(mode=0o700, exist_ok=True)
+            env[MEMORY_VARIABLE] = str(folder)
         if self.room is not None:
             env[ROOM_VARIABLE] = f"{LONGEST_START}:{self.room}"
         return start_engine(args, spec, num_threads=threads, log_dir=self._log_dir, port=port, env=env)
-
-    def _own_memory(self, spec: EngineSpec) -> Path:
-        """The folder in which an engine shares its weights."""
-        assert self._memory is not None, "a run whose engines share their weights has such a folder"
-        folder = self._memory / f"{SYNC}{spec.index}"
-        folder.mkdir(mode=0o700, exist_ok=True)
-        return folder
 
     def _devices(self, spec: EngineSpec) -> dict[str, str]:
         """The environment in which an engine sees exactly the GPUs that the plan gives it."""
@@ -155,12 +105,3 @@ class LocalCluster:
                 remedy="use fewer, or let trainer and engines share GPUs with --colocate (see `instep plan`)",
             )
         return {"CUDA_VISIBLE_DEVICES": ",".join(here[gpu] for gpu in wanted)}
-
-    def restart_engine(self, index: int, checkpoint: Path | None = None) -> None:
-        engine = self.engines[index]
-        engine.stop()
-        engine.process = self._start_engine(self._specs[index].on(checkpoint), urlsplit(engine.url).port).process
-
-    def close(self) -> None:
-        engines: list[Process] = [engine.process for engine in self.engines if engine.process is not None]
-        stop_all([*self.workers.processes, *self.critic.processes, *engines], grace=2.0)

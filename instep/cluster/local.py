@@ -49,7 +49,7 @@ def worker_env(args: Settings, num_threads: int) -> dict[str, str]:
 
 
 class Joined(Protocol):
-    """A rank of the actor that somebody else starts, on this host."""
+    """A rank of the actor that another command starts, on this host."""
 
     def start(self, log_dir: Path, env: Mapping[str, str], heartbeat: float | None) -> tuple[Process, Connection]: ...
 
@@ -71,9 +71,13 @@ class Inbox:
     def _read(self, key: Any, connection: Connection) -> None:
         try:
             while True:
-                self._messages.put((key, connection.recv_bytes()))
+                self.put(key, connection.recv_bytes())
         except (EOFError, OSError):  # closed, perhaps in the middle of a message
-            self._messages.put((key, None))
+            self.put(key, None)
+
+    def put(self, key: Any, message: bytes | None) -> None:
+        """Take a message that came in another way; None ends those of `key`."""
+        self._messages.put((key, message))
 
     def next(self, seconds: float) -> tuple[Any, bytes | None] | None:
         """The key and bytes of the next message; None for the bytes: the connection has ended; None: nothing came."""
@@ -106,7 +110,8 @@ class WorkerGroup:
             joined = JOINED.pop(rank, None) if role == "actor" else None
             process: Process
             if joined is None:
-                process, connection = start_rank(role, rank, log_dir, env or {}, heartbeat, module=module)
+                name, log = f"{role} rank {rank}", log_dir / f"{role}-rank{rank}.log"
+                process, connection = start_rank(name, log, env or {}, heartbeat, module=module)
             else:
                 process, connection = joined.start(log_dir, env or {}, heartbeat)
             self._processes.append(process)
@@ -126,27 +131,9 @@ class WorkerGroup:
     def processes(self) -> Sequence[Process]:
         return tuple(self._processes)
 
-    def call(
-        self,
-        method: str,
-        *args: Any,
-        timeout: float,
-        per_rank: Sequence[tuple[Any, ...]] | None = None,
-        on_event: Callable[[Any], None] | None = None,
-    ) -> list[Any]:
-        """Call `method` on every rank at once and wait for all; returns the results by rank.
-
-        Args:
-            args: the arguments of every rank; `per_rank` instead gives each rank its own.
-            timeout: seconds until the call fails with the stacks of all ranks.
-            on_event: gets the events that ranks send before their results.
-
-        Raises:
-            WorkerError: a rank died, was stopped, raised or did not answer in time. Named errors of a rank and what
-                `watch` raises are raised unchanged.
-            RolloutError: a rank died by a fault in one of `hooks`.
-        """
-        return self.start(method, *args, timeout=timeout, per_rank=per_rank, on_event=on_event)()
+    def call(self, method: str, *args: Any, **how: Any) -> list[Any]:
+        """`start` a call, and wait for its results."""
+        return self.start(method, *args, **how)()
 
     def start(
         self,
@@ -156,9 +143,19 @@ class WorkerGroup:
         per_rank: Sequence[tuple[Any, ...]] | None = None,
         on_event: Callable[[Any], None] | None = None,
     ) -> Callable[[], list[Any]]:
-        """Begin a `call`; the function that is returned waits for its results, until the same deadline.
+        """Call `method` on every rank at once; the function that is returned waits for the results, by rank.
 
         The next call may begin only after that.
+
+        Args:
+            args: the arguments of every rank; `per_rank` instead gives each rank its own.
+            timeout: seconds from now until the call fails with the stacks of all ranks.
+            on_event: gets the events that ranks send before their results.
+
+        Raises (the function that waits):
+            WorkerError: a rank died, was stopped, raised or did not answer in time. Named errors of a rank and what
+                `watch` raises are raised unchanged.
+            RolloutError: a rank died by a fault in one of `hooks`.
         """
         deadline = time.monotonic() + timeout
         requests: dict[int, memoryview] = {}  # ranks with the same arguments share one
@@ -265,9 +262,8 @@ class WorkerGroup:
 
 
 def start_rank(
-    role: str,
-    rank: int,
-    log_dir: Path,
+    name: str,
+    log_path: Path,
     env: Mapping[str, str],
     heartbeat: float | None,
     pass_fds: Sequence[int] = (),
@@ -276,9 +272,9 @@ def start_rank(
     """Start the process of one rank, which runs `module`; only the connection reaches it."""
     ours, theirs = socket.socketpair()
     process = SupervisedProcess(
-        f"{role} rank {rank}",
+        name,
         [sys.executable, "-m", module],
-        log_dir / f"{role}-rank{rank}.log",
+        log_path,
         env={**env, CONNECTION_VARIABLE: str(theirs.fileno())},
         pass_fds=[theirs.fileno(), *pass_fds],
         heartbeat=heartbeat,

@@ -13,32 +13,29 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
-from instep.cluster.engine_plan import elsewhere, plan_engines
+from instep.cluster.base import Cluster
 from instep.cluster.engine_start import RESTART_SECONDS, engine_at, log_name
 from instep.cluster.joint import JointProcess
-from instep.cluster.local import WorkerGroup, worker_env
+from instep.cluster.local import worker_env
 from instep.cluster.placement import Plan, make_plan
 from instep.cluster.ray_host import Host
-from instep.cluster.ray_remote import HOST_SECONDS, POLL_SECONDS, HostHandle, RayWorkerGroup, RemoteProcess, why
+from instep.cluster.ray_remote import POLL_SECONDS, HostHandle, RayWorkerGroup, RemoteProcess, why
 from instep.engines import keys
 from instep.engines.engine import Engine, external_engines
 from instep.engines.kind import kind_of
 from instep.engines.spec import Addresses, EngineSpec, Slot
-from instep.errors import ConfigError, EngineError, InstepError
+from instep.errors import ConfigError, InstepError
 from instep.system.ports import LOOPBACK
-from instep.system.processes import Process, SupervisedProcess, num_usable_cpus, stop_all
+from instep.system.processes import SupervisedProcess, num_usable_cpus, stop_all
 from instep.system.scratch import Scratch
 from instep.weights.way import ON_ONE_HOST
 
 if TYPE_CHECKING:
     from instep.arguments.args import Args
-from instep.arguments.roles import args_of_role
-from instep.arguments.rollout import context_of_model
 
 STATUS_SECONDS = 15.0
 OBJECT_STORE_BYTES = 2**30  # for a Ray that instep starts: messages pass through it, nothing stays
@@ -46,26 +43,15 @@ OBJECT_STORE_BYTES = 2**30  # for a Ray that instep starts: messages pass throug
 FORWARDED = ("PYTHONPATH", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "TORCH_", "PYTORCH_", "NCCL_", "GLOO_", "NVTE_")
 
 
-class RayCluster:
-    """A `launch.Cluster` with all processes on the nodes of a Ray cluster, which is joined or started here."""
-
-    workers: WorkerGroup
-    critic: WorkerGroup
+class RayCluster(Cluster):
+    """A cluster with all processes on the nodes of a Ray cluster, which is joined or started here."""
 
     def __init__(self, args: Args, *, log_dir: Path, with_engines: bool, status: Callable[[str], None]):
-        self._args = args.public()
-        self._log_dir, self._status = log_dir, status
-        self._plan = make_plan(args)
-        self._with_engines = with_engines
-        self._specs = plan_engines(args) if with_engines else []
+        super().__init__(args.public(), log_dir=log_dir, with_engines=with_engines)
+        self._status, self._plan = status, make_plan(args)
         self._env: dict[str, str] = {}  # of all processes
         self._ray = Ray(args.ray_address)
         self._hosts: list[HostHandle] = []
-        self._processes: list[RemoteProcess] = []
-        self.engines: list[Engine] = []
-        self.one_host = False
-        self.room: Path | None = None  # engines measure their memory first: they are on other hosts
-        self.setup_requests: dict[str, list[tuple[Any, ...]]] = {}
 
     def start(self) -> None:
         args, plan = self._args, self._plan
@@ -74,15 +60,14 @@ class RayCluster:
             plan, gpus=args.device == "cuda", timeout=args.worker_start_timeout, status=self._status
         )
         self._check_hosts()
-        env = {k: v for k, v in os.environ.items() if k.startswith(FORWARDED) and not k.endswith("_TOKEN")}
-        self.workers = self._start_ranks("actor", plan.actor, env)
-        self.critic = self._start_ranks("critic", plan.critic, env)
-        self._env = env
+        self._env = {k: v for k, v in os.environ.items() if k.startswith(FORWARDED) and not k.endswith("_TOKEN")}
+        self.workers = self._start_ranks("actor", plan.actor)
+        self.critic = self._start_ranks("critic", plan.critic)
         self.engines = external_engines(args) if self._with_engines else []
-        self.engines += [self._start_engine(spec) for spec in self._specs]
+        self._start_engines()
 
     def _start_engine(self, spec: EngineSpec, port: int | None = None) -> Engine:
-        """Start one process of the engine on each of its nodes; `port` is that of an engine that is restarted."""
+        """Start one process of the engine on each of its nodes."""
         args = self._args
         kind = kind_of(args.rollout_backend)
         kind.check_start(args, spec)
@@ -100,35 +85,27 @@ class RayCluster:
                 env = {**self._env, **kind.environment(args, spec, at, host.info.address, threads)}
                 env |= keys.server_environment(args) | self._devices([slot.gpu for slot in slots], slots[0].node)
                 words = kind.command(args, spec, at, rank)
-                host.add(name, log, parts)
-                parts[-1].pid = host.ask("start_engine", name, words, str(log), env, args.heartbeat_timeout)
+                parts.append(host.start("start_engine", name, log, words, env, args.heartbeat_timeout))
         except InstepError:
             stop_all(parts)
             raise
-        self._processes += parts
         return engine_at(args, spec, at, JointProcess(parts) if len(parts) > 1 else parts[0], head.info.user)
 
-    def _start_ranks(self, role: str, slots: Sequence[Slot], env: Mapping[str, str]) -> RayWorkerGroup:
+    def _start_ranks(self, role: str, slots: Sequence[Slot]) -> RayWorkerGroup:
         args, trainer = self._args, (*self._plan.actor, *self._plan.critic)
-        workers, relays, requests = [], [], []
+        processes, requests, role_args = [], [], self._role_args(role)
         rendezvous, fd = self._hosts[slots[0].node].ask("open_rendezvous") if slots else ("", -1)
         for rank, slot in enumerate(slots):
-            host = self._hosts[slot.node]
+            host, log = self._hosts[slot.node], self._log_dir / f"{role}-rank{rank}.log"
             ranks_there = sum(other.node == slot.node for other in trainer)
             threads = max(1, (args.num_threads or host.info.num_cpus) // ranks_there)
-            more = {**worker_env(args, threads), **self._devices([slot.gpu], slot.node)}
-            relay = host.add(f"{role} rank {rank}", self._log_dir / f"{role}-rank{rank}.log", self._processes)
-            fds = [fd] if rank == 0 else []
-            process = self._processes[-1]
-            request = (role, rank, str(self._log_dir), {**env, **more}, args.heartbeat_timeout, fds)
-            process.pid = host.ask("start_worker", *request)
-            workers.append(process)
-            relays.append(relay)
-            url = f"{rendezvous}?fd={fd}" if rank == 0 else rendezvous
-            role_args = args_of_role(args, role).replace(vllm_max_model_len=context_of_model(args))
+            env = {**self._env, **worker_env(args, threads), **self._devices([slot.gpu], slot.node)}
+            given = (env, args.heartbeat_timeout, [] if rank else [fd])
+            processes.append(host.start("start_worker", f"{role} rank {rank}", log, *given))
+            url = rendezvous if rank else f"{rendezvous}?fd={fd}"
             requests.append((role_args, rank, len(slots), url, threads, role))
         self.setup_requests[role] = requests
-        return RayWorkerGroup(role, workers, relays)
+        return RayWorkerGroup(role, processes)
 
     def _devices(self, gpus: Sequence[int], node: int) -> dict[str, str]:
         """The environment that shows exactly these GPUs of the plan, whose order is that of Ray's ids on the node."""
@@ -140,7 +117,6 @@ class RayCluster:
     def _check_hosts(self) -> None:
         """Raise ConfigError if the run folder is not shared, or if `--weight-sync` does not reach every engine."""
         args, here = self._args, self._ray.is_here
-        self.one_host = not elsewhere(args)
         if self._with_engines and self._plan.actor:
             fed = [spec for spec in self._specs if spec.update_weights]
             needed = {self._plan.actor[0].node, *(slot.node for spec in fed for slot in spec.slots)}
@@ -170,21 +146,8 @@ class RayCluster:
         finally:
             probe.unlink()
 
-    def restart_engine(self, index: int, checkpoint: Path | None = None) -> None:
-        engine = self.engines[index]
-        assert engine.process is not None
-        engine.stop()
-        parts: list[Process] = engine.process.parts if isinstance(engine.process, JointProcess) else [engine.process]
-        if not all(part.died_within(HOST_SECONDS) for part in parts):  # its name is free when its end was told
-            raise EngineError(
-                f"{engine.name} does not end",
-                where=engine.process.describe(),
-                remedy="end it on its host: its process is named above",
-            )
-        engine.process = self._start_engine(self._specs[index].on(checkpoint), urlsplit(engine.url).port).process
-
     def close(self) -> None:
-        stop_all(self._processes, grace=2.0)
+        super().close()
         for host in self._hosts:
             host.close()
         self._ray.close()
@@ -216,18 +179,19 @@ class Ray:
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
         if self.address == "local":
             options |= self._own(num_cpus)
-        else:
-            _check_address(self.address)
         import ray  # after the environment: Ray reads it now
 
         try:
+            if self.address not in ("local", "auto"):  # Ray itself would need minutes to notice that nothing is there
+                host, _, port = self.address.rpartition(":")
+                socket.create_connection((host, int(port)), timeout=5).close()
             ray.init(self.address, **options)
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             raise ConfigError(
                 f"no Ray at '{self.address}': {why(error)}",
-                where="--ray-address",
-                remedy="give the host:port that `ray start --head` printed, and run on a node that has joined, "
-                "with the RAY_AUTH_TOKEN of the cluster, if it has one",
+                where="--ray-address (or RAY_ADDRESS)",
+                remedy="give the host:port that `ray start --head` printed (no ray://), and run on a node that has "
+                "joined, with the RAY_AUTH_TOKEN of the cluster, if it has one",
             ) from None
         finally:
             if threading.current_thread() is threading.main_thread():
@@ -297,7 +261,7 @@ class Ray:
         kind = "GPU" if "GPU" in bundles[0] else "CPU"
         wanted = f"{len(bundles)} node(s) with {', '.join(str(b[kind]) for b in bundles)} {kind}s"
         deadline = time.monotonic() + timeout
-        told = time.monotonic()
+        said = time.monotonic()
         while not self._group.wait(POLL_SECONDS):
             nodes = [node for node in ray.nodes() if node["Alive"]]
             has = f"{len(nodes)} node(s) with {', '.join(f'{_total([n], kind):g}' for n in nodes)} {kind}s"
@@ -311,8 +275,8 @@ class Ray:
                     remedy="see `instep plan` with the same flags; use fewer, let trainer and engines share with "
                     "--colocate, wait for more nodes with a larger --worker-start-timeout, or set --num-gpus-per-node",
                 )
-            if time.monotonic() - told > STATUS_SECONDS:
-                told = time.monotonic()
+            if time.monotonic() - said > STATUS_SECONDS:
+                said = time.monotonic()
                 status(f"waiting for {wanted}; Ray has {has}")
 
     def is_here(self, host: HostHandle) -> bool:
@@ -330,27 +294,6 @@ class Ray:
         if self._scratch is not None and self._reaper is not None:
             self._reaper.stop()
             self._scratch.remove()
-
-
-def _check_address(address: str) -> None:
-    """Raise ConfigError if nothing listens at `host:port`; Ray itself would need minutes to notice."""
-    if address == "auto":  # of RAY_ADDRESS: the cluster of this host
-        return
-    host, _, port = address.rpartition(":")
-    if "/" in address or not host or not port.isdigit():
-        raise ConfigError(
-            f"'{address}' is no host:port",
-            where="--ray-address (or RAY_ADDRESS)",
-            remedy="give that of the head node, such as 10.0.0.1:6379; Ray Client (ray://) is not supported",
-        )
-    try:
-        socket.create_connection((host, int(port)), timeout=5).close()
-    except OSError as error:
-        raise ConfigError(
-            f"no Ray at '{address}': {error}",
-            where="--ray-address (or RAY_ADDRESS)",
-            remedy="start it with `ray start --head`, and join from this host with `ray start --address`",
-        ) from None
 
 
 def _total(nodes: Sequence[dict[str, Any]], kind: str) -> float:

@@ -53,32 +53,29 @@ class Fault:
 class _Child:
     def __init__(self, process: SupervisedProcess, connection: Connection | None = None):
         self.process, self.connection = process, connection
-        self.num_bytes = self.peak = self.host_used = 0
-        self.seen_dead = False
-        self._told = False
+        self.memory = ""
+        self.dead = False  # when it was looked at last
+        self._peak = 0.0  # GB
+        self._reported = False
         self._info = psutil.Process(process.pid)
 
     def measure(self) -> None:
-        try:
-            self.num_bytes = self._info.memory_info().rss or self.num_bytes  # 0 of one that has just ended
-        except psutil.NoSuchProcess:
-            return
-        self.peak = max(self.peak, self.num_bytes)
-        memory = psutil.virtual_memory()
-        self.host_used = memory.total - memory.available
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if used := self._info.memory_info().rss / 1e9:  # 0 of one that has just ended
+                self._peak, host = max(self._peak, used), psutil.virtual_memory()
+                of_host = f"{(host.total - host.available) / 1e9:.2f} of {host.total / 1e9:.2f} GB"
+                self.memory = (
+                    f"memory at its death: {used:.2f} GB resident (peak {self._peak:.2f} GB); its host "
+                    f"{socket.gethostname()} used {of_host}"
+                )
 
     def fault(self) -> Fault | None:
-        """What is wrong with the process; a fault of a living one is told once."""
-        what = self.process.fault()
-        dead = not self.process.alive()
-        if what is None or (self._told and not dead):
+        """What is wrong with the process; a fault of a living one is reported once."""
+        what, dead = self.process.fault(), not self.process.alive()
+        if what is None or (self._reported and not dead):
             return None
-        self._told = True
-        memory = (
-            f"memory at its death: {_gb(self.num_bytes)} resident (peak {_gb(self.peak)}); its host "
-            f"{socket.gethostname()} used {_gb(self.host_used)} of {_gb(psutil.virtual_memory().total)}"
-        )
-        text = self.process.describe() + (f"\n{memory}" if dead else "")
+        self._reported = True
+        text = self.process.describe() + (f"\n{self.memory}" if dead else "")
         return Fault(what, text, self.process.remedy(), dead)
 
 
@@ -128,16 +125,12 @@ class Host:
         self._listeners.append(listener)
         return f"tcp://{self._address}:{listener.getsockname()[1]}", listener.fileno()
 
-    def start_worker(
-        self, role: str, rank: int, log_dir: str, env: Mapping[str, str], heartbeat: float, fds: Sequence[int]
-    ) -> int:
+    def start_worker(self, name: str, log: str, env: Mapping[str, str], heartbeat: float, fds: Sequence[int]) -> int:
         """Start a rank and return its pid; `fds` are descriptors that it takes over."""
-        if "GLOO_SOCKET_IFNAME" not in env:
-            env = {**env, "GLOO_SOCKET_IFNAME": _interface(self._address)}
-        process, connection = start_rank(role, rank, Path(log_dir), env, heartbeat, fds)
+        process, connection = start_rank(name, Path(log), self._with_interface(env), heartbeat, fds)
         with self._lock:
-            self._children[process.name] = _Child(process, connection)
-        self._inbox.read(process.name, connection)
+            self._children[name] = _Child(process, connection)
+        self._inbox.read(name, connection)
         for listener in self._listeners if fds else ():
             listener.close()  # it is the rank's now
         return process.pid
@@ -151,14 +144,27 @@ class Host:
         mine = self._address
         return chosen, free_port(mine), free_port(mine), free_ports(num_side_channel_ports, mine)
 
-    def start_engine(self, name: str, words: Sequence[str], log: str, env: Mapping[str, str], heartbeat: float) -> int:
+    def start_engine(self, name: str, log: str, words: Sequence[str], env: Mapping[str, str], heartbeat: float) -> int:
         """Start an engine's process on this node, Python with the arguments `words`, and return its pid."""
-        if "VLLM_HOST_IP" in env and "GLOO_SOCKET_IFNAME" not in env:  # one of several that find each other
-            env = {**env, "GLOO_SOCKET_IFNAME": _interface(self._address)}
+        if "VLLM_HOST_IP" in env:  # one of several that find each other
+            env = self._with_interface(env)
         process = SupervisedProcess(name, [sys.executable, *words], Path(log), env, heartbeat=heartbeat)
         with self._lock:
             self._children[name] = _Child(process)
         return process.pid
+
+    def _with_interface(self, env: Mapping[str, str]) -> Mapping[str, str]:
+        """`env` with the network interface on which alone gloo is to listen: that of this node's address."""
+        if "GLOO_SOCKET_IFNAME" in env:
+            return env
+        for name, addresses in psutil.net_if_addrs().items():
+            if any(entry.address == self._address for entry in addresses):
+                return {**env, "GLOO_SOCKET_IFNAME": name}
+        raise ConfigError(
+            f"no network interface of {socket.gethostname()} has the address {self._address} that Ray uses for it",
+            where="--cluster ray",
+            remedy="start Ray with --node-ip-address, or set GLOO_SOCKET_IFNAME",
+        )
 
     # ---- talking -------------------------------------------------------------------------------------------------
 
@@ -178,23 +184,18 @@ class Host:
                 children = dict(self._children)
             for child in children.values():
                 child.measure()
-            heard, closed = set[str](), set[str]()
             message = self._inbox.next(WATCH_SECONDS)
             while message is not None:
                 name, data = message
-                if data is None:
-                    closed.add(name)
-                else:
+                if data is not None:
                     out.append((name, data))
-                    heard.add(name)
                 message = self._inbox.next(0)
+            heard = {name for name, _ in out}
             for name, child in children.items():
-                if name in closed:
-                    child.process.died_within(1.0)  # the connection closes a moment before the process ends
-                elif not child.process.alive() and not child.seen_dead:
-                    child.seen_dead = True
+                late, child.dead = child.dead, not child.process.alive()
+                if child.dead and not late or name in heard:
                     continue  # its last words come first, and may be on their way
-                if name not in heard and (fault := child.fault()) is not None:
+                if (fault := child.fault()) is not None:
                     out.append((name, fault))
                     if fault.dead:
                         self._bury(name)
@@ -213,19 +214,3 @@ class Host:
         """Call a method of the `SupervisedProcess` of this name; None if it has gone already."""
         child = self._children.get(name)
         return getattr(child.process, method)(*args) if child is not None else None
-
-
-def _interface(address: str) -> str:
-    """The network interface that has this address, on which alone gloo is to listen."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(entry.address == address for entry in addresses):
-            return name
-    raise ConfigError(
-        f"no network interface of {socket.gethostname()} has the address {address} that Ray uses for it",
-        where="--cluster ray",
-        remedy="start Ray with --node-ip-address, or set GLOO_SOCKET_IFNAME",
-    )
-
-
-def _gb(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.2f} GB"

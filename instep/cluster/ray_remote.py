@@ -2,21 +2,20 @@
 
 A message travels as bytes through the actor of the worker's node:
 
-    WorkerGroup -> Relay -> Host.send -> socket pair -> worker
-    worker -> socket pair -> Host.receive -> a thread here -> socket pair -> WorkerGroup
+    WorkerGroup -> RemoteProcess -> Host.send -> socket pair -> worker
+    worker -> socket pair -> Host.receive -> a thread here -> the inbox of the WorkerGroup
 """
 
 from __future__ import annotations
 
 import contextlib
-import socket
 import threading
-from collections.abc import Sequence
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from instep.cluster.local import WorkerGroup
+from instep.cluster.local import Inbox, WorkerGroup
 from instep.cluster.ray_host import Fault, HostInfo
 from instep.errors import InstepError, WorkerError
 from instep.system.processes import Ending
@@ -28,61 +27,40 @@ HOST_SECONDS = 60.0  # a node is lost if its actor is silent for so long; Ray it
 class RayWorkerGroup(WorkerGroup):
     """Workers on the nodes of a Ray cluster, with the calls, deadlines and errors of a local group."""
 
-    def __init__(self, role: str, processes: Sequence[RemoteProcess], relays: Sequence[Relay]):
-        self.role = role
-        self._processes = list(processes)
-        self._connections = list(relays)
-        self.watch = self.check_alive
-        self._listen()
-
-
-class Relay(Connection):
-    """The controller's end of a worker's connection: sends through the worker's host, receives from a socket pair."""
-
-    def __init__(self, host: HostHandle, name: str):
-        ours, theirs = socket.socketpair()
-        super().__init__(ours.detach())
-        self._host, self._name = host, name
-        self._far = Connection(theirs.detach())
-        self._ending = threading.Lock()
-
-    def send_bytes(self, buf: Any, offset: int = 0, size: int | None = None) -> None:
-        self._host.tell("send", self._name, bytes(buf))
-
-    def deliver(self, data: bytes) -> None:
-        self._far.send_bytes(data)
-
-    def end(self) -> None:
-        """End the messages: the reader gets an EOFError. Two threads may call this at the same time."""
-        with self._ending:
-            self._far.close()
+    def __init__(self, role: str, processes: Sequence[RemoteProcess]):
+        self.role, self.watch, self._inbox = role, self.check_alive, Inbox()
+        self._processes, self._connections = list(processes), cast(list[Any], list(processes))
+        for rank, process in enumerate(processes):
+            process.deliver = partial(self._inbox.put, rank)
 
 
 class RemoteProcess(Ending):
-    """A `processes.Process` on another node, which reports its faults and death."""
+    """A `processes.Process` on another node, which reports its faults and death, and the controller's end of its
+    connection; `deliver` gets its messages, and None at their end."""
 
     def __init__(self, host: HostHandle, name: str, log_path: Path):
         self.name, self.log_path, self._host = name, log_path, host
         self.pid = 0  # its pid on its node, once it is started
-        self.told: Fault | None = None
+        self.reported: Fault | None = None
+        self.deliver: Callable[[bytes | None], None] = lambda message: None
 
     def alive(self) -> bool:
-        return self.told is None or not self.told.dead
+        return self.reported is None or not self.reported.dead
 
     def fault(self) -> str | None:
-        return self.told.what if self.told is not None else None
+        return self.reported.what if self.reported is not None else None
 
     def describe(self) -> str:
-        if self.told is not None:
-            return self.told.text
+        if self.reported is not None:
+            return self.reported.text
         return f"{self.name} is running; the end of {self.log_path}:\n{self.log_tail()}"
 
     def remedy(self) -> str:
-        return self.told.remedy if self.told is not None else "see its log"
+        return self.reported.remedy if self.reported is not None else "see its log"
 
     def log_tail(self, num_lines: int = 15) -> str:
-        if self.told is not None and self.told.dead:
-            return self.told.text
+        if self.reported is not None and self.reported.dead:
+            return self.reported.text
         return self._host.ask("call_process", self.name, "log_tail", num_lines) or ""
 
     def dump_stacks(self) -> None:
@@ -99,6 +77,19 @@ class RemoteProcess(Ending):
     def kill(self) -> None:
         self._tell("kill")
 
+    def send_bytes(self, message: memoryview) -> None:
+        self._host.tell("send", self.name, bytes(message))
+
+    def close(self) -> None:
+        """The connection ends with the process."""
+
+    def take(self, fault: Fault) -> None:
+        """Note what its node says of it; nothing follows its death."""
+        if self.alive():
+            self.reported = fault
+            if fault.dead:
+                self.deliver(None)
+
     def _tell(self, method: str) -> None:
         if self.alive():
             self._host.tell("call_process", self.name, method)
@@ -110,18 +101,16 @@ class HostHandle:
     def __init__(self, actor: Any, timeout: float):
         self._actor = actor
         self._processes: dict[str, RemoteProcess] = {}
-        self._relays: dict[str, Relay] = {}
         self._closed = False
         self.info: HostInfo = self.ask("info", timeout=timeout)
         self._thread = threading.Thread(target=self._pump, name=f"node {self.info.address}", daemon=True)
         self._thread.start()
 
-    def add(self, name: str, log_path: Path, processes: list[RemoteProcess]) -> Relay:
-        """Register a process that is about to be started; it is appended to `processes`."""
-        self._relays[name] = Relay(self, name)
-        self._processes[name] = RemoteProcess(self, name, log_path)
-        processes.append(self._processes[name])
-        return self._relays[name]
+    def start(self, method: str, name: str, log_path: Path, *args: Any) -> RemoteProcess:
+        """Start a process there by a `method` of the actor that returns its pid."""
+        process = self._processes[name] = RemoteProcess(self, name, log_path)  # it may report before it is known here
+        process.pid = self.ask(method, name, str(log_path), *args)
+        return process
 
     def ask(self, method: str, *args: Any, timeout: float = HOST_SECONDS) -> Any:
         """Call a method of the actor and wait for its result.
@@ -133,17 +122,12 @@ class HostHandle:
 
         try:
             return ray.get(getattr(self._actor, method).remote(*args), timeout=timeout)
-        except ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, InstepError):
-                raise error.cause from None
-            raise WorkerError(
-                f"a node's actor raised in '{method}':\n{error}",
-                where="Ray",
-                remedy="if this came from a hook of yours, correct it there; otherwise please report it with this text",
-            ) from None
         except ray.exceptions.RayError as error:
+            cause = getattr(error, "cause", None) or error  # what the method raised
+            if isinstance(cause, InstepError):
+                raise cause from None
             late = isinstance(error, ray.exceptions.GetTimeoutError)
-            how = f" within {timeout:.0f} s" if late else f": {why(error)}"
+            how = f" within {timeout:.0f} s" if late else f": {why(cause)}"
             remedy = "instep must be installed on every node, in the same version"
             if late:
                 remedy = "its node is busy or cannot be reached: a start has --worker-start-timeout seconds, and Ray's "
@@ -165,31 +149,19 @@ class HostHandle:
             try:
                 news = ray.get(self._actor.receive.remote(POLL_SECONDS), timeout=HOST_SECONDS)
             except Exception as error:  # noqa: BLE001 - a thread's border: it becomes the death of the node's processes
-                if not self._closed:
-                    for name in self._processes:
-                        text = f"{name} is lost with its node {self.info.address}: {why(error)}"
-                        self._tell(name, Fault("is lost", text, "see Ray's logs and its node", dead=True))
+                for name, process in self._processes.items() if not self._closed else ():
+                    text = f"{name} is lost with its node {self.info.address}: {why(error)}"
+                    process.take(Fault("is lost", text, "see Ray's logs and its node", dead=True))
                 return
             for name, item in news:
-                with contextlib.suppress(OSError):  # the controller has closed its end
-                    if isinstance(item, Fault):
-                        self._tell(name, item)
-                    else:
-                        self._relays[name].deliver(item)
-
-    def _tell(self, name: str, fault: Fault) -> None:
-        if self._processes[name].alive():
-            self._processes[name].told = fault
-        if fault.dead:
-            self._relays[name].end()
+                process = self._processes[name]
+                process.take(item) if isinstance(item, Fault) else process.deliver(item)
 
     def close(self) -> None:
         import ray
 
         self._closed = True
         ray.kill(self._actor)
-        for relay in self._relays.values():
-            relay.end()
         self._thread.join(5)
 
 

@@ -50,7 +50,7 @@ from instep.controller.stacks import DumpOnSignal, describe_queues, write_dump
 from instep.controller.totals import Totals
 from instep.controller.trainer import Trainer
 from instep.controller.trial import HookTrial
-from instep.controller.watch import StandstillWatch, Watch
+from instep.controller.watch import Watch
 from instep.data.ledger import Ledger, LedgeredDataSource
 from instep.data.messages import STARTED
 from instep.data.source import load_source, num_rollouts
@@ -138,7 +138,6 @@ class Controller:
         hooks = ", ".join(path for _, path in own_hooks(args))
         dying = kind_of(args.rollout_backend).dying_seconds if with_engines else 0.0
         self._watch = Watch(self.deployment.check_and_rejoin, hooks, args.controller_memory_limit, dying)
-        self._standstill = StandstillWatch(lambda: self.deployment.processes, self.log.progress.line)
         self._on_signal = DumpOnSignal(self._dump)
 
     # ---- life ----------------------------------------------------------------------------------------------------
@@ -148,7 +147,6 @@ class Controller:
         self._memory.start()
         self._on_signal.__enter__()
         self.log.__enter__()
-        self._standstill.__enter__()
         with ExitStack() as unless_started:
             unless_started.push(self)
             with self.log.phase("start"):
@@ -175,7 +173,6 @@ class Controller:
             if left or isinstance(error, KeyboardInterrupt):
                 to_go_on = how_to_go_on(self.args, self._beginning.run_id)
                 self.log.ended_early(status, to_go_on)
-            self._standstill.__exit__(kind, error, traceback)
             runtime.shutdown()
             self.deployment.close()
             self._saves.close()

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 from instep.arguments.all_flags import own_hooks
 from instep.arguments.args import Runtime
 from instep.arguments.rollout import context_of_model
+from instep.cluster.base import Cluster
 from instep.cluster.engine_plan import gpu_sharing
-from instep.cluster.launch import Cluster, make_cluster
+from instep.cluster.launch import make_cluster
 from instep.cluster.local import WorkerGroup
 from instep.controller.fleet import Fleet
 from instep.controller.run_state import Beginning
@@ -36,7 +37,7 @@ from instep.rollout.teacher import served_teacher
 from instep.rollout.tokens import tokenizer_of
 from instep.system.ports import check_loopback
 from instep.system.processes import Process
-from instep.system.scratch import Scratch, memory_scratch, roots, sweep
+from instep.system.scratch import Scratch, memory_scratch, sweep
 from instep.types import Group
 from instep.weights.bridge import shared_folder
 from instep.weights.way import LORA, SINGLE_COPY, way_meant
@@ -83,8 +84,7 @@ class Deployment:
         self._thread = threading.current_thread()  # which drives the workers
         self._has_stepped = False
         self._turns = Turns(args)
-        for root in roots(log.run_dir, args.save_hf):
-            sweep(root)
+        sweep(log.run_dir)
         self._scratch = Scratch("instep-run-")
         self._memory = memory_scratch(f"{SYNC}{os.getpid()}-")
 

@@ -23,7 +23,7 @@ from instep.checkpoints.folders import (
 )
 from instep.checkpoints.integrity import linked_digests
 from instep.checkpoints.written import remove_notes, wait_written
-from instep.cluster.launch import Cluster
+from instep.cluster.base import Cluster
 from instep.controller.role import RoleTrainer, begin_setup
 from instep.controller.run_state import Beginning
 from instep.data.tokenizer import load_tokenizer

@@ -7,10 +7,8 @@ still end the run in seconds.
 from __future__ import annotations
 
 import logging
-import os
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import wait
 from typing import TypeVar
 
@@ -18,13 +16,11 @@ import psutil
 
 from instep.errors import NoAnswerError, RolloutError
 from instep.rollout import runtime
-from instep.system.kernel import name_of, state_of, stopped
-from instep.system.processes import Process, in_thread
+from instep.system.processes import in_thread
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 ALARM_BYTES = 2 << 30  # growth of the controller that is worth a warning, and again at each doubling
-LOOK_SECONDS = 1.0  # between two looks for processes that stand stopped
 LIMIT_RATIO = 0.5  # of the memory that was available at the start: growth that ends the run, before the kernel does
 
 
@@ -97,40 +93,3 @@ class Watch:
         if grown > self._alarm:
             self._alarm = 2 * grown
             logger.warning("%s (%s): does one of them keep what it should let go?", says, where)
-
-
-class StandstillWatch:
-    """Tells of each process under this one that stands stopped (SIGSTOP), in every phase, from a thread of its own.
-
-    What is to be done about it is decided where somebody waits for the process: a training worker or the last engine
-    ends the run, one of several engines and a reward worker are started anew.
-
-    Args:
-        processes: returns those of the run that have names; others are called by the kernel's name.
-        tell: shows a line to the user.
-    """
-
-    def __init__(self, processes: Callable[[], Sequence[Process]], tell: Callable[[str], None]):
-        self._processes, self._tell = processes, tell
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._loop, name="standstill", daemon=True)
-
-    def _loop(self) -> None:
-        told = set[int]()
-        while not self._closed.wait(LOOK_SECONDS):
-            still = set(stopped(os.getpid()))
-            names = {process.pid: process.name for process in self._processes()} if still ^ told else {}
-            for pid in sorted(still ^ told):
-                process = f"{names.get(pid) or name_of(pid)} (pid {pid})"
-                if pid in still:
-                    self._tell(f"{process} stands stopped: somebody sent it SIGSTOP; kill -CONT {pid} lets it go on")
-                elif state_of(pid) not in ("", "zombie"):
-                    self._tell(f"{process} goes on")
-            told = still
-
-    def __enter__(self) -> StandstillWatch:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._closed.set()

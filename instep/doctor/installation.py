@@ -66,6 +66,10 @@ def _packages() -> Iterator[Check]:
     for name, use in OPTIONAL.items():
         yield Check(name, "ok", package_version(name) or f"not installed; needed for {use} only")
     yield _vllm()
+    spec = importlib.util.find_spec("torch") if sys.dont_write_bytecode else None
+    if spec is not None and spec.origin and not Path(importlib.util.cache_from_source(spec.origin)).exists():
+        text = "Python has none of torch and writes none: each process of a run imports for seconds longer"
+        yield Check("bytecode", "warn", text, "unset PYTHONDONTWRITEBYTECODE, or set PYTHONPYCACHEPREFIX to a folder")
 
 
 def _vllm() -> Check:

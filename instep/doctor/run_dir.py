@@ -53,7 +53,7 @@ def check_run(run_dir: Path) -> list[Check]:
         _alarms(rows),
         *_checkpoints(args),
         *_ledger(args, summary),
-        leftover_folders(roots(run_dir, args.get("save_hf"))),
+        leftover_folders(roots(run_dir)),
         _disk(run_dir, args),
     ]
 

@@ -13,12 +13,17 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from instep.errors import ConfigError, InstepError, RolloutError
-from instep.hooks.user_code import described, is_from_outside, is_interrupt, ours, said, traceback_of
+from instep.hooks.user_code import described, is_from_outside, is_interrupt, ours, said
 from instep.neighbours import is_own
 
 T = TypeVar("T")
 # What aiohttp, httpx, requests, urllib and openai raise for an answer 401.
 _UNAUTHORIZED = re.compile(r"\b401\b.{0,20}(?i:unauthorized)|\b401, message|Error code: 401\b|Error 401:")
+
+_SEND_THE_KEY = (
+    "engines and routers of the run ask for its key: use instep.rollout.http.post, or send the header 'Authorization: "
+    "Bearer KEY' with instep.rollout.http.api_key(url) as KEY; with --no-api-key they ask for none (docs/security.md)"
+)
 
 
 @dataclass(frozen=True)
@@ -75,15 +80,11 @@ class Hook:
         except BaseException as error:  # the border to the user's code, also for its sys.exit()
             if is_own(self.path) or is_from_outside(error):
                 raise
-            at = raised_at(error, self.function if self.path else None)
-            remedy = signature_for(error, self.function if self.path else None, self.flag)
+            function = self.function if self.path else None
+            at, remedy = raised_at(error, function), signature_for(error, function, self.flag)
             remedy = remedy or "correct that line, or catch the error there; `instep train --help` shows what it gets"
             if _UNAUTHORIZED.search(said(error, 1 << 16)):
-                remedy = (
-                    "engines and routers of the run ask for its key: use instep.rollout.http.post, or send the header "
-                    "'Authorization: Bearer KEY' with instep.rollout.http.api_key(url) as KEY; with --no-api-key they "
-                    "ask for none (docs/security.md)"
-                )
+                remedy = _SEND_THE_KEY
             raise RolloutError(f"{self.path} raised {said(error)}", where=self._at(at, where), remedy=remedy) from error
 
     def wrong(self, got: Any, expected: str, where: str = "") -> RolloutError:
@@ -115,10 +116,10 @@ def load_function(dotted_path: str) -> Callable[..., Any]:
         ConfigError: no such module, a module that fails to import, no such name, or something that cannot be called.
     """
     module_name, _, name = dotted_path.rpartition(".")
+    where = f"hook {dotted_path}"
     if not module_name or "/" in dotted_path or ":" in dotted_path:
-        raise ConfigError(
-            f"{dotted_path!r} is no dotted path", where="hook", remedy="write package.module.function, without .py"
-        )
+        remedy = "write package.module.function, without .py"
+        raise ConfigError(f"{dotted_path!r} is no dotted path", where="hook", remedy=remedy)
     from instep.hooks.aliases import install_aliases, is_aliased  # here, because that package imports this module
 
     install_aliases()
@@ -130,44 +131,30 @@ def load_function(dotted_path: str) -> Callable[..., Any]:
             raise
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if not isinstance(missing, str):  # a module may raise a ModuleNotFoundError of its own
-            raise ConfigError(
-                f"importing {module_name!r} raised {said(error)}",
-                where=f"hook {dotted_path}, {raised_at(error)}",
-                remedy=f"correct that line; `python -c 'import {module_name}'` shows the whole traceback",
-            ) from error
-        if module_name != missing and not module_name.startswith(missing + "."):
-            theirs = is_aliased(missing.partition(".")[0]) and "." in missing
-            instead = "; docs/migration.md, 'Hooks', says which of its modules are here" if theirs else ""
-            raise ConfigError(
-                f"module {module_name!r} imports {missing!r}, which is not installed",
-                where=f"hook {dotted_path}",
-                remedy=f"install {missing!r} or leave the import out{instead}",
-            ) from error
-        raise ConfigError(
-            f"module {missing!r} not found",
-            where=f"hook {dotted_path}",
-            remedy="put its folder on PYTHONPATH, or start instep in it; the path is package.module.function",
-        ) from error
+            what, where = f"importing {module_name!r} raised {said(error)}", f"{where}, {raised_at(error)}"
+            remedy = f"correct that line; `python -c 'import {module_name}'` shows the whole traceback"
+        elif f"{module_name}.".startswith(f"{missing}."):
+            what = f"module {missing!r} not found"
+            remedy = "put its folder on PYTHONPATH, or start instep in it; the path is package.module.function"
+        else:
+            what = f"module {module_name!r} imports {missing!r}, which is not installed"
+            remedy = f"install {missing!r} or leave the import out"
+            if is_aliased(missing.partition(".")[0]) and "." in missing:
+                remedy += "; docs/migration.md, 'Hooks', says which of its modules are here"
+        raise ConfigError(what, where=where, remedy=remedy) from error
+    if callable(found):
+        return found
+    what, remedy = f"{dotted_path!r} is a {type(found).__name__}, not a function", "name a function or a class"
     if found is None:
         names = sorted(n for n, value in vars(module).items() if callable(value) and not n.startswith("_"))
-        raise ConfigError(
-            f"module {module_name!r} has no {name!r}",
-            where=f"hook {dotted_path}",
-            remedy=f"it has {', '.join(names[:20]) or 'nothing to call'}",
-        )
-    if not callable(found):
-        raise ConfigError(
-            f"{dotted_path!r} is a {type(found).__name__}, not a function",
-            where=f"hook {dotted_path}",
-            remedy="name a function or a class",
-        )
-    return found
+        what, remedy = f"module {module_name!r} has no {name!r}", f"it has {', '.join(names[:20]) or 'nothing to call'}"
+    raise ConfigError(what, where=where, remedy=remedy)
 
 
 def raised_at(error: BaseException, function: Callable[..., Any] | None = None) -> str:
     """`file:line in name`: the innermost frame of `error`, if possible in the file of `function`; of a call that does
     not fit the function, its definition."""
-    frames = traceback.extract_tb(traceback_of(error))
+    frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, SyntaxError) and isinstance(error.filename, str):
         return f"{error.filename}:{error.lineno}"
     source = _source(function)
@@ -189,7 +176,7 @@ def signature_for(error: BaseException, function: Callable[..., Any] | None, fla
 
 
 def _does_not_fit(error: BaseException, function: Callable[..., Any] | None) -> bool:
-    files = [frame.filename for frame in traceback.extract_tb(traceback_of(error))]
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     source = _source(function)
     return bool(source) and isinstance(error, TypeError) and source not in files and files[-1].startswith(ours())
 

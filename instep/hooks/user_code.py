@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dis
 import functools
 import os
 import threading
@@ -15,9 +14,7 @@ from instep.neighbours import packages
 
 T = TypeVar("T")
 
-_PYTHONS = str(Path(os.__file__).parent) + os.sep
 _CUT = " ..."  # at the end of a text that has been cut
-traceback_of = BaseException.__dict__["__traceback__"].__get__  # also where a user's class overrides the attribute
 
 
 @functools.cache
@@ -31,24 +28,12 @@ def is_from_outside(error: BaseException) -> bool:
     if isinstance(error, asyncio.CancelledError):
         task = asyncio.current_task() if asyncio._get_running_loop() is not None else None
         return task is not None and task.cancelling() > 0
-    return is_interrupt(error) or (isinstance(error, GeneratorExit) and not _is_raised(error))
+    return is_interrupt(error) or isinstance(error, GeneratorExit)
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Whether it is Ctrl-C (or SIGTERM), which no code of the user's has raised by a `raise` of its own."""
-    in_main = threading.current_thread() is threading.main_thread()
-    return isinstance(error, KeyboardInterrupt) and in_main and not _is_raised(error)
-
-
-def _is_raised(error: BaseException) -> bool:
-    """Whether the user's code raised it by a `raise`: no handler of signals, and no library of Python's."""
-    last = traceback_of(error)
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    assert last is not None
-    code = last.tb_frame.f_code
-    raised = any(s.offset == last.tb_lasti and s.opname == "RAISE_VARARGS" for s in dis.get_instructions(code))
-    return raised and not code.co_filename.startswith((*ours(), _PYTHONS))
+    """Whether it is Ctrl-C (or SIGTERM), which only the main thread gets."""
+    return isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
 
 
 def described(value: Any) -> str:

@@ -34,25 +34,17 @@ Steps = Sequence[Mapping[str, float]]
 
 @dataclass(frozen=True)
 class Limits:
-    """The values of the flags `--alarm-*`, and what a remedy depends on.
-
-    Attributes:
-        correction: what the loss could do besides, where it corrects nothing yet.
-    """
+    """The values of the flags `--alarm-*`."""
 
     entropy_fraction: float = 0.02
     gap: float = 0.1
     truncated_ratio: float = 0.5
     zero_std_ratio: float = 0.95
     effective_sample_ratio: float = 0.3
-    correction: str = ", --use-tis"
 
     @classmethod
     def from_args(cls, args: Mapping[str, Any]) -> Limits:
-        limits = {name: args[f"alarm_{name}"] for name in cls.__dataclass_fields__ if f"alarm_{name}" in args}
-        if any(args.get(name) for name in ("use_tis", "use_rs", "use_rollout_logprobs")):  # dppo has the last
-            limits["correction"] = ""
-        return cls(**limits)
+        return cls(**{name: args[f"alarm_{name}"] for name in cls.__dataclass_fields__ if f"alarm_{name}" in args})
 
 
 def entropy_collapse(steps: Steps, limits: Limits) -> str | None:
@@ -62,26 +54,28 @@ def entropy_collapse(steps: Steps, limits: Limits) -> str | None:
     start = median(values[:START])
     if len(values) <= START or values[-1] >= limits.entropy_fraction * start or _solved(steps) or _rises(steps):
         return ""
+    rewards = _values(steps, "rollout/reward_mean")
+    gained = f", and the reward does not rise ({rewards[-1]:.3g})" if rewards else ""
     return (
-        f"train/entropy is {values[-1]:.3g}, it was {start:.3g} at the start{_reward(steps)}; try a lower --lr, "
+        f"train/entropy is {values[-1]:.3g}, it was {start:.3g} at the start{gained}; try a lower --lr, "
         f"--entropy-coef, --eps-clip-high above --eps-clip, or a KL to the reference ({KL_IN_LOSS})"
     )
 
 
 def gap_drift(steps: Steps, limits: Limits) -> str | None:
-    told = None
+    found = None
     for name in ("train/log_prob_gap_mean", "train/engine_kl"):
         values = _values(steps, name)
         if not values or not limits.gap:
             continue
-        told = told or ""
+        found = found or ""
         start, now = median(values[:START]), abs(fmean(values[-WINDOW:]))  # that of a few tokens jumps
         if now > limits.gap or (len(values) > START and now > max(limits.gap / 10, 10 * abs(start))):
-            told = (
+            found = (
                 f"{name} is {now:.3g} nats, it was {start:.3g} at the start: trainer and engine disagree about "
                 "the same tokens; try `instep samples RUN --worst gap`, the same dtype in both, --use-tis"
             )
-    return told
+    return found
 
 
 def off_policy(steps: Steps, limits: Limits) -> str | None:
@@ -92,7 +86,7 @@ def off_policy(steps: Steps, limits: Limits) -> str | None:
         return ""
     return (
         f"train/effective_sample_ratio is {now:.2g}: the trained policy has left the one that sampled, and few tokens "
-        f"count; try a smaller --max-staleness, a lower --lr{limits.correction}"
+        f"count; try a smaller --max-staleness, a lower --lr, --use-tis"
     )
 
 
@@ -173,19 +167,9 @@ def nothing_trained(steps: Steps, limits: Limits) -> str | None:
     return f"nothing was trained in the last {len(recent)} steps: {why}" if why and len(recent) == MASKED else ""
 
 
+_ALL = (entropy_collapse, gap_drift, off_policy, truncation, zero_variance_groups, grad_norm_spike, reward_stuck)
 ALARMS: dict[str, Callable[[Steps, Limits], str | None]] = {
-    f.__name__: f
-    for f in (
-        entropy_collapse,
-        gap_drift,
-        off_policy,
-        truncation,
-        zero_variance_groups,
-        grad_norm_spike,
-        reward_stuck,
-        length_explosion,
-        nothing_trained,
-    )
+    alarm.__name__: alarm for alarm in (*_ALL, length_explosion, nothing_trained)
 }
 
 
@@ -220,18 +204,18 @@ class AlarmWatch:
         return out, new
 
     def at_end(self) -> list[str]:
-        """What is told at the end: no step has trained anything; all is cut off in a run too short for the alarm."""
-        cut, told = _values(self._steps, "rollout/truncated_ratio"), []
+        """What the end of a run says: no step has trained anything; all is cut off in a run too short for the alarm."""
+        cut, lines = _values(self._steps, "rollout/truncated_ratio"), []
         if len(cut) < WINDOW and min(cut, default=0) >= 1 and (text := truncation(self._steps * WINDOW, self._limits)):
             self.first.setdefault("truncation", len(self._steps) - 1)
-            told.append(f"alarm truncation: {text}")
+            lines.append(f"alarm truncation: {text}")
         if self._steps and not self._trained:
             masked = all(step.get(_WEIGHT) == 0 for step in self._steps)
             even = all(step.get("rollout/zero_std_groups_ratio") == 1 for step in self._steps)
             why = "every group had one reward" if even else "train/grad_norm was 0"
             why = "every token was masked" if masked else why
-            told.append(f"no step has trained anything: {why}")
-        return told
+            lines.append(f"no step has trained anything: {why}")
+        return lines
 
 
 def first_raised(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
@@ -275,11 +259,6 @@ def _spread(steps: Steps) -> float:
     stds = _values(steps, "rollout/reward_std")[:START]
     gained = max(best) - min(means) if best and means else 0.0
     return max(median(stds) if stds else 0.0, gained)
-
-
-def _reward(steps: Steps) -> str:
-    rewards = _values(steps, "rollout/reward_mean")
-    return f", and the reward does not rise ({rewards[-1]:.3g})" if rewards else ""
 
 
 def _above(steps: Steps, name: str, bound: float, text: str) -> str | None:

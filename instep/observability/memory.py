@@ -10,7 +10,6 @@ import logging
 import os
 import threading
 import time
-from pathlib import Path
 
 import psutil
 
@@ -21,16 +20,11 @@ def read_pss(pid: int) -> int | None:
     """Return the PSS of one process in bytes; None if the system does not tell (no Linux, or not our process).
 
     Raises:
-        ProcessLookupError: the process is gone.
+        psutil.NoSuchProcess: the process is gone.
     """
     try:
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) * 1024
-        return 0  # a kernel thread or a zombie has no memory map
-    except (FileNotFoundError, PermissionError) as error:
-        if isinstance(error, FileNotFoundError) and Path("/proc/self/smaps_rollup").exists():
-            raise ProcessLookupError(pid) from None
+        return getattr(psutil.Process(pid).memory_full_info(), "pss", None)
+    except psutil.AccessDenied:
         return None
 
 
@@ -44,20 +38,19 @@ def tree_memory(pid: int) -> tuple[int, bool]:
         return 0, True
     for process in processes:
         try:
-            pss = read_pss(process.pid)
-            if pss is None:
-                pss, all_pss = process.memory_info().rss, False
-            total += pss
-        except (ProcessLookupError, psutil.NoSuchProcess):
-            continue  # ended between the listing and the reading
+            if (used := read_pss(process.pid)) is None:
+                used, all_pss = process.memory_info().rss, False
+            total += used
+        except psutil.NoSuchProcess:  # it has ended since the listing
+            continue
     return total, all_pss
 
 
 class PssSampler:
-    """A thread that samples the memory of a process tree, from `start` to `stop` (or through a `with` block).
+    """A thread that samples the memory of this process and its descendants, from `start` to `stop` (or in a `with`).
 
-    It uses at most 2 % of one core: where reading takes long (large page tables), it reads less often than `interval`.
-    A peak that lies between two samples is not seen.
+    It uses at most 2 % of one core: where reading takes long (large page tables), it reads less often than `interval`
+    seconds. A peak that lies between two samples is not seen.
 
     Attributes:
         current: bytes at the last sample.
@@ -65,8 +58,8 @@ class PssSampler:
         method: "pss", or "rss" as soon as one process shows only its resident set (said once in the log).
     """
 
-    def __init__(self, pid: int | None = None, interval: float = 1.0):
-        self.pid, self.interval = pid or os.getpid(), interval
+    def __init__(self, interval: float = 1.0):
+        self._interval = interval
         self.current = self.peak = 0
         self.method = "pss"
         self._stop = threading.Event()
@@ -81,21 +74,19 @@ class PssSampler:
     def sample(self) -> int:
         """Take a sample now, and return it in bytes."""
         with self._lock:
-            self.current, all_pss = tree_memory(self.pid)
+            self.current, all_pss = tree_memory(os.getpid())
             self.peak = max(self.peak, self.current)
             if not all_pss and self.method == "pss":
                 self.method = "rss"
-                logger.warning(
-                    "no PSS to be had on this system: memory is the sum of RSS, which counts shared pages twice"
-                )
+                logger.warning("this system tells no PSS: memory is the sum of RSS, which counts shared pages twice")
             return self.current
 
     def _loop(self) -> None:
-        wait = self.interval
+        wait = self._interval
         while not self._stop.wait(wait):
             start = time.perf_counter()
             self.sample()
-            wait = max(self.interval, 50 * (time.perf_counter() - start))
+            wait = max(self._interval, 50 * (time.perf_counter() - start))
 
     def stop(self) -> None:
         """Take a last sample and end the thread, if it runs."""

@@ -52,9 +52,7 @@ def num_trained(sample: Sample) -> int:
     """Return how many tokens of the sample are trained on."""
     if sample.remove_sample:
         return 0
-    if sample.loss_mask is None:
-        return sample.response_length
-    return len(sample.loss_mask) - list(sample.loss_mask).count(0)
+    return sample.effective_response_length
 
 
 def pass_rates(samples: Iterable[tuple[Sample, float]]) -> dict[str, float]:

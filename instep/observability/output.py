@@ -10,12 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-_lost: list[str] = []
-
-
-def lost_output() -> list[str]:
-    """A sentence for each of stdout and stderr that was lost, and where it goes since."""
-    return list(_lost)
+lost_output: list[str] = []  # a sentence for each of stdout and stderr that was lost, and where it goes since
 
 
 @contextlib.contextmanager
@@ -24,19 +19,15 @@ def lasting_output(folder: Path) -> Iterator[None]:
 
     The descriptor itself is redirected, so that the libraries' and the interpreter's own output goes there, too.
     """
-    _lost.clear()
+    lost_output.clear()
     before = sys.stdout, sys.stderr
     lasting: list[Any] = [
-        stream and _Lasting(stream, folder / f"{name}.txt")
-        for stream, name in zip(before, ("stdout", "stderr"), strict=True)
+        s and _Lasting(s, folder / f"{n}.txt") for s, n in zip(before, ("stdout", "stderr"), strict=True)
     ]
     sys.stdout, sys.stderr = lasting
     try:
         yield
     finally:
-        with contextlib.suppress(ValueError):  # somebody has closed it
-            if sys.stdout is not None:
-                sys.stdout.flush()
         sys.stdout, sys.stderr = before
 
 
@@ -60,20 +51,16 @@ class _Lasting:
         try:
             work(*args)
         except OSError as error:
-            for path in (self._path, Path(os.devnull)):
-                with contextlib.suppress(OSError):
-                    self._redirect(path, error)
-                    break
-
-    def _redirect(self, path: Path, error: OSError) -> None:
-        """Send the descriptor to `path`; what the stream has kept of its last lines is written there."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        said = f"{self._path.stem} was lost ({error.strerror or error}) at {time.strftime('%Y-%m-%d %H:%M:%S')}"
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(f"{said}; from here on it is written here\n")
-            file.flush()
-            os.dup2(file.fileno(), self._stream.fileno())
-        self._stream.flush()
-        _lost.append(f"{said}; the rest of it is in {path}")
-        if self._path.stem == "stdout":
-            print(f"{_lost[-1]}; the run goes on", file=sys.stderr)
+            said = f"{self._path.stem} was lost ({error.strerror or error}) at {time.strftime('%Y-%m-%d %H:%M:%S')}"
+            try:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                file = open(self._path, "a", encoding="utf-8")
+            except OSError:
+                file = open(os.devnull, "w")
+            with file:
+                print(f"{said}; from here on it is written here", file=file, flush=True)
+                os.dup2(file.fileno(), self._stream.fileno())
+            self._stream.flush()  # what it has kept of its last lines
+            lost_output.append(f"{said}; the rest of it is in {file.name}")
+            if self._path.stem == "stdout":
+                print(f"{lost_output[-1]}; the run goes on", file=sys.stderr)

@@ -1,14 +1,11 @@
-"""The plots of the report. Each is an SVG string, or None if the run has no such metrics; pyplot is not used.
-
-`panels.toml` lists them.
-"""
+"""The plots of the report, which `panels.toml` lists. Each is an SVG string; pyplot is not used."""
 
 from __future__ import annotations
 
 import io
 import math
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,12 +13,14 @@ from typing import Any
 
 from instep.observability.metrics import is_step
 
-INK, GRID, EDGE = "#27303f", "#e6e9ef", "#b8c0cc"
+INK, GRID, EDGE, REST = "#27303f", "#e6e9ef", "#b8c0cc", "#c9d1dc"
 COLORS = ("#2f6fed", "#e4572e", "#17a398", "#b25ad3", "#f2a900", "#6c7a89", "#d64550", "#3d5a80")
+OTHER = "other"  # the seconds of a step that no phase has
 TREND = 3  # evaluations from which on a line joins them
 PHASE_ORDER = ("rollout", "wait", "train", "sync", "eval", "save")
 NOT_A_PHASE = ("step", "peak", "early_log_probs", "early_train", "reward", "log_probs")  # the latter are parts of one
-Curve = tuple[str, list[int], list[float]]  # label, x, y
+Curve = tuple[str, list[int], list[float], dict[str, Any]]  # label, x, y, style
+Columns = dict[str, list[float]]  # by name: a value for each row of `History.steps`
 PANELS = tomllib.loads(Path(__file__).with_name("panels.toml").read_text(encoding="utf-8"))
 
 
@@ -72,68 +71,83 @@ def read_history(rows: Sequence[dict[str, Any]]) -> History:
     return history
 
 
-def _axes(title: str, ylabel: str) -> tuple[Any, Any]:
+def plot(panel: Mapping[str, Any], history: History) -> str | None:
+    """Return the plot of a panel: its stack if it has one, and its curves; None if the run has no such metrics."""
+    columns = STACKS[panel["stack"]](history) if "stack" in panel else {}
+    left, right = (_curves(panel, side, history) for side in ("left", "right"))
+    left += _evaluations(history) if panel.get("evaluations") else []
+    if not (columns if "stack" in panel else left or right) or history.column(panel.get("unless", ""))[0]:
+        return None
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    style = {
-        "font.size": 9.5,
-        "axes.titlesize": 11,
-        "axes.titleweight": "bold",
-        "text.color": INK,
-        "svg.fonttype": "path",
-    }
-    with rc_context({**style, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK}):
+    sizes = {"font.size": 9.5, "axes.titlesize": 11, "axes.titleweight": "bold"}
+    with rc_context({**sizes, **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), INK)}):
         figure = Figure(figsize=(6.2, 3.1), layout="constrained")
         axes = figure.add_subplot()
-        axes.set_title(title, loc="left", pad=10)
+        axes.set_title(panel["title"], loc="left", pad=10)
         axes.set_xlabel("rollout")
-        axes.set_ylabel(ylabel)
-    axes.grid(axis="y", color=GRID, linewidth=0.9)
-    axes.set_axisbelow(True)
-    _frame(axes, "left", "bottom")
-    return figure, axes
+        axes.set_ylabel(panel["left_label"])
+        axes.grid(axis="y", color=GRID, linewidth=0.9)
+        axes.set_axisbelow(True)
+        sides: list[tuple[Any, tuple[str, ...]]] = [(axes, ("left", "bottom"))]
+        colors = iter(_colors(len(columns) + len(left) + len(right)))
+        _stack(axes, [x for x, _ in history.steps], columns, colors)
+        _draw(axes, left, colors)
+        axes.set_yscale(panel.get("scale", "linear"))
+        if left or columns:
+            axes.set_ylim(*panel.get("left_range", ()))
+        if right:
+            second = axes.twinx()
+            second.set_ylabel(panel["right_label"])
+            dashed = {"linestyle": "--", **({"color": INK} if columns else {})}
+            _draw(second, [(f"{label} (right axis)", x, y, dashed) for label, x, y, _ in right], colors)
+            second.set_ylim(*panel.get("right_range", ()))
+            sides.append((second, ("right",)))
+        return _svg(figure, sides)
 
 
-def _right_axes(axes: Any, ylabel: str) -> Any:
-    right = axes.twinx()
-    right.set_ylabel(ylabel, color=INK)
-    _frame(axes, "left", "bottom")  # twinx draws all of them anew
-    _frame(right, "right")
-    return right
+def _draw(axes: Any, curves: Sequence[Curve], colors: Iterator[str]) -> None:
+    for label, x, y, style in curves:
+        usual = {"color": next(colors), "marker": "o" if len(x) <= 30 else None, "markersize": 3, "linewidth": 1.6}
+        axes.plot(x, y, label=label, **usual | style)
 
 
-def _frame(axes: Any, *sides: str) -> None:
-    for side, spine in axes.spines.items():
-        spine.set_visible(side in sides)
-        spine.set_color(EDGE)
-    axes.tick_params(length=3, color=EDGE, labelcolor=INK)
+def _stack(axes: Any, x: list[int], columns: Columns, colors: Iterator[str]) -> None:
+    """Draw the columns on each other, with their names in the legend."""
+    bottom = [0.0] * len(x)
+    for label, heights in columns.items():
+        style = {"color": REST if label.startswith(OTHER) else next(colors), "label": label, "linewidth": 0}
+        top = [b + h for b, h in zip(bottom, heights, strict=True)]
+        if len(x) <= 120:
+            axes.bar(x, heights, bottom=bottom, width=0.85, **style)
+        else:
+            axes.fill_between(x, bottom, top, step="mid", **style)
+        bottom = top
 
 
-def _svg(figure: Any, *axes: Any) -> str:
+def _svg(figure: Any, sides: Sequence[tuple[Any, tuple[str, ...]]]) -> str:
+    """Return the figure as text; `sides` are its axes, each with the sides of its frame that are drawn."""
     from matplotlib.ticker import MaxNLocator
 
-    handles: list[Any] = []
-    labels: list[str] = []
-    for ax in axes:
-        found = ax.get_legend_handles_labels()
+    handles, labels = list[Any](), list[str]()
+    for axes, drawn in sides:
+        for side, spine in axes.spines.items():
+            spine.set(visible=side in drawn, color=EDGE)
+        axes.tick_params(length=3, color=EDGE, labelcolor=INK)
+        found = axes.get_legend_handles_labels()
         handles, labels = handles + found[0], labels + found[1]
-    low, high = axes[0].get_xlim()
+    first = sides[0][0]
+    low, high = first.get_xlim()
     if high - low < 1:  # a single step: a whole tick on each side
-        axes[0].set_xlim(round((low + high) / 2) - 1, round((low + high) / 2) + 1)
-    axes[0].xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+        first.set_xlim(round((low + high) / 2) - 1, round((low + high) / 2) + 1)
+    first.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
     if len(labels) > 1:
-        figure.legend(
-            handles, labels, loc="outside lower center", ncols=min(len(labels), 4), frameon=False, fontsize=8.5
-        )
+        place = {"loc": "outside lower center", "ncols": min(len(labels), 4)}
+        figure.legend(handles, labels, **place, frameon=False, fontsize=8.5)
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None})
     return buffer.getvalue()
-
-
-def _line(axes: Any, x: list[int], y: list[float], label: str, color: str, **kwargs: Any) -> None:
-    marker = "o" if len(x) <= 30 else None
-    axes.plot(x, y, label=label, color=color, marker=marker, markersize=3, linewidth=1.6, **kwargs)
 
 
 def _colors(number: int) -> Sequence[str]:
@@ -145,52 +159,6 @@ def _colors(number: int) -> Sequence[str]:
     return [to_hex(hsv_to_rgb((i / number, 0.75, (0.85, 0.6)[i % 2]))) for i in range(number)]
 
 
-def _drawn(name: str, number: int) -> str:
-    """A name that plots can show: their font lacks Chinese, Japanese and Korean letters, for example."""
-    from matplotlib.font_manager import findfont, get_font
-
-    known = get_font(findfont("DejaVu Sans")).get_charmap()
-    return name if all(ord(letter) in known for letter in name) else f"set {number}"
-
-
-def plot_reward(history: History) -> str | None:
-    """Plot the mean reward of the training rollouts and of the evaluations."""
-    x, mean = history.column("rollout/reward_mean")
-    evals = history.names("eval/", "/reward_mean")
-    if not x and not evals:
-        return None
-    figure, axes = _axes("Reward", "mean reward")
-    if x:
-        _line(axes, x, mean, "training rollouts", COLORS[0])
-    for i, name in enumerate(evals):
-        ex, ey = history.column(name)
-        label = "eval " + _drawn(name.removeprefix("eval/").removesuffix("/reward_mean"), i + 1)
-        style = {"marker": "D", "markersize": 5, "linewidth": 1.2, "linestyle": "--" if len(ex) >= TREND else "none"}
-        axes.plot(ex, ey, label=label, color=_colors(1 + len(evals))[1 + i], **style)
-    return _svg(figure, axes)
-
-
-def plot_panel(panel: Mapping[str, Any], history: History) -> str | None:
-    """Plot the curves of a panel of `panels.toml`, those of `right` on an axis of their own."""
-    left, right = (_curves(panel, side, history) for side in ("left", "right"))
-    if not left and not right or history.column(panel.get("unless", ""))[0]:
-        return None
-    figure, axes = _axes(panel["title"], panel["left_label"])
-    colors = _colors(len(left) + len(right))
-    for color, (label, x, y) in zip(colors, left, strict=False):
-        _line(axes, x, y, label, color)
-    axes.set_yscale(panel.get("scale", "linear"))
-    if left:
-        axes.set_ylim(*panel.get("left_range", ()))
-    if not right:
-        return _svg(figure, axes)
-    second = _right_axes(axes, panel["right_label"])
-    for color, (label, x, y) in zip(colors[len(left) :], right, strict=False):
-        _line(second, x, y, f"{label} (right axis)", color, linestyle="--")
-    second.set_ylim(*panel.get("right_range", ()))
-    return _svg(figure, axes, second)
-
-
 def _curves(panel: Mapping[str, Any], side: str, history: History) -> list[Curve]:
     curves = list[Curve]()
     for label, name in panel.get(side, {}).items():
@@ -198,11 +166,26 @@ def _curves(panel: Mapping[str, Any], side: str, history: History) -> list[Curve
         if any(abs(v) > panel.get("noise", -1) for v in y):
             y = [v / 1e9 for v in y] if name.endswith("_bytes") else y
             y = [max(abs(v), 1e-10) for v in y] if panel.get("scale") == "log" else y
-            curves.append((label, x, y))
+            curves.append((label, x, y, {}))
     return curves
 
 
-def phase_seconds(history: History) -> dict[str, list[float]]:
+def _evaluations(history: History) -> list[Curve]:
+    """The mean reward of each evaluation set. A name that the font of plots lacks letters of becomes a number."""
+    from matplotlib.font_manager import findfont, get_font
+
+    known = get_font(findfont("DejaVu Sans")).get_charmap()
+    names = history.names("eval/", "/reward_mean")
+    colors, curves = _colors(1 + len(names)), list[Curve]()  # the first is of the training rollouts
+    for i, metric in enumerate(names, 1):
+        name, (x, y) = metric.removeprefix("eval/").removesuffix("/reward_mean"), history.column(metric)
+        label = f"eval {name if all(ord(letter) in known for letter in name) else f'set {i}'}"
+        style = {"marker": "D", "markersize": 5, "linewidth": 1.2, "linestyle": "--" if len(x) >= TREND else "none"}
+        curves.append((label, x, y, {**style, "color": colors[i]}))
+    return curves
+
+
+def phase_seconds(history: History) -> Columns:
     """Return the seconds of each rollout by phase, known ones first; 0 where one did not run, "other" for the rest."""
     names = [n.removeprefix("perf/").removesuffix("_seconds") for n in history.names("perf/", "_seconds")]
     names = [n for n in names if n not in NOT_A_PHASE]
@@ -212,59 +195,24 @@ def phase_seconds(history: History) -> dict[str, list[float]]:
     known = [sum(column[i] for column in out.values()) for i in range(len(rows))]
     rest = [max(float(row.get("perf/step_seconds") or 0.0) - k, 0.0) for row, k in zip(rows, known, strict=True)]
     if sum(rest) > 0.01 * (sum(known) + sum(rest)):
-        out["other"] = rest
+        out[OTHER] = rest
     return {n: column for n, column in out.items() if any(column)}
 
 
-def plot_phases(history: History) -> str | None:
-    """Plot the seconds of each rollout, stacked by phase."""
+def _phases(history: History) -> Columns:
     phases = phase_seconds(history)
-    if not phases:
-        return None
-    figure, axes = _axes("Time by phase", "seconds per rollout")
     total = sum(map(sum, phases.values()))
-    named = {f"{name} ({sum(seconds) / total:.0%})": seconds for name, seconds in phases.items()}
-    colors = ["#c9d1dc" if name == "other" else _colors(len(phases))[i] for i, name in enumerate(phases)]
-    _stack(axes, [x for x, _ in history.steps], named, colors)
-    return _svg(figure, axes)
+    return {f"{name} ({sum(seconds) / total:.0%})": seconds for name, seconds in phases.items()}
 
 
-def _stack(axes: Any, x: list[int], columns: Mapping[str, list[float]], colors: Sequence[str]) -> None:
-    """Draw the columns on each other, with their names in the legend."""
-    bottom = [0.0] * len(x)
-    for (label, heights), color in zip(columns.items(), colors, strict=True):
-        top = [b + h for b, h in zip(bottom, heights, strict=True)]
-        if len(x) <= 120:
-            axes.bar(x, heights, bottom=bottom, width=0.85, color=color, label=label, linewidth=0)
-        else:
-            axes.fill_between(x, bottom, top, color=color, label=label, linewidth=0, step="mid")
-        bottom = top
-
-
-def plot_staleness(history: History) -> str | None:
-    """Plot how old the trained tokens of an asynchronous run are, and the groups that wait on the right axis."""
+def _ages(history: History) -> Columns:
+    """The share of the trained tokens of an asynchronous run by their age."""
     prefix = "async/staleness_ratio/"
     ages = sorted(int(name.removeprefix(prefix)) for name in history.names(prefix))
-    if not ages:
-        return None
-    rows = [(x, row) for x, row in history.steps if any(f"{prefix}{age}" in row for age in ages)]
-    figure, axes = _axes("Staleness", "share of trained tokens")
-    columns = {
-        f"{age} versions" if age != 1 else "1 version": [float(row.get(f"{prefix}{age}") or 0) for _, row in rows]
-        for age in ages
-    }
-    _stack(axes, [x for x, _ in rows], columns, _colors(len(ages))[: len(ages)])
-    axes.set_ylim(0, 1.02)
-    x, waiting = history.column("async/queue_length")
-    if not x:
-        return _svg(figure, axes)
-    second = _right_axes(axes, "groups")
-    _line(second, x, waiting, "groups that wait (right axis)", INK, linestyle="--")
-    second.set_ylim(0, max(1.0, *waiting) * 1.25)
-    return _svg(figure, axes, second)
+    rows = [row for _, row in history.steps]
+    shares = {age: [float(row.get(f"{prefix}{age}") or 0) for row in rows] for age in ages}
+    return {f"{age} version{'' if age == 1 else 's'}": column for age, column in shares.items()}
 
 
-_OWN = {"reward": plot_reward, "phases": plot_phases, "staleness": plot_staleness}
-PLOTS: dict[str, Callable[[History], str | None]] = {
-    name: _OWN.get(name) or partial(plot_panel, panel) for name, panel in PANELS.items()
-}
+STACKS: dict[str, Callable[[History], Columns]] = {"phases": _phases, "ages": _ages}
+PLOTS: dict[str, Callable[[History], str | None]] = {name: partial(plot, panel) for name, panel in PANELS.items()}

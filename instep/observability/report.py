@@ -6,6 +6,7 @@ import base64
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import jinja2
@@ -52,71 +53,54 @@ def make_report(run_dir: Path) -> Path:
 
 def headline(history: History, summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the figures that a reader looks for first, as far as they are known: `[(label, value)]`."""
-    found: list[tuple[str, str]] = []
-
-    def add_course(label: str, name: str, digits: int = 3) -> bool:
-        if values := history.column(name)[1]:
-            first, last = number(values[0], digits), number(values[-1], digits)
-            found.append((f"{label}, first \u2192 last", f"{first} \u2192 {last}"))
-        return bool(values)
-
     before, after = summary.get("eval_reward_before"), summary.get("eval_reward_after")
     sets = {n.removeprefix("eval/").removesuffix("/reward_mean"): n for n in history.names("eval/", "/reward_mean")}
+    found = [row for name, metric in sets.items() for row in _course(history, f"eval {name}", metric)]
     if before is not None or after is not None:
         name = next(iter(sets), "held-out")  # the first is the summary's
-        found.append((f"{name}: reward, before \u2192 after", f"{number(before)} \u2192 {number(after)}"))
-    else:
-        for name, metric in sets.items():
-            add_course(f"eval {name}", metric)
-    rewarded = add_course("training reward", "rollout/reward_mean")
-    if not rewarded:
-        add_course("loss", "train/loss", 4)
+        found = [(f"{name}: reward, before \u2192 after", f"{number(before)} \u2192 {number(after)}")]
+    rewarded = _course(history, "training reward", "rollout/reward_mean")
+    found += rewarded or _course(history, "loss", "train/loss", 4)
     for name in ("accuracy", "margin"):  # of pairs
-        add_course(name, f"train/reward_{name}")
-    if not rewarded and (masked := history.column("rollout/masked_ratio")[1]):
-        found.append(("masked tokens (not trained on)", f"{sum(masked) / len(masked):.0%}"))
-    if history.steps:
-        found.append(("rollouts", f"{len(history.steps):,}"))
-    if summary.get("num_steps"):
-        found.append(("optimizer steps", f"{summary['num_steps']:,}"))
-    wall = summary.get("wall_seconds") or sum(history.column("perf/step_seconds")[1])
-    if wall:
-        found.append(("wall time" if summary.get("wall_seconds") else "time in steps", duration(wall)))
-    peaks = history.column("perf/peak_pss_bytes")[1] or history.column("perf/pss_bytes")[1]
-    peak = summary.get("peak_pss_bytes") or max(peaks, default=None)
-    if peak:
-        found.append(("peak memory (PSS)", f"{peak / 1e9:.2f} GB"))
-    gaps = history.column("train/log_prob_gap_mean")[1]
-    if gaps:
-        found.append(("largest mean log-prob gap to the engine", f"{max(gaps):.1e}"))
-    elif history.names("train/log_prob_gap_mean"):
-        found.append(("log-prob gap to the engine", "not available"))
-    probes = history.column("sync/probe_rms_diff")[1]
-    probe = summary.get("sync_probe_rms_diff", max(probes, default=None))
-    if probe is not None:
-        found.append(("largest sync probe difference (rms)", f"{probe:.1e}"))
+        found += _course(history, name, f"train/reward_{name}")
+
+    def values(name: str) -> list[float]:
+        return history.column(name)[1]
+
+    wall, steps = summary.get("wall_seconds"), sum(values("perf/step_seconds"))
+    peak = summary.get("peak_pss_bytes") or max(values("perf/peak_pss_bytes") or values("perf/pss_bytes"), default=0)
+    masked, gaps = values("rollout/masked_ratio"), values("train/log_prob_gap_mean")
+    gap = f"{max(gaps):.1e}" if gaps else "not available" if history.names("train/log_prob_gap_mean") else ""
+    probe = summary.get("sync_probe_rms_diff", max(values("sync/probe_rms_diff"), default=None))
     alarms = summary["alarms"] if "alarms" in summary else first_raised(row for _, row in history.steps)
-    if alarms or history.names("alarm/", ""):
-        found.append((f"alarms: {describe(alarms)}", str(len(alarms))))
-    speeds = history.column("perf/rollout_tokens_per_second")[1]
-    if speeds:
-        found.append(("rollout tokens/s, median", f"{sorted(speeds)[len(speeds) // 2]:,.0f}"))
-    return found
+    speeds = sorted(values("perf/rollout_tokens_per_second"))
+    rest = [
+        ("masked tokens (not trained on)", f"{fmean(masked):.0%}" if masked and not rewarded else ""),
+        ("rollouts", f"{len(history.steps):,}" if history.steps else ""),
+        ("optimizer steps", f"{summary['num_steps']:,}" if summary.get("num_steps") else ""),
+        ("wall time" if wall else "time in steps", duration(wall or steps) if wall or steps else ""),
+        ("peak memory (PSS)", f"{peak / 1e9:.2f} GB" if peak else ""),
+        ("largest mean log-prob gap to the engine" if gaps else "log-prob gap to the engine", gap),
+        ("largest sync probe difference (rms)", f"{probe:.1e}" if probe is not None else ""),
+        (f"alarms: {describe(alarms)}", str(len(alarms)) if alarms or history.names("alarm/") else ""),
+        ("rollout tokens/s, median", f"{speeds[len(speeds) // 2]:,.0f}" if speeds else ""),
+    ]
+    return [*found, *((label, text) for label, text in rest if text)]
+
+
+def _course(history: History, label: str, name: str, digits: int = 3) -> list[tuple[str, str]]:
+    if not (values := history.column(name)[1]):
+        return []
+    return [(f"{label}, first \u2192 last", f"{number(values[0], digits)} \u2192 {number(values[-1], digits)}")]
 
 
 def _subtitle(history: History, versions: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
     state = str(summary.get("status", "finished")) if summary else "not finished"
-    names = [
-        f"{name} {versions[name]}"
-        for name in ("instep", "torch", "transformers", "megatron-core")
-        if versions.get(name)
-    ]
-    commit = versions.get("git_commit")
-    if commit:
+    names = [f"{state}, {len(history.steps)} rollout{'' if len(history.steps) == 1 else 's'} logged"]
+    names += [f"{n} {versions[n]}" for n in ("instep", "torch", "transformers", "megatron-core") if versions.get(n)]
+    if commit := versions.get("git_commit"):
         names.append(f"commit {str(commit)[:10]}{' with local changes' if versions.get('git_dirty') else ''}")
-    return " \u00b7 ".join(
-        [f"{state}, {len(history.steps)} rollout{'' if len(history.steps) == 1 else 's'} logged", *names]
-    )
+    return " \u00b7 ".join(names)
 
 
 def _samples(rows: Iterable[dict[str, Any]], per_rollout: int = 2) -> list[dict[str, Any]]:

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +35,12 @@ def move_run_aside(folder: Path) -> Path | None:
         return None
     place = free_name(folder, "old")
     place.mkdir()
-    for path in _ours(folder):
-        target = place / path.relative_to(folder)
-        target.parent.mkdir(exist_ok=True)
-        os.rename(path, target)
+    for name in RUN_FILES:
+        logs = [path for path in folder.glob(f"{LOGS}/*") if _OUR_LOGS.fullmatch(path.name)]
+        for path in logs if name == LOGS else folder.glob(name):
+            target = place / path.relative_to(folder)
+            target.parent.mkdir(exist_ok=True)
+            os.rename(path, target)
     with contextlib.suppress(OSError):  # it holds logs of the user's
         (folder / LOGS).rmdir()
     return place
-
-
-def _ours(folder: Path) -> Iterator[Path]:
-    for name in RUN_FILES:
-        logs = [p for p in sorted(folder.glob(f"{LOGS}/*")) if _OUR_LOGS.fullmatch(p.name)]
-        yield from logs if name == LOGS else [p for p in [folder / name] if p.exists()]

@@ -27,7 +27,7 @@ from instep.observability.progress import Phase, Progress
 from instep.observability.report import make_report
 from instep.observability.run_folder import move_run_aside
 from instep.observability.samples import sample_row, to_log
-from instep.observability.sinks import JsonLines, TensorBoard, WandB, jsonable, write_json
+from instep.observability.sinks import JsonLines, TensorBoard, WandB, jsonable, read_json_lines, write_json
 from instep.observability.step_table import PHASE
 from instep.observability.versions import versions
 from instep.spans import span
@@ -49,7 +49,7 @@ class RunLogger:
         args_dict: the resolved arguments, for `config.json` and W&B.
         num_steps: how many steps the whole run takes, if known.
         wandb: None, or `project`, `group`, `mode`, `team`, `run_id`, `dir`; never a key.
-        resume_from_step: None begins anew (files of an earlier run are moved to `run_dir`/old-<n>); a number goes on
+        resume_from_step: None: a new run (files of an earlier one are moved to `run_dir`/old-<n>); a number goes on
             with an earlier session's files, without their rows of that `step` (samples: `rollout_id`) and later.
         run_id: the identity of the run, for config.json; None for one of an earlier instep.
     """
@@ -78,22 +78,23 @@ class RunLogger:
         self._close = ExitStack()
         with ExitStack() as stack:  # closes what is open if a later one fails
             config = {"title": title, "run_id": run_id, "args": without_secrets(args_dict), "versions": versions()}
-            write_json(self.run_dir / "config.json", {**config, "process": _process()})
+            process = {"pid": os.getpid(), "host": socket.gethostname(), "started": psutil.Process().create_time()}
+            write_json(self.run_dir / "config.json", {**config, "process": process})  # the doctor asks if it lives
             for old in ("summary.json", "logs/error.txt"):  # of an earlier session
                 (self.run_dir / old).unlink(missing_ok=True)
-            steps: list[dict[str, Any]] = []  # of earlier sessions
             done = resume_from_step or 0
-            self._metrics = JsonLines(self.run_dir / "metrics.jsonl", _before("step", done, steps))
+            paths = [self.run_dir / name for name in ("metrics.jsonl", "samples.jsonl")]
+            self._metrics = JsonLines(paths[0], lambda row: (as_number(row.get("step")) or 0) < done)
             stack.callback(self._metrics.close)
-            self._samples = JsonLines(self.run_dir / "samples.jsonl", _before("rollout_id", done))
+            self._samples = JsonLines(paths[1], lambda row: (as_number(row.get("rollout_id")) or 0) < done)
             stack.callback(self._samples.close)
+            steps = [row for row in read_json_lines(paths[0]) if is_step(row)]  # of earlier sessions
             self._sinks: list[TensorBoard | WandB] = []
             if use_tensorboard:
                 self._sinks.append(TensorBoard(self.run_dir / "tensorboard", resume_from_step))
             if wandb is not None:
                 self._sinks.append(WandB(self.run_dir, wandb, args_dict, title))
-            for sink in self._sinks:
-                stack.callback(self._close_sink, sink)
+            stack.callback(self._close_sinks)
             self._alarms = AlarmWatch(Limits.from_args(args_dict), steps)
             figures = figures_of(args_dict)
             self.progress = Progress(title, num_steps, steps_done=done, figures=figures, console=console)
@@ -205,8 +206,8 @@ class RunLogger:
         summary = {"status": status, **self.progress.results(), **summary, "alarms": self._alarms.first}
         if to_go_on:
             summary["to_go_on"] = to_go_on
-        if lost := lost_output():
-            summary["lost_output"] = "; ".join(lost)
+        if lost_output:
+            summary["lost_output"] = "; ".join(lost_output)
         write_json(self.run_dir / "summary.json", summary)
         with self.phase("report"), writing(self.run_dir):
             report = make_report(self.run_dir)
@@ -216,8 +217,9 @@ class RunLogger:
         self.progress.line(f"report: {report}")
         return summary
 
-    def _close_sink(self, sink: TensorBoard | WandB) -> None:
-        sink.close(self._failed)
+    def _close_sinks(self) -> None:
+        for sink in self._sinks:
+            sink.close(self._failed)
 
     def __enter__(self) -> RunLogger:
         self.progress.start()
@@ -234,11 +236,6 @@ class RunLogger:
             print(f"stopped in phase {phase}, {self.progress.steps_text()}: {exc_type.__name__}", file=sys.stderr)
 
 
-def _process() -> dict[str, Any]:
-    """Identify this process, so that it can be told later whether it still lives."""
-    return {"pid": os.getpid(), "host": socket.gethostname(), "started": psutil.Process().create_time()}
-
-
 def _write_error(path: Path, error: BaseException | None) -> None:
     text = without_credentials("".join(traceback.format_exception(error))) if error is not None else ""
     try:
@@ -246,18 +243,6 @@ def _write_error(path: Path, error: BaseException | None) -> None:
         path.write_text(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{str(error) or type(error).__name__}\n\n{text}")
     except OSError as failed:  # a full disk, which may be the error itself: it must not hide that one
         print(f"{path} could not be written: {failed}", file=sys.stderr)
-
-
-def _before(key: str, limit: int, steps: list[Any] | None = None) -> Callable[[dict[str, Any]], bool]:
-    """Which rows of an earlier session stay; those of them that are of whole steps are added to `steps`."""
-
-    def stays(row: dict[str, Any]) -> bool:
-        before = (as_number(row.get(key)) or 0) < limit
-        if before and steps is not None and is_step(row):
-            steps.append(row)
-        return before
-
-    return stays
 
 
 def summary_table(title: str, summary: Mapping[str, Any]) -> Table:

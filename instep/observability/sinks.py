@@ -69,7 +69,7 @@ def json_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
 
 
 def _damaged(path: Path, number: int, why: str) -> OutputError:
-    remedy = "mend or remove that line; or move the file away, and go on without the rows before the checkpoint"
+    remedy = "correct or remove that line; or move the file away, and go on without the rows before the checkpoint"
     return OutputError(f"line {number} of {path.name} is damaged: {why:.200}", where=str(path), remedy=remedy)
 
 
@@ -125,7 +125,7 @@ class JsonLines:
 class TensorBoard:
     """Writes TensorBoard scalars, by tensorboard's own writer (which needs no torch).
 
-    On a resume TensorBoard is told to forget the events of an earlier session from `resume_from_step` on.
+    On a resume TensorBoard forgets the events of an earlier session from `resume_from_step` on.
     """
 
     def __init__(self, folder: Path, resume_from_step: int | None = None):

@@ -44,13 +44,12 @@ def git_state(folder: Path) -> tuple[str | None, bool | None]:
 def versions() -> dict[str, Any]:
     """Return the versions of Python, instep and the packages it runs with, the git commit and the machine."""
     commit, dirty = git_state(Path(instep.__file__).resolve().parent.parent)
-    found = {name: package_version(name) for name in PACKAGES}
     return {
         "instep": instep.__version__,
         "git_commit": commit,
         "git_dirty": dirty,
         "python": platform.python_version(),
-        **{name: version for name, version in found.items() if version is not None},
+        **{name: version for name in PACKAGES if (version := package_version(name)) is not None},
         "platform": platform.platform(),
         "cpu_count": os.cpu_count(),
         "gpu": [gpu.name for gpu in gpus_here()] or None,

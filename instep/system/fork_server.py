@@ -105,9 +105,7 @@ class ForkServer:
 
     def preload(self, modules: Iterable[str], env: Mapping[str, str]) -> None:
         """Let it import `modules` with the variables `env`. This call does not wait for it."""
-        request = {"modules": list(modules), "env": dict(env)}
-        with contextlib.suppress(ConnectionError):  # it has ended: `start` will see that
-            socket.send_fds(self._control, [json.dumps(request).encode()], [])
+        self._control.send(json.dumps({"modules": list(modules), "env": dict(env)}).encode())
         self._early = _early(env)
 
     def fits(self, argv: Sequence[str], env: Mapping[str, str]) -> bool:
@@ -126,8 +124,7 @@ class ForkServer:
         """Run `argv` with `env` alone, in `cwd` (default: here); `stdio` are descriptors, as are `pass_fds`.
 
         Raises:
-            ConnectionError: the server has ended.
-            OSError: there is no room for a process.
+            OSError: the server has ended, there is no such folder, or no room for a process.
         """
         os.umask(umask := os.umask(0o077))
         request = {"argv": list(argv), "env": dict(env), "cwd": cwd or os.getcwd(), "new_session": new_session}
@@ -142,8 +139,7 @@ class ForkServer:
         answer = ours.recv(_CHUNK) if _readable(ours, _ANSWER_SECONDS) else b"it does not answer"
         if not answer.startswith(b"pid "):
             ours.close()
-            error = OSError if answer else ConnectionResetError
-            raise error(f"the fork server started no process: {answer.decode() or 'it has ended'}")
+            raise OSError(f"the fork server started no process: {answer.decode() or 'it has ended'}")
         return Forked(ours, argv, int(answer[4:]))
 
     def close(self) -> None:
@@ -183,12 +179,8 @@ def start(
 
     It is forked from `current` if it fits. A program that outlives this process is not: forked ones end with it.
     """
-    global current
     if current is not None and not outlives and current.fits(argv, env):
-        try:
-            return current.start(argv, env, stdio, pass_fds)
-        except ConnectionError:  # somebody has killed it
-            current = None
+        return current.start(argv, env, stdio, pass_fds)
     stdin, stdout, stderr = stdio
     return subprocess.Popen(
         list(argv), stdin=stdin, stdout=stdout, stderr=stderr, env=env, pass_fds=pass_fds, start_new_session=True

@@ -20,28 +20,18 @@ DESCRIPTORS = 65536  # open files of a process, where its hard limit allows so m
 FAMILY_SECONDS = 2.0  # between two looks at who belongs to it, which cost more
 
 
-def state_of(pid: int) -> str:
+def state_of(pid: int, what: str = "status") -> str:
     """psutil's word for the state of a process ("stopped": by a signal); empty for one that has ended."""
-    return _told_by(pid, "status")
+    import psutil  # not for `--help`
+
+    with contextlib.suppress(psutil.Error):  # also one that is hidden
+        return str(getattr(psutil.Process(pid), what)())
+    return ""
 
 
 def name_of(pid: int) -> str:
     """The name of a process; empty for one that has ended."""
-    return _told_by(pid, "name")
-
-
-def _told_by(pid: int, method: str) -> str:
-    import psutil  # not for `--help`
-
-    with contextlib.suppress(psutil.Error):  # also one that is hidden
-        return str(getattr(psutil.Process(pid), method)())
-    return ""
-
-
-def set_name(name: str) -> None:
-    """Name this process for `name_of`, `ps` and `top`."""
-    with contextlib.suppress(OSError):  # not Linux, or /proc is read-only: it is a comfort
-        Path("/proc/self/comm").write_text(name)
+    return state_of(pid, "name")
 
 
 def die_with_parent() -> None:

@@ -31,8 +31,6 @@ def check_loopback() -> int:
     try:
         with socket.create_server((LOOPBACK, 0)) as server:
             with socket.create_connection(server.getsockname(), timeout=5) as client:
-                server.settimeout(5)
-                server.accept()[0].close()
                 return int(client.getpeername()[1])
     except OSError as error:
         raise ConfigError(
@@ -42,12 +40,12 @@ def check_loopback() -> int:
         ) from error
 
 
-def free_port(host: str = "127.0.0.1") -> int:
+def free_port(host: str = LOOPBACK) -> int:
     """A port that was free a moment ago; see `free_ports`."""
     return free_ports(1, host)
 
 
-def free_ports(count: int, host: str = "127.0.0.1") -> int:
+def free_ports(count: int, host: str = LOOPBACK) -> int:
     """The first of `count` consecutive ports that were free a moment ago; 0 if `count` is 0.
 
     No outgoing connection of this host gets them before the server listens, which takes vLLM seconds. On Linux neither
@@ -79,7 +77,7 @@ def free_ports(count: int, host: str = "127.0.0.1") -> int:
     )
 
 
-def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
+def port_is_free(port: int, host: str = LOOPBACK) -> bool:
     """Whether a server, which sets SO_REUSEADDR, could listen on the port."""
     bound = _bound(port, host, reuse=True)
     if bound is not None:

@@ -130,8 +130,8 @@ class SupervisedProcess(Ending):
         """
         code = self._process.poll()
         if code is not None:
-            told = last_words(self.log_tail().splitlines())
-            return f"died ({_signal_name(-code)})" if code < 0 else f"died with exit code {code}: {told}"
+            said = last_words(self.log_tail().splitlines())
+            return f"died ({signal.Signals(-code).name})" if code < 0 else f"died with exit code {code}: {said}"
         if still := stopped(self.pid):
             if self.pid in still:
                 return "is stopped"
@@ -169,14 +169,14 @@ class SupervisedProcess(Ending):
         code, num_lines = self._process.poll(), 15
         if code is None and (still := stopped(self.pid)):
             pids = " ".join(map(str, still))
-            how = f"stands stopped: somebody sent SIGSTOP to {pids} (kill -CONT {pids} lets it go on)"
+            how = f"stands stopped: SIGSTOP was sent to {pids} (kill -CONT {pids} lets it go on)"
         elif code is None:
             how = f"is running, and was last heard {self._silent_seconds():.0f} s ago"
             self.dump_stacks()  # also if it hangs with the interpreter's lock held
             time.sleep(0.3)
             num_lines = 60  # enough for the stacks
         elif code < 0:
-            how = f"was ended by {_signal_name(-code)}"
+            how = f"was ended by {signal.Signals(-code).name}"
             if code == -signal.SIGKILL:
                 how += "; if nobody did so by hand, the machine may have run out of memory"
             elif (fault := fault_of("\n".join(self._end_of_log(200_000)))).what:
@@ -267,13 +267,6 @@ def pulse() -> None:
         _pulse.set()
 
 
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal
-        return f"signal {number}"
-
-
 def _hold_lifeline(line: socket.socket, partner: socket.socket | None, pulse: threading.Event | None) -> None:
     with line:
         line.settimeout(BEAT_SECONDS)
@@ -304,10 +297,8 @@ def _beats(partner: socket.socket) -> bool:
 
 
 def _beat(line: socket.socket) -> None:
-    try:
+    with contextlib.suppress(BlockingIOError, TimeoutError):  # the parent has not looked for a long time
         line.send(b".", socket.MSG_DONTWAIT)
-    except (BlockingIOError, TimeoutError):  # the latter from a socket with a timeout
-        pass  # the parent has not looked for a long time
 
 
 class FolderLock:

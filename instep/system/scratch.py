@@ -8,12 +8,9 @@ names its host, and those of other hosts stay. A folder without that file is nob
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import functools
-import glob
 import os
-import re
 import shutil
 import socket
 import tempfile
@@ -41,11 +38,9 @@ def memory_scratch(prefix: str) -> Scratch:
     try:
         return Scratch(prefix, root)
     except OSError as error:
-        raise ConfigError(
-            f"shared memory cannot be used: {root} takes no folder ({error.strerror or error})",
-            where=str(root),
-            remedy="mount it so that you may write there, or make room (docker: --shm-size=8g)",
-        ) from error
+        what = f"shared memory cannot be used: {root} takes no folder ({error.strerror or error})"
+        remedy = "mount it so that you may write there, or make room (docker: --shm-size=8g)"
+        raise ConfigError(what, where=str(root), remedy=remedy) from error
 
 
 class Scratch:
@@ -65,12 +60,8 @@ class Scratch:
         self.path = Path(tempfile.mkdtemp("", prefix, root))
         new = self.path / f"{LOCK}-new"
         self._fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)  # not inherited by children
-        try:
+        with contextlib.suppress(OSError):  # a file system without locks: nobody sweeps there
             locks.lock(self._fd)
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL):
-                raise
-            # a file system without locks: nobody sweeps there
         os.write(self._fd, f"process {os.getpid()} on {socket.gethostname()} {boot_id()}".encode())
         new.rename(self.path / LOCK)  # locked before anybody can see it
 
@@ -96,24 +87,19 @@ def boot_id() -> str:
 
 
 def _of_this_host(lock: str) -> bool:
-    """Whether a process of this host has written `lock`: the host was not started anew since, or has its name still."""
+    """Whether a process of this host has written `lock`: it has not restarted since, or it still has its name."""
     name, _, boot = lock.partition(" on ")[2].partition(" ")
     return bool(boot) and boot == boot_id() or bool(name) and name == socket.gethostname()
 
 
-def _folders(root: Path) -> list[Path]:
-    return sorted(path for kind in KINDS for path in root.glob(kind))
-
-
-def left(root: Path) -> list[Path]:
-    """The folders in `root` whose owner is gone, of this user."""
-    return [path for path in _folders(root) if _abandoned(path, remove=False)]
+def left(root: Path, *, remove: bool = False) -> list[Path]:
+    """The folders in `root` whose owner is gone, of this user; with `remove` they are removed."""
+    return [path for path in sorted(p for kind in KINDS for p in root.glob(kind)) if _abandoned(path, remove=remove)]
 
 
 def sweep(root: Path) -> None:
-    """Remove those folders."""
-    for path in _folders(root):
-        _abandoned(path, remove=True)
+    """Remove the folders in `root` whose owner is gone."""
+    left(root, remove=True)
 
 
 def export_folder(save_hf: str, rollout_id: int) -> Path:
@@ -124,11 +110,9 @@ def export_folder(save_hf: str, rollout_id: int) -> Path:
     return Path(save_hf.format(rollout_id=rollout_id, step=rollout_id + 1))
 
 
-def roots(run_dir: Path, save_hf: str | None) -> list[Path]:
-    """All folders in which a run leaves something when it is killed; exports may each have a parent of their own."""
-    exports = glob.glob(re.sub(r"\{.*?\}", "*", str(Path(save_hf).parent))) if save_hf else []
-    found = [memory_root(), Path(tempfile.gettempdir()), run_dir, *map(Path, exports)]
-    return list(dict.fromkeys(found))
+def roots(run_dir: Path) -> list[Path]:
+    """The folders in which a run leaves something when it is killed; an export sweeps its own parent."""
+    return list(dict.fromkeys([memory_root(), Path(tempfile.gettempdir()), run_dir]))
 
 
 def _abandoned(path: Path, *, remove: bool) -> bool:

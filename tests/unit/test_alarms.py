@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from instep.observability.alarms import ALARMS, AlarmWatch, Limits, describe, off_policy
+from instep.observability.alarms import ALARMS, AlarmWatch, Limits, describe
 
 
 def watch(rows, limits=None):
@@ -71,14 +71,6 @@ def test_each_alarm_and_the_step_it_is_raised_at(alarm, rows, step):
     first, texts = watch(rows)
     assert first == {alarm: step}
     assert len(texts) == 1 and texts[0].startswith(f"alarm {alarm}: ") and "; " in texts[0]  # a figure and a remedy
-
-
-@pytest.mark.parametrize("corrects", ["use_tis", "use_rs", "use_rollout_logprobs"])
-def test_a_correction_is_a_remedy_only_where_there_is_none(corrects):
-    rows = series("train/effective_sample_ratio", [0.1, 0.1, 0.1])
-    texts = [off_policy(rows, Limits.from_args({"use_tis": False, corrects: given})) for given in (False, True)]
-    assert [text.endswith("a lower --lr, --use-tis") for text in texts] == [True, False]
-    assert texts[1].endswith("a smaller --max-staleness, a lower --lr")
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ STATE = {"rollout_id": 1, "num_steps": 2, "version": 3, "ledger": {}, "evaluatio
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """A run's folder as a finished run leaves it, with one checkpoint; killed runs of other tests are not seen."""
-    monkeypatch.setattr(run_dir, "roots", lambda folder, save_hf: [folder])
+    monkeypatch.setattr(run_dir, "roots", lambda folder: [folder])
     folder, save = tmp_path / "run", tmp_path / "ckpt"
     checkpoint = save / "iter_0000001"
     checkpoint.mkdir(parents=True)

@@ -113,18 +113,6 @@ def test_what_is_forked_ends_with_its_server_and_that_with_its_owner():
     until(lambda: not any(p.is_running() for p in ours))
 
 
-def test_without_its_server_a_program_gets_an_interpreter(monkeypatch):
-    code = "import os, sys; from instep.system import fork_server\n"
-    code += "with fork_server.beside():\n"
-    code += "    fork_server.current.preload(['json'], os.environ); words = [sys.executable, '-m', 'json.tool', '-h']\n"
-    code += "    first = fork_server.start(words, os.environ, (0, 1, 2)); assert first.wait(60) == 0\n"
-    code += "    pid = fork_server.current.pid; os.kill(pid, 9); os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)\n"
-    code += "    second = fork_server.start(words, os.environ, (0, 1, 2)); assert second.wait(60) == 0\n"
-    code += "print(type(first).__name__, type(second).__name__)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.stdout.splitlines()[-1:] == ["Forked Popen"], done.stderr
-
-
 def test_one_whose_server_was_killed_was_killed():
     code = "import os, sys, psutil, time; from instep.system.fork_server import ForkServer; s = ForkServer.fork(); "
     code += "s.preload([], os.environ); one = s.start([sys.executable, '-m', 'http.server', '0', '-b', '127.0.0.1'], "

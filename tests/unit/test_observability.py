@@ -16,6 +16,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from rich.console import Console
 
@@ -268,7 +269,7 @@ def test_memory_of_absent_processes_and_systems(monkeypatch: pytest.MonkeyPatch,
     child = subprocess.Popen(["true"])
     child.wait()
     assert tree_memory(child.pid) == (0, True)
-    with pytest.raises(ProcessLookupError):
+    with pytest.raises(psutil.NoSuchProcess):
         read_pss(child.pid)
     monkeypatch.setattr("instep.observability.memory.read_pss", lambda pid: None)
     with caplog.at_level(logging.WARNING), PssSampler(interval=0.01) as sampler:

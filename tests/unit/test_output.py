@@ -16,7 +16,7 @@ with lasting_output(Path(sys.argv[1])):
     for i in range(200):
         console.print(f"line {i} " + "x" * 500)
         print(f"print {i}")
-    Path(sys.argv[2]).write_text("\\n".join(lost_output()))
+    Path(sys.argv[2]).write_text("\\n".join(lost_output))
 print("after")
 """
 

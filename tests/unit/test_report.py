@@ -14,8 +14,6 @@ from instep.observability.plots import (
     COLORS,
     PLOTS,
     phase_seconds,
-    plot_reward,
-    plot_staleness,
     read_history,
 )
 from instep.observability.report import headline, make_report
@@ -116,17 +114,17 @@ def test_no_color_stands_for_two_things() -> None:
     svg = PLOTS["length"](read_history([{"step": s, **length} for s in range(3)]))
     assert svg is not None and all(f"stroke: {color}" in svg for color in COLORS[:3])
     rewards = {f"eval/set {i}/reward_mean": 0.1 * i for i in range(12)}
-    svg = plot_reward(read_history([{"step": s, "rollout/reward_mean": 0.5, **rewards} for s in range(3)]))
+    svg = PLOTS["reward"](read_history([{"step": s, "rollout/reward_mean": 0.5, **rewards} for s in range(3)]))
     drawn = set(re.findall(r"stroke: (#[0-9a-f]{6}); stroke-width: 1.2", svg or ""))
     assert len(drawn) == 12 and COLORS[0] not in drawn
     ages = {f"async/staleness_ratio/{age}": 0.1 for age in range(10)}
-    svg = plot_staleness(read_history([{"step": 0, "train/loss": 1.0, **ages}]))
+    svg = PLOTS["staleness"](read_history([{"step": 0, "train/loss": 1.0, **ages}]))
     assert len(set(re.findall(r"fill: (#[0-9a-f]{6})", svg or "")) - {"#ffffff", "#27303f"}) >= 10
 
 
 @pytest.mark.parametrize(("number", "joined"), [(2, False), (3, True)])
 def test_two_evaluations_are_points(number: int, joined: bool) -> None:
-    svg = plot_reward(read_history([{"step": s, "eval/a/reward_mean": 0.1 * s} for s in range(number)]))
+    svg = PLOTS["reward"](read_history([{"step": s, "eval/a/reward_mean": 0.1 * s} for s in range(number)]))
     assert ("stroke-dasharray" in (svg or "")) == joined and f"fill: {COLORS[1]}" in (svg or "")
 
 
@@ -134,5 +132,5 @@ def test_a_name_that_the_font_lacks_is_left_out_of_plots() -> None:
     rows = [{"step": s, "eval/\u6570\u5b66/reward_mean": 0.5, "eval/easy/reward_mean": 0.5} for s in range(3)]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert plot_reward(read_history(rows)) is not None
+        assert PLOTS["reward"](read_history(rows)) is not None
     assert ("eval \u6570\u5b66, first \u2192 last", "0.500 \u2192 0.500") in headline(read_history(rows), {})

@@ -11,11 +11,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
+import setproctitle
+
 from instep.checkpoints.hf_export import check_hf_checkpoint
 from instep.data.tokenizer import end_tokens, load_tokenizer
 from instep.documents import read_text
 from instep.system.importing import first_import
-from instep.system.kernel import set_name
 from instep.system.processes import LIFELINE_VARIABLE, follow_parent
 from instep_engine import MEMORY_VARIABLE
 from instep_engine.guard import Guard
@@ -97,7 +98,7 @@ def main() -> None:
             ours.close()
             os.environ[LIFELINE_VARIABLE] = str(lifeline.detach())  # the inherited one is the engine's
             follow_parent()
-            set_name("instep-http")
+            setproctitle.setthreadtitle("instep-http")
             from instep.engines.embedded.server import serve  # without torch
 
             serve(sock, theirs, args.served_model_name or [args.model])

@@ -14,8 +14,9 @@ import sys
 import threading
 from typing import Any
 
+import setproctitle
+
 from instep.rollout.rewards.rules import grade
-from instep.system.kernel import set_name
 from instep.system.processes import follow_parent
 
 PARSE_SECONDS = 3  # math-verify's own limit for one expression; a response that exceeds it is wrong, not an error
@@ -32,7 +33,7 @@ def algebra_equal(answer: str, label: str) -> bool:
 
 def main() -> None:
     follow_parent()
-    set_name("instep-reward")
+    setproctitle.setthreadtitle("instep-reward")
     logging.disable(logging.CRITICAL)  # math-verify reports each expression that it gives up on
     jobs: queue.Queue[str] = queue.Queue()
     out = os.fdopen(os.dup(1), "w", buffering=1)
