@@ -6,7 +6,7 @@ shared-memory file or a checkpoint on disk. The engine compares the two before i
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -41,12 +41,16 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class BucketManifest:
-    """The manifest of one bucket; `nonce` is new in every sync, so that no old bucket is taken for a new one."""
+    """The manifest of one bucket; `nonce` is new in every sync, so that no old bucket is taken for a new one.
+
+    `config` is that of an adapter: peft's `adapter_config.json`, and as `num_tensors` how many tensors it has.
+    """
 
     path: str
     version: str
     nonce: str
     tensors: tuple[TensorRecord, ...]
+    config: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -60,6 +64,12 @@ class BucketManifest:
         if not all(type(x) is str for x in texts) or not all(type(n) is int and n >= 0 for n in numbers):
             raise TypeError("a name, a path, a shape or a number is of another kind")
         return cls(data["path"], data["version"], data["nonce"], tensors)
+
+    def check_session(self, version: str | None, nonce: str | None) -> None:
+        """Raise WeightMismatch unless it belongs to the session of this version and nonce."""
+        if (got := (self.version, self.nonce)) != (version, nonce):
+            first = next((t.name for t in self.tensors), None)
+            raise WeightMismatch(f"bucket of version and nonce {got}, session of {(version, nonce)}", first)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

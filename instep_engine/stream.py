@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -54,11 +54,13 @@ class Invitation:
         store: a file that all see ("file:PATH"), or "tcp:HOST:PORT".
         group: the group's name, which nobody can guess.
         size: the number of its members, the sender included.
+        config: of a stream that brings an adapter, as in `BucketManifest`.
     """
 
     store: str
     group: str
     size: int
+    config: dict[str, Any] = field(default_factory=dict)
 
 
 def open_store(place: str, seconds: float) -> dist.Store:

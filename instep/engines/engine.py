@@ -69,7 +69,7 @@ class Engine:
         self.asleep = frozenset[str]()  # which of TAGS have no memory now
         self.has_weights = True  # sleep has not dropped them since the last sync
         self.watch: Callable[[], None] = self.check_alive  # called while a control call waits
-        self.lease = HeldLease(self)  # from the first step of a session or pause until it has resumed
+        self.lease = HeldLease(name, self._ask_lease)  # from the first step of a session or pause until it has resumed
         self._calls, self._last_call = set[object](), 0.0  # control calls under way, and when one has ended
 
     @property
@@ -199,9 +199,15 @@ class Engine:
             self._last_call = time.monotonic()
             self._calls.discard(call)
 
-    def post_aside(self, path: str, body: dict[str, Any], *, timeout: float) -> None:
-        """POST beside the control calls: it does not count as a sign of life, and nothing is watched meanwhile."""
-        self._post(path, body, timeout, None, {})
+    def _ask_lease(self, about: dict[str, Any], timeout: float, aside: bool) -> bool:
+        """Ask for the lease of a pause. `aside`: no sign of life, and nothing is watched meanwhile."""
+        if self.process is not None or (call := self.kind.lease(about)) is None:
+            return False
+        if aside:
+            self._post(*call, timeout, None, {})
+        else:
+            self.post(*call, timeout=timeout)
+        return True
 
     def _post(
         self, path: str, body: dict[str, Any] | None, timeout: float, replica: int | None, query: dict[str, Any]

@@ -24,11 +24,11 @@ import torch
 import torch.distributed as dist
 
 from instep.errors import SyncError
-from instep.weights.nccl import Broken, Delivered, Event, Nccl, plan
+from instep.weights.nccl import Broken, Delivered, Event, Nccl, plan, put
 from instep.weights.source import WeightSource
 from instep.weights.spec import TensorSpec
 from instep.weights.way import Order, expandable
-from instep_engine.checksums import ROW_BYTES, checksums, rows_of
+from instep_engine.checksums import checksums, rows_of
 from instep_engine.handles import KIND, LOOK_SECONDS, Bucket, Line, device_key, listen, synchronize
 from instep_engine.manifest import TensorRecord
 from instep_engine.stream import Invitation, Packed, StreamBroken, bytes_of
@@ -72,7 +72,8 @@ class Ipc(Nccl):
         same = kept is not None and (kept.audience, kept.num_bytes) == (order.audience, stream.num_bytes)
         if not all(_gathered(same and kept is not None and not _is_aborted(kept))):
             self.close()
-        stream.begin()
+        if _place()[0] == 0:
+            stream.buckets  # noqa: B018 - their memory is taken before anything waits
         for _, tensor in source:
             stream.add(tensor)
         stream.end()
@@ -166,11 +167,6 @@ class _Stream:
         self._sent: list[TensorRecord] = []
         self._began, self._waited = time.monotonic(), 0.0  # and how long for the engines
 
-    def begin(self) -> None:
-        """Take the memory of the buckets, before anything waits."""
-        if self._first:
-            self.buckets  # noqa: B018
-
     @property
     def buckets(self) -> list[Bucket]:
         return self._way.buckets(self.num_bytes, self.device, self.order.folder)
@@ -187,11 +183,7 @@ class _Stream:
             self._guarded(lambda: self._wait_free(slot))
         if self._first:
             assert tensor is not None, "rank 0 gets full tensors"
-            packed, data = bucket[self._held], self._data[slot]
-            end = packed.offset + packed.nbytes
-            data[packed.offset : end].view(getattr(torch, packed.dtype)).view(tensor.shape).copy_(tensor)
-            if padding := -packed.nbytes % ROW_BYTES or ROW_BYTES * (packed.nbytes == 0):
-                data[end : end + padding].zero_()
+            put(self._data[slot], bucket[self._held], tensor)
         self._held += 1
         if self._held == len(bucket):
             self._fill_ended(bucket, slot)
@@ -214,7 +206,7 @@ class _Stream:
         self._full.append((bucket, slot, sums))
         ready = min(NUM_BUCKETS, len(self._plan))
         if self._number + 1 == ready:
-            self._guarded(self._join)
+            self._guarded(lambda: self._lines.extend(self._way.lines(self)))
         if self._number + 1 >= ready:
             for full in self._full:
                 self._send(*full)
@@ -229,9 +221,6 @@ class _Stream:
         header = {"slot": slot, "num_bytes": bytes_of(bucket), "tensors": tensors}
         session = {"version": self.order.version, "nonce": self.order.nonce}
         self._guarded(lambda: self._tell({**header, **session}))
-
-    def _join(self) -> None:
-        self._lines = self._way.lines(self)
 
     def _tell(self, message: dict[str, Any]) -> None:
         for line in self._lines:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -77,3 +77,8 @@ class AdapterSource(WeightSource, Protocol):
     """The A and B of an adapter under peft's names; `config` is peft's `adapter_config.json`."""
 
     config: dict[str, Any]
+
+
+def adapter_config(source: WeightSource) -> dict[str, Any]:
+    """The configuration of the adapter that `source` yields, with `num_tensors`: how many tensors it has."""
+    return {**cast(AdapterSource, source).config, "num_tensors": len(source.specs)}

@@ -28,8 +28,6 @@ OF_ADAPTERS = frozenset({LORA, "lora_ipc", "lora_disk"})  # these carry an adapt
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 Sharing = Literal["shared", "apart"] | None
 GOLDEN = "disk"  # the slow way that every other way is compared with
-OTHER_MEMORY = "the trainer would write into other memory than this engine's"  # as engines say it
-BROKEN = "the stream of weights broke"  # as engines say it: another's death may have done it
 RESTART = "restart"  # engines are started anew on a checkpoint, and need not be able to load one while they run
 
 

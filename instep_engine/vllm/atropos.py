@@ -19,7 +19,7 @@ from urllib.parse import parse_qs
 
 from instep_engine import LORA_VARIABLE
 from instep_engine.vllm import SINGLE_COPY
-from instep_engine.vllm.kv_params import App, Message, Receive, Send, body_of
+from instep_engine.vllm.asgi import App, Message, Receive, Send, body_of, reply
 from instep_engine.vllm.loaded import Loaded
 
 FIRST_ID = 1001  # of an adapter; the trainer's own has 1
@@ -54,8 +54,8 @@ class Middleware:
             query = {name: values[-1] for name, values in parse_qs(scope["query_string"].decode("latin-1")).items()}
             answer = await known(scope["app"], scope["app"].state.engine_client, {**query, **_object(body)})
         except Refused as refusal:
-            return await _send(send, refusal.status, {"detail": refusal.detail})
-        await _send(send, 200, answer)
+            return await reply(send, refusal.status, {"detail": refusal.detail})
+        await reply(send, 200, answer)
 
 
 def _told(scope: Message, send: Send) -> Send:
@@ -77,13 +77,6 @@ def _object(body: bytes) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise Refused(400, "the body is no object")
     return found
-
-
-async def _send(send: Send, status: int, answer: dict[str, Any]) -> None:
-    body = json.dumps(answer).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
 
 
 # ---- routes ----------------------------------------------------------------------------------------------------------

@@ -2,13 +2,13 @@
 
 A session uses vLLM's own routes:
 
-    POST /init_weight_transfer_engine {"init_info": {"protocol": 3, "version": "3", "nonce": "..."}}
+    POST /init_weight_transfer_engine {"init_info": {"protocol": 4, "version": "3", "nonce": "..."}}
     POST /start_weight_update
     POST /update_weights {"update_info": {"backend": "shm", "manifest": {...}}}    once per bucket; or "disk", "path",
                                                                     or "nccl" or "ipc", "invitation", "seconds"
                           "restart" with path and manifest of the checkpoint that the engine was started on
                           an adapter of the same base: "lora", with its configuration in the manifest; "lora_disk";
-                          "lora_ipc", with "config" beside what "ipc" needs
+                          "lora_ipc", with its configuration in the invitation
                           "memory", with the nonces of all memory that a trainer is about to write into
     POST /update_weights {"update_info": {"backend": "complete", "names": [...]}}   refuses if something is missing
     POST /finish_weight_update {"weight_version": "3"}
@@ -30,7 +30,6 @@ from __future__ import annotations
 import json
 import os
 import struct
-import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,20 +45,16 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.logger import init_logger
 
-from instep_engine import PROTOCOL
-from instep_engine.bucket import compare, read_bucket
-from instep_engine.handles import Receiver as IpcReceiver
-from instep_engine.lease import NONE as NO_LEASE
+from instep_engine import OTHER_MEMORY, PROTOCOL
+from instep_engine.bucket import read_bucket, read_checkpoint
 from instep_engine.manifest import BucketManifest, WeightMismatch
-from instep_engine.place import NoPlace, check_checkpoint
-from instep_engine.stream import Group, Invitation, StreamBroken, StreamMismatch, open_store, receive
+from instep_engine.streams import Streams
 from instep_engine.vllm.async_llm import LOADED
 from instep_engine.vllm.cpu_packing import CpuPacking
 from instep_engine.vllm.direct import DirectLoader, loads_directly
 from instep_engine.vllm.lora import Receiver, session_begins
 
 logger = init_logger("vllm.instep")
-OTHER_MEMORY = "the trainer would write into other memory than this engine's"  # instep looks for it
 ACTIVE = "a session is active: POST /finish_weight_update ends it"
 
 
@@ -76,8 +71,8 @@ class Session(WeightTransferInitInfo):
 class Update(WeightTransferUpdateInfo):
     """One step of a session.
 
-    `backend` is shm or lora (need `manifest`), disk, lora_disk or restart (`path`, `manifest`), nccl or ipc
-    (`invitation`, `seconds`), lora_ipc (`config`, too), memory (`memory`) or complete (`names`).
+    `backend` is shm or lora (need `manifest`), disk, lora_disk or restart (`path`, `manifest`), nccl, ipc
+    or lora_ipc (`invitation`, `seconds`), memory (`memory`) or complete (`names`).
     """
 
     backend: str
@@ -86,7 +81,6 @@ class Update(WeightTransferUpdateInfo):
     names: list[str] | None = None
     invitation: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
-    config: dict[str, Any] = field(default_factory=dict)
     memory: list[str] = field(default_factory=list)
 
 
@@ -97,7 +91,6 @@ class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._session: Session | None = None
-        self._group: Group | IpcReceiver | None = None  # of the last stream
         self._delivered: set[str] = set()
         self._complete = self._active = self._started = False
         self._wrote = False  # this session has loaded weights
@@ -111,16 +104,13 @@ class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
             self._shapes.pop("lm_head.weight", None)  # some checkpoints hold it twice
         self._reloading = False
         self._adapter = Receiver(self.vllm_config, self.model, self._shapes)
+        self._streams = Streams(self.device, left=self._adapter.forget_source)
         self._direct = DirectLoader(self.model) if loads_directly(self.model, self.vllm_config, self.device) else None
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> Any:
         return init_dict  # checked below, where the workers agree on a failure
 
     def init_transfer_engine(self, init_info: Any) -> None:
-        if isinstance(init_info, dict) and "lease" in init_info:  # `async_llm.py` has not wrapped this vLLM's server
-            if get_tp_group().is_last_rank and get_pp_group().is_last_rank:
-                raise RuntimeError(f"WeightMismatch[]: {NO_LEASE}: the plugin does not know its vLLM's AsyncLLM")
-            return
         failure = None
         try:
             session = Session(**init_info)
@@ -237,10 +227,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
             manifest = BucketManifest.from_json(data)
         except (KeyError, TypeError) as error:
             raise WeightMismatch(f"the manifest is malformed: {error!r}") from error
-        got, want = (manifest.version, manifest.nonce), (self._session.version, self._session.nonce)
-        if got != want:
-            first = manifest.tensors[0].name if manifest.tensors else None
-            raise WeightMismatch(f"bucket of version and nonce {got}, session of {want}", first)
+        manifest.check_session(self._session.version, self._session.nonce)
         return manifest
 
     def _check_names(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -265,19 +252,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
 
     def _files(self, info: Update) -> dict[str, torch.Tensor]:
         """The tensors of a checkpoint on disk, compared with its manifest where one was sent."""
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-
-        folder, tensors = Path(info.path), dict[str, torch.Tensor]()
-        try:
-            check_checkpoint(str(folder))
-            for file in sorted(folder.glob("*.safetensors")) or [folder / "model.safetensors"]:
-                tensors |= load_file(file)
-        except (OSError, ValueError, NoPlace, SafetensorError) as error:
-            raise WeightMismatch(f"no checkpoint in {folder}: {error}") from error
-        if info.manifest:
-            compare(self._manifest(info.manifest), tensors)
-        return tensors
+        return read_checkpoint(info.path, self._manifest(info.manifest) if info.manifest else None)
 
     def _check_complete(self, names: Iterable[str] | None) -> None:
         """Raise WeightMismatch unless all `names` and every weight of this worker's model have arrived."""
@@ -331,41 +306,18 @@ class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
     def _receive(self, info: Update) -> None:
         """Receive all weights, or an adapter, as a stream, and load one bucket after another."""
         assert self._session is not None, "receive_weights checks it"
-        backend, invitation, seconds = info.backend, Invitation(**info.invitation), info.seconds
 
         def load(tensors: dict[str, torch.Tensor]) -> None:
-            if backend == "lora_ipc":
-                self._receive_adapter(tensors, info.config, lasting=True)
+            if info.backend == "lora_ipc":
+                self._receive_adapter(tensors, info.invitation["config"], lasting=True)
                 return
             self._check_names({name: tuple(t.shape) for name, t in tensors.items()})
-            if backend == "ipc" and self._direct is None:  # vLLM's reload keeps tensors until their layer is whole
+            if info.backend == "ipc" and self._direct is None:  # vLLM's reload keeps tensors until their layer is whole
                 tensors = {name: t.clone() for name, t in tensors.items()}
             self._load(tensors)
 
-        deadline = time.monotonic() + seconds
         session = {"version": self._session.version, "nonce": self._session.nonce}
-        try:
-            if self._group is None or self._group.name != invitation.group:
-                self._leave_group()
-                if backend != "nccl":
-                    self._group = IpcReceiver(invitation, self.device, deadline)
-                else:
-                    self._group = Group(open_store(invitation.store, seconds), invitation, self.device, seconds)
-            if isinstance(self._group, IpcReceiver):
-                self._group.receive(session, load, deadline)
-            else:
-                receive(self._group, session, load, deadline)
-        except StreamMismatch as error:
-            raise WeightMismatch(str(error), error.tensor) from error
-        except StreamBroken as error:
-            self._leave_group()
-            raise WeightMismatch(f"the stream of weights broke: {error}") from error
-
-    def _leave_group(self) -> None:
-        self._adapter.forget_source()
-        if self._group is not None:
-            self._group.close()
-            self._group = None
+        self._streams.receive(vars(info), session, load)
 
     def _forget_partial_layers(self) -> None:
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info

@@ -236,7 +236,7 @@ class SingleCopyWeightTransferEngine(ShmWeightTransferEngine):
             raise WeightMismatch(f"{missing[0]} was not written", missing[0])
         live, held = Ranges(self.model.parameters()), self._sample.digests()
         for name, parts in self._slices.items():
-            if not all(part.view.data_ptr() in live for part in parts):
+            if any(live.holding(part.view.data_ptr()) is None for part in parts):
                 raise WeightMismatch(f"this engine computes with other memory than what {name} was written to", name)
             if held[name] != told[name]:
                 raise WeightMismatch(f"{name} is not what the trainer has written", name)

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 import weakref
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 
@@ -377,7 +378,7 @@ def test_the_buckets_are_as_large_as_the_adapter(tmp_path):
 
     def emit(event):
         if isinstance(event, Invitation):
-            info = {"invitation": way._told(event)["invitation"]}
+            info = {"invitation": asdict(event)}
             threading.Thread(target=receive_buckets, args=(info, told.append), daemon=True).start()
 
     way.send(Source(), order, emit)

@@ -59,7 +59,7 @@ class Server:
         except HttpError as error:
             refusal = error
         except NoLease as error:
-            refusal = HttpError("SessionError", str(error))
+            refusal = HttpError("SessionError", error.what)
         except TimeoutError:
             refusal = HttpError("Unavailable", f"it took longer than {TIMEOUT} s")
         return web.json_response({"error": refusal.body()}, status=refusal.status)
