@@ -75,8 +75,11 @@ class EngineKind(Protocol):
     @property
     def capabilities(self) -> Capabilities: ...
 
-    @property
-    def wire(self) -> WireFormat: ...
+    @functools.cached_property
+    def wire(self) -> WireFormat:
+        from instep.engines.grouped_wire import GroupedWire
+
+        return GroupedWire()
 
     # ---- the choice, and a command line ------------------------------------------------------------------------------
 
