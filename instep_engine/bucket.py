@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import mmap
 import os
 from collections.abc import Callable
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from instep_engine.manifest import BucketManifest, WeightMismatch, digest, dtype_name, tensor_bytes
+from instep_engine.manifest import BucketManifest, WeightMismatch, digest, dtype_name, tensor_bytes, tensors_of
 from instep_engine.place import NoPlace, check_checkpoint, open_bucket
 
 
@@ -21,7 +20,6 @@ def read_bucket(manifest: BucketManifest) -> dict[str, torch.Tensor]:
         WeightMismatch: the file is missing, or lies in no folder of a run of this user (`place.py`); a record
             contradicts it or itself, a name comes twice, a digest differs.
     """
-    tensors: dict[str, torch.Tensor] = {}
     first = manifest.tensors[0].name if manifest.tensors else None
     try:
         fd = open_bucket(manifest.path)
@@ -31,22 +29,10 @@ def read_bucket(manifest: BucketManifest) -> dict[str, torch.Tensor]:
             os.close(fd)
     except (OSError, ValueError, NoPlace) as error:  # a ValueError for an empty file
         raise WeightMismatch(f"the bucket {manifest.path} cannot be read: {error}", first) from error
+    tensors = tensors_of(manifest.tensors, data)
     for t in manifest.tensors:
-        dtype = getattr(torch, t.dtype, None)
-        if t.name in tensors:
-            raise WeightMismatch(f"{t.name} came twice", t.name)
-        if not isinstance(dtype, torch.dtype) or math.prod(t.shape) * dtype.itemsize != t.nbytes:
-            raise WeightMismatch(f"{t.name}: {t.nbytes} bytes of shape {t.shape} and dtype {t.dtype}", t.name)
-        if not 0 <= t.offset <= data.numel() - t.nbytes:
-            raise WeightMismatch(f"{t.name} lies outside the bucket of {data.numel()} bytes", t.name)
-        flat = data[t.offset : t.offset + t.nbytes]
-        if digest(tensor_bytes(flat)) != t.digest:
+        if digest(tensor_bytes(tensors[t.name])) != t.digest:
             raise WeightMismatch(f"{t.name}: the bytes received do not have the digest of those sent", t.name)
-        aligned = flat.clone() if t.offset % dtype.itemsize else flat
-        try:
-            tensors[t.name] = aligned.view(dtype).view(t.shape)
-        except RuntimeError as error:  # a dtype that is no plain number's
-            raise WeightMismatch(f"{t.name}: {error}", t.name) from error
     return tensors
 
 

@@ -209,11 +209,6 @@ class Sample:
         return digests
 
 
-def sample_digests(slices: Mapping[str, Sequence[Slice]]) -> dict[str, str]:
-    """By name the digest of a sample of its slices."""
-    return Sample(slices).digests()
-
-
 def few(tensor: torch.Tensor) -> torch.Tensor:
     """A view of the elements that are in the sample."""
     return tensor.detach()[tuple(slice(None, None, step) for step in steps(tensor.shape))]

@@ -155,21 +155,16 @@ class Engine:
             EngineError: it does not say, or is of no known kind.
             ConfigError: it is, and instep cannot use it as it was started.
         """
+        found: list[EngineKind] = []
+        known = ", ".join(kind.title for kind in all_kinds())
+        what, cause = f"{self.name} is none of the engines that instep knows: {known}", None
         try:
             found = [kind for known in all_kinds() if (kind := known.identify(self)) is not None]
         except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
-            raise EngineError(
-                f"{self.name} does not say what it is: {error!r}",
-                where=self.url,
-                remedy="is this the address of an engine? start a vLLM with instep's plugin there (docs/engines.md)",
-            ) from error
+            what, cause = f"{self.name} does not say what it is: {error!r}", error
         if not found:
-            known = ", ".join(kind.title for kind in all_kinds())
-            raise EngineError(
-                f"{self.name} is none of the engines that instep knows: {known}",
-                where=self.url,
-                remedy="start a vLLM with instep's plugin at this address (docs/engines.md)",
-            )
+            remedy = "is this the address of an engine? start a vLLM with instep's plugin there (docs/engines.md)"
+            raise EngineError(what, where=self.url, remedy=remedy) from cause
         self._kind = found[0]
 
     def post(

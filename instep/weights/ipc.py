@@ -16,7 +16,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from instep.weights.way import Order, expandable
 from instep_engine.checksums import checksums, rows_of
 from instep_engine.handles import KIND, LOOK_SECONDS, Bucket, Line, device_key, listen, synchronize
 from instep_engine.manifest import TensorRecord
-from instep_engine.stream import Invitation, Packed, StreamBroken, bytes_of
+from instep_engine.stream import Invitation, StreamBroken, bytes_of
 
 NUM_BUCKETS = 2
 
@@ -163,7 +163,7 @@ class _Stream:
         self._number = self._held = 0  # of the bucket that is filled, and how many tensors are in it
         self._lines: list[Line] = []
         self._broken = False
-        self._full: list[tuple[list[Packed], int, list[str]]] = []  # bucket, slot, checksums; not told yet
+        self._full: list[tuple[list[TensorRecord], int, list[str]]] = []  # bucket, slot, checksums; not told yet
         self._sent: list[TensorRecord] = []
         self._began, self._waited = time.monotonic(), 0.0  # and how long for the engines
 
@@ -196,13 +196,12 @@ class _Stream:
             return [bucket.data for bucket in self.buckets]
         return [torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device)] * NUM_BUCKETS
 
-    def _fill_ended(self, bucket: list[Packed], slot: int) -> None:
+    def _fill_ended(self, bucket: list[TensorRecord], slot: int) -> None:
         """Make the checksums of a full bucket; nothing is told before as many are full as there is room for."""
         sums = [""] * len(bucket)
         if self._first:
             sums = checksums(self._data[slot][: bytes_of(bucket)], [rows_of(t.nbytes) for t in bucket])
-            pairs = zip(bucket, sums, strict=True)
-            self._sent += [TensorRecord(t.name, t.shape, t.dtype, t.offset, t.nbytes, sum_) for t, sum_ in pairs]
+            self._sent += [replace(t, digest=sum_) for t, sum_ in zip(bucket, sums, strict=True)]
         self._full.append((bucket, slot, sums))
         ready = min(NUM_BUCKETS, len(self._plan))
         if self._number + 1 == ready:
@@ -212,12 +211,12 @@ class _Stream:
                 self._send(*full)
             self._full = []
 
-    def _send(self, bucket: list[Packed], slot: int, sums: list[str]) -> None:
+    def _send(self, bucket: list[TensorRecord], slot: int, sums: list[str]) -> None:
         if self._way.shares:
             dist.broadcast(self._data[slot][: bytes_of(bucket)], 0)
             sums = _from_first(sums)
         synchronize(self.device)
-        tensors = [{**vars(t), "checksum": s} for t, s in zip(bucket, sums, strict=True)]
+        tensors = [{**vars(t), "digest": s} for t, s in zip(bucket, sums, strict=True)]
         header = {"slot": slot, "num_bytes": bytes_of(bucket), "tensors": tensors}
         session = {"version": self.order.version, "nonce": self.order.nonce}
         self._guarded(lambda: self._tell({**header, **session}))

@@ -67,7 +67,8 @@ class EngineMemory:
         self.on_gpus = any(memory["kind"] == "cuda" for worker in workers for memory in worker["memories"])
 
     def _open(self, worker: Mapping[str, Any]) -> None:
-        self.homes[worker["nonce"]] = _home(worker)
+        gpu = f" on GPU {_gpu(worker)}" if _gpu(worker) else ""
+        self.homes[worker["nonce"]] = f"rank {worker['rank']} of {worker['engine']}{gpu}"
         where = f"the memory of {worker['engine']} ({worker['architecture']}, {worker['dtype']}), {worker['place']}"
         _, tensors = self._engines.setdefault(worker["engine"], (where, {}))
         tensors |= worker["tensors"]
@@ -105,7 +106,8 @@ class EngineMemory:
         Args:
             shape, offset: the elements `[offset[0] : offset[0] + shape[0], ...]` of the weight.
         """
-        stride = _contiguous(self.shapes[name])
+        whole = self.shapes[name]
+        stride = tuple(math.prod(whole[dim + 1 :]) for dim in range(len(whole)))  # of a contiguous tensor
         parts = sorted(list(self.slices.values())[index].get(name, ()), key=lambda part: part.source_offset)
         start, rows = sum(at * step for at, step in zip(offset, stride, strict=True)), 0
         parts = [part for part in parts if part.view.numel()]
@@ -300,11 +302,6 @@ def _places_of(shape: Sequence[int], stride: Sequence[int], offset: int) -> torc
     return places.reshape(-1)
 
 
-def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor."""
-    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-
-
 def _slice(record: Mapping[str, Any], memory: torch.Tensor, dtype: torch.dtype, name: str) -> Slice:
     shape, stride, offset = record["shape"], record["stride"], record["offset"]
     length = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True)) if math.prod(shape) else 0
@@ -327,11 +324,6 @@ def _lock(path: Path, engine: str) -> int:
             remedy="end it first: two trainers cannot write into one memory",
         ) from error
     return fd
-
-
-def _home(worker: Mapping[str, Any]) -> str:
-    """Where a worker's memory is, for messages."""
-    return f"rank {worker['rank']} of {worker['engine']}" + (f" on GPU {_gpu(worker)}" if _gpu(worker) else "")
 
 
 def _gpu(worker: Mapping[str, Any]) -> str:

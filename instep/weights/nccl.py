@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ from instep.weights.spec import TensorSpec
 from instep.weights.way import Carriage, Order, Sent
 from instep_engine.checksums import ROW_BYTES, checksum, rows_of, sums, texts_of
 from instep_engine.manifest import TensorRecord, dtype_name
-from instep_engine.stream import Group, Invitation, Packed, StreamBroken, abort, new_bucket, send_bucket, send_header
+from instep_engine.stream import Group, Invitation, StreamBroken, abort, new_bucket, send_bucket, send_header
 
 ABORT_SECONDS = 5.0
 
@@ -222,10 +222,8 @@ class _Packer:
 
     def end(self) -> Delivered:
         digests = texts_of(torch.cat(self._sums))  # while the last bucket is under way
-        records = [
-            TensorRecord(t.name, t.shape, t.dtype, t.offset, t.nbytes, digest)
-            for t, digest in zip((t for bucket in self._plan for t in bucket), digests, strict=True)
-        ]
+        tensors = [t for bucket in self._plan for t in bucket]
+        records = [replace(t, digest=digest) for t, digest in zip(tensors, digests, strict=True)]
         self._finish(0)
         gather = time.monotonic() - self._began - self._met - self._waited
         return Delivered(tuple(records), {"gather": gather, "meet": self._met, "send": self._waited})
@@ -246,7 +244,7 @@ class _Packer:
         self._waited += time.monotonic() - met
 
 
-def put(data: torch.Tensor, packed: Packed, tensor: torch.Tensor) -> None:
+def put(data: torch.Tensor, packed: TensorRecord, tensor: torch.Tensor) -> None:
     """Write a tensor to its place in the memory of a bucket, with zeros to the end of its last row."""
     end = packed.offset + packed.nbytes
     data[packed.offset : end].view(getattr(torch, packed.dtype)).view(tensor.shape).copy_(tensor.detach())
@@ -254,9 +252,9 @@ def put(data: torch.Tensor, packed: Packed, tensor: torch.Tensor) -> None:
         data[end:row_end].zero_()
 
 
-def plan(specs: list[TensorSpec], bucket_bytes: int) -> list[list[Packed]]:
+def plan(specs: list[TensorSpec], bucket_bytes: int) -> list[list[TensorRecord]]:
     """What lies where in which bucket, in the order of `specs`; a tensor larger than `bucket_bytes` has its own."""
-    buckets: list[list[Packed]] = []
+    buckets: list[list[TensorRecord]] = []
     end = 0
     for spec in specs:
         nbytes = math.prod(spec.shape) * spec.dtype.itemsize
@@ -264,6 +262,6 @@ def plan(specs: list[TensorSpec], bucket_bytes: int) -> list[list[Packed]]:
         if not buckets or end + room > bucket_bytes:
             buckets.append([])
             end = 0
-        buckets[-1].append(Packed(spec.name, tuple(spec.shape), dtype_name(spec.dtype), end, nbytes))
+        buckets[-1].append(TensorRecord(spec.name, tuple(spec.shape), dtype_name(spec.dtype), end, nbytes))
         end += room
     return buckets

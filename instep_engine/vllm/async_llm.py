@@ -24,7 +24,6 @@ from typing import Any
 
 from instep_engine.lease import Lease
 from instep_engine.vllm.fast.versions import tell
-from instep_engine.vllm.loaded import Loaded
 
 logger = logging.getLogger("vllm.instep")
 GRACE = 10.0  # seconds from SIGTERM to the end
@@ -32,6 +31,16 @@ LOADED = "; some weights of the session were loaded before"  # ends the refusals
 # Updates after which the engine computes as before: "complete" loads adapters, and "memory" loads nothing.
 HARMLESS = ("lora", "lora_ipc", "lora_disk", "memory")
 WRAPPED = ("init_weight_transfer_engine", "update_weights", "finish_weight_update", "resume_generation")  # of AsyncLLM
+
+
+class Loaded:
+    """The adapter that `/lora/load` (`atropos.py`) has loaded; it serves requests that name none.
+
+    `request` is vLLM's, None without one; `count` is of all loads.
+    """
+
+    request: Any = None
+    count = 0
 
 
 class Keeper:

@@ -18,9 +18,9 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from instep_engine import LORA_VARIABLE
+from instep_engine.asgi import App, Message, Receive, Send, body_of, reply
 from instep_engine.vllm import SINGLE_COPY
-from instep_engine.vllm.asgi import App, Message, Receive, Send, body_of, reply
-from instep_engine.vllm.loaded import Loaded
+from instep_engine.vllm.async_llm import Loaded
 
 FIRST_ID = 1001  # of an adapter; the trainer's own has 1
 MODES = ("keep", "wait", "abort")

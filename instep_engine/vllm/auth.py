@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from urllib.parse import parse_qs
 
+from instep_engine.asgi import App, Message, Receive, Send, reply
 from instep_engine.guard import Guard
 from instep_engine.vllm import sglang
-from instep_engine.vllm.asgi import App, Message, Receive, Send, reply
 
 PAUSE, MODES = "/instep/pause", ("abort", "keep", "wait")
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from instep_engine import vllm_form
-from instep_engine.sglang_form import HEADER, PATH, Asked
-from instep_engine.vllm.asgi import GENERATE, App, Message, Receive, Send, body_of, reply, with_body
+from instep_engine.asgi import GENERATE, App, Message, Receive, Send, body_of, reply, with_body
+from instep_engine.sglang_form import HEADER, PATH
 
 __all__ = ["PATH", "answer"]
 
@@ -20,11 +21,10 @@ async def answer(app: App, scope: Message, receive: Receive, send: Send) -> None
     begun, tokenizer = time.monotonic(), scope["app"].state.engine_client.get_tokenizer()
     header = next((value.decode("latin-1") for name, value in scope["headers"] if name == HEADER.encode()), None)
     try:
-        given = json.loads(body)
-        asked = (vllm_form.Asked if vllm_form.is_asked(given, header) else Asked).read(given, header)
-        add = not isinstance(asked, Asked)  # slime's functions tokenize without special tokens
-        ids = asked.ids if asked.text is None else tokenizer.encode(asked.text, add_special_tokens=add)
-        payload = json.dumps(asked.payload(list(ids or []))).encode()
+        asked = vllm_form.read(json.loads(body), header)
+        add = asked.adds_special_tokens
+        ids = list(asked.ids or []) if asked.text is None else tokenizer.encode(asked.text, add_special_tokens=add)
+        payload = json.dumps(asked.payload(ids)).encode()
     except (ValueError, TypeError) as error:
         refusal = {"message": str(error), "type": "BadRequestError", "code": 400}
         return await reply(send, 400, {"error": refusal})
@@ -42,12 +42,9 @@ async def answer(app: App, scope: Message, receive: Receive, send: Send) -> None
         gone = {"message": "vLLM has ended this request", "type": "ServiceUnavailable", "code": 503}
         status, found = 503, {"error": gone}
     elif status == 200:
-        skip, prompt = asked.skip_special_tokens, list(ids or [])
-        if isinstance(asked, Asked):
-            shown = tokenizer.decode(asked.shown(found), skip_special_tokens=skip)
-            found = asked.reply(prompt, found, shown, time.monotonic() - begun)
-        else:
-            texts = [tokenizer.decode(tokens, skip_special_tokens=skip) for tokens in asked.shown(found)]
-            said = tokenizer.decode(prompt) if asked.text is None else asked.text
-            found = asked.reply(prompt, found, said, texts)
+
+        async def decode(tokens: Sequence[int], skip: bool) -> str:
+            return str(tokenizer.decode(tokens, skip_special_tokens=skip))
+
+        found = await vllm_form.reply_of(asked, ids, found, time.monotonic() - begun, decode)
     await reply(send, status, found)

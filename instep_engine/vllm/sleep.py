@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from urllib.parse import parse_qs
 
-from instep_engine.vllm.asgi import App, Message, Receive, Send, reply
+from instep_engine.asgi import App, Message, Receive, Send, reply
 
 GENERATION = ("/v1/", "/inference/", "/generate")
 TAGS = frozenset({"weights", "kv_cache"})  # vLLM's names of what sleeps

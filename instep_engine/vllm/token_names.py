@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from instep_engine.vllm.asgi import GENERATE, App, Message, Receive, Send, body_of, with_body
+from instep_engine.asgi import GENERATE, App, Message, Receive, Send, body_of, with_body
 
 
 class Middleware:

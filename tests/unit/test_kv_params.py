@@ -5,8 +5,8 @@ import json
 
 import pytest
 
+from instep_engine.asgi import GENERATE
 from instep_engine.vllm import kv_params
-from instep_engine.vllm.asgi import GENERATE
 
 
 def passed_on(body, path="/inference/v1/generate", pieces=1):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,26 +62,27 @@ class SharedWeights(LiveWeights):
         }
         self.nonce = write_manifest(folder, 0, about, [memory], slices, shapes, lambda: None)
 
-    def _loaders(self) -> dict[str, Callable[[dict[str, Any]], dict[str, torch.Tensor]]]:
-        return super()._loaders() | {"single-copy": self._compare_samples}
-
-    def _compare_samples(self, info: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Compare what the trainer has written with the parameters."""
+    def receive_weights(self, info: Mapping[str, Any]) -> None:
+        """Compare what the trainer has written with the parameters, or receive another update."""
+        if info["backend"] != "single-copy":
+            return super().receive_weights(info)
         if (told := info["digests"].get(self.nonce)) is None:
             raise WeightMismatch("the trainer is attached to other memory than this engine's")
         for name, parameter in self.shared.items():
             pulse()
             if told.get(name) != sample_digest(parameter):
                 raise WeightMismatch(f"{name} is not what the trainer has written", name)
-        return self.shared
+        self.delivered.update(self.shared)
 
-    def _write(self, tensors: dict[str, torch.Tensor], exact: bool) -> dict[str, torch.Tensor]:
+    def load(self, tensors: dict[str, torch.Tensor], exact: bool) -> None:
+        """Compare a checkpoint with the parameters."""
         if exact:
             what = "this engine shares its memory: it loads no buckets (--weight-sync single-copy)"
             raise WeightMismatch(what, next(iter(tensors), None))
         for name, tensor in tensors.items():
             pulse()
             parameter = self.shared.get(name)
+            if name in self.aliases:
+                continue
             if parameter is None or not torch.equal(parameter, tensor.to(parameter.dtype)):
                 raise WeightMismatch(f"{name} of the checkpoint is not what this engine holds", name)
-        return tensors

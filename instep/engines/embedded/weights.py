@@ -1,39 +1,33 @@
 """The engine's side of a weight sync: sessions that check all bytes before they load them (docs/architecture.md)."""
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from instep.checkpoints.adapter import CONFIG
 from instep.checkpoints.weight_files import weight_files, weight_names
 from instep.engines.embedded.adapter import Adapter
 from instep.engines.embedded.protocol import HttpError
 from instep.models.checkpoint_names import CheckpointNames, named_weights
 from instep.system.processes import pulse
 from instep.weights.way import OF_ADAPTERS
-from instep_engine import OTHER_MEMORY
-from instep_engine.bucket import read_bucket, read_checkpoint
-from instep_engine.manifest import BucketManifest, WeightMismatch, digest, dtype_name, tensor_bytes
-from instep_engine.streams import Streams
+from instep_engine.manifest import WeightMismatch, digest, dtype_name, tensor_bytes
+from instep_engine.receiving import Receiving
 
 FAILED, NOT_STARTED = "the last weight update failed", "no weight update was started: POST /start_weight_update first"
 
 
-class LiveWeights:
+class LiveWeights(Receiving):
     """The live weights by the names of their checkpoint, written in place; tied weights appear once.
 
     Tensors that make one weight together, such as the experts of a layer, wait in `pending` for the last of them.
     `failure` says why nothing may be generated: a session failed, and the parameters may be of two weight versions.
     """
 
-    nonce = ""  # of the memory that it shares with a trainer
-
     def __init__(self, model: PreTrainedModel, folder: Path):
         self.weights = named_weights(model)
+        super().__init__(next(iter(self.weights.values())).device, pulse)
         self.names = CheckpointNames(model, weight_names(weight_files(folder)))
         self.expected = {
             name: (group, torch.empty(shape, dtype=self.weights[group.model[0]].dtype, device="meta"))
@@ -43,9 +37,6 @@ class LiveWeights:
         self.aliases = set(model.state_dict()) - set(self.weights)  # tied names
         self.pending: dict[str, torch.Tensor] = {}
         self.version, self.failure = "default", ""
-        self.session: tuple[str | None, str | None] | None = None  # version, nonce
-        self.delivered: set[str] = set()
-        self._streams = Streams(next(iter(self.weights.values())).device, alive=pulse)
         self.adapter = Adapter(self.weights)
 
     def start(self, version: str | None, nonce: str | None) -> None:
@@ -57,34 +48,18 @@ class LiveWeights:
         """Check and load a bucket or checkpoint; returns its number of tensors. A WeightMismatch fails the session."""
         if self.session is None:
             raise HttpError("SessionError", NOT_STARTED)
-        if isinstance(info, dict) and info.get("backend") == "memory":
-            if not isinstance(info.get("memory"), list) or self.nonce not in info["memory"]:
-                raise HttpError("WeightMismatch", OTHER_MEMORY)
-            return 0
+        before = len(self.delivered)
         try:
-            written = self._loaders()[info["backend"]](info)
-        except (KeyError, TypeError, AttributeError, ValueError) as error:  # also a backend that is none of these
+            self.receive_weights(info)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:  # also a backend that is none
             raise HttpError("BadRequestError", f"update_info is malformed: {error!r}") from error
         except WeightMismatch as error:
-            self.session = None
-            if info["backend"] not in OF_ADAPTERS:  # which write nothing before `finish`
-                self.failure = f"{FAILED}: {error.what}"
+            if info["backend"] != "memory":
+                self.session = None
+                if info["backend"] not in OF_ADAPTERS:  # which write nothing before `finish`
+                    self.failure = f"{FAILED}: {error.what}"
             raise HttpError("WeightMismatch", error.what, error.tensor) from error
-        self.delivered.update(written)
-        return len(written)
-
-    def _loaders(self) -> dict[str, Callable[[dict[str, Any]], dict[str, torch.Tensor]]]:
-        """By backend what loads an update, and returns its tensors."""
-        return {
-            "shm": lambda info: self._write(read_bucket(self._manifest(info)), exact=True),
-            "disk": lambda info: self._write(self._checkpoint(info), exact=False),
-            "restart": self._compare_checkpoint,
-            "nccl": self._receive,
-            "ipc": self._receive,
-            "lora": lambda info: self._adapt(read_bucket(self._manifest(info)), info["manifest"]["config"]),
-            "lora_disk": lambda info: self._adapt(self._files(info), _adapter_config(Path(info["path"]))),
-            "lora_ipc": self._receive,
-        }
+        return len(self.delivered) - before
 
     def finish(self, version: str | None) -> str:
         """End the session and return the new version. Raises WeightMismatch if a tensor was not delivered."""
@@ -120,36 +95,11 @@ class LiveWeights:
                 digests[name] = digest(tensor_bytes(tensor.cpu()))
         return digests
 
-    def _manifest(self, info: dict[str, Any]) -> BucketManifest:
-        """The manifest of a bucket or checkpoint of this session."""
-        manifest = BucketManifest.from_json(info["manifest"])
-        manifest.check_session(*(self.session or (None, None)))
-        return manifest
-
-    def _adapt(self, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    def load_adapter(self, tensors: dict[str, torch.Tensor], config: dict[str, Any], lasting: bool) -> None:
         self.adapter.receive(tensors, config)
-        return {name: self.adapter.received[name] for name in tensors}
 
-    def _receive(self, info: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Receive all weights, or an adapter, as a stream."""
-        received: dict[str, torch.Tensor] = {}
-
-        def load(tensors: dict[str, torch.Tensor]) -> None:
-            if info["backend"] == "lora_ipc":
-                received.update(self._adapt(tensors, info["invitation"]["config"]))
-                return
-            if info["backend"] == "ipc":  # `pending` keeps some of them
-                tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-            received.update(self._write(tensors, exact=True))
-            self.delivered.update(received)
-
-        version, nonce = self.session or (None, None)
-        self._streams.receive(info, {"version": str(version), "nonce": str(nonce)}, load)
-        return received
-
-    def _compare_checkpoint(self, info: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Compare the live weights with the checkpoint that this engine was started on."""
-        tensors = self._checkpoint(info)
+    def compare_start(self, path: str, tensors: dict[str, torch.Tensor]) -> None:
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in self.aliases}
         for name in sorted(tensors.keys() - self.expected.keys()):
             raise WeightMismatch(f"{name} is no tensor of this model", name)
         for group in self.names.groups:
@@ -158,18 +108,11 @@ class LiveWeights:
                 pulse()
                 if name in tensors and not same_bits(weight, tensors[name].to(weight.device, weight.dtype)):
                     raise WeightMismatch(f"{name} of the checkpoint is not what this engine holds", name)
-        return tensors
 
-    def _files(self, info: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """The tensors of a checkpoint or an adapter on disk, compared with its manifest where one was sent."""
-        return read_checkpoint(info["path"], self._manifest(info) if "manifest" in info else None, pulse)
-
-    def _checkpoint(self, info: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """The tensors of a Hugging Face checkpoint but for tied ones."""
-        return {name: tensor for name, tensor in self._files(info).items() if name not in self.aliases}
-
-    def _write(self, tensors: dict[str, torch.Tensor], exact: bool) -> dict[str, torch.Tensor]:
-        """Write all tensors or none; with `exact` they must have the dtype of the model."""
+    def load(self, tensors: dict[str, torch.Tensor], exact: bool) -> None:
+        """Write all tensors or none. A checkpoint (not `exact`) may have another dtype, and tied weights twice."""
+        if not exact:
+            tensors = {name: tensor for name, tensor in tensors.items() if name not in self.aliases}
         for name, tensor in tensors.items():
             known = self.expected.get(name)
             if known is None or name in self.delivered:
@@ -187,15 +130,6 @@ class LiveWeights:
                 for name, tensor in self.names.to_model(group, parts).items():
                     self.weights[name].copy_(tensor)
                 self.adapter.forget(group.model)
-        return tensors
-
-
-def _adapter_config(folder: Path) -> dict[str, Any]:
-    try:
-        config: dict[str, Any] = json.loads((folder / CONFIG).read_text())
-    except OSError as error:
-        raise WeightMismatch(f"no adapter in {folder}: {error}") from error
-    return config
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 from vllm.logger import init_logger
 
 from instep_engine import answers
-from instep_engine.vllm.asgi import GENERATE, App, Message, Receive, Send, body_of, reply, with_body
+from instep_engine.asgi import GENERATE, App, Message, Receive, Send, body_of, reply, with_body
 from instep_engine.vllm.fast import KEY, RANGE, VERSIONS, minor_version, versions
 
 logger = init_logger("vllm.instep")

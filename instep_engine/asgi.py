@@ -1,4 +1,4 @@
-"""ASGI, as the plugin's middlewares speak it."""
+"""ASGI, as the middlewares of engines speak it."""
 
 from __future__ import annotations
 
