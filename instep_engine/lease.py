@@ -12,13 +12,20 @@ and the server hears of it: it may go on, or end.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 HELD = "another run has paused this engine"  # trainers look for these three in an answer
 EXPIRED = "nobody renewed the lease of this pause, and the engine went on"
 UNKNOWN = "nobody holds the lease of this engine: it has resumed, or was started anew"
 LONGEST = 3600.0  # seconds
+LOADED = "; some weights of the session were loaded before"  # ends the refusals of workers of which this is true
+# Updates after which the engine computes as before: "complete" loads adapters, and "memory" loads nothing.
+HARMLESS = ("lora", "lora_ipc", "lora_disk", "memory")
+logger = logging.getLogger("vllm.instep")
 
 
 class NoLease(RuntimeError):
@@ -91,3 +98,57 @@ class Lease:
         self.end()
         self._expired = True
         self._told = asyncio.ensure_future(self._tell(in_place))
+
+
+class Keeper:
+    """The lease of one engine, and what its server knows of the weights in it.
+
+    Args:
+        resume: lets the engine generate; end: ends it, where it may hold weights of two versions.
+    """
+
+    def __init__(self, resume: Callable[[], Awaitable[None]], end: Callable[[], Awaitable[None]]):
+        self.lease = Lease(self._expired)
+        self._resume, self._end = resume, end
+        self._version = ""  # that the session announced
+        self._torn = False  # the engine may hold weights of two versions
+        self._complete = False  # the last update has found all weights of its session there
+        self.num_updates, self.last_update = 0, 0.0  # sessions that were completed, and when the last one was
+
+    def begun(self, version: str) -> None:
+        """Take note of a session that was announced."""
+        self._complete, self._version = False, version
+
+    @contextmanager
+    def loading(self, backend: str, several: bool) -> Iterator[None]:
+        """Take note of what becomes of an update. Raises NoLease.
+
+        Args:
+            several: whether the engine has replicas, of which one may load what another refuses.
+        """
+        self.lease.check()
+        before, self._complete = self._torn, False
+        self._torn = before or backend not in HARMLESS
+        try:
+            yield
+        except Exception as error:  # whatever the engine raises: parts may be loaded
+            self._torn = before or (several and backend not in HARMLESS) or LOADED in str(error)
+            raise
+        self._complete = backend == "complete"
+
+    def finished(self) -> str | None:
+        """Take note of the end of a session; returns the version that it has brought, None if it was given up."""
+        if not self._complete:
+            return None
+        self._torn = self._complete = False
+        self.lease.whole()
+        self.num_updates, self.last_update = self.num_updates + 1, time.time()
+        return self._version
+
+    async def _expired(self, in_place: bool) -> None:
+        if in_place or self._torn:
+            logger.error("nobody renews the lease of the pause: the engine ends, its weights may be of two versions")
+            await self._end()
+        else:
+            logger.warning("nobody renews the lease of the pause: the engine goes on with the weights that it had")
+            await self._resume()

@@ -46,7 +46,7 @@ class Receiving:
         raise NotImplementedError
 
     def compare_start(self, path: str, tensors: dict[str, torch.Tensor]) -> None:
-        """Compare the checkpoint `path`, on which the engine was started anew, with what it holds."""
+        """Compare the checkpoint `path`, on which the engine was restarted, with what it holds."""
         raise NotImplementedError
 
     def leave_stream(self) -> None:

@@ -40,8 +40,8 @@ class Engine:
     """One running engine: its address, its process and its control calls.
 
     Args:
-        process: None for an engine that somebody else runs.
-        kind: None for an engine that somebody else runs, until `identify` has asked it.
+        process: None for an external engine.
+        kind: None for an external engine until `identify` has asked it.
         model: the name of the model that it serves; role: regular, prefill or decode.
         update_weights: whether it gets the trainer's weights.
         num_replicas: the number of data-parallel replicas, each of which has the weights.
@@ -90,7 +90,7 @@ class Engine:
         """Wait until `/health` answers 200.
 
         Raises:
-            EngineError: the process ends, somebody else listens at its port, or `timeout` seconds are over.
+            EngineError: the process ends, another program listens at its port, or `timeout` seconds are over.
             ConfigError: it refuses to answer us (401, 403).
         """
         deadline = time.monotonic() + timeout
@@ -122,7 +122,7 @@ class Engine:
         """Ask `/health`: well (200), unwell (an error: vLLM's core is dead), silent (no answer in time), away (no
         connection)."""
         try:
-            with open_without_key(self.url + "/health", timeout=timeout):  # somebody else may listen there first
+            with open_without_key(self.url + "/health", timeout=timeout):  # another program may listen there first
                 return "well"
         except urllib.error.HTTPError:
             return "unwell"
@@ -149,7 +149,7 @@ class Engine:
             return True
 
     def identify(self) -> None:
-        """Ask an engine that somebody else runs of which kind it is.
+        """Ask an external engine of which kind it is.
 
         Raises:
             EngineError: it does not say, or is of no known kind.
@@ -238,7 +238,7 @@ class Engine:
     # ---- control calls, as its kind makes them (see EngineKind) ------------------------------------------------------
 
     def pause(self, mode: str, *, timeout: float) -> None:
-        """Stop generating. An engine that somebody else runs goes on, or ends, when this process has died."""
+        """Stop generating. An external engine goes on, or ends, when this process has died."""
         self.lease.take(timeout)
         self.kind.pause(self, mode, timeout=timeout)
         if self.written_in_place:
@@ -343,7 +343,7 @@ class Engine:
         return self.kind.stop_profile(self, folder, timeout=timeout)
 
     def stop(self) -> None:
-        """End its process; an engine that somebody else runs goes on, or ends, as it does when this process dies."""
+        """End its process; an external engine goes on, or ends, as it does when this process dies."""
         self.lease.end()
         if self.process is not None:
             stop_all([self.process])

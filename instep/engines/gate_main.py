@@ -25,7 +25,7 @@ BEGUN = "begun"
 ROUTES = (GENERATION_ROUTES - ATROPOS_ROUTES) | OPEN_ROUTES
 MAX_BODY = 256 << 20  # bytes, as an engine takes
 LIMITS = aiohttp.ClientTimeout(total=None, sock_connect=10.0)  # a response may take as long as it takes
-# Headers about one connection (RFC 9110, 7.6.1), and those that the next one gets anew.
+# Headers about one connection (RFC 9110, 7.6.1), and those that the next one sets itself.
 _OF_CONNECTION = frozenset("connection keep-alive te trailer transfer-encoding upgrade proxy-connection".split())
 _NOT_SENT = _OF_CONNECTION | {"host", "origin", "authorization", "content-length", "content-encoding"}
 

@@ -1,4 +1,4 @@
-"""The lease of an engine that somebody else runs, as the controller holds it; `lease.py` is the engine's side."""
+"""The lease of an external engine, as the controller holds it; `lease.py` is the engine's side."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class HeldLease:
             self.take(timeout)
 
     def begin_anew(self) -> None:
-        """Take note that the engine may have been started anew, and knows nothing of the lease."""
+        """Take note that the engine may have been restarted, and knows nothing of the lease."""
         self._begun = False
 
     def end(self) -> None:

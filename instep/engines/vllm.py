@@ -149,7 +149,7 @@ class VllmKind(EngineKind):
         if not args.no_fast_log_probs and group.role == "regular":
             own["scheduler_cls"] = ["--scheduler-cls", "instep_engine.vllm.fast.scheduler.make"]
             own["middleware"] = ["--middleware", "instep_engine.vllm.fast.api.Middleware", *own["middleware"]]
-        if release(version) >= (0, 32):  # its module says what it mends; it is asked last
+        if release(version) >= (0, 32):  # see its module; it is asked last
             own["middleware"] = ["--middleware", "instep_engine.vllm.token_names.Middleware", *own["middleware"]]
         if release(version) < (0, 32) and group.role != "regular":  # as above
             own["middleware"] = ["--middleware", "instep_engine.vllm.kv_params.Middleware", *own["middleware"]]
@@ -257,7 +257,7 @@ class VllmKind(EngineKind):
         try:
             engine.post("/instep/pause", timeout=timeout, mode=mode)
         except EngineRefusal as refusal:
-            if refusal.code != 404:  # an older plugin, or an engine of somebody else's that asks for no key
+            if refusal.code != 404:  # an older plugin, or an external engine that asks for no key
                 raise
             super().pause(engine, mode, timeout=timeout)
 

@@ -163,7 +163,7 @@ class _Stream:
         self._number = self._held = 0  # of the bucket that is filled, and how many tensors are in it
         self._lines: list[Line] = []
         self._broken = False
-        self._full: list[tuple[list[TensorRecord], int, list[str]]] = []  # bucket, slot, checksums; not told yet
+        self._full: list[tuple[list[TensorRecord], int, list[str]]] = []  # bucket, slot, checksums; not sent yet
         self._sent: list[TensorRecord] = []
         self._began, self._waited = time.monotonic(), 0.0  # and how long for the engines
 
@@ -197,7 +197,7 @@ class _Stream:
         return [torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device)] * NUM_BUCKETS
 
     def _fill_ended(self, bucket: list[TensorRecord], slot: int) -> None:
-        """Make the checksums of a full bucket; nothing is told before as many are full as there is room for."""
+        """Make the checksums of a full bucket; nothing is sent before as many are full as there is room for."""
         sums = [""] * len(bucket)
         if self._first:
             sums = checksums(self._data[slot][: bytes_of(bucket)], [rows_of(t.nbytes) for t in bucket])

@@ -44,7 +44,7 @@ class EngineMemory:
         locks: file descriptors that keep other trainers away until they are closed.
 
     Attributes:
-        nonces: of all workers; by it a worker's memory differs from that of one that was started anew.
+        nonces: of all workers; by it a worker's memory differs from that of one that was restarted.
         slices: by nonce and name, of the workers whose memory is opened.
         on_gpus: whether the memory is that of GPUs, of which each rank of the trainer writes its own.
         crowded: whether a process may open the memory of several workers.
@@ -214,10 +214,10 @@ def _workers(folder: Path, locks: list[int] | None) -> list[dict[str, Any]]:
         with _explained(**about):
             check_memory_folder(str(place))
             first = json.loads((place / "memory-0.json").read_text())
-            if not lives(first["process"]):  # it is started anew, or it was killed and left its files
+            if not lives(first["process"]):  # it is restarting, or was killed and left its files
                 ended.append((about["engine"], str(place)))
                 continue
-            if locks is not None:  # an engine that is started anew has a new file
+            if locks is not None:  # a restarted engine has a new file
                 locks.append(_lock(place / "memory-0.json", about["engine"]))
             others = [json.loads((place / f"memory-{i}.json").read_text()) for i in range(1, first["num_ranks"])]
             workers += [{**worker, **about, "nonce": str(worker["nonce"])} for worker in (first, *others)]
@@ -251,7 +251,7 @@ def _places(folder: Path) -> list[Path]:
 
 
 def marks(folder: Path) -> list[tuple[str, int, int]]:
-    """What tells the manifests in `folder` from those of engines that were started anew; nothing is opened."""
+    """What tells the manifests in `folder` from those of restarted engines; nothing is opened."""
     found = []
     for place in _places(folder):
         for path in sorted(place.glob("memory-*.json")):

@@ -35,7 +35,7 @@ class WeightSource(Protocol):
         become views of it.
 
         Returns:
-            What that memory must hold then, told from the trainer's own weights, of the workers opened here.
+            What that memory must hold then, computed from the trainer's own weights, of the workers opened here.
         """
         samples: Samples = {nonce: {} for nonce in memory.slices}
         self._write(memory, self, samples)

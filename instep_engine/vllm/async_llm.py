@@ -18,18 +18,14 @@ import logging
 import multiprocessing
 import os
 import signal
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from instep_engine.lease import Lease
+from instep_engine.lease import Keeper
 from instep_engine.vllm.fast.versions import tell
 
 logger = logging.getLogger("vllm.instep")
 GRACE = 10.0  # seconds from SIGTERM to the end
-LOADED = "; some weights of the session were loaded before"  # ends the refusals of workers of which this is true
-# Updates after which the engine computes as before: "complete" loads adapters, and "memory" loads nothing.
-HARMLESS = ("lora", "lora_ipc", "lora_disk", "memory")
 WRAPPED = ("init_weight_transfer_engine", "update_weights", "finish_weight_update", "resume_generation")  # of AsyncLLM
 
 
@@ -41,32 +37,6 @@ class Loaded:
 
     request: Any = None
     count = 0
-
-
-class Keeper:
-    """The lease of one engine, and what its server knows of the weights in it.
-
-    Args:
-        resume: lets the engine generate; end: ends it.
-    """
-
-    def __init__(self, resume: Callable[[], Awaitable[None]], end: Callable[[], Awaitable[None]]):
-        self.lease = Lease(self._expired)
-        self._resume, self._end = resume, end
-        self.version = ""  # that the session announced
-        self.torn = False  # the engine may hold weights of two versions
-        self.complete = False  # the last update has found all weights of its session there
-        self.num_updates, self.last_update = 0, 0.0  # sessions that were completed, and when the last one was
-
-    async def _expired(self, in_place: bool) -> None:
-        if in_place or self.torn:
-            logger.error(
-                "nobody renews the lease of the pause in a session: the engine ends, its weights may be of two"
-            )
-            await self._end()
-        else:
-            logger.warning("nobody renews the lease of the pause: the engine goes on with the weights that it had")
-            await self._resume()
 
 
 async def _end_server() -> None:
@@ -106,32 +76,21 @@ def install(llm: Any, end: Callable[[], Awaitable[None]] = _end_server) -> None:
             return keeper.lease.ask(info["lease"])
         keeper.lease.check()
         await init(self, request)
-        keeper.complete, keeper.version = False, str(info.get("version", ""))
+        keeper.begun(str(info.get("version", "")))
 
     @functools.wraps(update)
     async def update_weights(self: Any, request: Any) -> None:
-        keeper, backend = keeper_of(self), request.update_info.get("backend")
-        keeper.lease.check()
-        before, keeper.complete = keeper.torn, False
-        keeper.torn = before or backend not in HARMLESS
-        try:
+        several = self.vllm_config.parallel_config.data_parallel_size > 1
+        with keeper_of(self).loading(request.update_info.get("backend"), several):
             await update(self, request)
-        except Exception as error:  # whatever vLLM raises: parts may be loaded, also by another replica
-            several = self.vllm_config.parallel_config.data_parallel_size > 1
-            keeper.torn = before or (several and backend not in HARMLESS) or LOADED in str(error)
-            raise
-        keeper.complete = backend == "complete"
 
     @functools.wraps(finish)
     async def finish_weight_update(self: Any, *args: Any, **kwargs: Any) -> None:
         keeper = keeper_of(self)
         keeper.lease.check()
         await finish(self, *args, **kwargs)
-        if keeper.complete:  # else a session ends that was given up
-            await tell(self, keeper.version)
-            keeper.torn = keeper.complete = False
-            keeper.lease.whole()
-            keeper.num_updates, keeper.last_update = keeper.num_updates + 1, time.time()
+        if (version := keeper.finished()) is not None:
+            await tell(self, version)
             Loaded.request = None  # a trainer's adapter is newer
 
     @functools.wraps(resume)

@@ -1,6 +1,6 @@
 """Loads weights straight into the live parameters of a model on a GPU, at the addresses that CUDA graphs know.
 
-vLLM's own reload makes each layer anew, processes it, and copies it over the old one, which takes seconds. A model
+vLLM's own reload makes each layer again, processes it, and copies it over the old one, which takes seconds. A model
 whose weights vLLM keeps as the checkpoint has them needs none of that. The first session loads through the model's own
 `load_weights`, and records which slices of which parameters each weight is copied to; later ones copy these at once.
 """

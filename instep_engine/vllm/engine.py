@@ -45,9 +45,9 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.logger import init_logger
 
 from instep_engine import PROTOCOL
+from instep_engine.lease import LOADED
 from instep_engine.manifest import WeightMismatch
 from instep_engine.receiving import Receiving
-from instep_engine.vllm.async_llm import LOADED
 from instep_engine.vllm.cpu_packing import CpuPacking
 from instep_engine.vllm.direct import DirectLoader, loads_directly
 from instep_engine.vllm.lora import Receiver, session_begins

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 import instep.engines.held_lease as held
+import instep_engine.lease
 from instep.engines.engine import Engine, EngineRefusal
 from instep.errors import EngineError
 from instep_engine.lease import EXPIRED, HELD, UNKNOWN, Lease, NoLease
@@ -260,7 +261,7 @@ def test_an_engine_goes_on_with_one_version_alone(async_llm, steps, does):
 
 def test_replicas_of_which_one_has_refused_end(async_llm):
     assert what_an_expiry_does(async_llm, [refused(TORN)], replicas=2) == ["end"]
-    assert async_llm.LOADED == LOADED
+    assert instep_engine.lease.LOADED == LOADED
 
 
 def test_after_an_expiry_the_old_session_is_refused_and_a_new_one_is_not(async_llm):

@@ -87,7 +87,7 @@ class Scheduler:
             with spans.span(step.__name__.strip("_"), facts=lambda: {"running": len(self.running)}):
                 step()
         except torch.AcceleratorError:
-            raise  # nothing can be computed any more: this process ends, and is started anew
+            raise  # nothing can be computed any more: this process ends, and is restarted
         except Exception as error:  # noqa: BLE001 - a border: the clients get it
             traceback.print_exc()
             failure = HttpError("InternalServerError", f"the engine failed: {type(error).__name__}: {error}")
@@ -264,7 +264,7 @@ class Scheduler:
         return [self.tokenizer.decode(part, skip_special_tokens=request.skip_special_tokens) for part in parts]
 
     def _progress(self, request: Request) -> Progress:
-        """What a stream has not told yet. Text is decoded with what precedes it, on which its spaces depend."""
+        """What a stream has not sent yet. Text is decoded with what precedes it, on which its spaces depend."""
         before, text = self._texts(request, *(request.tokens[request.context : end] for end in (request.shown, None)))
         new = ""
         if len(text) > len(before) and not text.endswith("\ufffd"):
