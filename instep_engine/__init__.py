@@ -7,7 +7,11 @@ An environment that runs engines alone needs this package and xxhash: `pip insta
 packages and none of the trainer's requirements.
 """
 
-PROTOCOL = 3  # of the weight sync: an engine refuses a trainer that speaks another one
+PROTOCOL = 4  # of the weight sync: an engine refuses a trainer that speaks another one
+
+# What an engine says, and trainers look for.
+OTHER_MEMORY = "the trainer would write into other memory than this engine's"
+BROKEN = "the stream of weights broke"  # another's death may have done it
 
 # What instep tells an engine that it starts.
 MEMORY_VARIABLE = "INSTEP_MEMORY_FOLDER"  # where it shares its weights with the trainer: a folder of the run

@@ -41,7 +41,7 @@ def sums(data: torch.Tensor, num_rows: list[int]) -> torch.Tensor:
 
     Each 32-bit word is multiplied with a 64-bit number of its own; a checksum is the sum modulo 2^64 (multilinear
     hashing, Lemire and Kaser 2014). It tells swapped, transposed, torn and stale bytes, but is no defence against
-    somebody who forges them.
+    one who forges them.
 
     Args:
         data: uint8 `[sum(num_rows) * ROW_BYTES]`.
@@ -54,7 +54,7 @@ def sums(data: torch.Tensor, num_rows: list[int]) -> torch.Tensor:
     powers = torch.full((max(num_rows),), _signed(_ROW_FACTOR), dtype=torch.int64, device=device).cumprod(0)
     counts = torch.tensor([0, *num_rows]).to(device, non_blocking=True)
     ends = counts.cumsum(0)
-    starts = ends[:-1].repeat_interleave(counts[1:], output_size=total)  # the size told: a GPU need not be asked
+    starts = ends[:-1].repeat_interleave(counts[1:], output_size=total)  # the size is given: a GPU need not be asked
     places = torch.arange(total, device=device) - starts
     totals = torch.cat([of_rows.new_zeros(1), (of_rows * powers[places]).cumsum(0)])
     return totals[ends].diff()

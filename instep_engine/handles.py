@@ -20,7 +20,6 @@ gone has closed its line.
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import secrets
 import socket
@@ -32,7 +31,8 @@ from typing import Any
 
 import torch
 
-from instep_engine.place import NoPlace, check_memory_folder, open_bucket
+from instep_engine.mapped import cuda_record, file_record, new_file, open_memory
+from instep_engine.place import NoPlace, check_memory_folder
 from instep_engine.stream import Invitation, StreamBroken, Views, views_of
 
 LOOK_SECONDS = 0.05  # between two calls of `look` while a line is silent
@@ -140,64 +140,20 @@ class Bucket:
         self._path: Path | None = None
         if device.type == "cuda":
             self.data = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-            return
-        self._path = folder / f"{secrets.token_hex(8)}.bin"
-        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-        try:
-            os.posix_fallocate(fd, 0, num_bytes)  # a file with holes would end the process when they are written
-            self.data = torch.frombuffer(mmap.mmap(fd, num_bytes), dtype=torch.uint8)
-        except OSError:
-            self._path.unlink()
-            raise
-        finally:
-            os.close(fd)
+        else:
+            self._path = folder / f"{secrets.token_hex(8)}.bin"
+            self.data = new_file(self._path, num_bytes)
 
     def handle(self) -> dict[str, Any]:
-        """How one more process opens it. torch counts who has it open, so that each needs a handle of its own."""
+        """How one more process opens it."""
         if self._path is not None:
-            return {"kind": "file", "path": str(self._path), "num_bytes": self.data.numel()}
-        _, handle, size, offset, counter, counter_offset, event, wait = self.data.untyped_storage()._share_cuda_()
-        return {
-            "kind": "cuda",
-            "handle": handle.hex(),
-            "num_bytes": size,
-            "offset": offset,
-            "counter": counter.hex(),
-            "counter_offset": counter_offset,
-            "event": event.hex(),
-            "wait": wait,
-        }
+            return file_record(self._path, self.data.numel())
+        return cuda_record(self.data.untyped_storage())
 
     def unlink(self) -> None:
         """Let nobody else open it."""
         if self._path is not None:
             self._path.unlink(missing_ok=True)
-
-
-def opened(handle: dict[str, Any], device: torch.device) -> torch.Tensor:
-    """The bytes of somebody else's bucket, uint8 `[num_bytes]`, on the same GPU by its number in this process.
-
-    Raises:
-        NoPlace, OSError: a file that is not in the folder of a run, or is gone.
-        RuntimeError: CUDA does not open the handle.
-    """
-    if handle["kind"] == "file":
-        fd = open_bucket(handle["path"], os.O_RDWR)
-        try:
-            return torch.frombuffer(mmap.mmap(fd, handle["num_bytes"]), dtype=torch.uint8)
-        finally:
-            os.close(fd)
-    storage = torch.UntypedStorage._new_shared_cuda(
-        torch.cuda.current_device() if device.index is None else device.index,
-        bytes.fromhex(handle["handle"]),
-        handle["num_bytes"],
-        handle["offset"],
-        bytes.fromhex(handle["counter"]),
-        handle["counter_offset"],
-        bytes.fromhex(handle["event"]),
-        handle["wait"],
-    )
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
 def synchronize(device: torch.device) -> None:
@@ -234,7 +190,7 @@ class Receiver:
                 answer = self._line.receive(deadline)
             if "refused" in answer:
                 raise StreamBroken(answer["refused"])
-            self._buckets = [opened(handle, device) for handle in answer["buckets"]]
+            self._buckets = [open_memory(handle, device) for handle in answer["buckets"]]
         except StreamBroken:
             self.close()
             raise

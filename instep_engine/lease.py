@@ -2,34 +2,42 @@
 
 A trainer that pauses an engine which it has not started takes the lease, and renews it until the engine has resumed:
 
-    {"owner": "process 7 on host1 (5f3a)", "seconds": 10.0, "begin": true, "in_place": false}
+    {"owner": "process 7 on host1", "seconds": 10.0, "begin": true, "in_place": false}
 
 "begin" takes the lease, otherwise it is renewed. "in_place" says that the trainer is about to write into the memory
 that the engine computes with. When nobody has renewed the lease for its seconds, its owner has died or stands still,
-and the server is told so that it may go on, or end.
+and the server hears of it: it may go on, or end.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-HELD = "another run has paused this engine"  # trainers look for these four in an answer
+HELD = "another run has paused this engine"  # trainers look for these three in an answer
 EXPIRED = "nobody renewed the lease of this pause, and the engine went on"
 UNKNOWN = "nobody holds the lease of this engine: it has resumed, or was started anew"
-NONE = "this engine cannot keep a lease of its pause"
 LONGEST = 3600.0  # seconds
-LATE = 1.0  # seconds after the end at which the server itself must have stood still
+LOADED = "; some weights of the session were loaded before"  # ends the refusals of workers of which this is true
+# Updates after which the engine computes as before: "complete" loads adapters, and "memory" loads nothing.
+HARMLESS = ("lora", "lora_ipc", "lora_disk", "memory")
+logger = logging.getLogger("vllm.instep")
 
 
-class NoLease(Exception):
-    """A trainer may not do what it asks for."""
+class NoLease(RuntimeError):
+    """A trainer may not do what it asks for; `what` says why, and the text is what instep reads as a refusal."""
+
+    def __init__(self, what: str):
+        super().__init__(f"WeightMismatch[]: {what}")
+        self.what = what
 
 
 class Lease:
-    """The lease of one engine. All calls are made in one event loop, whose clock is no calendar and never jumps.
+    """The lease of one engine. All calls are made in one event loop.
 
     Args:
         expired: called when nobody has renewed the lease; its argument says whether the owner may have written into the
@@ -39,9 +47,9 @@ class Lease:
     def __init__(self, expired: Callable[[bool], Awaitable[None]]):
         self._tell = expired
         self._owner = ""  # nobody
-        self._until = self._seconds = 0.0
         self._in_place = self._expired = False
-        self._watching: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._told: asyncio.Future[None] | None = None  # a loop keeps no task alive by itself
 
     def ask(self, given: Any) -> None:
         """Begin or renew the lease, as a request asks for it.
@@ -59,10 +67,9 @@ class Lease:
             self._expired = False
         elif not self._owner:
             raise NoLease(EXPIRED if self._expired else UNKNOWN)
-        self._owner, self._seconds, self._until = owner, seconds, time.monotonic() + seconds
-        self._in_place |= given.get("in_place") is True
-        if self._watching is None:
-            self._watching = asyncio.get_running_loop().create_task(self._watch())
+        self._owner, self._in_place = owner, self._in_place or given.get("in_place") is True
+        self._stop()
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._expire)
 
     @property
     def held(self) -> bool:
@@ -80,16 +87,68 @@ class Lease:
     def end(self) -> None:
         """Take note that the engine has resumed."""
         self._owner, self._in_place = "", False
-        if self._watching is not None:
-            self._watching.cancel()
-            self._watching = None
+        self._stop()
 
-    async def _watch(self) -> None:
-        while (left := self._until - time.monotonic()) > 0:
-            await asyncio.sleep(left)
-            if time.monotonic() > self._until + LATE:  # it has not read yet what came meanwhile
-                self._until = time.monotonic() + self._seconds
-        in_place, self._watching = self._in_place, None
+    def _stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _expire(self) -> None:
+        in_place = self._in_place
         self.end()
         self._expired = True
-        await self._tell(in_place)
+        self._told = asyncio.ensure_future(self._tell(in_place))
+
+
+class Keeper:
+    """The lease of one engine, and what its server knows of the weights in it.
+
+    Args:
+        resume: lets the engine generate; end: ends it, where it may hold weights of two versions.
+    """
+
+    def __init__(self, resume: Callable[[], Awaitable[None]], end: Callable[[], Awaitable[None]]):
+        self.lease = Lease(self._expired)
+        self._resume, self._end = resume, end
+        self._version = ""  # that the session announced
+        self._torn = False  # the engine may hold weights of two versions
+        self._complete = False  # the last update has found all weights of its session there
+        self.num_updates, self.last_update = 0, 0.0  # sessions that were completed, and when the last one was
+
+    def begun(self, version: str) -> None:
+        """Take note of a session that was announced."""
+        self._complete, self._version = False, version
+
+    @contextmanager
+    def loading(self, backend: str, several: bool) -> Iterator[None]:
+        """Take note of what becomes of an update. Raises NoLease.
+
+        Args:
+            several: whether the engine has replicas, of which one may load what another refuses.
+        """
+        self.lease.check()
+        before, self._complete = self._torn, False
+        self._torn = before or backend not in HARMLESS
+        try:
+            yield
+        except Exception as error:  # whatever the engine raises: parts may be loaded
+            self._torn = before or (several and backend not in HARMLESS) or LOADED in str(error)
+            raise
+        self._complete = backend == "complete"
+
+    def finished(self) -> str | None:
+        """Take note of the end of a session; returns the version that it has brought, None if it was given up."""
+        if not self._complete:
+            return None
+        self._torn = self._complete = False
+        self.lease.whole()
+        self.num_updates, self.last_update = self.num_updates + 1, time.time()
+        return self._version
+
+    async def _expired(self, in_place: bool) -> None:
+        if in_place or self._torn:
+            logger.error("nobody renews the lease of the pause: the engine ends, its weights may be of two versions")
+            await self._end()
+        else:
+            logger.warning("nobody renews the lease of the pause: the engine goes on with the weights that it had")
+            await self._resume()

@@ -6,7 +6,9 @@ shared-memory file or a checkpoint on disk. The engine compares the two before i
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -29,24 +31,32 @@ class WeightMismatch(Exception):
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """One tensor of a bucket: Hugging Face name, shape, dtype ("float32"), offset, bytes, and their xxh3-128."""
+    """One tensor of a bucket: Hugging Face name, shape, dtype ("float32"), offset, bytes, and their digest if known."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     offset: int
     nbytes: int
-    digest: str
+    digest: str = ""
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> TensorRecord:
+        return cls(**{**data, "shape": tuple(data["shape"])})
 
 
 @dataclass(frozen=True)
 class BucketManifest:
-    """The manifest of one bucket; `nonce` is new in every sync, so that no old bucket is taken for a new one."""
+    """The manifest of one bucket; `nonce` is new in every sync, so that no old bucket is taken for a new one.
+
+    `config` is that of an adapter: peft's `adapter_config.json`, and as `num_tensors` how many tensors it has.
+    """
 
     path: str
     version: str
     nonce: str
     tensors: tuple[TensorRecord, ...]
+    config: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -54,12 +64,36 @@ class BucketManifest:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> BucketManifest:
         """Raises: KeyError, TypeError for anything but what `to_json` makes."""
-        tensors = tuple(TensorRecord(**{**t, "shape": tuple(t["shape"])}) for t in data["tensors"])
+        tensors = tuple(map(TensorRecord.from_json, data["tensors"]))
         texts = [data["path"], data["version"], data["nonce"], *(x for t in tensors for x in (t.name, t.dtype))]
         numbers = [n for t in tensors for n in (*t.shape, t.offset, t.nbytes)]
         if not all(type(x) is str for x in texts) or not all(type(n) is int and n >= 0 for n in numbers):
             raise TypeError("a name, a path, a shape or a number is of another kind")
         return cls(data["path"], data["version"], data["nonce"], tensors)
+
+
+def tensors_of(records: Iterable[TensorRecord], data: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors of a bucket by name: views of its bytes `data`, where they are aligned.
+
+    Raises:
+        WeightMismatch: a record contradicts the bucket or itself, or a name comes twice.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for t in records:
+        dtype = getattr(torch, t.dtype, None)
+        if t.name in tensors:
+            raise WeightMismatch(f"{t.name} came twice", t.name)
+        if not isinstance(dtype, torch.dtype) or math.prod(t.shape) * dtype.itemsize != t.nbytes:
+            raise WeightMismatch(f"{t.name}: {t.nbytes} bytes of shape {t.shape} and dtype {t.dtype}", t.name)
+        if not 0 <= t.offset <= data.numel() - t.nbytes:
+            raise WeightMismatch(f"{t.name} lies outside the bucket of {data.numel()} bytes", t.name)
+        flat = data[t.offset : t.offset + t.nbytes]
+        aligned = flat.clone() if t.offset % dtype.itemsize else flat
+        try:
+            tensors[t.name] = aligned.view(dtype).view(t.shape)
+        except RuntimeError as error:  # a dtype that is no plain number's
+            raise WeightMismatch(f"{t.name}: {error}", t.name) from error
+    return tensors
 
 
 def dtype_name(dtype: torch.dtype) -> str:

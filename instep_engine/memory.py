@@ -6,16 +6,13 @@ of names to slices is recorded while its own `load_weights` copies a checkpoint 
 elements) of the same elements in the weight of the checkpoint.
 
 On a CPU all parameters move into one memory, a file (`file_memory`). On a GPU each parameter stays where it is, and its
-storage is a memory that other processes open by its CUDA IPC handle (`cuda_memories`). Only these two functions and the
-reader (`instep/weights/memory.py`) know of either.
+storage is a memory that other processes open by its CUDA IPC handle (`cuda_memories`). See `mapped.py`.
 """
 
 from __future__ import annotations
 
-import base64
 import bisect
 import json
-import mmap
 import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,8 +24,11 @@ import torch
 import xxhash
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from instep_engine.mapped import cuda_record, file_record, new_file
+
 ALIGNMENT = 64  # bytes, of each parameter
 LENGTH = 4096  # elements of a sample, about
+_SETS_ALL = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)  # of rows that only pad a vocabulary
 
 
 class CannotShare(Exception):
@@ -53,20 +53,14 @@ def file_memory(folder: Path, rank: int, num_bytes: int) -> tuple[Memory, torch.
     for left in folder.glob(f"memory-{rank}-*.bin"):
         left.unlink()  # of an engine that has ended; who maps it keeps it
     path = folder / f"memory-{rank}-{secrets.token_hex(8)}.bin"
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     try:
-        os.posix_fallocate(fd, 0, num_bytes)  # a file with holes would end the process when they are written
-        data = torch.frombuffer(mmap.mmap(fd, num_bytes), dtype=torch.uint8)
+        data = new_file(path, num_bytes)
     except OSError as error:
-        path.unlink()
         raise CannotShare(
             f"{num_bytes / 1e9:,.2f} GB of weights do not fit into {folder}: {error.strerror}; enlarge /dev/shm "
             "(docker: --shm-size), or --weight-sync shm"
         ) from error
-    finally:
-        os.close(fd)
-    record = {"kind": "file", "path": str(path), "bytes": num_bytes}
-    return Memory(record, data.data_ptr(), data.data_ptr() + num_bytes), data
+    return Memory(file_record(path, num_bytes), data.data_ptr(), data.data_ptr() + num_bytes), data
 
 
 def cuda_memories(parameters: Iterable[torch.Tensor], device: torch.device) -> list[Memory]:
@@ -83,37 +77,26 @@ def cuda_memories(parameters: Iterable[torch.Tensor], device: torch.device) -> l
     storages = [parameter.data.untyped_storage() for parameter in parameters if parameter.numel()]
     for begin, storage in {storage.data_ptr(): storage for storage in storages}.items():
         try:
-            _, handle, size, offset, counter, counter_offset, event, waits = storage._share_cuda_()
+            record = {**cuda_record(storage), "uuid": uuid}
         except RuntimeError as error:
             what = f"the memory of a weight has no CUDA IPC handle: {error}"
             raise CannotShare(f"--weight-sync single-copy: {what}; use --weight-sync shm") from error
-        record = {
-            "kind": "cuda",
-            "uuid": uuid,
-            "bytes": size,
-            "ipc_handle_b64": _base64(handle),
-            "storage_size": size,
-            "storage_offset": offset,
-            "ref_counter_handle_b64": _base64(counter),
-            "ref_counter_offset": counter_offset,
-            "event_handle_b64": _base64(event),
-            "event_sync_required": bool(waits),
-        }
-        memories.append(Memory(record, begin, begin + size))
+        memories.append(Memory(record, begin, begin + record["bytes"]))
     return memories
-
-
-def _base64(data: bytes) -> str:
-    return base64.b64encode(data).decode()
 
 
 @dataclass(frozen=True)
 class Slice:
-    """One slice of a weight: its `view` in a worker's memory, and where its elements are in the whole weight."""
+    """One slice of a weight: its `view` in a worker's memory, and where its elements are in the whole weight.
+
+    Attributes:
+        target: the number of the parameter, where `Recorder` has seen it.
+    """
 
     view: torch.Tensor
     source_offset: int
     source_stride: tuple[int, ...]
+    target: int = -1
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """The same elements of the whole, contiguous weight."""
@@ -137,26 +120,36 @@ class Slice:
 
 
 class Ranges:
-    """The addresses of parameters."""
+    """The addresses of tensors."""
 
-    def __init__(self, parameters: Iterable[torch.Tensor]):
-        ranges = sorted({(p.data_ptr(), p.data_ptr() + p.numel() * p.element_size()) for p in parameters})
-        self._begins, self._ends = [r[0] for r in ranges], [r[1] for r in ranges]
+    def __init__(self, tensors: Iterable[torch.Tensor]):
+        found = [(t.data_ptr(), t.data_ptr() + t.numel() * t.element_size(), i) for i, t in enumerate(tensors)]
+        self._ranges = sorted(found)
+        self._begins = [begin for begin, _, _ in self._ranges]
 
-    def __contains__(self, address: int) -> bool:
+    def holding(self, address: int) -> int | None:
+        """The number of the tensor that has this address; None if none has it."""
         place = bisect.bisect_right(self._begins, address) - 1
-        return place >= 0 and address < self._ends[place]
+        return self._ranges[place][2] if place >= 0 and address < self._ranges[place][1] else None
 
 
 class Recorder(TorchDispatchMode):
-    """Sees every `copy_` from a tensor of the checkpoint into a parameter, and keeps its slice by the tensor's name."""
+    """Sees what is written into parameters while weights are loaded, and keeps the slices of plain copies.
+
+    Attributes:
+        sources: the weights by name; slices: by name those that were copied.
+        written: the numbers of the parameters that were copied into, and how many elements.
+        unknown: the shapes of what was copied from elsewhere; changed: whether something was written but by a copy.
+    """
 
     def __init__(self, parameters: Iterable[torch.Tensor]):
         super().__init__()
         self._ranges = Ranges(parameters)
         self.sources: dict[str, torch.Tensor] = {}
         self.slices: dict[str, list[Slice]] = {}
-        self.unknown: list[tuple[int, ...]] = []  # the shapes of what was copied from elsewhere
+        self.written: list[tuple[int, int]] = []
+        self.unknown: list[tuple[int, ...]] = []
+        self.changed = False
 
     def seen(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights:
@@ -165,18 +158,25 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.copy_.default and args[0].data_ptr() in self._ranges:
-            self._copied(args[0], args[1])
+        if func._schema.is_mutable and args and isinstance(args[0], torch.Tensor):
+            target = self._ranges.holding(args[0].data_ptr())
+            if target is not None and func is torch.ops.aten.copy_.default:
+                self._copied(target, args[0], args[1])
+            elif target is not None and func not in _SETS_ALL:
+                self.changed = True
         return result
 
-    def _copied(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def _copied(self, number: int, target: torch.Tensor, source: torch.Tensor) -> None:
+        self.written.append((number, target.numel()))
         address = source.data_ptr()
         for name, whole in reversed(self.sources.items()):
             begin = whole.data_ptr()
-            if begin <= address < begin + whole.numel() * whole.element_size() and source.dtype == whole.dtype:
+            if begin <= address < begin + whole.numel() * whole.element_size():
+                if source.dtype != whole.dtype or not whole.is_contiguous():
+                    break
                 place = (address - begin) // whole.element_size()
                 stride = tuple(source.expand_as(target).stride())
-                self.slices.setdefault(name, []).append(Slice(target.detach(), place, stride))
+                self.slices.setdefault(name, []).append(Slice(target.detach(), place, stride, number))
                 return
         self.unknown.append(tuple(target.shape))
 
@@ -207,11 +207,6 @@ class Sample:
         for name, places in self._places.items():
             digests[name] = xxhash.xxh3_128_hexdigest(b"".join(data[place] for place in places))
         return digests
-
-
-def sample_digests(slices: Mapping[str, Sequence[Slice]]) -> dict[str, str]:
-    """By name the digest of a sample of its slices."""
-    return Sample(slices).digests()
 
 
 def few(tensor: torch.Tensor) -> torch.Tensor:

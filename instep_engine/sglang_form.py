@@ -1,7 +1,7 @@
 """The form of SGLang's `/generate`, over vLLM's `/inference/v1/generate`: functions written for slime ask it.
 
-A server reads a request (`Asked.read`), answers
-its `payload` by its own route, decodes the tokens that are `shown`, and sends the `reply`.
+A server reads a request (`Asked.read`), answers its `payload` by its own route, decodes the tokens that are `shown`,
+and sends the `reply`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 PATH = "/generate"
 HEADER = "x-instep-request"  # repeats, as JSON, what vllm-router drops from a body of this form: a seed, above all
@@ -43,6 +43,7 @@ class Asked:
     whole: bool = True
     num_tokens: int | None = None
     rid: str = ""
+    adds_special_tokens: ClassVar[bool] = False  # slime's functions tokenize without them
 
     @classmethod
     def read(cls, body: Any, header: str | None = None) -> Asked:

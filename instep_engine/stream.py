@@ -12,13 +12,12 @@ one comparison per bucket. A receiver that refuses something goes on reading unt
 from __future__ import annotations
 
 import json
-import math
 import os
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -26,17 +25,10 @@ import torch
 import torch.distributed as dist
 
 from instep_engine.checksums import ROW_BYTES, checksums, rows_of, texts_of
+from instep_engine.manifest import TensorRecord, WeightMismatch, tensors_of
 
 LOOK_SECONDS = 0.05  # between two looks whether the stream was aborted
 CONNECT_SECONDS = 120.0  # for NCCL's set-up, which takes seconds, when all members have come
-
-
-class StreamMismatch(Exception):
-    """What came is not what the session or its own header says; `tensor` is the first one concerned."""
-
-    def __init__(self, message: str, tensor: str | None = None):
-        super().__init__(message)
-        self.tensor = tensor
 
 
 class StreamBroken(Exception):
@@ -54,11 +46,13 @@ class Invitation:
         store: a file that all see ("file:PATH"), or "tcp:HOST:PORT".
         group: the group's name, which nobody can guess.
         size: the number of its members, the sender included.
+        config: of a stream that brings an adapter, as in `BucketManifest`.
     """
 
     store: str
     group: str
     size: int
+    config: dict[str, Any] = field(default_factory=dict)
 
 
 def open_store(place: str, seconds: float) -> dist.Store:
@@ -200,31 +194,21 @@ def abort(invitation: Invitation, seconds: float) -> None:
 # ---- buckets ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Packed:
-    """One tensor of a bucket: Hugging Face name, shape, dtype ("float32"), offset, bytes; checksum if it is known."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    offset: int
-    nbytes: int
-    checksum: str = ""
-
-
-def bytes_of(bucket: list[Packed]) -> int:
+def bytes_of(bucket: list[TensorRecord]) -> int:
     """The bytes of the tensors of a bucket, in whole rows."""
     return bucket[-1].offset + rows_of(bucket[-1].nbytes) * ROW_BYTES
 
 
-def new_bucket(bucket: list[Packed], device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def new_bucket(bucket: list[TensorRecord], device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Memory of a bucket: all that travels, the part of its tensors, both uint8, and of their checksums, int64."""
     end = bytes_of(bucket)
     memory = torch.empty(end + 8 * len(bucket), dtype=torch.uint8, device=device)
     return memory, memory[:end], memory[end:].view(torch.int64)
 
 
-def send_header(group: Group, session: dict[str, str], buckets: list[list[Packed]]) -> list[tuple[Any, torch.Tensor]]:
+def send_header(
+    group: Group, session: dict[str, str], buckets: list[list[TensorRecord]]
+) -> list[tuple[Any, torch.Tensor]]:
     """Begin to tell the receivers what comes; `session`: the version and the nonce.
 
     Returns:
@@ -252,12 +236,12 @@ def receive(
 
     Raises:
         StreamBroken: it did not come to its end.
-        Exception: what `load` raised, or StreamMismatch; nothing has been loaded since.
+        Exception: what `load` raised, or WeightMismatch; nothing has been loaded since.
     """
     length = int(group.broadcast(torch.zeros(1, dtype=torch.int64, device=group.device), deadline))
     text = group.broadcast(torch.empty(length, dtype=torch.uint8, device=group.device), deadline)
     header = json.loads(text.cpu().numpy().tobytes())
-    buckets = [[Packed(**{**t, "shape": tuple(t["shape"])}) for t in bucket] for bucket in header["buckets"]]
+    buckets = [[TensorRecord.from_json(t) for t in bucket] for bucket in header["buckets"]]
     failure: Exception | None = None
     begun: list[tuple[Any, torch.Tensor, torch.Tensor]] = []  # the bucket that is wanted, and the next
     for number, bucket in enumerate(buckets):
@@ -268,7 +252,7 @@ def receive(
         group.finish(work, deadline)
         if failure is None:
             try:
-                tensors = [{**vars(t), "checksum": s} for t, s in zip(bucket, texts_of(sums), strict=True)]
+                tensors = [{**vars(t), "digest": s} for t, s in zip(bucket, texts_of(sums), strict=True)]
                 load(checked({**header, "tensors": tensors}, session, data))
             except Exception as error:  # noqa: BLE001 - raised below, when the stream has ended
                 failure = error
@@ -286,7 +270,7 @@ class Views:
     """
 
     header: list[dict[str, Any]]
-    packed: list[Packed]
+    packed: list[TensorRecord]
     data: torch.Tensor
     tensors: dict[str, torch.Tensor]
 
@@ -300,41 +284,33 @@ def views_of(header: dict[str, Any], session: dict[str, str], data: torch.Tensor
     """The tensors of a bucket, whose checksums are those that its header tells.
 
     Args:
-        header: its session, and its `tensors` (`Packed`).
+        header: its session, and its `tensors` (`TensorRecord`).
         known: returned again if it is of such a bucket in the same memory: an adapter has hundreds of tensors.
 
     Raises:
-        StreamMismatch: they are not what `header` or `session` says.
+        WeightMismatch: they are not what `header` or `session` says.
     """
-    plan = [{name: value for name, value in t.items() if name != "checksum"} for t in header["tensors"]]
+    plan = [{name: value for name, value in t.items() if name != "digest"} for t in header["tensors"]]
     if (got := {name: header[name] for name in session}) != session:
-        raise StreamMismatch(f"a bucket of {got}, in a session of {session}", plan[0]["name"])
+        raise WeightMismatch(f"a bucket of {got}, in a session of {session}", plan[0]["name"])
     same = known is not None and known.header == plan and known.data.numel() == data.numel()
     if known is None or not same or known.data.data_ptr() != data.data_ptr():
         known = _new_views(plan, data)
     found = checksums(data, [rows_of(t.nbytes) for t in known.packed])
     for t, sum_ in zip(header["tensors"], found, strict=True):
-        if sum_ != t["checksum"]:
+        if sum_ != t["digest"]:
             what = f"{t['name']}: the bytes received do not have the checksum of those sent"
-            raise StreamMismatch(what, t["name"])
+            raise WeightMismatch(what, t["name"])
     return known
 
 
 def _new_views(plan: list[dict[str, Any]], data: torch.Tensor) -> Views:
-    packed = [Packed(**{**t, "shape": tuple(t["shape"])}) for t in plan]
+    packed = [TensorRecord.from_json(t) for t in plan]
     end = 0
     for t in packed:
         if t.offset != end:
-            raise StreamMismatch(f"{t.name} lies at {t.offset} of its bucket, not at {end}", t.name)
+            raise WeightMismatch(f"{t.name} lies at {t.offset} of its bucket, not at {end}", t.name)
         end += rows_of(t.nbytes) * ROW_BYTES
     if end != data.numel():
-        raise StreamMismatch(f"a bucket of {data.numel()} bytes, whose tensors take {end}", packed[0].name)
-    tensors: dict[str, torch.Tensor] = {}
-    for t in packed:
-        dtype = getattr(torch, t.dtype)
-        if t.name in tensors:
-            raise StreamMismatch(f"{t.name} came twice", t.name)
-        if math.prod(t.shape) * dtype.itemsize != t.nbytes:
-            raise StreamMismatch(f"{t.name}: {t.nbytes} bytes of shape {t.shape} and dtype {t.dtype}", t.name)
-        tensors[t.name] = data[t.offset : t.offset + t.nbytes].view(dtype).view(t.shape)
-    return Views(plan, packed, data, tensors)
+        raise WeightMismatch(f"a bucket of {data.numel()} bytes, whose tensors take {end}", packed[0].name)
+    return Views(plan, packed, data, tensors_of(packed, data))

@@ -1,15 +1,16 @@
 """The form of vLLM's first server at `/generate`, over `/inference/v1/generate`: Atropos' environments ask it.
 
-SGLang's form (`sglang_form.py`) has the same
-route, and no `prompt`.
+SGLang's form (`sglang_form.py`) has the same route, and no `prompt`; `read` and `reply_of` are for both.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
+
+from instep_engine import sglang_form
 
 DEFAULT_TOKENS = 16  # as in vLLM's SamplingParams
 FINAL_ONLY = 2  # vLLM's `output_kind`: vLLM 0.26 answers without it with those of `n` responses that end last, alone
@@ -48,6 +49,7 @@ class Asked:
     text: str | None
     ids: list[int] | None
     params: dict[str, Any] = field(default_factory=dict)
+    adds_special_tokens: ClassVar[bool] = True
 
     @classmethod
     def read(cls, body: Mapping[str, Any], header: str | None = None) -> Asked:
@@ -128,3 +130,31 @@ def _log_probs(choice: Mapping[str, Any]) -> list[list[dict[str, float]]]:
             known.setdefault(str(name), other["logprob"])
         out.append([known])
     return out
+
+
+# ---- both forms ------------------------------------------------------------------------------------------------------
+
+
+def read(body: Any, header: str | None) -> Asked | sglang_form.Asked:
+    """A request to `/generate`, in one of the two forms. Raises ValueError: it says what cannot be done."""
+    return (Asked if is_asked(body, header) else sglang_form.Asked).read(body, header)
+
+
+async def reply_of(
+    asked: Asked | sglang_form.Asked,
+    ids: Sequence[int],
+    answer: Mapping[str, Any],
+    seconds: float,
+    decode: Callable[[Sequence[int], bool], Awaitable[str]],
+) -> dict[str, Any]:
+    """The answer in the form of the request.
+
+    Args:
+        ids: of the prompt; answer: of vLLM's route.
+        decode: makes the text of tokens, without special tokens or with them.
+    """
+    skip = asked.skip_special_tokens
+    if isinstance(asked, sglang_form.Asked):
+        return asked.reply(ids, answer, await decode(asked.shown(answer), skip), seconds)
+    texts = [await decode(tokens, skip) for tokens in asked.shown(answer)]
+    return asked.reply(ids, answer, await decode(ids, False) if asked.text is None else asked.text, texts)

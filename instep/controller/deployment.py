@@ -193,7 +193,7 @@ class Deployment:
         """The folder in shared memory through which weights travel, or where a server of the user's shares them."""
         args = self._args
         external = args.weight_sync == SINGLE_COPY and args.rollout_external_engine_addrs
-        return shared_folder(args.vllm_config_path, args.hf_checkpoint) if external else self._memory.path
+        return shared_folder(args.vllm_config_path) if external else self._memory.path
 
     def _chosen_way(self) -> str:
         """The way of the weight syncs; says what `auto` and `lora` mean here."""

@@ -40,8 +40,8 @@ class Engine:
     """One running engine: its address, its process and its control calls.
 
     Args:
-        process: None for an engine that somebody else runs.
-        kind: None for an engine that somebody else runs, until `identify` has asked it.
+        process: None for an external engine.
+        kind: None for an external engine until `identify` has asked it.
         model: the name of the model that it serves; role: regular, prefill or decode.
         update_weights: whether it gets the trainer's weights.
         num_replicas: the number of data-parallel replicas, each of which has the weights.
@@ -69,7 +69,7 @@ class Engine:
         self.asleep = frozenset[str]()  # which of TAGS have no memory now
         self.has_weights = True  # sleep has not dropped them since the last sync
         self.watch: Callable[[], None] = self.check_alive  # called while a control call waits
-        self.lease = HeldLease(self)  # from the first step of a session or pause until it has resumed
+        self.lease = HeldLease(name, self._ask_lease)  # from the first step of a session or pause until it has resumed
         self._calls, self._last_call = set[object](), 0.0  # control calls under way, and when one has ended
 
     @property
@@ -90,7 +90,7 @@ class Engine:
         """Wait until `/health` answers 200.
 
         Raises:
-            EngineError: the process ends, somebody else listens at its port, or `timeout` seconds are over.
+            EngineError: the process ends, another program listens at its port, or `timeout` seconds are over.
             ConfigError: it refuses to answer us (401, 403).
         """
         deadline = time.monotonic() + timeout
@@ -122,7 +122,7 @@ class Engine:
         """Ask `/health`: well (200), unwell (an error: vLLM's core is dead), silent (no answer in time), away (no
         connection)."""
         try:
-            with open_without_key(self.url + "/health", timeout=timeout):  # somebody else may listen there first
+            with open_without_key(self.url + "/health", timeout=timeout):  # another program may listen there first
                 return "well"
         except urllib.error.HTTPError:
             return "unwell"
@@ -149,27 +149,22 @@ class Engine:
             return True
 
     def identify(self) -> None:
-        """Ask an engine that somebody else runs of which kind it is.
+        """Ask an external engine of which kind it is.
 
         Raises:
             EngineError: it does not say, or is of no known kind.
             ConfigError: it is, and instep cannot use it as it was started.
         """
+        found: list[EngineKind] = []
+        known = ", ".join(kind.title for kind in all_kinds())
+        what, cause = f"{self.name} is none of the engines that instep knows: {known}", None
         try:
             found = [kind for known in all_kinds() if (kind := known.identify(self)) is not None]
         except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
-            raise EngineError(
-                f"{self.name} does not say what it is: {error!r}",
-                where=self.url,
-                remedy="is this the address of an engine? start a vLLM with instep's plugin there (docs/engines.md)",
-            ) from error
+            what, cause = f"{self.name} does not say what it is: {error!r}", error
         if not found:
-            known = ", ".join(kind.title for kind in all_kinds())
-            raise EngineError(
-                f"{self.name} is none of the engines that instep knows: {known}",
-                where=self.url,
-                remedy="start a vLLM with instep's plugin at this address (docs/engines.md)",
-            )
+            remedy = "is this the address of an engine? start a vLLM with instep's plugin there (docs/engines.md)"
+            raise EngineError(what, where=self.url, remedy=remedy) from cause
         self._kind = found[0]
 
     def post(
@@ -199,9 +194,15 @@ class Engine:
             self._last_call = time.monotonic()
             self._calls.discard(call)
 
-    def post_aside(self, path: str, body: dict[str, Any], *, timeout: float) -> None:
-        """POST beside the control calls: it does not count as a sign of life, and nothing is watched meanwhile."""
-        self._post(path, body, timeout, None, {})
+    def _ask_lease(self, about: dict[str, Any], timeout: float, aside: bool) -> bool:
+        """Ask for the lease of a pause. `aside`: no sign of life, and nothing is watched meanwhile."""
+        if self.process is not None or (call := self.kind.lease(about)) is None:
+            return False
+        if aside:
+            self._post(*call, timeout, None, {})
+        else:
+            self.post(*call, timeout=timeout)
+        return True
 
     def _post(
         self, path: str, body: dict[str, Any] | None, timeout: float, replica: int | None, query: dict[str, Any]
@@ -237,7 +238,7 @@ class Engine:
     # ---- control calls, as its kind makes them (see EngineKind) ------------------------------------------------------
 
     def pause(self, mode: str, *, timeout: float) -> None:
-        """Stop generating. An engine that somebody else runs goes on, or ends, when this process has died."""
+        """Stop generating. An external engine goes on, or ends, when this process has died."""
         self.lease.take(timeout)
         self.kind.pause(self, mode, timeout=timeout)
         if self.written_in_place:
@@ -342,7 +343,7 @@ class Engine:
         return self.kind.stop_profile(self, folder, timeout=timeout)
 
     def stop(self) -> None:
-        """End its process; an engine that somebody else runs goes on, or ends, as it does when this process dies."""
+        """End its process; an external engine goes on, or ends, as it does when this process dies."""
         self.lease.end()
         if self.process is not None:
             stop_all([self.process])

@@ -258,19 +258,14 @@ def _extract(package: Package, version: str) -> Path:
     script = Path(__file__).with_name("extract_flags.py")  # -P: `import vllm` must not find the file beside it
     command = [sys.executable, "-P", str(script), package, version]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=EXTRACTION_SECONDS, check=False)
-    except subprocess.TimeoutExpired:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=EXTRACTION_SECONDS, check=True)
+    except subprocess.SubprocessError as error:
+        stderr = error.stderr[-2000:] if isinstance(error, subprocess.CalledProcessError) else ""
         raise EngineError(
-            f"{package} {version} did not tell its flags within {EXTRACTION_SECONDS:.0f} s",
-            where=" ".join(command),
-            remedy="run this command by hand: does it end? is the machine overloaded?",
+            f"{package} {version} could not be asked for its flags ({type(error).__name__})",
+            where=" ".join(command) + "\n" + stderr,
+            remedy=f"does `{package} --help` work here?",
         ) from None
-    if done.returncode:
-        raise EngineError(
-            f"{package} {version} could not be asked for its flags",
-            where=" ".join(command) + "\n" + done.stderr[-2000:],
-            remedy=f"does `{'vllm' if package == 'vllm' else 'vllm-router'} --help` work here?",
-        )
     path = _cache_path(package, version)
     with writing(path, "XDG_CACHE_HOME, the folder of caches"):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -12,22 +12,25 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from instep.engines.http import check_server
+from instep.engines.router import Front
 from instep.errors import EngineError
-from instep.system.processes import Process, stop_all
+from instep.system.processes import SupervisedProcess
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
 
 
 def needs_gate(args: Settings, has_router: bool) -> bool:
-    """Whether clients of a model get a gate; not before a router that somebody else runs, which is theirs."""
+    """Whether clients of a model get a gate; not before an external router, which is theirs."""
     return args.vllm_router_ip is None and (args.command == "serve" or (args.no_api_key and has_router))
 
 
-class Gate:
+class Gate(Front):
     """A running gate, which listens at `url`."""
 
-    def __init__(self, url: str, process: Process):
+    title = "the gate"
+
+    def __init__(self, url: str, process: SupervisedProcess):
         self.url, self.process = url, process
 
     def wait_ready(self, timeout: float) -> None:
@@ -37,18 +40,9 @@ class Gate:
             self.check_alive()
             try:
                 socket.create_connection((str(at.hostname), int(at.port or 0)), timeout=1.0).close()
-                return check_server("the gate", self.url)
+                return check_server(self.title, self.url)
             except OSError:
                 if time.monotonic() > deadline:
-                    raise EngineError(
-                        "the gate does not listen", where=self.process.describe(), remedy="see its log"
-                    ) from None
+                    where = self.process.describe() if self.process is not None else self.url
+                    raise EngineError("the gate does not listen", where=where, remedy="see its log") from None
             time.sleep(0.05)
-
-    def check_alive(self) -> None:
-        """Raise EngineError if its process has ended, or was stopped."""
-        if (fault := self.process.fault()) is not None:
-            raise EngineError(f"the gate {fault}", where=self.process.describe(), remedy=self.process.remedy())
-
-    def stop(self) -> None:
-        stop_all([self.process])

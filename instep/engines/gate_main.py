@@ -7,7 +7,7 @@ it gets this key, and the one that clients need.
 import argparse
 import json
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
@@ -25,7 +25,7 @@ BEGUN = "begun"
 ROUTES = (GENERATION_ROUTES - ATROPOS_ROUTES) | OPEN_ROUTES
 MAX_BODY = 256 << 20  # bytes, as an engine takes
 LIMITS = aiohttp.ClientTimeout(total=None, sock_connect=10.0)  # a response may take as long as it takes
-# Headers about one connection (RFC 9110, 7.6.1), and those that the next one gets anew.
+# Headers about one connection (RFC 9110, 7.6.1), and those that the next one sets itself.
 _OF_CONNECTION = frozenset("connection keep-alive te trailer transfer-encoding upgrade proxy-connection".split())
 _NOT_SENT = _OF_CONNECTION | {"host", "origin", "authorization", "content-length", "content-encoding"}
 
@@ -52,7 +52,8 @@ class Gate:
 
 async def forward(http: aiohttp.ClientSession, request: web.Request, to: str, key: str) -> web.StreamResponse:
     """Pass a request on to the server `to`, with its key, and its answer back."""
-    headers = [*sent_on(request.headers), ("Authorization", f"Bearer {key}")]
+    headers = [(name, value) for name, value in request.headers.items() if name.lower() not in _NOT_SENT]
+    headers.append(("Authorization", f"Bearer {key}"))
     query = request.rel_url.raw_query_string
     url = URL(to + request.path + (f"?{query}" if query else ""), encoded=True)  # the path that was checked
     body = await body_of(request, MAX_BODY)
@@ -83,11 +84,6 @@ def _known_to_routers(body: bytes) -> tuple[bytes, list[str]]:
         return body, []
     asked, header = vllm_form.for_router(given)
     return json.dumps(asked).encode(), [header]
-
-
-def sent_on(headers: Mapping[str, str]) -> list[tuple[str, str]]:
-    """The headers of a client's request that the next server gets."""
-    return [(name, value) for name, value in headers.items() if name.lower() not in _NOT_SENT]
 
 
 async def pass_on(request: web.Request, answer: aiohttp.ClientResponse) -> web.StreamResponse:

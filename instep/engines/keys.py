@@ -1,4 +1,4 @@
-"""Keys: of this run's own servers, and of those that somebody else runs. They are nowhere on a command line.
+"""Keys: of this run's own servers, and of external ones. They are nowhere on a command line.
 
 A run makes its key itself. Its engines, routers and gates find it in their environment (`guard.py`), which other users
 of the host cannot read; on other hosts too, where it comes as an argument of an actor's method. Every request of
@@ -56,7 +56,7 @@ def given_key(args: Settings) -> str:
 def client_key(args: Settings) -> str:
     """The key that opens generation for clients of this run: users of `instep serve`, and hooks.
 
-    A router that somebody else runs sees it, so that it is not the run's there.
+    An external router sees it, so that it is not the run's there.
     """
     if args.command == "serve" or args.vllm_router_ip is not None:
         return given_key(args) or _made("clients")
@@ -67,7 +67,7 @@ def router_key(args: Settings, ours: bool) -> str:
     """The key of a router that this process starts. The router passes it on to its engines.
 
     Args:
-        ours: whether the engines are; those of somebody else get their own key, or one that opens nothing but the
+        ours: whether the engines are; external ones get their own key, or one that opens nothing but the
             router.
     """
     return run_key() if ours else given_key(args) or _made("router")
@@ -93,7 +93,7 @@ def know(url: str, key: str, *, user: int | None = None) -> None:
 
 
 def user_at(url: str) -> int | None:
-    """The `user` with which `know` was told of the server."""
+    """The `user` that `know` was given for the server."""
     return _users.get(_address(url))
 
 

@@ -75,8 +75,11 @@ class EngineKind(Protocol):
     @property
     def capabilities(self) -> Capabilities: ...
 
-    @property
-    def wire(self) -> WireFormat: ...
+    @functools.cached_property
+    def wire(self) -> WireFormat:
+        from instep.engines.grouped_wire import GroupedWire
+
+        return GroupedWire()
 
     # ---- the choice, and a command line ------------------------------------------------------------------------------
 
@@ -132,7 +135,7 @@ class EngineKind(Protocol):
     # ---- an engine that runs -----------------------------------------------------------------------------------------
 
     def identify(self, engine: RunningEngine) -> EngineKind | None:
-        """The kind of an engine that somebody else runs, if it is this one; None if not. Sets its `num_replicas`.
+        """The kind of an external engine, if it is this one; None if not. Sets its `num_replicas`.
 
         Raises:
             ConfigError: the engine is of this kind, but instep cannot use it as it was started.
@@ -159,8 +162,8 @@ class EngineKind(Protocol):
     def lease(self, about: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
         """Route and body of the call that begins or renews the lease of a pause; None: the kind has none.
 
-        When it has not been renewed in time, the engine goes on by itself, or ends. It is for engines that somebody
-        else runs: others end with this process.
+        When it has not been renewed in time, the engine goes on by itself, or ends. It is for external engines: others
+        end with this process.
 
         Args:
             about: what `instep_engine/lease.py` reads.
@@ -301,7 +304,7 @@ def tells_versions(args: Settings) -> bool:
     arrays = answers_in_arrays(args) and not args.rollout_stop and args.custom_generate_function_path is None
     found = []
     for kind in [named] if named else [kind for kind in all_kinds() if kind.auto_device]:
-        with contextlib.suppress(ConfigError):  # of a kind that is not installed; whoever starts it is told
+        with contextlib.suppress(ConfigError):  # of a kind that is not installed; whoever starts it sees it
             kind.check_installed("--rollout-backend")
             found.append(kind.capabilities.tells_versions(arrays=arrays))
     return all(found)

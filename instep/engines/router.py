@@ -1,4 +1,4 @@
-"""The router in front of the engines: vllm-router, or one that somebody else runs. Only generation goes through it.
+"""The router in front of the engines: vllm-router, or an external one. Only generation goes through it.
 
 The router proxies an unknown path to one engine of its choice, so every control call goes to each engine directly.
 Engines join when they hold proven weights and leave when they die. The client repeats a request that was on a dead
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from instep.arguments.settings import Settings
 
 CALL_SECONDS = 10.0
-START_SECONDS = 60.0  # of a router anew, on a busy machine; it asks all engines first
+START_SECONDS = 60.0  # of a restarted router, on a busy machine; it asks all engines first
 _DEFAULTS = {
     "policy": ["sticky_least_loaded"],  # a group's samples share their prompt, so they stay with one engine
     "disable_retries": [],
@@ -46,13 +46,31 @@ _DEFAULTS = {
 Start = Callable[[Sequence[str]], SupervisedProcess]
 
 
-class Router:
-    """A router: its address, its process (None if somebody else runs it) and the engines behind it.
+class Front:
+    """A server of this run before its engines: its address, and its process (None for an external one)."""
+
+    title = ""
+    url: str
+    process: SupervisedProcess | None
+
+    def check_alive(self) -> None:
+        """Raise EngineError if its process has ended, or was stopped."""
+        if self.process is not None and (fault := self.process.fault()) is not None:
+            raise EngineError(f"{self.title} {fault}", where=self.process.describe(), remedy=self.process.remedy())
+
+    def stop(self) -> None:
+        if self.process is not None:
+            stop_all([self.process])
+
+
+class Router(Front):
+    """A router: its address, its process (None for an external one) and the engines behind it.
 
     Args:
-        start: starts the process at `url`; None: somebody else runs the router.
+        start: starts the process at `url`; None: the router is external.
     """
 
+    title = "the router"
     _starts_empty = True
 
     def __init__(self, url: str, start: Start | None = None):
@@ -71,8 +89,8 @@ class Router:
         """Wait until the router answers.
 
         Raises:
-            EngineError: its process ends, somebody else listens at its port, or `timeout` seconds are over.
-            ConfigError: somebody else runs it, and it refuses to answer us (401, 403).
+            EngineError: its process ends, another program listens at its port, or `timeout` seconds are over.
+            ConfigError: it is external, and refuses to answer us (401, 403).
         """
         deadline = time.monotonic() + timeout
         while True:
@@ -91,17 +109,12 @@ class Router:
                     ) from None
             time.sleep(0.1)
 
-    def check_alive(self) -> None:
-        """Raise EngineError if its process has ended, or was stopped."""
-        if self.process is not None and (fault := self.process.fault()) is not None:
-            raise EngineError(f"the router {fault}", where=self.process.describe(), remedy=self.process.remedy())
-
     def listed(self) -> set[str]:
         """The URLs of all engines that the router knows, whoever added them."""
         return set(self._call("GET", "/list_workers")["urls"])
 
     def set_members(self, urls: Sequence[str]) -> None:
-        """Let exactly these engines, and those that somebody else added, get requests.
+        """Let exactly these engines, and those that others added, get requests.
 
         Raises:
             EngineError: the router did not take one of them.
@@ -118,7 +131,7 @@ class Router:
     def drop_requests(self) -> None:
         """Restart the router at its address, in half a second; clients repeat the requests that it drops.
 
-        A router that somebody else runs stays as it is. Nothing may look at its process meanwhile.
+        An external router stays as it is. Nothing may look at its process meanwhile.
         """
         if self.process is not None:
             self._begin(self.members)
@@ -141,25 +154,15 @@ class Router:
             text = error.read().decode(errors="replace")
             if self._start is None and error.code in REFUSED:
                 raise refusal(url, error.code, text) from None
-            raise EngineError(
-                f"the router refused {path} with {error.code}: {text[:300]}",
-                where=url,
-                remedy="see the router's log",
-            ) from None
+            what = f"the router refused {path} with {error.code}: {text[:300]}"
+            raise EngineError(what, where=url, remedy="see the router's log") from None
         except (OSError, http.client.HTTPException) as error:
-            raise EngineError(
-                f"the router did not answer {path}: {error}",
-                where=url,
-                remedy="see the router's log; is it still running?",
-            ) from error
+            what = f"the router did not answer {path}: {error}"
+            raise EngineError(what, where=url, remedy="see the router's log; is it still running?") from error
         try:
             return json.loads(text)
         except ValueError:
             return text
-
-    def stop(self) -> None:
-        if self.process is not None:
-            stop_all([self.process])
 
 
 class DisaggregatedRouter(Router):

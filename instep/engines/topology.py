@@ -329,10 +329,11 @@ def parallel(words: Mapping[str, list[str]], num_gpus: int, where: str) -> Paral
     Raises:
         ConfigError: PP x DP (x PCP) does not divide them, or one of these degrees is below 1.
     """
-    pipeline, data, context = (
-        _degree(words, name, where)
-        for name in ("pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size")
-    )
+    names = ("pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size")
+    degrees = {name: int(words[name][-1]) if name in words else 1 for name in names}
+    if low := [name for name in names if degrees[name] < 1]:
+        raise ConfigError(f"{low[0]} is {degrees[low[0]]}", where=where, remedy="at least 1")
+    pipeline, data, context = degrees.values()
     rest = pipeline * data * context
     if num_gpus % rest:
         product = f"PP {pipeline} x DP {data}" + (f" x PCP {context}" if context > 1 else "") + f" = {rest}"
@@ -344,10 +345,3 @@ def parallel(words: Mapping[str, list[str]], num_gpus: int, where: str) -> Paral
     spread = words.get("enable_expert_parallel") == ["--enable-expert-parallel"]
     tensor = num_gpus // rest
     return Parallel(tensor, pipeline, data, context, tensor * data * context if spread else 1)
-
-
-def _degree(words: Mapping[str, list[str]], name: str, where: str) -> int:
-    value = int(words[name][-1]) if name in words else 1
-    if value < 1:
-        raise ConfigError(f"{name} is {value}", where=where, remedy="at least 1")
-    return value

@@ -35,7 +35,6 @@ from instep_engine import LORA_VARIABLE, PROTOCOL, vllm
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
-    from instep.engines.wire import WireFormat
 
 OTHER_PROTOCOL = re.compile(r"instep speaks protocol \d+, this (?:plugin|instep-vllm) \d+")
 PLUGIN_REMEDY = "install this instep where the engine runs (pip install --no-deps), and restart the engine"
@@ -45,12 +44,9 @@ INFO_SECONDS = 60.0  # for /server_info, which examines the host first
 # A core hangs that answers nothing for so many --heartbeat-timeout: by default 5 minutes, as long as vLLM waits for its
 # own workers. It gives no sign of life within a step, and its first steps may have kernels to compile.
 SILENT_HEARTBEATS = 5
-CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 CPU_KV_CACHE_BYTES = 256 << 20  # vLLM would take 4 GiB per engine
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of which --max-lora-rank is one
-ONE_PRODUCT = {
-    "instep_adapter": 1
-}  # for `instep_engine/vllm/fast/adapter.py`; it is in the key of what vLLM has compiled
+ONE_PRODUCT = {"instep_adapter": 1}  # for `vllm/fast/adapter.py`; it is in the key of what vLLM has compiled
 SEVERAL = ("middleware",)  # flags that a command line may hold more than once
 FIT_FRACTION = 0.4  # of a GPU's memory, where the trainer keeps its own beside the engine
 TURN_FRACTION = 0.8  # where the trainer frees its own; CUDA contexts, NCCL and the allocators keep a few GB
@@ -80,12 +76,6 @@ class VllmKind(EngineKind):
         recent = release(version) >= (0, 32)
         return Capabilities(self.title, version, version_spans=recent, spans_in_arrays=True, stop_reasons=recent)
 
-    @functools.cached_property
-    def wire(self) -> WireFormat:
-        from instep.engines.grouped_wire import GroupedWire
-
-        return GroupedWire()
-
     def meant_by(self, args: Settings) -> str:
         more = {"--prefill-num-servers": args.prefill_num_servers, "--vllm-config": args.vllm_config}
         more["--rollout-num-gpus-per-engine"] = args.rollout_num_gpus_per_engine > 1
@@ -95,11 +85,8 @@ class VllmKind(EngineKind):
         model = policy_model(served_models(args))
         words = merge(engine_words(args), *(group_words(args, group) for group in model.groups if group.num_engines))
         source = words.get("generation_config", ["auto"])[-1]
-        given = (
-            {}
-            if source == "vllm"
-            else dict(_generation_config(model_path(args, model) if source == "auto" else source))
-        )
+        source = model_path(args, model) if source == "auto" else source
+        given = {} if source == "vllm" else dict(_generation_config(source))
         for field, texts in words.items():
             name, _, key = field.partition(".")
             if name == "override_generation_config":
@@ -122,9 +109,6 @@ class VllmKind(EngineKind):
                 where=where,
                 remedy=PLUGIN_REMEDY,
             )
-        if any(plugin.value.startswith("instep_vllm:") for plugin in plugins):  # of an earlier instep
-            what = "its former plugin instep-vllm is installed, too, and vLLM would load both"
-            raise ConfigError(what, where=where, remedy="pip uninstall instep-vllm")
 
     # ---- plan and start ----------------------------------------------------------------------------------------------
 
@@ -165,7 +149,7 @@ class VllmKind(EngineKind):
         if not args.no_fast_log_probs and group.role == "regular":
             own["scheduler_cls"] = ["--scheduler-cls", "instep_engine.vllm.fast.scheduler.make"]
             own["middleware"] = ["--middleware", "instep_engine.vllm.fast.api.Middleware", *own["middleware"]]
-        if release(version) >= (0, 32):  # its module says what it mends; it is asked last
+        if release(version) >= (0, 32):  # see its module; it is asked last
             own["middleware"] = ["--middleware", "instep_engine.vllm.token_names.Middleware", *own["middleware"]]
         if release(version) < (0, 32) and group.role != "regular":  # as above
             own["middleware"] = ["--middleware", "instep_engine.vllm.kv_params.Middleware", *own["middleware"]]
@@ -190,9 +174,7 @@ class VllmKind(EngineKind):
         return f"{env}vllm serve {shlex.join(serve_arguments(spec, at, node_rank))}"
 
     def check_start(self, args: Settings, spec: EngineSpec) -> None:
-        if args.device == "cpu":
-            _check_attention(spec.path, engine_dtype(args))
-        elif args.weight_sync in OF_ADAPTERS and engine_dtype(args) == "float32":
+        if args.device != "cpu" and args.weight_sync in OF_ADAPTERS and engine_dtype(args) == "float32":
             raise ConfigError(
                 "vLLM's kernels for adapters on a GPU know bfloat16 alone, not float32",
                 where="--weight-sync lora",
@@ -275,7 +257,7 @@ class VllmKind(EngineKind):
         try:
             engine.post("/instep/pause", timeout=timeout, mode=mode)
         except EngineRefusal as refusal:
-            if refusal.code != 404:  # an older plugin, or an engine of somebody else's that asks for no key
+            if refusal.code != 404:  # an older plugin, or an external engine that asks for no key
                 raise
             super().pause(engine, mode, timeout=timeout)
 
@@ -336,21 +318,3 @@ def _config(folder: str) -> dict[str, Any]:
         config: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text())
         return config
     return {}
-
-
-def _check_attention(model: str, dtype: str) -> None:
-    """Raise ConfigError for a model with which vLLM on a CPU would not start, or would die of the first request."""
-    config = _config(model)
-    if dtype == "float32" and ("linear_num_key_heads" in config or config.get("kv_lora_rank")):
-        raise ConfigError(
-            "vLLM's linear and latent attention on a CPU know bfloat16 alone, not float32",
-            where=f"the model {model}",
-            remedy="--precision bf16",
-        )
-    size = config.get("head_dim") or config.get("hidden_size", 0) // max(1, config.get("num_attention_heads", 1))
-    if size not in CPU_HEAD_SIZES:
-        raise ConfigError(
-            f"vLLM's attention on a CPU has no heads of {size}, only of {', '.join(map(str, CPU_HEAD_SIZES))}",
-            where=f"the model {model}",
-            remedy="use another model, or --rollout-backend embedded",
-        )

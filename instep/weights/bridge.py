@@ -20,16 +20,14 @@ DEFAULT = Path("/tmp/atropos_bridge")
 START = """start it with instep's plugin and --weight-transfer-config '{"backend": "instep_single_copy"}'"""
 
 
-def shared_folder(given: str | None, model: str) -> Path:
+def shared_folder(given: str | None) -> Path:
     """The folder in which the workers of that server have written how their memory is opened.
 
     Args:
         given: the path of the file; None: it is looked for.
-        model: the folder of the trainer's model.
 
     Raises:
-        ConfigError: there is no such file, another user may have written it, or its server has ended or serves another
-            model.
+        ConfigError: there is no such file, another user may have written it, or its server has ended.
     """
     path = Path(given) if given is not None else _found()
     config = _read(path)
@@ -48,38 +46,7 @@ def shared_folder(given: str | None, model: str) -> Path:
     if now != nonce:
         what = "it is stale: its server shares other memory by now, or none"
         raise ConfigError(what, where=str(path), remedy="give the file that the server's log names as it started last")
-    _check_model(str(config.get("model")), model, path)
     return folder
-
-
-def _check_model(theirs: str, ours: str, path: Path) -> None:
-    """Raise ConfigError where the config.json of both can be read, and a value differs that makes a model."""
-    if os.path.realpath(theirs) == os.path.realpath(ours):
-        return
-    configs = [_model_config(Path(folder)) for folder in (theirs, ours)]
-    for name in sorted(configs[0].keys() & configs[1].keys()):
-        if configs[0][name] != configs[1][name]:
-            values = f"{name} is {configs[0][name]!r} there and {configs[1][name]!r} in {ours}"
-            raise ConfigError(
-                f"its server serves another model, {theirs}: {values}",
-                where=f"{path}, --hf-checkpoint",
-                remedy="start server and trainer on one model, or give the server's own file with --vllm-config-path",
-            )
-
-
-_OF_A_MODEL = (
-    *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    *("num_key_value_heads", "head_dim", "vocab_size", "rms_norm_eps", "rope_theta", "tie_word_embeddings"),
-)
-
-
-def _model_config(folder: Path) -> dict[str, Any]:
-    """The values in a config.json that say what model it is; none where there is no such file, as for a hub's name."""
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return {name: config[name] for name in _OF_A_MODEL if name in config}
 
 
 def _found() -> Path:

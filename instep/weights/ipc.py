@@ -16,7 +16,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +24,14 @@ import torch
 import torch.distributed as dist
 
 from instep.errors import SyncError
-from instep.weights.nccl import Broken, Delivered, Event, Nccl, plan
+from instep.weights.nccl import Broken, Delivered, Event, Nccl, plan, put
 from instep.weights.source import WeightSource
 from instep.weights.spec import TensorSpec
 from instep.weights.way import Order, expandable
-from instep_engine.checksums import ROW_BYTES, checksums, rows_of
+from instep_engine.checksums import checksums, rows_of
 from instep_engine.handles import KIND, LOOK_SECONDS, Bucket, Line, device_key, listen, synchronize
 from instep_engine.manifest import TensorRecord
-from instep_engine.stream import Invitation, Packed, StreamBroken, bytes_of
+from instep_engine.stream import Invitation, StreamBroken, bytes_of
 
 NUM_BUCKETS = 2
 
@@ -72,7 +72,8 @@ class Ipc(Nccl):
         same = kept is not None and (kept.audience, kept.num_bytes) == (order.audience, stream.num_bytes)
         if not all(_gathered(same and kept is not None and not _is_aborted(kept))):
             self.close()
-        stream.begin()
+        if _place()[0] == 0:
+            stream.buckets  # noqa: B018 - their memory is taken before anything waits
         for _, tensor in source:
             stream.add(tensor)
         stream.end()
@@ -162,14 +163,9 @@ class _Stream:
         self._number = self._held = 0  # of the bucket that is filled, and how many tensors are in it
         self._lines: list[Line] = []
         self._broken = False
-        self._full: list[tuple[list[Packed], int, list[str]]] = []  # bucket, slot, checksums; not told yet
+        self._full: list[tuple[list[TensorRecord], int, list[str]]] = []  # bucket, slot, checksums; not sent yet
         self._sent: list[TensorRecord] = []
         self._began, self._waited = time.monotonic(), 0.0  # and how long for the engines
-
-    def begin(self) -> None:
-        """Take the memory of the buckets, before anything waits."""
-        if self._first:
-            self.buckets  # noqa: B018
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -187,11 +183,7 @@ class _Stream:
             self._guarded(lambda: self._wait_free(slot))
         if self._first:
             assert tensor is not None, "rank 0 gets full tensors"
-            packed, data = bucket[self._held], self._data[slot]
-            end = packed.offset + packed.nbytes
-            data[packed.offset : end].view(getattr(torch, packed.dtype)).view(tensor.shape).copy_(tensor)
-            if padding := -packed.nbytes % ROW_BYTES or ROW_BYTES * (packed.nbytes == 0):
-                data[end : end + padding].zero_()
+            put(self._data[slot], bucket[self._held], tensor)
         self._held += 1
         if self._held == len(bucket):
             self._fill_ended(bucket, slot)
@@ -204,34 +196,30 @@ class _Stream:
             return [bucket.data for bucket in self.buckets]
         return [torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device)] * NUM_BUCKETS
 
-    def _fill_ended(self, bucket: list[Packed], slot: int) -> None:
-        """Make the checksums of a full bucket; nothing is told before as many are full as there is room for."""
+    def _fill_ended(self, bucket: list[TensorRecord], slot: int) -> None:
+        """Make the checksums of a full bucket; nothing is sent before as many are full as there is room for."""
         sums = [""] * len(bucket)
         if self._first:
             sums = checksums(self._data[slot][: bytes_of(bucket)], [rows_of(t.nbytes) for t in bucket])
-            pairs = zip(bucket, sums, strict=True)
-            self._sent += [TensorRecord(t.name, t.shape, t.dtype, t.offset, t.nbytes, sum_) for t, sum_ in pairs]
+            self._sent += [replace(t, digest=sum_) for t, sum_ in zip(bucket, sums, strict=True)]
         self._full.append((bucket, slot, sums))
         ready = min(NUM_BUCKETS, len(self._plan))
         if self._number + 1 == ready:
-            self._guarded(self._join)
+            self._guarded(lambda: self._lines.extend(self._way.lines(self)))
         if self._number + 1 >= ready:
             for full in self._full:
                 self._send(*full)
             self._full = []
 
-    def _send(self, bucket: list[Packed], slot: int, sums: list[str]) -> None:
+    def _send(self, bucket: list[TensorRecord], slot: int, sums: list[str]) -> None:
         if self._way.shares:
             dist.broadcast(self._data[slot][: bytes_of(bucket)], 0)
             sums = _from_first(sums)
         synchronize(self.device)
-        tensors = [{**vars(t), "checksum": s} for t, s in zip(bucket, sums, strict=True)]
+        tensors = [{**vars(t), "digest": s} for t, s in zip(bucket, sums, strict=True)]
         header = {"slot": slot, "num_bytes": bytes_of(bucket), "tensors": tensors}
         session = {"version": self.order.version, "nonce": self.order.nonce}
         self._guarded(lambda: self._tell({**header, **session}))
-
-    def _join(self) -> None:
-        self._lines = self._way.lines(self)
 
     def _tell(self, message: dict[str, Any]) -> None:
         for line in self._lines:

@@ -7,36 +7,21 @@ other hosts `lora_disk.py`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any, cast
+from dataclasses import replace
 
 from instep.weights.shm import Shm
-from instep.weights.source import AdapterSource, WeightSource
+from instep.weights.source import WeightSource, adapter_config
 from instep.weights.way import Order
 from instep_engine.manifest import BucketManifest
-
-
-@dataclass(frozen=True)
-class AdapterManifest(BucketManifest):
-    """The manifest of a bucket of adapter tensors.
-
-    `config` is peft's `adapter_config.json`, and says as `num_tensors` how many tensors all buckets hold.
-    """
-
-    config: dict[str, Any]
 
 
 class Lora(Shm):
     name = "lora"
 
-    def send(self, source: WeightSource, order: Order, emit: Callable[[AdapterManifest], None]) -> None:
+    def send(self, source: WeightSource, order: Order, emit: Callable[[BucketManifest], None]) -> None:
         """Write the adapter as buckets, and emit their manifests, each with the configuration of the adapter."""
-        config = {**cast(AdapterSource, source).config, "num_tensors": len(source.specs)}
-
-        def tell(manifest: BucketManifest) -> None:
-            emit(AdapterManifest(**{f.name: getattr(manifest, f.name) for f in fields(manifest)}, config=config))
-
-        super().send(source, order, tell)
+        config = adapter_config(source)
+        super().send(source, order, lambda manifest: emit(replace(manifest, config=config)))
 
 
 WAY = Lora()

@@ -6,11 +6,10 @@ The way `lora` is compared with it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
 
 from instep.checkpoints.adapter import export_adapter
 from instep.weights.disk import Disk, Recorded
-from instep.weights.source import AdapterSource, WeightSource
+from instep.weights.source import WeightSource, adapter_config
 from instep.weights.way import Order
 from instep_engine.manifest import BucketManifest
 
@@ -20,9 +19,8 @@ class LoraDisk(Disk):
 
     def send(self, source: WeightSource, order: Order, emit: Callable[[BucketManifest], None]) -> None:
         """Write the adapter as the folder `order.folder`, and emit its manifest when it is complete."""
-        config = {**cast(AdapterSource, source).config, "num_tensors": len(source.specs)}
         recorded = Recorded(source)
-        export_adapter(recorded, config, order.folder)
+        export_adapter(recorded, adapter_config(source), order.folder)
         recorded.tell(order, emit)
 
 

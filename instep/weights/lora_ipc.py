@@ -6,21 +6,13 @@ The buckets are as large as the adapter, if that is less than `--update-weight-b
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any, cast
+from dataclasses import replace
 
 from instep.weights.ipc import Ipc
 from instep.weights.nccl import Event
-from instep.weights.source import AdapterSource, WeightSource
+from instep.weights.source import WeightSource, adapter_config
 from instep.weights.way import Order
 from instep_engine.stream import Invitation
-
-
-@dataclass(frozen=True)
-class AdapterInvitation(Invitation):
-    """The invitation to the stream of an adapter; `config` as in `lora.AdapterManifest`."""
-
-    config: dict[str, Any]
 
 
 class LoraIpc(Ipc):
@@ -28,16 +20,12 @@ class LoraIpc(Ipc):
 
     def send(self, source: WeightSource, order: Order, emit: Callable[[Event], None]) -> None:
         """Send the adapter; the engines get its configuration with the invitation."""
-        config = {**cast(AdapterSource, source).config, "num_tensors": len(source.specs)}
+        config = adapter_config(source)
 
         def tell(event: Event) -> None:
-            emit(AdapterInvitation(**vars(event), config=config) if isinstance(event, Invitation) else event)
+            emit(replace(event, config=config) if isinstance(event, Invitation) else event)
 
         super().send(source, order, tell)
-
-    def _told(self, invitation: Invitation) -> dict[str, Any]:
-        told = asdict(invitation)
-        return {"config": told.pop("config"), "invitation": told}
 
 
 WAY = LoraIpc()

@@ -4,19 +4,17 @@ Each worker of an engine has a manifest, `memory-RANK.json` in a folder of its o
 opened, and in which slices of it each weight lies, under its Hugging Face name. A rank of TP has a slice of a weight;
 what is fused in the engine (q, k and v; gate and up) is several weights, each a slice.
 
-`_OPENERS` is all that knows of what kind a memory is: a file that all map, on a CPU; on a GPU the CUDA IPC handle of a
-parameter, which a rank of the trainer opens if it is on that GPU. It must not write into the memory of another one.
+On a CPU a memory is a file that all map. On a GPU it has the CUDA IPC handle of a parameter, which a rank of the
+trainer opens if it is on that GPU; it must not write into the memory of another one.
 """
 
 from __future__ import annotations
 
-import base64
 import json
 import math
-import mmap
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,9 +24,11 @@ import torch
 from instep.errors import SyncError
 from instep.system import locks
 from instep.weights.spec import TensorSpec
+from instep_engine.checksums import raw_bytes
 from instep_engine.manifest import digest, dtype_name
+from instep_engine.mapped import open_memory
 from instep_engine.memory import Slice, few, steps
-from instep_engine.place import SYNC, NoPlace, check_memory_folder, lives, open_bucket
+from instep_engine.place import SYNC, NoPlace, check_memory_folder, lives
 
 SAMPLE_KIND = "xxh3-128 of a sample"
 PART = 1 << 25  # elements that are compared at a time
@@ -44,7 +44,7 @@ class EngineMemory:
         locks: file descriptors that keep other trainers away until they are closed.
 
     Attributes:
-        nonces: of all workers; by it a worker's memory differs from that of one that was started anew.
+        nonces: of all workers; by it a worker's memory differs from that of one that was restarted.
         slices: by nonce and name, of the workers whose memory is opened.
         on_gpus: whether the memory is that of GPUs, of which each rank of the trainer writes its own.
         crowded: whether a process may open the memory of several workers.
@@ -67,7 +67,8 @@ class EngineMemory:
         self.on_gpus = any(memory["kind"] == "cuda" for worker in workers for memory in worker["memories"])
 
     def _open(self, worker: Mapping[str, Any]) -> None:
-        self.homes[worker["nonce"]] = _home(worker)
+        gpu = f" on GPU {_gpu(worker)}" if _gpu(worker) else ""
+        self.homes[worker["nonce"]] = f"rank {worker['rank']} of {worker['engine']}{gpu}"
         where = f"the memory of {worker['engine']} ({worker['architecture']}, {worker['dtype']}), {worker['place']}"
         _, tensors = self._engines.setdefault(worker["engine"], (where, {}))
         tensors |= worker["tensors"]
@@ -75,7 +76,7 @@ class EngineMemory:
         self.dtypes |= {name: str(t["dtype"]) for name, t in worker["tensors"].items()}
         if not all(_reachable(memory) for memory in worker["memories"]):
             return
-        memories = [_OPENERS[memory["kind"]](memory) for memory in worker["memories"]]
+        memories = [open_memory(memory, torch.device("cuda")) for memory in worker["memories"]]
         slices = self.slices[worker["nonce"]] = {}
         for name, tensor in worker["tensors"].items():
             dtype = getattr(torch, tensor["dtype"])
@@ -105,7 +106,8 @@ class EngineMemory:
         Args:
             shape, offset: the elements `[offset[0] : offset[0] + shape[0], ...]` of the weight.
         """
-        stride = _contiguous(self.shapes[name])
+        whole = self.shapes[name]
+        stride = tuple(math.prod(whole[dim + 1 :]) for dim in range(len(whole)))  # of a contiguous tensor
         parts = sorted(list(self.slices.values())[index].get(name, ()), key=lambda part: part.source_offset)
         start, rows = sum(at * step for at, step in zip(offset, stride, strict=True)), 0
         parts = [part for part in parts if part.view.numel()]
@@ -140,14 +142,10 @@ class EngineMemory:
 
     def digest(self, name: str, whole: torch.Tensor) -> str:
         """What `digests` has of a weight for all workers, one after another, if they hold `whole`."""
-        whole, found = whole.detach().contiguous(), []
-        for worker in self._workers:
-            slices = worker["tensors"].get(name, {"slices": []})["slices"]
-            begins = [whole.storage_offset() + record["source_offset"] for record in slices]
-            pairs = zip(slices, begins, strict=True)
-            parts = [whole.as_strided(record["shape"], record["source_stride"], begin) for record, begin in pairs]
-            found += list(sample_digests({name: parts}).values()) if parts else []
-        return "".join(found)
+        flat, places = whole.detach().reshape(-1), self.places(name)
+        return "".join(
+            digests_of({nonce: raw_bytes(flat[at.to(flat.device)]) for nonce, at in places.items()}).values()
+        )
 
     def samples(self, name: str, whole: torch.Tensor) -> dict[str, torch.Tensor]:
         """By the nonce of each opened worker the bytes that its sample of this weight has, if it holds `whole`."""
@@ -216,10 +214,10 @@ def _workers(folder: Path, locks: list[int] | None) -> list[dict[str, Any]]:
         with _explained(**about):
             check_memory_folder(str(place))
             first = json.loads((place / "memory-0.json").read_text())
-            if not lives(first["process"]):  # it is started anew, or it was killed and left its files
+            if not lives(first["process"]):  # it is restarting, or was killed and left its files
                 ended.append((about["engine"], str(place)))
                 continue
-            if locks is not None:  # an engine that is started anew has a new file
+            if locks is not None:  # a restarted engine has a new file
                 locks.append(_lock(place / "memory-0.json", about["engine"]))
             others = [json.loads((place / f"memory-{i}.json").read_text()) for i in range(1, first["num_ranks"])]
             workers += [{**worker, **about, "nonce": str(worker["nonce"])} for worker in (first, *others)]
@@ -253,7 +251,7 @@ def _places(folder: Path) -> list[Path]:
 
 
 def marks(folder: Path) -> list[tuple[str, int, int]]:
-    """What tells the manifests in `folder` from those of engines that were started anew; nothing is opened."""
+    """What tells the manifests in `folder` from those of restarted engines; nothing is opened."""
     found = []
     for place in _places(folder):
         for path in sorted(place.glob("memory-*.json")):
@@ -293,7 +291,7 @@ def digests_of(samples: Mapping[str, torch.Tensor]) -> dict[str, str]:
 
 def _few(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of the elements that are in the sample."""
-    return few(tensor).contiguous().reshape(-1).view(torch.uint8)
+    return raw_bytes(few(tensor))
 
 
 def _places_of(shape: Sequence[int], stride: Sequence[int], offset: int) -> torch.Tensor:
@@ -302,11 +300,6 @@ def _places_of(shape: Sequence[int], stride: Sequence[int], offset: int) -> torc
     for size, step, by in zip(shape, steps(shape), stride, strict=True):
         places = places[..., None] + torch.arange(0, size, step) * by
     return places.reshape(-1)
-
-
-def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor."""
-    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def _slice(record: Mapping[str, Any], memory: torch.Tensor, dtype: torch.dtype, name: str) -> Slice:
@@ -333,11 +326,6 @@ def _lock(path: Path, engine: str) -> int:
     return fd
 
 
-def _home(worker: Mapping[str, Any]) -> str:
-    """Where a worker's memory is, for messages."""
-    return f"rank {worker['rank']} of {worker['engine']}" + (f" on GPU {_gpu(worker)}" if _gpu(worker) else "")
-
-
 def _gpu(worker: Mapping[str, Any]) -> str:
     """The UUID of a worker's GPU; "" on a CPU."""
     return next((str(memory["uuid"]) for memory in worker["memories"] if memory["kind"] == "cuda"), "")
@@ -348,33 +336,3 @@ def _reachable(memory: Mapping[str, Any]) -> bool:
     if memory["kind"] != "cuda":
         return True
     return torch.cuda.is_available() and str(torch.cuda.get_device_properties("cuda").uuid) == memory["uuid"]
-
-
-def _open_file(memory: Mapping[str, Any]) -> torch.Tensor:
-    """The bytes of the file, mapped."""
-    fd = open_bucket(memory["path"], os.O_RDWR)
-    try:
-        return torch.frombuffer(mmap.mmap(fd, memory["bytes"]), dtype=torch.uint8)
-    finally:
-        os.close(fd)
-
-
-def _open_cuda(memory: Mapping[str, Any]) -> torch.Tensor:
-    """The bytes of a storage on this process's GPU, which another process has allocated."""
-    storage = torch.UntypedStorage._new_shared_cuda(
-        torch.cuda.current_device(),
-        base64.b64decode(memory["ipc_handle_b64"]),
-        memory["storage_size"],
-        memory["storage_offset"],
-        base64.b64decode(memory["ref_counter_handle_b64"]),
-        memory["ref_counter_offset"],
-        base64.b64decode(memory["event_handle_b64"]),
-        memory["event_sync_required"],
-    )
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-_OPENERS: dict[str, Callable[[Mapping[str, Any]], torch.Tensor]] = {
-    "file": _open_file,
-    "cuda": _open_cuda,
-}

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -27,9 +27,9 @@ from instep.errors import SyncError
 from instep.weights.source import WeightSource
 from instep.weights.spec import TensorSpec
 from instep.weights.way import Carriage, Order, Sent
-from instep_engine.checksums import ROW_BYTES, checksum, raw_bytes, rows_of, sums, texts_of
+from instep_engine.checksums import ROW_BYTES, checksum, rows_of, sums, texts_of
 from instep_engine.manifest import TensorRecord, dtype_name
-from instep_engine.stream import Group, Invitation, Packed, StreamBroken, abort, new_bucket, send_bucket, send_header
+from instep_engine.stream import Group, Invitation, StreamBroken, abort, new_bucket, send_bucket, send_header
 
 ABORT_SECONDS = 5.0
 
@@ -48,7 +48,7 @@ class Delivered(NamedTuple):
     seconds: dict[str, float]
 
 
-Event = Invitation | list[TensorRecord] | Delivered | Broken
+Event = Invitation | Delivered | Broken
 
 
 @dataclass
@@ -87,18 +87,12 @@ class Nccl:
             try:
                 packer = packer or _Packer(self._group(order, tensor.device, emit), source, order)
                 packer.add(spec, tensor)
+                if packer.is_full:
+                    emit(packer.end())
             except StreamBroken as error:
-                broken = self._give_up(error, emit)
-        if packer is not None and not broken:
-            try:
-                emit(packer.end())
-            except StreamBroken as error:
-                self._give_up(error, emit)
-
-    def _give_up(self, error: StreamBroken, emit: Callable[[Event], None]) -> bool:
-        self._close()
-        emit(Broken(str(error)))
-        return True
+                broken = True
+                self._close()
+                emit(Broken(str(error)))
 
     def _group(self, order: Order, device: torch.device, emit: Callable[[Event], None]) -> Group:
         if self._open is not None and self._open.audience == order.audience:
@@ -139,30 +133,29 @@ class Nccl:
         broken: list[str] = []
         ended = threading.Event()
 
-        def end(invitation: Invitation) -> None:
+        def end() -> None:
             if not ended.is_set():
                 ended.set()
-                self._end(invitation)
+                for invitation in invited:
+                    self._end(invitation)
 
-        def deliver(info: dict[str, Any], invitation: Invitation) -> None:
+        def deliver(info: dict[str, Any]) -> None:
             try:
-                carriage.deliver(info, lambda: end(invitation))
+                carriage.deliver(info, end)
             except BaseException:
-                end(invitation)  # else the sender would wait for engines that do not come
+                end()  # else the sender would wait for engines that do not come
                 raise
 
         def on_event(event: Event) -> None:
             if isinstance(event, Invitation):
                 invited.append(event)
-                info = {"backend": self.name, **self._told(event), "seconds": carriage.seconds_left()}
-                loads.append(pool.submit(deliver, info, event))
+                info = {"backend": self.name, "invitation": asdict(event), "seconds": carriage.seconds_left()}
+                loads.append(pool.submit(deliver, info))
             elif isinstance(event, Broken):
                 broken.append(event.reason)
-            elif isinstance(event, Delivered):
+            else:
                 tensors.extend(event.tensors)
                 seconds.update(event.seconds)
-            else:
-                tensors.extend(event)
 
         pool = ThreadPoolExecutor(1)
         try:
@@ -171,8 +164,7 @@ class Nccl:
             for future in loads:
                 future.result(timeout=carriage.seconds_left())
         except BaseException as error:
-            for invitation in invited:
-                end(invitation)  # else the engines would wait for a sender that has gone
+            end()  # else the engines would wait for a sender that has gone
             if isinstance(error, TimeoutError):
                 carriage.seconds_left()  # none are left, which this tells
             raise
@@ -185,10 +177,6 @@ class Nccl:
                 remedy="resume from the last checkpoint, and try --weight-sync disk if it happens again",
             ) from StreamBroken(broken[0])
         return Sent(tuple(tensors), self.digest_kind, {**seconds, "load": time.monotonic() - sent})
-
-    def _told(self, invitation: Invitation) -> dict[str, Any]:
-        """What the engines are told of a stream that begins."""
-        return {"invitation": asdict(invitation)}
 
     def _end(self, invitation: Invitation) -> None:
         """End the stream for all that wait in it."""
@@ -219,10 +207,7 @@ class _Packer:
         packed = bucket[self._held]
         came = (spec.name, tuple(tensor.shape), dtype_name(tensor.dtype))
         assert came == (packed.name, packed.shape, packed.dtype), f"{came}, where {packed} was planned"
-        end = packed.offset + packed.nbytes
-        self._data[packed.offset : end].copy_(raw_bytes(tensor))
-        if (row_end := packed.offset + rows_of(packed.nbytes) * ROW_BYTES) > end:
-            self._data[end:row_end].zero_()
+        put(self._data, packed, tensor)
         self._held += 1
         if self._held == len(bucket):
             self._tail.copy_(sums(self._data, [rows_of(t.nbytes) for t in bucket]))
@@ -230,12 +215,15 @@ class _Packer:
             self._sending.append((send_bucket(self._group, self._memory), self._memory))
             self._number, self._held = self._number + 1, 0
 
+    @property
+    def is_full(self) -> bool:
+        """Whether all tensors of the plan have come."""
+        return self._number == len(self._plan)
+
     def end(self) -> Delivered:
         digests = texts_of(torch.cat(self._sums))  # while the last bucket is under way
-        records = [
-            TensorRecord(t.name, t.shape, t.dtype, t.offset, t.nbytes, digest)
-            for t, digest in zip((t for bucket in self._plan for t in bucket), digests, strict=True)
-        ]
+        tensors = [t for bucket in self._plan for t in bucket]
+        records = [replace(t, digest=digest) for t, digest in zip(tensors, digests, strict=True)]
         self._finish(0)
         gather = time.monotonic() - self._began - self._met - self._waited
         return Delivered(tuple(records), {"gather": gather, "meet": self._met, "send": self._waited})
@@ -256,9 +244,17 @@ class _Packer:
         self._waited += time.monotonic() - met
 
 
-def plan(specs: list[TensorSpec], bucket_bytes: int) -> list[list[Packed]]:
+def put(data: torch.Tensor, packed: TensorRecord, tensor: torch.Tensor) -> None:
+    """Write a tensor to its place in the memory of a bucket, with zeros to the end of its last row."""
+    end = packed.offset + packed.nbytes
+    data[packed.offset : end].view(getattr(torch, packed.dtype)).view(tensor.shape).copy_(tensor.detach())
+    if (row_end := packed.offset + rows_of(packed.nbytes) * ROW_BYTES) > end:
+        data[end:row_end].zero_()
+
+
+def plan(specs: list[TensorSpec], bucket_bytes: int) -> list[list[TensorRecord]]:
     """What lies where in which bucket, in the order of `specs`; a tensor larger than `bucket_bytes` has its own."""
-    buckets: list[list[Packed]] = []
+    buckets: list[list[TensorRecord]] = []
     end = 0
     for spec in specs:
         nbytes = math.prod(spec.shape) * spec.dtype.itemsize
@@ -266,6 +262,6 @@ def plan(specs: list[TensorSpec], bucket_bytes: int) -> list[list[Packed]]:
         if not buckets or end + room > bucket_bytes:
             buckets.append([])
             end = 0
-        buckets[-1].append(Packed(spec.name, tuple(spec.shape), dtype_name(spec.dtype), end, nbytes))
+        buckets[-1].append(TensorRecord(spec.name, tuple(spec.shape), dtype_name(spec.dtype), end, nbytes))
         end += room
     return buckets

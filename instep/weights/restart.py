@@ -1,4 +1,4 @@
-"""The way `restart`: each engine is ended, and started anew on a Hugging Face checkpoint, with all of its flags.
+"""The way `restart`: each engine is ended, and restarted on a Hugging Face checkpoint, with all of its flags.
 
 It is for debugging, and for engines that cannot load weights while they run. An engine compares the tensors of the
 checkpoint with their digests, and the embedded one its live weights with them, too.

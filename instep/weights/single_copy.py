@@ -18,7 +18,8 @@ from instep.errors import EngineError, SyncError
 from instep.weights.memory import SAMPLE_KIND, EngineMemory, attach, digests_of, marks, nonces_in, sample_digest
 from instep.weights.source import WeightSource
 from instep.weights.spec import TensorSpec
-from instep.weights.way import OTHER_MEMORY, Carriage, Order, Sent
+from instep.weights.way import Carriage, Order, Sent
+from instep_engine import OTHER_MEMORY
 from instep_engine.manifest import TensorRecord, dtype_name
 
 

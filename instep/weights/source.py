@@ -26,6 +26,7 @@ class WeightSource(Protocol):
 
     specs: list[TensorSpec]  # known without moving a byte
     emits: bool  # True on the ranks that receive full tensors (rank 0 at least)
+    config: dict[str, Any]  # of a source of an adapter, under peft's names: its `adapter_config.json`
 
     def __iter__(self) -> Iterator[tuple[TensorSpec, torch.Tensor | None]]: ...
 
@@ -34,7 +35,7 @@ class WeightSource(Protocol):
         become views of it.
 
         Returns:
-            What that memory must hold then, told from the trainer's own weights, of the workers opened here.
+            What that memory must hold then, computed from the trainer's own weights, of the workers opened here.
         """
         samples: Samples = {nonce: {} for nonce in memory.slices}
         self._write(memory, self, samples)
@@ -73,7 +74,6 @@ def names_of(flags: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
     return [name for name, one in zip(names, torch.stack(found).tolist(), strict=True) if one] if names else []
 
 
-class AdapterSource(WeightSource, Protocol):
-    """The A and B of an adapter under peft's names; `config` is peft's `adapter_config.json`."""
-
-    config: dict[str, Any]
+def adapter_config(source: WeightSource) -> dict[str, Any]:
+    """The configuration of the adapter that `source` yields, with `num_tensors`: how many tensors it has."""
+    return {**source.config, "num_tensors": len(source.specs)}

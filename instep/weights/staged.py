@@ -1,6 +1,6 @@
 """The way `staged`: that of `shm`, for buckets that lie in shared memory before the session and stay there after it.
 
-No trainer of a run sends by it: a server that has received whole weights from somebody else's trainer does
+No trainer of a run sends by it: a server that has received whole weights from another trainer does
 (`instep_neighbours/trl/updates.py`), and sends the same buckets again to an engine that was restarted.
 """
 

@@ -28,9 +28,7 @@ OF_ADAPTERS = frozenset({LORA, "lora_ipc", "lora_disk"})  # these carry an adapt
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 Sharing = Literal["shared", "apart"] | None
 GOLDEN = "disk"  # the slow way that every other way is compared with
-OTHER_MEMORY = "the trainer would write into other memory than this engine's"  # as engines say it
-BROKEN = "the stream of weights broke"  # as engines say it: another's death may have done it
-RESTART = "restart"  # engines are started anew on a checkpoint, and need not be able to load one while they run
+RESTART = "restart"  # engines are restarted on a checkpoint, and need not be able to load one while they run
 
 
 @dataclass(frozen=True)
@@ -113,7 +111,7 @@ class Carriage(Protocol):
         """
 
     def start_anew(self, checkpoint: Path) -> list[str]:
-        """End the engines of the session and start them anew on `checkpoint`; returns the URLs of those that are ready.
+        """End the engines of the session and restart them on `checkpoint`; returns the URLs of those that are ready.
 
         Raises SyncError if this run has not started them; EngineGone if none is ready within its time.
         """

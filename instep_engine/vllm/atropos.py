@@ -18,9 +18,9 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from instep_engine import LORA_VARIABLE
+from instep_engine.asgi import App, Message, Receive, Send, body_of, reply
 from instep_engine.vllm import SINGLE_COPY
-from instep_engine.vllm.kv_params import App, Message, Receive, Send, body_of
-from instep_engine.vllm.loaded import Loaded
+from instep_engine.vllm.async_llm import Loaded
 
 FIRST_ID = 1001  # of an adapter; the trainer's own has 1
 MODES = ("keep", "wait", "abort")
@@ -52,10 +52,11 @@ class Middleware:
             if body is None:
                 return
             query = {name: values[-1] for name, values in parse_qs(scope["query_string"].decode("latin-1")).items()}
-            answer = await known(scope["app"], scope["app"].state.engine_client, {**query, **_object(body)})
+            asked = {**query, **_object(body)}
+            answer = await known(_Server(scope["app"], scope["app"].state.engine_client, asked))
         except Refused as refusal:
-            return await _send(send, refusal.status, {"detail": refusal.detail})
-        await _send(send, 200, answer)
+            return await reply(send, refusal.status, {"detail": refusal.detail})
+        await reply(send, 200, answer)
 
 
 def _told(scope: Message, send: Send) -> Send:
@@ -79,185 +80,157 @@ def _object(body: bytes) -> dict[str, Any]:
     return found
 
 
-async def _send(send: Send, status: int, answer: dict[str, Any]) -> None:
-    body = json.dumps(answer).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+Answer = dict[str, Any]
 
 
-# ---- routes ----------------------------------------------------------------------------------------------------------
+class _Server:
+    """What the routes answer. `asked` is the query and the body of the request."""
+
+    def __init__(self, app: Any, engine: Any, asked: dict[str, Any]):
+        self.app, self.engine, self.asked, self.model = app, engine, asked, engine.model_config
+        self.keeper = getattr(engine, "_instep_keeper", None)  # made by a trainer's first call
+        transfer = engine.vllm_config.weight_transfer_config
+        self.shares = transfer is not None and transfer.backend == SINGLE_COPY
+        self.takes_adapters = engine.vllm_config.lora_config is not None and bool(os.environ.get(LORA_VARIABLE))
+
+    async def health_generate(self) -> Answer:
+        from vllm import SamplingParams
+
+        if await self.engine.is_paused():
+            raise Refused(503, "the engine is paused")
+        one, name = SamplingParams(max_tokens=1), f"health-{uuid.uuid4()}"
+        async for _ in self.engine.generate({"prompt_token_ids": [0]}, one, name):
+            pass
+        return {}
+
+    async def info(self) -> Answer:
+        return {
+            "enabled": self.shares,
+            "shared_weights": self.shares,
+            "update_count": self.keeper.num_updates if self.keeper else 0,
+            "last_update_time": self.keeper.last_update if self.keeper else 0.0,
+            "model_name": str(self.model.model),
+            "device": self.engine.vllm_config.device_config.device_type,
+        }
+
+    async def state_dict_info(self) -> Answer:
+        return {"model": str(self.model.model), "dtype": str(self.model.dtype), "shared_weights_enabled": self.shares}
+
+    async def debug(self) -> Answer:
+        import vllm
+
+        names = ("VLLM_ENABLE_SHARED_WEIGHTS", "NUM_INFERENCE_NODES", "LOGDIR")
+        shared, nodes, logs = (os.environ.get(name, "unset") for name in names)
+        return {
+            "engine_type": type(self.engine).__name__,
+            "vllm_version": vllm.__version__,
+            "patches_applied": self.shares,
+            "shared_weights_env": shared,
+            "num_inference_nodes": nodes,
+            "logdir": logs,
+            "model_config": {"model": str(self.model.model), "dtype": str(self.model.dtype)},
+        }
+
+    async def list_endpoints(self) -> Answer:
+        own = [{"path": path, "methods": [method]} for path, (method, _) in ROUTES.items()]
+        theirs = [{"path": r.path, "methods": sorted(r.methods)} for r in self.app.routes if getattr(r, "methods", ())]
+        return {"endpoints": own + theirs}
+
+    async def pause(self) -> Answer:
+        """New requests wait; `mode` says what becomes of those under way: they stand still (keep), end, or abort."""
+        if (mode := self.asked.get("mode", "keep")) not in MODES:
+            raise Refused(400, f"no such mode: {mode!r}; there are {', '.join(MODES)}")
+        self._check_free()
+        await self.engine.pause_generation(mode=mode, clear_cache=True)
+        return {"status": "paused"}
+
+    async def resume(self) -> Answer:
+        self._check_free()
+        await self.engine.resume_generation()
+        return {"status": "resumed"}
+
+    def _check_free(self) -> None:
+        if self.keeper is not None and self.keeper.lease.held:
+            raise Refused(409, BUSY)
+
+    async def is_paused(self) -> Answer:
+        return {"paused": await self.engine.is_paused()}
+
+    async def sleep(self) -> Answer:
+        if not self.model.enable_sleep_mode:
+            raise Refused(400, "this engine cannot sleep: start it with --enable-sleep-mode (not with shared weights)")
+        self._check_free()
+        await self.engine.sleep()
+        return {"status": "sleeping"}
+
+    async def wake_up(self) -> Answer:
+        if self.model.enable_sleep_mode:
+            await self.engine.wake_up()
+        return {"status": "awake"}
+
+    async def is_sleeping(self) -> Answer:
+        return {"sleeping": bool(self.model.enable_sleep_mode and await self.engine.is_sleeping())}
+
+    async def lora_status(self) -> Answer:
+        folder, request = Path(os.environ.get("LOGDIR") or "."), Loaded.request
+        return {
+            "lora_available": self.takes_adapters,
+            "active_adapter_path": request and request.lora_path,
+            "active_adapter_name": request and request.lora_name,
+            "active_adapter_id": request and request.lora_int_id,
+            "load_count": Loaded.count,
+            "available_adapters": sorted(path.parent.name for path in folder.glob("*/adapter_config.json")),
+        }
+
+    async def lora_load(self) -> Answer:
+        if not self.takes_adapters:
+            raise Refused(400, f"this engine takes no adapters: start it with --enable-lora and {LORA_VARIABLE}=1")
+        path, name = self.asked.get("adapter_path"), self.asked.get("adapter_name") or f"adapter_{Loaded.count}"
+        if not isinstance(path, str) or not isinstance(name, str):
+            raise Refused(422, "adapter_path and adapter_name are texts")
+        try:
+            config = json.loads((Path(path) / "adapter_config.json").read_text())
+        except OSError:
+            raise Refused(404, f"Adapter not found: {path} has no adapter_config.json") from None
+        except ValueError as error:
+            raise Refused(400, f"{path}/adapter_config.json is no JSON: {error}") from None
+        from vllm.lora.request import LoRARequest
+
+        request = LoRARequest(name, FIRST_ID + Loaded.count, os.path.abspath(path))
+        try:
+            await self.engine.add_lora(request)
+        except Exception as error:  # noqa: BLE001 - the worker's, whose class the core does not keep
+            raise Refused(400, f"vLLM does not load {path}: {error}") from error
+        Loaded.request, Loaded.count = request, Loaded.count + 1
+        about = {key: config.get(key) for key in ("r", "lora_alpha", "target_modules")}
+        return {
+            "status": "ok",
+            "adapter_path": path,
+            "adapter_name": name,
+            "adapter_id": request.lora_int_id,
+            "load_count": Loaded.count,
+            "adapter_config": {**about, "base_model": config.get("base_model_name_or_path")},
+        }
+
+    async def lora_unload(self) -> Answer:
+        before, Loaded.request = Loaded.request, None
+        names = {"previous_adapter": before and before.lora_path, "previous_name": before and before.lora_name}
+        return {"status": "ok", **names}
 
 
-async def _health_generate(app: Any, engine: Any, asked: dict[str, Any]) -> dict[str, Any]:
-    from vllm import SamplingParams
-
-    if await engine.is_paused():
-        raise Refused(503, "the engine is paused")
-    async for _ in engine.generate({"prompt_token_ids": [0]}, SamplingParams(max_tokens=1), f"health-{uuid.uuid4()}"):
-        pass
-    return {}
-
-
-def _shares(engine: Any) -> bool:
-    transfer = engine.vllm_config.weight_transfer_config
-    return transfer is not None and transfer.backend == SINGLE_COPY
-
-
-async def _info(app: Any, engine: Any, asked: dict[str, Any]) -> dict[str, Any]:
-    keeper = getattr(engine, "_instep_keeper", None)  # made by a trainer's first call
-    return {
-        "enabled": _shares(engine),
-        "shared_weights": _shares(engine),
-        "update_count": keeper.num_updates if keeper else 0,
-        "last_update_time": keeper.last_update if keeper else 0.0,
-        "model_name": str(engine.model_config.model),
-        "device": engine.vllm_config.device_config.device_type,
-    }
-
-
-async def _state_dict_info(app: Any, engine: Any, asked: dict[str, Any]) -> dict[str, Any]:
-    model = engine.model_config
-    return {"model": str(model.model), "dtype": str(model.dtype), "shared_weights_enabled": _shares(engine)}
-
-
-async def _debug(app: Any, engine: Any, asked: dict[str, Any]) -> dict[str, Any]:
-    import vllm
-
-    names = ("VLLM_ENABLE_SHARED_WEIGHTS", "NUM_INFERENCE_NODES", "LOGDIR")
-    shared, nodes, logs = (os.environ.get(name, "unset") for name in names)
-    about = {"model": str(engine.model_config.model), "dtype": str(engine.model_config.dtype)}
-    return {
-        "engine_type": type(engine).__name__,
-        "vllm_version": vllm.__version__,
-        "patches_applied": _shares(engine),
-        "shared_weights_env": shared,
-        "num_inference_nodes": nodes,
-        "logdir": logs,
-        "model_config": about,
-    }
-
-
-async def _list_endpoints(app: Any, engine: Any, asked: dict[str, Any]) -> dict[str, Any]:
-    own = [{"path": path, "methods": [method]} for path, (method, _) in ROUTES.items()]
-    theirs = [{"path": r.path, "methods": sorted(r.methods)} for r in app.routes if getattr(r, "methods", None)]
-    return {"endpoints": own + theirs}
-
-
-async def _pause(app: Any, engine: Any, asked: dict[str, Any]) -> dict[str, Any]:
-    """New requests wait; `mode` says what becomes of those under way: they stand still (keep), end first, or abort."""
-    if (mode := asked.get("mode", "keep")) not in MODES:
-        raise Refused(400, f"no such mode: {mode!r}; there are {', '.join(MODES)}")
-    _check_free(engine)
-    await engine.pause_generation(mode=mode, clear_cache=True)
-    return {"status": "paused"}
-
-
-async def _resume(app: Any, engine: Any, asked: dict[str, Any]) -> dict[str, Any]:
-    _check_free(engine)
-    await engine.resume_generation()
-    return {"status": "resumed"}
-
-
-def _check_free(engine: Any) -> None:
-    keeper = getattr(engine, "_instep_keeper", None)
-    if keeper is not None and keeper.lease.held:
-        raise Refused(409, BUSY)
-
-
-async def _is_paused(app: Any, engine: Any, asked: dict[str, Any]) -> dict[str, Any]:
-    return {"paused": await engine.is_paused()}
-
-
-async def _sleep(app: Any, engine: Any, asked: dict[str, Any]) -> dict[str, Any]:
-    if not engine.model_config.enable_sleep_mode:
-        raise Refused(400, "this engine cannot sleep: start it with --enable-sleep-mode (not with shared weights)")
-    _check_free(engine)
-    await engine.sleep()
-    return {"status": "sleeping"}
-
-
-async def _wake_up(app: Any, engine: Any, asked: dict[str, Any]) -> dict[str, Any]:
-    if engine.model_config.enable_sleep_mode:
-        await engine.wake_up()
-    return {"status": "awake"}
-
-
-async def _is_sleeping(app: Any, engine: Any, asked: dict[str, Any]) -> dict[str, Any]:
-    return {"sleeping": bool(engine.model_config.enable_sleep_mode and await engine.is_sleeping())}
-
-
-async def _lora_status(app: Any, engine: Any, asked: dict[str, Any]) -> dict[str, Any]:
-    folder, request = Path(os.environ.get("LOGDIR") or "."), Loaded.request
-    return {
-        "lora_available": _takes_adapters(engine),
-        "active_adapter_path": request and request.lora_path,
-        "active_adapter_name": request and request.lora_name,
-        "active_adapter_id": request and request.lora_int_id,
-        "load_count": Loaded.count,
-        "available_adapters": sorted(path.parent.name for path in folder.glob("*/adapter_config.json")),
-    }
-
-
-def _takes_adapters(engine: Any) -> bool:
-    return engine.vllm_config.lora_config is not None and bool(os.environ.get(LORA_VARIABLE))
-
-
-async def _lora_load(app: Any, engine: Any, asked: dict[str, Any]) -> dict[str, Any]:
-    if not _takes_adapters(engine):
-        raise Refused(400, f"this engine takes no adapters: start it with --enable-lora and {LORA_VARIABLE}=1")
-    path, name = asked.get("adapter_path"), asked.get("adapter_name") or f"adapter_{Loaded.count}"
-    if not isinstance(path, str) or not isinstance(name, str):
-        raise Refused(422, "adapter_path and adapter_name are texts")
-    try:
-        config = json.loads((Path(path) / "adapter_config.json").read_text())
-    except OSError:
-        raise Refused(404, f"Adapter not found: {path} has no adapter_config.json") from None
-    except ValueError as error:
-        raise Refused(400, f"{path}/adapter_config.json is no JSON: {error}") from None
-    from vllm.lora.request import LoRARequest
-
-    request = LoRARequest(name, FIRST_ID + Loaded.count, os.path.abspath(path))
-    try:
-        await engine.add_lora(request)
-    except Exception as error:  # noqa: BLE001 - the worker's, whose class the core does not keep
-        raise Refused(400, f"vLLM does not load {path}: {error}") from error
-    Loaded.request, Loaded.count = request, Loaded.count + 1
-    about = {name: config.get(key) for name, key in (("r", "r"), ("lora_alpha", "lora_alpha"))}
-    about |= {"target_modules": config.get("target_modules"), "base_model": config.get("base_model_name_or_path")}
-    return {
-        "status": "ok",
-        "adapter_path": path,
-        "adapter_name": name,
-        "adapter_id": request.lora_int_id,
-        "load_count": Loaded.count,
-        "adapter_config": about,
-    }
-
-
-async def _lora_unload(app: Any, engine: Any, asked: dict[str, Any]) -> dict[str, Any]:
-    before, Loaded.request = Loaded.request, None
-    return {
-        "status": "ok",
-        "previous_adapter": before and before.lora_path,
-        "previous_name": before and before.lora_name,
-    }
-
-
-Route = Callable[[Any, Any, dict[str, Any]], Awaitable[dict[str, Any]]]  # (app, engine, query and body) -> answer
-ROUTES: dict[str, tuple[str, Route]] = {
-    "/health_generate": ("GET", _health_generate),
-    "/bridge/info": ("GET", _info),
-    "/bridge/state_dict_info": ("GET", _state_dict_info),
-    "/bridge/pause": ("POST", _pause),
-    "/bridge/resume": ("POST", _resume),
-    "/bridge/is_paused": ("GET", _is_paused),
-    "/bridge/sleep": ("POST", _sleep),
-    "/bridge/wake_up": ("POST", _wake_up),
-    "/bridge/is_sleeping": ("GET", _is_sleeping),
-    "/bridge/debug": ("GET", _debug),
-    "/bridge/list_endpoints": ("GET", _list_endpoints),
-    "/lora/status": ("GET", _lora_status),
-    "/lora/load": ("POST", _lora_load),
-    "/lora/unload": ("POST", _lora_unload),
+ROUTES: dict[str, tuple[str, Callable[[_Server], Awaitable[Answer]]]] = {
+    "/health_generate": ("GET", _Server.health_generate),
+    "/bridge/info": ("GET", _Server.info),
+    "/bridge/state_dict_info": ("GET", _Server.state_dict_info),
+    "/bridge/pause": ("POST", _Server.pause),
+    "/bridge/resume": ("POST", _Server.resume),
+    "/bridge/is_paused": ("GET", _Server.is_paused),
+    "/bridge/sleep": ("POST", _Server.sleep),
+    "/bridge/wake_up": ("POST", _Server.wake_up),
+    "/bridge/is_sleeping": ("GET", _Server.is_sleeping),
+    "/bridge/debug": ("GET", _Server.debug),
+    "/bridge/list_endpoints": ("GET", _Server.list_endpoints),
+    "/lora/status": ("GET", _Server.lora_status),
+    "/lora/load": ("POST", _Server.lora_load),
+    "/lora/unload": ("POST", _Server.lora_unload),
 }

@@ -1,17 +1,18 @@
 """A middleware that asks for a key: `--middleware instep_engine.vllm.auth.Middleware`, the last and so the outermost.
 
 vLLM's own key covers generation only; its control routes, such as /update_weights or /collective_rpc, ask for nothing.
-Two routes that vLLM lacks are answered here: `pause.py` and `sglang.py`.
+Two routes that vLLM lacks are answered here: `POST /instep/pause?mode=abort|keep|wait` and `/generate` (`sglang.py`).
 """
 
 from __future__ import annotations
 
-import json
-from typing import Any
+from urllib.parse import parse_qs
 
+from instep_engine.asgi import App, Message, Receive, Send, reply
 from instep_engine.guard import Guard
-from instep_engine.vllm import pause, sglang
-from instep_engine.vllm.kv_params import App, Message, Receive, Send
+from instep_engine.vllm import sglang
+
+PAUSE, MODES = "/instep/pause", ("abort", "keep", "wait")
 
 
 class Middleware:
@@ -30,8 +31,8 @@ class Middleware:
             headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
             refusal = self.guard.refusal(scope["path"], headers, (scope.get("server") or ("",))[0])
         posted = scope["path"] if (scope["type"], scope.get("method")) == ("http", "POST") else ""
-        if refusal is None and posted == pause.PATH:
-            await pause.answer(scope, send)
+        if refusal is None and posted == PAUSE:
+            await _pause(scope, send)
         elif refusal is None and posted == sglang.PATH:
             await sglang.answer(self.app, scope, receive, send)
         elif refusal is None:
@@ -39,13 +40,19 @@ class Middleware:
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008, "reason": refusal[1]})
         else:
-            await _answer(send, *refusal)
+            kind = "Unauthorized" if refusal[0] == 401 else "Forbidden"
+            await reply(send, refusal[0], {"error": {"message": refusal[1], "type": kind, "code": refusal[0]}})
 
 
-async def _answer(send: Send, status: int, message: str) -> None:
-    error = {"message": message, "type": "Unauthorized" if status == 401 else "Forbidden", "code": status}
-    body = json.dumps({"error": error}).encode()
-    fields: dict[str, Any] = {"content-type": "application/json", "content-length": str(len(body))}
-    headers = [(name.encode(), value.encode()) for name, value in fields.items()]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+async def _pause(scope: Message, send: Send) -> None:
+    """Pause the engine core, and drop its caches, without the 20 ms that vLLM's `/pause` waits after the pause.
+
+    It waits them so that callers see the last answers before its own; instep counts the requests that are under way.
+    """
+    mode = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("mode", ["abort"])[-1]
+    if mode not in MODES:
+        return await reply(send, 400, {"error": f"no such mode: {mode!r}"})
+    engine = scope["app"].state.engine_client
+    await engine.renderer.clear_mm_cache_async()
+    await engine.engine_core.pause_scheduler_async(mode=mode, clear_cache=True)
+    await reply(send, 200, {"status": "paused"})

@@ -2,13 +2,13 @@
 
 A session uses vLLM's own routes:
 
-    POST /init_weight_transfer_engine {"init_info": {"protocol": 3, "version": "3", "nonce": "..."}}
+    POST /init_weight_transfer_engine {"init_info": {"protocol": 4, "version": "3", "nonce": "..."}}
     POST /start_weight_update
     POST /update_weights {"update_info": {"backend": "shm", "manifest": {...}}}    once per bucket; or "disk", "path",
                                                                     or "nccl" or "ipc", "invitation", "seconds"
                           "restart" with path and manifest of the checkpoint that the engine was started on
                           an adapter of the same base: "lora", with its configuration in the manifest; "lora_disk";
-                          "lora_ipc", with "config" beside what "ipc" needs
+                          "lora_ipc", with its configuration in the invitation
                           "memory", with the nonces of all memory that a trainer is about to write into
     POST /update_weights {"update_info": {"backend": "complete", "names": [...]}}   refuses if something is missing
     POST /finish_weight_update {"weight_version": "3"}
@@ -30,9 +30,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,58 +45,23 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.logger import init_logger
 
 from instep_engine import PROTOCOL
-from instep_engine.bucket import compare, read_bucket
-from instep_engine.handles import Receiver as IpcReceiver
-from instep_engine.lease import NONE as NO_LEASE
-from instep_engine.manifest import BucketManifest, WeightMismatch
-from instep_engine.place import NoPlace, check_checkpoint
-from instep_engine.stream import Group, Invitation, StreamBroken, StreamMismatch, open_store, receive
-from instep_engine.vllm.async_llm import LOADED
+from instep_engine.lease import LOADED
+from instep_engine.manifest import WeightMismatch
+from instep_engine.receiving import Receiving
 from instep_engine.vllm.cpu_packing import CpuPacking
 from instep_engine.vllm.direct import DirectLoader, loads_directly
 from instep_engine.vllm.lora import Receiver, session_begins
 
 logger = init_logger("vllm.instep")
-OTHER_MEMORY = "the trainer would write into other memory than this engine's"  # instep looks for it
 ACTIVE = "a session is active: POST /finish_weight_update ends it"
 
 
-@dataclass
-class Session(WeightTransferInitInfo):
-    """What instep announces: its protocol, and the weight version and nonce of every bucket of this session."""
-
-    protocol: int
-    version: str
-    nonce: str
-
-
-@dataclass
-class Update(WeightTransferUpdateInfo):
-    """One step of a session.
-
-    `backend` is shm or lora (need `manifest`), disk, lora_disk or restart (`path`, `manifest`), nccl or ipc
-    (`invitation`, `seconds`), lora_ipc (`config`, too), memory (`memory`) or complete (`names`).
-    """
-
-    backend: str
-    manifest: dict[str, Any] = field(default_factory=dict)
-    path: str = ""
-    names: list[str] | None = None
-    invitation: dict[str, Any] = field(default_factory=dict)
-    seconds: float = 0.0
-    config: dict[str, Any] = field(default_factory=dict)
-    memory: list[str] = field(default_factory=list)
-
-
-class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
-    init_info_cls, update_info_cls = Session, Update
-    _nonce = ""  # of the memory that this worker shares with a trainer
+class ShmWeightTransferEngine(Receiving, WeightTransferEngine[WeightTransferInitInfo, WeightTransferUpdateInfo]):
+    init_info_cls, update_info_cls = WeightTransferInitInfo, WeightTransferUpdateInfo
 
     def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self._session: Session | None = None
-        self._group: Group | IpcReceiver | None = None  # of the last stream
-        self._delivered: set[str] = set()
+        WeightTransferEngine.__init__(self, *args, **kwargs)
+        Receiving.__init__(self, self.device)
         self._complete = self._active = self._started = False
         self._wrote = False  # this session has loaded weights
         self._packing = CpuPacking(self.model) if self.device.type == "cpu" else None
@@ -112,34 +75,27 @@ class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
         self._reloading = False
         self._adapter = Receiver(self.vllm_config, self.model, self._shapes)
         self._direct = DirectLoader(self.model) if loads_directly(self.model, self.vllm_config, self.device) else None
+        self.keeps = self._direct is None  # vLLM's reload keeps tensors until their layer is whole
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> Any:
         return init_dict  # checked below, where the workers agree on a failure
 
     def init_transfer_engine(self, init_info: Any) -> None:
-        if isinstance(init_info, dict) and "lease" in init_info:  # `async_llm.py` has not wrapped this vLLM's server
-            if get_tp_group().is_last_rank and get_pp_group().is_last_rank:
-                raise RuntimeError(f"WeightMismatch[]: {NO_LEASE}: the plugin does not know its vLLM's AsyncLLM")
-            return
         failure = None
         try:
-            session = Session(**init_info)
-            if session.protocol != PROTOCOL:
-                failure = (
-                    f"instep speaks protocol {session.protocol}, this plugin {PROTOCOL}: install the one that "
-                    "belongs to it"
-                )
+            if (protocol := init_info["protocol"]) != PROTOCOL:
+                failure = f"instep speaks protocol {protocol}, this plugin {PROTOCOL}: install the one of this instep"
             elif self._active:
                 failure = ACTIVE
             else:
-                self._session = session
-        except TypeError as error:
-            failure = f"the session is malformed: {error}"
+                self.session = init_info["version"], init_info["nonce"]
+        except (KeyError, TypeError) as error:
+            failure = f"the session is malformed: {error!r}"
         self._agree(failure)
 
     def start_weight_update(self) -> None:
         self._active = True
-        self._delivered, self._complete, self._started, self._wrote = set(), False, False, False
+        self.delivered, self._complete, self._started, self._wrote = set(), False, False, False
         self._adapter.clear()
         session_begins()
         if self._direct is not None:
@@ -149,7 +105,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
         failure = None
         try:
             with set_current_vllm_config(self.vllm_config):
-                self.receive_weights(self.update_info_cls(**update_info))
+                self.receive_weights(update_info)
             torch.accelerator.synchronize()
         except Exception as error:  # the border to vLLM's workers
             logger.exception("an update was refused")
@@ -176,49 +132,29 @@ class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
         if first is None:
             return
         if first != ACTIVE:
-            self._session = None
+            self.session = None
         self._forget_partial_layers()
         self._end_reload()  # what did not arrive whole keeps its old weights
         if get_tp_group().is_last_rank and get_pp_group().is_last_rank:
             raise RuntimeError(first + (LOADED if any(wrote for _, wrote in failures) else ""))
 
-    def receive_weights(self, update_info: Update) -> None:
-        if self._session is None:
+    def receive_weights(self, info: Mapping[str, Any]) -> None:
+        if self.session is None:
             raise WeightMismatch("no session was announced, or it was refused: POST /init_weight_transfer_engine")
-        if update_info.backend == "shm":
-            manifest = self._manifest(update_info.manifest)
-            self._check_names({t.name: t.shape for t in manifest.tensors})
-            self._load(read_bucket(manifest))
-        elif update_info.backend == "disk":
-            self._load(self._checkpoint(update_info))
-        elif update_info.backend == "restart":
-            self._compare_start(update_info)
-        elif update_info.backend in ("nccl", "ipc", "lora_ipc"):
-            self._receive(update_info)
-        elif update_info.backend == "lora":
-            manifest = self._manifest(update_info.manifest)
-            self._receive_adapter(read_bucket(manifest), update_info.manifest["config"])
-        elif update_info.backend == "lora_disk":
-            tensors = self._files(update_info)
-            self._receive_adapter(tensors, json.loads((Path(update_info.path) / "adapter_config.json").read_text()))
-        elif update_info.backend == "memory":
-            if self._nonce not in update_info.memory:
-                raise WeightMismatch(OTHER_MEMORY)
-        elif update_info.backend == "complete":
-            self._check_complete(update_info.names)
-            if self._adapter.tensors:
-                self._wrote = True
-                self._adapter.load()
-            self._complete = True
-        else:
-            raise WeightMismatch(f"no such backend: {update_info.backend!r}")
+        if info["backend"] != "complete":
+            return super().receive_weights(info)
+        self._check_complete(info["names"])
+        if self._adapter.tensors:
+            self._wrote = True
+            self._adapter.load()
+        self._complete = True
 
     def finish_weight_update(self) -> None:
         if not self._complete:  # refused, or left by a controller that died; instep completes its own
             logger.warning("a session ends that was not complete")
             self._forget_partial_layers()
         self._end_reload()
-        self._session, self._active = None, False
+        self.session, self._active = None, False
 
     def shutdown(self) -> None:
         pass
@@ -230,65 +166,32 @@ class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
 
     # ---- checks --------------------------------------------------------------------------------------------------
 
-    def _manifest(self, data: dict[str, Any]) -> BucketManifest:
-        """The manifest of a bucket or checkpoint of this session."""
-        assert self._session is not None
-        try:
-            manifest = BucketManifest.from_json(data)
-        except (KeyError, TypeError) as error:
-            raise WeightMismatch(f"the manifest is malformed: {error!r}") from error
-        got, want = (manifest.version, manifest.nonce), (self._session.version, self._session.nonce)
-        if got != want:
-            first = manifest.tensors[0].name if manifest.tensors else None
-            raise WeightMismatch(f"bucket of version and nonce {got}, session of {want}", first)
-        return manifest
-
-    def _check_names(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        for name, shape in shapes.items():
-            if name in self._delivered:
+    def _check_names(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
+            shape = tuple(tensor.shape)
+            if name in self.delivered:
                 raise WeightMismatch(f"{name} came twice", name)
             if self._shapes and name not in self._shapes:
                 raise WeightMismatch(f"{name} is no tensor of this model", name)
             if self._shapes and shape != self._shapes[name]:
                 raise WeightMismatch(f"{name}: received shape {shape}, the model has {self._shapes[name]}", name)
 
-    def _checkpoint(self, info: Update) -> dict[str, torch.Tensor]:
-        """All tensors of a Hugging Face checkpoint."""
-        return {name: t for name, t in self._files(info).items() if not self._shapes or name in self._shapes}
-
-    def _compare_start(self, info: Update) -> None:
-        """Compare the checkpoint that this engine was started on with what was sent; vLLM has loaded it by itself."""
-        if os.path.realpath(info.path) != os.path.realpath(self.model_config.model):
-            raise WeightMismatch(f"this engine was started on {self.model_config.model}, not on {info.path}")
-        self._delivered.update(self._files(info))
+    def compare_start(self, path: str, tensors: dict[str, torch.Tensor]) -> None:
+        """See that it is the checkpoint which vLLM has loaded by itself."""
+        if os.path.realpath(path) != os.path.realpath(self.model_config.model):
+            raise WeightMismatch(f"this engine was started on {self.model_config.model}, not on {path}")
         self._started = True
-
-    def _files(self, info: Update) -> dict[str, torch.Tensor]:
-        """The tensors of a checkpoint on disk, compared with its manifest where one was sent."""
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-
-        folder, tensors = Path(info.path), dict[str, torch.Tensor]()
-        try:
-            check_checkpoint(str(folder))
-            for file in sorted(folder.glob("*.safetensors")) or [folder / "model.safetensors"]:
-                tensors |= load_file(file)
-        except (OSError, ValueError, NoPlace, SafetensorError) as error:
-            raise WeightMismatch(f"no checkpoint in {folder}: {error}") from error
-        if info.manifest:
-            compare(self._manifest(info.manifest), tensors)
-        return tensors
 
     def _check_complete(self, names: Iterable[str] | None) -> None:
         """Raise WeightMismatch unless all `names` and every weight of this worker's model have arrived."""
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-        if missing := sorted(set(names or ()) - self._delivered):
+        if missing := sorted(set(names or ()) - self.delivered):
             raise WeightMismatch(f"{len(missing)} tensors were not delivered: {missing[:3]}", missing[0])
         if self._adapter.tensors or self._started:  # the base stays as it is
             return
-        if not self._delivered:
+        if not self.delivered:
             raise WeightMismatch("no tensor was delivered")
         if self._direct is not None:
             self._direct.check_complete()
@@ -305,13 +208,21 @@ class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
 
     # ---- loading -------------------------------------------------------------------------------------------------
 
-    def _receive_adapter(self, tensors: dict[str, torch.Tensor], config: dict[str, Any], lasting: bool = False) -> None:
+    def load_adapter(self, tensors: dict[str, torch.Tensor], config: dict[str, Any], lasting: bool) -> None:
         self._adapter.receive(tensors, config, lasting)
-        self._delivered.update(tensors)
 
-    def _load(self, tensors: dict[str, torch.Tensor]) -> None:
+    def leave_stream(self) -> None:
+        self._adapter.forget_source()
+        super().leave_stream()
+
+    def load(self, tensors: dict[str, torch.Tensor], exact: bool) -> None:
+        """Load a bucket, or all of a checkpoint that this model has."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
+        if exact:
+            self._check_names(tensors)
+        else:
+            tensors = {name: t for name, t in tensors.items() if not self._shapes or name in self._shapes}
         self._wrote = True
         try:
             if self._direct is not None:
@@ -326,46 +237,6 @@ class ShmWeightTransferEngine(WeightTransferEngine[Session, Update]):
         except (KeyError, ValueError, AssertionError, RuntimeError) as error:
             first = next(iter(tensors), None)
             raise WeightMismatch(f"the model does not take these weights: {error!r}", first) from error
-        self._delivered.update(tensors)
-
-    def _receive(self, info: Update) -> None:
-        """Receive all weights, or an adapter, as a stream, and load one bucket after another."""
-        assert self._session is not None, "receive_weights checks it"
-        backend, invitation, seconds = info.backend, Invitation(**info.invitation), info.seconds
-
-        def load(tensors: dict[str, torch.Tensor]) -> None:
-            if backend == "lora_ipc":
-                self._receive_adapter(tensors, info.config, lasting=True)
-                return
-            self._check_names({name: tuple(t.shape) for name, t in tensors.items()})
-            if backend == "ipc" and self._direct is None:  # vLLM's reload keeps tensors until their layer is whole
-                tensors = {name: t.clone() for name, t in tensors.items()}
-            self._load(tensors)
-
-        deadline = time.monotonic() + seconds
-        session = {"version": self._session.version, "nonce": self._session.nonce}
-        try:
-            if self._group is None or self._group.name != invitation.group:
-                self._leave_group()
-                if backend != "nccl":
-                    self._group = IpcReceiver(invitation, self.device, deadline)
-                else:
-                    self._group = Group(open_store(invitation.store, seconds), invitation, self.device, seconds)
-            if isinstance(self._group, IpcReceiver):
-                self._group.receive(session, load, deadline)
-            else:
-                receive(self._group, session, load, deadline)
-        except StreamMismatch as error:
-            raise WeightMismatch(str(error), error.tensor) from error
-        except StreamBroken as error:
-            self._leave_group()
-            raise WeightMismatch(f"the stream of weights broke: {error}") from error
-
-    def _leave_group(self) -> None:
-        self._adapter.forget_source()
-        if self._group is not None:
-            self._group.close()
-            self._group = None
 
     def _forget_partial_layers(self) -> None:
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info

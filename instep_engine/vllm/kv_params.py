@@ -7,15 +7,8 @@ silently compute every prompt again. The core reads them from the sampling param
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
 
-PATH = "/inference/v1/generate"
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Message, Receive, Send], Awaitable[None]]
+from instep_engine.asgi import GENERATE, App, Message, Receive, Send, body_of, with_body
 
 
 class Middleware:
@@ -25,33 +18,11 @@ class Middleware:
         self.app = app
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] != PATH:
+        if scope["type"] != "http" or scope["path"] != GENERATE:
             await self.app(scope, receive, send)
             return
         if (body := await body_of(receive)) is not None:
             await self.app(*with_body(moved(body), scope, receive), send)
-
-
-async def body_of(receive: Receive) -> bytes | None:
-    """The whole body of a request; None if the client has gone away."""
-    body = b""
-    while (message := await receive())["type"] == "http.request":
-        body += message.get("body", b"")
-        if not message.get("more_body"):
-            return body
-    return None
-
-
-def with_body(body: bytes, scope: Message, receive: Receive) -> tuple[Message, Receive]:
-    """`scope` and `receive` of the same request with another body."""
-    headers = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
-    headers.append((b"content-length", str(len(body)).encode()))
-    first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def receive_body() -> Message:
-        return first.pop() if first else await receive()
-
-    return {**scope, "headers": headers}, receive_body
 
 
 def moved(body: bytes) -> bytes:

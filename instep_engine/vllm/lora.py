@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from vllm.lora.utils import parse_fine_tuned_lora_name
 from instep_engine import LORA_VARIABLE
 from instep_engine.manifest import WeightMismatch
 from instep_engine.memory import Recorder
-from instep_engine.vllm.loaded import Loaded
+from instep_engine.vllm.async_llm import Loaded
 
 logger = init_logger("vllm.instep")
 REQUEST = LoRARequest("instep", 1, "instep: from the trainer, in memory")
@@ -114,59 +114,55 @@ class Layout(NamedTuple):
 
 
 @dataclass
+class Arrived:
+    """What has arrived of an adapter.
+
+    Attributes:
+        tensors: on the device; B is multiplied by alpha / rank already.
+        wholes: their memory, one piece for each of those that they came in; layout: where each tensor lies in it.
+        source: what they came in, if the next adapter may come in it: by the same object, then it has the same form.
+    """
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    wholes: list[torch.Tensor] = field(default_factory=list)
+    layout: dict[str, Layout] = field(default_factory=dict)
+    source: dict[str, torch.Tensor] | None = None
+
+
+@dataclass
 class Places:
     """Where vLLM keeps the adapter that it has loaded. Another one of the same shape is written there, which takes a
     tenth of the time: vLLM's loader parses hundreds of names, packs layers and clears their buffers.
 
     Attributes:
-        adapter, layout: peft's configuration, and where each tensor lies in `wholes` (`Receiver`).
+        adapter: peft's configuration.
         model, slot: vLLM's object of the adapter, and which of its buffers it is in.
-        tensors, wholes: what this object refers to: vLLM fills these buffers from there when it has used them for
-            another adapter.
-        copies: slices of the buffers, and what of `tensors` belongs there.
+        arrived: what this object refers to: vLLM fills these buffers from there when it has used them for another one.
+        copies: slices of the buffers, and what of `arrived` belongs there.
     """
 
     adapter: dict[str, Any]
-    layout: dict[str, Layout]
     model: LoRAModel
     slot: int
-    tensors: dict[str, torch.Tensor]
-    wholes: list[torch.Tensor]
+    arrived: Arrived
     copies: list[tuple[list[torch.Tensor], list[torch.Tensor]]]
 
-    def are_those_of(
-        self, manager: Any, adapter: dict[str, Any], layout: dict[str, Layout], wholes: list[torch.Tensor]
-    ) -> bool:
-        """Whether they are still in use, and fit an adapter that lies so in `wholes`."""
+    def are_those_of(self, manager: Any, adapter: dict[str, Any], new: Arrived) -> bool:
+        """Whether they are still in use, and fit the adapter that has arrived."""
         return (
             manager.lora_index_to_id[self.slot] == self.model.id
             and manager.get_adapter(self.model.id) is self.model
             and self.adapter == adapter
-            and self.layout == layout
-            and [whole.shape for whole in self.wholes] == [whole.shape for whole in wholes]
+            and self.arrived.layout == new.layout
+            and [whole.shape for whole in self.arrived.wholes] == [whole.shape for whole in new.wholes]
         )
 
     @torch.no_grad()
     def write(self, wholes: list[torch.Tensor]) -> None:
-        for whole, new in zip(self.wholes, wholes, strict=True):
+        for whole, new in zip(self.arrived.wholes, wholes, strict=True):
             whole.copy_(new)
         for buffers, sources in self.copies:
             torch._foreach_copy_(buffers, sources)
-
-
-@dataclass
-class Staged:
-    """Memory in which an adapter has arrived, and what lies there: the next one of this form is copied to it.
-
-    Attributes:
-        source: the tensors that it came in; who brings the next one by the same object brings the same form.
-        copies, wholes, layout: see `Receiver`.
-    """
-
-    source: dict[str, torch.Tensor]
-    copies: dict[str, torch.Tensor]
-    wholes: list[torch.Tensor]
-    layout: dict[str, Layout]
 
 
 class Receiver:
@@ -174,23 +170,21 @@ class Receiver:
 
     Args:
         shapes: those of the base's weights by name; empty where they are unknown.
-
-    Attributes:
-        tensors: what has arrived, on the device; B is multiplied by alpha / rank already, so that `load` only copies.
     """
 
     def __init__(self, vllm_config: Any, model: torch.nn.Module, shapes: dict[str, tuple[int, ...]]):
         self._config, self._model, self._shapes = vllm_config, model, shapes | _packed(shapes)
         self._places: Places | None = None
-        self._staged: Staged | None = None  # of the last adapter, if its memory is not that of `_places`
+        self._staged: Arrived | None = None  # the last adapter, if its memory is not that of `_places`
         self.clear()
 
     def clear(self) -> None:
-        self.tensors: dict[str, torch.Tensor] = {}
-        self._source: dict[str, torch.Tensor] | None = None  # what `tensors` came in, where the next may come in it
-        self._wholes: list[torch.Tensor] = []  # the memory of `tensors`: one piece for each of those they came in
-        self._layout: dict[str, Layout] = {}
-        self._adapter: dict[str, Any] = {}
+        self._arrived, self._adapter = Arrived(), dict[str, Any]()
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What has arrived in this session."""
+        return self._arrived.tensors
 
     def receive(self, tensors: dict[str, torch.Tensor], adapter: dict[str, Any], lasting: bool = False) -> None:
         """Check tensors of the adapter that peft's configuration `adapter` describes, and keep copies of them.
@@ -213,7 +207,8 @@ class Receiver:
             raise WeightMismatch("two buckets belong to different adapters", next(iter(tensors), None))
         self._adapter = adapter
         known, mapper = _layers(self._model.lora_manager), _mapper(self._model)
-        before = self._places.tensors if self._places is not None and self._places.adapter == adapter else {}
+        places = self._places
+        before = places.arrived.tensors if places is not None and places.adapter == adapter else {}
         for name, tensor in tensors.items():
             if name in before and before[name].shape == tensor.shape:
                 continue
@@ -231,14 +226,14 @@ class Receiver:
         copies = self._again(tensors) if first else {}
         if not copies:
             copies, self._staged = self._copied(tensors), None
-        self._source = tensors if lasting and first else None
+        self._arrived.source = tensors if lasting and first else None
         finite = torch.stack(torch._foreach_norm(list(copies.values()))).isfinite().tolist() if copies else []
         if odd := next((name for name, is_finite in zip(copies, finite, strict=True) if not is_finite), None):
             raise WeightMismatch(f"{odd} is not finite", odd)
         scale = PEFTHelper.from_dict(adapter).vllm_lora_scaling_factor
         if scale != 1 and (to_scale := [tensor for name, tensor in copies.items() if name.endswith(B)]):
             torch._foreach_mul_(to_scale, scale)
-        self.tensors |= copies
+        self.tensors.update(copies)
 
     def forget_source(self) -> None:
         """Let go of the memory that the last adapter came in."""
@@ -252,22 +247,22 @@ class Receiver:
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors.values()}
         for whole, storage in zip(staged.wholes, storages.values(), strict=True):
             whole.copy_(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
-        self._wholes, self._layout = list(staged.wholes), dict(staged.layout)
-        return staged.copies
+        self._arrived = Arrived({}, list(staged.wholes), dict(staged.layout))
+        return staged.tensors
 
     def _copied(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Copies on the device; those of one bucket are copied at once, as there are hundreds."""
-        device, numbers = self._model.lora_manager.device, dict[int, int]()  # by the address of the memory
+        device, numbers, new = self._model.lora_manager.device, dict[int, int](), self._arrived  # by address of memory
         copies: dict[str, torch.Tensor] = {}
         for name, tensor in tensors.items():
             storage = tensor.untyped_storage()
             if (address := storage.data_ptr()) not in numbers:
-                numbers[address] = len(self._wholes)
+                numbers[address] = len(new.wholes)
                 whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-                self._wholes.append(whole.to(device, copy=True))
+                new.wholes.append(whole.to(device, copy=True))
             number, start = numbers[address], tensor.storage_offset() * tensor.element_size()
-            self._layout[name] = Layout(number, start, tensor.dtype, tensor.shape)
-            flat = self._wholes[number][start : start + tensor.nbytes]
+            new.layout[name] = Layout(number, start, tensor.dtype, tensor.shape)
+            flat = new.wholes[number][start : start + tensor.nbytes]
             copies[name] = flat.view(tensor.dtype).view(tensor.shape)
         return copies
 
@@ -285,11 +280,11 @@ class Receiver:
         manager: Any = self._model.lora_manager
         try:
             places, self._places = self._places, None  # until it is done
-            if places is not None and places.are_those_of(manager, self._adapter, self._layout, self._wholes):
-                places.write(self._wholes)
-                _held = (places.tensors, self._adapter)
-                if self._source is not None:
-                    self._staged = Staged(self._source, self.tensors, self._wholes, self._layout)
+            if places is not None and places.are_those_of(manager, self._adapter, self._arrived):
+                places.write(self._arrived.wholes)
+                _held = (places.arrived.tensors, self._adapter)
+                if self._arrived.source is not None:
+                    self._staged = self._arrived
             else:
                 places, self._staged = self._load(manager), None
             self._places = places
@@ -322,8 +317,7 @@ class Receiver:
                 kind[1].append(source)
         slot = manager.lora_index_to_id.index(model.id)
         logger.info_once("instep: further adapters of this shape are written where vLLM keeps this one")
-        given = self.tensors, self._wholes, list(copies.values())
-        return Places(self._adapter, self._layout, model, slot, *given)
+        return Places(self._adapter, model, slot, self._arrived, list(copies.values()))
 
 
 def _packed(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from instep_engine import vllm_form
-from instep_engine.sglang_form import HEADER, PATH, Asked
-from instep_engine.vllm.kv_params import PATH as GENERATE
-from instep_engine.vllm.kv_params import App, Message, Receive, Send, body_of, with_body
+from instep_engine.asgi import GENERATE, App, Message, Receive, Send, body_of, reply, with_body
+from instep_engine.sglang_form import HEADER, PATH
 
 __all__ = ["PATH", "answer"]
 
@@ -21,14 +21,13 @@ async def answer(app: App, scope: Message, receive: Receive, send: Send) -> None
     begun, tokenizer = time.monotonic(), scope["app"].state.engine_client.get_tokenizer()
     header = next((value.decode("latin-1") for name, value in scope["headers"] if name == HEADER.encode()), None)
     try:
-        given = json.loads(body)
-        asked = (vllm_form.Asked if vllm_form.is_asked(given, header) else Asked).read(given, header)
-        add = not isinstance(asked, Asked)  # slime's functions tokenize without special tokens
-        ids = asked.ids if asked.text is None else tokenizer.encode(asked.text, add_special_tokens=add)
-        payload = json.dumps(asked.payload(list(ids or []))).encode()
+        asked = vllm_form.read(json.loads(body), header)
+        add = asked.adds_special_tokens
+        ids = list(asked.ids or []) if asked.text is None else tokenizer.encode(asked.text, add_special_tokens=add)
+        payload = json.dumps(asked.payload(ids)).encode()
     except (ValueError, TypeError) as error:
-        refusal = {"error": {"message": str(error), "type": "BadRequestError", "code": 400}}
-        return await _send(send, 400, json.dumps(refusal).encode())
+        refusal = {"message": str(error), "type": "BadRequestError", "code": 400}
+        return await reply(send, 400, {"error": refusal})
     headers = [(name, value) for name, value in scope["headers"] if name != b"accept"]
     inner = {**scope, "path": GENERATE, "raw_path": GENERATE.encode(), "headers": headers}
     parts: list[Message] = []
@@ -38,26 +37,14 @@ async def answer(app: App, scope: Message, receive: Receive, send: Send) -> None
 
     await app(*with_body(payload, inner, receive), collect)
     status = next((part["status"] for part in parts if part["type"] == "http.response.start"), 500)
-    text = b"".join(part.get("body", b"") for part in parts if part["type"] == "http.response.body")
-    if status == 200 and text == b"null":  # so vLLM answers one who has gone, also as it ends itself
-        gone = {"error": {"message": "vLLM has ended this request", "type": "ServiceUnavailable", "code": 503}}
-        status, text = 503, json.dumps(gone).encode()
+    found: Any = b"".join(part.get("body", b"") for part in parts if part["type"] == "http.response.body")
+    if status == 200 and (found := json.loads(found)) is None:  # so vLLM answers one who has gone, also as it ends
+        gone = {"message": "vLLM has ended this request", "type": "ServiceUnavailable", "code": 503}
+        status, found = 503, {"error": gone}
     elif status == 200:
-        found: dict[str, Any] = json.loads(text)
-        skip, prompt = asked.skip_special_tokens, list(ids or [])
-        if isinstance(asked, Asked):
-            shown = tokenizer.decode(asked.shown(found), skip_special_tokens=skip)
-            reply = asked.reply(prompt, found, shown, time.monotonic() - begun)
-        else:
-            texts = [tokenizer.decode(tokens, skip_special_tokens=skip) for tokens in asked.shown(found)]
-            said = tokenizer.decode(prompt) if asked.text is None else asked.text
-            reply = asked.reply(prompt, found, said, texts)
-        text = json.dumps(reply).encode()
-    await _send(send, status, text)
 
+        async def decode(tokens: Sequence[int], skip: bool) -> str:
+            return str(tokenizer.decode(tokens, skip_special_tokens=skip))
 
-async def _send(send: Send, status: int, body: bytes) -> None:
-    fields: dict[str, Any] = {"content-type": "application/json", "content-length": str(len(body))}
-    headers = [(name.encode(), value.encode()) for name, value in fields.items()]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+        found = await vllm_form.reply_of(asked, ids, found, time.monotonic() - begun, decode)
+    await reply(send, status, found)

@@ -14,8 +14,7 @@ third compares a whole checkpoint with them, every byte, and writes nothing.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,21 +40,12 @@ from instep_engine.memory import (
 )
 from instep_engine.place import check_memory_folder, process_mark
 from instep_engine.vllm.bridge import Bridge
-from instep_engine.vllm.engine import ShmWeightTransferEngine, Update
+from instep_engine.vllm.engine import ShmWeightTransferEngine
 
 logger = init_logger("vllm.instep")
 
 
-@dataclass
-class SingleCopyUpdate(Update):
-    """One step of a session; of the backend `single-copy` the digests of weights, by the memory that they are in."""
-
-    digests: dict[str, dict[str, str]] = field(default_factory=dict)
-
-
 class SingleCopyWeightTransferEngine(ShmWeightTransferEngine):
-    update_info_cls = SingleCopyUpdate
-
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._refuse_what_cannot_be_shared()
@@ -78,12 +68,12 @@ class SingleCopyWeightTransferEngine(ShmWeightTransferEngine):
             "process": process_mark(os.getpid()),
         }
         meet = get_world_group().barrier
-        self._nonce = write_manifest(folder, self._rank, about, memories, self._slices, shapes, meet)
+        self.nonce = write_manifest(folder, self._rank, about, memories, self._slices, shapes, meet)
         size = sum(memory.end - memory.begin for memory in memories)
         logger.info("rank %d shares %.1f MB of weights on %s (%s)", self._rank, size / 1e6, self.device, folder)
         if self._bridge is not None:
             tensor_parallel, named = parallel.tensor_parallel_size, dict(self.model.named_parameters())
-            self._bridge.write(self.model_config.model, self._nonce, tensor_parallel, named.items(), memories)
+            self._bridge.write(self.model_config.model, self.nonce, tensor_parallel, named.items(), memories)
             if self.device.type == "cuda":
                 logger.info("Exported %d IPC handles for single-copy mode", len(memories))
             logger.info("Exported %d params to %s, by which trainers find them", len(named), self._bridge.path)
@@ -200,44 +190,38 @@ class SingleCopyWeightTransferEngine(ShmWeightTransferEngine):
 
     def start_weight_update(self) -> None:
         self._active = True
-        self._delivered, self._complete = set(), False
+        self.delivered, self._complete = set(), False
 
-    def receive_weights(self, update_info: Update) -> None:
-        if self._session is None:
-            raise WeightMismatch("no session was announced, or it was refused: POST /init_weight_transfer_engine")
-        if isinstance(update_info, SingleCopyUpdate) and update_info.backend == "single-copy":
-            self._compare_samples(update_info)
-        elif update_info.backend in ("shm", "nccl", "ipc"):
-            first = next(iter(self._slices))
-            raise WeightMismatch(
-                "this engine shares its memory: it loads no buckets (--weight-sync single-copy)", first
-            )
+    def receive_weights(self, info: Mapping[str, Any]) -> None:
+        if self.session is not None and info["backend"] == "single-copy":
+            self._compare_samples(info["digests"].get(self.nonce))
         else:
-            super().receive_weights(update_info)
+            super().receive_weights(info)
 
-    def _load(self, tensors: dict[str, torch.Tensor]) -> None:
+    def load(self, tensors: dict[str, torch.Tensor], exact: bool) -> None:
         """Compare a whole checkpoint with the memory; nothing is loaded."""
+        if exact:
+            what = "this engine shares its memory: it loads no buckets (--weight-sync single-copy)"
+            raise WeightMismatch(what, next(iter(self._slices)))
         for name, whole in tensors.items():
             for part in self._slices.get(name, ()):
                 if not torch.equal(part.view, part.held(whole)):
                     raise WeightMismatch(f"{name} of the checkpoint is not what this engine holds", name)
-        self._delivered.update(tensors)
 
     def _check_complete(self, names: Iterable[str] | None) -> None:
-        if missing := sorted(set(names or ()) - self._delivered):
+        if missing := sorted(set(names or ()) - self.delivered):
             raise WeightMismatch(f"{len(missing)} tensors were not delivered: {missing[:3]}", missing[0])
 
-    def _compare_samples(self, update: SingleCopyUpdate) -> None:
+    def _compare_samples(self, told: dict[str, str] | None) -> None:
         """Raises WeightMismatch if the trainer has written into other memory, or other values."""
-        told = update.digests.get(self._nonce)
         if told is None:
             raise WeightMismatch("the trainer is attached to other memory than this engine's")
         if missing := sorted(self._slices.keys() - told.keys()):
             raise WeightMismatch(f"{missing[0]} was not written", missing[0])
         live, held = Ranges(self.model.parameters()), self._sample.digests()
         for name, parts in self._slices.items():
-            if not all(part.view.data_ptr() in live for part in parts):
+            if any(live.holding(part.view.data_ptr()) is None for part in parts):
                 raise WeightMismatch(f"this engine computes with other memory than what {name} was written to", name)
             if held[name] != told[name]:
                 raise WeightMismatch(f"{name} is not what the trainer has written", name)
-        self._delivered.update(told)
+        self.delivered.update(told)

@@ -5,10 +5,9 @@ vLLM would keep them waiting until it wakes, and would then answer them with wei
 
 from __future__ import annotations
 
-import json
 from urllib.parse import parse_qs
 
-from instep_engine.vllm.kv_params import App, Message, Receive, Send
+from instep_engine.asgi import App, Message, Receive, Send, reply
 
 GENERATION = ("/v1/", "/inference/", "/generate")
 TAGS = frozenset({"weights", "kv_cache"})  # vLLM's names of what sleeps
@@ -34,10 +33,7 @@ class Middleware:
             await send(message)
 
         if self.asleep and path.startswith(GENERATION):
-            body = json.dumps({"error": BODY}).encode()
-            headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-            await send({"type": "http.response.start", "status": 503, "headers": headers})
-            await send({"type": "http.response.body", "body": body})
+            await reply(send, 503, {"error": BODY})
         else:
             before = self.asleep
             if path == "/sleep":

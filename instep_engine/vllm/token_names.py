@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from instep_engine.vllm.kv_params import PATH, App, Message, Receive, Send, body_of, with_body
+from instep_engine.asgi import GENERATE, App, Message, Receive, Send, body_of, with_body
 
 
 class Middleware:
@@ -20,7 +20,7 @@ class Middleware:
         self.app = app
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] != PATH or scope["method"] != "POST":
+        if scope["type"] != "http" or scope["path"] != GENERATE or scope["method"] != "POST":
             await self.app(scope, receive, send)
             return
         if (body := await body_of(receive)) is not None:

@@ -148,7 +148,7 @@ def test_engines_hold_the_weights(run_ranks, trained, tmp_path, dtype, ranks, tp
     torch.testing.assert_close(torch.tensor(steps), torch.tensor(expected_steps), rtol=rtol, atol=atol)
     for name, weight in expected.items():
         assert (weights[name].float() - weight).norm() <= max(rtol / 5, 1e-5) * weight.norm(), name
-    held = {worker.nonce: plugin.sample_digests(worker.recorder.slices) for worker in workers}
+    held = {worker.nonce: plugin.Sample(worker.recorder.slices).digests() for worker in workers}
     assert [result[3] for result in results] == [[]] * ranks
     assert {name for result in results for name in result[4]} == {SPOILT}
     for rank, (_, _, told, _, _, still) in enumerate(results):  # the sample of the masters, which no rank has whole

@@ -41,7 +41,7 @@ def in_worker() -> None:
     from instep.training.hf.mirror import Mirror
     from instep.training.worker import Worker
     from instep.weights import ipc, nccl
-    from instep_engine.stream import Packed
+    from instep_engine.manifest import TensorRecord
 
     publish, source, refresh = Worker.publish, Worker._source, Mirror.refresh
     send_header, send_bucket, tell = nccl.send_header, nccl.send_bucket, ipc._Stream._tell
@@ -73,7 +73,7 @@ def in_worker() -> None:
                 self._data[message["slot"]][0] ^= 1
                 sending.append("flipped")
             session, bucket = {name: message[name] for name in ("version", "nonce")}, message["tensors"]
-            session, (tensors,) = in_header(planted(), session, [[Packed(**t) for t in bucket]])
+            session, (tensors,) = in_header(planted(), session, [[TensorRecord(**t) for t in bucket]])
             message = {**message, **session, "tensors": [vars(t) for t in tensors]}
         tell(self, message)
 

@@ -210,12 +210,11 @@ def forged(info: Info, kept: Path) -> Info:
 
 
 def _configured(info: Info, field: str, factor: int) -> Info:
-    """With another configuration of the adapter, which is in the manifest of a bucket, or beside an invitation."""
-    about = info.get("manifest", info)
-    if "config" not in about:  # of the golden path, whose folder has it
+    """With another configuration of the adapter, which is in the manifest of a bucket, or in an invitation."""
+    where = "manifest" if "manifest" in info else "invitation"
+    if not (config := info[where]["config"]):  # of the golden path, whose folder has it
         return info
-    about = {**about, "config": {**about["config"], field: factor * about["config"][field]}}
-    return {**info, "manifest": about} if "manifest" in info else about
+    return {**info, where: {**info[where], "config": {**config, field: factor * config[field]}}}
 
 
 def other_alpha(info: Info, kept: Path) -> Info:

@@ -32,7 +32,7 @@ def test_requests_go_on_to_vllms_own_route(monkeypatch: Any, caplog: Any, versio
 
     scope = {
         "type": "http",
-        "path": api.PATH,
+        "path": api.GENERATE,
         "method": "POST",
         "headers": [(b"accept", answers.CONTENT_TYPE.encode())],
     }

@@ -12,9 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from instep.checkpoints.adapter import LAYOUT, Lora, base_of, check_layout, write_layout
 from instep.engines.embedded.adapter import Adapter
-from instep.engines.embedded.protocol import HttpError
 from instep.errors import CheckpointError
 from instep.training.hf.lora import adapted, attach
+from instep_engine.manifest import WeightMismatch
 from tests.families import FAMILIES
 
 LORA, MODULES = Lora(2, 6, None), ["layer.0.q", "layer.1.q"]
@@ -97,14 +97,14 @@ def test_what_is_no_adapter_of_the_model_is_refused_by_name():
         ({a: good[a].double()}, r"lora_A\.weight: received shape and dtype"),
         ({a: good[a] * torch.inf}, r"lora_A\.weight is not finite"),
     ):
-        with pytest.raises(HttpError, match=words):
+        with pytest.raises(WeightMismatch, match=words):
             adapter.receive(wrong, CONFIG)
     adapter.receive({a: good[a]}, CONFIG)
-    with pytest.raises(HttpError, match="came twice"):
+    with pytest.raises(WeightMismatch, match="came twice"):
         adapter.receive({a: good[a]}, CONFIG)
-    with pytest.raises(HttpError, match="different adapters"):
+    with pytest.raises(WeightMismatch, match="different adapters"):
         adapter.receive({b: good[b]}, {**CONFIG, "lora_alpha": 1})
-    with pytest.raises(HttpError, match=r"1 of 2 tensors .* lora_B|1 of 2 tensors .*lora_B\.weight was not"):
+    with pytest.raises(WeightMismatch, match=r"1 of 2 tensors .* lora_B|1 of 2 tensors .*lora_B\.weight was not"):
         adapter.merge()
 
 

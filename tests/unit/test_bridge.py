@@ -38,15 +38,15 @@ def server(folder: Path, name: str, **own: str) -> Path:
 
 def test_it_is_looked_for_in_the_order_of_the_seed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=f"(?s)no {NAME} in .*default.*--vllm-config-path"):
-        shared_folder(None, "hub/name")
+        shared_folder(None)
     expected = server(folder / "default", "default")
-    assert shared_folder(None, "hub/name") == expected
+    assert shared_folder(None) == expected
     expected = server(folder, "here")
-    assert shared_folder(None, "hub/name") == expected
+    assert shared_folder(None) == expected
     monkeypatch.setenv("LOGDIR", str(folder / "logs"))
-    assert shared_folder(None, "hub/name") == expected
-    assert shared_folder(None, "hub/name") != server(folder / "logs", "logs") == shared_folder(None, "hub/name")
-    assert server(folder / "given", "given") == shared_folder(str(folder / "given" / NAME), "hub/name")
+    assert shared_folder(None) == expected
+    assert shared_folder(None) != server(folder / "logs", "logs") == shared_folder(None)
+    assert server(folder / "given", "given") == shared_folder(str(folder / "given" / NAME))
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_it_is_looked_for_in_the_order_of_the_seed(folder: Path, monkeypatch: py
 def test_a_stale_file_is_named(folder: Path, own: dict[str, str], what: str) -> None:
     server(folder, "here", **own)
     with pytest.raises(ConfigError, match=what) as caught:
-        shared_folder(None, "hub/name")
+        shared_folder(None)
     assert NAME in str(caught.value.where) and caught.value.remedy
 
 
@@ -68,10 +68,10 @@ def test_a_process_that_has_ended_does_not_live(folder: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         mark = process_mark(process.pid)
         server(folder, "here", process=mark)
-        assert shared_folder(None, "hub/name").name == f"{SYNC}here"
+        assert shared_folder(None).name == f"{SYNC}here"
         process.kill()
     with pytest.raises(ConfigError, match="has ended"):
-        shared_folder(None, "hub/name")
+        shared_folder(None)
 
 
 @pytest.mark.parametrize("text,what", [("{", "cannot be read"), ("[]", "no file of instep's"), ("{}", "no file of")])
@@ -79,30 +79,14 @@ def test_another_file_is_not_believed(folder: Path, text: str, what: str) -> Non
     (folder / NAME).write_text(text)
     (folder / NAME).chmod(0o600)
     with pytest.raises(ConfigError, match=what):
-        shared_folder(None, "hub/name")
+        shared_folder(None)
 
 
 def test_a_file_that_others_may_have_written_is_not_read(folder: Path) -> None:
     server(folder, "here")
     (folder / NAME).chmod(0o644)
     with pytest.raises(ConfigError, match="has mode 0644.*somebody else"):
-        shared_folder(None, "hub/name")
+        shared_folder(None)
     (folder / "link").symlink_to(folder / NAME)
     with pytest.raises(ConfigError, match="cannot be read"):
-        shared_folder(str(folder / "link"), "hub/name")
-
-
-def test_a_file_of_another_model_is_refused(folder: Path) -> None:
-    """Told by what both config.json say, not by the folders' names; a name of the hub has none here."""
-    memory = server(folder, "theirs")
-    config = {"architectures": ["Qwen3ForCausalLM"], "hidden_size": 64, "eos_token_id": 1}
-    for name in ("ours", "theirs"):
-        (folder / name).mkdir()
-        about = {**config, "transformers_version": name} | ({"dtype": "float32"} if name == "ours" else {})
-        (folder / name / "config.json").write_text(json.dumps(about))
-    assert shared_folder(None, str(folder / "ours")) == memory
-    (folder / "theirs" / "config.json").write_text(json.dumps({**config, "hidden_size": 128, "eos_token_id": 2}))
-    with pytest.raises(ConfigError, match="another model, theirs: hidden_size is 128 there and 64 in") as caught:
-        shared_folder(None, str(folder / "ours"))
-    assert NAME in str(caught.value.where) and "--vllm-config-path" in caught.value.remedy
-    assert shared_folder(None, str(folder / "theirs")) == shared_folder(None, "hub/name") == memory
+        shared_folder(str(folder / "link"))

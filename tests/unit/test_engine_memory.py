@@ -134,7 +134,7 @@ def test_what_is_written_is_what_each_rank_would_have_loaded(folder, size, dtype
         expected.load(new)
         for name, parameter in rank.parameters.items():
             assert torch.equal(parameter, expected.parameters[name]), (rank.rank, name)
-    held = [plugin.sample_digests(rank.recorder.slices) for rank in ranks]
+    held = [plugin.Sample(rank.recorder.slices).digests() for rank in ranks]
     for name, weight in new.items():  # what the workers must hold is told from what was to be written
         weight = weight.to(dtype)
         samples, places = memory.samples(name, weight), memory.places(name)
@@ -377,7 +377,7 @@ def test_the_sample_of_both_sides_is_one() -> None:
     for shape in ((3,), (5000,), (100, 70), (1, 9000), (6, 5, 4), ()):
         tensor = torch.randn(shape).to(torch.bfloat16)
         whole = plugin.Slice(tensor, 0, tensor.stride())
-        assert sample_digest(tensor) == plugin.sample_digests({"": [whole]})[""]
+        assert sample_digest(tensor) == plugin.Sample({"": [whole]}).digests()[""]
 
 
 def test_no_engine_shares_anything(folder) -> None:

@@ -23,9 +23,9 @@ from instep.weights.spec import TensorSpec
 from instep.weights.way import Order, expandable
 from instep_engine import handles
 from instep_engine.handles import Receiver, connect, listen
-from instep_engine.manifest import dtype_name
+from instep_engine.manifest import WeightMismatch, dtype_name
 from instep_engine.place import SYNC
-from instep_engine.stream import Invitation, StreamBroken, StreamMismatch
+from instep_engine.stream import Invitation, StreamBroken
 from tests.bounds import allowed
 from tests.distributed.helpers import RankPool
 
@@ -152,7 +152,7 @@ def test_a_planted_fault_is_refused_by_name_and_the_next_session_succeeds(tmp_pa
 
     monkeypatch.setattr(ipc._Stream, "_tell", spoilt)
     began = time.monotonic()
-    with pytest.raises(StreamMismatch) as refusal:
+    with pytest.raises(WeightMismatch) as refusal:
         carriage.sync()
     assert refusal.value.tensor == names.get(fault, "up") and time.monotonic() - began < allowed(10)
     assert torch.equal(engine.held["up"], weights(1)["up"])  # nothing of it was loaded

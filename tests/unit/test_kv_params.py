@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from instep_engine.asgi import GENERATE
 from instep_engine.vllm import kv_params
 
 
@@ -13,7 +14,7 @@ def passed_on(body, path="/inference/v1/generate", pieces=1):
     got = []
 
     async def app(scope, receive, send):
-        messages = [await receive() for _ in range(2 if path == kv_params.PATH else pieces)]
+        messages = [await receive() for _ in range(2 if path == GENERATE else pieces)]
         got.append((dict(scope["headers"]), messages))
 
     size = -(-len(body) // pieces)

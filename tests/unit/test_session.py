@@ -17,7 +17,8 @@ from instep.controller.sync.weight_sync import WeightSync
 from instep.engines import engine as engines
 from instep.engines.engine import Engine, EngineRefusal
 from instep.errors import EngineError, SyncError
-from instep.weights.way import BROKEN, Sent
+from instep.weights.way import Sent
+from instep_engine import BROKEN
 from instep_engine.stream import StreamBroken
 
 DYING_SECONDS = 4.0  # as long as a dying server of vLLM may answer

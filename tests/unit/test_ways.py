@@ -6,6 +6,7 @@ import os
 import threading
 import time
 import weakref
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 
@@ -44,13 +45,12 @@ from instep_engine import stream
 from instep_engine.bucket import read_bucket
 from instep_engine.checksums import ROW_BYTES, checksum, checksums, raw_bytes, rows_of
 from instep_engine.handles import Receiver
-from instep_engine.manifest import BucketManifest
+from instep_engine.manifest import BucketManifest, WeightMismatch
 from instep_engine.place import SYNC
 from instep_engine.stream import (
     Group,
     Invitation,
     StreamBroken,
-    StreamMismatch,
     abort,
     bytes_of,
     checked,
@@ -104,13 +104,13 @@ class Carriage:
             receive_stream(info, lambda tensors: self.loaded.update(tensors))
             return
         if self._way == "lora_ipc":
-            assert info["config"] == {"r": 2, "lora_alpha": 4, "num_tensors": len(TENSORS)}
+            assert info["invitation"]["config"] == {"r": 2, "lora_alpha": 4, "num_tensors": len(TENSORS)}
         if self._way in ("ipc", "lora_ipc"):
             receive_buckets(info, lambda tensors: self.loaded.update({n: t.clone() for n, t in tensors.items()}))
             return
         manifest = BucketManifest.from_json(info["manifest"])
         whole = {"r": 2, "lora_alpha": 4, "num_tensors": len(TENSORS)}
-        assert info["manifest"].get("config", whole) == whole
+        assert info["manifest"]["config"] == (whole if self._way == "lora" else {})
         assert (manifest.version, manifest.nonce) == ("3", "nonce")
         if "path" in info:
             assert manifest.path == info["path"] == (self.started_on or manifest.path)
@@ -301,16 +301,16 @@ def test_a_bucket_whose_offsets_lie_is_refused_by_name():
     for offsets, name in (([0, 2], None), ([2, 0], "a"), ([0, 1], "b"), ([0, 3], "b")):
         about = {"shape": (ROW_BYTES // 2,), "dtype": "float32", "nbytes": 2 * ROW_BYTES}
         tensors = [
-            {"name": n, "offset": o * ROW_BYTES, "checksum": s, **about}
+            {"name": n, "offset": o * ROW_BYTES, "digest": s, **about}
             for n, o, s in zip("ab", offsets, sums, strict=True)
         ]
         header = {"version": "1", "nonce": "n", "tensors": tensors}
         if name is None:
             assert set(checked(header, {"version": "1"}, data)) == {"a", "b"}
-            with pytest.raises(StreamMismatch, match="whose tensors take"):
+            with pytest.raises(WeightMismatch, match="whose tensors take"):
                 checked(header, {"version": "1"}, data[: 3 * ROW_BYTES])
             continue
-        with pytest.raises(StreamMismatch, match=f"{name} lies at") as refused:
+        with pytest.raises(WeightMismatch, match=f"{name} lies at") as refused:
             checked(header, {"version": "1"}, data)
         assert refused.value.tensor == name
 
@@ -322,7 +322,7 @@ def test_views_of_a_bucket_are_made_again_only_where_it_is_another_and_its_bytes
             for i, n in enumerate(names)
         ]
         sums = checksums(data, [1] * len(names))
-        told = [{**t, "checksum": s} for t, s in zip(tensors, sums, strict=True)]
+        told = [{**t, "digest": s} for t, s in zip(tensors, sums, strict=True)]
         return {"version": "1", "tensors": told}
 
     session, data = {"version": "1"}, torch.arange(ROW_BYTES // 2, dtype=torch.float32).view(torch.uint8)
@@ -336,9 +336,9 @@ def test_views_of_a_bucket_are_made_again_only_where_it_is_another_and_its_bytes
         assert other.tensors[names[0]].data_ptr() == memory.data_ptr() and other.tensors is not before.tensors
     told = header(data, "ab")
     data[ROW_BYTES + 5] ^= 1
-    with pytest.raises(StreamMismatch, match="b: the bytes received do not have the checksum"):
+    with pytest.raises(WeightMismatch, match="b: the bytes received do not have the checksum"):
         views_of(told, session, data, before)
-    with pytest.raises(StreamMismatch, match="in a session of"):
+    with pytest.raises(WeightMismatch, match="in a session of"):
         views_of(told, {"version": "2"}, data, before)
 
 
@@ -377,7 +377,7 @@ def test_the_buckets_are_as_large_as_the_adapter(tmp_path):
 
     def emit(event):
         if isinstance(event, Invitation):
-            info = {"invitation": way._told(event)["invitation"]}
+            info = {"invitation": asdict(event)}
             threading.Thread(target=receive_buckets, args=(info, told.append), daemon=True).start()
 
     way.send(Source(), order, emit)
@@ -444,7 +444,7 @@ def test_a_refused_bucket_ends_nothing_but_its_session(tmp_path):
         way_named("nccl").drive(receiver.carriage)
     assert names == list(TENSORS)[:1]  # a bucket is one row here; nothing is loaded after it
     receiver.session = {"version": "3", "nonce": "another"}
-    with pytest.raises(StreamMismatch, match="a bucket of .*'nonce': 'nonce'"):
+    with pytest.raises(WeightMismatch, match="a bucket of .*'nonce': 'nonce'"):
         way_named("nccl").drive(receiver.carriage)
     receiver.load, receiver.session = (lambda tensors: None), {"version": "3", "nonce": "nonce"}
     assert len(way_named("nccl").drive(receiver.carriage).tensors) == len(TENSORS)
@@ -508,7 +508,7 @@ def test_bytes_that_change_on_their_way_are_refused(tmp_path, monkeypatch):
         return send_bucket(group, memory)
 
     monkeypatch.setattr(nccl, "send_bucket", torn)
-    with pytest.raises(StreamMismatch, match="do not have the checksum") as refusal:
+    with pytest.raises(WeightMismatch, match="do not have the checksum") as refusal:
         way_named("nccl").drive(receiver.carriage)
     assert refusal.value.tensor == "layer.0.weight"
 

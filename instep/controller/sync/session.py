@@ -32,7 +32,8 @@ from instep.errors import EngineError, InstepError, SyncError
 from instep.rollout import admission
 from instep.spans import span
 from instep.system.processes import in_thread
-from instep.weights.way import BROKEN, GOLDEN, OF_ADAPTERS, Order, Sent, way_named
+from instep.weights.way import GOLDEN, OF_ADAPTERS, Order, Sent, way_named
+from instep_engine import BROKEN
 from instep_engine.stream import StreamBroken
 
 if TYPE_CHECKING:

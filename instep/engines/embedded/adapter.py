@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from instep.engines.embedded.protocol import HttpError
 from instep.system.processes import pulse
-from instep_engine.manifest import dtype_name
+from instep_engine.manifest import WeightMismatch, dtype_name
 
 PEFT, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 
@@ -27,42 +26,42 @@ class Adapter:
         """Check and keep tensors of the adapter that `config` describes.
 
         Raises:
-            HttpError: a WeightMismatch: a tensor belongs to no layer, came twice, has another rank, shape or dtype, or
+            WeightMismatch: a tensor belongs to no layer, came twice, has another rank, shape or dtype, or
                 is not finite. KeyError, TypeError: `config` is no configuration of peft's.
         """
         rank, alpha, num = config["r"], config["lora_alpha"], config["num_tensors"]
         if not (type(rank) is type(num) is int and rank > 0 and isinstance(alpha, int | float)):
             raise TypeError("the adapter's configuration has no rank, alpha or number of tensors")
         if self.received and config != self._config:
-            raise HttpError("WeightMismatch", "two buckets belong to different adapters", next(iter(tensors), None))
+            raise WeightMismatch("two buckets belong to different adapters", next(iter(tensors), None))
         self._config = config
         for name, tensor in tensors.items():
             layer = f"{name.removeprefix(PEFT).removesuffix(A).removesuffix(B)}.weight"
             weight = self._parameters.get(layer)
             if weight is None or weight.ndim != 2 or not name.startswith(PEFT) or name in self.received:
                 what = "came twice" if name in self.received else "belongs to no layer of this model"
-                raise HttpError("WeightMismatch", f"{name} {what}", name)
+                raise WeightMismatch(f"{name} {what}", name)
             shape = (rank, weight.shape[1]) if name.endswith(A) else (weight.shape[0], rank)
             if (tuple(tensor.shape), tensor.dtype) != (shape, weight.dtype):
                 got = (tuple(tensor.shape), dtype_name(tensor.dtype))
                 want = (shape, dtype_name(weight.dtype))
-                raise HttpError("WeightMismatch", f"{name}: received shape and dtype {got}, expected {want}", name)
+                raise WeightMismatch(f"{name}: received shape and dtype {got}, expected {want}", name)
             if not bool(tensor.isfinite().all()):
-                raise HttpError("WeightMismatch", f"{name} is not finite", name)
+                raise WeightMismatch(f"{name} is not finite", name)
         self.received |= {name: tensor.clone() for name, tensor in tensors.items()}
 
     def merge(self) -> None:
         """Write the received adapter into the parameters; layers that it does not have are those of the base again.
 
         Raises:
-            HttpError: a WeightMismatch: not all of its tensors have arrived.
+            WeightMismatch: not all of its tensors have arrived.
         """
         received, self.received = self.received, {}
         if len(received) != self._config["num_tensors"]:
             pairs = {name: name.replace(A, B) if name.endswith(A) else name.replace(B, A) for name in received}
             first = next((pair for pair in pairs.values() if pair not in received), None)
             what = f"{len(received)} of {self._config['num_tensors']} tensors of the adapter were delivered"
-            raise HttpError("WeightMismatch", what + (f", {first} was not" if first else ""), first)
+            raise WeightMismatch(what + (f", {first} was not" if first else ""), first)
         layers = {name.removeprefix(PEFT).removesuffix(A) for name in received if name.endswith(A)}
         for name in {*(f"{layer}.weight" for layer in layers), *self._base}:
             pulse()

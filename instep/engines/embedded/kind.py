@@ -20,7 +20,6 @@ from instep.system.processes import DETERMINISTIC_ENV, OPENMP_ENV
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
-    from instep.engines.wire import WireFormat
 
 _FIELDS = ("max_model_len", "max_num_seqs", "dtype")  # it shares these with vLLM's command line
 _DTYPES = ("float32", "bfloat16")
@@ -36,12 +35,6 @@ class EmbeddedKind(EngineKind):
     @functools.cached_property
     def capabilities(self) -> Capabilities:
         return Capabilities(self.title, digests=True, strict_requests=True, serves_nothing_unproven=True)
-
-    @functools.cached_property
-    def wire(self) -> WireFormat:
-        from instep.engines.grouped_wire import GroupedWire
-
-        return GroupedWire()
 
     def refusals(self, args: Settings) -> Iterator[ConfigError]:
         """Errors about flags that only vLLM has, and about what `--vllm-config` asks for and this engine lacks."""

@@ -1,5 +1,7 @@
 """A transformers decoder with its own key/value cache, which has one row per running request and no gaps."""
 
+import functools
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,13 +23,13 @@ from transformers import (
 from instep.checkpoints.hf_export import read_hf_config
 from instep.checkpoints.quantization import quantization_of
 from instep.engines.embedded.protocol import Ranked
-from instep.engines.embedded.routes import Recorder
 from instep.engines.embedded.sampling import log_softmax
 from instep.errors import CheckpointError
 from instep.models.attention import Unfit, check_plain
 from instep.models.decoder_layers import decoder_layers
 from instep.models.layer_sketches import layer_sketches
 from instep.models.rope import fix_rope
+from instep.routes import as_routes
 from instep.system.processes import pulse
 
 KINDS = {"full_attention", "sliding_attention"}  # of layers, in `layer_types` of transformers
@@ -111,6 +113,32 @@ def _dequantized(folder: Path, config: PretrainedConfig, how: dict[str, Any]) ->
     if (folder / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model
+
+
+class Recorder:
+    """The experts that a model chose: what the modules `...layers.N...experts` are called with.
+
+    Raises:
+        ValueError: the model has no such module.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        self.num_layers, self._noted = model.config.get_text_config().num_hidden_layers, dict[int, torch.Tensor]()
+        for name, module in model.named_modules():
+            if found := re.search(r"\blayers\.(\d+)\..*\bexperts$", name):
+                module.register_forward_pre_hook(functools.partial(self._note, int(found[1])))
+                self._noted[int(found[1])] = torch.empty(0)
+        if not self._noted:
+            raise ValueError("--enable-return-routed-experts: this model has no experts that tokens are routed to")
+
+    def _note(self, layer: int, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        self._noted[layer] = args[1]
+
+    def rows(self) -> np.ndarray:
+        """Those of the last forward pass, `[num_tokens, num_layers, top_k]`; zeros in dense layers."""
+        some = next(iter(self._noted.values()))
+        none = torch.zeros_like(some)
+        return as_routes(torch.stack([self._noted.get(i, none) for i in range(self.num_layers)], dim=1).cpu().numpy())
 
 
 class Runner(Cache):

@@ -15,11 +15,14 @@ from instep.data.template import apply_template
 from instep.engines.embedded.model import Runner
 from instep.engines.embedded.protocol import HttpError, Progress, Request
 from instep.engines.embedded.sampling import distribution, sample, uniforms
-from instep.engines.embedded.sleep import ASLEEP, Sleep
 from instep.engines.embedded.weights import FAILED, LiveWeights
 from instep.engines.stops import find_stop
 from instep.system.calls import CallQueue, Part
+from instep.weights.parking import Parking, give_back
 from instep.weights.way import OF_ADAPTERS
+
+TAGS = ("weights", "kv_cache")
+ASLEEP = "the engine sleeps while the trainer works on its memory"
 
 
 class Scheduler:
@@ -84,7 +87,7 @@ class Scheduler:
             with spans.span(step.__name__.strip("_"), facts=lambda: {"running": len(self.running)}):
                 step()
         except torch.AcceleratorError:
-            raise  # nothing can be computed any more: this process ends, and is started anew
+            raise  # nothing can be computed any more: this process ends, and is restarted
         except Exception as error:  # noqa: BLE001 - a border: the clients get it
             traceback.print_exc()
             failure = HttpError("InternalServerError", f"the engine failed: {type(error).__name__}: {error}")
@@ -261,7 +264,7 @@ class Scheduler:
         return [self.tokenizer.decode(part, skip_special_tokens=request.skip_special_tokens) for part in parts]
 
     def _progress(self, request: Request) -> Progress:
-        """What a stream has not told yet. Text is decoded with what precedes it, on which its spaces depend."""
+        """What a stream has not sent yet. Text is decoded with what precedes it, on which its spaces depend."""
         before, text = self._texts(request, *(request.tokens[request.context : end] for end in (request.shown, None)))
         new = ""
         if len(text) > len(before) and not text.endswith("\ufffd"):
@@ -299,3 +302,41 @@ class Scheduler:
                     request.token_texts = [self.tokenizer.decode([token]) for token in request.tokens]
         error = HttpError("Unavailable", self.weights.failure or ASLEEP) if reason == "error" else None
         self.queue.answer((r.number, error or r) for r in requests)
+
+
+class Sleep:
+    """The sleep of a runner's model and cache. At level 1 the weights wait on the host, at level 2 they are lost."""
+
+    def __init__(self, runner: Runner):
+        self._runner, model = runner, runner.model
+        self._levels = {
+            1: Parking(runner.device, lambda: [*model.parameters(), *model.buffers()]),
+            2: Parking(runner.device, model.buffers, model.parameters),
+        }
+        self.asleep: frozenset[str] = frozenset()
+
+    def sleep(self, level: int) -> None:
+        """Free everything; no request may be running."""
+        if self.asleep:
+            return
+        for tensor in (*self._runner.model.parameters(), *self._runner.model.buffers()):
+            if not tensor.untyped_storage().resizable():  # it lies in the file that it was read from
+                tensor.data = tensor.data.clone()
+        self._levels[level].free()
+        self._runner.empty()
+        give_back(self._runner.device)
+        self.asleep = frozenset(TAGS)
+
+    def wake(self, tags: list[str]) -> None:
+        """Take the memory of `tags` again."""
+        if unknown := set(tags) - set(TAGS):
+            raise HttpError("BadRequestError", f"tags={sorted(unknown)}: {' and '.join(TAGS)}")
+        if "weights" in self.asleep & set(tags):
+            for parking in self._levels.values():
+                parking.bring()
+                parking.ready()
+        self.asleep -= set(tags)
+
+    def check_weights(self) -> None:
+        if "weights" in self.asleep:
+            raise HttpError("SessionError", f"{ASLEEP}: POST /wake_up?tags=weights first")

@@ -1,6 +1,7 @@
 """The HTTP server, a process without torch that parses and formats while the engine's process computes."""
 
 import asyncio
+import functools
 import os
 import random
 import socket
@@ -48,7 +49,9 @@ class Server:
     async def handle(self, http: web.Request) -> web.StreamResponse:
         """Answer a request to any route with JSON; refusals have vLLM's form."""
         try:
-            self._check_key(http)
+            address = http.transport.get_extra_info("sockname")[0] if http.transport is not None else ""
+            if (refused := self.guard.refusal(http.path, http.headers, address)) is not None:
+                raise HttpError("Unauthorized" if refused[0] == 401 else "Forbidden", refused[1])
             body = protocol.read_body(await read_of(http))
             own = self.routes.get(route := f"{http.method} {http.path}")
             if own is None and route not in self.calls:
@@ -59,15 +62,10 @@ class Server:
         except HttpError as error:
             refusal = error
         except NoLease as error:
-            refusal = HttpError("SessionError", str(error))
+            refusal = HttpError("SessionError", error.what)
         except TimeoutError:
             refusal = HttpError("Unavailable", f"it took longer than {TIMEOUT} s")
         return web.json_response({"error": refusal.body()}, status=refusal.status)
-
-    def _check_key(self, http: web.Request) -> None:
-        address = http.transport.get_extra_info("sockname")[0] if http.transport is not None else ""
-        if (refusal := self.guard.refusal(http.path, http.headers, address)) is not None:
-            raise HttpError("Unauthorized" if refusal[0] == 401 else "Forbidden", refusal[1])
 
     async def generate(self, http: web.Request, body: Body) -> Body | web.StreamResponse:
         """Answer token ids with token ids."""
@@ -81,26 +79,16 @@ class Server:
 
     async def sglang(self, http: web.Request, body: Body) -> Body:
         """Answer text or token ids in SGLang's form, or in that of vLLM's first server."""
-        begun, header = time.monotonic(), http.headers.get(sglang_form.HEADER)
+        begun, call = time.monotonic(), self.engine.call
         try:
-            if vllm_form.is_asked(body, header):
-                return await self._vllm_form(http, vllm_form.Asked.read(body, header))
-            asked = sglang_form.Asked.read(body, header)
+            asked = vllm_form.read(body, http.headers.get(sglang_form.HEADER))
         except ValueError as error:
             raise HttpError("BadRequestError", str(error)) from error
-        ids: Any = asked.ids if asked.text is None else await self.engine.call("encode", asked.text, False)
+        ids: Any = asked.ids if asked.text is None else await call("encode", asked.text, asked.adds_special_tokens)
         answer = await self._run("generate-tokens", http, [ids], {}, asked.payload(ids)["sampling_params"], "")
         assert isinstance(answer, dict)  # it is not streamed
-        text = await self.engine.call("decode", asked.shown(answer), asked.skip_special_tokens)
-        return asked.reply(ids, answer, text, time.monotonic() - begun)
-
-    async def _vllm_form(self, http: web.Request, asked: vllm_form.Asked) -> Body:
-        ids: Any = asked.ids if asked.text is None else await self.engine.call("encode", asked.text)
-        answer = await self._run("generate-tokens", http, [ids], {}, asked.payload(ids)["sampling_params"], "")
-        assert isinstance(answer, dict)  # it is not streamed
-        parts = [(ids, False), *((tokens, asked.skip_special_tokens) for tokens in asked.shown(answer))]
-        prompt, *texts = [await self.engine.call("decode", *part) for part in parts]
-        return asked.reply(ids, answer, prompt if asked.text is None else asked.text, texts)
+        decode = functools.partial(call, "decode")
+        return await vllm_form.reply_of(asked, ids, answer, time.monotonic() - begun, decode)
 
     async def completions(self, http: web.Request, body: Body) -> Body | web.StreamResponse:
         prompt = body.get("prompt")

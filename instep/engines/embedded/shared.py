@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from instep.engines.embedded.protocol import HttpError
-from instep.engines.embedded.weights import NOT_STARTED, LiveWeights
+from instep.engines.embedded.weights import LiveWeights
 from instep.engines.kind import SHARED_MEMORY_REMEDY
 from instep.errors import EngineError
 from instep.system.processes import pulse
 from instep.weights.memory import sample_digest
-from instep_engine.manifest import dtype_name
+from instep_engine.manifest import WeightMismatch, dtype_name
 from instep_engine.memory import ALIGNMENT, CannotShare, Slice, file_memory, write_manifest
 from instep_engine.place import check_memory_folder, process_mark
 
@@ -62,38 +62,27 @@ class SharedWeights(LiveWeights):
         }
         self.nonce = write_manifest(folder, 0, about, [memory], slices, shapes, lambda: None)
 
-    def update(self, info: Any) -> int:
-        """Compare what the trainer has written, or a checkpoint, with the parameters; nothing is loaded."""
-        if not isinstance(info, dict) or info.get("backend") != "single-copy":
-            return super().update(info)
-        if self.session is None:
-            raise HttpError("SessionError", NOT_STARTED)
-        try:
-            told = info["digests"].get(self.nonce)
-            self._compare_samples(None if told is None else dict(told))
-        except (KeyError, AttributeError, TypeError, ValueError) as error:
-            raise HttpError("BadRequestError", f"update_info is malformed: {error!r}") from error
-        except HttpError as error:
-            self.failure, self.session = f"the last weight update failed: {error}", None
-            raise
-        self.delivered.update(told)
-        return len(told)
-
-    def _compare_samples(self, told: dict[str, str] | None) -> None:
-        if told is None:
-            raise HttpError("WeightMismatch", "the trainer is attached to other memory than this engine's")
+    def receive_weights(self, info: Mapping[str, Any]) -> None:
+        """Compare what the trainer has written with the parameters, or receive another update."""
+        if info["backend"] != "single-copy":
+            return super().receive_weights(info)
+        if (told := info["digests"].get(self.nonce)) is None:
+            raise WeightMismatch("the trainer is attached to other memory than this engine's")
         for name, parameter in self.shared.items():
             pulse()
             if told.get(name) != sample_digest(parameter):
-                raise HttpError("WeightMismatch", f"{name} is not what the trainer has written", name)
+                raise WeightMismatch(f"{name} is not what the trainer has written", name)
+        self.delivered.update(self.shared)
 
-    def _write(self, tensors: dict[str, torch.Tensor], exact: bool) -> dict[str, torch.Tensor]:
+    def load(self, tensors: dict[str, torch.Tensor], exact: bool) -> None:
+        """Compare a checkpoint with the parameters."""
         if exact:
             what = "this engine shares its memory: it loads no buckets (--weight-sync single-copy)"
-            raise HttpError("WeightMismatch", what, next(iter(tensors), None))
+            raise WeightMismatch(what, next(iter(tensors), None))
         for name, tensor in tensors.items():
             pulse()
             parameter = self.shared.get(name)
+            if name in self.aliases:
+                continue
             if parameter is None or not torch.equal(parameter, tensor.to(parameter.dtype)):
-                raise HttpError("WeightMismatch", f"{name} of the checkpoint is not what this engine holds", name)
-        return tensors
+                raise WeightMismatch(f"{name} of the checkpoint is not what this engine holds", name)

@@ -87,7 +87,7 @@ async def stream(
         usage: makes the usage of a last chunk from the finished requests; None: no such chunk.
 
     Raises:
-        HttpError: the first answer is one; a later one is told in the stream, and ends it.
+        HttpError: the first answer is one; a later one is sent in the stream, and ends it.
     """
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     choices = [_Choice(kind, i, request, return_token_ids) for i, request in enumerate(requests)]

@@ -151,9 +151,10 @@ def join_all(manager: Any) -> None:
 
 def join(layer: Any) -> str:
     """Make A of a layer rows of its base's memory, and its B one tensor; or return why that cannot be."""
-    base, (a, b) = getattr(layer, "base_layer", None), _stacked(layer)
+    base = getattr(layer, "base_layer", None)
     memory = getattr(base, _MEMORY, None)
-    if type(base) is not _pairs().get(type(layer)) or not a:
+    a, b = getattr(layer, "lora_a_stacked", ()), getattr(layer, "lora_b_stacked", ())
+    if type(base) is not _pairs().get(type(layer)) or not (a and isinstance(a, tuple) and isinstance(b, tuple)):
         return "another kind of layer"
     if memory is None or not _holds(base, memory):
         return "its weight was moved or quantized"
@@ -178,12 +179,6 @@ def join(layer: Any) -> str:
     layer._instep_joined, layer._instep_b = joined, whole_b
     layer._instep_tokens = layer.punica_wrapper._token_lora_indices  # -1: the token has no adapter
     return ""
-
-
-def _stacked(layer: Any) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-    a, b = getattr(layer, "lora_a_stacked", ()), getattr(layer, "lora_b_stacked", ())
-    both = isinstance(a, tuple) and isinstance(b, tuple)
-    return (a, b) if both else ((), ())
 
 
 def _holds(base: Any, memory: torch.Tensor) -> bool:
@@ -214,12 +209,7 @@ def _spare_metadata(wrapper: Any) -> None:
 
 
 def add_adapter(
-    y: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None,
-    tokens: torch.Tensor,
-    slices: list[int],
-    rank: int,
+    y: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, tokens: torch.Tensor, slices: list[int], rank: int
 ) -> torch.Tensor:
     """`y_W + bias + B y_A` for the tokens that have the adapter, `y_W + bias` for others.
 
@@ -240,20 +230,14 @@ def add_adapter(
         out += bias
     has = (tokens[: len(y)] >= 0)[:, None]
     low = torch.where(has, y[:, num_outputs:], 0)
-    for part, of_b, of_low in zip(
-        out.split(slices, 1), b.split(slices), low[:, : len(slices) * rank].split(rank, 1), strict=True
-    ):
+    parts = out.split(slices, 1), b.split(slices), low[:, : len(slices) * rank].split(rank, 1)
+    for part, of_b, of_low in zip(*parts, strict=True):
         part += of_low @ of_b.T
     return out
 
 
 def _fake(
-    y: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None,
-    tokens: torch.Tensor,
-    slices: list[int],
-    rank: int,
+    y: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, tokens: torch.Tensor, slices: list[int], rank: int
 ) -> torch.Tensor:
     return y.new_empty(y.shape[0], sum(slices))
 
@@ -261,6 +245,8 @@ def _fake(
 def _on_gpu(
     y: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, tokens: torch.Tensor, slices: list[int], rank: int
 ) -> torch.Tensor:
+    from instep_engine.vllm.fast.kernels import add_low_rank
+
     num_tokens, num_outputs = y.shape[0], sum(slices)
     out = torch.empty(num_tokens, num_outputs, dtype=y.dtype, device=y.device)
     if not num_tokens:
@@ -271,18 +257,11 @@ def _on_gpu(
     ends = [sum(slices[: i + 1]) for i in range(2)]  # where the second and the third slice begin
     rows = 16 if num_tokens <= 16 else 32 if num_tokens <= 128 else 64
     grid = (num_outputs // COLUMNS, -(-num_tokens // rows))
-    _kernel()[grid](
+    add_low_rank[grid](
         out, y, b, b if bias is None else bias, tokens, num_tokens, len(tokens), num_outputs, y.stride(0), *ends,
         RANK=rank, HAS_BIAS=bias is not None, ROWS=rows, COLUMNS=COLUMNS, num_warps=4,
     )  # fmt: skip
     return out
-
-
-@functools.cache
-def _kernel() -> Any:
-    from instep_engine.vllm.fast.kernels import add_low_rank
-
-    return add_low_rank
 
 
 if not hasattr(torch.ops.vllm, "instep_add_adapter"):

@@ -16,8 +16,8 @@ from typing import Any
 from vllm.logger import init_logger
 
 from instep_engine import answers
+from instep_engine.asgi import GENERATE, App, Message, Receive, Send, body_of, reply, with_body
 from instep_engine.vllm.fast import KEY, RANGE, VERSIONS, minor_version, versions
-from instep_engine.vllm.kv_params import PATH, App, Message, Receive, Send
 
 logger = init_logger("vllm.instep")
 TAKEN = frozenset(
@@ -39,25 +39,18 @@ class Middleware:
             logger.info("instep: no answers in arrays, as this version of vLLM is not tested (%s)", RANGE)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        ours = self._is_on and scope["type"] == "http" and scope["path"] == PATH and scope["method"] == "POST"
+        ours = self._is_on and scope["type"] == "http" and scope["path"] == GENERATE and scope["method"] == "POST"
         if not ours or not _accepted(scope):
             await self.app(scope, receive, send)
             return
-        messages = [await receive()]
-        while messages[-1]["type"] == "http.request" and messages[-1].get("more_body"):
-            messages.append(await receive())
-        if messages[-1]["type"] != "http.request":  # the client went away
+        if (body := await body_of(receive)) is None:  # the client went away
             return
-        taken = _take(scope, b"".join(message.get("body", b"") for message in messages))
-        body = await _unless_left(_answer(scope, *taken), receive) if taken is not None else None
-        if body is not None:
-            await _send(send, body)
+        taken = _take(scope, body)
+        answer = await _unless_left(_answer(scope, *taken), receive) if taken is not None else None
+        if answer is not None:
+            await reply(send, 200, answer, answers.CONTENT_TYPE)
             return
-
-        async def receive_again() -> Message:
-            return messages.pop(0) if messages else await receive()
-
-        await self.app(scope, receive_again, send)
+        await self.app(*with_body(body, scope, receive), send)
 
 
 def _accepted(scope: Message) -> bool:
@@ -156,10 +149,3 @@ async def _unless_left(work: Any, receive: Receive) -> bytes | None:
         for task in (answer, gone):
             task.cancel()
         await asyncio.gather(answer, gone, return_exceptions=True)
-
-
-async def _send(send: Send, body: bytes) -> None:
-    fields = {"content-type": answers.CONTENT_TYPE, "content-length": str(len(body))}
-    headers = [(name.encode(), value.encode()) for name, value in fields.items()]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

@@ -28,7 +28,7 @@ async def tell(llm: Any, version: str) -> None:
 
 
 def install(core: type) -> None:
-    """Let an engine core be told."""
+    """Let an engine core hear of versions."""
     setattr(core, _METHOD, _set_version)
 
 
