@@ -1,7 +1,4 @@
-"""Whether the disks have room for what a run saves, and shared memory for the weights of engines that share them there.
-
-Both follow from the number of the model's weights; without torch.
-"""
+"""Whether the disks have room for what a run saves, which follows from the number of the model's weights."""
 
 from __future__ import annotations
 
@@ -13,13 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from instep.checkpoints.hf_export import read_hf_config
-from instep.cluster.engine_plan import plan_engines
 from instep.cluster.placement import num_critic_gpus
-from instep.engines.kind import SHARED_MEMORY_REMEDY
-from instep.errors import CheckpointError, SyncError
+from instep.errors import CheckpointError
 from instep.models.files import safetensors_header
 from instep.system.scratch import export_folder
-from instep.weights.way import SINGLE_COPY
 
 if TYPE_CHECKING:
     from instep.arguments.args import Args
@@ -109,26 +103,6 @@ def check_space(args: Args, num_saves: int) -> list[str]:
                 f"of {existing}, enough for {int(free // one)}"
             )
     return lines
-
-
-def check_shared_memory(args: Args, root: Path) -> None:
-    """Compare the free space in `root` with what the engines of this run move there when they start.
-
-    Raises:
-        SyncError: it has no room for their weights (`--weight-sync single-copy` on a CPU).
-    """
-    if args.weight_sync != SINGLE_COPY or args.device != "cpu" or args.rollout_external_engine_addrs:
-        return
-    engines = [engine for engine in plan_engines(args) if engine.update_weights]
-    each = num_weights(Path(args.hf_checkpoint)) * (2 if args.precision == "bf16" else 4)
-    size, _, free = shutil.disk_usage(root)
-    if size and each * len(engines) > free:
-        raise SyncError(
-            f"the weights of {len(engines)} engine{'s' * (len(engines) > 1)}, {_size(each * len(engines))}, do not fit "
-            f"into shared memory: {_size(free)} are free",
-            where=f"{root} (--weight-sync single-copy)",
-            remedy=SHARED_MEMORY_REMEDY,
-        )
 
 
 def _size(num_bytes: int) -> str:

@@ -6,11 +6,9 @@ still end the run in seconds.
 
 from __future__ import annotations
 
-import logging
-import os
-import threading
+import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import wait
 from typing import TypeVar
 
@@ -18,13 +16,9 @@ import psutil
 
 from instep.errors import NoAnswerError, RolloutError
 from instep.rollout import runtime
-from instep.system.kernel import name_of, state_of, stopped
-from instep.system.processes import Process, in_thread
+from instep.system.processes import in_thread
 
 T = TypeVar("T")
-logger = logging.getLogger(__name__)
-ALARM_BYTES = 2 << 30  # growth of the controller that is worth a warning, and again at each doubling
-LOOK_SECONDS = 1.0  # between two looks for processes that stand stopped
 LIMIT_RATIO = 0.5  # of the memory that was available at the start: growth that ends the run, before the kernel does
 
 
@@ -45,7 +39,6 @@ class Watch:
         self._dying_seconds = dying_seconds
         self._process = psutil.Process()
         self._first_rss: int | None = None
-        self._alarm = ALARM_BYTES
         self._limit = limit_gb * 1e9 if limit_gb else LIMIT_RATIO * psutil.virtual_memory().available
 
     def run(
@@ -88,49 +81,27 @@ class Watch:
     def _check_memory(self, what: str) -> None:
         rss = self._process.memory_info().rss
         self._first_rss = self._first_rss or rss
-        grown = rss - self._first_rss
-        says = f"the controller has grown by {grown / 1e9:.1f} GB since its first rollout"
-        where = f"{what}; the hooks that run in it: {self._hooks}"
-        if grown > self._limit:
-            remedy = "let the hooks keep less, or raise --controller-memory-limit; run again to resume"
-            raise RolloutError(f"{says}, more than {self._limit / 1e9:.1f} GB", where=where, remedy=remedy)
-        if grown > self._alarm:
-            self._alarm = 2 * grown
-            logger.warning("%s (%s): does one of them keep what it should let go?", says, where)
+        if (grown := rss - self._first_rss) > self._limit:
+            raise RolloutError(
+                f"the controller has grown by {grown / 1e9:.1f} GB since its first rollout, more than "
+                f"{self._limit / 1e9:.1f} GB",
+                where=f"{what}; the hooks that run in it: {self._hooks}",
+                remedy="let the hooks keep less, or raise --controller-memory-limit; run again to resume",
+            )
 
 
-class StandstillWatch:
-    """Tells of each process under this one that stands stopped (SIGSTOP), in every phase, from a thread of its own.
+def collect_seldom() -> Callable[[], None]:
+    """Look for cycles of garbage seldom, and not among what there is now; returns a function that ends this.
 
-    What is to be done about it is decided where somebody waits for the process: a training worker or the last engine
-    ends the run, one of several engines and a reward worker are started anew.
-
-    Args:
-        processes: returns those of the run that have names; others are called by the kernel's name.
-        tell: shows a line to the user.
+    With Python's thresholds (700, 10, 10) that takes a quarter of the controller's time.
     """
+    before = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(400_000, 20, 20)
 
-    def __init__(self, processes: Callable[[], Sequence[Process]], tell: Callable[[str], None]):
-        self._processes, self._tell = processes, tell
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._loop, name="standstill", daemon=True)
+    def undo() -> None:
+        gc.unfreeze()
+        gc.set_threshold(*before)
 
-    def _loop(self) -> None:
-        told = set[int]()
-        while not self._closed.wait(LOOK_SECONDS):
-            still = set(stopped(os.getpid()))
-            names = {process.pid: process.name for process in self._processes()} if still ^ told else {}
-            for pid in sorted(still ^ told):
-                process = f"{names.get(pid) or name_of(pid)} (pid {pid})"
-                if pid in still:
-                    self._tell(f"{process} stands stopped: somebody sent it SIGSTOP; kill -CONT {pid} lets it go on")
-                elif state_of(pid) not in ("", "zombie"):
-                    self._tell(f"{process} goes on")
-            told = still
-
-    def __enter__(self) -> StandstillWatch:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._closed.set()
+    return undo
