@@ -299,7 +299,7 @@ def _path(name: str, function: Callable[..., Any], functions: dict[str, Callable
 
 
 def _import_as_module(functions: dict[str, Callable[..., Any]]) -> None:
-    """Let hooks find `functions` by path; a function that is defined anew, in a notebook, replaces the one before."""
+    """Let hooks find `functions` by path; a function that is defined again, in a notebook, replaces the one before."""
     from instep.hooks import defined_at, load_function
     from instep.rollout import execute
     from instep.rollout.rewards import dispatch, trl

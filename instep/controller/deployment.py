@@ -331,7 +331,7 @@ class Deployment:
         fleet.check_reachable(engine)
 
     def check_and_rejoin(self) -> None:
-        """Check while engines generate: those that have died are started anew.
+        """Check while engines generate: those that have died are restarted.
 
         They get their weights, when they are ready, if the workers are at rest and hold that version.
         """

@@ -2,7 +2,7 @@
 
 An engine serves while it holds proven weights and is healthy: its process lives, and it answers (`health.py`).
 When an engine dies, its router sends it no more requests, and those that it had are made again on other engines. It is
-started anew while the run goes on, and serves again after a session has brought it the current weights, or as soon as
+restarted while the run goes on, and serves again after a session has brought it the current weights, or as soon as
 it is ready if its model keeps its weights. The death of the last engine of a model, or of its last engine that prefills
 or decodes, ends the run.
 """
@@ -38,7 +38,7 @@ MAX_RESTARTS = 3  # of one engine; a fourth death is no accident
 ASK_SECONDS = 10.0  # for what an engine says about itself
 
 
-# dead: waits for `start_dead`; planned: a sync has started it anew, and has not brought its weights yet
+# dead: waits for `start_dead`; planned: a sync has restarted it, and has not brought its weights yet
 State = Literal["serving", "starting", "ready", "lost", "dead", "planned"]
 
 
@@ -47,11 +47,11 @@ class Fleet:
 
     Args:
         engines: they are started, and may not be ready yet; without any the fleet does nothing.
-        restart: starts engine `index` anew at its address, on another `checkpoint` if one is given; with None a dead
+        restart: restarts engine `index` at its address, on another `checkpoint` if one is given; with None a dead
             engine stays away.
         status: tells the user what happened.
-        takes_turns: engines share GPUs with a trainer: one that has died is started anew by `start_dead` alone.
-        last_comes_back: the last engine of a model is started anew, too (`instep serve`: only clients wait for it).
+        takes_turns: engines share GPUs with a trainer: one that has died is restarted by `start_dead` alone.
+        last_comes_back: the last engine of a model is restarted, too (`instep serve`: only clients wait for it).
         with_gates: clients get a gate where they need one; False: something else stands before the engines.
     """
 
@@ -75,7 +75,7 @@ class Fleet:
         self._lock = threading.RLock()
         self._away = set[str]()  # those that have served, and do not now
         self._closed = threading.Event()
-        self._found: set[str] = set()  # behind a router of somebody else's at the start: they stay there
+        self._found: set[str] = set()  # behind an external router at the start: they stay there
         self._fault: EngineError | None = None  # that another thread has found; `check` raises it
         self._default = policy_model(served_models(args)).name if self.engines else ""
         self.routers: dict[str, Router] = {}  # by model; none where a model has one engine that needs none
@@ -159,7 +159,7 @@ class Fleet:
                 watch_health(engine, self._args.heartbeat_timeout, self._notice, self._is_well, self._closed)
 
     def _check_theirs(self, router: Router) -> None:
-        """Check that a router that somebody else runs has no engines but the run's: all of them would get requests."""
+        """Check that an external router has no engines but the run's: all of them would get requests."""
         self._found = router.listed()
         if others := sorted(self._found - self._states.keys()):
             raise EngineError(
@@ -182,11 +182,11 @@ class Fleet:
 
     @property
     def is_starting(self) -> bool:
-        """Whether an engine that has died is started anew now."""
+        """Whether an engine that has died is restarted now."""
         return any(self._states[e.url] == "starting" and e.process is not None for e in self.engines)
 
     def start_dead(self) -> None:
-        """Start the engines anew that have died and may come back."""
+        """Restart the engines that have died and may come back."""
         with self._lock:
             for engine in [e for e in self.engines if self._states[e.url] == "dead"]:
                 self._states[engine.url] = "starting"
@@ -204,7 +204,7 @@ class Fleet:
             self._tell_routers()
 
     def start_on(self, engines: Sequence[Engine], checkpoint: Path) -> None:
-        """End engines of this run, as planned, and start them anew on `checkpoint`; `synced` follows.
+        """End engines of this run, as planned, and restart them on `checkpoint`; `synced` follows.
 
         Until then nobody looks whether they live but the caller, and they get no requests.
         """
@@ -258,15 +258,15 @@ class Fleet:
                     raise EngineError(what, where=str(self._log_dir), remedy="the engines' logs say why")
 
     def check_reachable(self, engine: Engine) -> None:
-        """Raise EngineError for an engine of somebody else's that has been given up for the time being.
+        """Raise EngineError for an external engine that has been given up for the time being.
 
-        The death of an engine of this run ends a call to it anyway; one of somebody else's may just stand still.
+        The death of an engine of this run ends a call to it anyway; an external one may just stand still.
         """
         if self._ready and engine.process is None and self._states[engine.url] == "starting":
             raise EngineError(f"{engine.name} does not answer any more", where=engine.url, remedy="see its log")
 
     def close(self) -> None:
-        """Stop routers and gates, and take the run's engines out of a router that somebody else runs."""
+        """Stop routers and gates, and take the run's engines out of an external router."""
         self._closed.set()
         for engine in self.engines:
             engine.lease.end()
@@ -286,8 +286,8 @@ class Fleet:
         """Lose an engine in which a thread that watches it has found a fault.
 
         Args:
-            silent: requests to this engine may never be answered. They fail when its process is ended; one of somebody
-                else's is not ended, so that all requests on their way through the router are made again.
+            silent: requests to this engine may never be answered. They fail when its process is ended; one of an
+                external one is not ended, so that all requests on their way through the router are made again.
         """
         if self._states[engine.url] not in ("serving", "ready"):
             return
@@ -352,7 +352,7 @@ class Fleet:
                 if not engine.update_weights and not self._closed.is_set():
                     self.admit([engine])
         except Exception as error:  # noqa: BLE001 - a thread's border: nothing else would tell of it
-            engine.stop()  # before somebody else gets the GPU
+            engine.stop()  # before another process gets the GPU
             self._states[engine.url] = "lost"
             what = error.what if isinstance(error, InstepError) else repr(error)
             if not self._closed.is_set():

@@ -1,6 +1,6 @@
 """The health of engines over HTTP: it shows what no process tells.
 
-That is an engine of somebody else's that does not answer, and a vLLM whose core hangs. vLLM's server answers `/health`
+That is an external engine that does not answer, and a vLLM whose core hangs. vLLM's server answers `/health`
 with 503 when its core is dead (its own end follows seconds later), but does not notice a core that hangs. So the core
 is asked as well, by a question that the server cannot answer alone.
 """

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from instep.algorithms.catalog import algorithm_of, uses_reference
+from instep.algorithms.losses.policy import PolicyLossConfig
 from instep.algorithms.reductions import loss_scales, loss_weights
 from instep.controller.advantage_columns import add_advantages
 from instep.controller.early import Early
@@ -41,17 +42,6 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
-
-
-def _comparing(args: Settings) -> Iterator[str]:
-    """The flags, as the user gave them, with which the loss divides the trainer's probabilities by the engine's."""
-    if args.use_tis:
-        yield "--use-tis"
-    if args.use_rs:
-        yield "--use-rs"
-    if args.use_rollout_logprobs:
-        around = algorithm_of(args).loss.bounds == "divergence"
-        yield f"--advantage-estimator {args.advantage_estimator}" if around else "--use-rollout-logprobs"
 
 
 @dataclass
@@ -291,13 +281,14 @@ class TrainingRound:
 
     def _build(self, groups: list[Group], *, needs_reward: bool) -> TokenBatch:
         args = self._args
+        compares = PolicyLossConfig.from_args(args).reads_rollout_log_probs if self._has_rewards else ()
         return build_batch(
             groups,
             needs_reward=needs_reward,
             reward_key=args.reward_key,
             default_temperature=args.rollout_temperature if self._has_rewards else 1.0,  # nothing is sampled
             replays=args.use_rollout_routing_replay,
-            compares=" and ".join(_comparing(args)),
+            compares=" and ".join(compares),
         )
 
     def _ask(self, scorer: ServedScorer, batch: TokenBatch) -> torch.Tensor:

@@ -191,7 +191,7 @@ def data_state(data: LedgeredDataSource, rollout_id: int) -> dict[str, Any]:
 
 
 def restore_data(data: LedgeredDataSource, state: dict[str, Any], rollout_id: int, folder: Path) -> None:
-    """Go back to `data_state`. Finished groups are as they were; those issued are read anew, into the source's buffer.
+    """Go back to `data_state`. Finished groups are as they were; those issued are read again, into the source's buffer.
 
     They are fresh, so that they draw the same random numbers again. Those of a data source without `cursor()` come as
     they were when they were issued.

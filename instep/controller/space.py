@@ -9,10 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from instep.checkpoints.hf_export import read_hf_config
 from instep.cluster.placement import num_critic_gpus
 from instep.errors import CheckpointError
-from instep.models.files import safetensors_header
+from instep.models.sizes import shape_of
 from instep.system.scratch import export_folder
 
 if TYPE_CHECKING:
@@ -28,24 +27,14 @@ class Saved(NamedTuple):
     kept: bool
 
 
-def num_weights(folder: Path) -> int:
-    """The number of weights of a Hugging Face checkpoint, from the headers of its safetensors files, each once."""
-    shapes: dict[str, list[int]] = {}
-    for path in folder.glob("model*.safetensors"):  # not the copies of another format beside them
-        header = safetensors_header(path)
-        shapes |= {name: tensor["shape"] for name, tensor in header.items() if name != "__metadata__"}
-    if (folder / "config.json").exists() and read_hf_config(folder).get("tie_word_embeddings"):
-        shapes.pop("lm_head.weight", None)
-    return sum(map(math.prod, shapes.values()))
-
-
 def what_is_saved(args: Args) -> Iterator[Saved]:
     """The least that each flag writes at a save, with `--precision` resolved.
 
     The `hf` backend saves float32 weights; Megatron those that it computes with, and their float32 masters with the
     optimizer. Two moments per weight are float32. An adapter is counted as nothing.
     """
-    num = num_weights(Path(args.hf_checkpoint))
+    shape = shape_of(os.path.abspath(args.hf_checkpoint))
+    num = 0 if shape is None else shape.total
     narrow = args.precision == "bf16"
     weights = 2 if narrow and args.train_backend == "megatron" else 4
     role = num * (weights if args.no_save_optim else weights + 8 + (4 if weights == 2 else 0))

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 NUM_PROMPTS = 4
 NOT_BEGUN = "tried on 4 prompts, the run has not begun (--no-hook-trial leaves the trial out)"
-NUM_NEW_TOKENS = 32  # of a trial's response, for a generate function that heeds its sampling parameters
+NUM_NEW_TOKENS = 32  # of a trial's response, for a generate function that follows its sampling parameters
 GENERATE_SECONDS = 300.0
 _HOOKS = (
     "custom_rm_path",

@@ -7,8 +7,8 @@
 
 `--offload-rollout` lets engines sleep, `--offload-train` parks the trainer; with one of them the other side stays where
 it is. Engines wake in two stages, so that weights and KV cache never lie beside the whole of the trainer. One side
-leaves before the other takes its memory, never at the same time: vLLM measures what it frees. An engine that is started
-anew takes memory, too: it starts in the engines' turn (`Fleet.start_dead`), and the trainer's next turn waits for it.
+leaves before the other takes its memory, never at the same time: vLLM measures what it frees. An engine that restarts
+takes memory, too: it starts in the engines' turn (`Fleet.start_dead`), and the trainer's next turn waits for it.
 """
 
 from __future__ import annotations

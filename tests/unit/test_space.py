@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from instep.arguments.parse import parse
-from instep.controller.space import check_space, num_saves, num_weights, what_is_saved
+from instep.controller.space import check_space, num_saves, what_is_saved
 from instep.errors import CheckpointError, OutputError
 from tests.command_line import argv, make_folder
 from tests.logged_run import make_groups, run
@@ -34,21 +34,6 @@ def weights(folder: Path, shapes: dict[str, list[int]]) -> None:
 
 def arguments(extra: str):
     return parse(argv(extra))
-
-
-def test_weights_are_counted_from_the_headers(folder):
-    assert num_weights(folder / "model") == 10 * 20 + 30 + 1
-    (folder / "model" / "model-00001-of-00001.safetensors").write_bytes(
-        (folder / "model" / "model.safetensors").read_bytes()
-    )
-    assert num_weights(folder / "model") == 10 * 20 + 30 + 1  # the same ones, twice
-
-
-@pytest.mark.parametrize("tied, expected", [(True, 20), (False, 40)])
-def test_a_tied_output_layer_is_no_weight_of_its_own(folder, tied, expected):
-    weights(folder, {"model.embed_tokens.weight": [10, 2], "lm_head.weight": [10, 2]})
-    (folder / "model" / "config.json").write_text(json.dumps({"tie_word_embeddings": tied}))
-    assert num_weights(folder / "model") == expected
 
 
 @pytest.mark.parametrize(

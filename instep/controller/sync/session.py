@@ -10,7 +10,7 @@ under way; no new one is admitted before the end of the session, nor, but with `
 
 - abort: they end with the tokens they have; the rollout continues them under the new weights.
 - wait: the session begins when they have ended.
-- keep: the engine freezes them, and continues them with a cache that it computes anew. Tokens are made before the
+- keep: the engine freezes them, and continues them with a cache that it recomputes. Tokens are made before the
   proof; if it fails the run ends, so that none of them is trained on.
 """
 
@@ -88,7 +88,7 @@ class Session:
         self.renew()
 
     def renew(self) -> None:
-        """Begin to count the time of the session anew."""
+        """Restart the clock of the session."""
         self._deadline = time.monotonic() + self.args.sync_timeout
 
     def seconds_left(self) -> float:
@@ -156,7 +156,7 @@ class Session:
         """Bring the weights to all engines by `way`; they serve the new version, unproven, after `hand_over`.
 
         The death of one engine may break what others receive: they receive once more. So they do, once, where the
-        stream of a former session has broken: somebody else's engine may have been started anew at its address.
+        stream of a former session has broken: an external engine may have been restarted at its address.
 
         Raises:
             SyncError: an engine refused something; the message names the tensor.
@@ -309,7 +309,7 @@ class Session:
     def _gone(self, engine: Engine, seconds: float) -> bool:
         """Whether the process that the session began with has ended, or ends within `seconds`.
 
-        A new process at the same address counts as another engine. An engine that somebody else runs has no process
+        A new process at the same address counts as another engine. An external engine has no process
         here: with `seconds` its health decides.
         """
         process = self._began[engine.url]

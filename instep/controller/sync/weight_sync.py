@@ -88,7 +88,7 @@ class WeightSync:
         folder: of the run, in the shared memory of this host.
         vocab_size, max_len: see `Proof`; only for a new one.
         proof: one that may have scored what the engines have loaded.
-        start_on: see `Session`; without it no engine is started anew.
+        start_on: see `Session`; without it no engine is restarted.
         turns: who has the GPUs; None: everybody has its own.
     """
 
@@ -175,7 +175,7 @@ class WeightSync:
         admission.open_again(None if known else str(self.version))
 
     def rejoin(self, engine: Engine) -> SyncResult:
-        """Bring the current version to one engine that has been started anew, while the others serve.
+        """Bring the current version to one engine that has been restarted, while the others serve.
 
         Raises:
             EngineGone: the engine has died again.
