@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import as_completed
 from functools import partial
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 MAX_RESTARTS = 3  # of one engine; a fourth death is no accident
 ASK_SECONDS = 10.0  # for what an engine says about itself
+ROUTER_SECONDS = 5.0  # for a router to take or leave an engine: it may refuse one at first
 
 
 # dead: waits for `start_dead`; planned: a sync has restarted it, and has not brought its weights yet
@@ -362,4 +364,13 @@ class Fleet:
 
     def _tell_routers(self) -> None:
         for model, router in self.routers.items():
-            router.set_members([e.url for e in self.of_model(model) if self._states[e.url] == "serving"])
+            urls = [e.url for e in self.of_model(model) if self._states[e.url] == "serving"]
+            deadline = time.monotonic() + ROUTER_SECONDS
+            while True:
+                try:
+                    router.set_members(urls)
+                    break
+                except EngineError:
+                    if time.monotonic() > deadline:
+                        raise
+                    time.sleep(0.1)
