@@ -15,7 +15,6 @@ from functools import partial
 from urllib.parse import urlsplit
 
 from instep.engines.engine import Engine
-from instep.system.processes import in_thread
 
 LOOK_SECONDS = 0.5  # between two looks at /health
 ANSWER_SECONDS = 1.0  # for its answer
@@ -72,6 +71,5 @@ def watch_health(
                 hangs.set()
                 lost(engine, f"hangs: it has computed nothing for {time.monotonic() - began:.0f} s", True)
 
-    in_thread(look, f"health of {engine.name}")
-    if patience is not None:
-        in_thread(partial(ask_core, patience), f"health of {engine.name}")
+    for work in (look, *([] if patience is None else [partial(ask_core, patience)])):
+        threading.Thread(target=work, name=f"health of {engine.name}", daemon=True).start()
