@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from instep.algorithms.catalog import algorithm_of, uses_reference
-from instep.algorithms.losses.policy import PolicyLossConfig
+from instep.algorithms.losses.policy import flags_that_compare
 from instep.algorithms.reductions import loss_scales, loss_weights
 from instep.controller.advantage_columns import add_advantages
 from instep.controller.early import Early
@@ -281,14 +281,13 @@ class TrainingRound:
 
     def _build(self, groups: list[Group], *, needs_reward: bool) -> TokenBatch:
         args = self._args
-        compares = PolicyLossConfig.from_args(args).reads_rollout_log_probs if self._has_rewards else ()
         return build_batch(
             groups,
             needs_reward=needs_reward,
             reward_key=args.reward_key,
             default_temperature=args.rollout_temperature if self._has_rewards else 1.0,  # nothing is sampled
             replays=args.use_rollout_routing_replay,
-            compares=" and ".join(compares),
+            compares=" and ".join(flags_that_compare(algorithm_of(args).loss.name, args)),
         )
 
     def _ask(self, scorer: ServedScorer, batch: TokenBatch) -> torch.Tensor:
