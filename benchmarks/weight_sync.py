@@ -37,6 +37,7 @@ from instep.observability.versions import versions  # noqa: E402
 from instep.system.processes import num_usable_cpus  # noqa: E402
 from instep.system.scratch import Scratch, memory_root  # noqa: E402
 from instep.training import lr_schedule  # noqa: E402
+from instep.weights.way import SINGLE_COPY  # noqa: E402
 from instep_engine import MEMORY_VARIABLE  # noqa: E402
 from instep_engine.place import SYNC  # noqa: E402
 
@@ -128,7 +129,7 @@ def measure_way(
         sync = WeightSync(args, actor, way, memory.path, vocab_size=int(MODEL["vocab_size"]), max_len=256)
         transfers, proofs, sent = [], [], None
         for number in range(options.num_syncs + 1):
-            if sync.writes_in_place:
+            if sync.way == SINGLE_COPY:
                 sync.hold([engine])
             actor.load_weights(checkpoints[number % 2])
             began = time.monotonic()

@@ -90,9 +90,9 @@ def main() -> None:
             sync(controller, stamps, None)
             print(json.dumps({"ready": True}), flush=True)
             assert (syncs := controller.deployment._sync) is not None
-            chosen = {controller.args.weight_sync: syncs._way}
+            chosen = {controller.args.weight_sync: syncs.way}
             for way in map(str.strip, sys.stdin):
-                syncs._way = chosen.get(way, way)
+                syncs.way = chosen.get(way, way)
                 print(json.dumps(measure(controller, stamps, order) | {"tokens_per_s_before": base}), flush=True)
     except InstepError as error:
         print(json.dumps({"error": str(error).splitlines()[0][:400]}), flush=True)

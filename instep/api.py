@@ -12,7 +12,6 @@ import sys
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from enum import Enum
-from importlib import import_module
 from importlib.machinery import ModuleSpec
 from os import PathLike
 from pathlib import Path
@@ -26,12 +25,7 @@ if TYPE_CHECKING:
 
 Reward = str | Callable[..., Any] | Iterable[Callable[..., Any]]
 
-_LOOPS = {  # of each command, the module whose `steps` it is
-    "train": "instep.train_sync",
-    "train-async": "instep.train_async",
-    "sft": "instep.sft",
-    "dpo": "instep.sft",
-}
+_COMMANDS = ("train", "train-async", "sft", "dpo")
 _FUNCTIONS = "instep_functions"  # the module in which functions stand that no other process could import
 # Hooks that this process calls; the others are called by the trainer's processes.
 _CALLED_HERE = frozenset(
@@ -42,20 +36,32 @@ _CALLED_HERE = frozenset(
 )
 
 
-def train(
-    *,
-    command: str = "train",
-    model: str | Path | None = None,
-    prompts: Any = None,
-    eval_prompts: Any = None,
-    reward: Reward | None = None,
-    reward_funcs: Any = None,
-    train_dataset: Any = None,
-    eval_dataset: Any = None,
-    args: Any = None,
-    **flags: Any,
-) -> dict[str, Any]:
+def train(**keywords: Any) -> dict[str, Any]:
     """Train as `instep train` or another command does, to the end.
+
+    Args:
+        keywords: those of `Run`.
+
+    Returns:
+        The summary of the run, as in `summary.json`; `model` is the folder of the last export (`save_hf`).
+
+    Raises:
+        InstepError: the flags are wrong, or the run cannot go on.
+    """
+    run = Run(**keywords)
+    for _ in run:
+        pass
+    return run.summary
+
+
+class Run:
+    """A run whose loop is the user's: `for step in instep.Run(...)`. What it takes is checked at once.
+
+    Each step is trained on and synced, and saved and evaluated if it was time to. While the body of the loop runs, the
+    trainer waits, and so do the engines, except those of `train-async`, which go on generating. When the loop is left,
+    by its end, by `break`, by an error or by Ctrl-C, every process of the run is ended and its report is written;
+    `save` and `load` make the next `Run` go on after the last checkpoint. A second loop over the same object is another
+    session of the run. It is a context manager, too, for a loop that is kept in a variable.
 
     Args:
         command: "train", "train-async", "sft" or "dpo".
@@ -72,28 +78,6 @@ def train(
         reward_funcs, train_dataset, eval_dataset, args: as TRL's `GRPOTrainer` takes them. With one of these, `flags`
             may have the names of fields of `GRPOConfig`, and what is not given has the defaults of TRL
             (docs/neighbours/trl_config.md).
-
-    Returns:
-        The summary of the run, as in `summary.json`; `model` is the folder of the last export (`save_hf`).
-
-    Raises:
-        InstepError: the flags are wrong, or the run cannot go on.
-    """
-    trl = {"reward_funcs": reward_funcs, "train_dataset": train_dataset, "eval_dataset": eval_dataset, "args": args}
-    run = Run(command=command, model=model, prompts=prompts, eval_prompts=eval_prompts, reward=reward, **trl, **flags)
-    for _ in run:
-        pass
-    return run.summary
-
-
-class Run:
-    """A run whose loop is the user's: `for step in instep.Run(...)`. It takes what `train` takes, checked at once.
-
-    Each step is trained on and synced, and saved and evaluated if it was time to. While the body of the loop runs, the
-    trainer waits, and so do the engines, except those of `train-async`, which go on generating. When the loop is left,
-    by its end, by `break`, by an error or by Ctrl-C, every process of the run is ended and its report is written;
-    `save` and `load` make the next `Run` go on after the last checkpoint. A second loop over the same object is another
-    session of the run. It is a context manager, too, for a loop that is kept in a variable.
 
     Attributes:
         args: the checked arguments.
@@ -121,20 +105,20 @@ class Run:
         from instep.system.private import private_files
 
         _refuse_two()
-        if command not in _LOOPS:
-            raise ConfigError(f"no command {command!r}", where="command=...", remedy=f"give one of {', '.join(_LOOPS)}")
+        if command not in _COMMANDS:
+            remedy = f"give one of {', '.join(_COMMANDS)}"
+            raise ConfigError(f"no command {command!r}", where="command=...", remedy=remedy)
         evaluations: dict[str, list[dict[str, Any]]] = {}
         notes: list[str] = []
         if not (reward_funcs is train_dataset is eval_dataset is args is None):
             from instep.neighbours import added
 
-            if not (calls := added("call")):
-                what = (
-                    "reward_funcs and train_dataset are TRL's words, and the package that knows them is not installed"
-                )
-                raise ConfigError(what, where="instep", remedy="install this instep (pip install -e .)")
-            as_flags = calls[0]
-            _refuse_both(command, prompts, reward, reward_funcs, train_dataset)
+            if not command.startswith("train"):
+                what = f"TRL's reward_funcs, train_dataset and args are those of GRPO, not of {command!r}"
+                raise ConfigError(what, where="instep", remedy="give prompts= and instep's own flags")
+            _refuse_both("prompts", prompts, "train_dataset", train_dataset)
+            _refuse_both("reward", reward, "reward_funcs", reward_funcs)
+            as_flags = added("call")[0]
             flags, rows, evaluations, notes = as_flags(command, args, reward_funcs, train_dataset, eval_dataset, flags)
             prompts = prompts if rows is None else rows
         if _is_several(reward):
@@ -145,8 +129,7 @@ class Run:
         given = {"model": ("hf_checkpoint", model), "prompts": ("prompt_data", prompts), "reward": (of_reward, reward)}
         given["eval_prompts"] = ("eval_prompt_data", eval_prompts)
         for name, (flag, value) in given.items():
-            if value is not None and flags.get(flag) is not None:
-                raise ConfigError(f"{name} and {flag} say the same", where="instep", remedy="give one of the two")
+            _refuse_both(name, value, flag, flags.get(flag))
             if value is not None:
                 flags[flag] = value
         with private_files():
@@ -171,6 +154,7 @@ class Run:
         return session
 
     def _steps(self) -> Generator[Step, None, None]:
+        from instep.cli import loop_of
         from instep.observability.output import lasting_output
         from instep.rollout.tokens import forget_tokenizers
         from instep.system.private import private_files
@@ -178,7 +162,7 @@ class Run:
         _refuse_two()
         forget_tokenizers()  # of a run before
         _import_as_module(self._functions)  # another Run may have been made meanwhile
-        Run._open, loop = self, import_module(_LOOPS[self.args.command]).steps(self.args)
+        Run._open, loop = self, loop_of(self.args).steps(self.args)
 
         @contextlib.contextmanager
         def at_work() -> Iterator[None]:  # not in the user's part of the loop
@@ -217,15 +201,9 @@ def _refuse_two() -> None:
         raise ConfigError(what, where="instep.Run", remedy="leave its loop first, or close() it")
 
 
-def _refuse_both(command: str, prompts: Any, reward: Any, reward_funcs: Any, train_dataset: Any) -> None:
-    """Raise an error where TRL's words and instep's are given for one thing, or for a command that has none of it."""
-    for name, one, other in (("prompts", prompts, train_dataset), ("reward", reward, reward_funcs)):
-        if one is not None and other is not None:
-            theirs = "train_dataset" if name == "prompts" else "reward_funcs"
-            raise ConfigError(f"{name} and {theirs} say the same", where="instep", remedy="give one of the two")
-    if not command.startswith("train"):
-        what = f"TRL's reward_funcs, train_dataset and args are those of GRPO, not of {command!r}"
-        raise ConfigError(what, where="instep", remedy="give prompts= and instep's own flags")
+def _refuse_both(name: str, value: Any, other_name: str, other: Any) -> None:
+    if value is not None and other is not None:
+        raise ConfigError(f"{name} and {other_name} say the same", where="instep", remedy="give one of the two")
 
 
 def _evaluated(command: str, sets: Mapping[str, list[dict[str, Any]]], flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -321,7 +299,7 @@ def _path(name: str, function: Callable[..., Any], functions: dict[str, Callable
 
 
 def _import_as_module(functions: dict[str, Callable[..., Any]]) -> None:
-    """Let hooks find `functions` by path; a function that is defined anew, in a notebook, replaces the one before."""
+    """Let hooks find `functions` by path; a function that is defined again, in a notebook, replaces the one before."""
     from instep.hooks import defined_at, load_function
     from instep.rollout import execute
     from instep.rollout.rewards import dispatch, trl

@@ -11,8 +11,9 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib import import_module
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from instep import __version__
@@ -90,9 +91,6 @@ def guarded(work: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is ended; a second Ctrl-C changes nothing
-        # CPython notes an interrupt that leaves an `exec` (making a dataclass has one), and `python -m` then ends
-        # by SIGINT, although we have caught it. The next `exec` clears the note.
-        exec("")
         print("interrupted", file=sys.stderr)
         return 130
 
@@ -142,8 +140,9 @@ def arguments(command: str, words: list[str]) -> Args:
     Raises:
         InstepError: they, or the files that they name, are wrong; or the run would not fit here.
     """
-    if sys.__stderr__ is not None:  # until the controller takes SIGUSR1 over: it must not end the process
-        faulthandler.register(signal.SIGUSR1, sys.__stderr__)
+    if sys.__stderr__ is not None:
+        faulthandler.enable(sys.__stderr__)  # names the line of a hook that crashes this process
+        faulthandler.register(signal.SIGUSR1, sys.__stderr__)  # until the controller takes it over
     _import_from_here()
     from instep.arguments.parse import parse
     from instep.system.gpus import memory_of_gpus, no_driver
@@ -181,13 +180,14 @@ def run(args: Args) -> dict[str, Any]:
     preload(args)
     with lasting_output(Path(args.run_dir) / "logs"):
         with first_import("torch"):
-            if args.command in ("sft", "dpo"):
-                from instep.sft import sft as loop
-            elif args.command == "train-async":
-                from instep.train_async import train_async as loop
-            else:
-                from instep.train_sync import train as loop
-        return loop(args)
+            loop = loop_of(args)
+        summary: dict[str, Any] = loop.train(args)
+        return summary
+
+
+def loop_of(args: Args) -> ModuleType:
+    """The module with the loop of `args.command`: its `steps` is a generator, its `train` runs it."""
+    return import_module("instep.train_async" if args.command == "train-async" else "instep.train_sync")
 
 
 def _helps(command: str, words: list[str]) -> bool:

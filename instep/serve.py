@@ -7,8 +7,9 @@ import shlex
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -31,25 +32,14 @@ if TYPE_CHECKING:
 _console = Console(highlight=False)
 
 
-class Before(Protocol):
-    """What stands before the engines in place of a gate, in this process."""
-
-    def start(self) -> tuple[Table, str]:
-        """Begin to serve; returns what the user is told. Raises InstepError."""
-
-    def check(self) -> None:
-        """Raise InstepError if it serves no more. It admits engines that have come back, too."""
-
-    def close(self) -> None:
-        """End, also after a `start` that has failed."""
-
-
-def serve(args: Args, before: Callable[[Args, Fleet, Path, Callable[[str], None]], Before] | None = None) -> None:
+def serve(args: Args, before: Callable[[Args, Fleet, Path, Callable[[str], None]], Any] | None = None) -> None:
     """Serve until SIGINT or SIGTERM, then end every process that was started.
 
     Args:
         before: makes what stands before the engines, of the resolved arguments, the fleet, the folder of the logs and
-            a function that tells the user something; None: a gate does.
+            a function that tells the user something; None: a gate does. Its `start` begins to serve and returns what
+            the user is told, its `check` raises InstepError if it serves no more (and admits engines that have come
+            back), its `close` ends it, also after a `start` that has failed.
 
     Raises:
         ConfigError: the port or the folder is taken, or an engine is not installed.
@@ -63,10 +53,11 @@ def serve(args: Args, before: Callable[[Args, Fleet, Path, Callable[[str], None]
     for port in range(args.port, args.port + num_models) if args.vllm_router_ip is None else ():
         if not port_is_free(port):
             raise ConfigError(f"port {port} is taken", where="--port", remedy="name a free one")
-    locks = lock_folders({"--run-dir": args.run_dir})
-    cluster = make_cluster(args, log_dir=logs, scratch=Path(args.run_dir), with_engines=True, status=_say)
-    fleet = front = None
-    try:
+    with ExitStack() as ends:
+        for lock in lock_folders({"--run-dir": args.run_dir}):
+            ends.callback(lock.release)
+        cluster = make_cluster(args, log_dir=logs, scratch=Path(args.run_dir), with_engines=True, status=_say)
+        ends.callback(cluster.close)
         cluster.start()
         for engine in cluster.engines:
             engine.watch = lambda: None  # `wait_ready` sees the engine's end itself, and `_watch` all that comes later
@@ -79,28 +70,23 @@ def serve(args: Args, before: Callable[[Args, Fleet, Path, Callable[[str], None]
             last_comes_back=True,
             with_gates=before is None,
         )
+        ends.callback(fleet.close)
         count = len(fleet.engines)
         _say(f"starting {count} {args.rollout_backend} engine{'s' if count > 1 else ''}, logs in {logs}")
         front = before(args, fleet, logs, _say) if before is not None else None
+        if front is not None:
+            ends.callback(front.close)
+        for number in (signal.SIGINT, signal.SIGTERM):  # the end takes two seconds, and a second Ctrl-C is no help
+            ends.callback(signal.signal, number, signal.SIG_IGN)
         fleet.wait_ready(args.engine_start_timeout)
         fleet.admit(fleet.engines)
         addresses = fleet.hook_attributes()["vllm_model_routers"]
         told = describe(args, fleet, logs, addresses) if front is None else front.start()
         _console.print(*told, sep="\n", markup=False, soft_wrap=True)
         _watch(fleet, front)
-    finally:
-        for number in (signal.SIGINT, signal.SIGTERM):  # the end takes two seconds, and a second Ctrl-C cannot speed it
-            signal.signal(number, signal.SIG_IGN)
-        if front is not None:
-            front.close()
-        if fleet is not None:
-            fleet.close()
-        cluster.close()
-        for lock in locks:
-            lock.release()
 
 
-def _watch(fleet: Fleet, front: Before | None) -> None:
+def _watch(fleet: Fleet, front: Any) -> None:
     try:
         while True:
             fleet.check()

@@ -20,14 +20,14 @@ from instep.algorithms.catalog import algorithm_of
 from instep.controller.ahead import rollouts_ahead
 from instep.controller.controller import Controller
 from instep.controller.round import Step
-from instep.train_sync import evaluates_after, evaluates_at, saves_after, to_the_end
+from instep.train_sync import evaluates_after, evaluates_at, save_and_evaluate, saves_after, to_the_end
 
 if TYPE_CHECKING:
     from instep.arguments.args import Args
     from instep.arguments.settings import Settings
 
 
-def train_async(args: Args) -> dict[str, Any]:
+def train(args: Args) -> dict[str, Any]:
     """Run `instep train-async`; returns the summary that is also written to `summary.json`."""
     return to_the_end(steps(args))
 
@@ -47,12 +47,7 @@ def steps(args: Args) -> Generator[Step, None, dict[str, Any]]:
                 if syncs_after(args, rollout_id, controller.num_rollout):
                     ahead.sync(rollout_id)
                 metrics = controller.finish_step(rollout, trained)
-            if saves_after(args, rollout_id, controller.num_rollout):
-                controller.save(rollout_id)
-            evaluation: dict[str, float] = {}
-            if evaluates_after(args, rollout_id, controller.num_rollout):
-                evaluation = controller.evaluate(rollout_id + 1)
-            yield Step(rollout_id, rollout.groups, metrics, evaluation)
+            yield Step(rollout_id, rollout.groups, metrics, save_and_evaluate(controller, rollout_id))
 
         return controller.finish()
 

@@ -10,6 +10,7 @@ The workers train on the whole rollout, which was made with the very weights tha
 are finished before they may begin (`controller/early.py`, `early_step.py`). The engines wait for the
 training and the sync, so that no token is older than the last step. While a checkpoint is written, nothing else runs;
 with --async-save the workers copy their state to host memory, and threads write it while the next rounds run.
+SFT and DPO train on responses from the data: there are no engines, and so no sync and no evaluation.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def train(args: Args) -> dict[str, Any]:
-    """Run `instep train`; returns the summary that is also written to `summary.json`."""
+    """Run `instep train`, `sft` or `dpo`; returns the summary that is also written to `summary.json`."""
     return to_the_end(steps(args))
 
 
@@ -44,7 +45,9 @@ def to_the_end(loop: Generator[Step, None, dict[str, Any]]) -> dict[str, Any]:
 
 def steps(args: Args) -> Generator[Step, None, dict[str, Any]]:
     """The loop. It yields each round when it is over, and returns the summary; closing it ends the run."""
-    with Controller(args, title=algorithm_of(args).title, with_engines=not args.debug_train_only) as controller:
+    algorithm = algorithm_of(args)
+    with_engines = algorithm.has_rewards and not args.debug_train_only
+    with Controller(args, title=algorithm.title, with_engines=with_engines) as controller:
         controller.sync_weights()  # --hf-checkpoint may be stale: the engine never answers from it
         if evaluates_at(args, controller.start_rollout_id, controller.num_rollout):
             controller.evaluate(controller.start_rollout_id)
@@ -55,14 +58,17 @@ def steps(args: Args) -> Generator[Step, None, dict[str, Any]]:
                 trained = controller.train(rollout)
                 controller.sync_weights()
                 metrics = controller.finish_step(rollout, trained)  # before the save: what it covers is on disk
-            if saves_after(args, rollout_id, controller.num_rollout):
-                controller.save(rollout_id)
-            evaluation: dict[str, float] = {}
-            if evaluates_after(args, rollout_id, controller.num_rollout):
-                evaluation = controller.evaluate(rollout_id + 1)
-            yield Step(rollout_id, rollout.groups, metrics, evaluation)
+            yield Step(rollout_id, rollout.groups, metrics, save_and_evaluate(controller, rollout_id))
 
         return controller.finish()
+
+
+def save_and_evaluate(controller: Controller, rollout_id: int) -> dict[str, float]:
+    """Save and evaluate after a rollout if it is time to; returns `eval/*`."""
+    args, num_rollout = controller.args, controller.num_rollout
+    if saves_after(args, rollout_id, num_rollout):
+        controller.save(rollout_id)
+    return controller.evaluate(rollout_id + 1) if evaluates_after(args, rollout_id, num_rollout) else {}
 
 
 def evaluates_at(args: Settings, rollout_id: int, num_rollout: int) -> bool:

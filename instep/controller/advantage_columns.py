@@ -112,7 +112,8 @@ def _compared(
     if args.custom_convert_samples_to_train_data_path:
         return rewards
     if args.custom_reward_post_process_path:
-        return _processed(samples, args.custom_reward_post_process_path, hook_args)
+        hook = Hook("--custom-reward-post-process-path", args.custom_reward_post_process_path)
+        return torch.tensor(processed_rewards(hook, hook.call(hook_args, samples), samples), dtype=torch.float64)
     if kl is not None and not estimator.kl_on_tokens:
         lengths = batch.response_lengths.tolist()
         rewards = penalised_rewards(rewards, kl, batch.token_columns["loss_mask"], lengths, args.kl_coef)
@@ -123,14 +124,8 @@ def _compared(
     return compare(rewards, batch.sample_columns["group_index"], batch.sample_columns["execution_id"])
 
 
-def _processed(samples: list[Sample], path: str, hook_args: HookSettings) -> Tensor:
-    """Call `--custom-reward-post-process-path`, which is fn(args, samples) -> (raw_rewards, rewards)."""
-    hook = Hook("--custom-reward-post-process-path", path)
-    return torch.tensor(processed_rewards(hook, hook.call(hook_args, samples), samples), dtype=torch.float64)
-
-
 def processed_rewards(hook: Hook, answer: Any, samples: list[Sample]) -> list[float]:
-    """Return the rewards that a `--custom-reward-post-process-path` has returned, checked."""
+    """Return the rewards of what a `--custom-reward-post-process-path` has returned: (raw_rewards, rewards)."""
     expected = f"(raw_rewards, rewards), one of each for {len(samples)} samples"
     if not isinstance(answer, tuple) or len(answer) != 2:
         raise hook.wrong(answer, expected)

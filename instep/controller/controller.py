@@ -28,8 +28,6 @@ from instep.checkpoints.integrity import check_whole
 from instep.controller import dumps
 from instep.controller.deployment import Deployment
 from instep.controller.device import resolve_on_machine
-from instep.controller.garbage import Garbage
-from instep.controller.last_word import LastWord
 from instep.controller.profile import StepProfile
 from instep.controller.records import Records
 from instep.controller.round import Rollout, TrainedBatch, TrainedRollout, TrainingRound
@@ -46,11 +44,11 @@ from instep.controller.round_metrics import (
 from instep.controller.run_state import beginning, check_savable, data_state, how_to_go_on, restore_data
 from instep.controller.saves import Saves
 from instep.controller.space import check_space, num_saves
-from instep.controller.stacks import DumpOnSignal, describe_queues, write_dump
+from instep.controller.stacks import dump_on_signal, write_dump
 from instep.controller.totals import Totals
 from instep.controller.trainer import Trainer
 from instep.controller.trial import HookTrial
-from instep.controller.watch import Watch
+from instep.controller.watch import Watch, collect_seldom
 from instep.data.ledger import Ledger, LedgeredDataSource
 from instep.data.messages import STARTED
 from instep.data.source import load_source, num_rollouts
@@ -62,6 +60,7 @@ from instep.observability.run_logger import RunLogger
 from instep.rollout import admission, runtime
 from instep.rollout.eval import read_sets
 from instep.rollout.outputs import as_eval_output, as_train_output
+from instep.system.endings import raise_for_exit
 from instep.system.processes import lock_folders
 from instep.types import RolloutFnTrainOutput
 
@@ -79,17 +78,15 @@ class Controller:
 
     def __init__(self, args: Args, *, title: str, with_engines: bool = True):
         self.run_dir, self.totals = Path(args.run_dir), Totals()
-        self._garbage, self._num_threads = Garbage(), torch.get_num_threads()
-        self._locks = lock_folders({"--run-dir": args.run_dir, "--save": args.save, "--critic-save": args.critic_save})
-        with ExitStack() as unless_made:
-            for lock in self._locks:  # in a notebook the traceback would keep them
-                unless_made.callback(lock.release)
-            unless_made.callback(runtime.shutdown)
-            unless_made.callback(self._garbage.end)
-            self._last_word = LastWord(own_hooks(args))
-            unless_made.callback(self._last_word.close)
+        folders = {"--run-dir": args.run_dir, "--save": args.save, "--critic-save": args.critic_save}
+        with ExitStack() as undo:
+            for lock in lock_folders(folders):  # in a notebook the traceback of an error would keep them
+                undo.callback(lock.release)
+            undo.callback(runtime.shutdown)
+            if own_hooks(args):
+                undo.callback(raise_for_exit())
             self._prepare(args, title, with_engines)
-            unless_made.pop_all()
+            self._undo = undo.pop_all()
 
     def _prepare(self, args: Args, title: str, with_engines: bool) -> None:
         """Read and check all that a run needs before a process is started."""
@@ -109,9 +106,8 @@ class Controller:
         if with_engines and args.eval_interval is not None:
             read_sets(self.hook_args)
         self.num_rollout = num_rollouts(args, source)
-        replays = args.load_debug_rollout_data is not None
         self._rollout_hook = Hook("--rollout-function-path", args.rollout_function_path)
-        self._rollout_function = dumps.replay(args) if replays else self._rollout_hook.call
+        self._rollout_function = dumps.replay(args) if args.load_debug_rollout_data else self._rollout_hook.call
         self._eval_hook = Hook("--eval-function-path", args.eval_function_path)
         self._memory = PssSampler()
         if self._has_work:
@@ -138,20 +134,20 @@ class Controller:
         hooks = ", ".join(path for _, path in own_hooks(args))
         dying = kind_of(args.rollout_backend).dying_seconds if with_engines else 0.0
         self._watch = Watch(self.deployment.check_and_rejoin, hooks, args.controller_memory_limit, dying)
-        self._on_signal = DumpOnSignal(self._dump)
 
     # ---- life ----------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Controller:
+        self._undo.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)  # those of a pool would spin between the short operations that are done here
         self._memory.start()
-        self._on_signal.__enter__()
+        self._undo.callback(dump_on_signal(self._dump))
         self.log.__enter__()
         with ExitStack() as unless_started:
             unless_started.push(self)
             with self.log.phase("start"):
                 self._start()
-            self._garbage.start()
+            self._undo.callback(collect_seldom())
             self._idle = IdleClock()
             unless_started.pop_all()
         return self
@@ -160,14 +156,8 @@ class Controller:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         left = isinstance(error, GeneratorExit)  # a user's own loop, which is no failure
-        with ExitStack() as last:  # also when a second Ctrl-C comes in between
-            last.callback(self._last_word.close)
-            last.callback(self._garbage.end)
-            last.callback(torch.set_num_threads, self._num_threads)
-            for lock in self._locks:
-                last.callback(lock.release)
-            last.callback(self.log.__exit__, *((None, None, None) if left else (kind, error, traceback)))
-            last.callback(self._on_signal.__exit__, kind, error, traceback)
+        with self._undo:  # also when a second Ctrl-C comes in between
+            self._undo.callback(self.log.__exit__, *((None, None, None) if left else (kind, error, traceback)))
             to_go_on, status = "", "left" if left else "interrupted"
             self._saves.last()
             if left or isinstance(error, KeyboardInterrupt):
@@ -188,8 +178,9 @@ class Controller:
             covered = f": {self._beginning.checkpoint} covers all before it" if self._beginning.state else ""
             what = f"the next rollout would be {self.start_rollout_id} of --num-rollout {self.num_rollout}{covered}"
             self.log.progress.line(f"nothing is left to train, {what}")
-        if self._beginning.state is not None and self._beginning.checkpoint is not None:
-            self._restore(self._beginning.state, self._beginning.checkpoint)
+        if (state := self._beginning.state) is not None and (folder := self._beginning.checkpoint) is not None:
+            self.totals.restore(state)
+            restore_data(self.data_source, state, int(state["rollout_id"]), folder)
         if args.dump_details:
             dumps.copy_tokenizer(Path(args.hf_checkpoint), Path(args.dump_details) / "tokenizer")
         self._tell([*args.notes, *self._trial.notes])
@@ -199,9 +190,9 @@ class Controller:
         if (trainer := self.deployment.trainer) is not None:
             self._training = TrainingRound(args, self.hook_args, trainer.actor, trainer.critic)
         if self.deployment.engines:
-            told = len(self._trial.notes)
+            self._trial.notes.clear()
             self._trial.with_engine()
-            self._tell(self._trial.notes[told:])
+            self._tell(self._trial.notes)
 
     def _tell(self, notes: list[str]) -> None:
         for note in notes:
@@ -291,11 +282,11 @@ class Controller:
             metrics |= staleness_metrics(batch.batch, version)
             of_sync = self.totals.take_gap()
             metrics |= of_sync if metrics.get("train/log_prob_gap_coverage") == 0 else {}
-        trained = TrainedRollout(metrics, {"train": phase.seconds}, len(batch.steps), len(batch.batch.tokens))
+        trained = TrainedRollout(metrics, {"train": phase.seconds}, len(batch.batch.tokens))
         if (gap := metrics.get("train/log_prob_gap_fresh", 0.0)) > (limit := self.deployment.gap_limit):
             self.log.progress.line(f"the log-prob gap of rollout {rollout_id} is {gap:.3g} nats, more than {limit:.3g}")
         self.deployment.stepped()
-        self.totals.add_training(batch, trained)
+        self.totals.add_training(batch)
         if self._training.uses_reference and (n := args.ref_update_interval) and (rollout_id + 1) % n == 0:
             self._saves.wait()  # which may copy the reference as it is
             self._require_trainer().refresh_reference()
@@ -347,7 +338,7 @@ class Controller:
         """Check the ledger, log the metrics of one round and return them; untrained groups are consumed here."""
         if trained is None:
             self.ledger.consume(rollout.groups)
-            trained = TrainedRollout({}, {}, 0, 0)
+            trained = TrainedRollout({}, {}, 0)
         self.ledger.check()
         self._saves.check()
         # Syncs and evaluations belong to no round: those since the last line.
@@ -381,15 +372,19 @@ class Controller:
 
     def _dump(self) -> None:
         """Write stacks and queues of all processes into a file, as SIGUSR1 asks for."""
-        step = f"{self.log.where()}; {self.totals.num_steps} optimizer steps done"
-        queues = partial(describe_queues, step, self.ledger, self.deployment.worker_groups)
-        path = write_dump(self.run_dir / "logs", queues, self.deployment.processes, self.deployment.engines)
+        deployment, counts = self.deployment, self.ledger.counts()
+        calls = [f"{g.role}: {g.waits_for}" for g in deployment.worker_groups if g.waits_for]
+        queues = {
+            "phase": f"{self.log.where()}; {self.totals.num_steps} optimizer steps done",
+            "ledger": counts
+            | {"num_buffered": self.ledger.num_buffered, "num_outstanding": self.ledger.num_outstanding},
+            "groups, done of total": runtime.last_progress or "no rollout yet",
+            "requests in flight": {u: n for u, n in runtime.requests_in_flight.items() if n} or "none",
+            "call to the workers": "; ".join(calls) or "none",
+        }
+        path = write_dump(self.run_dir / "logs", queues, deployment.processes, deployment.engines)
         self.log.progress.line(f"SIGUSR1: stacks and queues of all processes are in {path}")
 
     def _require_trainer(self) -> Trainer:
         assert self.deployment.trainer is not None, "nothing is trained with --debug-rollout-only"
         return self.deployment.trainer
-
-    def _restore(self, state: dict[str, Any], checkpoint: Path) -> None:
-        self.totals.restore(state)
-        restore_data(self.data_source, state, int(state["rollout_id"]), checkpoint)

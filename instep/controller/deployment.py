@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -20,7 +21,6 @@ from instep.cluster.launch import make_cluster
 from instep.cluster.local import WorkerGroup
 from instep.controller.fleet import Fleet
 from instep.controller.run_state import Beginning
-from instep.controller.space import check_shared_memory
 from instep.controller.sync.probe import start_token
 from instep.controller.sync.proof import Proof
 from instep.controller.sync.session import EngineGone
@@ -36,7 +36,7 @@ from instep.rollout.scorer import served_reference
 from instep.rollout.teacher import served_teacher
 from instep.rollout.tokens import tokenizer_of
 from instep.system.ports import check_loopback
-from instep.system.processes import Process
+from instep.system.processes import LOOK_SECONDS, Process
 from instep.system.scratch import Scratch, memory_scratch, sweep
 from instep.types import Group
 from instep.weights.bridge import shared_folder
@@ -58,6 +58,7 @@ class Deployment:
 
     Attributes:
         engines: of all models; none before `start`.
+        worker_groups: the workers of the actor and of the critic; none before `start`.
         trainer: the workers with their models loaded; None with `--debug-rollout-only`.
     """
 
@@ -78,8 +79,9 @@ class Deployment:
         self._num_rollout, self._with_engines = num_rollout, with_engines
         self.engines: list[Engine] = []
         self.trainer: Trainer | None = None
+        self.worker_groups: list[WorkerGroup] = []
         self._cluster: Cluster | None = None
-        self._fleet: Fleet | None = None
+        self._fleet = Fleet(args, [], restart=None, log_dir=log.run_dir / "logs", status=log.progress.line)
         self._sync: WeightSync | None = None
         self._thread = threading.current_thread()  # which drives the workers
         self._has_stepped = False
@@ -94,60 +96,61 @@ class Deployment:
         """Start all processes, load the models, and let the engines serve the weights of `--hf-checkpoint`."""
         check_loopback()
         self._shared()  # a server that has ended is noticed before anything starts
-        check_shared_memory(self._args, self._memory.path)
-        args, logs, line = self._args, self._log.run_dir / "logs", self._log.progress.line
+        args, turns, line = self._args, self._turns, self._log.progress.line
         if (teacher := served_teacher(args)) is not None and not args.debug_rollout_only:
             self._bound_context(teacher.check(tokenizer_of(args)))
-        status, with_engines = self._log.status, self._with_engines
-        self._cluster = make_cluster(
+        self._cluster = cluster = make_cluster(
             args,
-            log_dir=logs,
+            log_dir=self._log.run_dir / "logs",
             scratch=self._scratch.path,
             memory=self._memory.path,
-            with_engines=with_engines,
-            status=status,
+            with_engines=self._with_engines,
+            status=self._log.status,
         )
-        self._cluster.start()
-        self.engines = self._cluster.engines
+        cluster.start()
+        self.engines, self.worker_groups = cluster.engines, [cluster.workers, cluster.critic]
         for group in self.worker_groups:
             group.watch, group.hooks = self.check, own_hooks(args)
         for engine in self.engines:
             engine.watch = partial(self._check_call, engine)
-        restart = self._cluster.restart_engine
-        turns = self._turns
-        options: Any = {"restart": restart, "room_to_start": turns.room_to_start}
-        self._fleet = fleet = Fleet(args, self.engines, log_dir=logs, status=line, **options)
-        if self._cluster.room is not None:  # engines import until the trainer has left the GPUs
-            self._load_trainer(self._cluster)
-            self._rehearse()
+        self._fleet = fleet = Fleet(
+            args,
+            self.engines,
+            restart=cluster.restart_engine,
+            log_dir=self._log.run_dir / "logs",
+            status=line,
+            takes_turns=turns.are_taken,
+        )
+        if args.rollout_top_p < 1 or args.rollout_top_k > 0:
+            self._log.status(
+                "top-p/top-k: the engine's log-probs are of the truncated distribution, the gap shows the difference"
+            )
+        if cluster.room is not None:  # engines import until the trainer has left the GPUs
+            self._load_trainer(cluster)
+            if self.trainer is not None:  # its layers are compiled while the engines start
+                self.trainer.actor.probe_log_probs(self._proof(128).probe.batch(), args.sync_timeout)
             turns.leave()
-            self._cluster.room.touch()
+            cluster.room.touch()
             proof = self._wait_ready(fleet)
-        elif turns.sleeps:  # they measure the memory that is free
-            requests = self._cluster.setup_requests
-            groups = [group for group in self.worker_groups if group.num_ranks]
+        elif turns.sleeps:  # engines measure the memory that is free
             timeout = args.worker_start_timeout + args.engine_start_timeout
-            imports = [g.start("prepare", requests[g.role][0][0], timeout=timeout) for g in groups]
+            groups = [group for group in self.worker_groups if group.num_ranks]
+            imports = [g.start("prepare", cluster.setup_requests[g.role][0][0], timeout=timeout) for g in groups]
             proof = self._wait_ready(fleet)
             turns.begin(self.engines)
             for finish in imports:
                 finish()
-        if self._cluster.room is None:
-            self._load_trainer(self._cluster)
-        if args.rollout_top_p < 1 or args.rollout_top_k > 0:
-            status(
-                "top-p/top-k: the engine's log-probs are of the truncated distribution, the gap shows the difference"
-            )
-        if not turns.sleeps:
+            self._load_trainer(cluster)
+        else:
+            self._load_trainer(cluster)
             proof = self._wait_ready(fleet)
         self._runtime.update(fleet.hook_attributes())
         self._runtime["num_rollout"] = self._num_rollout
         admission.guard(get_model_url(self._hook_args, endpoint="/"))
         admission.caches_hold(fleet.num_cached_tokens())
         if self.engines and self.trainer is not None:
-            way, actor = self._chosen_way(), self.trainer.actor
-            more: Any = {"proof": proof, "start_anew": fleet.start_on, "turns": turns}
-            self._sync = WeightSync(args, actor, way, self._shared(), **more)
+            way, actor = self._chosen_way(cluster), self.trainer.actor
+            self._sync = WeightSync(args, actor, way, self._shared(), proof=proof, start_on=fleet.start_on, turns=turns)
             if turns.are_taken:
                 self._sync.begin([engine for engine in self.engines if engine.update_weights])
             # The first sync of a resume brings the weights of the checkpoint, which have this version already.
@@ -171,11 +174,6 @@ class Deployment:
         if (checkpoint := self._beginning.checkpoint) is not None:
             self._log.status(f"continuing from {checkpoint} at rollout {self._beginning.rollout_id}")
 
-    def _rehearse(self) -> None:
-        """Let the trainer score a probe, whose layers are compiled by that, while the engines start."""
-        if self.trainer is not None:
-            self._proof(128).rehearse(self.trainer.actor)
-
     def _proof(self, max_len: int) -> Proof:
         config = self._hf_config
         return Proof(self._args, vocab_size=int(config["vocab_size"]), max_len=max_len, start=start_token(config))
@@ -185,7 +183,7 @@ class Deployment:
         fleet.wait_ready(self._args.engine_start_timeout)
         if not self.engines or self._args.debug_rollout_only:
             return None
-        proof = self._proof(self._model_len(128))
+        proof = self._proof(context_of_model(self._args) or 128)
         proof.begin([engine for engine in self.engines if engine.update_weights])
         return proof
 
@@ -195,11 +193,10 @@ class Deployment:
         external = args.weight_sync == SINGLE_COPY and args.rollout_external_engine_addrs
         return shared_folder(args.vllm_config_path) if external else self._memory.path
 
-    def _chosen_way(self) -> str:
+    def _chosen_way(self, cluster: Cluster) -> str:
         """The way of the weight syncs; says what `auto` and `lora` mean here."""
-        assert self._cluster is not None
         named = self._args.weight_sync
-        way, why = way_meant(named, self._cluster.one_host, gpu_sharing(self._args))
+        way, why = way_meant(named, cluster.one_host, gpu_sharing(self._args))
         if why:
             what = "adapters" if named == LORA else "weights"
             self._log.progress.line(f"{what} travel by {way} (--weight-sync {named}: {why})")
@@ -207,20 +204,16 @@ class Deployment:
 
     def close(self) -> None:
         """End all processes and remove their files that nobody needs any more."""
-        for part in (self._fleet, self._cluster, self._sync):
-            if part is not None:
-                part.close()
-        admission.reset()  # also where nothing was synced
+        self._fleet.close()
+        if self._cluster is not None:
+            self._cluster.close()
+        admission.reset()
         self._scratch.remove()
         self._memory.remove()
 
-    def _model_len(self, default: int) -> int:
-        """The most tokens of a sequence that the policy takes."""
-        return context_of_model(self._args) or default
-
     def _bound_context(self, most: int) -> None:
         """Let responses end where the served model that scores them takes no more tokens."""
-        if (self._hook_args.rollout_max_context_len or self._model_len(most)) > most:
+        if (self._hook_args.rollout_max_context_len or context_of_model(self._args) or most) > most:
             self._runtime["rollout_max_context_len"] = most
             self._log.progress.line(
                 f"prompt and response end at {most} tokens: the model that scores them takes no more"
@@ -243,27 +236,22 @@ class Deployment:
         self._has_stepped = True
 
     @property
-    def worker_groups(self) -> list[WorkerGroup]:
-        """The workers of the actor and of the critic."""
-        return [self._cluster.workers, self._cluster.critic] if self._cluster is not None else []
-
-    @property
     def processes(self) -> list[Process]:
         """All processes of the run that its controller supervises."""
-        engines = self._fleet.processes if self._fleet is not None else []
-        return [*engines, *(p for group in self.worker_groups for p in group.processes)]
+        return [*self._fleet.processes, *(p for group in self.worker_groups for p in group.processes)]
 
     def offer(self, groups: list[Group]) -> None:
         """Let the next sync's proof score a text of these groups, too."""
         if self._sync is not None:
-            self._sync.proof.offer(groups)
+            self._sync.proof.probe.offer(groups)
 
     def sync_weights(self) -> SyncResult | None:
         """Bring a new version from the workers to every engine, proven; None where one of the two is missing."""
         if self._sync is None:
             return None
-        fleet = self._require_fleet()
-        with self._log.phase("sync"), self._turns.no_starts(self.check):
+        fleet = self._fleet
+        with self._log.phase("sync"):
+            self._wait_for_starts()
             began = fleet.available()
             try:
                 result = self._sync.run(began)
@@ -278,10 +266,10 @@ class Deployment:
 
     def hold_engines(self) -> None:
         """Pause the engines while the trainer writes into their memory (single-copy), or let it have their GPUs."""
-        if self._sync is not None and (self._sync.writes_in_place or self._turns.are_taken):
-            with self._log.phase("sync"), self._turns.no_starts(self.check):
-                self._sync.hold(self._require_fleet().available())
-                self._require_fleet().slept()
+        if self._sync is not None and (self._sync.way == SINGLE_COPY or self._turns.are_taken):
+            with self._log.phase("sync"):
+                self._wait_for_starts()
+                self._sync.hold(self._fleet.available())
 
     @contextmanager
     def trainer_at_work(self) -> Iterator[None]:
@@ -289,8 +277,26 @@ class Deployment:
         if self._sync is None or not self._turns.parks:
             yield
             return
-        with self._turns.no_starts(self.check), self._sync.trainer_at_work(self._require_fleet().available()):
+        self._wait_for_starts()
+        with self._sync.trainer_at_work(self._fleet.available()):
             yield
+
+    def _wait_for_starts(self) -> None:
+        """Wait until no engine is starting whose memory the trainer gets next; `check_and_rejoin` alone begins one.
+
+        Raises:
+            EngineError: an engine has not become ready within --engine-start-timeout.
+        """
+        deadline = time.monotonic() + 1.1 * self._args.engine_start_timeout  # one that is late is ended first
+        while self._turns.are_taken and self._fleet.is_starting:
+            self.check()
+            if time.monotonic() > deadline:
+                raise EngineError(
+                    "an engine that was started anew is not ready, and the trainer waits for its GPU",
+                    where="--engine-start-timeout",
+                    remedy="see the engine's log",
+                )
+            time.sleep(LOOK_SECONDS)
 
     def memory(self, phase: str) -> dict[str, float]:
         """The memory of the trainer and of its GPUs at the end of a phase, as metrics."""
@@ -305,31 +311,35 @@ class Deployment:
     @property
     def gap_limit(self) -> float:
         """The largest mean log-prob gap of tokens that the engines have made with the version of the last sync."""
-        return self._sync.gap_limit if self._sync is not None else math.inf
+        return self._sync.proof.gap_limit if self._sync is not None else math.inf
 
     def accused(self, error: SyncError, rollout_id: int) -> SyncError:
         """The error of a gap that is too large, with the engines that do not hold the trainer's weights."""
         assert self._sync is not None, "without a sync no token is of a version"
-        return self._sync.accuse(self._require_fleet().available(), error, f"rollout {rollout_id}")
+        return self._sync.accuse(self._fleet.available(), error, f"rollout {rollout_id}")
 
     def check(self) -> None:
         """Raise if a worker, the router or the last engine has died, or has been stopped."""
-        self._require_fleet().check()
+        self._fleet.check()
         for group in self.worker_groups:
             group.check_alive()
 
     def _check_call(self, engine: Engine) -> None:
         """Check while a control call to `engine` waits, which is over as soon as the engine is known to be lost."""
-        fleet = self._require_fleet()
+        fleet = self._fleet
         self.check()
         fleet.check_reachable(engine)
 
     def check_and_rejoin(self) -> None:
-        """Check; an engine that was started anew gets its weights if the workers are at rest and hold that version."""
+        """Check while engines generate: those that have died are restarted.
+
+        They get their weights, when they are ready, if the workers are at rest and hold that version.
+        """
         self.check()
+        self._fleet.start_dead()
         if threading.current_thread() is not self._thread or self._has_stepped:
             return
-        fleet = self._require_fleet()
+        fleet = self._fleet
         for engine in fleet.waiting():
             if self._turns.parks and engine.update_weights:
                 continue  # the trainer's weights are away: the next sync brings them
@@ -340,7 +350,3 @@ class Deployment:
                 except EngineGone:
                     held = []  # the fleet sees it, too
             fleet.synced([engine], held)
-
-    def _require_fleet(self) -> Fleet:
-        assert self._fleet is not None, "the controller is used as a context manager"
-        return self._fleet

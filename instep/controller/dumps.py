@@ -44,8 +44,8 @@ def save_rollout(template: str, rollout_id: int, groups: Sequence[Group], metric
         CheckpointError: the file cannot be written.
     """
     samples = [_plain_sample(s) for group in groups for s in group]
-    path = Path(template.format(rollout_id=rollout_id))
-    return _save(path, {"rollout_id": rollout_id, "samples": samples, "metrics": dict(metrics)})
+    content = {"rollout_id": rollout_id, "samples": samples, "metrics": dict(metrics)}
+    return _save(Path(template.format(rollout_id=rollout_id)), content)
 
 
 def save_evaluation(template: str, rollout_id: int, output: RolloutFnEvalOutput) -> Path:
@@ -67,10 +67,13 @@ def load_rollout(path: Path, share: float | None = None) -> RolloutFnTrainOutput
         for sample in (Sample.from_dict(s) for s in content["samples"]):
             groups.setdefault(sample.group_index, []).append(sample)
         metrics = dict(content.get("metrics", {}))
-    except CheckpointError as error:
-        raise _unreadable(path, error.what) from error
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise _unreadable(path, f"{type(error).__name__}: {error}") from error
+    except (CheckpointError, KeyError, TypeError, ValueError, AttributeError) as error:
+        why = error.what if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        raise CheckpointError(
+            f"the rollout cannot be replayed: {why}",
+            where=str(path),
+            remedy="--load-debug-rollout-data names what --save-debug-rollout-data wrote, a file for each rollout",
+        ) from error
     kept = list(groups.values())
     if share is not None:
         kept = kept[: max(1, math.floor(share * len(kept)))]
@@ -79,13 +82,10 @@ def load_rollout(path: Path, share: float | None = None) -> RolloutFnTrainOutput
 
 def replay(args: Settings) -> Callable[..., RolloutFnTrainOutput]:
     """Return a rollout function that reads `--load-debug-rollout-data` instead of generating."""
-    template = str(args.load_debug_rollout_data)
+    template, share = str(args.load_debug_rollout_data), args.load_debug_rollout_data_subsample
 
-    def replayed(
-        hook_args: HookSettings, rollout_id: int, data_source: Any, evaluation: bool = False
-    ) -> RolloutFnTrainOutput:
-        path = Path(template.format(rollout_id=rollout_id))
-        return load_rollout(path, args.load_debug_rollout_data_subsample)
+    def replayed(hook_args: HookSettings, rollout_id: int, *_: Any, **__: Any) -> RolloutFnTrainOutput:
+        return load_rollout(Path(template.format(rollout_id=rollout_id)), share)
 
     return replayed
 
@@ -169,11 +169,3 @@ def _save(path: Path, content: dict[str, Any]) -> Path:
             f"a dump could not be written: {error}", where=str(path), remedy="free space or fix permissions"
         ) from error
     return path
-
-
-def _unreadable(path: Path, why: str) -> CheckpointError:
-    return CheckpointError(
-        f"the rollout cannot be replayed: {why}",
-        where=str(path),
-        remedy="--load-debug-rollout-data names what --save-debug-rollout-data wrote, a file for each rollout",
-    )

@@ -60,7 +60,7 @@ class Early:
         try:
             batch = self._build(groups)
         except (RewardError, RolloutError):
-            return  # that of the whole rollout raises it, if no hook mends the sample before
+            return  # that of the whole rollout raises it, if no hook repairs the sample before
         self._score(batch)
         if self.step is not None:
             self.step.begin(len(groups), [sample for group in groups for sample in flatten(group)], batch)

@@ -109,7 +109,7 @@ class EarlyStep:
         try:
             self._complete(batch, samples)
         except RolloutError:
-            return  # that of the whole rollout raises it, if no hook mends the samples before
+            return  # that of the whole rollout raises it, if no hook repairs the samples before
         began = time.monotonic()
         rows = self._actor.begin_step(batch, self._actor.plan(batch, num_steps=1), self._token)()
         self.seconds += time.monotonic() - began

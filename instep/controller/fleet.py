@@ -2,7 +2,7 @@
 
 An engine serves while it holds proven weights and is healthy: its process lives, and it answers (`health.py`).
 When an engine dies, its router sends it no more requests, and those that it had are made again on other engines. It is
-started anew while the run goes on, and serves again after a session has brought it the current weights, or as soon as
+restarted while the run goes on, and serves again after a session has brought it the current weights, or as soon as
 it is ready if its model keeps its weights. The death of the last engine of a model, or of its last engine that prefills
 or decodes, ends the run.
 """
@@ -14,17 +14,16 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, wait
-from contextlib import AbstractContextManager
+from concurrent.futures import as_completed
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
 from instep.arguments.args import Runtime
 from instep.cluster.engine_plan import has_router, plan_engines, plan_routers
 from instep.cluster.engine_start import start_gate, start_router
-from instep.controller.health import HealthWatch, unreachable
+from instep.controller.health import unreachable, watch_health
 from instep.engines import keys
 from instep.engines.engine import Engine
 from instep.engines.gate import Gate, needs_gate
@@ -38,15 +37,11 @@ if TYPE_CHECKING:
 
 MAX_RESTARTS = 3  # of one engine; a fourth death is no accident
 ASK_SECONDS = 10.0  # for what an engine says about itself
-FAILURE_SECONDS = 0.5  # after an engine that does not start, for others that fail of the same
+ROUTER_SECONDS = 5.0  # for a router to take or leave an engine: it may refuse one at first
 
 
-def _no_wait(closed: threading.Event) -> AbstractContextManager[None]:
-    """Engines that have GPUs of their own start at once."""
-    return contextlib.nullcontext()
-
-
-State = Literal["serving", "starting", "ready", "lost"]
+# dead: waits for `start_dead`; planned: a sync has restarted it, and has not brought its weights yet
+State = Literal["serving", "starting", "ready", "lost", "dead", "planned"]
 
 
 class Fleet:
@@ -54,11 +49,11 @@ class Fleet:
 
     Args:
         engines: they are started, and may not be ready yet; without any the fleet does nothing.
-        restart: starts engine `index` anew at its address, on another `checkpoint` if one is given; with None a dead
+        restart: restarts engine `index` at its address, on another `checkpoint` if one is given; with None a dead
             engine stays away.
         status: tells the user what happened.
-        room_to_start: holds the GPUs for an engine that is started anew; gets an event that ends the wait for them.
-        last_comes_back: the last engine of a model is started anew, too (`instep serve`: only clients wait for it).
+        takes_turns: engines share GPUs with a trainer: one that has died is restarted by `start_dead` alone.
+        last_comes_back: the last engine of a model is restarted, too (`instep serve`: only clients wait for it).
         with_gates: clients get a gate where they need one; False: something else stands before the engines.
     """
 
@@ -72,32 +67,29 @@ class Fleet:
         status: Callable[[str], None],
         last_comes_back: bool = False,
         with_gates: bool = True,
-        room_to_start: Callable[[threading.Event], AbstractContextManager[None]] = _no_wait,
+        takes_turns: bool = False,
     ):
         self._args, self.engines, self._restart, self._status = args, list(engines), restart, status
-        self._log_dir, self._room_to_start = log_dir, room_to_start
-        self._last_comes_back = last_comes_back
+        self._log_dir, self._last_comes_back, self._takes_turns = log_dir, last_comes_back, takes_turns
         self._states: dict[str, State] = {engine.url: "starting" for engine in self.engines}
         self._ready = False  # all of them have been; until then no engine is restarted or done without
         self._restarts = dict.fromkeys(self._states, 0)
         self._lock = threading.RLock()
         self._away = set[str]()  # those that have served, and do not now
-        self._planned = set[str]()  # those that a sync has started anew, and has not brought its weights yet
         self._closed = threading.Event()
-        self._found: set[str] = set()  # behind a router of somebody else's at the start: they stay there
+        self._found: set[str] = set()  # behind an external router at the start: they stay there
         self._fault: EngineError | None = None  # that another thread has found; `check` raises it
         self._default = policy_model(served_models(args)).name if self.engines else ""
         self.routers: dict[str, Router] = {}  # by model; none where a model has one engine that needs none
         self.gates: dict[str, Gate] = {}  # by model; before its router or its engine
         specs = plan_routers(args, plan_engines(args)) if self.engines else []
         for spec in specs:
-            mine = self.of_model(spec.model)
-            if has_router(args, len(mine)):
-                name = "router" if len(specs) == 1 else f"router-{spec.model}"
-                self.routers[spec.model] = start_router(args, spec, mine, log_dir, name)
-            if with_gates and needs_gate(args, has_router(args, len(mine))):
-                name = "gate" if len(specs) == 1 else f"gate-{spec.model}"
-                self.gates[spec.model] = start_gate(args, spec, self._inner_url(spec.model), log_dir, name)
+            mine, suffix = self.of_model(spec.model), "" if len(specs) == 1 else f"-{spec.model}"
+            if routed := has_router(args, len(mine)):
+                self.routers[spec.model] = start_router(args, spec, mine, log_dir, f"router{suffix}")
+            if with_gates and needs_gate(args, routed):
+                url = self._inner_url(spec.model)
+                self.gates[spec.model] = start_gate(args, spec, url, log_dir, f"gate{suffix}")
         self._key_file: Path | None = None
         shown = self.engines and with_gates and not args.no_api_key
         if shown and (key := keys.key_of(self._client_url(self._default))):
@@ -144,37 +136,32 @@ class Fleet:
         return [owner.process for owner in owners if owner.process is not None]
 
     def wait_ready(self, timeout: float) -> None:
-        """Wait until all engines and routers answer; of several that fail, the first engine's error is raised."""
+        """Wait until all engines and routers answer."""
         if not self.engines:
             return
         external = [engine.url for engine in self.engines if engine.process is None]
         external += [router.url for router in self.routers.values() if self._args.vllm_router_ip is not None]
         for address in unreachable(external):
             self._status(f"{address} does not answer yet: waiting {timeout:.0f} s (--engine-start-timeout)")
-        outcomes = [in_thread(partial(engine.wait_ready, timeout), engine.name) for engine in self.engines]
-        if wait(outcomes, return_when=FIRST_EXCEPTION).not_done:
-            wait(outcomes, FAILURE_SECONDS)
-        for outcome in outcomes:
-            if outcome.done():
-                outcome.result()
+        for outcome in as_completed([in_thread(partial(e.wait_ready, timeout), e.name) for e in self.engines]):
+            outcome.result()
         for router in self.routers.values():
             router.wait_ready(timeout)
             if self._args.vllm_router_ip is not None:
                 self._check_theirs(router)
         for gate in self.gates.values():
             gate.wait_ready(timeout)
-        outside = [engine for engine in self.engines if engine.process is None]
-        for engine in outside:
-            engine.identify()
+        for engine in self.engines:
+            if engine.process is None:
+                engine.identify()
         self._states = dict.fromkeys(self._states, "ready")
         self._ready = True
         for engine in self.engines:
             if engine.process is None or not engine.kind.sends_heartbeats:
-                options: Any = {"lost": self._notice, "back": self._is_well, "closed": self._closed}
-                HealthWatch(engine, self._args.heartbeat_timeout, **options)
+                watch_health(engine, self._args.heartbeat_timeout, self._notice, self._is_well, self._closed)
 
     def _check_theirs(self, router: Router) -> None:
-        """Check that a router that somebody else runs has no engines but the run's: all of them would get requests."""
+        """Check that an external router has no engines but the run's: all of them would get requests."""
         self._found = router.listed()
         if others := sorted(self._found - self._states.keys()):
             raise EngineError(
@@ -195,6 +182,18 @@ class Fleet:
         """Return the engines that are ready, but do not hold the current weights yet."""
         return [e for e in self.engines if self._states[e.url] == "ready"]
 
+    @property
+    def is_starting(self) -> bool:
+        """Whether an engine that has died is restarted now."""
+        return any(self._states[e.url] == "starting" and e.process is not None for e in self.engines)
+
+    def start_dead(self) -> None:
+        """Restart the engines that have died and may come back."""
+        with self._lock:
+            for engine in [e for e in self.engines if self._states[e.url] == "dead"]:
+                self._states[engine.url] = "starting"
+                in_thread(partial(self._start_anew, engine), f"restart {engine.name}")
+
     def admit(self, engines: Iterable[Engine]) -> None:
         """Let engines serve from now on: they hold the weights that they should."""
         with self._lock:
@@ -204,38 +203,27 @@ class Fleet:
                     if engine.url in self._away:
                         self._away.discard(engine.url)
                         self._status(f"{engine.name} serves again")
-            for model in self.routers:
-                self._tell_router(model)
+            self._tell_routers()
 
     def start_on(self, engines: Sequence[Engine], checkpoint: Path) -> None:
-        """End engines of this run, as planned, and start them anew on `checkpoint`; `synced` follows.
+        """End engines of this run, as planned, and restart them on `checkpoint`; `synced` follows.
 
         Until then nobody looks whether they live but the caller, and they get no requests.
         """
         assert self._restart is not None
         with self._lock:
             for engine in engines:
-                self._states[engine.url] = "starting"
-                self._planned.add(engine.url)
-            for model in self.routers:
-                self._tell_router(model)
+                self._states[engine.url] = "planned"
+            self._tell_routers()
         stop_all([engine.process for engine in engines if engine.process is not None])
         for engine in engines:
             self._restart(self.engines.index(engine), checkpoint)
-
-    def slept(self) -> None:
-        """Take note that engines sleep: where others of a model are awake, its router sends them all requests."""
-        with self._lock:
-            for model in self.routers:
-                if {bool(e.asleep) for e in self.of_model(model)} == {True, False}:
-                    self._tell_router(model)
 
     def synced(self, began: Iterable[Engine], held: Sequence[Engine]) -> None:
         """Take note of a sync: of the engines it `began` with, those that `held` its weights serve, the others wait."""
         with self._lock:
             for engine in began:
-                planned = engine.url in self._planned
-                self._planned.discard(engine.url)
+                planned = self._states[engine.url] == "planned"
                 if planned and engine not in held:
                     self._lose(engine, "did not come back when it was started anew")
                 elif planned:
@@ -256,10 +244,9 @@ class Fleet:
         with self._lock:
             if self._fault is not None:
                 raise self._fault
-            for router in self.routers.values():
-                router.check_alive()
-            for gate in self.gates.values():
-                gate.check_alive()
+            fronts: list[Router | Gate] = [*self.routers.values(), *self.gates.values()]
+            for front in fronts:
+                front.check_alive()
             for engine in self.engines:
                 if not self._ready:
                     engine.check_alive()
@@ -273,15 +260,15 @@ class Fleet:
                     raise EngineError(what, where=str(self._log_dir), remedy="the engines' logs say why")
 
     def check_reachable(self, engine: Engine) -> None:
-        """Raise EngineError for an engine of somebody else's that has been given up for the time being.
+        """Raise EngineError for an external engine that has been given up for the time being.
 
-        The death of an engine of this run ends a call to it anyway; one of somebody else's may just stand still.
+        The death of an engine of this run ends a call to it anyway; an external one may just stand still.
         """
         if self._ready and engine.process is None and self._states[engine.url] == "starting":
             raise EngineError(f"{engine.name} does not answer any more", where=engine.url, remedy="see its log")
 
     def close(self) -> None:
-        """Stop routers and gates, and take the run's engines out of a router that somebody else runs."""
+        """Stop routers and gates, and take the run's engines out of an external router."""
         self._closed.set()
         for engine in self.engines:
             engine.lease.end()
@@ -301,8 +288,8 @@ class Fleet:
         """Lose an engine in which a thread that watches it has found a fault.
 
         Args:
-            silent: requests to this engine may never be answered. They fail when its process is ended; one of somebody
-                else's is not ended, so that all requests on their way through the router are made again.
+            silent: requests to this engine may never be answered. They fail when its process is ended; one of an
+                external one is not ended, so that all requests on their way through the router are made again.
         """
         if self._states[engine.url] not in ("serving", "ready"):
             return
@@ -328,7 +315,7 @@ class Fleet:
 
     def _lose(self, engine: Engine, fault: str, where: str = "") -> None:
         alike = [e for e in self.of_model(engine.model) if e.role == engine.role and e is not engine]
-        enough = ("serving", "ready", *(["starting"] if self._last_comes_back else []))
+        enough = ("serving", "ready", *(["starting", "dead"] if self._last_comes_back else []))
         others = any(self._states[e.url] in enough for e in alike)
         comes_back = engine.process is None or (self._restart is not None and self._restarts[engine.url] < MAX_RESTARTS)
         if not others and not (self._last_comes_back and comes_back):  # nobody could answer in its place
@@ -336,62 +323,54 @@ class Fleet:
             remedy = "it was the last engine of its kind"
             remedy += f"; {engine.process.remedy() if engine.process else 'start it again, then this run'}"
             raise EngineError(f"{engine.name} {fault}", where=where or engine.url, remedy=remedy)
-        if comes_back:
-            self._states[engine.url] = "starting"
-            self._away.add(engine.url)
+        if not comes_back:
+            what = "the run goes on without it"
+            self._states[engine.url] = "lost"
+            in_thread(engine.stop, f"stop {engine.name}")  # what is left of its process, which keeps a GPU
         else:
-            self._give_up(engine)
-        what = "it is started anew" if comes_back and engine.process is not None else "it is waited for"
-        self._status(f"{engine.name} {fault}: {what if comes_back else 'the run goes on without it'}")
-        self._tell_router(engine.model)
+            what = "it is waited for" if engine.process is None else "it is started anew"
+            self._states[engine.url] = "starting" if engine.process is None else "dead"
+            self._away.add(engine.url)
+        self._status(f"{engine.name} {fault}: {what}")
+        self._tell_routers()
         if comes_back and engine.process is not None:
             self._restarts[engine.url] += 1
-            threading.Thread(
-                target=self._start_anew, args=(engine,), name=f"restart {engine.name}", daemon=True
-            ).start()
-
-    def _give_up(self, engine: Engine) -> None:
-        """Do without an engine from now on; what is left of its process is ended, so that it keeps no GPU."""
-        with self._lock:
-            self._states[engine.url] = "lost"
-        in_thread(engine.stop, f"stop {engine.name}")
+            if self._takes_turns:
+                in_thread(engine.stop, f"stop {engine.name}")  # one that hangs holds those who wait for its answers
+            else:
+                self.start_dead()
 
     def _start_anew(self, engine: Engine) -> None:
         assert self._restart is not None
         try:
-            engine.stop()  # at once: one that hangs holds its GPU, and those who wait for its answers
-            with self._room_to_start(self._closed), contextlib.ExitStack() as unless_ready:
-                if self._closed.is_set():
-                    return
-                unless_ready.callback(engine.stop)  # before somebody else gets the GPU
-                self._restart(self.engines.index(engine))
-                engine.begin_anew()
-                engine.wait_ready(self._args.engine_start_timeout)
-                unless_ready.pop_all()
-                with self._lock:  # who gets the GPU next counts it among the available
-                    self._states[engine.url] = "ready"
-                    if not engine.update_weights and not self._closed.is_set():
-                        self.admit([engine])
+            engine.stop()  # one that hangs holds its GPU
+            if self._closed.is_set():
+                return
+            self._restart(self.engines.index(engine))
+            engine.begin_anew()
+            engine.wait_ready(self._args.engine_start_timeout)
+            with self._lock:
+                self._states[engine.url] = "ready"
+                if not engine.update_weights and not self._closed.is_set():
+                    self.admit([engine])
         except Exception as error:  # noqa: BLE001 - a thread's border: nothing else would tell of it
-            self._give_up(engine)
+            engine.stop()  # before another process gets the GPU
+            self._states[engine.url] = "lost"
             what = error.what if isinstance(error, InstepError) else repr(error)
             if not self._closed.is_set():
                 self._status(f"{engine.name} did not come back, the run goes on without it: {what}")
             return
         self._closed.wait()  # the kernel ends a process with the thread that has started it (`follow_parent`)
 
-    def _tell_router(self, model: str) -> None:
-        if model not in self.routers:
-            return
-        serving = [e for e in self.of_model(model) if self._states[e.url] == "serving"]
-        awake = [e for e in serving if not e.asleep]  # where all sleep, none is worth the router's calls
-        urls = [e.url for e in awake or serving]
-        deadline = time.monotonic() + 5.0
-        while True:
-            try:
-                self.routers[model].set_members(urls)
-                return
-            except EngineError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.1)
+    def _tell_routers(self) -> None:
+        for model, router in self.routers.items():
+            urls = [e.url for e in self.of_model(model) if self._states[e.url] == "serving"]
+            deadline = time.monotonic() + ROUTER_SECONDS
+            while True:
+                try:
+                    router.set_members(urls)
+                    break
+                except EngineError:
+                    if time.monotonic() > deadline:
+                        raise
+                    time.sleep(0.1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -22,15 +22,20 @@ class Records:
     """Writes samples.jsonl and the dumps that the arguments ask for."""
 
     def __init__(self, args: Settings, hook_args: HookSettings, log: RunLogger):
-        self._args, self._log, self._texts = args, log, partial(token_texts, hook_args)
-        self._rewarded = algorithm_of(args).has_rewards
+        self._args = args
+        self._log = partial(
+            log.samples,
+            limit=args.num_logged_samples,
+            rewarded=algorithm_of(args).has_rewards,
+            texts=partial(token_texts, hook_args),
+        )
 
     def generated(self, rollout: Rollout, metrics: Mapping[str, float]) -> None:
         """Record a rollout that was generated; `metrics` are those of the rollout function."""
         if self._args.save_debug_rollout_data:
             dumps.save_rollout(self._args.save_debug_rollout_data, rollout.rollout_id, rollout.groups, metrics)
         if self._args.debug_rollout_only:  # else with the trainer's log-probs
-            self._samples(rollout.rollout_id, rollout.groups, "train")
+            self._log(rollout.rollout_id, rollout.groups, "train", reward_key=self._args.reward_key)
 
     def wanted(self, groups: list[Group]) -> set[int]:
         """Return the numbers of the samples (counted through all groups) whose log-probs `trained` needs."""
@@ -44,7 +49,8 @@ class Records:
         log_probs = {}
         if trained:
             log_probs = {id(samples[trained.sources[i]]): row.tolist() for i, row in trained.log_probs.items()}
-        self._samples(rollout.rollout_id, rollout.groups, "train", log_probs)
+        key = self._args.reward_key
+        self._log(rollout.rollout_id, rollout.groups, "train", reward_key=key, log_probs=log_probs)
         if trained and self._args.save_debug_train_data:
             dumps.save_train_data(self._args.save_debug_train_data, rollout.rollout_id, trained)
 
@@ -52,25 +58,7 @@ class Records:
         """Record an evaluation."""
         for name, result in output.data.items():
             key = next((d.reward_key for d in self._args.eval_datasets if d.name == name), None)
-            self._samples(rollout_id, [[s] for s in result["samples"]], f"eval/{name}", reward_key=key)
+            key = key or self._args.reward_key
+            self._log(rollout_id, [[s] for s in result["samples"]], f"eval/{name}", reward_key=key)
         if self._args.save_debug_rollout_data:
             dumps.save_evaluation(self._args.save_debug_rollout_data, rollout_id, output)
-
-    def _samples(
-        self,
-        rollout_id: int,
-        groups: list[Group],
-        split: str,
-        log_probs: Mapping[int, Sequence[float]] | None = None,
-        reward_key: str | None = None,
-    ) -> None:
-        self._log.samples(
-            rollout_id,
-            groups,
-            split,
-            self._args.num_logged_samples,
-            reward_key=reward_key or self._args.reward_key,
-            rewarded=self._rewarded,
-            texts=self._texts,
-            log_probs=log_probs,
-        )

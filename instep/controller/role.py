@@ -48,11 +48,6 @@ class _Share(NamedTuple):
     steps: list[list[list[int]]]
 
 
-def begin_setup(workers: WorkerGroup, requests: Sequence[tuple[Any, ...]], timeout: float) -> Callable[[], Any]:
-    """Let all ranks join their process group and build the model; returns a function that waits for their layout."""
-    return workers.start("setup", timeout=timeout, per_rank=requests)
-
-
 class RoleTrainer:
     """The workers of one role: scores rollouts, trains on them, and loads, saves and publishes the weights.
 
@@ -123,21 +118,24 @@ class RoleTrainer:
             shares.append(_Share(order, batch if whole else batch.select(order), steps))
         return shares
 
+    def _start(self, method: str, parts: list[tuple[Any, ...]]) -> Callable[[], list[tuple[int, Any]]]:
+        """Begin a call with the arguments of each share; returns a function that waits for (dp_rank, answer)."""
+        per_rank = [parts[p.dp_rank] for p in self._layout]  # ranks of one share are sent the same bytes
+        wait = self.workers.start(method, timeout=self.args.train_timeout, per_rank=per_rank)
+        return lambda: [(p.dp_rank, r) for p, r in zip(self._layout, wait(), strict=True) if r is not None]
+
     def score(self, batch: TokenBatch, schedule: Schedule, names: list[str]) -> Callable[[], None]:
         """Begin to compute the token columns `names`; returns a function that waits and puts them into `batch`."""
         shares = self._shares(batch, schedule)
-        parts = [(share.batch, [m for step in share.steps for m in step], names) for share in shares]
-        per_rank = [parts[p.dp_rank] for p in self._layout]  # ranks of one share are sent the same bytes
-        wait = self.workers.start("log_probs", timeout=self.args.train_timeout, per_rank=per_rank)
+        wait = self._start("log_probs", [(s.batch, [m for step in s.steps for m in step], names) for s in shares])
 
         def finish() -> None:
             results, lengths = wait(), batch.response_lengths.tolist()
             for name in names:
                 rows: dict[int, torch.Tensor] = {}
-                for place, result in zip(self._layout, results, strict=True):
-                    if result is not None:
-                        order = shares[place.dp_rank].order
-                        rows.update(zip(order, result[name].split([lengths[i] for i in order]), strict=True))
+                for dp_rank, result in results:
+                    order = shares[dp_rank].order
+                    rows.update(zip(order, result[name].split([lengths[i] for i in order]), strict=True))
                 batch.token_columns[name] = torch.cat([rows[i] for i in range(batch.num_samples)])
 
         return finish
@@ -145,13 +143,10 @@ class RoleTrainer:
     def begin_step(self, batch: TokenBatch, schedule: Schedule, token: str) -> Callable[[], dict[int, torch.Tensor]]:
         """Begin `Worker.begin_step`; returns a function that waits for the log-probs, by number of the sample."""
         shares = self._shares(batch, schedule)
-        parts = [(share.batch, share.steps[0], token) for share in shares]
-        per_rank = [parts[p.dp_rank] for p in self._layout]
-        wait = self.workers.start("begin_step", timeout=self.args.train_timeout, per_rank=per_rank)
+        wait = self._start("begin_step", [(share.batch, share.steps[0], token) for share in shares])
 
         def finish() -> dict[int, torch.Tensor]:
-            answers = [(shares[p.dp_rank].order, r) for p, r in zip(self._layout, wait(), strict=True) if r is not None]
-            return {order[n]: row for order, answer in answers for n, row in answer.items()}
+            return {shares[dp].order[n]: row for dp, answer in wait() for n, row in answer.items()}
 
         return finish
 
@@ -180,11 +175,10 @@ class RoleTrainer:
         lrs = [self._lr.lr_at(num_steps_before + i) for i in range(len(schedule))]
         kept = [[n for n, i in enumerate(share.order) if i in keep_log_probs] for share in shares]
         parts = [(s.batch, s.steps, lrs, k, gap_limit, rollout_id, scale) for s, k in zip(shares, kept, strict=True)]
-        per_rank = [parts[p.dp_rank] for p in self._layout]  # ranks of one share are sent the same bytes
-        wait = self.workers.start("train", timeout=self.args.train_timeout, per_rank=per_rank)
+        wait = self._start("train", parts)
 
         def finish() -> tuple[list[Metrics], dict[int, torch.Tensor]]:
-            answers = [(p.dp_rank, r) for p, r in zip(self._layout, wait(), strict=True) if r is not None]
+            answers = wait()
             metrics: list[Metrics] = answers[0][1][0]
             self._check_steps(metrics)
             gap: float | None = answers[0][1][2]
@@ -240,21 +234,6 @@ class RoleTrainer:
         """Load the weights of a Hugging Face checkpoint or one of ours; `fresh_head`: a critic's from an actor's."""
         self.workers.call("load_weights", path, fresh_head, timeout=self.args.worker_start_timeout)
 
-    def remark(self) -> str:
-        """Lines for the user about the models of this role, else empty; their weights are loaded."""
-        remark: str = self.workers.call("remark", timeout=self.args.worker_start_timeout)[0]
-        return remark
-
-    def load_reference(self, path: Path) -> None:
-        self.workers.call("load_reference", path, timeout=self.args.worker_start_timeout)
-
-    def load_teacher(self, path: Path) -> None:
-        self.workers.call("load_teacher", path, timeout=self.args.worker_start_timeout)
-
-    def refresh_reference(self, scratch: Path) -> None:
-        """Make the reference a copy of the actor as it is now, and save it in the folder `scratch`."""
-        self.workers.call("refresh_reference", scratch, timeout=self.args.train_timeout)
-
     def begin_save(self, folder: Path) -> Callable[[], Any]:
         """Let every rank write its part of a checkpoint; returns a function that waits for the digests of each."""
         return self.workers.start("save", folder, timeout=self.args.train_timeout)
@@ -288,12 +267,6 @@ class RoleTrainer:
         """The weights of which the memory that engines share does not hold every bit."""
         found = self.workers.call("unwritten_weights", timeout=timeout)
         return sorted({name for names in found for name in names})
-
-    def layer_sketches(self, batches: list[TokenBatch], timeout: float) -> dict[int, list[list[float]]] | None:
-        """See `Worker.layer_sketches`; None where no rank has all tokens of all layers."""
-        if self.workers.num_ranks != 1:
-            return None
-        return self.workers.call("layer_sketches", batches, timeout=timeout)[0]  # type: ignore[no-any-return]
 
     def probe_log_probs(self, batch: TokenBatch, timeout: float) -> tuple[list[float], list[float]]:
         """Log-probs of the response tokens of `batch`, and those after one more rounding: see `Worker.score`."""

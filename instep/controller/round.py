@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from instep.algorithms.catalog import algorithm_of, uses_reference
+from instep.algorithms.losses.policy import flags_that_compare
 from instep.algorithms.reductions import loss_scales, loss_weights
 from instep.controller.advantage_columns import add_advantages
 from instep.controller.early import Early
 from instep.controller.early_step import EarlyStep, scores_early, why_not
 from instep.controller.role import Metrics, RoleTrainer
 from instep.controller.round_metrics import critic_metrics
-from instep.data.batch import build_batch, is_older, older_tokens
+from instep.data.batch import build_batch, older_tokens
 from instep.data.conversion import FLAG, read_conversion
-from instep.data.sampling import truncated_by
 from instep.data.schedule import steps_of_samples
 from instep.errors import RolloutError
 from instep.hooks import Hook
@@ -35,24 +35,13 @@ from instep.spans import span
 from instep.system.processes import watched
 from instep.training.gap import COLUMN as FRESH
 from instep.training.gap import fresh_tokens
-from instep.types import Group, Sample, TokenBatch, name_of
+from instep.types import Group, Sample, TokenBatch
 
 if TYPE_CHECKING:
     from instep.arguments.settings import HookSettings, Settings
 
 
 logger = logging.getLogger(__name__)
-
-
-def _comparing(args: Settings) -> Iterator[str]:
-    """The flags, as the user gave them, with which the loss divides the trainer's probabilities by the engine's."""
-    if args.use_tis:
-        yield "--use-tis"
-    if args.use_rs:
-        yield "--use-rs"
-    if args.use_rollout_logprobs:
-        around = algorithm_of(args).loss.bounds == "divergence"
-        yield f"--advantage-estimator {args.advantage_estimator}" if around else "--use-rollout-logprobs"
 
 
 @dataclass
@@ -76,11 +65,6 @@ class Rollout:
     def num_response_tokens(self) -> int:
         return sum(sample.response_length for group in self.groups for sample in group)
 
-    @property
-    def weight_versions(self) -> set[str]:
-        """The versions of the policy that made the tokens, as far as they are known."""
-        return {span.version for group in self.groups for s in group for span in s.weight_versions}
-
 
 @dataclass
 class TrainedRollout:
@@ -89,13 +73,11 @@ class TrainedRollout:
     Attributes:
         metrics: `train/*` and `critic/*`.
         seconds: the duration of each phase of the training, by name.
-        num_steps: optimizer steps of the actor.
         num_tokens: tokens of prompts and responses.
     """
 
     metrics: Metrics
     seconds: dict[str, float]
-    num_steps: int
     num_tokens: int
 
 
@@ -152,7 +134,6 @@ class TrainingRound:
         self._actor, self._critic = actor, critic
         self._has_rewards = algorithm_of(args).has_rewards
         self._teacher = served_teacher(args)
-        self._warned = False
         self.uses_reference = uses_reference(args)
 
     def run(
@@ -188,8 +169,6 @@ class TrainingRound:
         schedule = self._actor.plan(batch)
         step_of_sample = steps_of_samples(schedule, batch.num_samples)
         self._mark(batch, samples, version)
-        if version and self._has_rewards:
-            self._warn_of_no_base(samples, version)
         self._weigh(batch, step_of_sample)
         out = TrainedBatch([], {}, batch, step_of_sample, {}, sources)
         critic_schedule = self._critic.plan(batch) if self._critic is not None else []
@@ -220,12 +199,12 @@ class TrainingRound:
             out.log_probs = {i: rows[i] for i in keep}
         if not critic_only:
             wanted_now = keep if scored is None else ()
-            words = schedule, num_steps_before, wanted_now, gap_limit
+            given = schedule, num_steps_before, wanted_now, gap_limit
             if early is not None and early.step is not None:
-                begun = early.step.train_rest(batch, samples, *words)
+                finish_steps = early.step.train_rest(batch, samples, *given)
             else:
-                begun = self._actor.train(batch, *words, rollout_id)
-            out.steps, kept = begun()
+                finish_steps = self._actor.train(batch, *given, rollout_id)
+            out.steps, kept = finish_steps()
             out.log_probs = out.log_probs or kept
         if critic is not None:
             steps, _ = critic()
@@ -268,38 +247,15 @@ class TrainingRound:
         """Those of `names` that the actor's workers compute."""
         return names if self.uses_reference else [name for name in names if name != "ref_log_probs"]
 
-    def _warn_of_no_base(self, samples: list[Sample], version: int) -> None:
-        """Tell once of an older sample whose own parameters truncate; of those of the flags a rule has told."""
-        args = self._args
-        if self._warned or args.rollout_top_p < 1 or args.rollout_top_k > 0:
-            return
-        of_older = (s for s in samples if any(is_older(span.version, version) for span in s.version_spans))
-        for sample, truncated in ((s, by) for s in of_older if (by := truncated_by(s))):
-            self._warned = True
-            logger.warning(
-                "%s was sampled with %s by older weights than those that are trained: its log-probs are no base for a "
-                "ratio, and it is trained without a correction for its age; sample from the full distribution, or only "
-                "with the current weights (`instep train`, no --partial-rollout)",
-                name_of(sample),
-                ", ".join(f"{name} {value!r:.40}" for name, value in truncated.items()),
-            )
-            return
-
     def _weigh(self, batch: TokenBatch, step_of_sample: list[int]) -> None:
         """Add the columns that make a step's loss a mean, whatever its micro-batches: `loss_weights`, `loss_scale`."""
-        args = self._args
-        shares = (
-            batch.token_columns["loss_mask"],
-            batch.response_lengths.tolist(),
-            step_of_sample,
-            batch.sample_columns["execution_id"],
-        )
-        per_token = args.calculate_per_token_loss
-        constant = args.constant_loss_length
+        mask, lengths = batch.token_columns["loss_mask"], batch.response_lengths.tolist()
+        shares = mask, lengths, step_of_sample, batch.sample_columns["execution_id"]
+        per_token = self._args.calculate_per_token_loss
         batch.token_columns["loss_weights"] = loss_weights(
             *shares,
             per_token=per_token,
-            constant_length=constant,
+            constant_length=self._args.constant_loss_length,
             tokens_of_execution=batch.sample_columns.get("rollout_mask_sums"),
         )
         batch.sample_columns["loss_scale"] = loss_scales(*shares, per_token=per_token)
@@ -331,7 +287,7 @@ class TrainingRound:
             reward_key=args.reward_key,
             default_temperature=args.rollout_temperature if self._has_rewards else 1.0,  # nothing is sampled
             replays=args.use_rollout_routing_replay,
-            compares=" and ".join(_comparing(args)),
+            compares=" and ".join(flags_that_compare(algorithm_of(args).loss.name, args)),
         )
 
     def _ask(self, scorer: ServedScorer, batch: TokenBatch) -> torch.Tensor:

@@ -57,10 +57,10 @@ def beginning(args: Args) -> Beginning:
     """
     found = find_checkpoint(Path(args.load) if args.load else None, args.ckpt_step)
     if found is None:
-        return Beginning(None, None, [], start_rollout_id(args, None, None), _new_run_id())
+        return Beginning(None, None, [], start_rollout_id(args, None, None), uuid.uuid4().hex)
     folder = found[0]
     state = None if args.finetune else read_state(folder)
-    run_id = _new_run_id() if state is None else _same_run(Path(args.run_dir), folder, state)
+    run_id = uuid.uuid4().hex if state is None else _same_run(Path(args.run_dir), folder, state)
     notes = (
         [f"changed since the checkpoint: {line}" for line in changed_arguments(state["args"], args)] if state else []
     )
@@ -74,10 +74,6 @@ def beginning(args: Args) -> Beginning:
         taken = "weights and its optimizer's state" if with_optimizer else "weights alone"
         notes.append(f"{folder} is of another framework: the run takes its {taken}, and reads its data from the start")
     return Beginning(folder, state, notes, start_rollout_id(args, found, state), run_id, with_optimizer)
-
-
-def _new_run_id() -> str:
-    return uuid.uuid4().hex
 
 
 def _same_run(run_dir: Path, checkpoint: Path, state: dict[str, Any]) -> str | None:
@@ -100,8 +96,9 @@ def _same_run(run_dir: Path, checkpoint: Path, state: dict[str, Any]) -> str | N
 
 def how_to_go_on(args: Settings, run_id: str | None) -> str:
     """How the run `run_id`, which ends now, can go on: from which checkpoint, by which command."""
+    begins = f"the same command begins anew{f' from {args.load}' if args.load else ''}"
     if not args.save:
-        return f"nothing was saved (no --save): the same command begins anew{f' from {args.load}' if args.load else ''}"
+        return f"nothing was saved (no --save): {begins}"
     try:
         saved = find_checkpoint(Path(args.save), None)
         if saved is not None and (read_state(saved[0]) or {}).get("run_id") != run_id:
@@ -109,7 +106,6 @@ def how_to_go_on(args: Settings, run_id: str | None) -> str:
     except CheckpointError as error:
         return f"the checkpoints in {args.save} need a look: {error.what}"
     if saved is None:
-        begins = f"the same command begins anew{f' from {args.load}' if args.load else ''}"
         interval = "no --save-interval" if args.save_interval is None else f"--save-interval {args.save_interval}"
         return f"nothing was saved yet ({interval}): {begins}"
     same = args.load is not None and Path(args.load).resolve() == Path(args.save).resolve()
@@ -195,7 +191,7 @@ def data_state(data: LedgeredDataSource, rollout_id: int) -> dict[str, Any]:
 
 
 def restore_data(data: LedgeredDataSource, state: dict[str, Any], rollout_id: int, folder: Path) -> None:
-    """Go back to `data_state`. Finished groups are as they were; those issued are read anew, into the source's buffer.
+    """Go back to `data_state`. Finished groups are as they were; those issued are read again, into the source's buffer.
 
     They are fresh, so that they draw the same random numbers again. Those of a data source without `cursor()` come as
     they were when they were issued.
@@ -203,9 +199,20 @@ def restore_data(data: LedgeredDataSource, state: dict[str, Any], rollout_id: in
     Raises:
         CheckpointError: ledger or data source cannot go back to that state; `folder` is its checkpoint.
     """
+    source, ledger = data.source, data.ledger
     try:
-        _restore(data, state, rollout_id)
-        data.ledger.check()
+        ledger.load_state_dict(state["ledger"])
+        again: dict[int, Group] = {}
+        for read in state["ledger"].get("reads", []):
+            source.load_state_dict(read["cursor"])
+            groups = source.get_samples(len(read["groups"]))
+            again.update(zip(group_indices(groups), groups, strict=True))
+        restore_source(source, state["data_source"], rollout_id)
+        if again:
+            data.add_samples([again[group] for group in ledger.issued if group in again])
+        data.give_again([[Sample.from_dict(s) for s in group] for group in state["ledger"].get("again", [])])
+        ledger.drop_outstanding("outstanding at a save")  # of an earlier instep, which kept no copies
+        ledger.check()
     except (LookupError, TypeError, ValueError, AttributeError, RolloutError) as error:
         why = error.what if isinstance(error, RolloutError) else f"{type(error).__name__}: {error}"
         raise CheckpointError(
@@ -213,18 +220,3 @@ def restore_data(data: LedgeredDataSource, state: dict[str, Any], rollout_id: in
             where=str(folder / "run_state.json"),
             remedy=f"restore the file, mend a data source of your own, or {others(folder)}",
         ) from error
-
-
-def _restore(data: LedgeredDataSource, state: dict[str, Any], rollout_id: int) -> None:
-    source, ledger = data.source, data.ledger
-    ledger.load_state_dict(state["ledger"])
-    again: dict[int, Group] = {}
-    for read in state["ledger"].get("reads", []):
-        source.load_state_dict(read["cursor"])
-        groups = source.get_samples(len(read["groups"]))
-        again.update(zip(group_indices(groups), groups, strict=True))
-    restore_source(source, state["data_source"], rollout_id)
-    if again:
-        data.add_samples([again[group] for group in ledger.issued if group in again])
-    data.give_again([[Sample.from_dict(s) for s in group] for group in state["ledger"].get("again", [])])
-    ledger.drop_outstanding("outstanding at a save")  # of an earlier instep, which kept no copies

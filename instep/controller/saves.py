@@ -14,6 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from instep.controller.deployment import Deployment
 from instep.controller.run_state import Beginning
 from instep.controller.trainer import Trainer
 from instep.errors import CheckpointError, InstepError
+from instep.system.processes import in_thread
 from instep.system.scratch import export_folder
 
 if TYPE_CHECKING:
@@ -46,11 +48,8 @@ class Saves:
         self._args, self._beginning, self._deployment, self._tell = args, beginning, deployment, tell
         self.exported: dict[str, str] = {}
         self._any = False  # in this session
-        self._in_flight = ""  # what is written
-        self._written = threading.Event()  # join() of a thread takes it for dead after a Ctrl-C (CPython before 3.13)
-        self._written.set()
-        self._error: InstepError | None = None
-        self._is_whole, self._given_up = True, ""  # the last one; why the run waits no longer for it
+        self._in_flight: Future[float] | None = None  # the seconds that a save in the background takes
+        self._what, self._given_up = "", ""  # it is of; why the run waits no longer for it
         self._seconds: float | None = None  # of the last that has ended
         self._closed = threading.Event()
 
@@ -61,14 +60,17 @@ class Saves:
             state: the controller's; called only if it is saved.
         """
         args = self._args
-        ends = self._begin(trainer, rollout_id, state)
+        end, began = self._begin(trainer, rollout_id, state), time.monotonic()
+
+        def end_timed() -> float:
+            end()
+            return time.monotonic() - began
+
         if args.async_save:
-            self._in_flight = f"the checkpoint of iteration {rollout_id}"
-            self._is_whole = False
-            self._written.clear()
-            threading.Thread(target=self._run, args=(ends, time.monotonic()), name="checkpoint", daemon=True).start()
+            self._what = f"the checkpoint of iteration {rollout_id}"
+            self._in_flight = in_thread(end_timed, "checkpoint")
         else:
-            ends()
+            end()
         if args.save_hf:
             trainer.actor.export_hf(folder := export_folder(args.save_hf, rollout_id))
             self.exported = {"model": os.path.abspath(folder)}
@@ -96,27 +98,21 @@ class Saves:
 
     # ---- in the background -------------------------------------------------------------------------------------------
 
-    def _run(self, end: Callable[[], object], began: float) -> None:
-        try:
-            end()
-            self._is_whole = True
-            self._seconds = time.monotonic() - began
-        except InstepError as error:
-            self._error = error
-        except Exception as error:  # the border of this thread: `check` raises it
-            logger.exception("%s", self._in_flight)
-            self._error = CheckpointError(
-                f"{self._in_flight} was not written: {type(error).__name__}: {error}",
-                where="--async-save",
-                remedy="the checkpoints before it are whole; report it with the traceback above",
-            )
-        self._written.set()
-
     def check(self) -> None:
-        """Raise the error of a save that has failed."""
-        if (error := self._error) is not None:
-            self._error = None
-            raise error
+        """Raise the error of a save that has failed, once."""
+        if self._in_flight is None or not self._in_flight.done():
+            return
+        outcome, self._in_flight = self._in_flight, None
+        error = outcome.exception()
+        if error is None or isinstance(error, InstepError):
+            self._seconds = outcome.result()
+            return
+        logger.error("%s", self._what, exc_info=error)
+        raise CheckpointError(
+            f"{self._what} was not written: {type(error).__name__}: {error}",
+            where="--async-save",
+            remedy="the checkpoints before it are whole; report it with the traceback above",
+        )
 
     def wait(self) -> None:
         """Wait for the save in flight, if there is one.
@@ -126,13 +122,13 @@ class Saves:
         """
         timeout = self._args.train_timeout
         deadline = time.monotonic() + timeout
-        while not self._written.wait(LOOK_SECONDS):
+        while self._in_flight is not None and not wait([self._in_flight], LOOK_SECONDS).done:
             for group in self._deployment.worker_groups:
                 group.check_alive()
             if time.monotonic() > deadline:
                 self._closed.set()
                 raise CheckpointError(
-                    f"{self._in_flight} is not on the disk after {timeout:.0f} s",
+                    f"{self._what} is not on the disk after {timeout:.0f} s",
                     where="--async-save",
                     remedy="look for a slow disk, save less often (--save-interval), or raise --train-timeout",
                 )
@@ -141,8 +137,8 @@ class Saves:
     def last(self) -> None:
         """Wait in a run that ends, also by an error or Ctrl-C; `close` says of a save that it has lost."""
         try:
-            if not self._written.is_set():
-                self._tell(f"waiting until {self._in_flight} is on the disk; another Ctrl-C gives it up")
+            if self._in_flight is not None and not self._in_flight.done():
+                self._tell(f"waiting until {self._what} is on the disk; another Ctrl-C gives it up")
             self.wait()
         except InstepError as error:
             self._given_up = error.what
@@ -152,8 +148,10 @@ class Saves:
     def close(self) -> None:
         """End what is still in flight, after the workers have ended; a save that is lost gets a line."""
         self._closed.set()
-        self._written.wait(CLOSE_SECONDS)
-        if self._given_up and not self._is_whole:
+        is_whole = False
+        if (outcome := self._in_flight) is not None:
+            is_whole = bool(wait([outcome], CLOSE_SECONDS).done) and outcome.exception() is None
+        if self._given_up and not is_whole:
             self._tell(f"the checkpoint that was being written is lost: {self._given_up}")
 
     def metrics(self) -> dict[str, float]:

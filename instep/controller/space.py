@@ -1,7 +1,4 @@
-"""Whether the disks have room for what a run saves, and shared memory for the weights of engines that share them there.
-
-Both follow from the number of the model's weights; without torch.
-"""
+"""Whether the disks have room for what a run saves, which follows from the number of the model's weights."""
 
 from __future__ import annotations
 
@@ -12,14 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from instep.checkpoints.hf_export import read_hf_config
-from instep.cluster.engine_plan import plan_engines
 from instep.cluster.placement import num_critic_gpus
-from instep.engines.kind import SHARED_MEMORY_REMEDY
-from instep.errors import CheckpointError, SyncError
-from instep.models.files import safetensors_header
+from instep.errors import CheckpointError
+from instep.models.sizes import shape_of
 from instep.system.scratch import export_folder
-from instep.weights.way import SINGLE_COPY
 
 if TYPE_CHECKING:
     from instep.arguments.args import Args
@@ -34,24 +27,14 @@ class Saved(NamedTuple):
     kept: bool
 
 
-def num_weights(folder: Path) -> int:
-    """The number of weights of a Hugging Face checkpoint, from the headers of its safetensors files, each once."""
-    shapes: dict[str, list[int]] = {}
-    for path in folder.glob("model*.safetensors"):  # not the copies of another format beside them
-        header = safetensors_header(path)
-        shapes |= {name: tensor["shape"] for name, tensor in header.items() if name != "__metadata__"}
-    if (folder / "config.json").exists() and read_hf_config(folder).get("tie_word_embeddings"):
-        shapes.pop("lm_head.weight", None)
-    return sum(map(math.prod, shapes.values()))
-
-
 def what_is_saved(args: Args) -> Iterator[Saved]:
     """The least that each flag writes at a save, with `--precision` resolved.
 
     The `hf` backend saves float32 weights; Megatron those that it computes with, and their float32 masters with the
     optimizer. Two moments per weight are float32. An adapter is counted as nothing.
     """
-    num = num_weights(Path(args.hf_checkpoint))
+    shape = shape_of(os.path.abspath(args.hf_checkpoint))
+    num = 0 if shape is None else shape.total
     narrow = args.precision == "bf16"
     weights = 2 if narrow and args.train_backend == "megatron" else 4
     role = num * (weights if args.no_save_optim else weights + 8 + (4 if weights == 2 else 0))
@@ -109,26 +92,6 @@ def check_space(args: Args, num_saves: int) -> list[str]:
                 f"of {existing}, enough for {int(free // one)}"
             )
     return lines
-
-
-def check_shared_memory(args: Args, root: Path) -> None:
-    """Compare the free space in `root` with what the engines of this run move there when they start.
-
-    Raises:
-        SyncError: it has no room for their weights (`--weight-sync single-copy` on a CPU).
-    """
-    if args.weight_sync != SINGLE_COPY or args.device != "cpu" or args.rollout_external_engine_addrs:
-        return
-    engines = [engine for engine in plan_engines(args) if engine.update_weights]
-    each = num_weights(Path(args.hf_checkpoint)) * (2 if args.precision == "bf16" else 4)
-    size, _, free = shutil.disk_usage(root)
-    if size and each * len(engines) > free:
-        raise SyncError(
-            f"the weights of {len(engines)} engine{'s' * (len(engines) > 1)}, {_size(each * len(engines))}, do not fit "
-            f"into shared memory: {_size(free)} are free",
-            where=f"{root} (--weight-sync single-copy)",
-            remedy=SHARED_MEMORY_REMEDY,
-        )
 
 
 def _size(num_bytes: int) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from instep.controller.round import TrainedBatch, TrainedRollout
+from instep.controller.round import TrainedBatch
 from instep.controller.round_metrics import evaluation_summary
 from instep.controller.sync.probe import Difference
 from instep.controller.sync.weight_sync import SyncResult
@@ -50,10 +50,10 @@ class Totals:
         self.last_sync, self._gap_of_sync = result, result.gap()
         self._largest_diff = Difference(*map(max, self._largest_diff, result.proven.last))
 
-    def add_training(self, batch: TrainedBatch, trained: TrainedRollout) -> None:
-        self.num_steps += trained.num_steps
+    def add_training(self, batch: TrainedBatch) -> None:
+        self.num_steps += len(batch.steps)
         self.num_critic_steps += batch.num_critic_steps
-        self.num_tokens += trained.num_tokens
+        self.num_tokens += len(batch.batch.tokens)
 
     def take_gap(self) -> dict[str, float]:
         """The gap of the last sync; empty on a second call."""

@@ -24,7 +24,7 @@ from instep.checkpoints.folders import (
 from instep.checkpoints.integrity import linked_digests
 from instep.checkpoints.written import remove_notes, wait_written
 from instep.cluster.base import Cluster
-from instep.controller.role import RoleTrainer, begin_setup
+from instep.controller.role import RoleTrainer
 from instep.controller.run_state import Beginning
 from instep.data.tokenizer import load_tokenizer
 from instep.errors import ConfigError
@@ -60,7 +60,8 @@ class Trainer:
     ):
         self._args, self._scratch = args, scratch
         groups = [group for group in (cluster.workers, cluster.critic) if group.num_ranks]
-        setups = [begin_setup(g, cluster.setup_requests[g.role], args.worker_start_timeout) for g in groups]
+        bound = args.worker_start_timeout
+        setups = [g.start("setup", timeout=bound, per_rank=cluster.setup_requests[g.role]) for g in groups]
         layouts = [wait() for wait in setups]
         self.roles = []
         for group, layout in zip(groups, layouts, strict=True):
@@ -78,7 +79,8 @@ class Trainer:
             self._load_reference(beginning.checkpoint if beginning.state is not None else None)
         if args.use_opd and args.opd_type == "model":
             self._load_teacher()
-        for line in dict.fromkeys(line for role in self.roles for line in role.remark().splitlines()):
+        remarks = [role.workers.call("remark", timeout=bound)[0] for role in self.roles]
+        for line in dict.fromkeys("\n".join(remarks).splitlines()):
             tell(line)
 
     # ---- which weights they begin with ---------------------------------------------------------------------------
@@ -126,11 +128,11 @@ class Trainer:
         path = reference_folder(self._args)
         if resumed is not None and (resumed / "reference").is_dir():
             path = Path(shutil.copytree(resumed / "reference", self._refreshed))
-        self.actor.load_reference(path)
+        self.actor.workers.call("load_reference", path, timeout=self._args.worker_start_timeout)
 
     def refresh_reference(self) -> None:
         """Make the reference a copy of the actor as it is now."""
-        self.actor.refresh_reference(self._refreshed)
+        self.actor.workers.call("refresh_reference", self._refreshed, timeout=self._args.train_timeout)
 
     def _load_teacher(self) -> None:
         """Load the model of `--opd-teacher-load`.
@@ -151,7 +153,7 @@ class Trainer:
                     remedy="distillation compares log-probs token by token: take a teacher with the student's "
                     "tokenizer",
                 )
-        self.actor.load_teacher(path)
+        self.actor.workers.call("load_teacher", path, timeout=self._args.worker_start_timeout)
 
     # ---- what it leaves behind -----------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ random numbers.
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 import random
@@ -19,10 +20,8 @@ import numpy as np
 import torch
 
 from instep.algorithms.catalog import DEFAULT_ROLLOUT
-from instep.algorithms.losses.policy import PolicyLossConfig
 from instep.arguments.args import RUNTIME_ATTRIBUTES
 from instep.controller.advantage_columns import processed_rewards
-from instep.controller.run_state import check_savable
 from instep.errors import ConfigError, InstepError, RolloutError
 from instep.hooks import Hook
 from instep.rollout import runtime
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 NUM_PROMPTS = 4
 NOT_BEGUN = "tried on 4 prompts, the run has not begun (--no-hook-trial leaves the trial out)"
-NUM_NEW_TOKENS = 32  # of a trial's response, for a generate function that heeds its sampling parameters
+NUM_NEW_TOKENS = 32  # of a trial's response, for a generate function that follows its sampling parameters
 GENERATE_SECONDS = 300.0
 _HOOKS = (
     "custom_rm_path",
@@ -99,26 +98,40 @@ class HookTrial:
         if self._wanted and self._needs_engine:
             self._run(self._generated if self._args.custom_generate_function_path else self._made_up)
 
+    def _run(self, trial: Callable[[list[Group]], Coroutine[Any, Any, None]]) -> None:
+        """Try the first groups of the source, which is put back; nothing is tried if it cannot be."""
+        source, args = self._source, self._args
+        if not hasattr(source, "state_dict") or not args.rollout_global_dataset:
+            return
+        num_calls = NUM_PROMPTS * (3 + len(args.rollout_sample_hook_path)) + 3  # each has a bound of its own
+        limit = args.reward_timeout * num_calls + min(GENERATE_SECONDS, args.rollout_timeout)
+        state = copy.deepcopy(source.state_dict())
+        with _same_random_state():
+            try:
+                groups = copy.deepcopy(source.get_samples(NUM_PROMPTS))
+            finally:
+                source.load_state_dict(state)
+            try:
+                runtime.run(trial(groups), timeout=limit)
+            except InstepError as error:
+                error.where = "; ".join(part for part in (error.where, NOT_BEGUN) if part)
+                error.remedy = error.remedy or "correct the hook; `instep train --help` shows what it gets"
+                raise
+
     # ---- the two kinds of responses ------------------------------------------------------------------------------
 
-    def _made_up(self, groups: list[Group]) -> None:
+    async def _made_up(self, groups: list[Group]) -> None:
         end = "" if self._args.rollout_skip_special_tokens else tokenizer_of(self._hook_args).eos_token or ""
-        for group in groups:
-            for sample in group:
-                _make_up_response(self._hook_args, sample, end)
-
-        async def run() -> list[bool]:
-            return await runtime.gather([self._hooks_and_reward(group, end) for group in groups])
-
-        num_calls = NUM_PROMPTS * (2 + len(self._args.rollout_sample_hook_path))  # each has a bound of its own
-        if all(self._await(run(), self._args.reward_timeout * num_calls + 10)):
+        for sample in (s for group in groups for s in group):
+            _make_up_response(self._hook_args, sample, end)
+        if all(await runtime.gather([self._hooks_and_reward(group, end) for group in groups])):
             self.notes.append(
                 f"--custom-rm-path {self._args.custom_rm_path} gives less for the label with the end-of-turn token "
                 f"{end} than without it: sample.response ends in that token, as in slime; compare "
                 f"sample.response.removesuffix({end!r}), or give --rollout-skip-special-tokens, which leaves special "
                 "tokens out of the text (the tokens that are trained on stay as they are)"
             )
-        self._rest(groups)
+        await self._rest(groups)
 
     async def _hooks_and_reward(self, group: Group, end: str) -> bool:
         """Try one sample of a group, whose reward the others get, too; with --group-rm all samples.
@@ -145,109 +158,56 @@ class HookTrial:
         except InstepError as error:
             error.where += f", {_row(group[0])}"
             raise
-        if args.custom_rm_path is None:  # a built-in rule needs no trial; what comes after gets rewards that differ
-            for n, sample in enumerate(group):
+        for n, sample in enumerate(group):
+            if args.custom_rm_path is None:  # a built-in rule needs no trial; what comes after gets rewards that differ
                 sample.reward = float(n % 2)
-            return False
-        for sample in group[num_tried:]:
-            sample.reward = copy.deepcopy(group[0].reward)
+            elif n >= num_tried:
+                sample.reward = copy.deepcopy(group[0].reward)
         return lower
 
-    def _generated(self, groups: list[Group]) -> None:
+    async def _generated(self, groups: list[Group]) -> None:
         execution = new_execution(self._hook_args, 0, is_trial=True)
         params = train_sampling_params(self._hook_args)
         params["max_new_tokens"] = min(NUM_NEW_TOKENS, params.get("max_new_tokens", NUM_NEW_TOKENS))
-
-        async def generate() -> list[Group]:
-            tried = [g[:2] if self._args.group_rm else g[:1] for g in groups]
-            return await runtime.gather([run_group(execution, g, dict(params)) for g in tried])
-
-        limit = min(GENERATE_SECONDS, self._args.rollout_timeout)
-        generated = self._await(generate(), limit)
-        self._check_log_probs([sample for group in generated for sample in group])
-        self._rest(generated)
-
-    def _check_log_probs(self, samples: list[Sample]) -> None:
-        """Refuse samples without the engine's log-probs where the loss needs them."""
-        args = self._args
-        if args.loss_type != "policy_loss" or args.custom_convert_samples_to_train_data_path is not None:
-            return
-        needed_by = " and ".join(PolicyLossConfig.from_args(args).reads_rollout_log_probs)
-        without = [s for s in samples if s.rollout_log_probs is None and any(s.loss_mask or [s.response_length])]
-        if needed_by and without:
-            hook = Hook("--custom-generate-function-path", args.custom_generate_function_path or "")
-            raise RolloutError(
-                f"the samples have no rollout_log_probs, which {needed_by} needs",
-                where=f"{hook}; {_row(without[0])}; {NOT_BEGUN}",
-                remedy="ask for the log-probs of the sampled tokens, and append both with "
-                "sample.append_response_tokens(tokens, log_probs), as instep.rollout.vllm_rollout.generate does",
-            )
+        tried = [g[:2] if self._args.group_rm else g[:1] for g in groups]
+        await self._rest(await runtime.gather([run_group(execution, g, dict(params)) for g in tried]))
 
     # ---- hooks over groups ---------------------------------------------------------------------------------------
 
-    def _rest(self, groups: list[Group]) -> None:
+    async def _rest(self, groups: list[Group]) -> None:
         args, samples = self._args, [s for g in groups for s in g]
-        try:
-            check_savable(args, samples)
-        except RolloutError as error:
-            error.where = f"{_row(samples[0])}; {NOT_BEGUN}"
-            raise
         if path := args.dynamic_sampling_filter_path:
             hook = Hook("--dynamic-sampling-filter-path", path)
-            for group in groups:
-                self._bound(hook, group[0], verdict_of(hook, self._hook_args, copy.deepcopy(group), _row(group[0])))
+            for group in copy.deepcopy(groups):
+                row = _row(group[0])
+                await self._bounded(str(hook), group[0], verdict_of(hook, self._hook_args, group, row))
         if path := args.rollout_sample_filter_path:
-            self._call(Hook("--rollout-sample-filter-path", path), samples[0], copy.deepcopy(groups))
+            await self._call(Hook("--rollout-sample-filter-path", path), samples[0], copy.deepcopy(groups))
         if path := args.buffer_filter_path:
             hook = Hook("--buffer-filter-path", path)
-            taken = self._call(hook, samples[0], None, copy.deepcopy(groups), 2)
+            taken = await self._call(hook, samples[0], None, copy.deepcopy(groups), 2)
             if not isinstance(taken, list) or len(taken) > 2:
-                raise hook.wrong(taken, "a list of at most 2 groups", f"asked for 2 groups; {NOT_BEGUN}")
+                raise hook.wrong(taken, "a list of at most 2 groups", "asked for 2 groups")
         if path := args.custom_reward_post_process_path:
             hook = Hook("--custom-reward-post-process-path", path)
-            processed_rewards(hook, self._call(hook, samples[0], copy.deepcopy(samples)), samples)
+            processed_rewards(hook, await self._call(hook, samples[0], copy.deepcopy(samples)), samples)
 
-    def _call(self, hook: Hook, sample: Sample, *arguments: Any) -> Any:
-        return self._bound(hook, sample, hook.acall(self._hook_args, *arguments, where=_row(sample)))
-
-    def _bound(self, hook: Hook, sample: Sample, coro: Coroutine[Any, Any, T]) -> T:
-        return self._await(self._bounded(str(hook), sample, coro), self._args.reward_timeout + 10)
+    async def _call(self, hook: Hook, sample: Sample, *arguments: Any) -> Any:
+        call = hook.acall(self._hook_args, *arguments, where=_row(sample))
+        return await self._bounded(str(hook), sample, call)
 
     async def _bounded(self, path: str, sample: Sample, coro: Coroutine[Any, Any, T]) -> T:
         limit = self._args.reward_timeout
         hung = RolloutError(
             f"{path} took more than {limit:g} s", where=_row(sample), remedy="make it faster, or raise --reward-timeout"
         )
-        return await runtime.bounded_steps(coro, limit, hung)
-
-    def _await(self, coro: Coroutine[Any, Any, T], limit: float) -> T:
         try:
-            return runtime.run(coro, timeout=limit)
-        except InstepError as error:
-            error.where = "; ".join(part for part in (error.where, NOT_BEGUN) if part)
-            error.remedy = error.remedy or "correct the hook; `instep train --help` shows what it gets"
-            raise
-
-    # ---- rows, without a trace -----------------------------------------------------------------------------------
-
-    def _run(self, trial: Callable[[list[Group]], None]) -> None:
-        with _same_random_state():
-            groups = self._rows()
-            if groups:
-                trial(groups)
-
-    def _rows(self) -> list[Group]:
-        """Return the first groups of the source, which is put back; none if it cannot be put back."""
-        source = self._source
-        if not hasattr(source, "state_dict") or not self._args.rollout_global_dataset:
-            return []
-        state = copy.deepcopy(source.state_dict())
-        try:
-            return copy.deepcopy(source.get_samples(NUM_PROMPTS))
-        finally:
-            source.load_state_dict(state)
+            return await asyncio.wait_for(runtime.bounded_steps(coro, limit, hung), limit)
+        except TimeoutError:
+            raise hung from None
 
     def _check_source(self) -> None:
+        """Raise ConfigError for a data source that lacks what the run will call."""
         # What was outstanding at a save is read again from the cursor, and put back.
         puts_back = self._args.partial_rollout or (self._args.save and hasattr(self._source, "cursor"))
         needed = ["get_samples", "add_samples"] if puts_back else ["get_samples"]

@@ -7,14 +7,13 @@
 
 `--offload-rollout` lets engines sleep, `--offload-train` parks the trainer; with one of them the other side stays where
 it is. Engines wake in two stages, so that weights and KV cache never lie beside the whole of the trainer. One side
-leaves before the other takes its memory, never at the same time: vLLM measures what it frees. An engine that is started
-anew takes memory, too: it starts in the engines' turn, and the trainer's next turn waits until it is ready.
+leaves before the other takes its memory, never at the same time: vLLM measures what it frees. An engine that restarts
+takes memory, too: it starts in the engines' turn (`Fleet.start_dead`), and the trainer's next turn waits for it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,28 +21,22 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from instep.controller.role import RoleTrainer
 from instep.engines.engine import KV_CACHE, WEIGHTS, Engine
-from instep.errors import EngineError
 from instep.spans import span
 from instep.weights.way import OF_ADAPTERS
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
 
-LOOK_SECONDS = 0.1
 KEEP, DROP = 1, 2  # levels of sleep: what becomes of the weights
 Part = Literal["nothing", "weights", "all"]
 
 
 class Session(Protocol):
-    """The engines that take part in a turn."""
+    """The engines that take part in a turn, see `sync/session.py`."""
 
-    def each(self, call: Callable[[Engine], Any]) -> Any:
-        """Call all at once."""
-
+    def each(self, call: Callable[[Engine], Any]) -> Any: ...
     def seconds_left(self) -> float: ...
-
-    def resume(self) -> None:
-        """Let them generate."""
+    def resume(self) -> None: ...
 
 
 class Turns:
@@ -62,10 +55,7 @@ class Turns:
         self._level = KEEP if args.weight_sync in OF_ADAPTERS else DROP  # else a sync brings every weight
         self.roles: Sequence[RoleTrainer] = ()
         self.seconds: dict[str, float] = {}
-        self._has: Part = "all"
-        self._asleep = False  # whether engines are, or go to sleep
-        self._starting, self._closed = 0, False  # engines that start anew, and whether none may begin to
-        self._changed = threading.Condition()
+        self._has: Part = "all"  # of the trainer's memory, on the GPUs
 
     @property
     def are_taken(self) -> bool:
@@ -98,7 +88,6 @@ class Turns:
         self._offload(weights=True)
         self._wake(session, WEIGHTS)
         self._wake(session, KV_CACHE)
-        self._set(asleep=False)
 
     @contextlib.contextmanager
     def borrowed(self, session: Session, *, optimizer: bool) -> Iterator[None]:
@@ -118,7 +107,6 @@ class Turns:
 
     def begin(self, engines: Sequence[Engine]) -> None:
         """Before the trainer is there: engines that are ready sleep, with the weights that they have loaded."""
-        self._set(asleep=True)
         with self._timed("sleep"), ThreadPoolExecutor(len(engines)) as pool:
             list(pool.map(lambda e: e.sleep(KEEP, timeout=self._args.sync_timeout), engines))
 
@@ -130,16 +118,13 @@ class Turns:
 
     def _sleep(self, session: Session, level: int) -> None:
         if self.sleeps:
-            self._set(asleep=True)  # from now on no engine starts
-            self._engines("sleep", session, lambda e: e.sleep(level, timeout=session.seconds_left()))
+            with self._timed("sleep"):
+                session.each(lambda e: e.sleep(level, timeout=session.seconds_left()))
 
     def _wake(self, session: Session, tag: str) -> None:
         if self.sleeps:
-            self._engines("wake", session, lambda e: e.wake(tag, timeout=session.seconds_left()))
-
-    def _engines(self, name: str, session: Session, move: Callable[[Engine], None]) -> None:
-        with self._timed(name):
-            session.each(move)
+            with self._timed("wake"):
+                session.each(lambda e: e.wake(tag, timeout=session.seconds_left()))
 
     def _offload(self, *, weights: bool) -> None:
         """Let the trainer leave; one that does not park gives back what its last passes needed, before engines wake."""
@@ -149,22 +134,15 @@ class Turns:
             for finish in [role.offload(weights=weights) for role in self.roles]:
                 finish()
         if self.parks:
-            self._set(has="nothing" if weights else "weights")
+            self._has = "nothing" if weights else "weights"
 
     def _onload(self, *, optimizer: bool) -> None:
         if not self.parks or self._has == "all" or (self._has == "weights" and not optimizer):
             return
-        self._set(has="all" if optimizer else "weights")  # from now on no engine starts
+        self._has = "all" if optimizer else "weights"
         with self._timed("onload"):
             for finish in [role.onload(optimizer=optimizer) for role in self.roles]:
                 finish()
-
-    def _set(self, *, has: Part | None = None, asleep: bool | None = None, closed: bool | None = None) -> None:
-        with self._changed:
-            self._has = self._has if has is None else has
-            self._asleep = self._asleep if asleep is None else asleep
-            self._closed = self._closed if closed is None else closed
-            self._changed.notify_all()
 
     @contextlib.contextmanager
     def _timed(self, name: str) -> Iterator[None]:
@@ -172,48 +150,3 @@ class Turns:
         with span(name):
             yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - began
-
-    # ---- engines that are started anew -------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def room_to_start(self, closed: threading.Event) -> Iterator[None]:
-        """Wait for the engines' turn, and keep the trainer away while an engine starts and measures its memory."""
-        with self._changed:
-            while (self._closed or self._asleep or (self.parks and self._has != "nothing")) and not closed.is_set():
-                self._changed.wait(LOOK_SECONDS)
-            self._starting += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._starting -= 1
-                self._changed.notify_all()
-
-    @contextlib.contextmanager
-    def no_starts(self, watch: Callable[[], None]) -> Iterator[None]:
-        """Wait until no engine is starting, and let none begin within the block, in which memory changes hands.
-
-        Raises:
-            EngineError: an engine has not become ready within --engine-start-timeout.
-        """
-        if not self.are_taken:
-            yield
-            return
-        self._set(closed=True)
-        try:
-            self._wait_for_starts(watch)
-            yield
-        finally:
-            self._set(closed=False)
-
-    def _wait_for_starts(self, watch: Callable[[], None]) -> None:
-        deadline = time.monotonic() + 1.1 * self._args.engine_start_timeout  # one that is late is ended first
-        while self._starting:
-            watch()
-            if time.monotonic() > deadline:
-                raise EngineError(
-                    "an engine that was started anew is not ready, and the trainer waits for its GPU",
-                    where="--engine-start-timeout",
-                    remedy="see the engine's log",
-                )
-            time.sleep(LOOK_SECONDS)

@@ -190,12 +190,6 @@ class EngineKind(Protocol):
         checksums: dict[str, str] = engine.post("/weight_checker", {"action": "checksum"}, timeout=timeout)["checksums"]
         return checksums
 
-    def layer_sketches(
-        self, engine: RunningEngine, texts: Sequence[Sequence[int]], *, timeout: float
-    ) -> dict[int, list[list[float]]] | None:
-        """What each layer returns for the tokens of `texts` (`models/layer_sketches.py`); None: it cannot say."""
-        return None
-
     def start_profile(self, engine: RunningEngine, *, timeout: float) -> None:
         """Record from now on what the engine does."""
         engine.post("/start_profile", timeout=timeout)

@@ -143,10 +143,6 @@ class TrainBackend(Frozen, Protocol):
     def embedding(self) -> torch.nn.Module | None:
         """The layer that turns tokens into vectors; None on a rank that has none."""
 
-    @property
-    def layers(self) -> dict[int, torch.nn.Module]:
-        """The decoder layers of this rank, by their place in the model."""
-
     def forward_backward(
         self, micro_batches: Sequence[TokenBatch], loss_fn: LossFn, *, logits: bool = False, more: bool = False
     ) -> list[LossOutput] | None:

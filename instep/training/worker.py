@@ -24,7 +24,7 @@ import torch.distributed as dist
 from instep.checkpoints.adapter import lora_of
 from instep.checkpoints.plain import seed_all
 from instep.checkpoints.remote_code import load_config
-from instep.models.layer_sketches import layer_sketches
+from instep.errors import ConfigError
 from instep.system.importing import first_import
 from instep.training.backend import Frozen, LossFn, LossOutput, ParallelInfo, Role, TokenOutputs, TrainBackend
 from instep.training.begun import BegunStep
@@ -361,11 +361,6 @@ class Worker(Profiled, WorkerWeights):
         if not self.backend.parallel.is_output_rank:
             return None
         return torch.stack([outputs[0].log_probs.cpu() for outputs in found if outputs is not None])
-
-    def layer_sketches(self, batches: list[TokenBatch]) -> dict[int, list[list[float]]]:
-        """What each layer returns for the tokens of `batches`, of a text each; see `models/layer_sketches.py`."""
-        alone = [[batch.to(self.device)] for batch in batches]  # else a beginning that texts share is computed once
-        return layer_sketches(self.backend.layers, lambda: [self.backend.forward_only(batch) for batch in alone])
 
     def memory(self) -> dict[str, float]:
         """The memory of this rank and of its GPU in bytes, by name; the peak is that since the last call.

@@ -13,11 +13,11 @@ from typing import Any
 import psutil
 import pytest
 
-import instep.sft
 from instep.arguments.parse import parse
 from instep.checkpoints.folders import latest_iteration
 from instep.checkpoints.integrity import check_whole
 from instep.rollout import admission
+from instep.train_sync import train
 from tests.e2e import commands
 from tests.e2e.commands import grpo_arguments, run, sft_arguments, start
 from tests.e2e.killing import metrics
@@ -98,7 +98,7 @@ def test_a_run_that_is_killed_while_a_checkpoint_is_written_goes_on_from_the_one
     assert sorted(first) == list(range(6)) and latest_iteration(tmp_path / "ckpt") == 1 and digests(tmp_path, 1)
     (disk / "hold").unlink()
     words = sft(tiny, tmp_path, "--async-save")
-    instep.sft.sft(parse(words[1:], words[0]))
+    train(parse(words[1:], words[0]))
     assert admission.is_guarded("http://127.0.0.1:1")  # as in a new process, for whatever comes next in this one
     assert metrics(tmp_path) == first and first[5]["train/loss"] != first[1]["train/loss"]
     assert latest_iteration(tmp_path / "ckpt") == 5 and digests(tmp_path, 3) and digests(tmp_path, 5)

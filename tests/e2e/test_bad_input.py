@@ -164,10 +164,9 @@ SFT = {
 
 def refused(words: list[str], capsys, monkeypatch, exit_code: int = 2) -> str:
     """Run a command that must end with one error before anything is started; what it printed."""
-    from instep import sft, train_sync
+    from instep import train_sync
 
     monkeypatch.setattr(train_sync, "train", started)
-    monkeypatch.setattr(sft, "sft", started)
     assert main(words) == exit_code
     out, error = capsys.readouterr()
     assert out == "" and "Traceback" not in error

@@ -1,6 +1,5 @@
 """Who of the engines serves: those that die, come back, never start; beside a router of somebody else's."""
 
-import contextlib
 import json
 import sys
 import threading
@@ -214,19 +213,10 @@ def test_those_that_start_anew_count_until_they_fail(tiny, tmp_path):
             end(fleet)
 
 
-@pytest.mark.parametrize("code, state", [(SERVE, "ready"), (SLEEP, "starting")])
+@pytest.mark.parametrize("code, state", [(SERVE, "ready"), (SLEEP, "lost")])
 def test_the_gpu_of_an_engine_is_given_on_when_it_is_ready_or_gone(tiny, tmp_path, code, state):
     """One that hangs gives its own at once; and when the run ends none is started."""
-    room, left, restarted = threading.Event(), [], []
-
-    @contextlib.contextmanager
-    def room_to_start(closed):
-        while not room.is_set() and not closed.is_set():
-            time.sleep(0.02)
-        try:
-            yield
-        finally:
-            left.append((fleet._states[first.url], first.process.alive()))
+    restarted = []
 
     def restart(index):
         restarted.append(index)
@@ -234,7 +224,7 @@ def test_the_gpu_of_an_engine_is_given_on_when_it_is_ready_or_gone(tiny, tmp_pat
         first.process = SupervisedProcess("engine 0", words, tmp_path / "anew.log")
 
     with Server() as router:
-        options = {"restart": restart, "room_to_start": room_to_start}
+        options = {"restart": restart, "takes_turns": True}
         fleet = of_processes(tiny, tmp_path, [SERVE] * 3, router.server_port, **options)
         try:
             fleet._args = fleet._args.replace(engine_start_timeout=10.0 if code == SERVE else 1.0)
@@ -244,13 +234,14 @@ def test_the_gpu_of_an_engine_is_given_on_when_it_is_ready_or_gone(tiny, tmp_pat
             fleet._notice(first, "hangs", True)
             until(lambda: not first.process.alive())
             time.sleep(0.2)
-            assert not restarted and not left, "it has no room yet"
-            room.set()
-            until(lambda: left)
-            assert left == [(state, code == SERVE)] and restarted == [0]
-            room.clear()
+            assert not restarted and not fleet.is_starting, "the trainer has the GPU"
+            fleet.start_dead()
+            assert fleet.is_starting
+            until(lambda: not fleet.is_starting)
+            assert (fleet._states[first.url], first.process.alive()) == (state, code == SERVE) and restarted == [0]
             fleet._notice(third, "hangs", True)
             fleet.close()
+            fleet.start_dead()
             until(lambda: "restart engine 2" not in [thread.name for thread in threading.enumerate()])
             assert restarted == [0]
         finally:

@@ -95,7 +95,9 @@ def rollout(stack, version=None, **params):
 def train(stack, sync, groups, steps=1):
     args, actor, _, _ = stack
     actor.args = args = args.replace(global_batch_size=4 // steps)
-    return TrainingRound(args, args.view({}), actor).run(groups, 0, version=sync.version, gap_limit=sync.gap_limit)
+    return TrainingRound(args, args.view({}), actor).run(
+        groups, 0, version=sync.version, gap_limit=sync.proof.gap_limit
+    )
 
 
 @pytest.mark.parametrize("steps", [1, 2])
@@ -120,7 +122,7 @@ def test_right_weights_are_trained_on(stack, synced):
     _, actor, engine, _ = stack
     before = actor.weight_digests("shm", 60)
     out = train(stack, synced, rollout(stack))
-    assert out.steps[0]["log_prob_gap_max"] < 1e-4 and synced.gap_limit == pytest.approx(1e-3)
+    assert out.steps[0]["log_prob_gap_max"] < 1e-4 and synced.proof.gap_limit == pytest.approx(1e-3)
     assert actor.weight_digests("shm", 60) != before
 
 

@@ -178,7 +178,7 @@ class Stack:
     probe: Probe | None = None
 
     def sync(self, way: str) -> WeightSync:
-        options: Any = {"vocab_size": 50, "max_len": 128, "start_anew": self.fleet.start_on}
+        options: Any = {"vocab_size": 50, "max_len": 128, "start_on": self.fleet.start_on}
         sync_folder(self.args).chmod(0o700)  # a fault has opened it
         made = WeightSync(self.args, self.actor, way, sync_folder(self.args), **options)
         self.probe = made.proof.probe = self.probe or made.proof.probe  # a fault leaves vLLM paused: it writes nothing

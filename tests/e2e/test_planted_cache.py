@@ -24,6 +24,7 @@ from instep.errors import SyncError
 from instep.rollout import admission
 from instep.system.processes import in_thread
 from instep.types import Sample
+from instep.weights.way import SINGLE_COPY
 from tests.bounds import allowed, until
 from tests.e2e.commands import on_vllm
 from tests.e2e.test_planted import SECONDS, Stack, make_stack
@@ -72,11 +73,11 @@ def keeps_its_cache(patch: pytest.MonkeyPatch, lies: bool) -> None:
 
 def step(stack: Stack, sync: WeightSync) -> Future[list[Sample]]:
     """A step of the trainer; returns two responses under way, held meanwhile by an engine of its memory."""
-    if sync.writes_in_place:
+    if sync.way == SINGLE_COPY:
         under_way = sampled(stack)
         sync.hold([stack.engine])
     train_once(stack.actor.workers, 1e-2)
-    return under_way if sync.writes_in_place else sampled(stack)
+    return under_way if sync.way == SINGLE_COPY else sampled(stack)
 
 
 def sampled(stack: Stack) -> Future[list[Sample]]:
@@ -108,7 +109,7 @@ def train(stack: Stack, sync: WeightSync, samples: list[Sample]) -> dict[str, fl
     counts = [len(sample.weight_versions) for sample in samples]
     assert counts == [2, 2] and samples[0].weight_versions[1].version == str(sync.version), samples
     stack.actor.args = args = stack.args.replace(global_batch_size=2)
-    done = TrainingRound(args, args.view({}), stack.actor).run([samples], 0, version=2, gap_limit=sync.gap_limit)
+    done = TrainingRound(args, args.view({}), stack.actor).run([samples], 0, version=2, gap_limit=sync.proof.gap_limit)
     return done.steps[0]
 
 

@@ -91,7 +91,7 @@ def sync(stack: Stack) -> Iterator[WeightSync]:
 
 
 def synced(stack: Stack, args: Args) -> WeightSync:
-    options = {"vocab_size": 50, "max_len": 128, "start_anew": stack.fleet.start_on}
+    options = {"vocab_size": 50, "max_len": 128, "start_on": stack.fleet.start_on}
     return WeightSync(args, stack.actor, "restart", sync_folder(args), **options)
 
 

@@ -10,7 +10,7 @@ from instep.cluster.engine_plan import plan_engines
 from instep.cluster.engine_start import start_engine
 from instep.cluster.local import WorkerGroup
 from instep.controller.role import RoleTrainer
-from instep.controller.sync.session import EngineGone, _Carriage
+from instep.controller.sync.session import EngineGone, Session
 from instep.controller.sync.weight_sync import WeightSync
 from instep.engines.engine import Engine
 from instep.training import lr_schedule
@@ -118,7 +118,7 @@ def run_while_one_dies(stack, monkeypatch):
 @pytest.mark.slow
 def test_an_engine_of_somebody_elses_that_was_started_anew_gets_a_new_stream(stack, monkeypatch):
     """Nothing but its address is known of it, so that the sender goes on with the stream that it has."""
-    monkeypatch.setattr(_Carriage, "receivers", lambda self: ("the same", 2))
+    monkeypatch.setattr(Session, "receivers", lambda self: ("the same", 2))
     stack.syncs.run(stack.engines)
     weights = stack.engines[1].weight_digests(timeout=30)
     stack.restart(1)

@@ -93,7 +93,7 @@ def alternate(moves):
 
 
 def test_a_proof_that_fails_names_the_cause_within_turns(tiny, tmp_path, moves, monkeypatch):
-    """The trainer comes back to score once more, for its digests, the golden path and its layers."""
+    """The trainer comes back to score once more, for its digests and the golden path."""
     scores = Engine.prompt_log_probs
     monkeypatch.setattr(Engine, "prompt_log_probs", lambda *given, **how: [x + 0.1 for x in scores(*given, **how)])
     with pytest.raises(
@@ -102,7 +102,7 @@ def test_a_proof_that_fails_names_the_cause_within_turns(tiny, tmp_path, moves, 
         run(tiny, tmp_path, "--offload", "--num-rollout", "1")
     done = [m for m in moves if m]
     assert done[: len(START) + len(FIRST_SYNC)] == [*START, *FIRST_SYNC] and alternate(done[1:])
-    assert done.count("trainer scores") == 2 and done.count("engine scores") == 6 and done[-1] == "wake kv_cache"
+    assert done.count("trainer scores") == 2 and done.count("engine scores") == 6 and done[-1] == "engine scores"
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import wait
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -117,7 +118,7 @@ def test_an_error_of_the_writer_is_raised_once(tmp_path, ask):
     writer = Writer(CheckpointError("no space", where="here", remedy="make room"))
     writer.gate.set()
     write(made, writer)
-    assert made._written.wait(60)
+    assert wait([made._in_flight], 60).done
     with pytest.raises(CheckpointError, match="no space"):
         getattr(made, ask)()
     made.last()
@@ -141,7 +142,7 @@ def test_waiting_has_a_bound_and_watches_the_workers(tmp_path):
     assert told[0].startswith("waiting until the checkpoint of iteration 3 is on the disk; another Ctrl-C")
     made.close()
     assert told[1] == "the checkpoint that was being written is lost: actor rank 0 died (SIGKILL)"
-    assert made._written.is_set()
+    assert made._in_flight.done()
 
 
 @pytest.mark.parametrize("flag", ["", "--async-save"])
@@ -188,7 +189,7 @@ def test_what_is_whole_in_the_end_is_not_called_lost(tmp_path):
     write(made, writer)
     made.last()
     writer.gate.set()
-    assert made._written.wait(60)
+    assert wait([made._in_flight], 60).done
     made.close()
     assert len(told) == 1 and told[0].startswith("waiting until")
 

@@ -52,5 +52,4 @@ def test_a_run_keeps_its_sets_whatever_becomes_of_their_files(
         assert rows(args) == [0, 1]
     finally:
         runtime.shutdown()
-        for lock in controller._locks:
-            lock.release()
+        controller._undo.close()

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.forks import cold
-
 ENV = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
 
 
@@ -33,15 +31,3 @@ def test_signals_end_a_command_with_130(number):
     finally:
         process.kill()
     assert (process.returncode, out, error) == (130, "cleaned up\n", "interrupted\n")
-
-
-def test_an_interrupt_in_an_exec_ends_python_m_with_130(tmp_path):
-    (tmp_path / "interrupted.py").write_text(
-        "import sys, instep.cli as cli\n"
-        "cli._run = lambda words: exec('raise KeyboardInterrupt')\n"
-        "sys.exit(cli.main(['train']))"
-    )
-    words = [sys.executable, "-m", "interrupted"]
-    with cold():  # the interpreter's own end is what is tested
-        done = subprocess.run(words, cwd=tmp_path, env=ENV, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (130, "interrupted\n")

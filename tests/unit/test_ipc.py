@@ -252,8 +252,8 @@ def test_a_run_says_how_its_weights_travel(monkeypatch, named, allocator, way):
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", allocator)
     monkeypatch.setattr(deployment, "gpu_sharing", lambda args: "shared")
     log = SimpleNamespace(progress=SimpleNamespace(line=lines.append))
-    run = SimpleNamespace(_args=args, _cluster=SimpleNamespace(one_host=True), _log=log)
-    assert deployment.Deployment._chosen_way(run) == way
+    run, cluster = SimpleNamespace(_args=args, _log=log), SimpleNamespace(one_host=True)
+    assert deployment.Deployment._chosen_way(run, cluster) == way
     assert f"{'adapters' if named == 'lora' else 'weights'} travel by {way} (--weight-sync {named}: " in lines[0]
     assert ("expandable_segments in PYTORCH_CUDA_ALLOC_CONF" in lines[0]) == bool(allocator)
 

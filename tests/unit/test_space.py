@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from instep.arguments.parse import parse
-from instep.controller.space import check_shared_memory, check_space, num_saves, num_weights, what_is_saved
-from instep.errors import CheckpointError, OutputError, SyncError
+from instep.controller.space import check_space, num_saves, what_is_saved
+from instep.errors import CheckpointError, OutputError
 from tests.command_line import argv, make_folder
 from tests.logged_run import make_groups, run
 
@@ -34,21 +34,6 @@ def weights(folder: Path, shapes: dict[str, list[int]]) -> None:
 
 def arguments(extra: str):
     return parse(argv(extra))
-
-
-def test_weights_are_counted_from_the_headers(folder):
-    assert num_weights(folder / "model") == 10 * 20 + 30 + 1
-    (folder / "model" / "model-00001-of-00001.safetensors").write_bytes(
-        (folder / "model" / "model.safetensors").read_bytes()
-    )
-    assert num_weights(folder / "model") == 10 * 20 + 30 + 1  # the same ones, twice
-
-
-@pytest.mark.parametrize("tied, expected", [(True, 20), (False, 40)])
-def test_a_tied_output_layer_is_no_weight_of_its_own(folder, tied, expected):
-    weights(folder, {"model.embed_tokens.weight": [10, 2], "lm_head.weight": [10, 2]})
-    (folder / "model" / "config.json").write_text(json.dumps({"tie_word_embeddings": tied}))
-    assert num_weights(folder / "model") == expected
 
 
 @pytest.mark.parametrize(
@@ -91,25 +76,6 @@ def test_nothing_is_refused_where_nothing_is_saved_or_the_disk_does_not_tell(fol
     monkeypatch.setattr(shutil, "disk_usage", lambda path: (1 << 40, 1 << 40, 0))
     with pytest.raises(CheckpointError, match="0 bytes. are free"):
         check_space(args, 3)
-
-
-def test_shared_memory_that_is_too_small_for_the_engines_is_named_before_they_start(tmp_path, monkeypatch):
-    flags = "--weight-sync single-copy --device cpu --rollout-backend embedded --actor-num-gpus-per-node 1"
-    two = arguments(f"{flags} --rollout-num-gpus 2 --precision bf16")
-    needed, free = 2 * 2 * 231, 2 * 2 * 231 - 1
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: (1 << 40, 0, free))
-    with pytest.raises(SyncError) as caught:
-        check_shared_memory(two, tmp_path)
-    text = str(caught.value)
-    assert f"2 engines, 0.00 GB ({needed:,} bytes)" in text and f"({free:,} bytes) are free" in text
-    assert str(tmp_path) in text and "--shm-size" in caught.value.remedy and "--weight-sync shm" in caught.value.remedy
-    check_shared_memory(two.replace(weight_sync="shm"), tmp_path)
-    check_shared_memory(two.replace(device="cuda"), tmp_path)
-    check_shared_memory(arguments(f"{flags} --precision bf16"), tmp_path)  # one engine has room
-    with pytest.raises(SyncError):
-        check_shared_memory(arguments(f"{flags} --precision fp32").replace(rollout_num_gpus=2), tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: (0, 0, 0))  # it does not tell
-    check_shared_memory(two, tmp_path)
 
 
 @pytest.mark.parametrize(

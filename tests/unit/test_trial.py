@@ -12,8 +12,7 @@ import torch
 from instep.arguments.parse import parse
 from instep.controller.trial import HookTrial
 from instep.data.source import RolloutDataSourceWithBuffer
-from instep.errors import ConfigError, RolloutError
-from instep.rollout.tokens import prompt_ids
+from instep.errors import ConfigError
 from tests.assets import make_checkpoint, make_prompts
 
 END = "<|im_end|>"
@@ -49,19 +48,8 @@ def minus_length(args, sample):
     return -len(sample.response)
 
 
-def with_an_object(args, sample):
-    sample.tried = object()
-
-
 def without_end(args, sample):
     sample.response = sample.response.removesuffix(END)
-
-
-async def without_log_probs(args, sample, sampling_params):
-    """As the generate function of slime's guide."""
-    sample.tokens = [*prompt_ids(args, sample), 5, 2]
-    sample.response_length, sample.response, sample.status = 2, "1", sample.Status.COMPLETED
-    return sample
 
 
 @pytest.fixture(scope="module")
@@ -96,27 +84,6 @@ def test_a_reward_of_equality_is_noted(folder, reward, more):
     assert f"sample.response.removesuffix('{END}')" in note and "--rollout-skip-special-tokens" in note
     assert notes(folder, reward, *more, "--rollout-skip-special-tokens") == []
     assert notes(folder, reward, *more, "--rollout-sample-hook-path", f"{__name__}.without_end") == []
-
-
-def test_what_no_checkpoint_can_hold_is_refused_before_the_start(folder):
-    more = ["--partial-rollout", "--rollout-sample-hook-path", f"{__name__}.with_an_object"]
-    assert notes(folder, "contained", *more) == []
-    with pytest.raises(RolloutError, match="a checkpoint cannot hold tried of a sample: a object is no plain") as error:
-        notes(folder, "contained", *more, "--save", str(folder / "ckpt"))
-    assert "train.jsonl" in error.value.where and "the run has not begun" in error.value.where
-
-
-@pytest.mark.parametrize("flag", ["--use-tis", "--use-rollout-logprobs", ""])
-def test_a_generate_function_gives_the_log_probs_that_the_loss_needs(folder, flag):
-    more = ["--custom-generate-function-path", f"{__name__}.without_log_probs", *filter(None, [flag])]
-    trial = trial_of(folder, "contained", *more)
-    trial.before_start()
-    trial._hook_args = trial._args.view({"rollout_engine_urls": ["http://127.0.0.1:9"]})  # nobody is asked
-    if not flag:
-        return trial.with_engine()
-    with pytest.raises(RolloutError, match=f"no rollout_log_probs, which {flag} needs") as error:
-        trial.with_engine()
-    assert "without_log_probs" in error.value.where and "train.jsonl, line 1" in error.value.where
 
 
 @pytest.mark.parametrize("reward", ["contained", "short", "minus_length"])

@@ -6,13 +6,13 @@ import asyncio
 import importlib
 import json
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from instep.controller.deployment import Deployment
 from instep.controller.turns import Turns
 from instep.engines.engine import TAGS, Engine, EngineRefusal
 from instep.engines.vllm import VllmKind
@@ -97,73 +97,30 @@ def test_without_offload_nobody_moves() -> None:
     assert moves == [] and not turns.are_taken
 
 
-def test_an_engine_starts_when_the_trainer_is_away_and_keeps_it_away() -> None:
+def test_a_trainer_that_stays_gives_back_what_its_passes_needed() -> None:
     moves: list[str] = []
-    turns, session, closed, ready = make(moves), Session(moves), threading.Event(), threading.Event()
-
-    def start_anew() -> None:
-        with turns.room_to_start(closed):
-            moves.append("starts")
-            ready.wait(10)
-
-    thread = threading.Thread(target=start_anew, daemon=True)
-    thread.start()
-    time.sleep(0.2)
-    assert "starts" not in moves, "the trainer has the GPU"
-    turns.to_engines(session)  # type: ignore[arg-type]
-    for _ in range(100):
-        if "starts" in moves:
-            break
-        time.sleep(0.05)
-    assert moves[-1] == "starts"
-    with pytest.raises(EngineError, match="the trainer waits for its GPU"), turns.no_starts(lambda: None):
-        raise AssertionError("an engine is starting")
-    ready.set()
-    thread.join(10)
-    with turns.no_starts(lambda: None):
-        late = threading.Thread(target=start_anew, daemon=True)
-        late.start()
-        turns.to_sync(session)  # type: ignore[arg-type]
-        turns.to_engines(session)  # type: ignore[arg-type]
-        time.sleep(0.2)  # the proof may need the trainer once more
-        assert moves.count("starts") == 1, "an engine starts in the middle of a sync"
-    late.join(10)
-    assert not late.is_alive() and moves.count("starts") == 2
-    turns.to_trainer(session)  # type: ignore[arg-type]
-    last = threading.Thread(target=start_anew, daemon=True)
-    last.start()
-    time.sleep(0.2)
-    assert moves.count("starts") == 2, "the trainer has the GPU"
-    closed.set()  # the run ends
-    last.join(10)
-    assert not last.is_alive()
-
-
-def test_with_a_trainer_that_stays_an_engine_starts_while_the_others_are_awake() -> None:
-    """Else its KV cache would lie beside what training needs."""
-    moves: list[str] = []
-    turns, session, closed = make(moves, offload_train=False), Session(moves), threading.Event()
-
-    def start_anew() -> None:
-        with turns.room_to_start(closed):
-            moves.append("starts")
-
+    turns, session = make(moves, offload_train=False), Session(moves)
     turns.begin(session.engines)  # type: ignore[arg-type]
-    thread = threading.Thread(target=start_anew, daemon=True)
-    thread.start()
-    time.sleep(0.2)
-    assert moves == ["sleep 1"], "the trainer is loading its model"
+    assert moves == ["sleep 1"]
     turns.to_engines(session)  # type: ignore[arg-type]
-    thread.join(10)
-    assert moves[-1] == "starts"
     turns.to_trainer(session)  # type: ignore[arg-type]
-    threading.Thread(target=start_anew, daemon=True).start()
-    time.sleep(0.2)
-    assert moves[-1] == "sleep 2", "the trainer has the GPU"
+    assert moves[-1] == "sleep 2"
     turns.to_sync(session)  # type: ignore[arg-type]
     left = [m for m in moves if m.startswith("actor")]
     assert left == ["actor offload {'weights': True}", "actor done", "actor offload {'weights': False}", "actor done"]
-    closed.set()
+
+
+def test_the_trainer_waits_for_an_engine_that_is_started_anew() -> None:
+    deployment, fleet = Deployment.__new__(Deployment), SimpleNamespace(is_starting=True, check=lambda: None)
+    deployment._turns, deployment.worker_groups = make([]), []
+    deployment._fleet = fleet  # type: ignore[assignment]
+    deployment._args = SimpleNamespace(engine_start_timeout=0.3)  # type: ignore[assignment]
+    with pytest.raises(EngineError, match="the trainer waits for its GPU"):
+        deployment._wait_for_starts()
+    threading.Timer(0.1, setattr, (fleet, "is_starting", False)).start()
+    deployment._args.engine_start_timeout = 60.0  # type: ignore[misc]
+    deployment._wait_for_starts()
+    assert not fleet.is_starting
 
 
 def test_a_sleeping_vllm_refuses_requests(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,11 +80,8 @@ class PolicyLossConfig:
 
     @property
     def reads_rollout_log_probs(self) -> tuple[str, ...]:
-        """The flags, as the user gave them, with which the loss divides the trainer's probabilities by the engine's:
-        every trained token needs the engine's log-prob."""
-        old = f"--advantage-estimator {self.form}" if self.form in _AROUND_ROLLOUT else "--use-rollout-logprobs"
-        flags = {"--use-tis": self.use_tis, "--use-rs": self.use_rs, old: self.use_rollout_logprobs}
-        return tuple(flag for flag, is_on in flags.items() if is_on)
+        """See `flags_that_compare`; with one of them every trained token needs the engine's log-prob."""
+        return flags_that_compare(self.form, self)
 
     @property
     def bounds(self) -> dict[str, Any]:
@@ -117,6 +114,13 @@ FORMS: dict[str, Form] = {
     ),
 }
 _AROUND_ROLLOUT = ("dppo_tv", "dppo_kl")
+
+
+def flags_that_compare(form: str, settings: PolicyLossConfig | Settings) -> tuple[str, ...]:
+    """The flags, as the user gave them, with which the loss divides the trainer's probabilities by the engine's."""
+    old = f"--advantage-estimator {form}" if form in _AROUND_ROLLOUT else "--use-rollout-logprobs"
+    flags = {"--use-tis": settings.use_tis, "--use-rs": settings.use_rs, old: settings.use_rollout_logprobs}
+    return tuple(flag for flag, is_on in flags.items() if is_on)
 
 
 class LossTerms(NamedTuple):

@@ -131,11 +131,13 @@ class Probe:
 
     def batch(self) -> TokenBatch:
         """The texts as the trainer scores them."""
-        return _batch(self.texts)
-
-    def batches(self) -> list[TokenBatch]:
-        """Each text by itself."""
-        return [_batch([text]) for text in self.texts]
+        lengths = torch.tensor([len(text.tokens) for text in self.texts])
+        return TokenBatch(
+            tokens=torch.tensor([token for text in self.texts for token in text.tokens]),
+            total_lengths=lengths,
+            response_lengths=lengths - 1,
+            sample_columns={"temperature": torch.ones(len(self.texts))},
+        )
 
     def by_text(self, scores: Sequence[float]) -> dict[tuple[int, Text], list[float]]:
         """Split the scores of an engine by replica and text."""
@@ -145,16 +147,6 @@ class Probe:
                 out[replica, text] = list(scores[start : start + len(text.made)])
                 start += len(text.made)
         return out
-
-
-def _batch(texts: Sequence[Text]) -> TokenBatch:
-    lengths = torch.tensor([len(text.tokens) for text in texts])
-    return TokenBatch(
-        tokens=torch.tensor([token for text in texts for token in text.tokens]),
-        total_lengths=lengths,
-        response_lengths=lengths - 1,
-        sample_columns={"temperature": torch.ones(len(texts))},
-    )
 
 
 def start_token(config: dict[str, Any]) -> int:

@@ -14,19 +14,16 @@ from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
 from instep.checkpoints.quantization import PACKED, quantization_of
-from instep.controller.sync.otherwise import computes_otherwise
 from instep.controller.sync.probe import Difference, Probe, Text, difference
 from instep.controller.sync.session import Session
 from instep.engines.engine import Engine, EngineRefusal
 from instep.engines.kind import kind_of
 from instep.errors import SyncError
 from instep.models.shape import read_config
-from instep.types import Group
 from instep.weights.way import GOLDEN, LORA, OF_ADAPTERS, RESTART, SINGLE_COPY, Sent, golden
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
-    from instep.controller.role import RoleTrainer
 
 ALLOWED = 3.0  # times what one rounding of the embeddings does to the trainer's scores; 0.4 to 1.8 were seen
 # Where the golden path shows that the engine holds the right weights. vLLM's kernels of a CPU reach 11 in float32, and
@@ -98,14 +95,6 @@ class Proof:
     def begin(self, engines: Sequence[Engine]) -> None:
         """Let one of `engines`, which serve, write the first texts of the probe; only the first call does."""
         self.probe.sample([e for e in engines if e.role != "prefill"], min(SAMPLE_SECONDS, self._args.sync_timeout))
-
-    def offer(self, groups: Sequence[Group]) -> None:
-        """Let the next proof score a text of these groups, too."""
-        self.probe.offer(groups)
-
-    def rehearse(self, actor: RoleTrainer) -> None:
-        """Let the trainer score the probe, so that its first session compiles nothing."""
-        actor.probe_log_probs(self.probe.batch(), self._args.sync_timeout)
 
     def differing(self, session: Session) -> dict[str, Difference]:
         """Score the probe once more; returns URL -> difference of each engine that is not within the tolerance."""
@@ -241,7 +230,7 @@ class Proof:
             gap = off[engine.url]
             if self._args.sync_tolerance is not None or not gap.rms <= self._most(way, rounding.rms):
                 shown = way != RESTART and self._args.sync_tolerance is None
-                raise computes_otherwise(session, engine, way, self.probe, gap, rounding, tolerance, shown=shown)
+                raise self._otherwise(engine, way, gap, rounding, tolerance, shown=shown)
             if gap.rms <= most * rounding.rms:
                 self._allowed = max(self._allowed, min(most, 2 * gap.rms / rounding.rms))
             else:
@@ -261,6 +250,30 @@ class Proof:
             f"{tolerance:.3g}. {tensors}".rstrip(),
             where=engine.url,
             remedy=f"resume from the last checkpoint; try --weight-sync {GOLDEN} if it happens again",
+        )
+
+    def _otherwise(
+        self, engine: Engine, way: str, gap: Difference, rounding: Difference, tolerance: float, *, shown: bool
+    ) -> SyncError:
+        """Return the error of `engine`, whose scores of the probe differ by `gap` though its weights are right.
+
+        Args:
+            shown: its digests or the golden path have shown that its weights are; else only that they were sent so.
+        """
+        holds = "its weights are the trainer's" if shown else "what was sent is what the trainer has"
+        times = f"{gap.rms / rounding.rms:.0f} times what rounding explains" if rounding.rms else "without any rounding"
+        what = (
+            f"trainer and {engine.name} compute differently, although {holds}: on {self.probe.num_scores} tokens "
+            f"their log-probs differ by {gap.mean:.3g} nats in the mean and {gap.largest:.3g} at most, {times} "
+            f"(relative {gap.rms:.3g}, allowed {tolerance:.3g})"
+        )
+        if way in OF_ADAPTERS:
+            what += ". It has another base than --hf-checkpoint or another alpha, or its requests do not use it"
+        return SyncError(
+            what,
+            where=engine.url,
+            remedy="a difference that stays with --precision fp32 is no rounding; compare versions of vLLM and "
+            f"transformers; --sync-tolerance {1.5 * gap.rms:.2g} accepts it (the loss can correct it: --use-tis)",
         )
 
     def _both_score(self, session: Session, way: str) -> tuple[TrainerScores, dict[str, list[float]]]:

@@ -10,7 +10,7 @@ under way; no new one is admitted before the end of the session, nor, but with `
 
 - abort: they end with the tokens they have; the rollout continues them under the new weights.
 - wait: the session begins when they have ended.
-- keep: the engine freezes them, and continues them with a cache that it computes anew. Tokens are made before the
+- keep: the engine freezes them, and continues them with a cache that it recomputes. Tokens are made before the
   proof; if it fails the run ends, so that none of them is trained on.
 """
 
@@ -47,13 +47,13 @@ class EngineGone(EngineError):
 
 
 class Session:
-    """One session, which brings `version` to `engines`.
+    """One session, which brings `version` to `engines`; a way's driver sees it as its `Carriage`.
 
     Args:
         args: `pause_mode`, `sync_timeout`, `update_weight_buffer_size`, `hf_checkpoint`, and where engines may run.
         engines: the engines that the session begins with; one that dies meanwhile is taken out.
         memory_folder: a folder in the shared memory of this host.
-        start_anew: ends engines of this run and starts them on a checkpoint (`Fleet.start_on`).
+        start_on: ends engines of this run and starts them on a checkpoint (`Fleet.start_on`).
         turns: who has the GPUs; None: everybody has its own.
 
     Raises:
@@ -67,7 +67,7 @@ class Session:
         engines: Sequence[Engine],
         version: int,
         memory_folder: Path,
-        start_anew: Callable[[Sequence[Engine], Path], None] | None = None,
+        start_on: Callable[[Sequence[Engine], Path], None] | None = None,
         turns: Turns | None = None,
     ):
         if not engines:
@@ -76,17 +76,20 @@ class Session:
         self.turns = turns or Turns(args)
         self.engines = list(engines)
         self._began = {engine.url: engine.process for engine in engines}
-        self._memory_folder, self._start_anew = memory_folder, start_anew
+        self.memory_folder, self._start_on = memory_folder, start_on
+        self.disk_folder: Path | None = None
+        self._way, self._nonce = "", ""  # of the transfer
+        self._receiving = 0  # engines of a stream, which ends with any of them
         self.started = time.monotonic()
         # By step. `paused`: how long the engines generated nothing; they stand still, too, while they read an adapter.
         self.seconds: dict[str, float] = {}
         self._paused: float | None = None  # since when
-        self._on_leave: Callable[[], None] | None = None  # called when an engine leaves
-        self.stays_paused = False  # after a transfer: somebody else has paused the engines, and says when to `resume`
+        self._on_leave: Callable[[], None] = lambda: None  # called when an engine leaves
+        self.stays_paused = False  # after a transfer: a client has paused the engines, and says when to `resume`
         self.renew()
 
     def renew(self) -> None:
-        """Begin to count the time of the session anew."""
+        """Restart the clock of the session."""
         self._deadline = time.monotonic() + self.args.sync_timeout
 
     def seconds_left(self) -> float:
@@ -121,7 +124,10 @@ class Session:
             with span(step):
                 yield
         finally:
-            self.seconds[step] = self.seconds.get(step, 0.0) + time.monotonic() - began
+            self._count(step, began)
+
+    def _count(self, step: str, began: float) -> None:
+        self.seconds[step] = self.seconds.get(step, 0.0) + time.monotonic() - began
 
     def pause(self) -> None:
         """Let the engines generate nothing from now on; it does nothing where they are paused already."""
@@ -131,11 +137,6 @@ class Session:
                 self.each(lambda e: e.pause(self.args.pause_mode, timeout=self.seconds_left()))
             self._paused = began
 
-    def stood_still(self, seconds: float) -> None:
-        """Count these seconds as of a pause: an engine that is not paused makes no step while its workers read."""
-        if self._paused is None:
-            self.seconds["paused"] = self.seconds.get("paused", 0.0) + seconds
-
     def resume(self) -> None:
         """Let the engines generate again, with no keys and values of former weights."""
         with self.timed("reset"):
@@ -143,7 +144,7 @@ class Session:
         with self.timed("resume"):
             self.each(lambda e: e.resume(timeout=self.seconds_left()))
         if self._paused is not None:
-            self.seconds["paused"] = self.seconds.get("paused", 0.0) + time.monotonic() - self._paused
+            self._count("paused", self._paused)
             self._paused = None
 
     def hand_over(self) -> None:
@@ -156,7 +157,7 @@ class Session:
         """Bring the weights to all engines by `way`; they serve the new version, unproven, after `hand_over`.
 
         The death of one engine may break what others receive: they receive once more. So they do, once, where the
-        stream of a former session has broken: somebody else's engine may have been started anew at its address.
+        stream of a former session has broken: an external engine may have been restarted at its address.
 
         Raises:
             SyncError: an engine refused something; the message names the tensor.
@@ -192,15 +193,17 @@ class Session:
         return dead is not None
 
     def _transfer(self, way: str) -> Sent:
-        carriage = _Carriage(self, way, secrets.token_hex(8))
+        self._way, self._nonce, self._receiving = way, secrets.token_hex(8), 0
+        if self.args.cluster == "ray" or self.args.rollout_external_engine_addrs:
+            self.disk_folder = Path(self.args.run_dir)  # which all hosts see
         try:
             if self.turns.are_taken:
                 self.pause()
                 self.turns.to_sync(self)
             with self.timed("start"):
-                self.each(lambda e: e.start_update(self.version, carriage.nonce, timeout=self.seconds_left()))
+                self.each(lambda e: e.start_update(self.version, self._nonce, timeout=self.seconds_left()))
             with self.timed("transfer"):
-                sent = way_named(way).drive(carriage)
+                sent = way_named(way).drive(self)
             names = [t.name for t in sent.tensors]
             self.pause()
             with self.timed("finish"):
@@ -220,26 +223,70 @@ class Session:
             ) from refusal
         return sent
 
-    def start_anew(self, checkpoint: Path, nonce: str) -> list[str]:
-        """Start the engines anew on `checkpoint`, as planned: they are still the engines that the session began with.
+    # ---- what a way asks for, see `Carriage` -----------------------------------------------------------------------
 
-        Their processes are started by this thread, because the kernel ends them with it (`follow_parent`).
-        """
-        if self._start_anew is None or any(engine.process is None for engine in self.engines):
+    def audience(self) -> str:
+        return ",".join(f"{e.url}#{e.process.pid if e.process is not None else ''}" for e in self.engines)
+
+    def receivers(self) -> tuple[str, int]:
+        counts = self.each(lambda e: e.num_workers(self.seconds_left()))
+        self._receiving = len(self.engines)
+        return self.audience(), sum(counts.values())
+
+    def publish(
+        self, folder: Path, on_event: Callable[[Any], None], audience: str = "", num_receivers: int = 0
+    ) -> None:
+        args, left = self.args, self.seconds_left()
+        size, model = int(args.update_weight_buffer_size), Path(args.hf_checkpoint)
+        order = Order(self.version, self._nonce, folder, size, model, left, audience, num_receivers)
+        self.actor.publish(self._way, order, timeout=left, on_event=on_event)
+
+    def show(self, info: dict[str, Any]) -> None:
+        self.each(lambda e: e.update(info, timeout=self.seconds_left()))
+
+    def deliver(self, info: dict[str, Any], failed: Callable[[], None] | None = None) -> None:
+        began, tell = time.monotonic(), failed or (lambda: None)
+
+        def load(engine: Engine) -> None:
+            try:
+                engine.update(info, timeout=self.seconds_left())
+            except InstepError:
+                tell()
+                raise
+
+        self._on_leave = tell
+        try:
+            if self._way not in OF_ADAPTERS:
+                self.pause()
+            if len(self.engines) < self._receiving:
+                tell()  # for those who would wait for one that has left meanwhile
+            with self.timed("load"):
+                self.each(load)
+            if self._paused is None:  # an engine makes no step while its workers read
+                self._count("paused", began)
+        finally:
+            self._on_leave = lambda: None
+
+    def start_anew(self, checkpoint: Path) -> list[str]:
+        """They are still the engines that the session began with; this thread starts their processes, because the
+        kernel ends them with it (`follow_parent`)."""
+        if self._start_on is None or any(engine.process is None for engine in self.engines):
             raise SyncError(
                 f"{self.engines[0].name} was not started by this run, and cannot be started anew by it",
                 where=self.engines[0].url,
                 remedy=f"use --weight-sync {GOLDEN}",
             )
-        self._start_anew(self.engines, checkpoint)
+        self._start_on(self.engines, checkpoint)
         self._began |= {engine.url: engine.process for engine in self.engines}
         bound = min(self.args.engine_start_timeout, self.seconds_left())
         self.each(lambda e: e.wait_ready(bound))
         since, self._paused = self._paused, None  # the new processes are not
         self.pause()
         self._paused = since or self._paused
-        self.each(lambda e: e.start_update(self.version, nonce, timeout=self.seconds_left()))
+        self.each(lambda e: e.start_update(self.version, self._nonce, timeout=self.seconds_left()))
         return [engine.url for engine in self.engines]
+
+    # ---- engines that die --------------------------------------------------------------------------------------------
 
     def each(self, call: Callable[[Engine], T]) -> dict[str, T]:
         """Call all engines at once; returns the answers by URL. An engine that has died leaves the session."""
@@ -263,7 +310,7 @@ class Session:
     def _gone(self, engine: Engine, seconds: float) -> bool:
         """Whether the process that the session began with has ended, or ends within `seconds`.
 
-        A new process at the same address counts as another engine. An engine that somebody else runs has no process
+        A new process at the same address counts as another engine. An external engine has no process
         here: with `seconds` its health decides.
         """
         process = self._began[engine.url]
@@ -273,73 +320,9 @@ class Session:
 
     def _leave(self, engine: Engine, error: InstepError | None) -> None:
         self.engines.remove(engine)
-        if self._on_leave is not None:
-            self._on_leave()
+        self._on_leave()
         if not self.engines:
             what = error.what if error is not None else f"{engine.name} died"
             where = engine.process.describe() if engine.process is not None else engine.url
             remedy = engine.process.remedy() if engine.process is not None else "see its log"
             raise EngineGone(f"{what}; no engine is left in this sync", where=where, remedy=remedy) from error
-
-
-class _Carriage:
-    """One transfer of a session, as the way's driver sees it (`Carriage`)."""
-
-    def __init__(self, session: Session, way: str, nonce: str):
-        self._session, self._way, self.nonce = session, way, nonce
-        args = session.args
-        self.version, self.memory_folder = session.version, session._memory_folder
-        elsewhere = args.cluster == "ray" or args.rollout_external_engine_addrs
-        self.disk_folder = Path(args.run_dir) if elsewhere else None  # the run's folder is seen by all hosts
-        self._receiving: list[Engine] = []  # of a stream, which ends with any of them
-
-    def audience(self) -> str:
-        return ",".join(f"{e.url}#{e.process.pid if e.process is not None else ''}" for e in self._session.engines)
-
-    def receivers(self) -> tuple[str, int]:
-        counts = self._session.each(lambda e: e.num_workers(self.seconds_left()))
-        self._receiving = list(self._session.engines)
-        return self.audience(), sum(counts.values())
-
-    def publish(
-        self, folder: Path, on_event: Callable[[Any], None], audience: str = "", num_receivers: int = 0
-    ) -> None:
-        args, left = self._session.args, self.seconds_left()
-        size, model = int(args.update_weight_buffer_size), Path(args.hf_checkpoint)
-        order = Order(self._session.version, self.nonce, folder, size, model, left, audience, num_receivers)
-        self._session.actor.publish(self._way, order, timeout=left, on_event=on_event)
-
-    def pause(self) -> None:
-        self._session.pause()
-
-    def show(self, info: dict[str, Any]) -> None:
-        self._session.each(lambda e: e.update(info, timeout=self.seconds_left()))
-
-    def deliver(self, info: dict[str, Any], failed: Callable[[], None] | None = None) -> None:
-        session, began = self._session, time.monotonic()
-
-        def load(engine: Engine) -> None:
-            try:
-                engine.update(info, timeout=self.seconds_left())
-            except InstepError:
-                if failed is not None:
-                    failed()
-                raise
-
-        session._on_leave = failed
-        try:
-            if self._way not in OF_ADAPTERS:
-                self.pause()
-            if failed is not None and len(session.engines) < len(self._receiving):
-                failed()  # for those who would wait for one that has left meanwhile
-            with session.timed("load"):
-                session.each(load)
-            session.stood_still(time.monotonic() - began)
-        finally:
-            session._on_leave = None
-
-    def start_anew(self, checkpoint: Path) -> list[str]:
-        return self._session.start_anew(checkpoint, self.nonce)
-
-    def seconds_left(self) -> float:
-        return self._session.seconds_left()

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from instep.controller.role import RoleTrainer
 from instep.controller.sync.proof import Proof, Proven
@@ -30,7 +30,6 @@ from instep.engines.engine import Engine
 from instep.engines.kind import answers_in_arrays
 from instep.errors import EngineError, InstepError, SyncError
 from instep.rollout import admission
-from instep.weights.way import SINGLE_COPY
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
@@ -89,7 +88,7 @@ class WeightSync:
         folder: of the run, in the shared memory of this host.
         vocab_size, max_len: see `Proof`; only for a new one.
         proof: one that may have scored what the engines have loaded.
-        start_anew: see `Session`; without it no engine is started anew.
+        start_on: see `Session`; without it no engine is restarted.
         turns: who has the GPUs; None: everybody has its own.
     """
 
@@ -103,10 +102,10 @@ class WeightSync:
         vocab_size: int = 0,
         max_len: int = 0,
         proof: Proof | None = None,
-        start_anew: Callable[[Sequence[Engine], Path], None] | None = None,
+        start_on: Callable[[Sequence[Engine], Path], None] | None = None,
         turns: Turns | None = None,
     ):
-        self._args, self._actor, self._way, self._start_anew = args, actor, way, start_anew
+        self._args, self._actor, self.way, self._start_on = args, actor, way, start_on
         self._turns = turns or Turns(args)
         self.version = 0
         self.proof = proof or Proof(args, vocab_size=vocab_size, max_len=max_len)
@@ -114,11 +113,6 @@ class WeightSync:
 
     def close(self) -> None:
         admission.reset()
-
-    @property
-    def writes_in_place(self) -> bool:
-        """Whether the trainer's steps write into the memory that the engine computes with."""
-        return self._way == SINGLE_COPY
 
     def hold(self, engines: Sequence[Engine]) -> None:
         """Let `engines` answer nothing until the next `run`: `--pause-mode` says what becomes of their requests.
@@ -152,8 +146,8 @@ class WeightSync:
         admission.open_again(admission.version)
 
     def _session(self, engines: Sequence[Engine], version: int | None = None) -> Session:
-        more: dict[str, Any] = {"start_anew": self._start_anew, "turns": self._turns}
-        return Session(self._args, self._actor, engines, version or self.version, self._folder, **more)
+        version = version or self.version
+        return Session(self._args, self._actor, engines, version, self._folder, self._start_on, self._turns)
 
     def run(self, engines: Sequence[Engine], way: str | None = None) -> SyncResult:
         """Bring a new version to `engines`, by `way` (default: that of the run).
@@ -177,30 +171,25 @@ class WeightSync:
 
     def _open(self, session: Session) -> None:
         """Admit requests again."""
-        told = self._args.pause_mode == "keep" or all(e.capabilities.version_spans for e in session.engines)
-        admission.open_again(None if told else str(self.version))
+        known = self._args.pause_mode == "keep" or all(e.capabilities.version_spans for e in session.engines)
+        admission.open_again(None if known else str(self.version))
 
     def rejoin(self, engine: Engine) -> SyncResult:
-        """Bring the current version to one engine that has been started anew, while the others serve.
+        """Bring the current version to one engine that has been restarted, while the others serve.
 
         Raises:
             EngineGone: the engine has died again.
         """
         return self._carry(self._session([engine]), None, opens=False)
 
-    @property
-    def gap_limit(self) -> float:
-        """See `Proof.gap_limit`."""
-        return self.proof.gap_limit
-
     def accuse(self, engines: Sequence[Engine], error: SyncError, where: str) -> SyncError:
         """Find the engines behind a gap that is too large (`error`): the probe is scored again, nothing is sent."""
+        resume = "resume from the last checkpoint"
         try:
             session = self._session(engines)
             if lost := [e.name for e in engines if not e.has_weights]:
                 raise EngineError(
                     f"{', '.join(lost)} dropped the weights when the trainer's turn began",
-                    where=where,
                     remedy="run once with --no-offload-rollout",
                 )
             if self._held and not self._turns.are_taken:  # no step has changed a weight yet
@@ -208,25 +197,23 @@ class WeightSync:
             wrong = self.proof.differing(session)
         except InstepError as failure:
             what = f"{error.what}; the engines could not be asked again: {failure.what}"
-            return SyncError(what, where=where, remedy=f"{failure.remedy}; resume from the last checkpoint")
-        off = "its scores of the probe are off, in the mean by"
-        names = [f"{e.name} at {e.url} ({off} {wrong[e.url].mean:.3g} nats)" for e in engines if e.url in wrong]
-        if names:
-            found = f"version {self.version} is not what these engines hold any more: {', '.join(names)}"
+            return SyncError(what, where=where, remedy=f"{failure.remedy}; {resume}")
+        if off := [f"{e.name} at {e.url} (by {wrong[e.url].mean:.3g} nats)" for e in engines if e.url in wrong]:
+            found = f"version {self.version} is not what these engines hold any more: {', '.join(off)}, by their scores"
             remedy = "something else loaded weights into them: their logs show what calls their control routes"
-        else:
-            urls = ", ".join(f"{e.name} at {e.url}" for e in engines)
-            found = f"version {self.version} is what each engine holds now ({urls})"
-            remedy = (
-                "look at `instep samples RUN_DIR --worst gap --tokens`: does a generate function record other tokens, "
-                "log-probs or sampling parameters than the engine's, were other weights loaded for a while, or did an "
-                "engine keep what it had cached under former weights? If the "
-                "arithmetic differs by so much, raise --sync-tolerance or use --on-gap warn"
-            )
-        return SyncError(f"{error.what}; {found}", where=where, remedy=f"{remedy}; resume from the last checkpoint")
+            return SyncError(f"{error.what}; {found} of the probe", where=where, remedy=f"{remedy}; {resume}")
+        holders = ", ".join(f"{e.name} at {e.url}" for e in engines)
+        return SyncError(
+            f"{error.what}; version {self.version} is what each engine holds now ({holders})",
+            where=where,
+            remedy="look at `instep samples RUN_DIR --worst gap --tokens`: does a generate function record other "
+            "tokens, log-probs or sampling parameters than the engine's, or did an engine keep what it had cached "
+            f"under former weights? If the arithmetic differs by so much, raise --sync-tolerance or use --on-gap warn; "
+            f"{resume}",
+        )
 
     def _carry(self, session: Session, way: str | None, opens: bool) -> SyncResult:
-        way = way or self._way
+        way = way or self.way
         sent = session.transfer(way)
         if opens and self._args.pause_mode == "keep" and not self._turns.are_taken:
             self._open(session)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import urllib.error
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,12 +69,6 @@ class EmbeddedKind(EngineKind):
     ) -> dict[str, str]:
         env = {"OMP_NUM_THREADS": str(num_threads), **OPENMP_ENV}
         return env | (DETERMINISTIC_ENV if args.deterministic_mode else {})
-
-    def layer_sketches(
-        self, engine: RunningEngine, texts: Sequence[Sequence[int]], *, timeout: float
-    ) -> dict[int, list[list[float]]] | None:
-        answer = engine.post("/layer_sketches", {"texts": texts}, timeout=timeout)
-        return {int(place): sketch for place, sketch in answer["layers"].items()}
 
     def lease(self, about: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         return "/lease", about

@@ -26,8 +26,6 @@ from instep.engines.embedded.protocol import Ranked
 from instep.engines.embedded.sampling import log_softmax
 from instep.errors import CheckpointError
 from instep.models.attention import Unfit, check_plain
-from instep.models.decoder_layers import decoder_layers
-from instep.models.layer_sketches import layer_sketches
 from instep.models.rope import fix_rope
 from instep.routes import as_routes
 from instep.system.processes import pulse
@@ -237,15 +235,6 @@ class Runner(Cache):
                 likely = [(t, p, i) for i, (t, p) in enumerate(zip(others, scores, strict=True), 1) if t != token]
                 out.append([(token, score, rank), *likely])
         return out
-
-    def layer_sketches(self, texts: Sequence[Sequence[int]]) -> dict[int, list[list[float]]]:
-        """What each layer returns for the tokens of `texts`; the cache is not touched."""
-
-        def run() -> None:
-            for text in texts:
-                self.model(torch.tensor([text], device=self.device), use_cache=False)
-
-        return layer_sketches(dict(enumerate(decoder_layers(self.model))), run)
 
     def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Store new keys and values, and return those to attend to; the model's attention calls this."""

@@ -53,7 +53,6 @@ class Scheduler:
             "POST /abort_requests": lambda body: {"aborted": self.abort(body.get("request_ids"))},
             "POST /reset_prefix_cache": lambda body: {"success": not self.running},  # no prefix outlives its request
             "POST /weight_checker": lambda body: {"checksums": weights.digests()},
-            "POST /layer_sketches": lambda body: {"layers": self.runner.layer_sketches(body["texts"])},
             "POST /start_weight_update": self.start_update,
             "POST /update_weights": self.update_weights,
             "POST /update_weight_version": lambda body: self.set_version(body.get("new_version")),

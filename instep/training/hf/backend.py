@@ -28,7 +28,6 @@ from instep.checkpoints.plain import cause_of, load_tensors, read_index, refuse_
 from instep.checkpoints.weight_files import weight_files, weight_names
 from instep.errors import CheckpointError
 from instep.models.checkpoint_names import CheckpointNames, named_weights
-from instep.models.decoder_layers import decoder_layers
 from instep.models.mtp import left_out
 from instep.training import packing
 from instep.training.backend import LossFn, LossOutput, ParallelInfo, Role, StepResult, TokenOutputs
@@ -144,10 +143,6 @@ class HfBackend:
     @property
     def embedding(self) -> nn.Module:
         return self._compute.model.get_input_embeddings()
-
-    @property
-    def layers(self) -> dict[int, nn.Module]:
-        return dict(enumerate(decoder_layers(self._compute.model)))
 
     def _forward(self, batch: TokenBatch, entropy: bool, logits: bool = False) -> TokenOutputs:
         cu_seqlens, max_seqlen = packing.cu_seqlens(batch)

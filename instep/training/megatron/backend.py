@@ -161,10 +161,6 @@ class MegatronBackend:
     def embedding(self) -> torch.nn.Module | None:
         return next((chunk.embedding for chunk in self.chunks if chunk.pre_process), None)
 
-    @property
-    def layers(self) -> dict[int, torch.nn.Module]:
-        return {layer.layer_number - 1: layer for chunk in self.chunks for layer in chunk.decoder.layers}
-
     def ready(self) -> None:
         """Wait for masters, moments and gradients that are on their way from the host."""
         self._states.ready()
