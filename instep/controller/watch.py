@@ -103,7 +103,7 @@ class StandstillWatch:
     """Tells of each process under this one that stands stopped (SIGSTOP), in every phase, from a thread of its own.
 
     What is to be done about it is decided where somebody waits for the process: a training worker or the last engine
-    ends the run, one of several engines and a reward worker are started anew.
+    ends the run, one of several engines is started anew.
 
     Args:
         processes: returns those of the run that have names; others are called by the kernel's name.

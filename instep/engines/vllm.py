@@ -82,9 +82,9 @@ class VllmKind(EngineKind):
 
     @functools.cached_property
     def wire(self) -> WireFormat:
-        from instep.engines.grouped_wire import GroupedWire
+        from instep.engines.wire import VLLM_WIRE
 
-        return GroupedWire()
+        return VLLM_WIRE
 
     def meant_by(self, args: Settings) -> str:
         more = {"--prefill-num-servers": args.prefill_num_servers, "--vllm-config": args.vllm_config}

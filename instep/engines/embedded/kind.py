@@ -39,9 +39,9 @@ class EmbeddedKind(EngineKind):
 
     @functools.cached_property
     def wire(self) -> WireFormat:
-        from instep.engines.grouped_wire import GroupedWire
+        from instep.engines.wire import VLLM_WIRE
 
-        return GroupedWire()
+        return VLLM_WIRE
 
     def refusals(self, args: Settings) -> Iterator[ConfigError]:
         """Errors about flags that only vLLM has, and about what `--vllm-config` asks for and this engine lacks."""
