@@ -60,7 +60,7 @@ def start(words: list[str]) -> dict[str, Any]:
         source.get_samples(BATCH)
     return {
         "prompts": len(source),
-        "too_long": source.dataset.num_too_long if source.dataset else 0,
+        "too_long": sum(d.num_too_long for d in source.dataset.datasets) if source.dataset else 0,
         "check_s": checked - began,
         "load_s": loaded - checked,
         "first_batch_s": first - loaded,

@@ -13,7 +13,7 @@ import asyncio
 import re
 from typing import Any
 
-from instep.rollout.tokens import next_turn_ids, tokenizer_of
+from instep.rollout.tokens import next_turn, tokenizer_of
 from instep.rollout.vllm_rollout import generate as generate_turn
 from instep.sandbox import Limits, run_python
 from instep.system.processes import num_usable_cpus
@@ -46,7 +46,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
         if call is None or len(turns) == MAX_TURNS:
             return sample
         answer = await evaluate(call[1], args.unsafe_local_exec)
-        sample.append_response_tokens(next_turn_ids(args, [{"role": "tool", "content": answer}]), trainable=False)
+        assert next_turn(args, sample, [{"role": "tool", "content": answer}]) is sample  # this template only appends
         sample.metadata = {**sample.metadata, "turns": [*turns, sample.response_length]}
 
 

@@ -26,7 +26,7 @@ def build_batch(
     compares: str = "",
     replays: bool = False,
 ) -> TokenBatch:
-    """The samples of the groups, in order. Fan-out siblings may form a list of their own inside a group.
+    """The samples of the groups, whose columns fit each other (`rollout/outputs.py`), in order.
 
     Token columns: `loss_mask` (1 for samples without one, 0 for those with `remove_sample`), and `rollout_log_probs` if
     any sample has them (NaN for samples without). Sample columns: `temperature` (the sample's own, else
@@ -46,19 +46,20 @@ def build_batch(
         RolloutError: a sample that cannot be trained on, with the reason.
         RewardError: a reward is missing or no finite number.
     """
-    flat = _flatten(groups)
-    if not flat:
+    samples = [sample for group in groups for sample in group]
+    if not samples:
         raise RolloutError(
             "the rollout returned no samples", remedy="return at least one group", where="--rollout-function-path"
         )
     rewards: list[float] = []
     temperatures: list[float] = []
-    for sample, _ in flat:
-        _check_tokens(sample)
+    for sample in samples:
+        if not sample.response_length:
+            what = f"the response is empty (status {sample.status.value})"
+            raise _error(sample, what, "leave its group out, or let the generate function keep the end-of-text token")
         temperatures.append(_temperature(sample, default_temperature, compares))
         if needs_reward:
             rewards.append(reward_of(sample, reward_key))
-    samples = [sample for sample, _ in flat]
     mask = _masks(samples)
     token_columns = {"loss_mask": torch.from_numpy(mask)}
     if any(s.rollout_log_probs is not None for s in samples):
@@ -67,7 +68,7 @@ def build_batch(
         "temperature": torch.tensor(temperatures, dtype=torch.float32),
         "group_index": torch.tensor([s.group_index for s in samples], dtype=torch.int64),
         "index": torch.tensor([-1 if s.index is None else s.index for s in samples], dtype=torch.int64),
-        "execution_id": [execution for _, execution in flat],
+        "execution_id": [f"sample-{i}" if s.execution_id is None else s.execution_id for i, s in enumerate(samples)],
         "status": [s.status.value for s in samples],
         "weight_versions": [s.version_spans for s in samples],
         "metadata": [s.metadata for s in samples],
@@ -127,55 +128,6 @@ def marked_tokens(samples: Sequence[Sample], spans_of: Callable[[Sample], list[V
             out[start + span.start : start + span.end] = 1
         start += sample.response_length
     return torch.from_numpy(out)
-
-
-def _flatten(groups: Sequence[Any]) -> list[tuple[Sample, str]]:
-    """The samples with their execution ids; siblings in a list of their own without one get a common id."""
-    out: list[tuple[Sample, str]] = []
-    for g, group in enumerate(groups):
-        if not isinstance(group, list) or not group:
-            raise RolloutError(
-                f"group {g} of the rollout is {'empty' if group == [] else 'a ' + type(group).__name__}",
-                remedy="a rollout function returns a list of groups, each a list of samples",
-                where="--rollout-function-path",
-            )
-        for k, member in enumerate(group):
-            siblings = member if isinstance(member, list) else [member]
-            for s, sample in enumerate(siblings):
-                if not isinstance(sample, Sample):
-                    raise RolloutError(
-                        f"entry {k} of group {g} of the rollout is a {type(sample).__name__}, not a Sample",
-                        remedy="a rollout function returns a list of groups, each a list of samples",
-                        where="--rollout-function-path",
-                    )
-                made_up = f"group-{g}-{k}" if siblings is member else f"sample-{g}-{k}-{s}"
-                out.append((sample, made_up if sample.execution_id is None else sample.execution_id))
-    return out
-
-
-def _check_tokens(sample: Sample) -> None:
-    if sample.group_index is None:
-        raise _error(sample, "group_index is not set", "set it on every sample; groups are told by it")
-    if sample.response_length < 1:
-        raise _error(
-            sample,
-            f"the response is empty (status {sample.status.value})",
-            "leave the sample's group out, or let the generate function keep at least the end-of-text token",
-        )
-    if len(sample.tokens) <= sample.response_length:
-        raise _error(
-            sample,
-            f"{len(sample.tokens)} tokens for a response of {sample.response_length}: the prompt is missing",
-            "sample.tokens holds prompt + response ids, response_length counts the response's",
-        )
-    for name in ("loss_mask", "rollout_log_probs"):
-        values = getattr(sample, name)
-        if values is not None and len(values) != sample.response_length:
-            raise _error(
-                sample,
-                f"{name} has {len(values)} entries for {sample.response_length} response tokens",
-                "use sample.append_response_tokens, which keeps them aligned",
-            )
 
 
 def _masks(samples: Sequence[Sample]) -> np.ndarray:
@@ -250,11 +202,8 @@ def _temperature(sample: Sample, default: float, compares: str) -> float:
             f"sample from the full distribution, or leave {compares} out",
         )
     if not isinstance(value, Real) or not 0 < float(value) < math.inf:
-        raise _error(
-            sample,
-            f"it was sampled at temperature {value!r}",
-            "train on samples of a temperature above 0: a greedy choice has no log-prob to learn from",
-        )
+        remedy = "train on samples of a temperature above 0: a greedy choice has no log-prob to learn from"
+        raise _error(sample, f"it was sampled at temperature {value!r}", remedy)
     return float(value)
 
 

@@ -104,11 +104,9 @@ class Conversation:
             DataError: the second does not begin with the first, or there is nothing before the turn.
         """
         if not turn:
-            raise DataError(
-                "the conversation begins with a message of the assistant: no engine would be asked for it",
-                where=self._where,
-                remedy="begin with a user's message, set step_loss_mask 0 for it, or take --loss-mask-type qwen3_5",
-            )
+            what = "the conversation begins with a message of the assistant: no engine would be asked for it"
+            remedy = "begin with a user's message, set step_loss_mask 0 for it, or take --loss-mask-type qwen3_5"
+            raise DataError(what, where=self._where, remedy=remedy)
         if self._rendered[0] != turn:
             prompt = self._render(self._messages[:turn], generation_prompt=True)
             whole = self._render(self._messages[: turn + 1], generation_prompt=False)

@@ -6,7 +6,6 @@ The tokenizer's own `decode` takes several times as long for a whole response.
 from __future__ import annotations
 
 import codecs
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,8 +19,10 @@ class ByteTexts:
     """
 
     def __init__(self, tokens: dict[int, str], special: set[int]):
-        size = max(tokens, default=-1) + 1
-        self._whole = [_bytes_of(tokens.get(i, "")) for i in range(size)]  # an id of no token has no text
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+        size, known = max(tokens, default=-1) + 1, {character: byte for byte, character in bytes_to_unicode().items()}
+        self._whole = [_bytes_of(tokens.get(i, ""), known) for i in range(size)]  # an id of no token has no text
         self._without_special = [b"" if i in special else text for i, text in enumerate(self._whole)]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
@@ -51,16 +52,7 @@ def byte_texts(tokenizer: Any) -> ByteTexts | None:
 _METHODS = ("decode", "_decode")
 
 
-@functools.cache
-def _byte_of_character() -> dict[str, int]:
-    """GPT-2's alphabet: printable bytes stand for themselves, the others, in order, for the characters from 256 on."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
-
-
-def _bytes_of(token: str) -> bytes:
-    known = _byte_of_character()
+def _bytes_of(token: str, known: dict[str, int]) -> bytes:
     try:
         return bytes([known[character] for character in token])
     except KeyError:  # an added token is itself

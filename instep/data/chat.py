@@ -11,12 +11,11 @@ import jinja2
 from instep.data.branches import Branch, Conversation, Message, Turn, whole_text
 from instep.data.rendered import as_it_stands, as_rendered
 from instep.data.template import TemplateTooLarge, apply_template, text_messages
-from instep.errors import CheckpointError, ConfigError, DataError
+from instep.errors import CheckpointError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-LOSS_MASK_TYPES = ("qwen", "qwen3", "qwen3_5", "distill_qwen")
 Tokens = tuple[list[int], list[int]]  # ids, and loss mask
 
 
@@ -51,11 +50,9 @@ def render(
         raise CheckpointError(str(error), where=where, remedy=remedy) from error
     except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
         roles = ", ".join(str(m.get("role")) for m in messages)
-        raise DataError(
-            f"the chat template refuses the messages (roles {roles}): {error}",
-            where=where,
-            remedy="mend the row, or use a checkpoint whose template knows these roles",
-        ) from error
+        what = f"the chat template refuses the messages (roles {roles}): {error}"
+        remedy = "mend the row, or use a checkpoint whose template knows these roles"
+        raise DataError(what, where=where, remedy=remedy) from error
     return str(text)
 
 
@@ -80,25 +77,15 @@ def conversation_samples(
     last message alone is trained, its content as it stands in the data, whatever the template would drop of it.
 
     Raises:
-        ConfigError: an unknown `loss_mask_type`.
         DataError: no trainable token, or a template that gives no way to tell where a turn begins and ends.
     """
-    if loss_mask_type not in LOSS_MASK_TYPES:
-        raise ConfigError(
-            f"--loss-mask-type {loss_mask_type!r} is unknown",
-            remedy=f"one of {', '.join(LOSS_MASK_TYPES)}",
-            where="--loss-mask-type",
-        )
     messages = text_messages(tokenizer, messages, where)
     turns = [i for i, m in enumerate(messages) if m["role"] == "assistant" and m.get("step_loss_mask", 1)]
     if loss_mask_type == "distill_qwen":
         turns = [i for i in turns if i == len(messages) - 1]
     if not turns:
-        raise DataError(
-            "the conversation has no assistant turn to train on",
-            where=where,
-            remedy="add an assistant message with step_loss_mask 1, or skip such rows with --skip-bad-rows",
-        )
+        remedy = "add an assistant message with step_loss_mask 1, or skip such rows with --skip-bad-rows"
+        raise DataError("the conversation has no assistant turn to train on", where=where, remedy=remedy)
     text_of = partial(render, tokenizer=tokenizer, tools=tools, template_kwargs=template_kwargs, where=where)
     special = special_tokens(tokenizer)
     if loss_mask_type == "distill_qwen":
@@ -111,31 +98,21 @@ def conversation_samples(
     samples = [sample for branch in branches for sample in _tokenized(branch, tokenizer, where, exact=exact)]
     samples = [(ids, mask) for ids, mask in samples if any(mask)]
     if not samples:
-        raise DataError(
-            "the conversation has no trainable token: its assistant turns are empty",
-            where=where,
-            remedy="fill its assistant turns, or skip such rows with --skip-bad-rows",
-        )
+        what = "the conversation has no trainable token: its assistant turns are empty"
+        remedy = "fill its assistant turns, or skip such rows with --skip-bad-rows"
+        raise DataError(what, where=where, remedy=remedy)
     return samples
 
 
 def tokenize_conversation(
-    messages: list[Message],
-    tokenizer: PreTrainedTokenizerBase,
-    tools: list[dict[str, Any]] | None = None,
-    *,
-    loss_mask_type: str = "qwen",
-    template_kwargs: dict[str, Any] | None = None,
-    where: str = "",
+    messages: list[Message], tokenizer: PreTrainedTokenizerBase, tools: Any = None, *, where: str = "", **how: Any
 ) -> Tokens:
     """The one sample of a conversation, as `conversation_samples`.
 
     Raises:
         DataError: there are several, too.
     """
-    samples = conversation_samples(
-        messages, tokenizer, tools, loss_mask_type=loss_mask_type, template_kwargs=template_kwargs, where=where
-    )
+    samples = conversation_samples(messages, tokenizer, tools, where=where, **how)
     if len(samples) > 1:
         raise DataError(
             f"the conversation becomes {len(samples)} samples: its chat template writes a turn otherwise when others "
@@ -163,11 +140,9 @@ def _tokenized(branch: Branch, tokenizer: PreTrainedTokenizerBase, where: str, *
     for ids, mask, text in joined:
         mask[:1] = [0]  # nothing predicts the first token
         if ids != (whole := encode(text)) and tokenizer.decode(ids) != tokenizer.decode(whole):
-            raise DataError(
-                "the conversation's turns cannot be tokenized one by one: their tokens do not spell its text",
-                where=where,
-                remedy="use a byte-level tokenizer; sentencepiece tokenizers that add a space are not supported",
-            )
+            what = "the conversation's turns cannot be tokenized one by one: their tokens do not spell its text"
+            remedy = "use a byte-level tokenizer; sentencepiece tokenizers that add a space are not supported"
+            raise DataError(what, where=where, remedy=remedy)
     return [(ids, mask) for ids, mask, _ in joined]
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import xxhash
 
 from instep.data.index import Found, Index, is_large, num_indexed
-from instep.data.rows import BadRows, Message, RawRow, Row, RowFormat, parse_row, read_rows
+from instep.data.rows import BadRows, RawRow, Record, RowFormat, parse_row, read_rows
 from instep.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -25,24 +25,6 @@ logger = logging.getLogger(__name__)
 NUM_ROWS_CHECKED = 100_000  # check_file leaves further rows to load_dataset
 TOKENIZE_AT_ONCE = 1024
 SHORT = 4  # a text is within a limit of this many times as many tokens as it has bytes, whatever a normalizer adds
-
-
-@dataclass
-class Record:
-    """One usable row.
-
-    Attributes:
-        prompt: a sample's `prompt`: the rendered text, or text or messages as in the file.
-        messages: the prompt as messages; None for a text that is not rendered.
-        where: file and line, for errors.
-    """
-
-    prompt: str | list[Message]
-    messages: list[Message] | None
-    label: Any
-    metadata: dict[str, Any]
-    tools: list[dict[str, Any]] | None
-    where: str
 
 
 @dataclass
@@ -124,8 +106,9 @@ def load_dataset(
     )
     chunks = partial(_usable, path_spec, use, skip_bad_rows)
     if is_large(path_spec):
-        index = Index.of(path_spec, [asdict(row_format), skip_bad_rows], use.identity(), cache_path, chunks)
-        found, records = index.found, cast(Sequence[Record], _Indexed(index, use))
+        checked = [asdict(row_format), skip_bad_rows]
+        index = Index.of(path_spec, checked, use.identity(), cache_path, chunks, use.record_of)
+        found, records = index.found, cast(Sequence[Record], index)
     else:
         found = Found()
         records = [record for chunk in chunks(found) for _, _, record in chunk]
@@ -134,25 +117,32 @@ def load_dataset(
         first = found.bad_rows.errors[0]
         logger.warning("%s: skipped %d bad rows; the first: %s", path_spec, found.bad_rows.num, first)
     if not records:
-        raise DataError(
-            f"all {found.num_too_long} prompts are longer than {max_prompt_len} tokens",
-            where=path_spec,
-            remedy="shorten them, or raise --rollout-max-prompt-len as far as the model's context allows",
-        )
+        what = f"all {found.num_too_long} prompts are longer than {max_prompt_len} tokens"
+        remedy = "shorten them, or raise --rollout-max-prompt-len as far as the model's context allows"
+        raise DataError(what, where=path_spec, remedy=remedy)
     if found.num_too_long:
         logger.warning("%s: skipped %d prompts of more than %d tokens", path_spec, found.num_too_long, max_prompt_len)
     return Dataset(path_spec, records, found.bad_rows, found.num_too_long, found.digest)
+
+
+def options_of(args: HookSettings | Settings) -> dict[str, Any]:
+    """The keywords of `load_dataset` that flags give for all data sets of a run."""
+    return {
+        "apply_chat_template": args.apply_chat_template,
+        "apply_chat_template_kwargs": args.apply_chat_template_kwargs,
+        "add_bos_token": args.add_bos_token,
+        "skip_bad_rows": args.skip_bad_rows,
+        "cache_path": args.data_cache_path,
+    }
 
 
 def require_chat_template(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
     """The tokenizer, if it has a chat template; otherwise raise ConfigError."""
     if tokenizer is None or not tokenizer.chat_template:
         name = "none was given" if tokenizer is None else f"that of {tokenizer.name_or_path or 'the checkpoint'}"
-        raise ConfigError(
-            f"--apply-chat-template needs a tokenizer with a chat template; {name}",
-            where="--hf-checkpoint (chat_template.jinja or tokenizer_config.json)",
-            remedy="use an instruct checkpoint, or --chat-template FILE, or leave out --apply-chat-template",
-        )
+        what = f"--apply-chat-template needs a tokenizer with a chat template; {name}"
+        remedy = "use an instruct checkpoint, or --chat-template FILE, or leave out --apply-chat-template"
+        raise ConfigError(what, where="--hf-checkpoint (chat_template.jinja or tokenizer_config.json)", remedy=remedy)
     return tokenizer
 
 
@@ -189,25 +179,20 @@ class _Use:
     tokenizer: PreTrainedTokenizerBase | None
     add_bos: bool = False
 
-    def record(self, row: Row) -> Record:
-        messages = row.prompt if isinstance(row.prompt, list) else None
-        metadata = {**row.metadata, "tools": row.tools} if row.tools else row.metadata
-        record = Record(row.prompt, messages, row.label, metadata, row.tools, row.where)
+    def record_of(self, line: bytes, where: str) -> Record:
+        return self.rendered(parse_row(line, where, self.row_format))
+
+    def rendered(self, record: Record) -> Record:
+        """The record, with the prompt that a sample gets."""
         if self.template and self.tokenizer is not None:
-            record.messages = messages or [{"role": "user", "content": row.prompt}]
-            record.prompt = _render(self.tokenizer, record, self.kwargs)
+            record.messages = record.prompt = record.messages or [{"role": "user", "content": record.prompt}]
+            record.prompt = _text(record, self.tokenizer, self.kwargs)
         return record
 
     def limited_text(self, record: Record) -> str:
         """What the limit counts the tokens of; empty without a limit."""
         if self.limit is None:
             return ""
-        if self.tokenizer is None:
-            raise ConfigError(
-                "--rollout-max-prompt-len needs a tokenizer",
-                remedy="give --hf-checkpoint",
-                where="--rollout-max-prompt-len",
-            )
         if not isinstance(record.prompt, str):
             require_chat_template(self.tokenizer)
         return _text(record, self.tokenizer, self.kwargs)
@@ -224,22 +209,6 @@ class _Use:
         return [self.template, self.kwargs, self.limit, one.chat_template, one.special_tokens_map, words, version, *add]
 
 
-class _Indexed(Sequence[Record]):
-    """The records of a large file, each read and rendered when it is asked for."""
-
-    def __init__(self, index: Index, use: _Use):
-        self._index, self._use = index, use
-
-    def __len__(self) -> int:
-        return len(self._index)
-
-    def __getitem__(self, i: Any) -> Any:
-        if isinstance(i, slice):
-            return [self[j] for j in range(len(self))[i]]
-        line, where = self._index[i]
-        return self._use.record(parse_row(line, where, self._use.row_format))
-
-
 def _usable(
     path_spec: str, use: _Use, skip_bad_rows: bool, found: Found
 ) -> Iterator[list[tuple[RawRow, bytes, Record]]]:
@@ -248,9 +217,9 @@ def _usable(
     rows = read_rows(path_spec, use.row_format, found.bad_rows if skip_bad_rows else None)
     while some := list(islice(rows, TOKENIZE_AT_ONCE)):
         chunk, texts = [], []
-        for raw, line, row in some:
+        for raw, line, record in some:
             try:
-                record = use.record(row)
+                use.rendered(record)
                 texts.append(use.limited_text(record))
             except DataError as error:
                 if not skip_bad_rows:
@@ -270,18 +239,12 @@ def _usable(
     found.digest = digest.hexdigest()
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, record: Record, kwargs: dict[str, Any]) -> str:
-    from instep.data.chat import render
-
-    return render(record.messages or [], tokenizer, record.tools, kwargs, generation_prompt=True, where=record.where)
-
-
 def _within_limit(
     texts: list[str], begins: list[int | None], tokenizer: PreTrainedTokenizerBase, limit: int
 ) -> list[bool]:
     """Whether each text has at most `limit` tokens; `begins` are the tokens to put before them, if any."""
-    fits = [not _is_long(text, tokenizer, limit) for text in texts]
-    unsure = [i for i, text in enumerate(texts) if fits[i] and SHORT * len(text.encode()) > limit]
+    fits = [True] * len(texts)
+    unsure = [i for i, text in enumerate(texts) if SHORT * len(text.encode()) > limit]
     ids = tokenizer([texts[i] for i in unsure], add_special_tokens=False)["input_ids"] if unsure else []
     for i, token_ids in zip(unsure, ids, strict=True):
         fits[i] = len(token_ids) + (begins[i] not in (None, *token_ids[:1])) <= limit
@@ -289,28 +252,15 @@ def _within_limit(
 
 
 def _text(record: Record, tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any]) -> str:
-    return record.prompt if isinstance(record.prompt, str) else _render(tokenizer, record, kwargs)
+    from instep.data.chat import render
 
-
-def _is_long(text: str, tokenizer: PreTrainedTokenizerBase, limit: int) -> bool:
-    """Whether a text is over the limit for certain, by the tokens of its beginning.
-
-    So a text of many megabytes is not tokenized whole. A cut changes the tokens near it: twice as many as the limit
-    (and 1,000) are asked for. Where a beginning of 16 characters per token has fewer, a longer one decides.
-    """
-    size = 16 * (limit + 1000)
-    while size < len(text):
-        if len(tokenizer(text[:size], add_special_tokens=False)["input_ids"]) > 2 * (limit + 1000):
-            return True
-        size *= 4
-    return False
+    if isinstance(record.prompt, str):
+        return record.prompt
+    return render(record.prompt, tokenizer, record.tools, kwargs, generation_prompt=True, where=record.where)
 
 
 def _refuse_if_nothing(num_good: int, path_spec: str, bad_rows: BadRows) -> None:
     if not num_good:
         first = bad_rows.errors[0]
-        raise DataError(
-            f"none of the {bad_rows.num} rows is usable; the first: {first.what}",
-            where=first.where or path_spec,
-            remedy=first.remedy,
-        )
+        what = f"none of the {bad_rows.num} rows is usable; the first: {first.what}"
+        raise DataError(what, where=first.where or path_spec, remedy=first.remedy)

@@ -44,9 +44,9 @@ def row_format(args: Settings) -> RowFormat:
     function = args.rollout_function_path
     pair_keys = (args.chosen_key, args.rejected_key) if function == DPO_ROLLOUT else None
     keys = (args.input_key, args.label_key, args.metadata_key, args.tool_key)
-    graded = function == DEFAULT_ROLLOUT and args.custom_rm_path is None and not _made_by_hooks(args)
     asked = function == DEFAULT_ROLLOUT and not _made_by_hooks(args)
-    return RowFormat(*keys, function == SFT_ROLLOUT, pair_keys, (args.rm_type or "") if graded else None, asked)
+    grader = (args.rm_type or "") if asked and args.custom_rm_path is None else None
+    return RowFormat(*keys, function == SFT_ROLLOUT, pair_keys, grader, asked)
 
 
 def eval_row_format(args: HookSettings | Settings, dataset: EvalDataset) -> RowFormat:
@@ -58,9 +58,9 @@ def eval_row_format(args: HookSettings | Settings, dataset: EvalDataset) -> RowF
     custom = dataset.custom_rm_path is not None and (
         dataset.custom_rm_path != args.custom_rm_path or dataset.rm_type == args.rm_type
     )
-    graded = function == DEFAULT_ROLLOUT and not custom and not own
+    asked = function == DEFAULT_ROLLOUT and not own
     rule = dataset.metadata_overrides.get("rm_type") or dataset.rm_type or ""
-    return RowFormat(*keys, grader=str(rule) if graded else None, asked=function == DEFAULT_ROLLOUT and not own)
+    return RowFormat(*keys, grader=str(rule) if asked and not custom else None, asked=asked)
 
 
 def _made_by_hooks(args: HookSettings | Settings) -> bool:

@@ -15,11 +15,11 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import xxhash
 
@@ -31,8 +31,6 @@ LARGE = {".jsonl": 64 << 20, ".json": 64 << 20, ".parquet": 16 << 20}  # bytes; 
 FORMAT = 3  # of the cache, and of what counts as a usable row
 INDEX, PLACES, ROWS = "index", "places", "rows.jsonl"  # the files: digest and `Found`, places of rows, unpacked rows
 TELL_SECONDS = 30.0
-LOOK_SECONDS = 0.2
-SILENT_SECONDS = 600.0  # of another process that builds an index; a chunk of rows takes seconds
 _PLACE = struct.Struct("<qq")  # where a row begins, and its number
 Chunks = Callable[["Found"], Iterator[list[tuple[RawRow, bytes, Any]]]]
 
@@ -69,15 +67,15 @@ def num_indexed(path_spec: str, checked: Any, cache_path: str | None) -> int | N
     return None if found is None else found.num_rows + found.num_too_long
 
 
-class Index:
+class Index(Sequence[Any]):
     """The rows of a large file, each read when it is asked for. All methods may be called from several threads.
 
     Raises:
         DataError: the file was changed while it was read.
     """
 
-    def __init__(self, path: Path, folder: Path, found: Found):
-        self.path, self.found = path, found
+    def __init__(self, path: Path, folder: Path, found: Found, record_of: Callable[[bytes, str], Any]):
+        self.path, self.found, self._record_of = path, found, record_of
         try:
             self._places = open(folder / PLACES, "rb")
             self._rows = open(path if path.suffix == ".jsonl" else folder / ROWS, "rb")
@@ -87,7 +85,15 @@ class Index:
         self._lock = threading.Lock()
 
     @classmethod
-    def of(cls, path_spec: str, checked: Any, kept: Any, cache_path: str | None, chunks: Chunks) -> Index:
+    def of(
+        cls,
+        path_spec: str,
+        checked: Any,
+        kept: Any,
+        cache_path: str | None,
+        chunks: Chunks,
+        record_of: Callable[[bytes, str], Any],
+    ) -> Index:
         """The index of a file, from the cache if it is there.
 
         Args:
@@ -95,10 +101,10 @@ class Index:
             kept: what decides which usable rows are left out.
             chunks: reads the file: rows that are used, some at a time; fills a `Found`.
             cache_path: the folder of indices; None: one among the user's caches.
+            record_of: the record of a row as JSON, with file and line.
 
         Raises:
             OutputError: the cache cannot be written.
-            DataError: another process began to build it, and stands still.
             ConfigError, DataError: as `chunks`.
         """
         path, _ = parse_path(path_spec)
@@ -106,7 +112,7 @@ class Index:
         folder = cache_folder(cache_path) / name
         with writing(folder, "--data-cache-path"), _locked(folder):
             found = _found(folder)
-            index = cls(path, folder, found or _build(path, folder, chunks))
+            index = cls(path, folder, found or _build(path, folder, chunks), record_of)
             if _name(path_spec, checked, kept) != name:  # to build it, or to wait for who does, takes long
                 raise _changed(path)
             if found is None:
@@ -116,8 +122,10 @@ class Index:
     def __len__(self) -> int:
         return self.found.num_rows
 
-    def __getitem__(self, i: int) -> tuple[bytes, str]:
-        """Row `i` as JSON, and its file and line."""
+    def __getitem__(self, i: Any) -> Any:
+        """The record of row `i`, read and made when it is asked for."""
+        if isinstance(i, slice):
+            return [self[j] for j in range(len(self))[i]]
         i = range(len(self))[i]
         try:
             with self._lock:
@@ -130,7 +138,7 @@ class Index:
             raise unreadable(self.path, error) from error
         if now != self._stat:
             raise _changed(self.path)
-        return line, place(self.path, number)
+        return self._record_of(line, place(self.path, number))
 
 
 def _build(path: Path, folder: Path, chunks: Chunks) -> Found:
@@ -145,7 +153,6 @@ def _build(path: Path, folder: Path, chunks: Chunks) -> Found:
                 places.write(_PLACE.pack(rows.tell() if raw.offset is None else raw.offset, raw.number))
                 if raw.offset is None:
                     rows.write(line + b"\n")
-            os.utime(places.fileno())  # a sign of life, also where no row of many is used
             if chunk and time.monotonic() > told + TELL_SECONDS:
                 told = time.monotonic()
                 print(f"{place(path, chunk[-1][0].number)} ...", file=sys.stderr, flush=True)
@@ -161,7 +168,7 @@ def _keep(folder: Path, found: Found) -> None:
     write_text(folder / INDEX, f"{xxhash.xxh3_64_hexdigest(text.encode())}\n{text}")
     path, content, *_ = folder.name.split("-")
     for old in folder.parent.glob(f"{path}-*"):
-        if old.name.split("-")[1] != content or (old / "index.json").exists():  # the latter: as indices were before
+        if old.name.split("-")[1] != content:
             shutil.rmtree(old, ignore_errors=True)
 
 
@@ -206,34 +213,12 @@ def _changed(path: Path) -> DataError:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Wait until no other process builds this index. Raises DataError if one does, and shows no sign of life."""
+    """Wait until no other process builds this index; the lock ends with its process."""
     folder.mkdir(0o700, parents=True, exist_ok=True)  # rows of a file that others may not read
     with open(folder / ".lock", "wb") as lock:
-        if not _taken(lock):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
             print(f"{folder}: another process builds this index; waiting for it ...", file=sys.stderr, flush=True)
-            sign, heard = _sign(folder), time.monotonic()
-            while not _taken(lock):
-                if (now := _sign(folder)) != sign:
-                    sign, heard = now, time.monotonic()
-                elif time.monotonic() > heard + SILENT_SECONDS:
-                    what = f"the process that builds the index has done nothing for {SILENT_SECONDS:.0f} s"
-                    raise DataError(what, where=str(folder), remedy=f"end it (`fuser {folder / '.lock'}` names it)")
-                time.sleep(LOOK_SECONDS)
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield
-
-
-def _taken(lock: IO[bytes]) -> bool:
-    """Take the lock if it is free; it ends with this process at the latest."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _sign(folder: Path) -> int:
-    """What changes while an index is built in `folder`."""
-    try:
-        return (folder / PLACES).stat().st_mtime_ns
-    except FileNotFoundError:
-        return 0

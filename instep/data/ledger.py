@@ -155,11 +155,8 @@ class Ledger:
         with self._lock:
             accounted = self.num_consumed + self.num_dropped + self.num_buffered + self.num_outstanding
             if accounted != self.num_issued:
-                raise RolloutError(
-                    f"the ledger does not balance: {self.state_dict()}",
-                    remedy="please report this",
-                    where="the ledger of groups",
-                )
+                what = f"the ledger does not balance: {self.state_dict()}"
+                raise RolloutError(what, where="the ledger of groups", remedy="please report this")
 
     def counts(self) -> dict[str, Any]:
         """Return how many groups were issued and consumed, and how many dropped by reason."""
@@ -339,25 +336,16 @@ def group_indices(groups: Iterable[Any]) -> list[int]:
         leaf = group
         while isinstance(leaf, list):
             if not leaf:
-                raise RolloutError(
-                    "a rollout function returned an empty group",
-                    remedy="return no group instead",
-                    where="--rollout-function-path",
-                )
+                what = "a rollout function returned an empty group"
+                raise RolloutError(what, where="--rollout-function-path", remedy="return no group instead")
             leaf = leaf[0]
         if leaf.group_index is None:
-            raise RolloutError(
-                "a sample has no group_index",
-                remedy="keep the samples that data_source.get_samples gave, or set group_index as it does",
-                where="--rollout-function-path",
-            )
+            remedy = "keep the samples that data_source.get_samples gave, or set group_index as it does"
+            raise RolloutError("a sample has no group_index", where="--rollout-function-path", remedy=remedy)
         out.append(leaf.group_index)
     return out
 
 
 def _broken(group: int, wanted: str, state: str) -> RolloutError:
-    return RolloutError(
-        f"group {group} cannot be {wanted}: it is {state}",
-        where="ledger",
-        remedy="a rollout function returned or gave back a group twice, or one that it never took",
-    )
+    remedy = "a rollout function returned or gave back a group twice, or one that it never took"
+    return RolloutError(f"group {group} cannot be {wanted}: it is {state}", where="ledger", remedy=remedy)

@@ -12,7 +12,6 @@ from itertools import accumulate
 import xxhash
 
 from instep.data.dataset import Dataset, Record
-from instep.data.rows import BadRows
 
 MAX_SHUFFLED = 1 << 20  # rows whose order is held in memory; it is Python's shuffle, as in slime
 
@@ -78,15 +77,6 @@ class Mixture:
     def __len__(self) -> int:
         """The rows of all data sets."""
         return self._ends[-1]
-
-    @property
-    def bad_rows(self) -> BadRows:
-        each = [d.bad_rows for d in self.datasets]
-        return BadRows(sum(b.num for b in each), [e for b in each for e in b.errors])
-
-    @property
-    def num_too_long(self) -> int:
-        return sum(d.num_too_long for d in self.datasets)
 
     def start(self) -> list[int]:
         return [0] * len(self._orders)

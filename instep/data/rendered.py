@@ -29,11 +29,9 @@ def as_rendered(messages: list[Message], turns: list[int], text_of: Render, spec
             span = _turn_span(messages, turn, text, text_of, special)
             start, stop = (max(span[0], end), span[1]) if span else (0, -1)
             if stop < start:
-                raise DataError(
-                    f"the chat template hides where message {turn} (assistant) begins and ends",
-                    where=where,
-                    remedy="set step_loss_mask 0 for it, or leave --loss-mask-type qwen3_5 out",
-                )
+                what = f"the chat template hides where message {turn} (assistant) begins and ends"
+                remedy = "set step_loss_mask 0 for it, or leave --loss-mask-type qwen3_5 out"
+                raise DataError(what, where=where, remedy=remedy)
             found = text[end:start], text[start:stop]
         branch.append(Turn(turn, found[0], ended(found[1], special)[0]))
         end += len(found[0]) + len(branch[-1].text)
@@ -50,11 +48,9 @@ def as_it_stands(messages: list[Message], text_of: Render, special: list[str], w
     rendered = text_of(messages, generation_prompt=False).rstrip()
     content, end = messages[-1].get("content"), next((t for t in special if rendered.endswith(t)), "")
     if not isinstance(content, str) or messages[-1].get("tool_calls"):
-        raise DataError(
-            "the last message has tool calls, or content that is no text: it cannot be taken as it stands",
-            where=where,
-            remedy="leave --loss-mask-type distill_qwen out, or take qwen3_5 in its place",
-        )
+        what = "the last message has tool calls, or content that is no text: it cannot be taken as it stands"
+        remedy = "leave --loss-mask-type distill_qwen out, or take qwen3_5 in its place"
+        raise DataError(what, where=where, remedy=remedy)
     tag = prompt[prompt.rfind("<") :].rstrip()
     if messages[-1].get("reasoning_content") or (tag == "<think>" and "</think>" not in content):
         raise DataError(

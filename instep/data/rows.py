@@ -56,17 +56,23 @@ class RowFormat:
 
 
 @dataclass
-class Row:
-    """A checked row. `prompt` is as in the file: text, or a list of messages.
+class Record:
+    """A checked row.
 
-    The label of a preference pair is {"chosen": ..., "rejected": ...}, both text or lists of messages, as the prompt.
+    Attributes:
+        prompt: as in the file (text, or messages), or rendered: a sample's `prompt`.
+        messages: the prompt as messages; None for a text that is not rendered.
+        label: of a preference pair {"chosen": ..., "rejected": ...}, both text or lists of messages, as the prompt.
+        metadata: with other columns, and the tools.
+        where: file and line, for errors.
     """
 
-    where: str
     prompt: str | list[Message]
+    messages: list[Message] | None
     label: Any
     metadata: dict[str, Any]
     tools: list[dict[str, Any]] | None
+    where: str
 
 
 class RawRow(NamedTuple):
@@ -97,18 +103,8 @@ class BadRows:
 
 
 def split_files(prompt_data: str) -> list[str]:
-    """The files of `a.jsonl,b.parquet@[0:100],openai/gsm8k:main:train`. A comma in a file's name separates nothing."""
-    files: list[str] = []
-    for part in prompt_data.split(","):
-        if files and not _is_whole(files[-1].strip()):
-            files[-1] += f",{part}"
-        else:
-            files.append(part)
-    return [file.strip() for file in files]
-
-
-def _is_whole(file: str) -> bool:
-    return file.endswith((*ENDINGS, "]")) or (":" in file and NAMED.fullmatch(file) is not None)
+    """The files of `a.jsonl,b.parquet@[0:100],openai/gsm8k:main:train`."""
+    return [file.strip() for file in prompt_data.split(",")]
 
 
 def parse_path(path_spec: str) -> tuple[Path, slice]:
@@ -117,18 +113,15 @@ def parse_path(path_spec: str) -> tuple[Path, slice]:
         return Path(path_spec), slice(None)
     match = _SLICE.match(path_spec)
     if match is None or "-" in (match["start"], match["stop"]):
-        raise ConfigError(
-            f"cannot read the slice of {path_spec!r}",
-            remedy="write path@[start:stop], as in train.jsonl@[0:1000]",
-            where=str(path_spec),
-        )
+        what = f"cannot read the slice of {path_spec!r}"
+        raise ConfigError(what, where=str(path_spec), remedy="write path@[start:stop], as in train.jsonl@[0:1000]")
     start, stop = (int(x) if x else None for x in (match["start"], match["stop"]))
     return Path(match["path"]), slice(start, stop)
 
 
 def read_rows(
     path_spec: str, row_format: RowFormat, bad_rows: BadRows | None = None
-) -> Iterator[tuple[RawRow, bytes, Row]]:
+) -> Iterator[tuple[RawRow, bytes, Record]]:
     """The rows of a file in order: as they lie there, as JSON, and checked. No more than some of them are in memory.
 
     With `bad_rows`, the errors of unusable rows go there and are not raised.
@@ -138,23 +131,15 @@ def read_rows(
         DataError: file missing, unreadable or without rows; an unusable row (with file and line).
     """
     path, part = parse_path(path_spec)
-    readers: dict[str, Callable[[Path, slice], Iterator[RawRow]]] = {
-        ".jsonl": _jsonl,
-        ".json": _jsonl,
-        ".parquet": partial(_parquet, columns=row_format.columns),
-    }
-    if path.suffix not in readers:
-        raise ConfigError(
-            f"data files end in .jsonl or .parquet, not {path.suffix or 'nothing'!r}",
-            where=str(path),
-            remedy="one JSON object per line in a .jsonl file",
-        )
+    if path.suffix not in ENDINGS:
+        what = f"data files end in .jsonl or .parquet, not {path.suffix or 'nothing'!r}"
+        raise ConfigError(what, where=str(path), remedy="one JSON object per line in a .jsonl file")
     try:
         if not path.is_file():
             what = "this is a folder, not a data file" if path.is_dir() else "data file not found"
             raise DataError(what, where=str(path), remedy="check the path; relative paths start at the working folder")
         count = 0
-        for raw in readers[path.suffix](path, part):
+        for raw in _parquet(path, part, row_format.columns) if path.suffix == ".parquet" else _jsonl(path, part):
             count += 1
             try:
                 line = raw.read()
@@ -184,7 +169,7 @@ def place(path: Path, number: int) -> str:
     return f"{path}, {'row' if path.suffix == '.parquet' else 'line'} {number}"
 
 
-def parse_row(line: bytes, where: str, row_format: RowFormat) -> Row:
+def parse_row(line: bytes, where: str, row_format: RowFormat) -> Record:
     """The checked row of a JSON text. Raises: DataError, if it is unusable."""
     check = check_row if row_format.pair_keys is None else check_pair
     return check(_parse_json(line, where), where, row_format)
@@ -245,7 +230,7 @@ def _parquet(path: Path, part: slice, columns: tuple[str, ...]) -> Iterator[RawR
 
 
 def _json_row(batch: Any, i: int, names: list[str], columns: tuple[str, ...], where: str) -> bytes:
-    """Row `i` of a batch, as JSON, with null for those of `names` that were not read, or that JSON cannot hold."""
+    """Record `i` of a batch, as JSON, with null for those of `names` that were not read, or that JSON cannot hold."""
     row = dict.fromkeys(names, "null")
     for key in batch.schema.names:
         try:
@@ -263,7 +248,7 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def check_row(row: Any, where: str, keys: RowFormat) -> Row:
+def check_row(row: Any, where: str, keys: RowFormat) -> Record:
     """The parts of one row; raise a DataError with row and key if it is unusable."""
     bad = partial(_bad, where)
     _check_keys(row, {"--input-key": keys.input_key, "--label-key": keys.label_key}, bad)
@@ -286,11 +271,13 @@ def check_row(row: Any, where: str, keys: RowFormat) -> Row:
         raise bad(f"{keys.tool_key!r} must be a list of objects, not {short(tools)}")
     label = None if keys.label_key is None else row[keys.label_key]
     more = {key: value for key, value in row.items() if key not in keys.columns and value is not None}
-    _check_label(label, more | (metadata or {}), keys, bad)
-    return Row(where, prompt, label, more | (metadata or {}), tools or None)
+    more |= metadata or {}
+    _check_label(label, more, keys, bad)
+    messages = prompt if isinstance(prompt, list) else None
+    return Record(prompt, messages, label, {**more, "tools": tools} if tools else more, tools or None, where)
 
 
-def check_pair(row: Any, where: str, keys: RowFormat) -> Row:
+def check_pair(row: Any, where: str, keys: RowFormat) -> Record:
     """The parts of a preference pair: prompt, chosen and rejected, all text or all lists of messages, or a DataError.
 
     In a row without a prompt, the common beginning of the conversations chosen and rejected is the prompt.
@@ -302,8 +289,8 @@ def check_pair(row: Any, where: str, keys: RowFormat) -> Row:
     if chosen == rejected:
         raise bad("both responses are equal: there is nothing to prefer")
     if row.get(keys.input_key) is None and isinstance(chosen, list) and isinstance(rejected, list):
-        same = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
-        same = min(len(chosen), len(rejected)) if same is None else same
+        num = min(len(chosen), len(rejected))
+        same = next((i for i in range(num) if chosen[i] != rejected[i]), num)
         if not same:
             what = f"the row has no {keys.input_key!r}, and the conversations begin with different messages"
             raise bad(what, f"name the prompt's column with --input-key: the row has {_names(row)}")
@@ -358,11 +345,12 @@ def _check_label(label: Any, metadata: dict[str, Any], keys: RowFormat, bad: Cal
     if keys.grader is None:
         return
     rule = str(metadata.get("rm_type") or keys.grader)
-    if rule and grader_of(rule) not in GRADERS:
+    grader = grader_of(rule)
+    if rule and grader not in GRADERS:
         raise bad(f"'rm_type' in {keys.metadata_key!r} is no built-in reward: {short(rule)}")
-    if grader_of(rule) == "gpqa" and not isinstance(choices := metadata.get("choices") or [], (list, dict)):
+    if grader == "gpqa" and not isinstance(choices := metadata.get("choices") or [], (list, dict)):
         raise bad(f"'choices' in {keys.metadata_key!r} is neither a list nor an object: {short(choices)}")
-    if keys.label_key is None and grader_of(rule) in NEED_LABELS:
+    if keys.label_key is None and grader in NEED_LABELS:
         raise bad(f"the reward {rule} needs a label", "name the column of the labels with --label-key")
     if keys.label_key is not None and (wrong := wrong_label(rule, label, metadata)):
         raise bad(f"{keys.label_key!r} of the row {wrong}: {short(label)} (reward {rule})")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextvars
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from instep.types import Sample
@@ -37,15 +37,9 @@ class Request:
     prompt: list[int] | None
 
 
-@dataclass
-class Requests:
-    """Those of one run of a generate function; `defaults` are what OpenAI's routes take for what a request lacks."""
-
-    defaults: Callable[[], dict[str, Any]] = dict
-    noted: list[Request] = field(default_factory=list)
-
-
-_requests: contextvars.ContextVar[Requests | None] = contextvars.ContextVar("requests", default=None)
+# What is collected (`requests_noted`): the requests, and the parameters that OpenAI's routes take where one has none.
+_Noted = tuple[list[Request], Callable[[], dict[str, Any]]]
+_requests: contextvars.ContextVar[_Noted | None] = contextvars.ContextVar("requests", default=None)
 
 
 def distribution_of(params: dict[str, Any]) -> dict[str, Any]:
@@ -83,11 +77,15 @@ def record_turn(sample: Sample, params: dict[str, Any]) -> None:
 
 @contextmanager
 def requests_noted(defaults: Callable[[], dict[str, Any]] = dict) -> Iterator[list[Request]]:
-    """Collect the requests that are noted meanwhile in this context and in tasks begun in it."""
-    requests = Requests(defaults)
-    token = _requests.set(requests)
+    """Collect the requests that are noted meanwhile in this context and in tasks begun in it.
+
+    Args:
+        defaults: what OpenAI's routes take for what a request lacks.
+    """
+    noted: list[Request] = []
+    token = _requests.set((noted, defaults))
     try:
-        yield requests.noted
+        yield noted
     finally:
         _requests.reset(token)
 
@@ -97,7 +95,7 @@ def note_request(params: dict[str, Any], answers: Sequence[Answer], prompt: Any)
     requests = _requests.get()
     if requests is not None and params.get("prompt_logprobs") is None:
         ids = list(prompt) if isinstance(prompt, Sequence) and not isinstance(prompt, str) else None
-        requests.noted.append(Request(dict(params), [answer for answer in answers if answer], ids))
+        requests[0].append(Request(dict(params), [answer for answer in answers if answer], ids))
 
 
 def note_json(payload: dict[str, Any], answer: dict[str, Any]) -> None:
@@ -110,7 +108,7 @@ def note_json(payload: dict[str, Any], answer: dict[str, Any]) -> None:
     if "prompt" in payload or "messages" in payload:
         shaping = ("temperature", "max_tokens", "seed", "prompt_logprobs", *_NEUTRAL)
         given = {name: payload[name] for name in shaping if payload.get(name) is not None}
-        params = requests.defaults() | given
+        params = requests[1]() | given
     if isinstance(params, dict):
         prompt = payload.get("token_ids", payload.get("prompt"))
         note_request(params, [_answer(choice) for choice in choices if isinstance(choice, dict)], prompt)
@@ -154,8 +152,8 @@ def settle(
 def _drawn_by(sample: Sample, requests: Sequence[Request], before: int) -> tuple[list[Request], bool]:
     """The requests that made trained tokens of `sample`, and whether it still has trained ones of those `before`.
 
-    An answer stands where its prompt ends, or wherever else the sample has its tokens; of several the longest first.
-    Where no answer stands in the sample (its function has changed every text), all requests count.
+    An answer stands where its prompt ends, or wherever else the sample has its tokens, the longest first. Where no
+    answer stands in the sample (its function has changed every text), all requests count.
     """
     tokens = list(sample.tokens)
     first = len(tokens) - sample.response_length
@@ -164,28 +162,20 @@ def _drawn_by(sample: Sample, requests: Sequence[Request], before: int) -> tuple
         trained = given is None or any(given)  # one request made it all
         return (list(requests) if trained else []), False
     mask = [bool(m) for m in given] if given is not None and len(given) == len(response) else [True] * len(response)
+    left: list[bool | None] = list(mask)  # None: an answer stands there
     made: dict[int, bool] = {}  # of requests whose tokens stand in the sample: whether some of them are trained on
-    free = list(range(len(requests)))
-    free.sort(key=lambda i: requests[i].params != sample.sampling_params)  # of equal answers its own goes first
-    prompts = [r.prompt or [] for r in requests]
-    places = [len(p) - first if len(p) >= first and tokens[: len(p)] == p else None for p in prompts]
-    covered = [False] * len(response)
+    order = [(len(a), r.params == sample.sampling_params, -i) for i, r in enumerate(requests) for a in r.answers]
     for searched in (False, True):
-        while free:
-            best: tuple[int, int, int] = (0, 0, 0)  # length, place, request
-            for number in free:
-                for answer in requests[number].answers:
-                    if isinstance(answer, list) and (searched or places[number] is not None):
-                        at = None if searched else places[number]
-                        length, place = _longest(answer, response, mask, covered, best[0], at)
-                        best = (length, place, number) if length else best
-            length, place, number = best
-            if not length:
-                break
-            covered[place : place + length] = [True] * length
-            made[number] = any(mask[place : place + length])
-            free.remove(number)
-    left = [trained and not known for trained, known in zip(mask, covered, strict=True)]
+        for number in dict.fromkeys(-i for _, _, i in sorted(order, reverse=True) if -i not in made):
+            prompt, found = requests[number].prompt or [], [(0, 0)]
+            goes_on = len(prompt) >= first and tokens[: len(prompt)] == prompt
+            starts = range(len(response)) if searched else range(len(prompt) - first, len(response))[: int(goes_on)]
+            for answer in (answer for answer in requests[number].answers if isinstance(answer, list)):
+                found += [(_length_at(answer, response, left, i), -i) for i in starts if response[i] == answer[0]]
+            length, at = max(found)
+            if length:
+                made[number] = any(mask[-at : length - at])
+                left[-at : length - at] = [None] * length
     if any(left[before:]):
         made |= dict.fromkeys(_standing(sample.response, requests, made), True)
         if not made:
@@ -193,31 +183,16 @@ def _drawn_by(sample: Sample, requests: Sequence[Request], before: int) -> tuple
     return [request for number, request in enumerate(requests) if made.get(number)], any(left[:before])
 
 
-def _longest(
-    answer: list[int], response: list[int], mask: list[bool], covered: list[bool], known: int, at: int | None
-) -> tuple[int, int]:
-    """Length and place of the longest beginning of `answer` in `response`, if it is longer than `known`; else (0, 0).
-
-    It is whole, or ends where the response, the mask or a covered part does: functions cut answers at a stop string.
-    With `at` only that place is looked at.
-    """
-    best, start, size = (0, 0), -1 if at is None else at, len(response)
-    while size - start > max(known, best[0]):
-        if at is None:
-            try:
-                start = response.index(answer[0], start + 1)
-            except ValueError:
-                break
-        end = start
-        while end < min(size, start + len(answer)) and response[end] == answer[end - start] and not covered[end]:
-            end += 1
-        whole = end - start == len(answer)
-        cut = end > start and (end == size or covered[end] or mask[end] != mask[end - 1])
-        if (whole or cut) and end - start > max(known, best[0]):
-            best = (end - start, start)
-        if whole or at is not None:
+def _length_at(answer: list[int], response: list[int], left: list[bool | None], start: int) -> int:
+    """How many tokens of `answer` stand in `response` from `start` on; 0 unless it is whole, or ends where the
+    response, its mask or another answer does: functions cut answers at a stop string."""
+    end = start
+    while end - start < len(answer) and end < len(response) and response[end] == answer[end - start]:
+        if left[end] is None:
             break
-    return best
+        end += 1
+    whole = end - start == len(answer) or end == len(response) or left[end] is None
+    return end - start if end > start and (whole or left[end] != left[end - 1]) else 0
 
 
 def _standing(text: str, requests: Sequence[Request], made: dict[int, bool]) -> list[int]:

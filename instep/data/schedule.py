@@ -45,15 +45,6 @@ def plan_steps(
     Raises:
         ConfigError: the executions do not divide into steps, or a step's samples over the ranks.
     """
-    if (num_steps is None) == (global_batch_size is None) or (micro_batch_size is None) == (max_tokens_per_gpu is None):
-        raise ConfigError(
-            "exactly one of num_steps and global_batch_size, and one of micro_batch_size and max_tokens_per_gpu",
-            where="schedule",
-            remedy="give --global-batch-size or --num-steps-per-rollout; --use-dynamic-batch-size takes "
-            "--max-tokens-per-gpu instead of --micro-batch-size",
-        )
-    if len(execution_ids) != len(total_lengths):
-        raise ValueError(f"{len(execution_ids)} execution ids for {len(total_lengths)} lengths")
     costs = total_lengths if costs is None else costs
     executions: dict[Hashable, list[int]] = {}
     for i, execution in enumerate(execution_ids):
@@ -155,14 +146,11 @@ def even_fit(
 def balanced_partition(weights: Sequence[float], num_parts: int) -> list[list[int]]:
     """Indices in `num_parts` parts of equally many, with sums as equal as the differencing method makes them.
 
+    The number of weights is a multiple of `num_parts`.
+
     Karmarkar and Karp, "The differencing method of set partitioning" (1982), in its balanced k-way form: begin with
     tuples of items of about equal weight, one per part; merge the two tuples of largest spread, heavy onto light.
-
-    Raises:
-        ValueError: the number of weights is no multiple of `num_parts`.
     """
-    if len(weights) % num_parts:
-        raise ValueError(f"{len(weights)} items do not divide into {num_parts} parts")
     order = sorted(range(len(weights)), key=lambda i: (weights[i], i))
     heap = []
     for serial, start in enumerate(range(0, len(order), num_parts)):
@@ -181,11 +169,8 @@ def balanced_partition(weights: Sequence[float], num_parts: int) -> list[list[in
 
 def _executions_per_step(count: int, num_steps: int | None, global_batch_size: int | None) -> int:
     if not count:
-        raise ConfigError(
-            "there are no samples to train on",
-            where="schedule",
-            remedy="return at least one group with a sample that is trained on",
-        )
+        what = "there are no samples to train on"
+        raise ConfigError(what, where="schedule", remedy="return at least one group with a sample that is trained on")
     size, left = divmod(count, num_steps) if num_steps else (global_batch_size or 0, count % (global_batch_size or 1))
     if left or not size:
         flag = "--num-steps-per-rollout" if num_steps else "--global-batch-size"

@@ -9,14 +9,14 @@ from collections.abc import Sized
 from typing import TYPE_CHECKING, Any
 
 from instep.checkpoints.values import to_text
-from instep.data.dataset import check_tokens, load_dataset, tell_of_bos
+from instep.data.dataset import check_tokens, load_dataset, options_of, tell_of_bos
 from instep.data.formats import row_format
-from instep.data.index import FORMAT
 from instep.data.mixture import Mixture
 from instep.data.rows import split_files
 from instep.data.tokenizer import tokenizer_of
 from instep.errors import ConfigError, DataError, RolloutError
 from instep.hooks import Hook
+from instep.hooks.user_code import said
 from instep.neighbours import is_own
 from instep.types import Group, Sample
 
@@ -55,7 +55,13 @@ class RolloutDataSourceWithBuffer:
 
     def read(self, args: Settings, tokenizer: PreTrainedTokenizerBase | None) -> Mixture:
         """The data set, when the source is made. Raises: as the class."""
-        return _load(args, tokenizer)
+        if not args.prompt_data:
+            raise ConfigError("no data to train on", where="--prompt-data", remedy="give a .jsonl or .parquet file")
+        if tokenizer is None and (args.apply_chat_template or args.rollout_max_prompt_len is not None):
+            tokenizer = tokenizer_of(args)
+        more = {"tokenizer": tokenizer, "max_prompt_len": args.rollout_max_prompt_len, **options_of(args)}
+        datasets = [load_dataset(file, row_format(args), **more) for file in split_files(args.prompt_data)]
+        return Mixture(datasets, args.prompt_data_weights, args.rollout_seed if args.rollout_shuffle else None)
 
     def __len__(self) -> int:
         """The number of prompts of the data set; 0 without one."""
@@ -88,11 +94,8 @@ class RolloutDataSourceWithBuffer:
         From it a resume reads the groups again that were outstanding when the checkpoint was written.
         """
         with self._lock:
-            return {
-                "num_read": list(self._counts),
-                "next_group": self._next_group,
-                "next_sample": self._next_sample,
-            }
+            read = list(self._counts)
+            return {"num_read": read, "next_group": self._next_group, "next_sample": self._next_sample}
 
     def state_dict(self) -> dict[str, Any]:
         """Cursor, buffered groups, and what the files hold, as values that a checkpoint holds if the samples' are."""
@@ -108,22 +111,15 @@ class RolloutDataSourceWithBuffer:
         """
         self.check_files(state)
         with self._lock:
-            # states of earlier versions name the epoch
-            at = [state["epoch"] * len(self) + state["offset"]] if "epoch" in state else state["num_read"]
-            self._counts = list(at)
+            self._counts = list(state["num_read"])
             self._next_group, self._next_sample = state["next_group"], state["next_sample"]
             self.buffer = [[Sample.from_dict(copy.deepcopy(s)) for s in g] for g in state.get("buffer", [])]
 
     def check_files(self, state: dict[str, Any]) -> None:
         """Compare the files with those of a `state_dict()`, by content. Raises: DataError, which names the first."""
         now = self._files()
-        before = state.get("files", now)
-        if "num_records" in state and len(self) != state["num_records"]:  # as states were before
-            before = [{**now[0], "num_rows": state["num_records"]}]
-        for old, new in zip(before, now, strict=True):
-            # in an earlier format rows of parquet files had other bytes
-            same = old["digest"] == new["digest"] or (old.get("format") != FORMAT and ".parquet" in new["path"])
-            if same and old["num_rows"] == new["num_rows"]:
+        for old, new in zip(state.get("files", now), now, strict=True):
+            if old["digest"] == new["digest"] and old["num_rows"] == new["num_rows"]:
                 continue
             what = f"the data set has {new['num_rows']} usable prompts, but {old['num_rows']} when the state was saved"
             if old["num_rows"] == new["num_rows"]:
@@ -133,15 +129,13 @@ class RolloutDataSourceWithBuffer:
 
     def _files(self) -> list[dict[str, Any]]:
         datasets = [] if self.dataset is None else self.dataset.datasets
-        return [{"path": d.path, "num_rows": len(d), "digest": d.digest, "format": FORMAT} for d in datasets]
+        return [{"path": d.path, "num_rows": len(d), "digest": d.digest} for d in datasets]
 
     def _fresh_group(self) -> Group:
         if self.dataset is None:
-            raise ConfigError(
-                "there is no data set to take prompts from and the buffer is empty",
-                where="--disable-rollout-global-dataset",
-                remedy="give --prompt-data, or a rollout function that makes its own samples",
-            )
+            what = "there is no data set to take prompts from and the buffer is empty"
+            remedy = "give --prompt-data, or a rollout function that makes its own samples"
+            raise ConfigError(what, where="--disable-rollout-global-dataset", remedy=remedy)
         record = self.dataset.next(self._counts)
         group_index, self._next_group = self._next_group, self._next_group + 1
         group = []
@@ -237,43 +231,11 @@ def pop_first(args: Settings, rollout_id: int | None, buffer: list[Group], num_g
     return taken
 
 
-def _load(args: Settings, tokenizer: PreTrainedTokenizerBase | None) -> Mixture:
-    if not args.prompt_data:
-        raise ConfigError("no data to train on", where="--prompt-data", remedy="give a .jsonl or .parquet file")
-    if tokenizer is None and (args.apply_chat_template or args.rollout_max_prompt_len is not None):
-        tokenizer = tokenizer_of(args)
-    datasets = [
-        load_dataset(
-            file,
-            row_format(args),
-            apply_chat_template=args.apply_chat_template,
-            apply_chat_template_kwargs=args.apply_chat_template_kwargs,
-            add_bos_token=args.add_bos_token,
-            tokenizer=tokenizer,
-            max_prompt_len=args.rollout_max_prompt_len,
-            skip_bad_rows=args.skip_bad_rows,
-            cache_path=args.data_cache_path,
-        )
-        for file in split_files(args.prompt_data)
-    ]
-    return Mixture(datasets, args.prompt_data_weights, args.rollout_seed if args.rollout_shuffle else None)
-
-
 def checked_group(group: Any, where: str = "data_source.add_samples") -> Group:
     if not isinstance(group, list) or not group or not all(isinstance(s, Sample) for s in group):
-        raise RolloutError(
-            f"a group must be a list of samples, not {_describe(group)}",
-            remedy="hand back whole groups, flat",
-            where=where,
-        )
+        what = f"a group must be a list of samples, not {said(group, 80)}"
+        raise RolloutError(what, remedy="hand back whole groups, flat", where=where)
     if len({s.group_index for s in group}) != 1:
-        raise RolloutError(
-            f"samples of groups {sorted({str(s.group_index) for s in group})} stand in one group",
-            remedy="hand samples back in the groups they came in",
-            where=where,
-        )
+        what = f"samples of groups {sorted({str(s.group_index) for s in group})} stand in one group"
+        raise RolloutError(what, remedy="hand samples back in the groups they came in", where=where)
     return group
-
-
-def _describe(value: Any) -> str:
-    return f"a list of {len(value)}" if isinstance(value, list) else type(value).__name__

@@ -17,13 +17,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import islice
-from types import BuiltinFunctionType, BuiltinMethodType
+from types import BuiltinMethodType
 from typing import Any
 
 import jinja2
 import psutil
 from jinja2 import nodes
-from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
@@ -40,12 +39,11 @@ LOOK_SECONDS = 0.1
 LONG, GREW = "took more than {:g} s", "let this process grow by more than {:.0f} GB"
 _PRODUCTS = frozenset(("replace", "indent", "join", "translate", "expandtabs"))  # whose result may be a product
 _MARKS = "\ue004\ue005"  # private use: in no conversation
-# What gives parts of a container, and looks into none of them.
-_LISTS = frozenset(
-    "instep_looked_at length count first last list map select selectattr reject rejectattr items reverse "
-    "default d random attr".split()
+# Filters and methods of texts and numbers whose result may be much larger than what they get.
+_GROWING = frozenset(
+    "batch center expandtabs format format_map indent instep_joined join ljust replace rjust round slice to_bytes "
+    "tojson translate zfill".split()
 )
-_PARTS = frozenset("split rsplit strip lstrip rstrip startswith endswith find lower upper".split())  # methods of texts
 
 
 class TemplateTooLarge(jinja2.TemplateError):
@@ -255,49 +253,40 @@ def _check(name: str, owner: Any, values: list[Any]) -> None:
     _refuse(max(sum(sizes), _whole(values)))
 
 
-class _Filters(dict[str, Callable[..., Any]]):
-    """Filters, each of which is checked first."""
+def _checked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The filter `name`, whose result is looked at before it is made."""
+    skipped = int(getattr(function, "jinja_pass_arg", None) is not None)
 
-    def __setitem__(self, name: str, function: Callable[..., Any]) -> None:
-        skipped = int(getattr(function, "jinja_pass_arg", None) is not None)
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        value = args[skipped]
+        if isinstance(value, Iterator):
+            args = (*args[:skipped], value := list(value), *args[skipped + 1 :])
+        _check(name, value, [*args[skipped + 1 :], *kwargs.values()])
+        return function(*args, **kwargs)
 
-        @functools.wraps(function)
-        def checked(*args: Any, **kwargs: Any) -> Any:
-            value = args[skipped]
-            if type(value) is not str or kwargs or len(args) > skipped + 1:  # a text alone has a text of its size
-                if isinstance(value, Iterator):
-                    args = (*args[:skipped], value := list(value), *args[skipped + 1 :])
-                _check(name, value, [*args[skipped + 1 :], *kwargs.values()])
-            return function(*args, **kwargs)
-
-        super().__setitem__(name, function if name in _LISTS else checked)
+    return checked
 
 
 class _Checks(NodeTransformer):
-    """Makes `a ~ b` a filter, and a filter of what is compared or hashed; each is checked."""
+    """Makes `a ~ b` a filter, and puts one around each list, tuple or dict that is built of what is not constant.
+
+    So no container is larger than it may be, counted with all that its parts hold, and whatever compares, hashes or
+    prints one ends.
+    """
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802 - Jinja's names
         self.generic_visit(node)
         first, *others = node.nodes
         return nodes.Filter(first, "instep_joined", others, [], None, None, lineno=node.lineno)
 
-    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:  # noqa: N802
+    def visit_List(self, node: nodes.List | nodes.Tuple | nodes.Dict) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
-        if not isinstance(node.expr, nodes.Const) and not all(isinstance(one.expr, nodes.Const) for one in node.ops):
-            node.expr = nodes.Filter(node.expr, "instep_looked_at", [], [], None, None, lineno=node.lineno)
-        return node
+        if getattr(node, "ctx", "load") != "load" or all(isinstance(i, nodes.Const) for i in node.iter_child_nodes()):
+            return node
+        return nodes.Filter(node, "instep_looked_at", [], [], None, None, lineno=node.lineno)
 
-    def visit_Pair(self, node: nodes.Pair) -> nodes.Node:  # noqa: N802
-        self.generic_visit(node)
-        if not isinstance(node.key, nodes.Const):
-            node.key = nodes.Filter(node.key, "instep_looked_at", [], [], None, None, lineno=node.lineno)
-        return node
-
-    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:  # noqa: N802
-        self.generic_visit(node)
-        if not isinstance(node.arg, (nodes.Const, nodes.Slice)):
-            node.arg = nodes.Filter(node.arg, "instep_looked_at", [], [], None, None, lineno=node.lineno)
-        return node
+    visit_Tuple = visit_Dict = visit_List  # noqa: N815
 
 
 def _joined(*values: Any) -> str:
@@ -311,10 +300,6 @@ def _looked_at(value: Any) -> Any:
     return value
 
 
-def _test(test: Any) -> Callable[..., bool]:
-    return lambda value, *others: test(_looked_at(value), *others)
-
-
 def _strftime_of_run(form: str) -> str:
     return datetime.fromisoformat(os.environ.get(STARTED) or datetime.now().isoformat()).strftime(form)
 
@@ -324,17 +309,14 @@ class _Bounded(ImmutableSandboxedEnvironment):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        plain, self.filters = self.filters, _Filters()
-        for name, function in {**plain, "instep_joined": _joined, "instep_looked_at": _looked_at}.items():
-            if name not in ("urlize", "wordwrap"):  # whose time is no product of sizes
-                self.filters[name] = function
         self.globals.pop("lipsum")
-        compare = [name for name, test in self.tests.items() if isinstance(test, BuiltinFunctionType)] + ["in"]
-        self.tests = {**self.tests, **{name: _test(self.tests[name]) for name in compare if name != "callable"}}
-        self.finalize = _looked_at
 
     def from_string(self, *args: Any, **kwargs: Any) -> Any:
         self.globals["strftime_now"] = _strftime_of_run
+        plain = {**self.filters, "instep_joined": _joined, "instep_looked_at": _looked_at}
+        for name in ("urlize", "wordwrap", "pprint"):  # whose time is no product of sizes
+            del plain[name]
+        self.filters = {name: _checked(name, f) if name in _GROWING else f for name, f in plain.items()}
         return super().from_string(*args, **kwargs)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
@@ -360,12 +342,9 @@ class _Bounded(ImmutableSandboxedEnvironment):
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 - as in Jinja
         method = getattr(__obj, "__wrapped__", __obj)  # Jinja wraps `format`
         if isinstance(method, BuiltinMethodType) and isinstance(method.__self__, (str, bytes, int)):
-            if method.__name__ not in _PARTS:
+            if method.__name__ in _GROWING:
                 _check(method.__name__, method.__self__, [*args, *kwargs.values()])
-        elif not isinstance(__obj, Macro):
-            for value in (*args, *kwargs.values()):
-                _looked_at(value)
-        return super().call(__context, __obj, *args, **kwargs)
+        return _looked_at(super().call(__context, __obj, *args, **kwargs))
 
     @staticmethod
     def concat(parts: Iterable[str]) -> str:  # type: ignore[override]

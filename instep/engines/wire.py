@@ -34,7 +34,6 @@ class GenerationRequest:
         url: where it is sent; model: the name of the model there ("": its only one).
         sampling_params: the sampling parameters under vLLM's names.
         session: the router sends requests of one session to one engine if it can.
-        alone: it is not joined with others.
     """
 
     url: str
@@ -42,7 +41,6 @@ class GenerationRequest:
     token_ids: Sequence[int]
     sampling_params: dict[str, Any]
     session: str = ""
-    alone: bool = False
 
 
 @dataclass
@@ -77,18 +75,13 @@ class WireFormat:
     generate_route = GENERATE
     abort_route = "/abort_requests"  # POST: the engine ends all its requests, which answer with what they have
 
-    async def complete(self, request: GenerationRequest, send: Send) -> Completion:
-        """The response to `request`, which `send` sends.
-
-        Raises:
-            EngineError: the parts of the answer do not fit each other; also what `send` raises.
-        """
-        return (await self.complete_n(request, 1, send))[0]
-
     async def complete_n(self, request: GenerationRequest, n: int, send: Send) -> list[Completion]:
         """`n` responses by one request; response i is sampled with `seed + i`, as if it had a request of its own.
 
         The log-probs of the sampled tokens are always requested; text only where the engine looks for stop strings.
+
+        Raises:
+            EngineError: the parts of an answer do not fit each other; also what `send` raises.
         """
         given = request.sampling_params
         own = {"logprobs": 0, "detokenize": bool(given.get("stop")), "output_kind": FINAL_ONLY}

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from instep import spans
-from instep.data.sampling import note_request, requests_noted
+from instep.data.sampling import note_request
 from instep.engines.kind import kind_of
-from instep.engines.wire import GENERATE, VLLM_WIRE, Completion, GenerationRequest, Send, WireFormat
+from instep.engines.wire import GENERATE, VLLM_WIRE, Completion, GenerationRequest, WireFormat
 from instep.errors import ConfigError, EngineError, RolloutError
 from instep.rollout import admission
-from instep.rollout.http import post
+from instep.rollout.http import post, post_json
 from instep_engine.answers import CONTENT_TYPE
 from instep_engine.sglang_form import VLLM_NAMES
 
@@ -77,55 +78,63 @@ def wire_of(args: HookSettings) -> WireFormat:
 
 
 async def complete(
+    url: str, model: str, token_ids: Sequence[int], sampling_params: dict[str, Any], **how: Any
+) -> Completion:
+    """One response to `token_ids`; `how` are keywords of `complete_n`."""
+    return (await complete_n(url, model, token_ids, sampling_params, 1, **how))[0]
+
+
+async def complete_n(
     url: str,
     model: str,
     token_ids: Sequence[int],
     sampling_params: dict[str, Any],
+    n: int,
     *,
     wire: WireFormat = VLLM_WIRE,
     timeout: float = 3600.0,
     max_retries: int = 4,
     session: str = "",
     arrays: bool = True,
-    alone: bool = False,
-) -> Completion:
-    """One response to `token_ids`, with the log-probs of its tokens.
+) -> list[Completion]:
+    """`n` responses to `token_ids` by one request, with the log-probs of their tokens; response i has `seed + i`.
 
-    A request that is lost with its engine is sent again, and the router gives it to another engine.
+    A request that is lost with its engine is sent again, and the router gives it to another engine. An engine that
+    runs fewer than `n` at once (--vllm-max-num-seqs) is asked one by one.
 
     Args:
         sampling_params: with vLLM's names.
         max_retries: as in `post`.
         session: the requests of one session (those of a group) go to one engine, if the router can do so.
-        alone: the request is not joined with others of its prompt (`engines/grouped_wire.py`).
         arrays: whether an engine may answer in arrays (`instep_engine/answers.py`), if it can, instead of in JSON.
 
     Raises:
         EngineError: the request was refused, there was no answer, or its parts do not fit each other.
     """
-    send = sender(url, timeout=timeout, max_retries=max_retries, session=session, arrays=arrays)
-    request = GenerationRequest(url, model, token_ids, sampling_params, session, alone)
-    asked = {"prompt_tokens": len(token_ids)}
-    with requests_noted(), spans.span("turn", spans.ROLLOUT, lambda: asked):  # not noted what `send` posts: a wire
-        done = await wire.complete(request, send)  # format may join requests
-        asked["tokens"] = len(done.token_ids)
-    if admission.is_guarded(url):
-        note_request(sampling_params, [done.token_ids], token_ids)
-    return done
-
-
-def sender(url: str, *, timeout: float, max_retries: int, session: str = "", arrays: bool = True) -> Send:
-    """What sends a wire format's requests to `url`, when the door is open; see `complete`."""
     headers = {SESSION_HEADER: session} if session else {}
     if arrays:
         headers["Accept"] = f"{CONTENT_TYPE}, application/json"
 
     async def send(payload: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
         async with admission.admitted(url):
-            answer = await post(url, payload, timeout=timeout, max_retries=max_retries, headers=headers)
+            answer = await post_json(url, payload, timeout=timeout, max_retries=max_retries, headers=headers)
             return answer, admission.version if admission.is_guarded(url) else None
 
-    return send
+    request = GenerationRequest(url, model, token_ids, sampling_params, session)
+    asked = {"prompt_tokens": len(token_ids)}
+    with spans.span("turn", spans.ROLLOUT, lambda: asked):
+        try:
+            done = await wire.complete_n(request, n, send)
+        except EngineError as error:
+            if n == 1 or "sampling_params.n" not in error.what:
+                raise
+            seeds = [{**sampling_params, "seed": sampling_params["seed"] + i} for i in range(n)]
+            each = (wire.complete_n(replace(request, sampling_params=params), 1, send) for params in seeds)
+            done = [one for (one,) in await asyncio.gather(*each)]
+        asked["tokens"] = sum(len(one.token_ids) for one in done)
+    if admission.is_guarded(url):
+        note_request(sampling_params, [one.token_ids for one in done], token_ids)
+    return done
 
 
 async def abort_all(engine_urls: Sequence[str], wire: WireFormat, *, timeout: float = 10.0) -> None:

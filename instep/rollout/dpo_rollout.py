@@ -9,6 +9,7 @@ from instep.data.chat import tokenize_conversation
 from instep.data.tokenizer import text_ids
 from instep.errors import DataError, RolloutError
 from instep.hooks.user_code import said
+from instep.rollout.outputs import taken_from
 from instep.rollout.sft_rollout import as_completed
 from instep.rollout.tokens import tokenizer_of, where_of
 from instep.types import Group, RolloutFnTrainOutput, Sample
@@ -30,22 +31,15 @@ def generate_rollout(
     """
     if evaluation:
         raise RolloutError("pairs are not evaluated on", remedy="leave the evaluation out", where="instep dpo")
-    groups = data_source.get_samples(args.rollout_batch_size)
-    if not groups:
-        raise RolloutError(
-            "the data source has no more pairs", remedy="add data, or fewer --num-rollout", where="--data-source-path"
-        )
+    groups = taken_from(data_source, args.rollout_batch_size)
     return RolloutFnTrainOutput([_pair(args, group[0]) for group in groups])
 
 
 def _pair(args: HookSettings, sample: Sample) -> Group:
     where = where_of(sample)
     if not isinstance(sample.label, dict) or not {"chosen", "rejected"} <= sample.label.keys():
-        raise DataError(
-            f"the sample's label is no pair: {said(sample.label, 80)}",
-            where=where,
-            remedy='let the data source set label = {"chosen": ..., "rejected": ...}, of the prompt\'s kind',
-        )
+        remedy = 'let the data source set label = {"chosen": ..., "rejected": ...}, of the prompt\'s kind'
+        raise DataError(f"the sample's label is no pair: {said(sample.label, 80)}", where=where, remedy=remedy)
     pair = []
     for name, reward in (("chosen", 1.0), ("rejected", 0.0)):
         ids, mask = _tokenized(args, sample, sample.label[name], f"{where}, {name}")

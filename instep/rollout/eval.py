@@ -6,13 +6,14 @@ import copy
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from instep.data.dataset import Record, load_dataset, tell_of_bos
+from instep.data.dataset import Record, load_dataset, options_of, tell_of_bos
 from instep.data.formats import eval_row_format
 from instep.errors import ConfigError, RolloutError
 from instep.neighbours import is_own
 from instep.rollout import runtime
 from instep.rollout.execute import Execution, longest_response, new_execution, run_group
 from instep.rollout.rewards.dispatch import BUILT_IN
+from instep.rollout.together import generate_group
 from instep.rollout.tokens import tokenizer_of
 from instep.types import Group, RolloutFnEvalOutput, Sample, Status, reward_of
 
@@ -39,15 +40,8 @@ def read_sets(args: HookSettings) -> None:
 
 def _load(args: HookSettings, dataset: EvalDataset) -> list[Record]:
     """The rows of a data set, which is read once in a run; an evaluation takes all of them at a time anyway."""
-    options: dict[str, Any] = {
-        "row_format": eval_row_format(args, dataset),
-        "apply_chat_template": args.apply_chat_template,
-        "apply_chat_template_kwargs": args.apply_chat_template_kwargs,
-        "add_bos_token": args.add_bos_token,
-        "max_prompt_len": dataset.max_prompt_len,
-        "skip_bad_rows": args.skip_bad_rows,
-        "cache_path": args.data_cache_path,
-    }
+    options: dict[str, Any] = {"row_format": eval_row_format(args, dataset), **options_of(args)}
+    options["max_prompt_len"] = dataset.max_prompt_len
     key = (dataset.path, str(args.hf_checkpoint), repr(options))
     if key not in _loaded:
         _loaded[key] = list(load_dataset(dataset.path, tokenizer=tokenizer_of(args), **options))
@@ -132,7 +126,7 @@ async def _one_set(shared: Execution, dataset: EvalDataset, groups: list[Group],
     params = _sampling_params(args, dataset)
 
     async def one(group: Group) -> Group:
-        done = await run_group(execution, group, params)
+        done = await run_group(execution, group, params, generate_group)
         progress[0] += 1
         runtime.report_progress(progress[0], progress[1], evaluation=dataset.name)
         return done

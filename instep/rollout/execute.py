@@ -21,7 +21,7 @@ from instep.rollout import admission
 from instep.rollout.client import to_vllm
 from instep.rollout.outputs import DONE, check_sample, check_versions, flatten
 from instep.rollout.rewards.dispatch import apply_rewards
-from instep.rollout.room import SAMPLES_PER_ENGINE, Room, others_wait
+from instep.rollout.room import SAMPLES_PER_ENGINE, Room
 from instep.rollout.runtime import gather
 from instep.rollout.tokens import prompt_ids
 from instep.types import Group, Sample, Status, name_of
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 DEFAULT_GENERATE = "instep.rollout.vllm_rollout.generate"
 SEEDS = 2**62  # engines take 63 bits; the samples of a group have consecutive seeds
-# Where room is short, up to these spreads (`Execution.spread`)
-ALIKE = 1.1  # the samples of a custom generate function may wait for each other
-WIDEST = 4.0  # one request may be for a group; exponential lengths have a spread of 2.7 in a group of 8
+# Where room is short, one request may be for a group up to this `Execution.spread`; exponential lengths have one of
+# 2.7 in a group of 8.
+WIDEST = 4.0
 NO_BOUND = 2**30  # tokens, of a model whose context nothing tells
 MAX_CONTINUATIONS = 100  # of one sample whose requests others abort (a sync, the end of another rollout)
 
@@ -219,24 +219,12 @@ async def _at_once(
 
 
 async def _timed_sample(execution: Execution, sample: Sample, params: dict[str, Any], tokens: float) -> list[Sample]:
-    facts = functools.partial(_facts, sample)
+    def facts() -> dict[str, Any]:
+        tokens = {"prompt_tokens": len(sample.tokens) - sample.response_length, "tokens": sample.response_length}
+        return {"group": sample.group_index, "index": sample.index, "status": sample.status.value, **tokens}
+
     with spans.span("sample", spans.ROLLOUT, facts):
         return await _run_inside(execution, sample, params, tokens)
-
-
-def _facts(sample: Sample) -> dict[str, Any]:
-    """What a profile says about a sample."""
-    facts = {"group": sample.group_index, "index": sample.index, "status": sample.status.value}
-    return facts | {"prompt_tokens": len(sample.tokens) - sample.response_length, "tokens": sample.response_length}
-
-
-async def run_sample(execution: Execution, sample: Sample, params: dict[str, Any]) -> list[Sample]:
-    """Run the generate function, the sample hooks and the reward once; fan-out makes several samples of one."""
-    tokens = execution.expected_tokens
-    sample.execution_id = sample.execution_id or f"{sample.group_index}.{sample.index}"
-    if not _is_generated(sample):
-        await execution.room.enter(1, tokens)
-    return await _run_inside(execution, sample, params, tokens)
 
 
 def _is_generated(sample: Sample) -> bool:
@@ -245,7 +233,8 @@ def _is_generated(sample: Sample) -> bool:
 
 
 async def _run_inside(execution: Execution, sample: Sample, params: dict[str, Any], tokens: float) -> list[Sample]:
-    """`run_sample` for a sample that has come in with `tokens`, or that is generated."""
+    """Run the generate function, the sample hooks and the reward for a sample that has come in with `tokens`, or that
+    is generated; fan-out makes several samples of one."""
     args = execution.args
     are_siblings = False
     if _is_generated(sample):
@@ -257,7 +246,6 @@ async def _run_inside(execution: Execution, sample: Sample, params: dict[str, An
             if execution.aborted:
                 sample.status = Status.ABORTED
                 return [sample]
-            others_wait.set(execution.room.is_crowded and execution.spread > ALIKE)
             samples, are_siblings = await _generate(execution, sample, params)
         finally:
             execution.room.leave(tokens)
@@ -312,11 +300,9 @@ def _room(execution: Execution, sample: Sample, wanted: int | None) -> int:
     """The most response tokens within `max_context_len`, the bound of prompt + response."""
     num_prompt, bound = len(prompt_ids(execution.args, sample)), execution.max_context_len or 0
     if num_prompt >= bound:
-        raise DataError(
-            f"the prompt has {num_prompt} tokens and leaves no room under {bound}",
-            where=f"max_context_len: {name_of(sample)}",
-            remedy="set --rollout-max-prompt-len (--eval-max-prompt-len), which leaves such prompts out",
-        )
+        what = f"the prompt has {num_prompt} tokens and leaves no room under {bound}"
+        remedy = "set --rollout-max-prompt-len (--eval-max-prompt-len), which leaves such prompts out"
+        raise DataError(what, where=f"max_context_len: {name_of(sample)}", remedy=remedy)
     return bound - num_prompt if wanted is None else min(wanted, bound - num_prompt)
 
 

@@ -48,13 +48,20 @@ async def post(
     in_sglangs_form = admission.is_guarded(url) and urlsplit(url).path == sglang_form.PATH
     if in_sglangs_form:
         headers = {sglang_form.HEADER: sglang_form.repeated(payload), **(headers or {})}
-    answer = _object(url, await _ask("POST", url, max_retries, timeout, headers, json=payload))
+    answer = await post_json(url, payload, max_retries=max_retries, timeout=timeout, headers=headers)
     if in_sglangs_form:
         params = {sglang_form.VLLM_NAMES.get(k, k): v for k, v in (payload.get("sampling_params") or {}).items()}
         note_request(params, [answer.get("output_ids") or []], payload.get("input_ids"))
     elif admission.is_guarded(url):
         note_json(payload, answer)
     return answer
+
+
+async def post_json(
+    url: str, payload: dict[str, Any], *, max_retries: int, timeout: float, headers: dict[str, str] | None
+) -> dict[str, Any]:
+    """`post`, but the request is not noted as one of a generate function."""
+    return _object(url, await _ask("POST", url, max_retries, timeout, headers, json=payload))
 
 
 async def get(url: str, *, max_retries: int = 4, timeout: float = 3600.0) -> dict[str, Any]:
@@ -68,29 +75,18 @@ async def post_within(url: str, payload: dict[str, Any], seconds: float) -> Any:
     Raises:
         EngineError: with the URL and the answer's own message.
     """
-    end, attempts, pause = time.monotonic() + seconds, 0, FIRST_PAUSE
-    while True:
-        attempts += 1
-        try:
-            return await _ask("POST", url, 0, max(1.0, end - time.monotonic()), None, json=payload)
-        except NoAnswerError as error:
-            left = end - time.monotonic()
-            if left < FIRST_PAUSE:
-                what = error.what.replace("1 attempts failed", f"{attempts} attempts in {seconds:g} s failed")
-                raise NoAnswerError(what, where=error.where, remedy=error.remedy) from None
-        await asyncio.sleep(min(pause, left - FIRST_PAUSE / 2))
-        pause = min(2 * pause, LONGEST_PAUSE)
+    return await _ask("POST", url, None, seconds, None, json=payload)
 
 
 async def _ask(
-    method: str, url: str, max_retries: int, timeout: float, headers: dict[str, str] | None, **body: Any
+    method: str, url: str, max_retries: int | None, timeout: float, headers: dict[str, str] | None, **body: Any
 ) -> Any:
-    problem = ""
-    headers = bearer(key_of(url)) | (headers or {})  # each new connection is checked (runtime.py)
-    for attempt in range(max_retries + 1):
-        if attempt:
-            await asyncio.sleep(min(FIRST_PAUSE * 2 ** (attempt - 1), LONGEST_PAUSE))
-        limits = aiohttp.ClientTimeout(total=timeout, sock_connect=min(CONNECT_SECONDS, timeout))
+    """The answer. `timeout` bounds each of `max_retries` + 1 attempts; without `max_retries` all of them together."""
+    headers, end, attempt = bearer(key_of(url)) | (headers or {}), time.monotonic() + timeout, 0
+    while True:  # each new connection is checked (runtime.py)
+        attempt += 1
+        seconds = timeout if max_retries is not None else max(1.0, end - time.monotonic())
+        limits = aiohttp.ClientTimeout(total=seconds, sock_connect=min(CONNECT_SECONDS, seconds))
         runtime.requests_in_flight[url] = runtime.requests_in_flight.get(url, 0) + 1
         try:
             async with (
@@ -106,21 +102,25 @@ async def _ask(
                 if answer.status in REFUSED:
                     raise refusal(url, answer.status, text)
                 if answer.status < 500 and answer.status != TOO_MANY:
-                    remedy = "mend what the message names; --rollout-max-prompt-len leaves out long prompts"
+                    remedy = "correct what the message names; --rollout-max-prompt-len leaves out long prompts"
                     raise EngineError(f"the request was refused with {problem}", where=url, remedy=remedy)
         except aiohttp.ClientError as error:
             problem = f"{type(error).__name__}: {error}"
         except TimeoutError:
             raise EngineError(
-                f"no answer within {timeout:.0f} s", where=url, remedy="see the server's log; is it overloaded?"
+                f"no answer within {seconds:.0f} s", where=url, remedy="see the server's log; is it overloaded?"
             ) from None
         finally:
             runtime.requests_in_flight[url] -= 1
-    raise NoAnswerError(
-        f"{max_retries + 1} attempts failed, the last with {problem}",
-        where=url,
-        remedy="see the server's log; is it still running, and at this address?",
-    )
+        pause = min(FIRST_PAUSE * 2 ** min(attempt - 1, 9), LONGEST_PAUSE)
+        if max_retries is None:
+            left = end - time.monotonic()
+            pause = min(pause, left - FIRST_PAUSE / 2)
+        if left < FIRST_PAUSE if max_retries is None else attempt > max_retries:
+            within = f" in {timeout:g} s" if max_retries is None else ""
+            remedy = "see the server's log; is it still running, and at this address?"
+            raise NoAnswerError(f"{attempt} attempts{within} failed, the last with {problem}", where=url, remedy=remedy)
+        await asyncio.sleep(pause)
 
 
 def _parse(url: str, body: bytes, content_type: str) -> Any:
@@ -129,14 +129,12 @@ def _parse(url: str, body: bytes, content_type: str) -> Any:
             return decode(body)
         return json.loads(body) if body.strip() else {}
     except ValueError:
-        raise _no_object(url, body, "JSON") from None
+        what = f"the answer is no JSON: {body[:200]!r}"
+        raise EngineError(what, where=url, remedy="is this the right address?") from None
 
 
 def _object(url: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise _no_object(url, json.dumps(value).encode(), "JSON object")
+        what = f"the answer is no JSON object: {json.dumps(value)[:200]}"
+        raise EngineError(what, where=url, remedy="is this the right address?")
     return value
-
-
-def _no_object(url: str, body: bytes, wanted: str) -> EngineError:
-    return EngineError(f"the answer is no {wanted}: {body[:200]!r}", where=url, remedy="is this the right address?")

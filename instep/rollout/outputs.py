@@ -31,11 +31,17 @@ def flatten(group: Any, where: str = "a group of samples") -> Iterator[Sample]:
         for item in group:
             yield from flatten(item, where)
     else:
-        raise RolloutError(
-            f"a group holds {type(group).__name__}, not Sample",
-            remedy="return groups of Sample",
-            where=where,
-        )
+        what = f"a group holds {type(group).__name__}, not Sample"
+        raise RolloutError(what, where=where, remedy="return groups of Sample")
+
+
+def taken_from(data_source: Any, num_groups: int) -> list[Group]:
+    """The next groups of a data source. Raises: RolloutError, it has no more."""
+    groups = list(data_source.get_samples(num_groups))
+    if not groups:
+        what, remedy = "the data source has no more groups", "add data, or fewer --num-rollout"
+        raise RolloutError(what, remedy=remedy, where="--data-source-path")
+    return groups
 
 
 def check_sample(sample: Sample, hook: Hook) -> None:
@@ -71,19 +77,14 @@ def check_versions(sample: Sample, hook: Hook) -> None:
     given: Any = sample.weight_versions
     if isinstance(given, list) and all(isinstance(one, VersionSpan) and isinstance(one.version, str) for one in given):
         return
-    spans, names = [], []
-    for one in given if isinstance(given, (list, tuple)) else [given]:
-        version = one.version if isinstance(one, VersionSpan) else one
-        if type(version) is not int and not (isinstance(version, str) and (version is not one or version.isdecimal())):
-            raise RolloutError(
-                f"weight_versions holds {said(one, 60)}, neither a VersionSpan nor the number of a version",
-                where=f"{hook.place()}: {name_of(sample)}",
-                remedy="use sample.append_response_tokens, or append the weight_version of the engine's meta_info",
-            )
-        if isinstance(one, VersionSpan):
-            spans.append(VersionSpan(str(version), one.start, one.end))
-        else:
-            names.append(one)
+    given = given if isinstance(given, (list, tuple)) else [given]
+    whole = [one for one in given if isinstance(one, VersionSpan) and isinstance(one.version, (str, int))]
+    spans, names = [VersionSpan(str(v.version), v.start, v.end) for v in whole], [v for v in given if v not in whole]
+    for name in names:
+        if type(name) is not int and not (isinstance(name, str) and name.isdecimal()):
+            what = f"weight_versions holds {said(name, 60)}, neither a VersionSpan nor the number of a version"
+            remedy = "use sample.append_response_tokens, or append the weight_version of the engine's meta_info"
+            raise RolloutError(what, where=f"{hook.place()}: {name_of(sample)}", remedy=remedy)
     numbers, start = {int(name) for name in names}, spans[-1].end if spans else 0
     if len(numbers) == 1 and start < sample.response_length:
         spans.append(VersionSpan(str(numbers.pop()), start, sample.response_length))
@@ -127,11 +128,9 @@ def as_train_output(output: Any, hook: Hook = _ROLLOUT) -> RolloutFnTrainOutput:
     for group in groups:
         indices = {sample.group_index for sample in group}
         if len(indices) != 1 or indices & seen or None in indices:
-            raise RolloutError(
-                f"the group indices {sorted(map(str, indices))} of a group are mixed, missing or given twice",
-                where=hook.place(),
-                remedy="return the groups of data_source.get_samples, each once, with their group_index",
-            )
+            what = f"the group indices {sorted(map(str, indices))} of a group are mixed, missing or given twice"
+            remedy = "return the groups of data_source.get_samples, each once, with their group_index"
+            raise RolloutError(what, where=hook.place(), remedy=remedy)
         seen |= indices
         for sample in group:
             check_sample(sample, hook)
@@ -202,10 +201,8 @@ def as_eval_output(output: Any, hook: Hook = _EVALUATION) -> RolloutFnEvalOutput
             result["truncated"] = [s.truncated for s in samples]
         bad = [r for r in result["rewards"] if as_number(r) is None]
         if bad or not result["rewards"]:
-            raise RolloutError(
-                f"{where} has no rewards" if not bad else f"reward {said(bad[0], 60)} is no finite number",
-                where=hook.place(),
-                remedy='return the list "rewards" of each data set, numbers, or samples with rewards',
-            )
+            what = f"{where} has no rewards" if not bad else f"reward {said(bad[0], 60)} is no finite number"
+            remedy = 'return the list "rewards" of each data set, numbers, or samples with rewards'
+            raise RolloutError(what, where=hook.place(), remedy=remedy)
         data[str(name)] = result
     return RolloutFnEvalOutput(data, _metrics(output.metrics, hook))

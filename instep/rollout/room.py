@@ -10,13 +10,9 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from contextvars import ContextVar
 from typing import NamedTuple
 
 SAMPLES_PER_ENGINE = 512  # at once; an engine queues the requests that it cannot run
-
-# Whether groups wait for the room of this sample: it leaves alone then, and asks for its response alone.
-others_wait: ContextVar[bool] = ContextVar("others_wait", default=False)
 
 
 class _Turn(NamedTuple):

@@ -47,20 +47,15 @@ class _Loop:
 
     def _run(self) -> None:
         _of_thread.home = self
-        while True:
-            try:
-                self.loop.run_forever()
-                if self.ends:
-                    return
-                what, where = "a hook has stopped the loop of rollouts", "the rollout"
-                self.interrupt(RolloutError(what, where=where, remedy="leave its loop running: await instead"))
-            except (SystemExit, KeyboardInterrupt) as error:  # asyncio lets those of a task end its loop
-                what = f"a task of a hook's own raised {said(error)}"
-                remedy = "await the tasks that the hook begins, and catch the error there"
-                self.interrupt(RolloutError(what, where=raised_at(error), remedy=remedy))
-            except OSError as error:  # of its own descriptors
-                what, remedy = f"the loop of rollouts has ended: {error}", "a hook may close only what it has opened"
-                return self.interrupt(RolloutError(what, where="the rollout", remedy=remedy))
+        try:
+            self.loop.run_forever()
+            what, where = "a hook has stopped the loop of rollouts", "the rollout"
+        except BaseException as error:  # noqa: BLE001 - asyncio lets SystemExit and the like of a task end its loop
+            what, where = f"a task of a hook's own raised {said(error)}", raised_at(error)
+        if not self.ends:
+            _abandon(self)
+            remedy = "await the tasks that the hook begins, catch what they raise, and leave the loop running"
+            self.interrupt(RolloutError(what, where=where, remedy=remedy))
 
     async def close(self) -> bool:
         """Cancel what is left. Returns whether all of it has ended."""
@@ -81,11 +76,7 @@ class _Loop:
                 waiting.set_exception(error)
 
 
-class _OfThread(threading.local):
-    home: _Loop | None = None
-
-
-_of_thread = _OfThread()  # the loop that runs in this thread, which may have been abandoned
+_of_thread = threading.local()  # `home`: the loop that runs in this thread, which may have been abandoned
 _lock = threading.Lock()
 _current: _Loop | None = None
 _listener: ProgressListener | None = None
@@ -124,7 +115,7 @@ def run(coro: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
         RolloutError: the time is over.
         InstepError: the error given to `cancel_all`, or to the `bounded_steps` whose coroutine blocks the loop.
     """
-    if _of_thread.home is not None:
+    if is_own_thread():
         coro.close()
         raise RolloutError(
             "a blocking call on the rollout loop's own thread", remedy="use `await` in async hooks", where="a hook"
@@ -159,25 +150,21 @@ def run(coro: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
         future.cancel()
 
 
-def _cancelled_error() -> InstepError:
-    return EngineError("the rollout was cancelled", remedy="see the message before this one", where="the rollout")
-
-
 def cancel_all(error: BaseException | None = None) -> None:
     """End every task in flight, from any thread; each waiting `run` raises `error` (default: EngineError) at once."""
     home = _current
     if home is not None:
-        _cancel(home, error or _cancelled_error())
+        _cancel(home, error)
 
 
-def _cancel(home: _Loop, error: BaseException) -> None:
-    home.interrupt(error)
-    home.loop.call_soon_threadsafe(_cancel_tasks, home.loop)
+def _cancel(home: _Loop, error: BaseException | None = None) -> None:
+    def cancel_tasks() -> None:
+        for task in asyncio.all_tasks(home.loop):
+            task.cancel()
 
-
-def _cancel_tasks(loop: asyncio.AbstractEventLoop) -> None:
-    for task in asyncio.all_tasks(loop):
-        task.cancel()
+    remedy = "see the message before this one"
+    home.interrupt(error or EngineError("the rollout was cancelled", remedy=remedy, where="the rollout"))
+    home.loop.call_soon_threadsafe(cancel_tasks)
 
 
 def shutdown(timeout: float = 2.0) -> None:
@@ -186,7 +173,7 @@ def shutdown(timeout: float = 2.0) -> None:
     if home is None:
         return
     _abandon(home)  # first, so that nothing begins on it any more
-    _cancel(home, _cancelled_error())
+    _cancel(home)
     try:
         has_ended = asyncio.run_coroutine_threadsafe(home.close(), home.loop).result(timeout)
     except concurrent.futures.TimeoutError:  # it is frozen or busy
@@ -203,13 +190,13 @@ def shutdown(timeout: float = 2.0) -> None:
 
 def is_own_thread() -> bool:
     """Whether this module runs the loop of this thread, and not a hook."""
-    return _of_thread.home is not None
+    return hasattr(_of_thread, "home")
 
 
 def at_shutdown(closer: Callable[[], Awaitable[None]]) -> None:
     """Await `closer()` on the loop when it shuts down: that of this thread, or the one of the process."""
     with _lock:
-        (_of_thread.home or _ensure()).closers.append(closer)
+        (_of_thread.home if is_own_thread() else _ensure()).closers.append(closer)
 
 
 @contextlib.asynccontextmanager

@@ -66,10 +66,8 @@ class ServedScorer:
         if ours not in (theirs, theirs[1:]):  # the model may put a begin-of-text token first
             differs = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), len(theirs))
             what = f"{self.name} has another vocabulary: {text!r:.60} is {theirs[: differs + 1][-3:]}..., not "
-            raise self._error(
-                f"{what}{ours[: differs + 1][-3:]}... at token {differs}",
-                "log-probs are compared token by token: take a model with the trained one's tokenizer",
-            )
+            remedy = "log-probs are compared token by token: take a model with the trained one's tokenizer"
+            raise self._error(f"{what}{ours[: differs + 1][-3:]}... at token {differs}", remedy)
         models = self._run(get(f"{base}/v1/models", timeout=CHECK_SECONDS), CHECK_SECONDS)
         try:
             return int(models["data"][0]["max_model_len"]) - 1  # one token has to follow
@@ -87,11 +85,8 @@ class ServedScorer:
             RolloutError: a sample of another temperature, or the time is over.
         """
         if bool((batch.sample_columns["temperature"] != 1).any()):
-            raise RolloutError(
-                f"samples of another temperature than 1, of which {self.name} gives no log-probs where it is served",
-                where=self.where,
-                remedy=f"sample at temperature 1, or {self.instead}",
-            )
+            what = f"samples of another temperature than 1, of which {self.name} gives no log-probs where it is served"
+            raise RolloutError(what, where=self.where, remedy=f"sample at temperature 1, or {self.instead}")
         lengths = batch.response_lengths.tolist()
         samples = zip(
             batch.tokens.split(batch.total_lengths.tolist()),

@@ -6,8 +6,9 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 from instep.data.chat import conversation_samples
-from instep.errors import DataError, RolloutError
+from instep.errors import DataError
 from instep.rollout.eval import evaluate
+from instep.rollout.outputs import taken_from
 from instep.rollout.tokens import tokenizer_of, where_of
 from instep.types import Group, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, Status
 
@@ -28,31 +29,21 @@ def generate_rollout(
     """
     if evaluation:
         return evaluate(args, rollout_id)
-    groups = data_source.get_samples(args.rollout_batch_size)
-    if not groups:
-        raise RolloutError(
-            "the data source has no more conversations",
-            remedy="add data, or fewer --num-rollout",
-            where="--data-source-path",
-        )
+    groups = taken_from(data_source, args.rollout_batch_size)
     return RolloutFnTrainOutput([_tokenized(args, group[0]) for group in groups])
 
 
 def _tokenized(args: HookSettings, sample: Sample) -> Group:
-    where = where_of(sample)
-    if not isinstance(sample.prompt, list):
-        raise DataError(
-            "the prompt is text, not a conversation",
-            where=f"{where}: {sample.prompt[:80]!r}",
-            remedy="give a list of messages, and leave out --apply-chat-template for sft",
-        )
+    if isinstance(sample.prompt, str):
+        what, remedy = "the prompt is text, no conversation", "give messages, without --apply-chat-template"
+        raise DataError(what, where=f"{where_of(sample)}: {sample.prompt[:80]!r}", remedy=remedy)
     samples = conversation_samples(
         sample.prompt,
         tokenizer_of(args),
         sample.metadata.get("tools"),
         loss_mask_type=args.loss_mask_type,
         template_kwargs=args.apply_chat_template_kwargs,
-        where=where,
+        where=where_of(sample),
     )
     return [as_completed(copy.deepcopy(sample), ids, mask, 0.0) for ids, mask in samples]
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from instep.errors import RewardError, RolloutError
 from instep.rollout import runtime
 from instep.rollout.execute import run_group
-from instep.rollout.outputs import flatten
+from instep.rollout.outputs import flatten, taken_from
 from instep.rollout.together import generate_group
 from instep.rollout.vllm_rollout import GroupRollout, order_of
 from instep.types import Group, RolloutFnTrainOutput, Status, begin_under
@@ -133,7 +133,7 @@ class Stream(GroupRollout):
     def _begin(self) -> None:
         """Begin groups while there is room."""
         while self._error is None and len(self._begun) < self._room:
-            group = self._more(1)[0]
+            group = taken_from(self.data_source, 1)[0]
             key = order_of(group)
             fresh = copy.deepcopy(group)
             begin_under(group, self._version)

@@ -6,19 +6,18 @@ at them, the responses are asked for, read and put into their samples together.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Any
 
 from instep.data.sampling import distribution_of
-from instep.engines.grouped_wire import MAX_TOGETHER, GroupedWire, may_be_several
 from instep.engines.stops import find_stop
-from instep.engines.wire import Completion, GenerationRequest
+from instep.engines.wire import Completion
 from instep.errors import EngineError
 from instep.hooks import Hook
-from instep.rollout.client import MAX_RETRIES, get_model_url, sender, to_vllm, wire_of
+from instep.rollout.client import MAX_RETRIES, complete_n, get_model_url, to_vllm, wire_of
 from instep.rollout.execute import DEFAULT_GENERATE
 from instep.rollout.outputs import check_sample
+from instep.rollout.runtime import gather
 from instep.rollout.tokens import decode, prompt_ids
 from instep.types import Group, Sample, Status
 
@@ -26,6 +25,8 @@ if TYPE_CHECKING:
     from instep.arguments.settings import HookSettings
 
 _HOOK = Hook("--custom-generate-function-path", DEFAULT_GENERATE)
+GREEDY = 1e-5  # the temperature below which vLLM takes the most probable token, and refuses several responses
+MAX_TOGETHER = 64  # responses of one request
 
 
 def generate_group(
@@ -33,7 +34,8 @@ def generate_group(
 ) -> Awaitable[None] | None:
     """Generate the responses of samples that have none, which differ in nothing but their seed.
 
-    It is None where one request cannot be for all: prompts that differ, or an engine that is asked one by one.
+    It is None where one request cannot be for all: prompts that differ, or an engine that is asked one by one, because
+    it prefills for others and hands over one response's cache.
 
     Args:
         sampling_params: with slime's names; `seed` is that of the first sample, the next has the next.
@@ -41,35 +43,56 @@ def generate_group(
     Raises:
         EngineError: the engine refused the request, or did not answer.
     """
-    wire, params, tokens = wire_of(args), to_vllm(sampling_params), prompt_ids(args, group[0])
-    if not isinstance(wire, GroupedWire) or asks_alone(args) or not may_be_several(params):
+    params, tokens = to_vllm(sampling_params), prompt_ids(args, group[0])
+    if args.no_fast_log_probs or args.prefill_num_servers or args.vllm_config:
         return None
-    if len(group) > MAX_TOGETHER or params.get("max_tokens", 1) <= 0:
+    if params.get("temperature", 1.0) < GREEDY or params.get("max_tokens", 1) <= 0:
         return None
     if any(prompt_ids(args, sample) != tokens for sample in group):
         return None
-    return _by_one_request(args, wire, group, params, tokens, evaluation)
-
-
-async def _by_one_request(
-    args: HookSettings, wire: GroupedWire, group: Group, params: dict[str, Any], tokens: list[int], evaluation: bool
-) -> None:
-    """Generate a group with vLLM's `params` for its prompt of `tokens`."""
     for sample in group:
         sample.tokens = list(tokens)
+    return _by_one_request(args, group, params, evaluation)
+
+
+async def _by_one_request(args: HookSettings, group: Group, params: dict[str, Any], evaluation: bool) -> None:
+    """Generate a group, whose samples have the tokens of their prompt, with vLLM's `params`."""
     params |= experts_wanted(args, group[0], evaluation)
-    url = get_model_url(args, endpoint=wire.generate_route)
-    way = way_of(args, group[0])
-    request = GenerationRequest(url, str(args.hf_checkpoint), tokens, params, way["session"])
-    with naming_prompt(group[0]):
-        completions = await wire.complete_group(request, len(group), sender(url, **way))
-    turn = distribution_of(params)
+    starts, turn = range(0, len(group), MAX_TOGETHER), distribution_of(params)
+    parts = [(group[i], {**params, "seed": params["seed"] + i}, len(group[i : i + MAX_TOGETHER])) for i in starts]
+    completions = [one for some in await gather([ask(args, *part) for part in parts]) for one in some]
     for i, (sample, out) in enumerate(zip(group, completions, strict=True)):
         sample.sampling_params = {**params, "seed": params["seed"] + i}
         sample.sampling_turns = [dict(turn)] if out.token_ids else []
         await take(args, sample, params, out, evaluation=evaluation)
         if sample.status is not Status.ABORTED:
             check_sample(sample, _HOOK)
+
+
+async def ask(args: HookSettings, sample: Sample, params: dict[str, Any], n: int = 1) -> list[Completion]:
+    """`n` continuations of the tokens of `sample` by the policy's engines; `params` have vLLM's names.
+
+    Raises:
+        EngineError: as `complete_n`; it names the place of the sample's prompt in the data.
+    """
+    wire = wire_of(args)
+    try:
+        return await complete_n(
+            get_model_url(args, endpoint=wire.generate_route),
+            str(args.hf_checkpoint),
+            sample.tokens,
+            params,
+            n,
+            wire=wire,
+            timeout=args.rollout_timeout,
+            max_retries=MAX_RETRIES if len(args.rollout_engine_urls) > 1 else 4,
+            session=f"group-{sample.group_index}",
+            arrays=not args.no_fast_log_probs,
+        )
+    except EngineError as error:
+        if "where" in sample.extra:
+            error.where += f", for the prompt of {sample.extra['where']}"
+        raise
 
 
 async def take(
@@ -84,11 +107,9 @@ async def take(
         EngineError: experts were asked for, and did not come.
     """
     if args.use_rollout_routing_replay and out.token_ids and out.routed_experts is None:
-        raise EngineError(
-            "the engine's answer has no routed experts",
-            where="--use-rollout-routing-replay",
-            remedy="start your engines with --enable-return-routed-experts, or leave the flag out",
-        )
+        what = "the engine's answer has no routed experts"
+        remedy = "start your engines with --enable-return-routed-experts, or leave the flag out"
+        raise EngineError(what, where="--use-rollout-routing-replay", remedy=remedy)
     experts = None if evaluation else out.routed_experts
     sample.append_plain(out.token_ids, out.log_probs, out.weight_versions, experts)
     sample.status = out.status
@@ -146,27 +167,3 @@ def experts_wanted(args: HookSettings, sample: Sample, evaluation: bool) -> dict
     known = sample.routes_that_hold()  # not all that it has: vLLM 0.26 ends at a start behind the prompt
     start = len(sample.tokens) - 1 if evaluation else 0 if known is None else len(known)
     return {"routed_experts_prompt_start": start}
-
-
-def asks_alone(args: HookSettings) -> bool:
-    """Whether engines get each request by itself: those that prefill for others hand over one response's cache."""
-    return bool(args.no_fast_log_probs or args.prefill_num_servers or args.vllm_config)
-
-
-def way_of(args: HookSettings, sample: Sample) -> dict[str, Any]:
-    """How a request for `sample` is sent; see `client.sender`."""
-    retries = MAX_RETRIES if len(args.rollout_engine_urls) > 1 else 4
-    session = f"group-{sample.group_index}"
-    return {"timeout": args.rollout_timeout, "max_retries": retries, "session": session}
-
-
-@contextmanager
-def naming_prompt(sample: Sample) -> Iterator[None]:
-    """Let an engine's error in the block name the place of the sample's prompt in the data."""
-    try:
-        yield
-    except EngineError as error:
-        place = f", for the prompt of {sample.extra.get('where')}"
-        if "where" in sample.extra and place not in error.where:  # one error may end several requests
-            error.where += place
-        raise

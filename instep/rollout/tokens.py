@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from instep.data.branches import Message, ended, window
+from instep.data.branches import Message, window
 from instep.data.byte_texts import byte_texts
 from instep.data.chat import render, special_tokens
 from instep.data.dataset import require_chat_template
@@ -22,7 +22,7 @@ from instep.types import Sample
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
 
-_TURN, _THOUGHT, _MARK = "\ue001", "\ue002", "\ue003"  # private use: for a turn, its reasoning, what follows
+_MARK = "\ue003"  # private use: stands for what follows a turn
 _OF_RESPONSE = (  # fields of a sample that another one does not share
     *("response", "response_length", "reward", "loss_mask", "rollout_log_probs", "rollout_routed_experts"),
     *("weight_versions", "status", "sampling_params", "sampling_turns", "remove_sample", "non_generation_time"),
@@ -37,7 +37,6 @@ def forget_tokenizers() -> None:
     """Let another run in this process read its tokenizer anew: the checkpoint may have been replaced."""
     for cached in (load_tokenizer, _encode, _byte_texts):
         cached.cache_clear()
-    _talks.clear()
 
 
 def without_end(args: Settings, response: str) -> str:
@@ -76,71 +75,13 @@ def _encode(tokenizer: Any, text: str, add_bos: bool) -> tuple[int, ...]:
     return tuple(text_ids(tokenizer, text, add_bos))
 
 
-def next_turn_ids(args: Settings, messages: list[dict[str, Any]]) -> list[int]:
-    """Token ids between two turns of the model: `messages` (a tool's answer, a user's words) in the chat template.
-
-    They begin after the end-of-turn token that the model has sampled and end where its next turn begins, so that
-    `sample.append_response_tokens(ids, trainable=False)` makes the next prompt and no token is tokenized again. Names
-    of special tokens are removed from the contents, because they would become these tokens. `messages` may begin with
-    the model's turn as a message (`assistant`, with its `tool_calls`), which some templates want.
-
-    What the model has said is not known here: the template is tried with a turn that has reasoning (`<think>`, or what
-    the template makes of it) and with one that has none, unless the generation prompt opens or closes it. `next_turn`
-    looks at the turn itself.
-
-    Raises:
-        DataError: the template refuses the messages, does not show one of them, ends a turn with no special token, or
-            writes a turn otherwise once they follow.
-    """
-    said, messages = _said_and_others(args, messages)
-    talk = _any_talk(args)
-    if said is not None:
-        form, turn = _turn_that_is_extended(talk, said, messages)
-    else:  # the template is tried once for messages of these roles
-        roles = tuple((m["role"], bool(m["content"].strip())) for m in messages)
-        if roles not in talk.turns:
-            talk.turns[roles] = _turn_that_is_extended(talk, None, messages)
-        form, turn = talk.turns[roles]
-    text = _rest(talk.after(form, messages), talk.prompt + turn)
-    if text is None:
-        raise talk.refusal(messages)
-    end = "" if turn.endswith(talk.ends) else next((token for token in talk.ends if text.startswith(token)), None)
-    if end is None:
-        raise DataError(
-            f"the chat template ends a turn of the model with no special token, but with {text[:20]!r}",
-            where="next_turn_ids",
-            remedy="make the tokens between two turns yourself, as the model's template writes them",
-        )
-    return encode(args, text.removeprefix(end))  # a model that nothing ends is stopped by what begins the next message
-
-
-def _turn_that_is_extended(talk: _Talk, said: Message | None, messages: list[Message]) -> tuple[Message, str]:
-    """A turn of the model, and its text, with which the prompt after `messages` begins, as it does with all others."""
-    plain = {"role": "assistant", "content": _TURN}
-    tags = {"role": "assistant", "content": f"<think>\n{_THOUGHT}\n</think>\n\n{_TURN}"}
-    keys = plain | dict.fromkeys(("reasoning_content", "reasoning", "thinking"), _THOUGHT)
-    closed = talk.prompt.rstrip().endswith("</think>")  # so that the model does not reason
-    forms = [said] if said else [tags] if talk.opening else [plain] if closed else [plain, tags]
-    talk.must_show(forms[0], messages)
-    out: tuple[Message, str] | None = None
-    for form in [*forms, *([] if said or closed or _THOUGHT not in talk.alone(keys) else [keys])]:
-        alone, after = talk.alone(form), talk.after(form, messages)
-        turns = [alone.removeprefix(talk.prompt)] if alone.startswith(talk.prompt) and _shows(alone, form) else []
-        if form in (plain, tags):  # as the model may say it, before the template reads it
-            turns.append(form["content"].removeprefix(talk.opening) + alone.rpartition(_TURN)[2])
-        turns = [ended(turn, list(talk.ends))[0] for turn in turns]
-        kept = [turn for turn in turns if _rest(after, talk.prompt + turn) is not None]
-        if not kept:
-            raise talk.refusal(messages)
-        out = (form, kept[0]) if out is None else out
-    return out or (plain, "")
-
-
 def next_turn(args: Settings, sample: Sample, messages: list[dict[str, Any]]) -> Sample:
-    """The sample that ends where the model's next turn begins, after `messages` (as those of `next_turn_ids`).
+    """The sample that ends where the model's next turn begins, after `messages` (a tool's answer, a user's words).
 
     It is `sample`, with the tokens between the two turns, if the chat template goes on from what the model has said;
-    blanks that a template changes are the model's. A template may write the turn otherwise once others follow, as one
+    blanks that a template changes are the model's. Names of special tokens are removed from the contents, because they
+    would become these tokens. `messages` may begin with the model's turn as a message (`assistant`, with its
+    `tool_calls`), which some templates want. A template may write the turn otherwise once others follow, as one
     that drops reasoning. Then it is another sample, whose prompt is the conversation as the template writes it now: a
     fan-out sibling, which a generate function returns in a list with those before; its prompt is tokenized anew.
 
@@ -197,10 +138,9 @@ class _Talk:
         ends: the special tokens, one of which ends a turn.
         prompt: the text before the turn.
         opening: the tag of reasoning with which that ends, if it does.
-        turns: for roles of messages that follow, what `_turn_that_is_extended` has found.
     """
 
-    def __init__(self, args: Settings, before: list[Message], tools: Any = None, where: str = "next_turn_ids"):
+    def __init__(self, args: Settings, before: list[Message], tools: Any, where: str):
         self.tokenizer, self.before, self.where = require_chat_template(tokenizer_of(args)), before, where
         added = self.tokenizer.added_tokens_decoder.values()
         self.ends = tuple({*(str(t) for t in added if t.special), *self.tokenizer.all_special_tokens})
@@ -211,11 +151,6 @@ class _Talk:
         self.prompt: str = self.render(before, generation_prompt=True)
         at = self.prompt.rfind("<think>")
         self.opening = self.prompt[at:] if self.prompt.rstrip().endswith("<think>") else ""
-        self.turns: dict[tuple[tuple[str, bool], ...], tuple[Message, str]] = {}
-
-    def alone(self, said: Message) -> str:
-        """The text that ends with the turn `said`."""
-        return self.render([*self.before, said], generation_prompt=False)
 
     def after(self, said: Message, messages: list[Message]) -> str:
         """The next prompt, when `messages` follow the turn."""
@@ -240,21 +175,9 @@ class _Talk:
             f"the chat template writes a turn of the model otherwise once messages ({roles}) follow, such as without "
             "its reasoning or with another end: what the model has said is not how the next prompt begins",
             where=self.where,
-            remedy="take instep.rollout.tokens.next_turn, which looks at what was said and begins a fan-out sibling "
-            "where that is needed, with prompts that are conversations (without --apply-chat-template)",
+            remedy="give prompts that are conversations (without --apply-chat-template), so that a fan-out sibling can "
+            "begin with what the template writes",
         )
-
-
-_talks: dict[tuple[str, str], _Talk] = {}  # by chat template and --apply-chat-template-kwargs
-
-
-def _any_talk(args: Settings) -> _Talk:
-    """A conversation that stands for all, kept with what was found of it."""
-    tokenizer = tokenizer_of(args)
-    key = str(tokenizer.chat_template), repr(args.apply_chat_template_kwargs)
-    if key not in _talks or _talks[key].tokenizer is not tokenizer:
-        _talks[key] = _Talk(args, _ANYTHING)
-    return _talks[key]
 
 
 def _said_and_others(args: Settings, messages: list[Message]) -> tuple[Message | None, list[Message]]:
@@ -263,10 +186,6 @@ def _said_and_others(args: Settings, messages: list[Message]) -> tuple[Message |
     first = messages[0] if messages and messages[0]["role"] == "assistant" else None
     others = messages if first is None else messages[1:]
     return first, [{**m, "content": _without(special, m["content"])} for m in others]
-
-
-def _shows(text: str, form: Message) -> bool:
-    return _THOUGHT in text or _THOUGHT not in str(form)
 
 
 def _without_ends(text: str, ends: Iterable[str]) -> str:

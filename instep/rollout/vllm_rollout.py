@@ -11,25 +11,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from instep.data.sampling import record_turn
-from instep.engines.wire import Completion
 from instep.errors import RewardError, RolloutError
 from instep.hooks import Hook
 from instep.rollout import runtime
-from instep.rollout.client import abort_all, complete, get_model_url, to_vllm, wire_of
+from instep.rollout.client import abort_all, get_model_url, to_vllm, wire_of
 from instep.rollout.eval import evaluate
 from instep.rollout.execute import Execution, new_execution, run_group, sampling_seed, train_sampling_params
 from instep.rollout.filters import DynamicFilterOutput, verdict_of
-from instep.rollout.outputs import flatten
-from instep.rollout.room import others_wait
-from instep.rollout.together import (
-    asks_alone,
-    ended_at_joint,
-    experts_wanted,
-    generate_group,
-    naming_prompt,
-    take,
-    way_of,
-)
+from instep.rollout.outputs import flatten, taken_from
+from instep.rollout.together import ask, ended_at_joint, experts_wanted, generate_group, take
 from instep.rollout.tokens import TOKENS_BEFORE, prompt_ids, tokenizer_of
 from instep.types import Group, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, Status
 
@@ -98,27 +88,11 @@ async def generate(
         params["seed"] = sampling_seed(params["seed"], drawn)  # else the rest would repeat the beginning's numbers
     record_turn(sample, params)
     params |= experts_wanted(args, sample, evaluation)
-    out = await _complete(args, sample, params)
+    (out,) = await ask(args, sample, params)
     if begun and params.get("stop") and out.token_ids:
         out = await ended_at_joint(args, sample, params, out, begun)
     await take(args, sample, params, out, evaluation=evaluation)
     return sample
-
-
-async def _complete(args: HookSettings, sample: Sample, params: dict[str, Any]) -> Completion:
-    """The engine's continuation of the tokens of `sample`; `params` have vLLM's names."""
-    wire = wire_of(args)
-    with naming_prompt(sample):
-        return await complete(
-            get_model_url(args, endpoint=wire.generate_route),
-            str(args.hf_checkpoint),
-            sample.tokens,
-            params,
-            wire=wire,
-            **way_of(args, sample),
-            arrays=not args.no_fast_log_probs,
-            alone=bool(others_wait.get()) or asks_alone(args),
-        )
 
 
 def generate_rollout(
@@ -167,20 +141,10 @@ class GroupRollout:
     def _refill(self) -> None:
         while len(self.kept) + len(self.pending) < self.target:
             wanted = self.args.over_sampling_batch_size or self.target
-            for group in self._more(wanted):
+            for group in taken_from(self.data_source, wanted):
                 task = asyncio.create_task(run_group(self.execution, group, dict(self.params), generate_group))
                 task.add_done_callback(self.over.put_nowait)  # `asyncio.wait` would look at each of them at each wake
                 self.pending[task] = group
-
-    def _more(self, num_groups: int) -> list[Group]:
-        groups = self.data_source.get_samples(num_groups)
-        if not groups:
-            raise RolloutError(
-                "the data source has no more groups",
-                remedy="add data, or fewer --num-rollout",
-                where="--data-source-path",
-            )
-        return list(groups)
 
     async def _wait(self) -> list[asyncio.Task[Group]]:
         """The tasks of groups that are done now, in the order of their group index."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from instep.rollout import admission, runtime
-from instep.rollout.execute import new_execution, run_sample
+from instep.rollout.execute import new_execution, run_group
 from instep.rollout.vllm_rollout import generate_rollout
 from instep.types import Sample
 
@@ -35,7 +35,7 @@ async def _begin(args: Any, rollout_id: int) -> None:
         group = 1000 + NUM_LONG * rollout_id + i
         sample = Sample(group_index=group, index=group, prompt=f"{i} and ", reward=0.0)
         params = {"max_new_tokens": LENGTH, "ignore_eos": True, "temperature": 1.0, "seed": group}
-        _tasks.append(asyncio.create_task(run_sample(execution, sample, params)))
+        _tasks.append(asyncio.create_task(run_group(execution, [sample], params)))
     await asyncio.sleep(0.05)
 
 

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from instep.data.chat import tokenize_conversation
 from instep.observability.samples import gaps
-from instep.rollout.tokens import next_turn_ids
+from instep.rollout.tokens import next_turn
+from instep.types import Sample
 from tests.assets import make_checkpoint
 from tests.bounds import allowed
 from tests.e2e.commands import ENVIRONMENT
@@ -65,11 +66,16 @@ def test_tokens_between_turns(tmp_path):
     before = (
         tokenizer.apply_chat_template(talk[:1], tokenize=False, add_generation_prompt=True) + "let me ask<|im_end|>"
     )
+
+    def tokens_after(messages):
+        sample = Sample(prompt=talk[:1], tokens=tokenizer(before, add_special_tokens=False)["input_ids"])
+        sample.response_length = len(tokenizer("let me ask<|im_end|>", add_special_tokens=False)["input_ids"])
+        assert next_turn(args, sample, messages) is sample
+        return sample.tokens
+
     whole = tokenizer.apply_chat_template(talk + answer, tokenize=False, add_generation_prompt=True)
-    ids = tokenizer(before, add_special_tokens=False)["input_ids"] + next_turn_ids(args, answer)
-    assert ids == tokenizer(whole, add_special_tokens=False)["input_ids"]
-    nested = [{"role": "tool", "content": "<|im_<|im_end|>start|>2<|im_end|>"}]
-    assert next_turn_ids(args, nested) == next_turn_ids(args, answer)
+    assert tokens_after(answer) == tokenizer(whole, add_special_tokens=False)["input_ids"]
+    assert tokens_after([{"role": "tool", "content": "<|im_<|im_end|>start|>2<|im_end|>"}]) == tokens_after(answer)
 
 
 def run_stages(out, stages, *more):

@@ -17,7 +17,7 @@ from instep.engines.engine import Engine
 from instep.errors import EngineError, RolloutError
 from instep.rollout import client, runtime
 from instep.rollout.client import to_vllm
-from instep.rollout.http import post
+from instep.rollout.http import post, post_json
 from instep.rollout.tokens import token_texts
 from instep.rollout.vllm_rollout import generate, generate_rollout
 from instep.system.ports import free_port
@@ -45,9 +45,9 @@ def test_a_group_in_one_request_gets_what_its_samples_get_alone(
 
     async def counted(url: str, payload: dict[str, Any], **options: Any) -> Any:
         requests.append(payload["sampling_params"].get("n", 1))
-        return await post(url, payload, **options)
+        return await post_json(url, payload, **options)
 
-    monkeypatch.setattr(client, "post", counted)
+    monkeypatch.setattr(client, "post_json", counted)
     more = ["--n-samples-per-prompt", "5", *(["--vllm-max-num-seqs", num_slots] if num_slots else [])]
     together = rollout(make_args(*more)).samples
     assert requests == [5] * 4
@@ -55,9 +55,9 @@ def test_a_group_in_one_request_gets_what_its_samples_get_alone(
     assert [[s.tokens for s in g] for g in rollout(make_args(*more, *own)).samples] == [
         [s.tokens for s in g] for g in together
     ]
-    assert len(calls) == 20 and requests == [5] * 8
+    assert len(calls) == 20 and requests[4:] == [1] * 20
     one_by_one = rollout(make_args(*more, "--no-fast-log-probs", kind="vllm")).samples  # a request for each
-    assert requests[8:] == [1] * 20
+    assert requests[24:] == [1] * 20
     for ours, theirs in zip(together, one_by_one, strict=True):
         assert [s.tokens for s in ours] == [s.tokens for s in theirs]
         assert len({tuple(s.tokens) for s in ours}) > 1

@@ -98,7 +98,6 @@ ALGEBRA = """
 
 @scenario(
     reward_killed="recovered: a reward worker is killed (SIGKILL)",
-    reward_stopped="recovered: a reward worker is stopped (SIGSTOP)",
     controller_paused="recovered: the controller stands still for 5 s (SIGSTOP, SIGCONT, as Ctrl-Z and `fg`)",
     stdout_lost="recovered: nobody reads stdout any more (`instep train ... / head`)",
     terminal_closed="ended in order: the terminal is closed (SIGHUP)",
@@ -110,8 +109,6 @@ def rewards_and_stdout(place: Place) -> None:
         run.wait_steps()
         run.signal("reward", signal.SIGKILL)
         run.recovered("reward_killed", "a warning: its job is given to a new one", 10)
-        run.signal("reward", signal.SIGSTOP)
-        run.recovered("reward_stopped", "a line names the process; it is replaced, and its job is done", 10)
         run.pause("controller", 5)
         run.recovered("controller_paused", "nothing but a slow step", 15)
         os.close(read)

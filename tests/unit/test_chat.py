@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from instep.data.chat import conversation_samples, render, tokenize_conversation
 from instep.data.messages import STARTED
-from instep.errors import CheckpointError, ConfigError, DataError
+from instep.errors import CheckpointError, DataError
 from tests.chat import QWEN2, QWEN3, TALK, USER, make_tokenizer
 
 
@@ -184,8 +184,6 @@ def test_templates_that_tell_nothing_are_refused(tokenizer: PreTrainedTokenizerF
             tokenize_conversation([USER, {"role": "assistant", "content": "a"}], tokenizer)
     finally:
         tokenizer.chat_template = QWEN2
-    with pytest.raises(ConfigError, match="llama9"):
-        tokenize_conversation(TALK, tokenizer, loss_mask_type="llama9")
 
 
 def test_a_conversation_that_begins_with_the_assistant(tokenizer: PreTrainedTokenizerFast):

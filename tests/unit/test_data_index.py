@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import subprocess
@@ -181,21 +180,6 @@ def test_a_file_that_is_replaced_while_another_process_builds_its_index_is_an_er
     monkeypatch.setattr(index, "_found", replaced_meanwhile)
     with pytest.raises(DataError, match="changed while the run read it"):
         load(path, tmp_path / "cache")
-
-
-def test_a_process_that_stands_still_in_the_middle_of_an_index_is_not_waited_for(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    load(path, tmp_path / "cache")
-    (folder,) = (tmp_path / "cache").iterdir()
-    monkeypatch.setattr(index, "SILENT_SECONDS", 0.05)
-    monkeypatch.setattr(index, "LOOK_SECONDS", 0.01)
-    with open(folder / ".lock", "wb") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(DataError, match="has done nothing for") as error:
-            load(path, tmp_path / "cache")
-    assert error.value.where == str(folder)
-    assert len(load(path, tmp_path / "cache")) == 40
 
 
 def test_a_check_uses_the_index(path: Path, tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch):

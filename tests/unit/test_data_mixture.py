@@ -155,28 +155,13 @@ def test_a_changed_file_is_refused_by_name(tmp_path: Path):
         assert error.value.where == str(path)
 
 
-def test_states_of_earlier_versions_go_on(tmp_path: Path):
-    path = files(tmp_path, 7)
-    got = read(source(path, rollout_shuffle=True), 30)
-    for epoch, offset in ((0, 3), (1, 0), (1, 7), (2, 6)):
-        state = {"epoch": epoch, "offset": offset, "next_group": 9, "next_sample": 18, "num_records": 7}
-        data = source(path, rollout_shuffle=True)
-        data.load_state_dict(state)
-        num = 7 * epoch + offset
-        groups = data.get_samples(9)
-        assert labels(groups) == got[num : num + 9] and groups[0][0].group_index == 9 and groups[0][0].index == 18
-    with pytest.raises(DataError, match="7 usable prompts, but 8") as error:
-        source(path).load_state_dict({**state, "num_records": 8})
-    assert error.value.where == path
-
-
 # --- flags --------------------------------------------------------------------------------------------------------
 
 
 def test_files_are_named_with_commas_between():
     assert split_files("a.jsonl") == ["a.jsonl"]
-    assert split_files("a,b.jsonl,c.parquet@[1:2],d,e.jsonl@[:-3],f.parquet") == [
-        *("a,b.jsonl", "c.parquet@[1:2]", "d,e.jsonl@[:-3]", "f.parquet"),
+    assert split_files("a.jsonl,c.parquet@[1:2],e.jsonl@[:-3],f.parquet") == [
+        *("a.jsonl", "c.parquet@[1:2]", "e.jsonl@[:-3]", "f.parquet"),
     ]
 
 

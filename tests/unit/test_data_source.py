@@ -167,25 +167,3 @@ def test_the_tokenizer_comes_from_the_checkpoint(tmp_path: Path, tokenizer: PreT
     tokenizer.save_pretrained(tmp_path / "hf")
     data = source(path, apply_chat_template=True, rollout_max_prompt_len=100, hf_checkpoint=str(tmp_path / "hf"))
     assert str(data.get_samples(1)[0][0].prompt).endswith("question 0<|im_end|>\n<|im_start|>assistant\n")
-
-
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_a_state_from_before_parquet_rows_left_nulls_out_is_resumed(tmp_path: Path, kind: str) -> None:
-    path = tmp_path / f"a.{kind}"
-    if kind == "parquet":
-        pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-        parquet.write_table(pyarrow.Table.from_pylist(rows(3)), path)
-    else:
-        write(path, rows(3))
-    data = source(str(path))
-    state = data.state_dict()
-    (file,) = state["files"]
-    file["digest"] = "of the other bytes"
-    with pytest.raises(DataError, match="the 3 usable prompts are others"):
-        data.check_files(state)
-    del file["format"]
-    if kind == "parquet":
-        data.check_files(state)
-        file["num_rows"] = 4
-    with pytest.raises(DataError, match="usable prompts"):
-        data.check_files(state)

@@ -223,8 +223,8 @@ def test_trls_revision_belongs_to_the_name():
 
 def test_names_of_data_sets(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    given = "a,b.jsonl, org/a:main:train@[0:5],org/b@v1:test[:10%],c.json,org/c:train , d.parquet"
-    files = ["a,b.jsonl", "org/a:main:train@[0:5]", "org/b@v1:test[:10%]", "c.json", "org/c:train", "d.parquet"]
+    given = "b.jsonl, org/a:main:train@[0:5],org/b@v1:test[:10%],c.json,org/c:train , d.parquet"
+    files = ["b.jsonl", "org/a:main:train@[0:5]", "org/b@v1:test[:10%]", "c.json", "org/c:train", "d.parquet"]
     assert split_files(given) == files
     assert [is_named(file) for file in files] == [False, True, True, False, True, False]
     assert [is_named(name) for name in ("org/a", "a.jsonl", "org/a.parquet", "/org/a", "a/b/c", "a")] == [

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from instep.data.branches import Conversation
 from instep.data.chat import render
 from instep.errors import DataError
-from instep.rollout.tokens import forget_tokenizers, next_turn, next_turn_ids
+from instep.rollout.tokens import next_turn
 from instep.types import Sample
 from tests.chat import make_tokenizer
 from tests.chat_templates import SPECIALS, TEMPLATES, TOOLS, conversation
@@ -48,30 +48,6 @@ def test_every_prompt_is_what_the_template_makes_oracle(
     assert num_turns > 40 and (num_samples == 16) == template.extends
 
 
-@pytest.mark.parametrize("family", [name for name in TEMPLATES if name not in FAR])
-@pytest.mark.parametrize("message", [USER, TOOL], ids=["user", "tool"])
-def test_tokens_for_a_turn_that_is_not_known_oracle(
-    tokenizer: PreTrainedTokenizerFast, family: str, message: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Either an error, or those that the template writes after turns with and without reasoning."""
-    tokenizer.chat_template = TEMPLATES[family].text
-    args = arguments(monkeypatch, tokenizer)
-    try:
-        ids = next_turn_ids(args, [message])
-    except DataError as error:
-        assert not TEMPLATES[family].extends or message is TOOL and family in ("gemma", "llama2")
-        assert any(words in error.what for words in ("otherwise", "does not show", "refuses", "no special token"))
-        return
-    prompt = text_of(tokenizer, ASK, None, prompt=True)
-    opening = "<think>\n" if prompt.endswith("<think>\n") else ""
-    for said in ("<think>\nhm\n</think>\n\nIt is 2.", "It is 2.")[: 1 if opening else 2]:
-        text = text_of(tokenizer, [*ASK, {"role": "assistant", "content": said}, message], None, prompt=True)
-        assert text.endswith(tokenizer.decode(ids)) and message["content"] in tokenizer.decode(ids)
-        turn = "".join(text.removeprefix(prompt).split())
-        empty = "<think></think>" if family == "glm" and "hm" not in said else ""  # which the model says, too
-        assert turn.startswith(empty + "".join(said.removeprefix(opening).split()))
-
-
 def test_reasoning_that_is_dropped_after_a_users_message_alone(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,9 +63,6 @@ def test_reasoning_that_is_dropped_after_a_users_message_alone(
         return sample
 
     thinking, bare = "<think>hm</think> 2<|im_end|>", "2<|im_end|>"  # blanks other than the template's
-    assert next_turn_ids(args, [TOOL])
-    with pytest.raises(DataError, match="(?s)otherwise once messages .user. follow.*next_turn"):
-        next_turn_ids(args, [USER])
     parts = USER | {"content": [{"type": "text", "text": USER["content"]}]}
     assert next_turn(args, said(bare), [parts]).tokens == next_turn(args, said(bare), [USER]).tokens
     for text, message in ((thinking, TOOL), (bare, TOOL), (bare, USER)):
@@ -124,19 +97,6 @@ def test_an_answer_that_the_template_does_not_show(
     silent = "for m in messages if m.role != 'tool' %}"
     tokenizer.chat_template = TEMPLATES[family].text.replace("for m in messages %}", silent)
     with pytest.raises(DataError, match="(?s)does not show what the tool says.*tool_calls"):
-        next_turn_ids(arguments(monkeypatch, tokenizer), [TOOL])
-
-
-def test_a_template_is_tried_once_for_messages_of_one_kind(
-    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tokenizer.chat_template = TEMPLATES["qwen3"].text
-    args, calls, num_renders = arguments(monkeypatch, tokenizer), list[Any](), list[int]()
-    apply = type(tokenizer).apply_chat_template
-    monkeypatch.setattr(type(tokenizer), "apply_chat_template", lambda *a, **k: calls.append(a) or apply(*a, **k))
-    forget_tokenizers()
-    for content in ("42", "a longer answer", "42"):
-        ids = next_turn_ids(args, [TOOL | {"content": content}])
-        num_renders.append(len(calls))
-        assert content in tokenizer.decode(ids)
-    assert num_renders[0] > 3 and num_renders[1:] == [num_renders[0] + 1, num_renders[0] + 2]
+        sample = Sample(prompt=ASK, tokens=ids_of(tokenizer, text_of(tokenizer, ASK, None, prompt=True)))
+        sample.append_response_tokens(ids_of(tokenizer, "2"), [-1.0] * len(ids_of(tokenizer, "2")))
+        next_turn(arguments(monkeypatch, tokenizer), sample, [TOOL])

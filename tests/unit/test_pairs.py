@@ -84,7 +84,7 @@ def test_a_bad_row_is_named_with_file_and_line(tmp_path: Path, name: str):
 def test_bad_rows_are_skipped_and_counted_by_the_source(root: Path, tmp_path: Path):
     path = write(tmp_path / "data.jsonl", GOOD, BAD["equal"][0], {**GOOD, "chosen": [says("two")]})
     source = RolloutDataSourceWithBuffer(arguments(root, "--skip-bad-rows", data=path))
-    assert len(source) == 2 and source.dataset.bad_rows.num == 1
+    assert len(source) == 2 and source.dataset.datasets[0].bad_rows.num == 1
 
 
 def test_other_columns(root: Path, tmp_path: Path):
@@ -128,7 +128,7 @@ def test_tokens_and_masks(root: Path, tmp_path: Path):
 def test_the_prompt_limit_holds(root: Path, tmp_path: Path):
     path = write(tmp_path / "data.jsonl", GOOD, {**GOOD, "prompt": [{"role": "user", "content": "1" * 90}]})
     source = RolloutDataSourceWithBuffer(arguments(root, "--rollout-max-prompt-len", "50", data=path))
-    assert len(source) == 1 and source.dataset.num_too_long == 1
+    assert len(source) == 1 and source.dataset.datasets[0].num_too_long == 1
 
 
 @pytest.mark.parametrize("dp_size", [1, 2])

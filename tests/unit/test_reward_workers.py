@@ -16,7 +16,6 @@ from instep.errors import RewardError
 from instep.rollout import runtime
 from instep.rollout.rewards import pool as pools
 from instep.rollout.rewards.pool import Worker, shared_pool
-from instep.system import kernel
 from tests.bounds import allowed
 
 
@@ -58,50 +57,24 @@ def test_the_workers_of_a_hooks_own_loop_end_with_it(capfd: pytest.CaptureFixtur
     assert "Traceback" not in capfd.readouterr().err
 
 
-async def _disturbed(number: int, idle_seconds: float, timeout: float = 60) -> tuple[set[int], set[int], bool]:
-    """The workers before and after a signal to them, and the answer to the job that comes `idle_seconds` later."""
+async def _disturbed(idle_seconds: float) -> tuple[set[int], set[int], bool]:
+    """The workers before and after their death, and the answer to the job that comes `idle_seconds` later."""
     pool = shared_pool()
     assert await pool.equal(r"\sqrt{4}", "2", timeout=60, where="")
     first = {w.pid for w in pool._all}
     for pid in first:
-        os.kill(pid, number)
+        os.kill(pid, signal.SIGKILL)
     await asyncio.sleep(idle_seconds)
-    answer = await pool.equal(r"\sqrt{9}", "3", timeout=timeout, where="")
+    answer = await pool.equal(r"\sqrt{9}", "3", timeout=60, where="")
     return first, {w.pid for w in pool._all}, answer
 
 
-@pytest.mark.parametrize(
-    ("number", "idle_seconds", "timeout"),
-    [(signal.SIGKILL, 0, 60), (signal.SIGKILL, 0.5, 60), (signal.SIGSTOP, 0, 60), (signal.SIGSTOP, 0, 1.0)],
-)
-def test_a_worker_that_was_killed_or_stopped_is_replaced_and_its_job_done(
-    number: int, idle_seconds: float, timeout: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With a timeout of a second the job of the stopped worker runs out of time, which is not the job's fault."""
-    monkeypatch.setattr(kernel, "STOPPED_SECONDS", 0.4)
+@pytest.mark.parametrize("idle_seconds", [0, 0.5])
+def test_a_worker_that_was_killed_is_replaced_and_its_job_done(idle_seconds: float) -> None:
     began = time.monotonic()
-    first, second, answer = runtime.run(_disturbed(number, idle_seconds, timeout), timeout=60)
+    first, second, answer = runtime.run(_disturbed(idle_seconds), timeout=60)
     assert answer is True and not first & second and _gone(first.pop())
     assert time.monotonic() - began < allowed(30)
-
-
-def test_a_worker_that_stands_stopped_with_nothing_to_do_is_ended(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(kernel, "STOPPED_SECONDS", 0.4)
-
-    async def scenario() -> int:
-        pool = shared_pool()
-        assert await pool.equal(r"\sqrt{4}", "2", timeout=60, where="")
-        worker = next(iter(pool._all))
-        os.kill(worker.pid, signal.SIGSTOP)
-        async with asyncio.timeout(20):
-            while not worker.ended:
-                await asyncio.sleep(0.05)
-        return worker.pid
-
-    pid = runtime.run(scenario(), timeout=60)
-    assert f"a reward worker (pid {pid}) was stopped" in caplog.text
 
 
 def test_a_job_that_ends_every_worker_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

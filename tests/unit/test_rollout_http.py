@@ -14,7 +14,7 @@ from aiohttp import web
 
 from instep.errors import EngineError, RewardError, RolloutError
 from instep.rollout import http, runtime
-from instep.rollout.client import complete
+from instep.rollout.client import complete, complete_n
 from instep.types import Status, VersionSpan
 from tests.bounds import allowed, until
 
@@ -271,3 +271,22 @@ def test_gather_cancels_the_others_at_the_first_failure() -> None:
     with pytest.raises(RewardError):
         runtime.run(both(), timeout=10)
     assert events == ["ended", "ended", "left"]
+
+
+def test_an_engine_that_runs_fewer_at_once_is_asked_one_by_one() -> None:
+    asked: list[tuple[int, int]] = []
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        params = (await request.json())["sampling_params"]
+        asked.append((params["seed"], params.get("n", 1)))
+        if params.get("n", 1) > 2:
+            return web.json_response({"error": {"message": "sampling_params.n must be at most 2"}}, status=400)
+        choice = {"token_ids": [params["seed"]], "logprobs": {"content": [{"logprob": -1.0}]}}
+        return web.json_response({"choices": [choice]})
+
+    async def scenario() -> Any:
+        async with serving(handler) as url:
+            return [one.token_ids for one in await complete_n(url, "m", [1, 2], {"seed": 5}, 3)]
+
+    assert runtime.run(scenario(), timeout=30) == [[5], [6], [7]]
+    assert asked[0] == (5, 3) and sorted(asked[1:]) == [(5, 1), (6, 1), (7, 1)]

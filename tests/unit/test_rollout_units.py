@@ -336,5 +336,5 @@ def test_sft_rollout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ) == 2
     assert {(s.group_index, s.execution_id) for s in siblings} == {(0, "0.0")}
     assert "group 2" in caught.value.where
-    with pytest.raises(RolloutError, match="no more conversations"):
+    with pytest.raises(RolloutError, match="no more groups"):
         sft_rollout.generate_rollout(args, 2, source)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from transformers import PreTrainedTokenizerFast
 from instep.data.dataset import check_file, load_dataset
 from instep.data.rows import RowFormat
 from instep.errors import DataError
-from tests.chat import USER, make_tokenizer
 
 LABELLED = RowFormat("prompt", "label")
 GOOD = '{"prompt": "1+1", "label": "2"}\n'
@@ -129,30 +127,6 @@ def test_parquet_values_that_json_has_not(tmp_path: Path):
             check_file(str(path), LABELLED)
         assert what in error.value.what and error.value.where == f"{path}, row 0"
     assert check_file(str(path), RowFormat("prompt")) == 2  # columns that are not read may hold anything
-
-
-class Counting(PreTrainedTokenizerFast):
-    """A tokenizer that counts the characters it is given."""
-
-    num_characters = 0
-
-    def __call__(self, text: Any, **options: Any) -> Any:
-        self.num_characters += sum(map(len, [text] if isinstance(text, str) else text))
-        return super().__call__(text, **options)
-
-
-def test_a_prompt_of_megabytes_is_not_tokenized_whole(tmp_path: Path):
-    path, like = tmp_path / "a.jsonl", make_tokenizer()
-    tokenizer = Counting(tokenizer_object=like.backend_tokenizer, chat_template=like.chat_template)
-    huge = ["a" * 10_000_000, "12 + 34 " * 1_250_000]
-    messages = [[{"role": "user", "content": text}] for text in huge]
-    path.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in (*huge, *messages, [USER])))
-    start = time.process_time()
-    options: dict[str, Any] = {"apply_chat_template": True, "tokenizer": tokenizer, "max_prompt_len": 1000}
-    data = load_dataset(str(path), RowFormat("prompt"), **options)
-    assert [r.messages for r in data] == [[USER]] and data.num_too_long == 4
-    assert tokenizer.num_characters < 200_000  # of 40,000,000
-    assert time.process_time() - start < 20
 
 
 def test_few_tokens_of_many_characters_are_within_the_limit(tmp_path: Path):

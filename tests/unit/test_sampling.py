@@ -22,6 +22,7 @@ from instep.rollout.client import get_model_url
 from instep.rollout.eval import evaluate
 from instep.rollout.execute import new_execution, run_group, train_sampling_params
 from instep.rollout.http import post
+from instep.rollout.together import generate_group
 from instep.rollout.vllm_rollout import generate
 from instep.types import Sample, Status
 from tests.assets import make_checkpoint, make_prompts
@@ -93,7 +94,8 @@ def run(checkpoint: Path, *flags: str, group: list[Sample] | None = None) -> lis
     async def scenario() -> list[Sample]:
         async with engine() as port:
             args = view(checkpoint, *flags, port=port)
-            return await run_group(new_execution(args, 0), group or group_of(), train_sampling_params(args))
+            params = train_sampling_params(args)
+            return await run_group(new_execution(args, 0), group or group_of(), params, generate_group)
 
     return runtime.run(scenario(), timeout=60)
 

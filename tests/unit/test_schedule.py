@@ -134,8 +134,6 @@ def test_balanced_partition_against_all_partitions():
     best = min(abs(sum(weights) - 2 * sum(c)) for c in itertools.combinations(weights, 3))
     assert spread == best == 1
     assert balanced_partition([], 3) == [[], [], []]
-    with pytest.raises(ValueError):
-        balanced_partition([1, 2, 3], 2)
 
 
 @pytest.mark.parametrize(
@@ -147,8 +145,6 @@ def test_balanced_partition_against_all_partitions():
         (7, {"num_steps": 1, "micro_batch_size": 1}, "use 6 or 8"),
         (1, {"num_steps": 1, "max_tokens_per_gpu": 10}, "use 2"),
         (0, {"num_steps": 1, "micro_batch_size": 1}, ""),
-        (4, {"num_steps": 1, "global_batch_size": 4, "micro_batch_size": 1}, "--global-batch-size"),
-        (4, {"num_steps": 1}, "--use-dynamic-batch-size"),
     ],
 )
 def test_what_does_not_divide_is_refused_with_numbers_that_do(num: int, kwargs: dict, numbers: str):

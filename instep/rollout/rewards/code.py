@@ -104,11 +104,8 @@ async def _passes(code: str, test: Case, unsafe: bool, limits: Limits, where: st
                 return outcome.status == 0 and _lines(printed.removesuffix(f"{end}\n")) == _lines(test.stdout)
             return outcome.status == 0 and printed.endswith(f"{end}\n")
         said = outcome.stderr.strip()[-200:] or "it gave no answer in time"
-    raise RewardError(
-        f"the sandbox of a test did not start, {NUM_TRIES} times: {said}",
-        where=where,
-        remedy="see the host's memory and processes, or use fewer --reward-num-workers",
-    )
+    remedy = "see the host's memory and processes, or use fewer --reward-num-workers"
+    raise RewardError(f"the sandbox of a test did not start, {NUM_TRIES} times: {said}", where=where, remedy=remedy)
 
 
 def _lines(text: str) -> list[str]:

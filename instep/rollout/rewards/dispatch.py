@@ -7,7 +7,7 @@ import functools
 import inspect
 import re
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -108,32 +108,26 @@ async def compute_reward(args: HookSettings, target: Sample | Group) -> Any:
         RewardError: the function raised, took longer than `--reward-timeout`, or returned a list of another length.
     """
     first = target if isinstance(target, Sample) else target[0]
-    with spans.span("reward", spans.ROLLOUT, lambda: {"of": name_of(first)}):
-        return await _reward(args, target, first)
-
-
-async def _reward(args: HookSettings, target: Sample | Group, first: Sample) -> Any:
     path = _path_of(args, first)
-    if path is not None and path != BUILT_IN:
+    with spans.span("reward", spans.ROLLOUT, lambda: {"of": name_of(first)}):
+        if path is None or path == BUILT_IN:
+            if isinstance(target, Sample):
+                return await _built_in(args, target)
+            return await runtime.gather([_built_in(args, s) for s in target])
         for sample in [target] if isinstance(target, Sample) else target:
             _refuse_failed(args, sample)
         out = await _custom(args, path, target)
         if isinstance(target, Sample):
             return _one_each(args, path, [target], out)[0] if is_trls(path) else out
         return _one_each(args, path, target, out)
-    if isinstance(target, Sample):
-        return await _built_in(args, target)
-    return await runtime.gather([_built_in(args, s) for s in target])
 
 
 def _refuse_failed(args: HookSettings, sample: Sample) -> None:
     """Raise a RewardError for a FAILED sample, unless its generate function has given it a reward."""
     if sample.status is Status.FAILED and sample.reward is None:
-        raise RewardError(
-            "the generation of this sample has failed, which is no reward of 0",
-            where=f"{_function_of(args, sample)}: {name_of(sample)}",
-            remedy="set sample.reward in the generate function if it is to be trained, or give --skip-failed-groups",
-        )
+        what = "the generation of this sample has failed, which is no reward of 0"
+        remedy = "set sample.reward in the generate function if it is to be trained, or give --skip-failed-groups"
+        raise RewardError(what, where=f"{_function_of(args, sample)}: {name_of(sample)}", remedy=remedy)
 
 
 def _one_each(args: HookSettings, path: str, samples: Group, out: Any) -> list[Any]:
@@ -143,11 +137,9 @@ def _one_each(args: HookSettings, path: str, samples: Group, out: Any) -> list[A
     except Exception:  # noqa: BLE001 - the border to a user's object, which may be no list
         rewards = []
     if len(rewards) != len(samples):
-        raise RewardError(
-            f"it returned {said(out, 80)} for a group of {len(samples)} samples",
-            where=f"{_named(args, path)}: group {samples[0].group_index}",
-            remedy="return a list with one reward per sample: it takes lists (--group-rm, fan-out, TRL's completions)",
-        )
+        what = f"it returned {said(out, 80)} for a group of {len(samples)} samples"
+        remedy = "return a list with one reward per sample: it takes lists (--group-rm, fan-out, TRL's completions)"
+        raise RewardError(what, where=f"{_named(args, path)}: group {samples[0].group_index}", remedy=remedy)
     return rewards
 
 
@@ -159,19 +151,25 @@ async def _custom(args: HookSettings, path: str, target: Sample | Group) -> Any:
     whose = name_of(target) if isinstance(target, Sample) else f"group {target[0].group_index}"
     where = f"{_named(args, path)}: {whose}"
     limit = args.reward_timeout
-    hung = RewardError(
-        f"the reward function took more than {limit:g} s",
-        where=where,
-        remedy="make it faster, or raise --reward-timeout",
-    )
-    guard = partial(_guard, where, function.func)
-    if inspect.iscoroutinefunction(function.func):
-        return await _bounded(runtime.bounded_steps(_await(function, guard), limit, hung), limit, hung)
-    async with shared_pool(args.reward_num_workers).threads:
-        out = await _bounded(runtime.in_daemon_thread(_call, function, guard), limit, hung)
-    if inspect.isawaitable(out):
-        return await _bounded(runtime.bounded_steps(_await(lambda: out, guard), limit, hung), limit, hung)
-    return out
+    what = f"the reward function took more than {limit:g} s"
+    hung = RewardError(what, where=where, remedy="make it faster, or raise --reward-timeout")
+    guard, is_async = partial(_guard, where, function.func), inspect.iscoroutinefunction(function.func)
+    out: Any = None
+
+    def reward_function() -> Any:
+        with guard():
+            return function()
+
+    async def awaited() -> Any:
+        with guard():
+            return await (function() if is_async else out)
+
+    if not is_async:
+        async with shared_pool(args.reward_num_workers).threads:
+            out = await _bounded(runtime.in_daemon_thread(reward_function), limit, hung)
+        if not inspect.isawaitable(out):
+            return out
+    return await _bounded(runtime.bounded_steps(awaited(), limit, hung), limit, hung)
 
 
 @contextmanager
@@ -184,21 +182,9 @@ def _guard(where: str, function: Callable[..., Any]) -> Iterator[None]:
         if is_from_outside(error):
             raise
         fits = "correct that line; with --skip-failed-groups a sample that has no reward costs its group"
-        raise RewardError(
-            f"the reward function raised {said(error)}",
-            where=f"{where}; {raised_at(error, function)}",
-            remedy=signature_for(error, function, "--custom-rm-path") or fits,
-        ) from error
-
-
-def _call(function: Callable[[], T], guard: Callable[[], AbstractContextManager[None]]) -> T:
-    with guard():
-        return function()
-
-
-async def _await(begin: Callable[[], Awaitable[T]], guard: Callable[[], AbstractContextManager[None]]) -> T:
-    with guard():
-        return await begin()
+        what = f"the reward function raised {said(error)}"
+        remedy = signature_for(error, function, "--custom-rm-path") or fits
+        raise RewardError(what, where=f"{where}; {raised_at(error, function)}", remedy=remedy) from error
 
 
 async def _bounded(awaitable: Awaitable[T], limit: float, error: RewardError) -> T:
@@ -269,11 +255,8 @@ def _by_rule(args: HookSettings, sample: Sample) -> Any:
     if rule == "remote_rm":
         return _Later(partial(_remote, args, sample, response))
     if sample.label is None:
-        raise RewardError(
-            "the sample has no label",
-            where=f"--rm-type {rule}: {name_of(sample)}",
-            remedy="name its column: --label-key",
-        )
+        what = "the sample has no label"
+        raise RewardError(what, where=f"--rm-type {rule}: {name_of(sample)}", remedy="name its column: --label-key")
     if rule == "code":
         return _Later(partial(_code, args, sample, response))
     if rule in ("math", "deepscaler"):

@@ -1,7 +1,7 @@
 """A pool of reward workers: small processes beside the event loop.
 
-They keep nothing from one job to the next. One whose job takes too long is replaced; one that was stopped or killed is
-replaced, too, and its job given to another.
+They keep nothing from one job to the next. One whose job takes too long is replaced; one that was killed is replaced,
+too, and its job given to another.
 """
 
 from __future__ import annotations
@@ -21,14 +21,12 @@ from instep.errors import RewardError
 from instep.rollout import runtime
 from instep.rollout.rewards.rules import Algebra
 from instep.system.fork_server import Program, start
-from instep.system.kernel import state_of, stopped
 from instep.system.processes import OPENMP_ENV, num_usable_cpus
 
 logger = logging.getLogger(__name__)
 NUM_THREADS = 8
 LINE_BYTES = 1 << 24  # of a worker's answer, at most
 NUM_TRIES = 3  # of a job whose worker ends: the third death is the job's own fault
-LOOK_SECONDS = 0.5  # between two looks at whether a worker stands stopped
 START_SECONDS = 60.0  # for a worker to start and import math-verify on a busy machine
 PATIENCE_SECONDS = 0.5  # before one more worker is started
 
@@ -95,25 +93,18 @@ class RewardPool:
     """
 
     def __init__(self, num_workers: int, lasting: bool = True) -> None:
-        self._lasting = lasting
         self.threads = asyncio.Semaphore(NUM_THREADS)  # for custom functions that are not async
         self.programs = asyncio.Semaphore(num_workers)  # of models, each in a sandbox
         self._num_workers = num_workers
-        self._ready: asyncio.Queue[Worker | OSError] = asyncio.Queue()
-        self._num_waiting = 0  # jobs without a worker
+        self._ready: asyncio.Queue[Worker] = asyncio.Queue()
         self._all: set[Worker] = set()
-        self._starting: set[asyncio.Task[Worker | OSError]] = set()
-        self._watch: asyncio.Task[None] | None = None
-        self._closed = False
+        self._warming: asyncio.Task[None] | None = None
+        self._until_end = None if lasting else asyncio.create_task(self._close_with_loop())
 
     def warm(self) -> None:
         """Start a worker if there is none."""
-        if self._closed:  # the jobs are being cancelled
-            return
-        if self._watch is None or self._watch.done():
-            self._watch = asyncio.create_task(self._watch_workers())
-        if not self._all and not self._starting:
-            self._start()
+        if not self._all and (self._warming is None or self._warming.done()):
+            self._warming = asyncio.create_task(self._warm())
 
     async def equal(self, answer: str, label: str, *, timeout: float, where: str) -> bool:
         """Whether two answers are equal as mathematics. Raises: as `grade`."""
@@ -133,23 +124,24 @@ class RewardPool:
     async def _done(self, job: dict[str, Any], rule: str, what: str, timeout: float, where: str) -> Any:
         result: dict[str, Any] = {}
         for _ in range(NUM_TRIES):
-            worker = await self._free_worker(where)
+            try:
+                worker = await self._free_worker()
+            except OSError as error:
+                what, remedy = f"a reward worker did not start: {error}", "see memory and processes"
+                raise RewardError(what, where=where, remedy=remedy) from error
             try:
                 result = await asyncio.wait_for(worker.ask(job), timeout)
             except TimeoutError:
-                if state_of(worker.pid) != "stopped":  # else it has not worked on it
-                    raise RewardError(
-                        f"the {rule} reward took more than {timeout:g} s for {what}",
-                        where=where,
-                        remedy="raise --reward-timeout, or use a simpler label",
-                    ) from None
+                raise RewardError(
+                    f"the {rule} reward took more than {timeout:g} s for {what}",
+                    where=where,
+                    remedy="raise --reward-timeout, or use a simpler label",
+                ) from None
             finally:
                 if result:
                     self._ready.put_nowait(worker)
                 else:  # also when this task is cancelled: its worker is in the middle of a job
                     self._kill(worker)
-                    if self._ready.empty():  # other jobs may wait
-                        self.warm()
             if result:
                 break
             logger.warning("a reward worker (pid %d) has ended: its job is given to another one", worker.pid)
@@ -161,84 +153,54 @@ class RewardPool:
             raise RewardError(f"the {rule} reward raised {result['error']}", where=where, remedy=remedy)
         return result["is"]
 
-    async def _free_worker(self, where: str) -> Worker:
-        """The first that is free; a wait for it is bounded, as the earlier jobs and its start are."""
-        self._num_waiting += 1
-        try:
-            worker = await self._next_worker()
-        finally:
-            self._num_waiting -= 1
-        if isinstance(worker, OSError):
-            if self._num_waiting and not self._all and not self._starting:
-                self._ready.put_nowait(worker)  # the others wait for nothing: each gets this error
-            remedy = "see memory and processes"
-            raise RewardError(f"a reward worker did not start: {worker}", where=where, remedy=remedy)
-        return worker
-
-    async def _next_worker(self) -> Worker | OSError:
-        self.warm()
-        try:
-            worker = await asyncio.wait_for(self._ready.get(), PATIENCE_SECONDS)
-        except TimeoutError:
-            if not self._starting and len(self._all) < self._num_workers:
-                self._start()
-            worker = await self._ready.get()
-        while not isinstance(worker, OSError) and worker.ended:  # it ended with nothing to do
-            self._kill(worker)
+    async def _free_worker(self) -> Worker:
+        """The first that is free. Raises OSError: none is, and none starts."""
+        while True:
             self.warm()
-            worker = await self._ready.get()
-        return worker
-
-    def _start(self) -> None:
-        task = asyncio.create_task(self._start_worker())
-        self._starting.add(task)
-        task.add_done_callback(self._started)
-
-    def _started(self, task: asyncio.Task[Worker | OSError]) -> None:
-        self._starting.discard(task)
-        if not task.cancelled():
-            self._ready.put_nowait(task.result())
-
-    async def _start_worker(self) -> Worker | OSError:
-        for _ in range(NUM_TRIES):
             try:
-                worker = await Worker.start()
-            except OSError as error:
-                return error
-            self._all.add(worker)
-            try:
-                first = await asyncio.wait_for(worker.ask({"answer": "1", "label": "1"}), START_SECONDS)
+                worker = await asyncio.wait_for(self._ready.get(), PATIENCE_SECONDS)
             except TimeoutError:
-                self._kill(worker)
-                return OSError(f"it was not ready after {START_SECONDS:.0f} s")
-            if first:
+                if len(self._all) < self._num_workers:
+                    return await self._start()
+                continue
+            if not worker.ended:
                 return worker
-            self._kill(worker)  # somebody else has ended it
-        return OSError(f"it ended before it was ready, {NUM_TRIES} times")
+            self._kill(worker)  # it ended with nothing to do
 
-    async def _watch_workers(self) -> None:
-        """End workers that stand stopped, at work or not: they keep nothing, and another one takes their place."""
+    async def _warm(self) -> None:
+        with contextlib.suppress(OSError):  # a job that needs a worker starts one, and raises this
+            self._ready.put_nowait(await self._start())
+
+    async def _start(self) -> Worker:
+        worker = await Worker.start()
+        self._all.add(worker)
+        first: dict[str, Any] = {}
         try:
-            while True:
-                for worker in list(self._all):
-                    if stopped(worker.pid):
-                        logger.warning("a reward worker (pid %d) was stopped (SIGSTOP): it is replaced", worker.pid)
-                        self._kill(worker)
-                await asyncio.sleep(LOOK_SECONDS)
+            first = await asyncio.wait_for(worker.ask({"answer": "1", "label": "1"}), START_SECONDS)
+        except TimeoutError:
+            raise OSError(f"it was not ready after {START_SECONDS:.0f} s") from None
         finally:
-            for worker in () if self._lasting else list(self._all):
+            if not first:
                 self._kill(worker)
+        if not first:
+            raise OSError("it ended before it was ready")
+        return worker
 
     def _kill(self, worker: Worker) -> None:
         self._all.discard(worker)
         worker.kill()
 
+    async def _close_with_loop(self) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await self.close()
+
     async def close(self) -> None:
-        self._closed = True
-        tasks = [*self._starting, *([self._watch] if self._watch is not None else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        """End all workers."""
+        if self._warming is not None:
+            self._warming.cancel()
+            await asyncio.gather(self._warming, return_exceptions=True)
         for worker in list(self._all):
             self._kill(worker)
             await asyncio.sleep(0)  # the loop closes the socket

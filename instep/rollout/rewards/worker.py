@@ -9,9 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-import queue
 import sys
-import threading
 from typing import Any
 
 import setproctitle
@@ -35,18 +33,10 @@ def main() -> None:
     follow_parent()
     setproctitle.setthreadtitle("instep-reward")
     logging.disable(logging.CRITICAL)  # math-verify reports each expression that it gives up on
-    jobs: queue.Queue[str] = queue.Queue()
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print must not look like an answer
-
-    def read() -> None:
-        for line in sys.stdin:
-            jobs.put(line)
-        os._exit(0)  # the parent is gone or wants no more
-
-    threading.Thread(target=read, daemon=True).start()
-    while True:
-        job: dict[str, Any] = json.loads(jobs.get())
+    for line in sys.stdin:
+        job: dict[str, Any] = json.loads(line)
         try:
             result: dict[str, Any] = {"is": grade(**job) if "response" in job else algebra_equal(**job)}
         except Exception as error:  # noqa: BLE001 - a process border: the parent names function and sample

@@ -42,11 +42,9 @@ def grade_answer_verl(solution_str: str, ground_truth: Any) -> bool:
         return graded.result(seconds)
     except TimeoutError:
         graded.cancel()
-        raise RewardError(
-            f"no worker has graded {answer!r:.40} within {seconds:.0f} s",
-            where="grade_answer_verl",
-            remedy="look for a lack of memory or of processes; `await async_rm(...)` waits for no other caller",
-        ) from None
+        what = f"no worker has graded {answer!r:.40} within {seconds:.0f} s"
+        remedy = "look for a lack of memory or of processes; `await async_rm(...)` waits for no other caller"
+        raise RewardError(what, where="grade_answer_verl", remedy=remedy) from None
 
 
 @functools.cache
