@@ -29,14 +29,12 @@ from instep_neighbours.trl.receiver import Announced, Place, WrongTensor, dtype_
 ALIGNMENT = 64  # bytes
 
 
+@dataclass
 class Layout:
     """Names and places of all weights of a checkpoint.
 
-    Args:
-        dtype: that the engines compute with; a weight that comes in another one is cast.
-        bucket_bytes: about how large a file of a slot is.
-
     Attributes:
+        refusal: why no weights are taken; "" otherwise.
         places: by the name in the checkpoint; an update brings each of them once.
         taken: every name by which a trainer may send a weight, with its shape and the places of its parts: several
             where transformers holds several tensors of the checkpoint as one, none where that is not taken apart here
@@ -44,44 +42,43 @@ class Layout:
         tied: names of tied weights, which may be left out, with the name that they are tied to.
         vocab_size: of the model.
         sizes: bytes of each file of a slot.
-        refusal: why no weights are taken; "" otherwise.
     """
 
-    def __init__(self, checkpoint: Path, dtype: torch.dtype, bucket_bytes: int, trust_remote_code: bool = False):
-        self._empty("")
+    refusal: str = ""
+    places: dict[str, Place] = field(default_factory=dict)
+    taken: dict[str, tuple[tuple[int, ...], tuple[Place, ...]]] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
+    vocab_size: int = 1
+    sizes: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, checkpoint: Path, dtype: torch.dtype, bucket_bytes: int, trust_remote_code: bool = False) -> Layout:
+        """That of a checkpoint.
+
+        Args:
+            dtype: that the engines compute with; a weight that comes in another one is cast.
+            bucket_bytes: about how large a file of a slot is.
+        """
         config = load_config(str(checkpoint), trust_remote_code)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
         weights, names = named_weights(model), CheckpointNames(model, weight_files(checkpoint))
-        self.vocab_size = int(config.get_text_config().vocab_size)
+        layout = cls(vocab_size=int(config.get_text_config().vocab_size))
         for group in names.groups:
             served = dtype_name(weights[group.model[0]].dtype)
             for name, shape in zip(group.checkpoint, group.shapes, strict=True):
-                self.taken[name] = tuple(shape), (self._add(name, tuple(shape), served, bucket_bytes),)
+                layout.taken[name] = tuple(shape), (layout._add(name, tuple(shape), served, bucket_bytes),)
             if group.converter is None:
-                self.taken[group.model[0]] = self.taken[group.checkpoint[0]]
+                layout.taken[group.model[0]] = layout.taken[group.checkpoint[0]]
             else:
                 shapes = {name: tuple(weights[name].shape) for name in group.model if name not in group.checkpoint}
-                self.taken |= {name: (shape, self._parts(names, group, shape)) for name, shape in shapes.items()}
+                layout.taken |= {name: (shape, layout._parts(names, group, shape)) for name, shape in shapes.items()}
         first = {id(weight): name for name, weight in weights.items()}
         for name, weight in model.state_dict(keep_vars=True).items():
             if name not in weights and id(weight) in first:
-                shape, (place,) = self.taken[first[id(weight)]]
-                self.taken[name], self.tied[name] = (shape, ()), place.name
-
-    @classmethod
-    def none(cls, why: str) -> Layout:
-        """That of a server which takes no weights."""
-        layout = cls.__new__(cls)
-        layout._empty(why)
+                shape, (place,) = layout.taken[first[id(weight)]]
+                layout.taken[name], layout.tied[name] = (shape, ()), place.name
         return layout
-
-    def _empty(self, refusal: str) -> None:
-        self.refusal, self.vocab_size = refusal, 1
-        self.places: dict[str, Place] = {}
-        self.taken: dict[str, tuple[tuple[int, ...], tuple[Place, ...]]] = {}
-        self.tied: dict[str, str] = {}
-        self.sizes: list[int] = []
 
     def _add(self, name: str, shape: tuple[int, ...], dtype: str, bucket_bytes: int) -> Place:
         if not self.sizes or self.sizes[-1] >= bucket_bytes:
@@ -138,11 +135,12 @@ class Slot:
 
 @dataclass
 class Incoming:
-    """An update that is under way: the records of what has come, by name in the checkpoint.
+    """A version of the weights that comes, or has come.
 
     Attributes:
         slot: where it is staged, from the first tensor on.
         announced: what has come or is to come; of tied weights, too.
+        records: of what has come, by name in the checkpoint.
         tied: the digests of tied weights that were sent, by their own name.
     """
 
@@ -244,18 +242,15 @@ class Incoming:
                     remedy="train the same model: tie_word_embeddings is true in the config.json that is served",
                 )
 
-
-class StagedWeights:
-    """Stands where a session has a trainer's workers: it publishes the buckets of one slot."""
-
-    def __init__(self, slot: Slot, records: dict[str, TensorRecord]):
-        self.slot, self.records = slot, records
+    # ---- whole, it stands where a session has a trainer's workers ----------------------------------------------------
 
     def watch(self) -> None:
         """There is no process to watch: all of it lies in memory."""
 
     def publish(self, way: str, order: Order, timeout: float, on_event: Callable[[Any], None]) -> None:
+        """Show the buckets of its slot."""
+        assert self.slot is not None
         for number, path in enumerate(self.slot.paths):
-            names = (p.name for p in self.slot.layout.places.values() if p.number == number)
+            names = (p.name for p in self.layout.places.values() if p.number == number)
             records = tuple(self.records[name] for name in names)
             on_event(BucketManifest(str(path), order.version, order.nonce, records))

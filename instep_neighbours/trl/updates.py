@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -56,6 +57,7 @@ class Updates:
     ):
         self._args, self._fleet, self._layout, self._logs = args, fleet, layout, logs
         self._host, self._say = host, say
+        self.takes_none = layout.refusal  # why no weights are taken from anybody; "" if they are
         self.delivery = Delivery(args, fleet, layout, folder)
         self._thread = ThreadPoolExecutor(1, "weights")
         self._group: WorkerGroup | None = None
@@ -93,9 +95,7 @@ class Updates:
         host, port = of_type(info, "master_address", str), of_type(info, "master_port", int)
         if (size := info.get("world_size")) != 2 or info.get("rank_offset") != 1:
             raise Refused(f"world_size is {size}: this server is one rank, 1 of 2 (/get_world_size answers 1)")
-        packed_bytes = _packed_bytes(info)
-        client = await self._admit(Connection.of(http), legacy=False)
-        client.packed_bytes = packed_bytes
+        client = await self._admit(Connection.of(http), legacy=False, packed_bytes=_packed_bytes(info))
         await self._do(client, self._join, host, port, 1)
         return {"message": "Weight transfer initialized"}
 
@@ -104,14 +104,9 @@ class Updates:
         client = self._client
         if client is not None and client.host == Connection.of(http).host:
             if self._incoming is None:
-                await self._settled()
+                await self._run(lambda: None)  # after all that the thread was given
             self._drop(client)
         return {"message": "Request received, closing communicator"}
-
-    @property
-    def takes_none(self) -> str:
-        """Why no weights are taken from anybody; "" if they are."""
-        return self._layout.refusal
 
     async def check_free(self, connection: Connection) -> None:
         """Raise Refused if whoever asks by this connection would not get the weight group now.
@@ -134,13 +129,13 @@ class Updates:
         if self._client is holder:
             self._drop(holder)
 
-    async def _admit(self, connection: Connection, legacy: bool) -> Client:
+    async def _admit(self, connection: Connection, legacy: bool, packed_bytes: int | None = None) -> Client:
         await self.check_free(connection)
         if self._client is not None and connection in self._client.connections:
             self._drop(self._client)
         if self._client is not None:
             raise Refused(f"the trainer at {self._client.peer} was first: it has the weight group now")
-        self._client, self._incoming = Client(legacy, [connection]), None
+        self._client, self._incoming = Client(legacy, [connection], packed_bytes), None
         self._faults.pop(connection.host, None)
         return self._client
 
@@ -174,10 +169,6 @@ class Updates:
         """Raise Refused with the fault of a client that has not heard of it yet."""
         if fault := self._faults.pop(host, ""):
             raise Refused(fault)
-
-    async def _settled(self) -> None:
-        """Wait until the thread has done all that it was given."""
-        await asyncio.wrap_future(self._thread.submit(lambda: None))
 
     # ---- an update ---------------------------------------------------------------------------------------------------
 
@@ -243,7 +234,7 @@ class Updates:
         """
         connection, client = Connection.of(http), self._client
         if client is not None and client.legacy and client.host == connection.host:
-            await self._settled()
+            await self._run(lambda: None)  # after all that the thread was given
             if self._client is client and self._incoming is not None and self._incoming.begun:
                 incoming, self._incoming = self._incoming, None
                 incoming.check_whole()
@@ -352,13 +343,11 @@ class Updates:
         self._end_group()
 
     def _is_joined(self) -> bool:
-        if self._group is None:
-            return False
-        self._group.watch = self._group.check_alive  # a trainer without an open connection may live
-        try:
-            return bool(self._group.call("alive", timeout=ALIVE_SECONDS)[0])
-        except WorkerError:
-            return False
+        if self._group is not None:
+            self._group.watch = self._group.check_alive  # a trainer without an open connection may live
+            with suppress(WorkerError):
+                return bool(self._group.call("alive", timeout=ALIVE_SECONDS)[0])
+        return False
 
     def _end_group(self) -> None:
         if self._group is not None:

@@ -9,9 +9,12 @@ from __future__ import annotations
 import asyncio
 import functools
 import uuid
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from instep.errors import ConfigError, RolloutError
+
+if TYPE_CHECKING:
+    from instep.system.processes import SupervisedProcess
 
 _LISTS = ("nodes", "calls", "errors")
 HEARTBEAT_SECONDS, SILENT_SECONDS = 1, 5  # of ZeroMQ itself, which a server answers however busy its Python is
@@ -74,12 +77,16 @@ class Assembly:
 
 
 class Client:
-    """A connection to one server, of the event loop that makes it. `num_running` counts its episodes."""
+    """A connection to one server, of the event loop that makes it. `num_running` counts its episodes.
 
-    def __init__(self, address: str):
+    Args:
+        process: of the server; None: somebody else's.
+    """
+
+    def __init__(self, address: str, process: SupervisedProcess | None = None):
         import zmq
 
-        self.address, self.num_running = address, 0
+        self.address, self.process, self.num_running = address, process, 0
         self._socket = _context().socket(zmq.DEALER)
         options = {zmq.LINGER: 0, zmq.SNDHWM: 0, zmq.RCVHWM: 0, zmq.HEARTBEAT_IVL: 1000 * HEARTBEAT_SECONDS}
         options |= {zmq.HEARTBEAT_TIMEOUT: 1000 * SILENT_SECONDS, zmq.RECONNECT_IVL: 100}

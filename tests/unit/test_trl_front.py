@@ -52,7 +52,7 @@ def port(args, tmp_path):
 
 def test_a_port_that_never_listens_is_not_waited_for(args, monkeypatch, tmp_path):
     """A host's name that no server of names answers, say."""
-    updates = Updates(args, None, Layout.none(""), tmp_path, tmp_path, "127.0.0.1", print)
+    updates = Updates(args, None, Layout(), tmp_path, tmp_path, "127.0.0.1", print)
     server = Front(args, "http://127.0.0.1:1", "m", "", "127.0.0.1", updates, lambda: True)
     monkeypatch.setattr(front, "START_SECONDS", 0.05)
     monkeypatch.setattr(server, "_serve", lambda: asyncio.sleep(0.3))
@@ -81,7 +81,7 @@ def test_a_trainer_hears_before_it_inits_a_group_that_another_one_has_it(port, a
 
 
 def test_a_server_that_takes_no_weights_says_so_before_a_group_is_joined(port):
-    http = Http(port(Layout.none("they are quantized"))[0])
+    http = Http(port(Layout("they are quantized"))[0])
     assert http("/server_info", method="GET")["vllm_config"]["weight_transfer_config"] is None
     with pytest.raises(Refusal, match="they are quantized"):
         http("/get_world_size", method="GET")
@@ -148,7 +148,7 @@ def test_weights_that_came_in_a_pause_are_proven_when_it_ends(port, args, monkey
     monkeypatch.setattr(delivery, "_probe", lambda session: {"e": scores})
     http("/pause?mode=keep")
     delivery.version, delivery._current, delivery._scores = 4, "new", {"e": scores}
-    delivery._unproven = _Unproven(session, "new", True, before)
+    delivery._unproven = _Unproven(session, True, before)
     with pytest.raises(Refusal, match="still scores as under the weights before") as raised:
         http("/resume")
     assert raised.value.status == 503 and "still scores" in capfd.readouterr().out

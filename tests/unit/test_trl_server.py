@@ -36,7 +36,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def layout(checkpoint):
-    return Layout(checkpoint, torch.float32, 30_000)
+    return Layout.of(checkpoint, torch.float32, 30_000)
 
 
 # ---- the command line ------------------------------------------------------------------------------------------------
@@ -362,7 +362,7 @@ def test_a_server_that_takes_no_weights_says_why(checkpoint, tmp_path):
 def test_fused_experts_are_taken_apart(tmp_path):
     """As transformers' own mapping does it: a trainer sends one tensor, engines get those of the checkpoint."""
     folder = make_family("qwen3_moe", tmp_path / "hf")
-    layout, model = Layout(folder, torch.bfloat16, 30_000), AutoModelForCausalLM.from_pretrained(folder)
+    layout, model = Layout.of(folder, torch.bfloat16, 30_000), AutoModelForCausalLM.from_pretrained(folder)
     slot, incoming, receiver = Slot(layout, tmp_path, "a"), Incoming(layout), Receiver()
     slot.allocate()
     fused = {name: places for name, (_, places) in layout.taken.items() if len(places) > 1}
@@ -384,7 +384,6 @@ def test_fused_experts_are_taken_apart(tmp_path):
 
 
 def test_fused_experts_of_another_form_are_refused_by_name():
-    layout = Layout.none("")
-    layout.taken = {"experts.gate_up_proj": ((1,), ())}
+    layout = Layout(taken={"experts.gate_up_proj": ((1,), ())})
     with pytest.raises(WrongTensor, match="several tensors of the checkpoint in one"):
         Incoming(layout).announce("experts.gate_up_proj", "float32", (1,))
