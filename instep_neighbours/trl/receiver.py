@@ -125,7 +125,7 @@ class Receiver:
             self._store = store
             self._group = _NcclGroup(store, meeting) if meeting.device == "cuda" else _GlooGroup(store, meeting)
             shut(doors)
-        except (OSError, RuntimeError) as error:  # torch's DistError is one
+        except (OSError, RuntimeError, ImportError) as error:  # torch's DistError is one; NCCL needs vLLM
             raise SyncError(
                 f"no weight group with the trainer: {_first_line(error)}",
                 where=f"{meeting.host}:{meeting.port}",
@@ -271,21 +271,14 @@ class _NcclGroup:
     """By vLLM's own communicator, which is installed where engines run on GPUs."""
 
     def __init__(self, store: dist.Store, meeting: Meeting):
-        try:
-            from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
-
-            self._store = careful_group(store, meeting.rank)
-        except ImportError as error:
-            remedy = "pip install vllm, or serve on the CPU"
-            what = f"weights come by NCCL, which needs vLLM here: {error}"
-            raise SyncError(what, where="the weight group", remedy=remedy) from error
+        from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 
         self._meeting, self.device = meeting, torch.device("cuda", 0)
         torch.cuda.set_device(self.device)
+        self._store = careful_group(store, meeting.rank)
         self._comm = PyNcclCommunicator(self._store, device=self.device)
         if self._comm.disabled:
-            remedy = "see this process' log (receiver-rank0.log)"
-            raise SyncError("vLLM's communicator found no NCCL", where="the weight group", remedy=remedy)
+            raise RuntimeError("vLLM's communicator found no NCCL; receiver-rank0.log says why")
 
     def broadcast(self, buffer: torch.Tensor) -> None:
         self._comm.broadcast(buffer, src=self._meeting.trainer)
@@ -296,11 +289,7 @@ class _NcclGroup:
 
 
 def careful_group(store: dist.Store, rank: int) -> Any:
-    """vLLM's group of two over a store. What that holds comes from whoever reaches it: only an id, or a name, is read.
-
-    Raises:
-        ImportError: there is no vLLM.
-    """
+    """vLLM's group of two over a store, which anybody may have filled: an id or a name is read, and nothing else."""
     from vllm.distributed.device_communicators.pynccl_wrapper import ncclUniqueId
     from vllm.distributed.utils import StatelessProcessGroup
 
