@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from instep.errors import ConfigError, writing
+from instep.engines import keys
+from instep.errors import ConfigError
 from instep.system.options import OptionParser
 from instep.system.ports import LOOPBACK, port_is_free
 from instep_engine import PARENT_VARIABLE
@@ -71,17 +72,12 @@ def main(words: Sequence[str]) -> int:
         print(HELP)
         return 0
     given, rest = _split(words)
-    host, port = given.get("--host", LOOPBACK), _port(given)
+    host, port = given.get("--host", LOOPBACK), _whole(given, "--port", "port", DEFAULT_PORT)
     if not port_is_free(port):
         raise ConfigError(f"port {port} is taken", where=f"{WHERE} --port", remedy="name a free one, or end its server")
     argv, env = command(given, rest, host, port)
-    folder = key_file(port).parent
     key = os.environ.get(KEY_VARIABLE, "").strip() or secrets.token_hex(32)
-    with writing(folder):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        key_file(port).unlink(missing_ok=True)
-        with open(os.open(key_file(port), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(key + "\n")
+    keys.write(key_file(port).parent, key, key_file(port).name)
     env |= {"PYTHONUNBUFFERED": "1"}  # of the guide's `python -u`, which an exec forgets
     env |= {KEY_VARIABLE: key, GENERATE_VARIABLE: EVERYONE, HOSTS_VARIABLE: os.environ.get(HOSTS_VARIABLE, "")}
     print(f"[vLLM Server] generation is open to this host; control routes ask for the key in {key_file(port)}")
@@ -89,17 +85,10 @@ def main(words: Sequence[str]) -> int:
     os.execve(sys.executable, [sys.executable, *FOUND_BY, *argv], {**os.environ, **env})
 
 
-def _port(given: dict[str, Any]) -> int:
-    text = given.get("--port", str(DEFAULT_PORT))
+def _whole(given: dict[str, Any], flag: str, what: str, default: int = 1) -> int:
+    text = given.get(flag, str(default))
     if not text.isdecimal() or not 0 < int(text) < 1 << 16:
-        raise ConfigError(f"{text!r} is no port", where=f"{WHERE} --port", remedy="give a number, as 9001")
-    return int(text)
-
-
-def _number_of_gpus(given: dict[str, Any], of: str) -> int:
-    text = given.get(flag := f"--{of}-parallel-size", "1")
-    if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"{text!r} is no number of GPUs", where=f"{WHERE} {flag}", remedy="give an integer above 0")
+        raise ConfigError(f"{text!r} is no {what}", where=f"{WHERE} {flag}", remedy=f"give an integer, as {default}")
     return int(text)
 
 
@@ -156,7 +145,7 @@ def server_args(given: dict[str, Any], rest: Sequence[str]) -> Args:
     from instep.arguments.parse import parse
     from instep.controller.device import device_here
 
-    tensor, pipeline = _number_of_gpus(given, "tensor"), _number_of_gpus(given, "pipeline")
+    tensor, pipeline = (_whole(given, f"--{n}-parallel-size", "number of GPUs") for n in ("tensor", "pipeline"))
     size, device, shared = str(tensor * pipeline), device_here(), shares_weights() and "--enable-lora" not in given
     if shared and pipeline > 1:
         raise ConfigError(

@@ -91,7 +91,6 @@ class Environment:
         self._owned: list[SupervisedProcess] = []
         self._clients: list[Client] = []
         self._lock = asyncio.Lock()
-        self._restarts = 0  # since an episode has ended well
 
     @property
     def folder(self) -> Path:
@@ -122,19 +121,16 @@ class Environment:
         """Run one episode; see `Client.run`.
 
         Raises:
-            EngineError: there is no server, or it has ended `MAX_TRIES` times.
+            EngineError: there is no server, or this episode has lost `MAX_TRIES`.
             RolloutError: as `Client.run`.
         """
         for _ in range(MAX_TRIES):
             client = await self._least_busy()
             try:
-                episode = await client.run(request)
+                return await client.run(request)
             except ServerLostError:
                 await self._replace(client)
-            else:
-                self._restarts = 0
-                return episode
-        what = f"an episode has ended {MAX_TRIES} servers of the environment"
+        what = f"an episode has lost {MAX_TRIES} servers of the environment"
         raise EngineError(what, where=str(self._log()), remedy="see what it does to its process")
 
     async def close(self) -> None:
@@ -166,14 +162,10 @@ class Environment:
             self._clients.remove(lost)
             await lost.close()
             if (process := lost.process) is not None:
-                self._restarts += 1
                 await runtime.in_daemon_thread(process.died_within, 1.0)
                 report = process.describe()
                 await runtime.in_daemon_thread(process.stop, 1.0)
                 self._owned.remove(process)
-                if self._restarts >= MAX_TRIES:
-                    what = f"the environment's server has ended {self._restarts} times in a row"
-                    raise EngineError(what, where=report, remedy="see its log")
                 logger.warning("the environment's server has ended and is started again; %s", report)
             self._clients.append(await self._connect(BACK_SECONDS))
 
