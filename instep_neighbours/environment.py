@@ -5,40 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from instep.arguments.concern import Given, Problem, Settings, flag_name
-from instep.arguments.flag import Flag, FlagGroup, Number, json_object, path_flag
+from instep.arguments.flag import read_flags
 
 PACKAGE = "instep_neighbours.verifiers"
 ROLLOUT = f"{PACKAGE}.generate_rollout"
 GENERATE = f"{PACKAGE}.generate"
 TASKS = f"{PACKAGE}.Tasks"
 
-ENVIRONMENT = FlagGroup(
-    "Environments of verifiers (docs/neighbours/verifiers.md)",
-    (
-        Flag(
-            "--env",
-            help="name of a taskset of verifiers, whose tasks, turns and rewards a run trains on; means "
-            f"--rollout-function-path {ROLLOUT}",
-        ),
-        Flag(
-            "--env-args",
-            json_object,
-            {},
-            "what verifiers calls [env], such as "
-            '{"taskset": {"num_tasks": 100}, "agent": {"runtime": {"type": "subprocess"}}}, and its [select]',
-        ),
-        Flag(
-            "--env-eval-args",
-            json_object,
-            None,
-            "the same for evaluations, over --env-args: {} evaluates on the tasks that are trained on",
-        ),
-        Flag("--env-renderer", help="name of the renderer of the package `renderers`; default: by the model's name"),
-        path_flag("--env-python", "a Python that has verifiers and the environment; default: instep's own"),
-        Flag("--env-num-servers", Number(int, 1, 256), 1, "processes that share the episodes of the environment"),
-        Flag("--env-address", help="tcp://HOST:PORT of an env server of verifiers that runs already, for training"),
-    ),
-)
+ENVIRONMENT = read_flags(__file__, rollout=ROLLOUT)
 
 
 def rollout_function_path(args: Settings, given: Given) -> str:
@@ -61,13 +35,14 @@ _OWN = {  # what an environment does itself
     "turns": ("custom_generate_function_path", "eval_function_path"),
     "rewards": ("rm_type", "custom_rm_path", "group_rm"),
 }
+_LENGTH = "the length of an episode is the environment's"
 _REFUSED = {
     "partial_rollout": ("an episode cannot be continued", "leave it out: what is left at a rollout's end is dropped"),
-    "rollout_max_context_len": ("the length of an episode is the environment's", "--env-args agent.max_total_tokens"),
-    "eval_max_context_len": ("the length of an episode is the environment's", "--env-eval-args agent.max_total_tokens"),
+    "rollout_max_context_len": (_LENGTH, "--env-args agent.max_total_tokens"),
+    "eval_max_context_len": (_LENGTH, "--env-eval-args agent.max_total_tokens"),
     "rollout_stop_token_ids": (
         "the renderer names the tokens that end a turn",
-        "give --rollout-stop, or --env-renderer",
+        "give --rollout-stop or --env-renderer",
     ),
     "use_rollout_routing_replay": ("verifiers reads routed experts in another form than vLLM's", "leave it out"),
 }

@@ -1,25 +1,17 @@
 """Flags of Atropos' example trainer and of TRL's server, which their users may try in instep."""
 
-from __future__ import annotations
+from instep.arguments.flag import Family, read_flags
 
-import tomllib
-from pathlib import Path
-
-from instep.arguments.flag import SECONDS, Family, Flag, FlagGroup, http_address, refused
-
-_TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="ascii"))
-_URL = Flag(
-    "--atropos-url",
-    http_address,
-    "http://localhost:8000",
-    "address of the Atropos API whose environments feed the run (docs/neighbours/atropos.md)",
-    whose="A",
+_ENVIRONMENT = "a flag of an Atropos environment", "the environment's own command line (docs/neighbours/atropos.md)"
+GROUPS = (
+    read_flags(
+        __file__,
+        atropos="a flag of Atropos' example trainer, which `instep atropos-train` takes",
+        server="a flag of a generation server; `instep vllm-serve` takes those of TRL's as they are",
+    ),
 )
-_TIMEOUT = Flag("--atropos-timeout", SECONDS, 600.0, "longest wait for a batch of that API, or for it to come back")
-_REFUSED = [
-    flag
-    for names, whose, why, instead in _TABLE["flags"]
-    for flag in refused(why.format(**_TABLE["said"]), whose, *names.split(), instead=instead)
-]
-GROUPS = (FlagGroup("Neighbours", (_URL, _TIMEOUT, *_REFUSED)),)
-FAMILIES = tuple(Family(*row) for row in _TABLE["families"])
+FAMILIES = (
+    Family("--openai.", *_ENVIRONMENT),
+    Family("--env.", *_ENVIRONMENT),
+    Family("--slurm", _ENVIRONMENT[0], "--cluster ray (docs/cluster.md)"),
+)

@@ -1,13 +1,27 @@
-"""How the Atropos API divides its queue into batches: the same batches as Atropos' own server makes of the same groups.
+"""What a trainer registers with the Atropos API, and how that divides its queue into batches.
 
-Groups are never split. Groups of one size are packed until they fill the size of the largest group that waits, and only
-whole packs are taken.
+They are the same batches as Atropos' own server makes of the same groups. Groups are never split. Groups of one size
+are packed until they fill the size of the largest group that waits, and only whole packs are taken.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Registration:
+    """What a trainer tells the API, which tells it to environments; `batch_size` is in sequences."""
+
+    wandb_group: str
+    wandb_project: str
+    batch_size: int
+    max_token_len: int
+    checkpoint_dir: str
+    save_checkpoint_interval: int
+    starting_step: int
+    num_steps: int
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -10,13 +10,14 @@ import asyncio
 import json
 import logging
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import aiohttp
 
 from instep.errors import EngineError, RolloutError
 from instep.rollout.runtime import CONNECT_SECONDS, http_session
+from instep_neighbours.atropos.batches import Registration
 from instep_neighbours.atropos.groups import size_of
 
 logger = logging.getLogger(__name__)
@@ -26,20 +27,6 @@ ASK_SECONDS = 30.0  # for an answer that is no batch
 TELL_AFTER = 10.0  # seconds of waiting after which it is told what is waited for
 LONGEST_PAUSE = 1.0  # between two questions for a batch, as in Atropos' trainer
 _START = "start it (`instep env-api`, or Atropos' `run-api`), or name its address with --atropos-url"
-
-
-@dataclass(frozen=True)
-class Registration:
-    """What a trainer tells the API, which tells it to environments; `batch_size` is in sequences."""
-
-    wandb_group: str
-    wandb_project: str
-    batch_size: int
-    max_token_len: int
-    checkpoint_dir: str
-    save_checkpoint_interval: int
-    starting_step: int
-    num_steps: int
 
 
 class _Down(Exception):
@@ -65,7 +52,7 @@ class ApiClient:
     async def next_batch(self, registration: Registration, timeout: float) -> list[dict[str, Any]]:
         """The groups of one batch: exactly `registration.batch_size` sequences.
 
-        Registers where the API knows no trainer: at the first call, and after it was started anew.
+        Registers where the API knows no trainer: at the first call, and after it was started again.
 
         Raises:
             EngineError: the API does not answer within `timeout` seconds (the first time: in 10), or is none.
@@ -80,16 +67,17 @@ class ApiClient:
                 batch = await self._ask("GET", "/batch", timeout=timeout)
                 if batch.get("status") == "error":
                     raise _Down(str(batch.get("message")))
-                self._is_up()
-                if batch.get("batch"):
-                    return self._checked(batch["batch"], registration)
             except _Down as problem:
                 self._is_down(problem, timeout, asked)
             else:
-                waited = time.monotonic() - begun
+                if self._down_since is not None:
+                    logger.warning("the Atropos API at %s answers again; start environments again that ended", self.url)
+                self._down_since, waited = None, time.monotonic() - begun
+                if batch.get("batch"):
+                    return self._checked(batch["batch"], registration)
                 if waited > timeout:
                     await self._no_batch(registration, timeout)
-                elif waited > TELL_AFTER and not told:
+                if waited > TELL_AFTER and not told:
                     told, situation = True, (await self._situation())[1]
                     what = "no batch of %d sequences has come for %.0f s from the Atropos API at %s: %s; %.0f s left"
                     logger.warning(what, registration.batch_size, waited, self.url, situation, timeout - waited)
@@ -139,12 +127,9 @@ class ApiClient:
 
     async def _ask(self, method: str, path: str, body: Any = None, *, timeout: float = ASK_SECONDS) -> dict[str, Any]:
         timeout = timeout if self._reached else min(timeout, FIRST_CONTACT)
-        limits = aiohttp.ClientTimeout(total=timeout, sock_connect=CONNECT_SECONDS)
-        what = "the Atropos API at %s has not answered %s for %.0f s; it has %.0f s in all"
-        tell = asyncio.get_running_loop().call_later(
-            TELL_AFTER, logger.warning, what, self.url, path, TELL_AFTER, timeout
-        )
-        sent = False
+        limits, sent = aiohttp.ClientTimeout(total=timeout, sock_connect=CONNECT_SECONDS), False
+        what = f"has not answered {path} for {TELL_AFTER:.0f} s; it has {timeout:.0f} s in all"
+        tell = asyncio.get_running_loop().call_later(TELL_AFTER, logger.warning, "the API at %s %s", self.url, what)
         try:
             async with (
                 http_session() as session,
@@ -154,9 +139,7 @@ class ApiClient:
                 text = await answer.text()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             if sent and path == "/batch":
-                logger.warning(
-                    "the answer of %s%s broke off (%r): if it was a batch, it is lost", self.url, path, error
-                )
+                logger.warning("the answer of %s%s broke off (%r): its batch is lost", self.url, path, error)
             raise _Down(f"{type(error).__name__}: {error}".rstrip(": ")) from error
         finally:
             tell.cancel()
@@ -190,12 +173,6 @@ class ApiClient:
             what = "the Atropos API at %s does not answer as before (%s); asking it again for at most %.0f s"
             logger.warning(what, self.url, problem, timeout)
 
-    def _is_up(self) -> None:
-        if self._down_since is not None:
-            what = "the Atropos API at %s answers again; environments that have ended meanwhile must be started again"
-            logger.warning(what, self.url)
-        self._down_since = None
-
     def _checked(self, batch: Any, registration: Registration) -> list[dict[str, Any]]:
         groups: list[dict[str, Any]] = batch if isinstance(batch, list) else []
         if not groups or not all(isinstance(g, dict) and isinstance(g.get("tokens"), list) for g in groups):
@@ -209,16 +186,11 @@ class ApiClient:
 
     async def _no_batch(self, registration: Registration, timeout: float) -> None:
         size, situation = await self._situation()
-        remedy = (
-            f"start an environment with `--env.rollout_server_url {self.url}`, or see the log of the one that runs; "
-        )
+        remedy = f"start an environment with `--env.rollout_server_url {self.url}`, or see the log of the one that runs"
         if size:
             remedy = (
                 "groups are packed to the size of the largest one, which must divide the batch, and an environment "
-                "with a min_batch_allocation must have its share there; "
+                "with a min_batch_allocation must have its share there"
             )
-        raise RolloutError(
-            f"no batch of {registration.batch_size} sequences came within {timeout:.0f} s: {situation}",
-            where=self.url,
-            remedy=remedy + "--atropos-timeout is the bound",
-        )
+        what = f"no batch of {registration.batch_size} sequences came within {timeout:.0f} s: {situation}"
+        raise RolloutError(what, where=self.url, remedy=f"{remedy}; --atropos-timeout is the bound")

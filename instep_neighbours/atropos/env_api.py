@@ -13,7 +13,6 @@ import json
 import secrets
 import signal
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
 
 from aiohttp import web
 
@@ -22,33 +21,12 @@ from instep.errors import ConfigError
 from instep.system.options import OptionParser
 from instep.system.ports import port_is_free
 from instep_engine.guard import EVERYONE, Guard
-from instep_neighbours.atropos.batches import Queued
-from instep_neighbours.atropos.env_state import BadRequest, Full, State, number_of
-from instep_neighbours.atropos.groups import fault_of_group
+from instep_neighbours.atropos.env_state import BadRequest, Full, State
 
 MAX_BODY = 1 << 30  # bytes of a request, decompressed
-_REGISTRATION = {
-    "wandb_group": str,
-    "wandb_project": str,
-    "batch_size": int,
-    "max_token_len": int,
-    "checkpoint_dir": str,
-    "save_checkpoint_interval": int,
-    "starting_step": int,
-    "num_steps": int,
-}
-_FIELDS = (
-    *("tokens", "masks", "scores", "advantages", "ref_logprobs", "messages", "generation_params"),
-    *("inference_logprobs", "overrides", "group_overrides", "images", "env_id", "distill_token_ids"),
-    "distill_logprobs",
-)
-_NO_EXAMPLE: dict[str, list[Any]] = {
-    name: []
-    for name in (
-        *("tokens", "masks", "scores", "advantages", "ref_logprobs", "generation_params", "inference_logprobs"),
-        *("messages", "images"),
-    )
-}
+# Routes that a method of `State` answers, which is called so, with `_` for `-`.
+GETS = ("environments", "info", "status", "status-env", "wandb_info")
+POSTS = ("register", "register-env", "disconnect-env", "scored_data", "scored_data_list")
 
 
 class EnvApi:
@@ -60,13 +38,13 @@ class EnvApi:
 
     def app(self) -> web.Application:
         app = web.Application(middlewares=[self._middleware], client_max_size=MAX_BODY)
-        gets = ("batch", "environments", "info", "latest_example", "reset_data", "status", "wandb_info")
         app.router.add_get("/", self.root)
-        app.router.add_get("/status-env", self.status_env)
-        for name in gets:
+        for name in ("batch", "latest_example", "reset_data"):
             app.router.add_get(f"/{name}", getattr(self, name))
-        for name in ("register", "register-env", "disconnect-env", "scored_data", "scored_data_list"):
-            app.router.add_post(f"/{name}", getattr(self, name.replace("-", "_")))
+        for name in GETS:
+            app.router.add_get(f"/{name}", self._answer)
+        for name in POSTS:
+            app.router.add_post(f"/{name}", self._answer)
         return app
 
     @web.middleware
@@ -84,29 +62,17 @@ class EnvApi:
         except Full as error:
             return web.json_response({"detail": str(error)}, status=503)
 
-    # ---- the trainer's -----------------------------------------------------------------------------------------------
+    async def _answer(self, request: web.Request) -> web.Response:
+        try:
+            body = json.loads(await body_of(request, MAX_BODY) or b"{}")
+        except (ValueError, RecursionError) as error:
+            raise BadRequest(f"the body is no JSON: {error}") from error
+        if not isinstance(body, dict) and not request.path.startswith("/scored_data"):
+            raise BadRequest("the body is no JSON object")
+        return web.json_response(getattr(self.state, request.path[1:].replace("-", "_"))(body))
 
     async def root(self, request: web.Request) -> web.Response:
         return web.json_response({"message": "AtroposLib API"})
-
-    async def register(self, request: web.Request) -> web.Response:
-        body = await _object(request)
-        for name, kind in _REGISTRATION.items():
-            if type(body.get(name)) is not kind:
-                raise BadRequest(f"{name} is {body.get(name)!r:.40}, not a {kind.__name__}")
-        state = self.state
-        if state.registration is None:  # as in Atropos, another trainer changes nothing
-            state.registration, state.step = body, body["starting_step"]
-            print(f"a trainer has registered, for batches of {body['batch_size']} sequences", flush=True)
-        return web.json_response({"uuid": secrets.randbits(128)})
-
-    async def info(self, request: web.Request) -> web.Response:
-        known = self.state.registration or {}
-        return web.json_response({name: known.get(name, -1) for name in ("batch_size", "max_token_len")})
-
-    async def wandb_info(self, request: web.Request) -> web.Response:
-        known = self.state.registration or {}
-        return web.json_response({"group": known.get("wandb_group"), "project": known.get("wandb_project")})
 
     async def batch(self, request: web.Request) -> web.StreamResponse:
         if self.state.registration is None:
@@ -126,77 +92,12 @@ class EnvApi:
             raise
         return answer
 
-    async def status(self, request: web.Request) -> web.Response:
-        return web.json_response({"current_step": self.state.step, "queue_size": len(self.state.queue)})
-
-    async def environments(self, request: web.Request) -> web.Response:
-        return web.json_response({"environments": self.state.environments()})
-
     async def latest_example(self, request: web.Request) -> web.Response:
-        data = self.state.latest or json.dumps(_NO_EXAMPLE).encode()
-        return web.Response(body=data, content_type="application/json")
+        return web.Response(body=self.state.latest, content_type="application/json")
 
     async def reset_data(self, request: web.Request) -> web.Response:
         self.state = State(self.state.max_bytes)
         return web.Response(text="Reset successful")
-
-    # ---- the environments' -------------------------------------------------------------------------------------------
-
-    async def register_env(self, request: web.Request) -> web.Response:
-        return web.json_response(self.state.register_env(await _object(request)))
-
-    async def disconnect_env(self, request: web.Request) -> web.Response:
-        number = int(number_of(await _object(request), "env_id"))
-        if number not in self.state.envs:
-            return web.json_response({"status": "failure", "error": f"there is no environment {number}"})
-        self.state.envs[number].connected = False
-        return web.json_response({"status": "success"})
-
-    async def status_env(self, request: web.Request) -> web.Response:
-        return web.json_response(self.state.status_of(int(number_of(await _object(request), "env_id"))))
-
-    async def scored_data(self, request: web.Request) -> web.Response:
-        body = await body_of(request, MAX_BODY)
-        group = _queued(json_of(body), "the group")
-        self.state.check_room(len(group.data))
-        return web.json_response(self.state.add(group))
-
-    async def scored_data_list(self, request: web.Request) -> web.Response:
-        given = json_of(await body_of(request, MAX_BODY))
-        if not isinstance(given, list):
-            raise BadRequest("the body is no list of groups")
-        groups = [_queued(group, f"group {i}") for i, group in enumerate(given)]
-        self.state.check_room(sum(len(g.data) for g in groups))
-        answers = [self.state.add(group) for group in groups]
-        sizes = [a["buffer_size"] for a in answers if a["status"] == "buffered"]
-        more = {"buffered": len(sizes), "last_buffer_size": sizes[-1]} if sizes else {}
-        return web.json_response({"status": "received", "groups_processed": len(groups), **more})
-
-
-def _queued(group: Any, where: str) -> Queued:
-    if fault := fault_of_group(group):
-        env = f" of environment {group['env_id']}" if isinstance(group, dict) and "env_id" in group else ""
-        raise BadRequest(f"{where}{env}: {fault}")
-    env_id = group.get("env_id")
-    if env_id is not None and type(env_id) is not int:
-        raise BadRequest(f"{where}: env_id is {env_id!r:.40}, no integer")
-    kept = {name: group.get(name) for name in _FIELDS}
-    return Queued(len(group["tokens"]), env_id, json.dumps(kept, separators=(",", ":")).encode())
-
-
-async def _object(request: web.Request) -> dict[str, Any]:
-    body = json_of(await body_of(request, MAX_BODY))
-    if not isinstance(body, dict):
-        raise BadRequest("the body is no JSON object")
-    return body
-
-
-def json_of(text: bytes) -> Any:
-    """The JSON of a body. Raises: BadRequest."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise BadRequest(f"the body is no JSON: {error}") from error
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------

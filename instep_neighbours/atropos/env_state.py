@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import math
+import secrets
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
-from instep_neighbours.atropos.batches import Queued, cut, indices_with_sum
+from instep_neighbours.atropos.batches import Queued, Registration, cut, indices_with_sum
+from instep_neighbours.atropos.groups import fault_of_group
 
+Body = dict[str, Any]
 MIN_ENV_WEIGHT = 0.01
 MAX_ENVS = 10_000
+_LISTS = "tokens masks scores advantages ref_logprobs messages generation_params inference_logprobs images".split()
+_FIELDS = [*_LISTS, "overrides", "group_overrides", "env_id", "distill_token_ids", "distill_logprobs"]
+NO_EXAMPLE = json.dumps({name: [] for name in _LISTS}).encode()
 
 
 class BadRequest(Exception):
@@ -42,37 +49,49 @@ class Env:
 
 @dataclass
 class State:
-    """All that the API knows, in memory.
+    """All that the API knows. Methods that take a `body` answer a route; they raise BadRequest.
 
     Attributes:
+        max_bytes: the most that the JSON of waiting groups may take.
         registration: that of the first trainer; None before.
         started: a trainer has asked for a batch.
         ready: batches that were cut and not asked for.
         buffers: by environment, groups of another size than it said, until some of them make that size.
-        max_bytes: the most that the JSON of waiting groups may take.
     """
 
     max_bytes: int
-    registration: dict[str, Any] | None = None
+    registration: Body | None = None
     started: bool = False
     step: int = 0
     envs: dict[int, Env] = field(default_factory=dict)
     queue: list[Queued] = field(default_factory=list)
     ready: deque[list[Queued]] = field(default_factory=deque)
     buffers: dict[int, list[Queued]] = field(default_factory=dict)
-    latest: bytes | None = None
+    latest: bytes = NO_EXAMPLE
     num_bytes: int = 0
 
     # ---- groups come in ----------------------------------------------------------------------------------------------
 
-    def check_room(self, num_bytes: int) -> None:
-        """Raise Full if groups of so many bytes have no room."""
+    def scored_data(self, body: Any) -> Body:
+        return self._add_all([_queued(body, "the group")])[0]
+
+    def scored_data_list(self, body: Any) -> Body:
+        if not isinstance(body, list):
+            raise BadRequest("the body is no list of groups")
+        answers = self._add_all([_queued(group, f"group {i}") for i, group in enumerate(body)])
+        sizes = [a["buffer_size"] for a in answers if a["status"] == "buffered"]
+        more = {"buffered": len(sizes), "last_buffer_size": sizes[-1]} if sizes else {}
+        return {"status": "received", "groups_processed": len(answers), **more}
+
+    def _add_all(self, groups: list[Queued]) -> list[Body]:
+        """Queue or buffer groups, and return the answers to the environment. Raises Full."""
+        num_bytes = sum(len(group.data) for group in groups)
         if self.num_bytes + num_bytes > self.max_bytes:
             raise Full(f"{self.num_bytes >> 20} MiB of groups wait: is a trainer asking for batches?")
+        self.num_bytes += num_bytes
+        return [self._add(group) for group in groups]
 
-    def add(self, group: Queued) -> dict[str, Any]:
-        """Queue or buffer a group, and return the answer to the environment."""
-        self.num_bytes += len(group.data)
+    def _add(self, group: Queued) -> Body:
         env = None if group.env_id is None else self.envs.get(group.env_id)
         if env is not None:
             env.group_size, env.heard = env.group_size or group.size, time.monotonic()
@@ -115,20 +134,41 @@ class State:
         self.num_bytes += sum(len(g.data) for g in batch)
         self.ready.appendleft(batch)
 
-    # ---- trainer and environments ------------------------------------------------------------------------------------
+    # ---- the trainer -------------------------------------------------------------------------------------------------
 
-    def register_env(self, body: dict[str, Any]) -> dict[str, Any]:
+    def register(self, body: Body) -> Body:
+        for known in fields(Registration):
+            if type(body.get(known.name)).__name__ != known.type:
+                raise BadRequest(f"{known.name} is {body.get(known.name)!r:.40}, not a {known.type}")
+        if self.registration is None:  # as in Atropos, another trainer changes nothing
+            self.registration, self.step = body, body["starting_step"]
+            print(f"a trainer has registered, for batches of {body['batch_size']} sequences", flush=True)
+        return {"uuid": secrets.randbits(128)}
+
+    def info(self, body: Body) -> Body:
+        known = self.registration or {}
+        return {name: known.get(name, -1) for name in ("batch_size", "max_token_len")}
+
+    def wandb_info(self, body: Body) -> Body:
+        known = self.registration or {}
+        return {"group": known.get("wandb_group"), "project": known.get("wandb_project")}
+
+    def status(self, body: Body) -> Body:
+        return {"current_step": self.step, "queue_size": len(self.queue)}
+
+    # ---- environments ------------------------------------------------------------------------------------------------
+
+    def register_env(self, body: Body) -> Body:
         if self.registration is None or not self.started:
             return {"status": "wait for trainer to start"}
         self._check_number(len(self.envs))
         number, desired = max(self.envs, default=-1) + 1, str(body.get("desired_name"))
         name = f"{desired}_{sum(env.name == desired for env in self.envs.values())}"
-        share = body.get("min_batch_allocation")
-        weight = 1.0 if body.get("weight") is None else number_of(body, "weight")
-        length, size = int(number_of(body, "max_token_length")), int(number_of(body, "group_size"))
+        weight = 1.0 if body.get("weight") is None else _number(body, "weight")
+        share = None if body.get("min_batch_allocation") is None else _number(body, "min_batch_allocation")
+        length, size = int(_number(body, "max_token_length")), int(_number(body, "group_size"))
         if size < 1:
             raise BadRequest("group_size must be at least 1")
-        share = None if share is None else number_of(body, "min_batch_allocation")
         self.envs[number] = Env(length, weight, desired, size, share)
         print(f"environment {number} ({name}) has registered, in groups of {size}", flush=True)
         return {
@@ -141,8 +181,15 @@ class State:
             "num_steps": self.registration["num_steps"],
         }
 
-    def status_of(self, number: int) -> dict[str, Any]:
+    def disconnect_env(self, body: Body) -> Body:
+        if (number := int(_number(body, "env_id"))) not in self.envs:
+            return {"status": "failure", "error": f"there is no environment {number}"}
+        self.envs[number].connected = False
+        return {"status": "success"}
+
+    def status_env(self, body: Body) -> Body:
         """What an environment plans its work by; one that an earlier server knew is taken for one of weight 1."""
+        number = int(_number(body, "env_id"))
         sizes = [g.size for g in self.queue if g.env_id == number]
         if number not in self.envs:
             self._check_number(number)
@@ -163,19 +210,19 @@ class State:
             "env_weight": max(MIN_ENV_WEIGHT, env.max_context_len * env.weight / total if total else 0.0),
         }
 
-    def environments(self) -> list[dict[str, Any]]:
+    def environments(self, body: Body) -> Body:
         """Who feeds the queue, for people; Atropos' server has no such route."""
-        now = time.monotonic()
-        return [
+        about = [
             {
                 "env_id": number,
                 "name": env.name,
                 "connected": env.connected,
-                "seconds_since_heard": round(now - env.heard, 1),
+                "seconds_since_heard": round(time.monotonic() - env.heard, 1),
                 "sequences_waiting": sum(g.size for g in self.queue if g.env_id == number),
             }
             for number, env in self.envs.items()
         ]
+        return {"environments": about}
 
     @staticmethod
     def _check_number(number: int) -> None:
@@ -190,8 +237,7 @@ class State:
         for group in self.queue:
             if group.env_id != number:
                 others[group.env_id] = others.get(group.env_id, 0) + group.size
-        size = (self.registration or {}).get("batch_size", 0)
-        out = 0
+        size, out = (self.registration or {}).get("batch_size", 0), 0
         for env_id, count in others.items():
             env = None if env_id is None else self.envs.get(env_id)
             sure = int(size * env.share) if env is not None and env.connected and env.share is not None else 0
@@ -199,8 +245,18 @@ class State:
         return out
 
 
-def number_of(body: dict[str, Any], name: str) -> float:
-    """The number `name` of a request. Raises: BadRequest."""
+def _queued(group: Any, where: str) -> Queued:
+    if fault := fault_of_group(group):
+        env = f" of environment {group['env_id']}" if isinstance(group, dict) and "env_id" in group else ""
+        raise BadRequest(f"{where}{env}: {fault}")
+    env_id = group.get("env_id")
+    if env_id is not None and type(env_id) is not int:
+        raise BadRequest(f"{where}: env_id is {env_id!r:.40}, no integer")
+    kept = {name: group.get(name) for name in _FIELDS}
+    return Queued(len(group["tokens"]), env_id, json.dumps(kept, separators=(",", ":")).encode())
+
+
+def _number(body: Body, name: str) -> float:
     value = body.get(name)
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
         raise BadRequest(f"{name} is {value!r:.40}, no number")

@@ -6,14 +6,11 @@ token; `inference_logprobs` hold 1.0 on tokens that no engine has sampled.
 
 from __future__ import annotations
 
-import logging
 import math
 from dataclasses import dataclass
 from typing import Any
 
 from instep.types import Group, Sample, Status
-
-logger = logging.getLogger(__name__)
 
 EXTRA = "atropos"  # the entry of Sample.extra with what has no field of its own
 NOT_TRAINED = -100
@@ -58,34 +55,23 @@ def fault_of_group(group: Any) -> str:
             return f"tokens[{i}] is no list of at least two token ids"
         if not isinstance(mask, list) or len(mask) != len(ids):
             return f"masks[{i}] is no list of {len(ids)} entries, one for each token"
-        wrong = next(
-            (t for t, (m, token) in enumerate(zip(mask, ids, strict=True)) if m not in (NOT_TRAINED, token)), -1
-        )
-        if wrong >= 0:
-            return f"masks[{i}][{wrong}] is {mask[wrong]!r:.40}, neither {NOT_TRAINED} nor the token {ids[wrong]}"
+        for t, (m, token) in enumerate(zip(mask, ids, strict=True)):
+            if m not in (NOT_TRAINED, token):
+                return f"masks[{i}][{t}] is {m!r:.40}, neither {NOT_TRAINED} nor the token {token}"
         if not _is_number(score):
             return f"scores[{i}] is {score!r:.40}, no finite number"
     for name in _PER_TOKEN:
-        if fault := _fault_of_column(name, group.get(name) or [], tokens):
-            return fault
+        rows = group.get(name) or []
+        if not isinstance(rows, list) or len(rows) not in (0, len(tokens)):
+            return f"{name} is no list of {len(tokens)} entries, one for each sequence"
+        for i, row in enumerate(rows):
+            if not isinstance(row, list) or len(row) not in (0, len(tokens[i])) or not all(map(_is_number, row)):
+                return f"{name}[{i}] is no list of {len(tokens[i])} finite numbers, one for each token"
     for name, kind in (("overrides", list), ("group_overrides", dict), ("generation_params", dict), ("messages", list)):
         if group.get(name) is not None and not isinstance(group[name], kind):
             return f"{name} is a {type(group[name]).__name__}, not a {kind.__name__}"
-    return next(
-        (f"overrides[{i}] is no object" for i, o in enumerate(group.get("overrides") or []) if not isinstance(o, dict)),
-        "",
-    )
-
-
-def _fault_of_column(name: str, rows: Any, tokens: list[list[int]]) -> str:
-    if not isinstance(rows, list) or (rows and len(rows) != len(tokens)):
-        return f"{name} is no list of {len(tokens)} entries, one for each sequence"
-    for i, (row, ids) in enumerate(zip(rows, tokens, strict=False)):
-        if not isinstance(row, list) or (row and len(row) != len(ids)):
-            return f"{name}[{i}] is no list of {len(ids)} entries, one for each token"
-        if not all(map(_is_number, row)):
-            return f"{name}[{i}] holds something that is no finite number"
-    return ""
+    wrong = [i for i, override in enumerate(group.get("overrides") or []) if not isinstance(override, dict)]
+    return f"overrides[{wrong[0]}] is no object" if wrong else ""
 
 
 def _holds(value: Any) -> bool:
@@ -204,17 +190,15 @@ def _log_probs(group: dict[str, Any], i: int) -> list[float] | None:
         ValueError: some trained tokens have one, others the placeholder.
     """
     rows = group.get("inference_logprobs") or []
-    row, mask = rows[i] if rows else [], group["masks"][i]
-    trained = [t for t, m in enumerate(mask) if t > 0 and m != NOT_TRAINED]
-    if not row or (trained and all(row[t] > _PLACEHOLDER for t in trained)):
+    row = rows[i] if rows else []
+    trained = {t: row[t] for t, m in enumerate(group["masks"][i]) if row and t > 0 and m != NOT_TRAINED}
+    missing = [t for t, value in trained.items() if value > _PLACEHOLDER]
+    if not row or (trained and len(missing) == len(trained)):
         return None
-    for t in trained:
-        if row[t] > _PLACEHOLDER:
-            raise ValueError(f"inference_logprobs[{i}][{t}] is {row[t]}, no log-prob, but the token is trained on")
-    out = [0.0] * len(row)
-    for t in trained:
-        out[t] = float(row[t])
-    return out
+    if missing:
+        what = f"inference_logprobs[{i}][{missing[0]}] is {row[missing[0]]}"
+        raise ValueError(f"{what}, no log-prob, but the token is trained on")
+    return [float(trained.get(t, 0.0)) for t in range(len(row))]
 
 
 def _unused(group: dict[str, Any]) -> dict[str, Any]:

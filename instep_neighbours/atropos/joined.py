@@ -1,13 +1,12 @@
 """Trainer ranks that a user starts by hand, one command each: `--trainer-rank R --world-size W`, on one host.
 
-Rank 0 is the run. The command of every other rank owns one worker process, in its own environment and with its own
-GPU, and hands the worker's connection to rank 0, which calls it like the workers that it starts itself. They meet at an
-abstract Unix socket, whose name follows from user and `--save-path`; both ends check that the other is of this user.
+Rank 0 is the run, and owns all workers. The command of every other rank lends it a GPU: it tells rank 0 which, and both
+end when the other one does. They meet at an abstract Unix socket, whose name follows from user and `--save-path`; both
+ends check that the other is of this user.
 
-    rank R                                        rank 0
-    {"rank", "flags", "gpus"}                ->   waits for all of them
-                                             <-   {"fault"} or {"log", "env", "heartbeat"} when the run starts
-    {"pid"} of the worker, which has the line ->  requests, as to any worker
+    rank R                         rank 0
+    {"rank", "flags", "gpus"}  ->  waits for all of them
+                               <-  {"fault"}, or {} when the run starts its worker
 """
 
 from __future__ import annotations
@@ -17,19 +16,18 @@ import contextlib
 import hashlib
 import json
 import os
-import select
-import signal
 import socket
 import struct
-import sys
+import threading
 import time
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from instep.cluster.local import start_rank
 from instep.errors import ConfigError, WorkerError
-from instep.system.processes import LOOK_SECONDS, SupervisedProcess
+from instep.system.processes import SupervisedProcess
 from instep_neighbours.atropos.trainer_flags import COMMAND
 
 MEET_SECONDS = 120.0  # until all ranks must have been started
@@ -47,12 +45,12 @@ def _own_user(line: socket.socket) -> bool:
     return bool(uid == os.geteuid())
 
 
-def _shared(flags: argparse.Namespace) -> dict[str, Any]:
-    shared: dict[str, Any] = json.loads(json.dumps({k: v for k, v in vars(flags).items() if k not in _OWN}))
-    return shared
+def _hello(flags: argparse.Namespace) -> dict[str, Any]:
+    shared = {name: value for name, value in vars(flags).items() if name not in _OWN}
+    return {"rank": flags.trainer_rank, "flags": shared, "gpus": os.environ.get("CUDA_VISIBLE_DEVICES", "")}
 
 
-def _say(line: Connection, **about: Any) -> None:
+def _say(line: Connection, about: dict[str, Any]) -> None:
     line.send_bytes(json.dumps(about).encode())
 
 
@@ -65,69 +63,36 @@ def _hear(line: Connection, seconds: float, what: str) -> dict[str, Any]:
         fault = f"did not answer within {seconds:.0f} s"
     except (EOFError, OSError):
         fault = "has ended"
-    raise WorkerError(f"{what} {fault}", where=f"{COMMAND} --world-size", remedy="see its output; start all ranks anew")
+    raise WorkerError(
+        f"{what} {fault}", where=f"{COMMAND} --world-size", remedy="see its output; start all ranks again"
+    )
 
 
 # ---- rank 0 ----------------------------------------------------------------------------------------------------------
 
 
-class JoinedProcess:
-    """The worker of another rank's command, as rank 0 sees it (`processes.Process`)."""
-
-    def __init__(self, rank: int, pid: int, log_path: Path):
-        self.name, self.pid, self.log_path = f"actor rank {rank} (started by hand)", pid, log_path
-        self._fd = os.pidfd_open(pid)
-
-    def alive(self) -> bool:
-        return not select.select([self._fd], [], [], 0)[0]
-
-    def fault(self) -> str | None:
-        return None if self.alive() else "has ended"
-
-    def died_within(self, seconds: float) -> bool:
-        return bool(select.select([self._fd], [], [], seconds)[0])
-
-    def log_tail(self, num_lines: int = 15) -> str:
-        lines = self.log_path.read_text(errors="replace").splitlines() if self.log_path.exists() else []
-        return "\n".join(lines[-num_lines:])
-
-    def describe(self) -> str:
-        how = "is running" if self.alive() else "has ended"
-        return f"{self.name} (pid {self.pid}) {how}; the end of {self.log_path}:\n{self.log_tail()}"
-
-    def remedy(self) -> str:
-        return "see its log and the output of its command; start all ranks anew"
-
-    def dump_stacks(self) -> None:
-        self._signal(signal.SIGUSR1)
-
-    def terminate(self) -> None:
-        self._signal(signal.SIGTERM)
-
-    def wait(self, seconds: float) -> None:
-        self.died_within(seconds)
-
-    def kill(self) -> None:
-        self._signal(signal.SIGKILL)
-
-    def _signal(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._fd, number)
-
-
 class JoinedRank:
-    """A rank whose command waits until the run starts its workers."""
+    """A rank whose command waits at the other end of `line` until the run ends."""
 
     def __init__(self, rank: int, line: Connection):
         self.rank, self._line = rank, line
 
-    def start(self, log_dir: Path, env: Mapping[str, str], heartbeat: float | None) -> tuple[JoinedProcess, Connection]:
-        """Let it start its worker. Raises WorkerError if it has ended."""
-        log = log_dir.absolute() / f"actor-rank{self.rank}.log"
-        with contextlib.suppress(OSError):  # `_hear` tells
-            _say(self._line, log=str(log), env=dict(env), heartbeat=heartbeat)
-        pid = int(_hear(self._line, MEET_SECONDS, f"trainer rank {self.rank}")["pid"])
-        return JoinedProcess(self.rank, pid, log), self._line
+    def start(
+        self, log_dir: Path, env: Mapping[str, str], heartbeat: float | None
+    ) -> tuple[SupervisedProcess, Connection]:
+        """Start its worker, which ends with the command."""
+        with contextlib.suppress(OSError):  # `_follow` sees its end
+            _say(self._line, {})
+        process, connection = start_rank("actor", self.rank, log_dir, env, heartbeat)
+        process.name += " (started by hand)"
+        threading.Thread(target=self._follow, args=(process,), name=process.name, daemon=True).start()
+        return process, connection
+
+    def _follow(self, process: SupervisedProcess) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            self._line.recv_bytes()
+        process.name += " has ended: its worker"  # which is what errors say of it
+        process.terminate()
 
 
 def meet(flags: argparse.Namespace) -> dict[int, JoinedRank]:
@@ -137,7 +102,8 @@ def meet(flags: argparse.Namespace) -> dict[int, JoinedRank]:
         ConfigError: one was not started in time, or with other flags; or two have one GPU.
     """
     where, found = f"{COMMAND} --world-size {flags.world_size}", dict[int, JoinedRank]()
-    gpus = {0: os.environ.get("CUDA_VISIBLE_DEVICES", "")}
+    own = json.loads(json.dumps(_hello(flags)))
+    gpus = {0: own["gpus"]}
     deadline = time.monotonic() + MEET_SECONDS
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
         try:
@@ -162,23 +128,18 @@ def meet(flags: argparse.Namespace) -> dict[int, JoinedRank]:
             line.settimeout(None)
             connection = Connection(line.detach())
             hello = _hear(connection, 10.0, "a trainer that joins")
-            if fault := _fault(flags, hello, found):
-                _say(connection, fault=fault)
+            rank, fault = hello["rank"], ""
+            if other := [name for name, value in own["flags"].items() if value != hello["flags"].get(name)]:
+                names = ", ".join(f"--{name.replace('_', '-')}" for name in other)
+                fault = f"trainer rank {rank} has another {names} than rank 0"
+            elif rank in found:
+                fault = f"trainer rank {rank} joins twice"
+            if fault:
+                _say(connection, {"fault": fault})
                 raise ConfigError(fault, where=where, remedy="start all ranks with the same flags but `--trainer-rank`")
-            found[hello["rank"]] = JoinedRank(hello["rank"], connection)
-            gpus[hello["rank"]] = hello["gpus"]
+            found[rank], gpus[rank] = JoinedRank(rank, connection), hello["gpus"]
     _see_all(gpus, where)
     return found
-
-
-def _fault(flags: argparse.Namespace, hello: dict[str, Any], found: Mapping[int, object]) -> str:
-    """Why a rank cannot join; "" if it can."""
-    if hello["rank"] in found or not 0 < hello["rank"] < flags.world_size:
-        return f"trainer rank {hello['rank']} joins twice, or is none of {flags.world_size}"
-    own = _shared(flags)
-    other = [name for name in own if own[name] != hello["flags"].get(name)]
-    names = ", ".join(f"--{name.replace('_', '-')}" for name in other)
-    return f"trainer rank {hello['rank']} has another {names} than rank 0" if other else ""
 
 
 def _see_all(gpus: Mapping[int, str], where: str) -> None:
@@ -196,59 +157,33 @@ def _see_all(gpus: Mapping[int, str], where: str) -> None:
 
 
 def join(flags: argparse.Namespace) -> None:
-    """Be a rank above 0: own a worker until rank 0 has no more work for it.
+    """Be a rank above 0, until rank 0 ends.
 
     Raises:
         ConfigError: rank 0 is not there, or does not take this rank.
-        WorkerError: the worker has died, or rank 0 has before it took the worker.
+        WorkerError: rank 0 has ended before it began.
     """
     line = _connected(flags)
-    _say(line, rank=flags.trainer_rank, flags=_shared(flags), gpus=os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+    _say(line, _hello(flags))
     print(f"[Setup] trainer rank {flags.trainer_rank} has joined rank 0", flush=True)
-    told = _hear(line, START_SECONDS, "rank 0")
-    if "fault" in told:
-        raise ConfigError(
-            told["fault"],
-            where=f"{COMMAND} --trainer-rank {flags.trainer_rank}",
-            remedy="use the same flags",
-        )
-    from instep.cluster.local import CONNECTION_VARIABLE
-
-    worker = SupervisedProcess(
-        f"actor rank {flags.trainer_rank}",
-        [sys.executable, "-m", "instep.cluster.worker_main"],
-        Path(told["log"]),
-        {**told["env"], CONNECTION_VARIABLE: str(line.fileno())},
-        [line.fileno()],
-        told["heartbeat"],
-    )
-    try:
-        _say(line, pid=worker.pid)
-        line.close()  # the worker has it
-        while (fault := worker.fault()) is None:
-            time.sleep(LOOK_SECONDS)
-        if fault.startswith("died with exit code 0") or "SIGTERM" in fault:  # rank 0 has ended it
-            print("rank 0 has ended, and this rank with it", flush=True)
-            return
-        raise WorkerError(f"{worker.name} {fault}", where=worker.describe(), remedy="see rank 0; start all ranks anew")
-    finally:
-        worker.stop()
+    if fault := _hear(line, START_SECONDS, "rank 0").get("fault"):
+        where = f"{COMMAND} --trainer-rank {flags.trainer_rank}"
+        raise ConfigError(fault, where=where, remedy="use the same flags")
+    with contextlib.suppress(EOFError, OSError):
+        line.recv_bytes()
+    print("rank 0 has ended, and this rank with it", flush=True)
 
 
 def _connected(flags: argparse.Namespace) -> Connection:
     deadline = time.monotonic() + MEET_SECONDS
     while time.monotonic() < deadline:
         line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
+        with contextlib.suppress(OSError):
             line.connect(_place(flags))
-        except OSError:
-            line.close()
-            time.sleep(0.2)
-            continue
-        if _own_user(line):
-            return Connection(line.detach())
+            if _own_user(line):
+                return Connection(line.detach())
         line.close()
-        break
+        time.sleep(0.2)
     raise ConfigError(
         f"no trainer of rank 0 is there within {MEET_SECONDS:.0f} s",
         where=f"{COMMAND} --trainer-rank {flags.trainer_rank} --save-path {flags.save_path}",

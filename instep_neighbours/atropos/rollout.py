@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,15 +16,9 @@ from instep.rollout.eval import evaluate
 from instep.rollout.tokens import tokenizer_of
 from instep.rollout.vllm_rollout import MAX_FAILURES_SHOWN, MIN_FAILURES
 from instep.types import Group, RolloutFnEvalOutput, RolloutFnTrainOutput, reward_of
-from instep_neighbours.atropos.client import LONGEST_PAUSE, ApiClient, Registration
-from instep_neighbours.atropos.groups import (
-    EXTRA,
-    Limits,
-    fault_of_group,
-    refused_in,
-    samples_of,
-    size_of,
-)
+from instep_neighbours.atropos.batches import Registration
+from instep_neighbours.atropos.client import LONGEST_PAUSE, ApiClient
+from instep_neighbours.atropos.groups import EXTRA, Limits, fault_of_group, refused_in, samples_of, size_of
 
 if TYPE_CHECKING:
     from instep.arguments.settings import HookSettings
@@ -55,7 +48,11 @@ def generate_rollout(
     if client is None:
         client = ApiClient(args.atropos_url)
         setattr(data_source, _CLIENT, client)
-        _tell_of_pauses(args)
+        if args.pause_mode == "abort" and not args.debug_train_only:
+            logger.warning(
+                "--pause-mode abort ends what environments are generating at each weight sync, and they take the part "
+                "for the whole response: give --pause-mode keep, unless their engines are not this run's"
+            )
     given, num_refused = runtime.run(_batch(args, client, registration_of(args, rollout_id)))
     # Groups have the numbers after those that the ledger knows: none is outstanding when a round begins.
     first, index = data_source.ledger.num_issued, rollout_id * batch_size_of(args)
@@ -67,7 +64,9 @@ def generate_rollout(
         for sample in (s for group in groups for s in group):  # counts in the comparison, and is not trained on
             sample.remove_sample = sample.extra[EXTRA]["zero"]
     add_texts(tokenizer_of(args), groups)
-    _tell_of_unused(client, groups)
+    for name in {name for group in groups for name in group[0].extra[EXTRA].get("unused", ())} - client.told:
+        client.told.add(name)  # Atropos' own trainer does not act on it, either
+        logger.warning("environments send %s, which nothing here acts on", name)
     return RolloutFnTrainOutput(groups, _metrics(groups, num_refused))
 
 
@@ -166,19 +165,3 @@ def _metrics(groups: list[Group], num_refused: int) -> dict[str, float]:
     out = {f"{name}_share": len(values) / total for name, values in scores.items()}
     out |= {f"{name}_score": sum(values) / len(values) for name, values in scores.items()}
     return {**out, "atropos/num_groups": float(len(groups)), "atropos/num_refused": float(num_refused)}
-
-
-def _tell_of_unused(client: ApiClient, groups: list[Group]) -> None:
-    """Tell once of what environments send and nothing here acts on; Atropos' own trainer does not, either."""
-    counts = Counter(name for group in groups for name in group[0].extra[EXTRA].get("unused", ()))
-    for name in counts.keys() - client.told:
-        client.told.add(name)
-        logger.warning("environments send %s, which nothing here acts on", name)
-
-
-def _tell_of_pauses(args: HookSettings) -> None:
-    if args.pause_mode == "abort" and not args.debug_train_only:
-        logger.warning(
-            "--pause-mode abort ends what environments are generating at each weight sync, and they take the part for "
-            "the whole response: give --pause-mode keep, unless their engines are not this run's"
-        )

@@ -6,18 +6,22 @@ process of this host; control routes ask for a key, which lies where the trainer
 
 from __future__ import annotations
 
+import argparse
 import os
 import secrets
 import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from instep.errors import ConfigError, writing
+from instep.engines import keys
+from instep.errors import ConfigError
+from instep.system.options import OptionParser
 from instep.system.ports import LOOPBACK, port_is_free
 from instep_engine import PARENT_VARIABLE
 from instep_engine.guard import EVERYONE, GENERATE_VARIABLE, HOSTS_VARIABLE, KEY_VARIABLE
+from instep_neighbours.atropos.trainer_flags import dashed
 
 if TYPE_CHECKING:
     from instep.arguments.args import Args
@@ -41,12 +45,13 @@ REFUSED = {  # flags of that server -> why not, and what instead
     "--served-model-name": ("trainer and environments name the model as --model does", "name it as --model does"),
     "--data-parallel-size": ("a trainer attaches to one engine", "--tensor-parallel-size"),
 }
-_WORDS = {"--log-level": "--uvicorn-log-level"}  # by another name in `vllm serve`
 FOUND_BY = ("-X", "vllm_api_server")  # Python does not read it; the guide ends servers by `pkill -f vllm_api_server`
-_SHORT = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-dp": "--data-parallel-size"}
-_OURS = frozenset(
-    "--model --host --port --dtype --tensor-parallel-size --pipeline-parallel-size --enable-lora --max-lora-rank "
-    "--gpu-memory-utilization --seed --enable-sleep-mode".split()
+_LONG = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-dp": "--data-parallel-size"}
+_LONG |= {"--log-level": "--uvicorn-log-level"}  # by another name in `vllm serve`
+_SWITCHES = frozenset({"--enable-lora", "--enable-sleep-mode"})
+_OURS = _SWITCHES | frozenset(
+    "--model --host --port --dtype --tensor-parallel-size --pipeline-parallel-size --max-lora-rank "
+    "--gpu-memory-utilization --seed".split()
 )
 
 
@@ -67,17 +72,12 @@ def main(words: Sequence[str]) -> int:
         print(HELP)
         return 0
     given, rest = _split(words)
-    host, port = given.get("--host", LOOPBACK), _port(given)
+    host, port = given.get("--host", LOOPBACK), _whole(given, "--port", "port", DEFAULT_PORT)
     if not port_is_free(port):
         raise ConfigError(f"port {port} is taken", where=f"{WHERE} --port", remedy="name a free one, or end its server")
     argv, env = command(given, rest, host, port)
-    folder = key_file(port).parent
     key = os.environ.get(KEY_VARIABLE, "").strip() or secrets.token_hex(32)
-    with writing(folder):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        key_file(port).unlink(missing_ok=True)
-        with open(os.open(key_file(port), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(key + "\n")
+    keys.write(key_file(port).parent, key, key_file(port).name)
     env |= {"PYTHONUNBUFFERED": "1"}  # of the guide's `python -u`, which an exec forgets
     env |= {KEY_VARIABLE: key, GENERATE_VARIABLE: EVERYONE, HOSTS_VARIABLE: os.environ.get(HOSTS_VARIABLE, "")}
     print(f"[vLLM Server] generation is open to this host; control routes ask for the key in {key_file(port)}")
@@ -85,42 +85,27 @@ def main(words: Sequence[str]) -> int:
     os.execve(sys.executable, [sys.executable, *FOUND_BY, *argv], {**os.environ, **env})
 
 
-def _port(given: dict[str, str]) -> int:
-    text = given.get("--port", str(DEFAULT_PORT))
+def _whole(given: dict[str, Any], flag: str, what: str, default: int = 1) -> int:
+    text = given.get(flag, str(default))
     if not text.isdecimal() or not 0 < int(text) < 1 << 16:
-        raise ConfigError(f"{text!r} is no port", where=f"{WHERE} --port", remedy="give a number, as 9001")
+        raise ConfigError(f"{text!r} is no {what}", where=f"{WHERE} {flag}", remedy=f"give an integer, as {default}")
     return int(text)
 
 
-def _number_of_gpus(given: dict[str, str], of: str) -> int:
-    text = given.get(flag := f"--{of}-parallel-size", "1")
-    if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"{text!r} is no number of GPUs", where=f"{WHERE} {flag}", remedy="give an integer above 0")
-    return int(text)
-
-
-def _split(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """What is read here, by flag ("" for a switch), and the words that vLLM gets."""
-    given: dict[str, str] = {}
-    rest: list[str] = []
-    tokens = list(words)
-    while tokens:
-        name, equals, value = tokens.pop(0).partition("=")
-        name = _SHORT.get(name, name)
-        name = "--" + name[2:].replace("_", "-") if name.startswith("--") else name
-        values = [value] if equals else []
-        while tokens and not equals and not tokens[0].startswith("-"):
-            values.append(tokens.pop(0))
+def _split(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """What is read here, by flag, and the words that vLLM gets. Raises ConfigError."""
+    parser = OptionParser(WHERE, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    for name in _OURS - _SWITCHES:
+        parser.add_argument(name, dest=name, required=name == "--model")
+    for name in _SWITCHES:
+        parser.add_argument(name, dest=name, action="store_true")
+    parts = (dashed(word).partition("=") for word in words)
+    given, rest = parser.parse_known_args([_LONG.get(name, name) + equals + value for name, equals, value in parts])
+    for name in (word.partition("=")[0] for word in rest):
         if name in REFUSED:
             why, instead = REFUSED[name]
             raise ConfigError(f"is refused: {why}", where=f"{WHERE} {name}", remedy=instead)
-        if name in _OURS:
-            given[name] = " ".join(values)
-        else:
-            rest += [_WORDS.get(name, name), *values]
-    if not given.get("--model"):
-        raise ConfigError("names no model", where=WHERE, remedy="give `--model MODEL`, a folder or a name of the hub")
-    return given, rest
+    return vars(given), rest
 
 
 def shares_weights() -> bool:
@@ -129,7 +114,7 @@ def shares_weights() -> bool:
     return os.environ.get("VLLM_ENABLE_SHARED_WEIGHTS", "0") == "1" or (nodes.isdigit() and int(nodes) >= 0)
 
 
-def command(given: dict[str, str], rest: Sequence[str], host: str, port: int) -> tuple[list[str], dict[str, str]]:
+def command(given: dict[str, Any], rest: Sequence[str], host: str, port: int) -> tuple[list[str], dict[str, str]]:
     """The arguments of Python that serve, and environment variables. Raises ConfigError, as `main`."""
     from instep.cluster.engine_plan import plan_engines
     from instep.controller.device import resolve_on_machine
@@ -155,12 +140,12 @@ def command(given: dict[str, str], rest: Sequence[str], host: str, port: int) ->
     return ["-m", "vllm.entrypoints.cli.main", *words], env
 
 
-def server_args(given: dict[str, str], rest: Sequence[str]) -> Args:
+def server_args(given: dict[str, Any], rest: Sequence[str]) -> Args:
     """The arguments of a run whose engine is this server. Raises ConfigError for what it cannot take."""
     from instep.arguments.parse import parse
     from instep.controller.device import device_here
 
-    tensor, pipeline = _number_of_gpus(given, "tensor"), _number_of_gpus(given, "pipeline")
+    tensor, pipeline = (_whole(given, f"--{n}-parallel-size", "number of GPUs") for n in ("tensor", "pipeline"))
     size, device, shared = str(tensor * pipeline), device_here(), shares_weights() and "--enable-lora" not in given
     if shared and pipeline > 1:
         raise ConfigError(
@@ -168,18 +153,10 @@ def server_args(given: dict[str, str], rest: Sequence[str]) -> Args:
             where=f"{WHERE} --pipeline-parallel-size {pipeline} with VLLM_ENABLE_SHARED_WEIGHTS=1",
             remedy=f"`--tensor-parallel-size {tensor * pipeline}`, or `--enable-lora` (mode lora_only)",
         )
-    words = ["--hf-checkpoint", given["--model"], "--rollout-backend", "vllm", "--train-backend", "hf"]
-    words += [
-        "--disable-rollout-global-dataset",
-        "--num-rollout",
-        "1",
-        "--rollout-batch-size",
-        "1",
-        "--rm-type",
-        "random",
-    ]
-    words += ["--rollout-max-response-len", "1", "--device", device, "--rollout-num-gpus-per-engine", size]
-    words += ["--vllm-pipeline-parallel-size", str(pipeline), "--no-api-key", "--seed", given.get("--seed", "0")]
+    same = "--rollout-backend vllm --train-backend hf --disable-rollout-global-dataset --rm-type random --no-api-key "
+    same += "--num-rollout 1 --rollout-batch-size 1 --rollout-max-response-len 1"
+    words = ["--hf-checkpoint", given["--model"], *same.split(), "--device", device, "--seed", given.get("--seed", "0")]
+    words += ["--rollout-num-gpus-per-engine", size, "--vllm-pipeline-parallel-size", str(pipeline)]
     dtype = {"auto": "bfloat16", "half": "float16", "float": "float32"}.get(d := given.get("--dtype", "auto"), d)
     words += ["--vllm-dtype", dtype, "--precision", "fp32" if dtype == "float32" else "bf16"]
     if shared and device == "cuda":  # the trainer's ranks are on the same GPUs, and need the rest of their memory

@@ -12,12 +12,12 @@ import json
 import os
 import re
 import time
-import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from instep.engines.flags import TABLES, installed_version
+from instep.engines.http import open_without_key
 from instep.errors import ConfigError, EngineError
 from instep.models.hub import HOW, folder_of
 from instep.system.ports import LOOPBACK
@@ -249,8 +249,9 @@ def _check_neighbours(flags: argparse.Namespace) -> None:
     """Raise EngineError unless the API answers, and the server of the modes that have one."""
     port, mode = flags.vllm_port, flags.weight_bridge_mode
     if mode in ("shared_vllm", "lora_only"):
-        more = {"shared_vllm": "", "lora_only": f" --enable-lora --max-lora-rank {flags.lora_r}"}[mode]
-        first = "VLLM_ENABLE_SHARED_WEIGHTS=1 " if mode == "shared_vllm" else ""
+        first, more = "", f" --enable-lora --max-lora-rank {flags.lora_r}"
+        if mode == "shared_vllm":
+            first, more = "VLLM_ENABLE_SHARED_WEIGHTS=1 ", ""
         if why := _missing(f"http://{LOOPBACK}:{port}/health"):
             raise EngineError(
                 f"no vLLM answers on port {port}: {why}",
@@ -270,10 +271,9 @@ def _missing(url: str) -> str:
     """Why no GET was answered with 200 in time, or "". Who does not answer yet is asked again, and the user told."""
     left = told = NEIGHBOUR_SECONDS
     deadline = time.monotonic() + left
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     while True:
         try:
-            with opener.open(url, timeout=max(0.1, min(2.0, left))) as answer:
+            with open_without_key(url, timeout=max(0.1, min(2.0, left))) as answer:
                 return "" if answer.status == 200 else f"it says {answer.status}"
         except (OSError, ValueError, http.client.HTTPException) as error:  # the last of what speaks no HTTP
             why = str(error).removeprefix("<urlopen error ").removesuffix(">") or type(error).__name__

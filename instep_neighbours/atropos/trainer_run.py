@@ -36,8 +36,7 @@ def generate_rollout(
 
     if not getattr(data_source, "atropos_told", False):
         data_source.atropos_told = True
-        for line in _begun(args, rollout_id):
-            print(line, flush=True)
+        print(*_begun(args, rollout_id), sep="\n", flush=True)
     return of_api(args, rollout_id, data_source, evaluation)
 
 

@@ -1,4 +1,4 @@
-"""The trainers at the server's port: who has the weight group, and whether it lives."""
+"""Requests at the server's port: their errors, the connections by which they come, and the trainer behind them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import asyncio
 import socket
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from instep.errors import SyncError
+from instep.errors import InstepError, SyncError
 
+if TYPE_CHECKING:
+    from aiohttp import web
+
+Body = dict[str, Any]
 GONE_SECONDS = 10.0  # without a connection of the trainer, while its tensors are waited for
 # A host that has vanished answers no probe: its connections end after 4 + 3 * 2 s.
 _PROBES = {"TCP_KEEPIDLE": 4, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 10_000}
@@ -30,31 +34,51 @@ class BadRequest(Refused):
         super().__init__(message, 400)
 
 
+def told(error: Exception) -> str:
+    """An error in one line."""
+    if not isinstance(error, InstepError):
+        return str(error)
+    where, remedy = f" ({error.where})" if error.where else "", f"; {error.remedy}" if error.remedy else ""
+    return f"{error.what}{where}{remedy}"
+
+
+def of_type(body: Body, name: str, kind: type, *default: Any) -> Any:
+    """The field `name` of a request. Raises BadRequest where it is missing without a default, or is of another type."""
+    value = body.get(name, *default)
+    if type(value) is not kind and (value, *default) != (None, None):
+        what = {int: "a whole number", str: "a text", dict: "an object", list: "a list"}[kind]
+        raise BadRequest(f"{name} must be {what}, got {value!r:.60}")
+    return value
+
+
+@dataclass(frozen=True)
 class Connection:
     """The TCP connection that a request came by. A client that has one open lives."""
 
-    def __init__(self, transport: asyncio.Transport | None):
-        self._transport = transport
-        if transport is not None and (sock := transport.get_extra_info("socket")) is not None:
-            _probe(sock)
-        peer = transport.get_extra_info("peername") if transport is not None else None
-        self.host = str(peer[0]) if peer else "?"
-        self.peer = f"{peer[0]}:{peer[1]}" if peer else "?"
+    transport: asyncio.Transport
+
+    def __post_init__(self) -> None:
+        sock = self.transport.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _PROBES.items():
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+    @classmethod
+    def of(cls, http: web.Request) -> Connection:
+        assert http.transport is not None  # else its handler is cancelled
+        return cls(http.transport)
+
+    @property
+    def host(self) -> str:
+        return self.peer.rpartition(":")[0]
+
+    @property
+    def peer(self) -> str:
+        return "{}:{}".format(*self.transport.get_extra_info("peername"))
 
     @property
     def open(self) -> bool:
-        return self._transport is not None and not self._transport.is_closing()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Connection) and self._transport is other._transport
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def _probe(sock: Any) -> None:
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _PROBES.items():
-        sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        return not self.transport.is_closing()
 
 
 @dataclass(eq=False)
@@ -62,40 +86,36 @@ class Client:
     """The trainer that has the weight group.
 
     Attributes:
-        connections: by which its requests came.
-        failed: its update has failed, and the group with it; fault: why, until it was told.
+        legacy: of TRL <= 1.10.
+        connections: by which its requests came, the last one at least.
+        packed_bytes: of the buffers that it sends by default; None: tensors come one by one.
         given_up: nothing of it is waited for any more.
-        left: whether it has no connection open, and since when, as far as somebody looked.
+        left: since when it has no connection open, as far as `check` has seen.
     """
 
     legacy: bool
     connections: list[Connection]
-    fault: str = ""
-    failed: bool = False
+    packed_bytes: int | None = None
     given_up: bool = False
     left: float | None = None
-    packed_bytes: int | None = None
     since: str = field(default_factory=lambda: time.strftime("%H:%M:%S"))
 
     @property
     def peer(self) -> str:
         return self.connections[0].peer
 
-    def has(self, connection: Connection) -> bool:
-        """Whether a request is this client's, as far as one can tell: by its connection, or its host."""
-        return connection in self.connections or connection.host == self.connections[0].host
+    @property
+    def host(self) -> str:
+        """Requests from it are taken for this client's."""
+        return self.connections[0].host
 
     @property
     def connected(self) -> bool:
         self.connections = [c for c in self.connections if c.open] or self.connections[:1]
-        return any(c.open for c in self.connections)
-
-    def seen(self, connection: Connection) -> None:
-        if connection not in self.connections:
-            self.connections.append(connection)
+        return self.connections[0].open
 
     def check(self) -> None:
-        """Raise SyncError if it will send nothing any more. For calls again and again while it is waited for."""
+        """Raise SyncError if it sends nothing any more. Called repeatedly while its tensors are waited for."""
         now = time.monotonic()
         self.left = None if self.connected else self.left or now
         if self.given_up or (self.left is not None and now - self.left > GONE_SECONDS):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,41 +45,38 @@ class Serving:
 
     @property
     def on_loopback(self) -> bool:
-        return self.host == "localhost" or _loopback(self.host)
+        try:
+            return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
 
 
 def read(argv: Sequence[str]) -> Serving:
     """Translate a command line. Raises ConfigError for everything that is wrong with TRL's own flags."""
     positional = list(argv[:1]) if argv and not is_flag(argv[0]) else []
     given, rest = _split(argv[len(positional) :])
-    out, problems = Serving(list(rest)), []
+    words, problems = list(rest), []
     if positional and "model" in given:
         problems.append(f"--model: the model is named already: {positional[0]}")
     elif positional:
         given["model"] = positional
-    named = {"model": "None", "revision": "None"}
-    sizes = {"tensor_parallel_size": 1, "data_parallel_size": 1}
+    own: dict[str, Any] = {}
     for name, values in given.items():
         try:
-            if name in sizes:
-                sizes[name] = _count(_one(values))
-            elif name in named:
-                named[name] = _one(values)
-            elif name == "host":
-                out.host = _one(values)
-            elif name == "log_level":
-                out.log_level = _level(_one(values))
-            elif name == "sync_timeout":
-                out.sync_timeout = _seconds(_one(values))
+            if (kind := FLAGS[name].get("kind")) is not None:
+                own[name] = _KINDS[kind](_one(values))
             else:
-                out.words += _words(FLAGS[name], values)
+                words += _words(FLAGS[name], values)
         except ValueError as error:
             problems.append(f"--{name}: {error}")
-    if named["model"] != "None":
-        out.words += ["--hf-checkpoint", "@".join(word for word in named.values() if word != "None")]
-    if given.keys() & sizes.keys():
-        tensor, data = sizes.values()
-        out.words += ["--rollout-num-gpus", str(tensor * data), "--rollout-num-gpus-per-engine", str(tensor)]
+    named = [own.pop(name, "None") for name in ("model", "revision")]
+    if named[0] != "None":
+        words += ["--hf-checkpoint", "@".join(name for name in named if name != "None")]
+    sizes = [own.pop(f"{name}_parallel_size", None) for name in ("tensor", "data")]
+    if any(sizes):
+        tensor, data = (size or 1 for size in sizes)
+        words += ["--rollout-num-gpus", str(tensor * data), "--rollout-num-gpus-per-engine", str(tensor)]
+    out = Serving(words, **own)
     open_or_keyed = any(w.partition("=")[0] in ("--no-api-key", "--api-key-file") for w in rest)
     if not out.on_loopback and not open_or_keyed:
         problems.append(
@@ -86,7 +84,7 @@ def read(argv: Sequence[str]) -> Serving:
             "then name the server http://user:KEY@HOST:PORT), or --no-api-key on a network that you trust"
         )
     if problems:
-        remedy = f"mend {'it' if len(problems) == 1 else 'all of them'}; `{COMMAND} --help` explains the flags"
+        remedy = f"correct {'it' if len(problems) == 1 else 'all of them'}; `{COMMAND} --help` explains the flags"
         raise ConfigError("; ".join(problems), where=COMMAND, remedy=remedy)
     return out
 
@@ -134,13 +132,12 @@ def _level(text: str) -> str:
 
 
 def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError as error:
-        raise ValueError("needs a number of seconds") from error
-    if not 0 < seconds <= 1e6:
-        raise ValueError("must be above 0 and at most 1e6 seconds")
-    return seconds
+    if not re.fullmatch(r"\d*\.?\d+(e\d+)?", text) or not 0 < float(text) <= 1e6:
+        raise ValueError(f"{text!r} is no number of seconds above 0 and up to 1e6")
+    return float(text)
+
+
+_KINDS: dict[str, Callable[[str], Any]] = {"text": str, "count": _count, "level": _level, "seconds": _seconds}
 
 
 def _words(flag: dict[str, Any], values: list[str]) -> list[str]:
@@ -171,14 +168,7 @@ def _words(flag: dict[str, Any], values: list[str]) -> list[str]:
 
 def _truth(values: list[str]) -> bool:
     """A boolean as transformers' HfArgumentParser reads it."""
-    text = values[0].lower() if values else "true"
-    if len(values) > 1 or text not in ("true", "t", "yes", "y", "1", "false", "f", "no", "n", "0"):
-        raise ValueError(f"{' '.join(values)!r} is neither true nor false")
-    return text in ("true", "t", "yes", "y", "1")
-
-
-def _loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    text = " ".join(values).lower()
+    if text not in (yes := ("", "true", "t", "yes", "y", "1")) and text not in ("false", "f", "no", "n", "0"):
+        raise ValueError(f"{text!r} is neither true nor false")
+    return text in yes

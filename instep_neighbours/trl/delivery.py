@@ -21,7 +21,7 @@ from instep.controller.sync.proof import Proof, scores_alike
 from instep.controller.sync.session import EngineGone, Session
 from instep.errors import InstepError, SyncError
 from instep.rollout import admission
-from instep_neighbours.trl.staging import Incoming, Layout, Slot, StagedWeights
+from instep_neighbours.trl.staging import Incoming, Layout, Slot
 
 if TYPE_CHECKING:
     from instep.arguments.args import Args
@@ -41,9 +41,8 @@ class _Unproven:
     """
 
     session: Session
-    weights: StagedWeights
     moved: bool
-    before: StagedWeights | None
+    before: Incoming | None
 
 
 class Delivery:
@@ -61,9 +60,9 @@ class Delivery:
     """
 
     def __init__(self, args: Args, fleet: Fleet, layout: Layout, folder: Path):
-        self._args, self._fleet, self._folder, self._num_tensors = args, fleet, folder, len(layout.places)
+        self._args, self._fleet, self._folder = args, fleet, folder
         self._slots = [Slot(layout, folder, name) for name in ("a", "b")]
-        self._current: StagedWeights | None = None
+        self._current: Incoming | None = None
         self._proof = Proof(args, vocab_size=layout.vocab_size, max_len=context_of_model(args) or 64)
         self._scores: dict[str, list[float]] = {}  # engine url -> of the probe, under the current weights
         self._unproven: _Unproven | None = None
@@ -93,21 +92,19 @@ class Delivery:
             SyncError: the engines have the version before, if they could be brought back to it (`broken`).
         """
         incoming.check_tied()
-        assert incoming.slot is not None and len(incoming.records) == self._num_tensors
-        weights, began = StagedWeights(incoming.slot, incoming.records), time.monotonic()
-        before = self._current.records if self._current is not None else {}
-        moved = sum(before[n].digest != r.digest for n, r in weights.records.items()) if before else None
+        began, before = time.monotonic(), self._current.records if self._current is not None else {}
+        moved = sum(before[n].digest != r.digest for n, r in incoming.records.items()) if before else None
         admission.close()
         try:
             engines = self._fleet.available()
-            session = self._session(engines, self.version + 1, weights, "keep" if self.paused else "wait")
+            session = self._session(engines, self.version + 1, incoming, "keep" if self.paused else "wait")
             session.drain()
             if not self._scores and not self.paused:
                 self._scores = self._probe(session)
             scores: dict[str, list[float]] = {}
             try:
                 session.transfer(WAY)
-                self._compare(session, weights)
+                self._compare(session, incoming)
                 if not self.paused:
                     scores = self._prove(session, bool(moved))
             except SyncError:
@@ -120,15 +117,15 @@ class Delivery:
             admission.open_again()
         if self.paused:
             moved_once = bool(moved) and self._unproven is None
-            self._unproven = _Unproven(session, weights, moved_once, self._current)
+            self._unproven = _Unproven(session, moved_once, self._current)
         else:
             self._scores = scores
-        self._current, self.broken = weights, ""
+        self._current, self.broken = incoming, ""
         self.version, self.brought_at = self.version + 1, time.time()
-        size = sum(r.nbytes for r in weights.records.values()) / 1e9
+        size = sum(r.nbytes for r in incoming.records.values()) / 1e9
         note = "" if moved != 0 else "; WARNING: not one byte differs from the version before (a learning rate of 0?)"
         return (
-            f"version {self.version}: {len(weights.records)} tensors, {size:.2f} GB, at {len(session.engines)} "
+            f"version {self.version}: {len(incoming.records)} tensors, {size:.2f} GB, at {len(session.engines)} "
             f"engine{'s' if len(session.engines) > 1 else ''} in {time.monotonic() - began:.1f} s{note}"
         )
 
@@ -174,7 +171,7 @@ class Delivery:
         for engine in self._fleet.available():
             call(engine)
 
-    def _session(self, engines: Sequence[Engine], version: int, weights: StagedWeights, mode: str) -> Session:
+    def _session(self, engines: Sequence[Engine], version: int, weights: Incoming, mode: str) -> Session:
         args = self._args.replace(pause_mode=mode)
         session = Session(args, cast(RoleTrainer, weights), engines, version, self._folder)  # it publishes, and no more
         session.stays_paused = self.paused
@@ -183,7 +180,7 @@ class Delivery:
     def _probe(self, session: Session) -> dict[str, list[float]]:
         return session.each(lambda engine: self._proof.engine_scores(engine, session))
 
-    def _compare(self, session: Session, weights: StagedWeights) -> None:
+    def _compare(self, session: Session, weights: Incoming) -> None:
         """Raise SyncError if an engine that can tell holds other bytes than were received."""
         for engine in session.engines:
             if engine.capabilities.digests:
@@ -208,7 +205,7 @@ class Delivery:
                 raise _unproven(engine, "still scores as under the weights before, which differ")
         return scores
 
-    def _go_back(self, engines: Sequence[Engine], weights: StagedWeights | None) -> None:
+    def _go_back(self, engines: Sequence[Engine], weights: Incoming | None) -> None:
         """Bring the engines the version before once more, after one that failed in the middle."""
         self.broken = "the last weight update failed in the engines: nothing is generated until one succeeds"
         if weights is not None:

@@ -10,16 +10,15 @@ import base64
 import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from instep.engines.wire import FINAL_ONLY
-from instep_neighbours.trl.clients import BadRequest
+from instep_neighbours.trl.clients import BadRequest, Body, of_type
 
-Body = dict[str, Any]
 TOKEN = "token_id:"  # how vLLM names a token by its id
 # TRL's own defaults of /generate/ and /chat/.
 LEGACY = {"n": 1, "repetition_penalty": 1.0, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
@@ -34,47 +33,38 @@ SAMPLING = frozenset(
     "ignore_eos max_tokens min_tokens logprobs prompt_logprobs skip_special_tokens spaces_between_special_tokens "
     "include_stop_str_in_output logit_bias allowed_token_ids bad_words structured_outputs detokenize".split()
 )
-# Others that vLLM 0.32 has. They are refused: an older engine would not notice them, and some change an answer's form.
-_NOT_PASSED_ON = frozenset(
-    "extra_args flat_logprobs logprob_token_ids output_kind prompt_logprob_start prompt_logprob_token_ids "
-    "repetition_detection routed_experts_prompt_start skip_reading_prefix_cache stream_interval thinking_token_budget "
-    "trace_decode_token_ids watermarking".split()
-)
 # Fields of OpenAI's routes that say how to answer.
 ANSWER = frozenset("model prompt messages return_token_ids return_tokens_as_token_ids stream echo user".split())
 RENDERING = ("add_generation_prompt", "continue_final_message")
 CHAT = ANSWER | set("tools tool_choice chat_template chat_template_kwargs top_logprobs".split()) | set(RENDERING)
+Namer = Callable[[int], str]
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What a request asks for, but for its prompts: parameters of each request to an engine, and how many log-probs.
+    """What a request asks for, but for its prompts.
 
     Attributes:
+        params: of each request to an engine.
         logprobs: of each token beside its own; None: not even that.
     """
 
     params: Body
-    n: int
     logprobs: int | None
 
     @classmethod
     def of(cls, given: Body) -> Asked:
         """Read sampling parameters under vLLM's names. Raises BadRequest."""
-        known = ", ".join(sorted(SAMPLING))
-        if refused := sorted(name for name in given.keys() & _NOT_PASSED_ON if given[name] is not None):
-            raise BadRequest(f"{', '.join(refused)}: vLLM has it, and this server does not pass it on; it has {known}")
-        if unknown := sorted(given.keys() - SAMPLING - _NOT_PASSED_ON):
-            raise BadRequest(f"{', '.join(unknown)}: no such sampling parameter; there are {known}")
-        n, logprobs = given.get("n", 1), given.get("logprobs")
-        if type(n) is not int or n < 1:
-            raise BadRequest(f"n must be a whole number above 0, got {n!r}")
+        params = {name: value for name, value in given.items() if value is not None}
+        if unknown := sorted(params.keys() - SAMPLING):
+            what = f"{', '.join(unknown)}: this server passes on no such sampling parameter; it has"
+            raise BadRequest(f"{what} {', '.join(sorted(SAMPLING))}")
+        logprobs = params.get("logprobs")
         if logprobs is not None and (type(logprobs) is not int or logprobs < 0):
             raise BadRequest(f"logprobs must be null or a whole number from 0 on, got {logprobs!r}")
-        params = {name: value for name, value in given.items() if value is not None and name in SAMPLING}
-        if logprobs is not None and logprobs > 0:
+        if logprobs:
             params["logprobs"] = logprobs + 1  # vLLM's route counts the sampled token among them
-        return cls({"detokenize": bool(given.get("stop")), "output_kind": FINAL_ONLY, **params}, n, logprobs)
+        return cls({"detokenize": bool(given.get("stop")), "output_kind": FINAL_ONLY, **params}, logprobs)
 
     def payload(self, model: str, ids: list[int]) -> Body:
         return {"model": model, "token_ids": ids, "sampling_params": self.params}
@@ -87,9 +77,7 @@ def legacy_asked(body: Body, known: frozenset[str]) -> Asked:
     """The sampling parameters of /generate/ or /chat/, which has the fields `known`. Raises BadRequest."""
     if unknown := sorted(body.keys() - known):
         raise BadRequest(f"{', '.join(unknown)}: no such field; there are {', '.join(sorted(known))}")
-    more = body.get("generation_kwargs") or {}
-    if not isinstance(more, dict):
-        raise BadRequest("generation_kwargs must be an object")
+    more = of_type(body, "generation_kwargs", dict, None) or {}
     given = {name: body.get(name, default) for name, default in LEGACY.items()} | more
     for name in ("guided_decoding_regex", "structured_outputs_regex"):
         if (regex := body.get(name)) is not None:
@@ -99,22 +87,17 @@ def legacy_asked(body: Body, known: frozenset[str]) -> Asked:
 
 def legacy_prompts(body: Body) -> list[Any]:
     """The prompts of /generate/, texts or lists of token ids. Raises BadRequest."""
-    prompts = body.get("prompts")
-    if not isinstance(prompts, list) or not all(isinstance(p, str) or is_ids(p) for p in prompts):
-        raise BadRequest("prompts must be a list of texts, or of lists of token ids")
-    if any(image for image in body.get("images") or ()):
+    if any(body.get("images") or ()):
         raise BadRequest("images are not taken here: this server is for models of text")
-    return prompts
+    return _prompts(of_type(body, "prompts", list))
 
 
 def legacy_cut(body: Body, prompts: list[list[int]]) -> list[list[int]]:
     """The last `truncate_prompt_tokens` of each prompt. Raises BadRequest."""
     last = body.get("truncate_prompt_tokens")
-    if last is None:
-        return prompts
-    if type(last) is not int or last < 1:
+    if last is not None and (type(last) is not int or last < 1):
         raise BadRequest(f"truncate_prompt_tokens must be null or a whole number above 0, got {last!r}")
-    return [ids[-last:] for ids in prompts]
+    return [ids[-last:] for ids in prompts] if last else prompts
 
 
 def legacy_answer(body: Body, prompts: Sequence[list[int]], answers: Sequence[Body], asked: Asked) -> Body:
@@ -128,11 +111,23 @@ def legacy_answer(body: Body, prompts: Sequence[list[int]], answers: Sequence[Bo
     if asked.logprobs is None:
         return made | {"logprobs": None, "logprob_token_ids": None}
     entries = [tokens_of(choice, 0 if flat else asked.logprobs) for choice in choices]
-    logprobs = [[[number(lp) for _, lp in token] for token in tokens] for tokens in entries]
     if flat:
-        return made | {"logprobs": [[own for (own,) in row] for row in logprobs]}
-    ids = [[[i for i, _ in token] for token in tokens] for tokens in entries]
-    return made | {"logprobs": logprobs, "logprob_token_ids": ids}
+        return made | {"logprobs": [[number(lp) for ((_, lp),) in tokens] for tokens in entries]}
+    return made | _columns(entries)
+
+
+def _columns(rows: list[list[list[tuple[int, float]]]]) -> Body:
+    """Log-probs and ids of the tokens at each place of each row."""
+    return {
+        "logprobs": [[[number(lp) for _, lp in place] for place in row] for row in rows],
+        "logprob_token_ids": [[[i for i, _ in place] for place in row] for row in rows],
+    }
+
+
+def _prompts(given: list[Any]) -> list[Any]:
+    if not all(isinstance(prompt, str) or is_ids(prompt) for prompt in given):
+        raise BadRequest("prompts must be texts, or lists of token ids")
+    return given
 
 
 def is_ids(value: Any) -> bool:
@@ -143,15 +138,12 @@ def number(value: float) -> float | None:
     return None if math.isnan(value) else value
 
 
-def tokens_of(choice: Body, logprobs: int | None) -> list[list[tuple[int, float]]]:
+def tokens_of(choice: Body, logprobs: int) -> list[list[tuple[int, float]]]:
     """For each token of a choice its own (id, log-prob) and those of the `logprobs` likeliest, the likeliest first."""
-    content = (choice.get("logprobs") or {}).get("content") or []
-    out = []
+    content, out = (choice.get("logprobs") or {}).get("content") or [], []  # neither of an answer without a token
     for token, entry in zip(choice["token_ids"], content, strict=True):
-        top = [(_id(t), float(t["logprob"])) for t in entry.get("top_logprobs") or ()]
-        top.sort(key=lambda item: -item[1])
-        best = dict(top[: logprobs or 0])
-        best[token] = float(entry["logprob"])
+        top = sorted(((_id(t), float(t["logprob"])) for t in entry.get("top_logprobs") or ()), key=lambda t: -t[1])
+        best = dict(top[:logprobs]) | {token: float(entry["logprob"])}
         out.append(sorted(best.items(), key=lambda item: -item[1]))
     return out
 
@@ -177,18 +169,15 @@ class Scoring:
     @classmethod
     def of(cls, body: Body) -> Scoring:
         """Raises BadRequest."""
-        sequences, lengths = body.get("sequences"), body.get("prompt_lengths")
-        if not isinstance(sequences, list) or not all(map(is_ids, sequences)) or not is_ids(lengths):
-            raise BadRequest("sequences must be lists of token ids, prompt_lengths a list of whole numbers")
-        assert isinstance(lengths, list)
-        if len(sequences) != len(lengths):
-            raise BadRequest("sequences and prompt_lengths must have the same length")
+        sequences, lengths = of_type(body, "sequences", list), of_type(body, "prompt_lengths", list)
+        if not all(map(is_ids, sequences)) or not is_ids(lengths) or len(sequences) != len(lengths):
+            raise BadRequest("sequences must be lists of token ids, and prompt_lengths a whole number for each")
         for i, (sequence, length) in enumerate(zip(sequences, lengths, strict=True)):
             if not 0 <= length <= len(sequence):
                 raise BadRequest(f"prompt_lengths[{i}] is {length}, and the sequence has {len(sequence)} tokens")
-        top, form = body.get("top_logprobs", 100), body.get("response_format", "json")
-        if type(top) is not int or top < 1:
-            raise BadRequest(f"top_logprobs must be a whole number above 0, got {top!r}")
+        top, form = of_type(body, "top_logprobs", int, 100), body.get("response_format", "json")
+        if top < 1:
+            raise BadRequest(f"top_logprobs must be above 0, got {top}")
         if form not in ("json", "binary"):
             raise BadRequest(f'response_format is "json" or "binary", not {form!r}')
         params = {"max_tokens": 1, "temperature": body.get("temperature", 1.0), "prompt_logprobs": top}
@@ -199,26 +188,21 @@ class Scoring:
             [ranked(entry) for entry in answer["prompt_logprobs"][length:]]
             for answer, length in zip(answers, self.prompt_lengths, strict=True)
         ]
-        if not self.binary:
-            return {
-                "logprobs": [[[number(lp) for _, lp in place] for place in row] for row in rows],
-                "logprob_token_ids": [[[i for i, _ in place] for place in row] for row in rows],
-            }
-        return self._arrays(rows)
+        return self._arrays(rows) if self.binary else _columns(rows)
 
     def _arrays(self, rows: list[list[list[tuple[int, float]]]]) -> Body:
         """Arrays in base64, padded with -inf: of float32 [sequences, places, top], and of each place's own token."""
-        longest = max(map(len, rows), default=0)
-        shape = len(rows), longest, self.top
+        shape = len(rows), max(map(len, rows), default=0), self.top
         scores, ids = np.full(shape, -np.inf, np.float32), np.zeros(shape, np.int32)
         own_scores, own_ids = np.full((*shape[:2], 1), -np.inf, np.float32), np.zeros((*shape[:2], 1), np.int32)
         for i, (row, sequence, length) in enumerate(zip(rows, self.sequences, self.prompt_lengths, strict=True)):
-            for t, place in enumerate(row):
-                own = sequence[length + t]
+            for t, (own, place) in enumerate(zip(sequence[length:], row, strict=True)):
                 for k, (token, score) in enumerate(place[: self.top]):
-                    scores[i, t, k], ids[i, t, k] = -np.inf if math.isnan(score) else score, token
+                    scores[i, t, k], ids[i, t, k] = score, token
                 if own in (known := dict(place)):
-                    own_scores[i, t, 0], own_ids[i, t, 0] = -np.inf if math.isnan(known[own]) else known[own], own
+                    own_scores[i, t, 0], own_ids[i, t, 0] = known[own], own
+        for array in (scores, own_scores):
+            array[np.isnan(array)] = -np.inf
         arrays = {"logprobs": scores, "token_ids": ids, "actual_logprobs": own_scores, "actual_token_ids": own_ids}
         encoded = {f"{name}_b64": base64.b64encode(a.tobytes()).decode("ascii") for name, a in arrays.items()}
         return {**encoded, "shape": list(shape), "completion_lengths": [len(row) for row in rows]}
@@ -242,10 +226,7 @@ def is_translated(body: Body) -> bool:
 def completion_prompts(body: Body) -> list[Any]:
     """Raises BadRequest."""
     prompt = body.get("prompt")
-    prompts = prompt if isinstance(prompt, list) and prompt and not is_ids(prompt) else [prompt]
-    if not all(isinstance(p, str) or is_ids(p) for p in prompts):
-        raise BadRequest("prompt must be a text, a list of token ids, or a list of either")
-    return prompts
+    return _prompts(prompt if isinstance(prompt, list) and prompt and not is_ids(prompt) else [prompt])
 
 
 def completion_asked(body: Body) -> Asked:
@@ -271,35 +252,34 @@ def chat_asked(body: Body) -> Asked:
     return Asked.of(given)
 
 
-def completion_choice(
-    index: int, prompt: list[int], answer: Body, choice: Body, asked: Asked, name: Any, text: str
-) -> Body:
-    """A choice of /v1/completions with its text; `name` makes the text of a token."""
+def completion_choice(prompt: list[int], answer: Body, choice: Body, asked: Asked, name: Namer) -> Body:
+    """A choice of /v1/completions but for its text; `name` makes the text of a token."""
     logprobs = None
     if asked.logprobs is not None:
         tokens = tokens_of(choice, asked.logprobs)
-        own = [dict(t)[i] for t, i in zip(tokens, choice["token_ids"], strict=True)]
         logprobs = {
             "text_offset": [],
             "tokens": [name(i) for i in choice["token_ids"]],
-            "token_logprobs": [number(lp) for lp in own],
+            "token_logprobs": [number(dict(t)[i]) for t, i in zip(tokens, choice["token_ids"], strict=True)],
             "top_logprobs": [{name(i): number(lp) for i, lp in token} for token in tokens],
         }
     more = {"prompt_logprobs": answer["prompt_logprobs"]} if answer.get("prompt_logprobs") is not None else {}
-    return _ending(index, choice) | {"logprobs": logprobs, "prompt_token_ids": prompt, **more, "text": text}
+    return {"logprobs": logprobs, "prompt_token_ids": prompt, **more}
 
 
-def chat_choice(index: int, choice: Body, asked: Asked, name: Any, text: str) -> Body:
-    """A choice of /v1/chat/completions with its text; `name` makes the text of a token."""
-    logprobs = None
-    if asked.logprobs is not None:
-        content = []
-        for token, top in zip(choice["token_ids"], tokens_of(choice, asked.logprobs), strict=True):
-            shown = [{"token": name(i), "logprob": number(lp), "bytes": None} for i, lp in top[: asked.logprobs]]
-            own = {"token": name(token), "logprob": number(dict(top)[token]), "bytes": None}
-            content.append(own | {"top_logprobs": shown})
-        logprobs = {"content": content}
-    return _ending(index, choice) | {"logprobs": logprobs, "message": {"role": "assistant", "content": text}}
+def chat_choice(choice: Body, asked: Asked, name: Namer) -> Body:
+    """A choice of /v1/chat/completions but for its text; `name` makes the text of a token."""
+    if asked.logprobs is None:
+        return {"logprobs": None}
+
+    def shown(token: int, score: float) -> Body:
+        return {"token": name(token), "logprob": number(score), "bytes": None}
+
+    tokens = zip(choice["token_ids"], tokens_of(choice, asked.logprobs), strict=True)
+    content = [
+        shown(i, dict(top)[i]) | {"top_logprobs": [shown(*one) for one in top[: asked.logprobs]]} for i, top in tokens
+    ]
+    return {"logprobs": {"content": content}}
 
 
 def openai_answer(model: str, chat: bool, prompts: Sequence[list[int]], choices: list[Body]) -> Body:
@@ -310,8 +290,3 @@ def openai_answer(model: str, chat: bool, prompts: Sequence[list[int]], choices:
     usage = {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
     more = {"prompt_token_ids": prompts[0]} if chat else {}
     return {**head, "model": model, "choices": choices, "usage": usage, **more}
-
-
-def _ending(index: int, choice: Body) -> Body:
-    reasons = {name: choice.get(name) for name in ("finish_reason", "stop_reason")}
-    return {"index": index, **reasons, "token_ids": choice["token_ids"]}

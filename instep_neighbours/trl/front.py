@@ -1,7 +1,8 @@
 """The port of `instep serve` and `instep vllm-serve`: OpenAI's routes, TRL's of both generations, and those of Atropos.
 
 Requests of TRL's clients for texts are translated (`forms.py`) and divided among the engines; those that change weights
-go to `Updates`. What a client of OpenAI's sends is passed on as it is.
+go to `Updates`. What a client of OpenAI's sends is passed on as it is. Weights that a trainer shares, and adapters, are
+of `instep atropos-serve` (`instep_engine/vllm/atropos.py`): Atropos' routes say here that there are none.
 """
 
 from __future__ import annotations
@@ -28,11 +29,10 @@ from instep.engines.wire import GENERATE
 from instep.errors import InstepError
 from instep.rollout import admission
 from instep_engine.guard import EVERYONE, GENERATION_ROUTES, HOSTS_VARIABLE, Guard
-from instep_neighbours.atropos import bridge
 from instep_neighbours.trl import forms
 from instep_neighbours.trl.access import Access
-from instep_neighbours.trl.clients import BadRequest, Connection, Refused
-from instep_neighbours.trl.forms import Asked, Body
+from instep_neighbours.trl.clients import BadRequest, Body, Connection, Refused, of_type, told
+from instep_neighbours.trl.forms import Asked
 from instep_neighbours.trl.texts import IMAGES, Texts, template_options
 from instep_neighbours.trl.updates import Updates
 
@@ -40,8 +40,20 @@ if TYPE_CHECKING:
     from instep.arguments.args import Args
 
 REFUSED = {
-    "/v1/chat/completions/render": IMAGES,
-    "/v1/load_lora_adapter": "adapters by name are not served here: let the trainer merge them, and send whole weights",
+    "POST /v1/chat/completions/render": IMAGES,
+    "POST /v1/load_lora_adapter": "adapters by name are not served here: let the trainer merge them, and send whole "
+    "weights",
+    "POST /bridge/sleep": "these engines do not sleep; that of `instep atropos-serve --enable-sleep-mode` does",
+    "POST /lora/load": "these engines take no adapters; that of `instep atropos-serve --enable-lora` does",
+}
+# Atropos' routes about what is not here; `instep_engine/vllm/atropos.py` has them all.
+_ADAPTER = dict.fromkeys(("active_adapter_path", "active_adapter_name", "active_adapter_id"))
+FIXED: dict[str, Body] = {
+    "POST /bridge/wake_up": {"status": "awake"},
+    "GET /bridge/is_sleeping": {"sleeping": False},
+    "GET /lora/status": {"lora_available": False, **_ADAPTER, "load_count": 0, "available_adapters": []},
+    "POST /lora/unload": {"status": "ok", "previous_adapter": None, "previous_name": None},
+    "GET /get_world_size/": {"world_size": 1},  # one process receives weights for all workers of all engines
 }
 LOOK_SECONDS = 0.2
 START_SECONDS = 60.0  # to find the host's name and to listen there
@@ -69,7 +81,7 @@ class Front:
         self._access, self._updates = access, updates
         hosts = keys.server_environment(args)[HOSTS_VARIABLE].split(",")
         self._guard = Guard(keys.run_key(), EVERYONE, [*hosts, "0.0.0.0", host])
-        self._texts = Texts(tokenizer_of(args))
+        self._texts, self._dtype = Texts(tokenizer_of(args)), f"torch.{served_dtype(args)}"
         self._loop = asyncio.new_event_loop()
         self._ready, self._fault = threading.Event(), ""
         self._stop = asyncio.Event()
@@ -77,35 +89,38 @@ class Front:
         self.routes: dict[str, Handler] = {
             # TRL <= 1.10
             "GET /health/": self._health,
-            "GET /get_world_size/": self._world_size,
             "POST /generate/": self._generate,
             "POST /chat/": self._chat,
             "POST /get_sequence_logprobs/": self._sequence_logprobs,
-            "POST /init_communicator/": self._init_communicator,
-            "POST /update_named_param/": self._update_named_param,
-            "POST /reset_prefix_cache/": self._reset_legacy,
-            "POST /close_communicator/": self._close,
+            "POST /init_communicator/": updates.init_legacy,
+            "POST /update_named_param/": updates.announce,
+            "POST /reset_prefix_cache/": updates.reset,
+            "POST /close_communicator/": updates.leave,
             # TRL >= 1.11
             "GET /health": self._health,
             "GET /get_world_size": self._world_size_if_free,
             "GET /server_info": self._server_info,
             "POST /v1/completions": self._openai,
             "POST /v1/chat/completions": self._openai,
-            "POST /v1/chat/completions/render": self._refused,
-            "POST /v1/load_lora_adapter": self._refused,
-            "POST /init_weight_transfer_engine": self._init,
-            "POST /start_weight_update": self._start,
-            "POST /update_weights": self._update,
-            "POST /finish_weight_update": self._finish,
-            "POST /reset_prefix_cache": self._reset,
-            "POST /pause": self._pause,
-            "POST /resume": self._resume,
-            "POST /bridge/pause": self._pause,  # Atropos'
-            "POST /bridge/resume": self._resume,
-            "GET /is_paused": self._is_paused,
-            "GET /weight_info": self._weight_info,
+            "POST /init_weight_transfer_engine": updates.init,
+            "POST /start_weight_update": updates.start,
+            "POST /update_weights": updates.update,
+            "POST /finish_weight_update": updates.finish,
+            "POST /reset_prefix_cache": updates.reset,
+            "POST /pause": updates.pause,
+            "POST /resume": updates.resume,
+            "GET /is_paused": self._state,
+            "GET /weight_info": self._state,
+            # Atropos' example server
+            "GET /health_generate": self._health_generate,
+            "POST /bridge/pause": updates.pause,
+            "POST /bridge/resume": updates.resume,
+            "GET /bridge/is_paused": self._state,
+            "GET /bridge/info": self._state,
+            "GET /bridge/state_dict_info": self._state,
+            "GET /bridge/debug": self._state,
+            "GET /bridge/list_endpoints": self._endpoints,
         }
-        self.routes |= bridge.routes(args, model, updates, self._one_token, lambda: list(self.routes))
 
     # ---- the thread --------------------------------------------------------------------------------------------------
 
@@ -161,18 +176,20 @@ class Front:
     async def _handle(self, http: web.Request) -> web.StreamResponse:
         try:
             self._check(http)
-            handler = self.routes.get(f"{http.method} {http.path}")
-            if handler is None and http.path in GENERATION_ROUTES:
-                self._check_whole(now=True)
+            if (route := f"{http.method} {http.path}") in REFUSED:
+                raise BadRequest(REFUSED[route])
+            if route in FIXED:
+                return web.json_response(FIXED[route])
+            if (handler := self.routes.get(route)) is None:
+                if http.path not in GENERATION_ROUTES:
+                    raise Refused(f"there is no {route} here", 404)
                 return await self._pass_on(http)
-            if handler is None:
-                raise Refused(f"there is no {http.method} {http.path} here", 404)
             answer = await handler(http, object_of(await body_of(http, MAX_BODY)))
             return answer if isinstance(answer, web.StreamResponse) else web.json_response(answer)
         except Refused as error:
             return error_answer(error.status, str(error))
         except InstepError as error:
-            return error_answer(503, f"{error.what} ({error.where}); {error.remedy}")
+            return error_answer(503, told(error))
 
     def _check(self, http: web.Request) -> None:
         """Check whose request it is. Raises Refused."""
@@ -182,14 +199,15 @@ class Front:
         if (refusal := self._access.refusal(http.path, http.headers.get("Authorization", ""))) is not None:
             raise Refused(refusal[1], refusal[0])
 
-    def _check_whole(self, now: bool = False) -> None:
-        """Raise Refused if nothing can be generated, or (`now`) not without waiting for an engine."""
+    def _check_whole(self) -> None:
+        """Raise Refused if nothing can be generated."""
         if self._updates.delivery.broken:
             raise Refused(self._updates.delivery.broken, 503)
-        if now and not self._serves():
-            raise Refused("no engine serves: one is started anew", 503)
 
     async def _pass_on(self, http: web.Request) -> web.StreamResponse:
+        self._check_whole()
+        if not self._serves():
+            raise Refused("no engine serves: one is started again", 503)
         async with admission.admitted(self._url):
             return await forward(self._http, http, self._url, keys.key_of(self._url))
 
@@ -224,27 +242,19 @@ class Front:
                     raise Refused(message(text), status)
                 await asyncio.sleep(LOOK_SECONDS)
 
-    async def _one_token(self) -> None:
-        await self._ask([Asked.of({"max_tokens": 1}).payload(self._model, [0])])
-
     # ---- TRL <= 1.10 -------------------------------------------------------------------------------------------------
 
     async def _health(self, http: web.Request, body: Body) -> Body:
         if not self._serves():
-            raise Refused("no engine serves: one is started anew", 503)
+            raise Refused("no engine serves: one is started again", 503)
         return {"status": "ok"}
-
-    async def _world_size(self, http: web.Request, body: Body) -> Body:
-        return {"world_size": 1}  # one process receives weights for all workers of all engines
 
     async def _generate(self, http: web.Request, body: Body) -> Body:
         asked, prompts = forms.legacy_asked(body, forms.LEGACY_GENERATE), forms.legacy_prompts(body)
         return await self._legacy(body, await self._texts.ids(prompts), asked)
 
     async def _chat(self, http: web.Request, body: Body) -> Body:
-        conversations = body.get("messages")
-        if not isinstance(conversations, list):
-            raise BadRequest("messages must be a list of conversations")
+        conversations = of_type(body, "messages", list)
         asked, options = forms.legacy_asked(body, forms.LEGACY_CHAT), template_options(body)
         return await self._legacy(body, await asyncio.to_thread(self._texts.render, conversations, options), asked)
 
@@ -259,42 +269,18 @@ class Front:
         answers = await self._ask([fixed | {"token_ids": sequence} for sequence in scoring.sequences])
         return await asyncio.to_thread(scoring.answer, answers)
 
-    async def _init_communicator(self, http: web.Request, body: Body) -> Body:
-        port, size, uuid = body.get("port"), body.get("world_size"), body.get("client_device_uuid", "")
-        if type(port) is not int or type(size) is not int or not isinstance(uuid, str):
-            raise BadRequest("port, world_size and client_device_uuid are needed")
-        await self._updates.init_legacy(Connection(http.transport), port, size, uuid)
-        return {"message": "Request received, initializing communicator"}
-
-    async def _update_named_param(self, http: web.Request, body: Body) -> Body:
-        name, dtype, shape = (body.get(key) for key in ("name", "dtype", "shape"))
-        if not isinstance(name, str) or not isinstance(dtype, str) or not forms.is_ids(shape):
-            raise BadRequest("name, dtype and shape are needed")
-        assert isinstance(shape, list)
-        self._updates.announce(Connection(http.transport), name, dtype, shape)
-        return {"message": "Request received, updating named parameter"}
-
-    async def _reset_legacy(self, http: web.Request, body: Body) -> Body:
-        success = await self._updates.reset(Connection(http.transport))
-        return {"message": f"Request received, resetting prefix cache status: {success}"}
-
-    async def _close(self, http: web.Request, body: Body) -> Body:
-        await self._updates.leave(Connection(http.transport))
-        return {"message": "Request received, closing communicator"}
-
     # ---- TRL >= 1.11 -------------------------------------------------------------------------------------------------
 
     async def _world_size_if_free(self, http: web.Request, body: Body) -> Body:
-        await self._updates.check_free(Connection(http.transport))
-        return await self._world_size(http, body)
+        await self._updates.check_free(Connection.of(http))
+        return FIXED["GET /get_world_size/"]
 
     async def _server_info(self, http: web.Request, body: Body) -> Body:
         """What TRL's clients look at of vLLM's configuration, before they init a group if they have none."""
         if not self._updates.takes_none:
-            await self._updates.check_free(Connection(http.transport))
-        dtype = f"torch.{served_dtype(self._args)}"
+            await self._updates.check_free(Connection.of(http))
         config: Body = {
-            "model_config": {"model": self._model, "dtype": dtype, "logprobs_mode": "processed_logprobs"},
+            "model_config": {"model": self._model, "dtype": self._dtype, "logprobs_mode": "processed_logprobs"},
             "weight_transfer_config": None if self._updates.takes_none else {"backend": "nccl"},
             "lora_config": None,
             "parallel_config": {"data_parallel_size": 1},
@@ -303,7 +289,6 @@ class Front:
 
     async def _openai(self, http: web.Request, body: Body) -> Any:
         if not forms.is_translated(body):
-            self._check_whole(now=True)
             return await self._pass_on(http)
         chat, name = http.path == "/v1/chat/completions", self._texts.namer(body)
         if chat:
@@ -318,51 +303,43 @@ class Front:
             for choice in answer["choices"]:
                 text = self._texts.of(choice, body)
                 if chat:
-                    made.append(forms.chat_choice(len(made), choice, asked, name, text))
+                    own = forms.chat_choice(choice, asked, name) | {"message": {"role": "assistant", "content": text}}
                 else:
-                    made.append(forms.completion_choice(len(made), prompt, answer, choice, asked, name, text))
+                    own = forms.completion_choice(prompt, answer, choice, asked, name) | {"text": text}
+                same = {key: choice.get(key) for key in ("finish_reason", "stop_reason", "token_ids")}
+                made.append({"index": len(made), **same, **own})
         return forms.openai_answer(self._model, chat, prompts, made)
 
-    async def _refused(self, http: web.Request, body: Body) -> Body:
-        raise BadRequest(REFUSED[http.path])
+    # ---- state, and Atropos' routes ----------------------------------------------------------------------------------
 
-    async def _init(self, http: web.Request, body: Body) -> Body:
-        await self._updates.init(Connection(http.transport), part_of(body, "init_info"))
-        return {"message": "Weight transfer initialized"}
+    async def _state(self, http: web.Request, body: Body) -> Body:
+        """What is known of engines and weights, for the routes that tell a part of it."""
+        delivery, args = self._updates.delivery, self._args
+        about = {"model": self._model, "dtype": self._dtype}
+        facts: dict[str, Body] = {
+            "/is_paused": {"is_paused": delivery.paused},
+            "/bridge/is_paused": {"paused": delivery.paused},
+            "/weight_info": {"weight_version": str(delivery.version)},
+            "/bridge/info": {
+                **{"enabled": False, "shared_weights": False, "model_name": self._model, "device": args.device},
+                **{"update_count": delivery.version, "last_update_time": delivery.brought_at},
+            },
+            "/bridge/state_dict_info": {**about, "shared_weights_enabled": False},
+            "/bridge/debug": {
+                **{"engine_type": args.rollout_backend, "patches_applied": False, "model_config": about},
+            },
+        }
+        return facts[http.path]
 
-    async def _start(self, http: web.Request, body: Body) -> Body:
-        if body.get("is_checkpoint_format", True) is not True:
-            raise BadRequest("is_checkpoint_format: weights come under the names of the checkpoint, or not at all")
-        self._updates.start(Connection(http.transport))
-        return {"message": "Weight update started"}
+    async def _health_generate(self, http: web.Request, body: Body) -> Body:
+        if self._updates.delivery.paused:
+            raise Refused("the engines are paused", 503)
+        await self._ask([Asked.of({"max_tokens": 1}).payload(self._model, [0])])
+        return {}
 
-    async def _update(self, http: web.Request, body: Body) -> Body:
-        await self._updates.update(Connection(http.transport), part_of(body, "update_info"))
-        return {"message": "Weights updated"}
-
-    async def _finish(self, http: web.Request, body: Body) -> Body:
-        await self._updates.finish(Connection(http.transport))
-        return {"message": "Weight update finished"}
-
-    async def _reset(self, http: web.Request, body: Body) -> Body:
-        return {"success": await self._updates.reset(Connection(http.transport))}
-
-    async def _pause(self, http: web.Request, body: Body) -> Body:
-        default = "keep" if http.path == "/bridge/pause" else "abort"
-        if (mode := body.get("mode", http.query.get("mode", default))) not in ("abort", "wait", "keep"):
-            raise BadRequest(f"mode={mode!r}: abort, wait or keep")
-        await self._updates.pause(mode)
-        return {"status": "paused"}
-
-    async def _resume(self, http: web.Request, body: Body) -> Body:
-        await self._updates.resume()
-        return {"status": "resumed"}
-
-    async def _is_paused(self, http: web.Request, body: Body) -> Body:
-        return {"is_paused": self._updates.delivery.paused}
-
-    async def _weight_info(self, http: web.Request, body: Body) -> Body:
-        return {"weight_version": str(self._updates.delivery.version)}
+    async def _endpoints(self, http: web.Request, body: Body) -> Body:
+        pairs = (route.split() for route in (*self.routes, *FIXED, *REFUSED))
+        return {"endpoints": [{"path": path, "methods": [method]} for method, path in pairs]}
 
 
 def object_of(raw: bytes) -> Body:
@@ -374,12 +351,6 @@ def object_of(raw: bytes) -> Body:
     if not isinstance(body, dict):
         raise BadRequest("the body is no JSON object")
     return body
-
-
-def part_of(body: Body, name: str) -> Body:
-    if not isinstance(value := body.get(name), dict):
-        raise BadRequest(f"{name} must be an object")
-    return value
 
 
 def error_answer(status: int, text: str) -> web.Response:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
-import os
 import pickle
 import socket
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -61,7 +61,7 @@ class WrongTensor(Exception):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor lies in a slot, and as what the engines take it. `path` is set for one slot (`Slot.placed`).
+    """Where a tensor lies in a slot, and as what the engines take it.
 
     `first` is its first element in the tensor that a trainer sends, which may hold several.
     """
@@ -71,12 +71,11 @@ class Place:
     dtype: str
     number: int  # of the slot's file
     offset: int
-    path: str = ""
     first: int = 0
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * dtype_of(self.dtype).itemsize
+        return _nbytes(self.shape, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ class Announced:
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * dtype_of(self.dtype).itemsize
+        return _nbytes(self.shape, self.dtype)
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -107,13 +106,17 @@ def dtype_of(name: str) -> torch.dtype:
     return dtype
 
 
+def _nbytes(shape: tuple[int, ...], dtype: str) -> int:
+    return math.prod(shape) * dtype_of(dtype).itemsize
+
+
 class Receiver:
     """What the server calls in this process."""
 
     def __init__(self) -> None:
         self._store: dist.Store | None = None
         self._group: _NcclGroup | _GlooGroup | None = None
-        self._files: dict[str, torch.Tensor] = {}
+        self._files: dict[Path, torch.Tensor] = {}
 
     def join(self, meeting: Meeting) -> None:
         """Join the trainer's group. Raises SyncError."""
@@ -122,7 +125,7 @@ class Receiver:
             self._store = store
             self._group = _NcclGroup(store, meeting) if meeting.device == "cuda" else _GlooGroup(store, meeting)
             shut(doors)
-        except (OSError, RuntimeError) as error:  # torch's DistError is one
+        except (OSError, RuntimeError, ImportError) as error:  # torch's DistError is one; NCCL needs vLLM
             raise SyncError(
                 f"no weight group with the trainer: {_first_line(error)}",
                 where=f"{meeting.host}:{meeting.port}",
@@ -137,11 +140,12 @@ class Receiver:
             return False
 
     def receive(
-        self, what: Sequence[Announced], packed_bytes: int | None, barrier: bool
+        self, what: Sequence[Announced], slot: Sequence[Path], packed_bytes: int | None, barrier: bool
     ) -> list[tuple[list[str], bool]]:
         """Receive tensors, cast each to its place's dtype and write it there.
 
         Args:
+            slot: its files.
             packed_bytes: tensors come in buffers that end with the tensor that makes them longer than this; None: each
                 comes by itself.
 
@@ -161,7 +165,7 @@ class Receiver:
                 if barrier:
                     self._group.barrier()
                 pieces = buffer.split([one.nbytes for one in part])
-                found += [self._take(one, piece) for one, piece in zip(part, pieces, strict=True)]
+                found += [self._take(one, slot, piece) for one, piece in zip(part, pieces, strict=True)]
         except (OSError, RuntimeError) as error:
             raise SyncError(
                 f"the trainer did not send {what[len(found)].name if len(found) < len(what) else 'all'}: "
@@ -171,7 +175,7 @@ class Receiver:
             ) from error
         return found
 
-    def _take(self, what: Announced, data: torch.Tensor) -> tuple[list[str], bool]:
+    def _take(self, what: Announced, slot: Sequence[Path], data: torch.Tensor) -> tuple[list[str], bool]:
         dtype = dtype_of(what.dtype)
         data = data.clone() if data.storage_offset() % dtype.itemsize else data
         served = data.view(dtype).view(what.shape).to(dtype_of(what.served))
@@ -180,17 +184,14 @@ class Receiver:
         digests = []
         for place in what.places:
             part = data[place.first * served.itemsize :][: place.nbytes]
-            self._file(place.path)[place.offset : place.offset + place.nbytes].copy_(part)
+            self._file(slot[place.number])[place.offset : place.offset + place.nbytes].copy_(part)
             digests.append(digest(tensor_bytes(part)))
         return digests or [digest(tensor_bytes(data))], finite
 
-    def _file(self, path: str) -> torch.Tensor:
+    def _file(self, path: Path) -> torch.Tensor:
         if path not in self._files:
-            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
-            try:
-                self._files[path] = torch.frombuffer(mmap.mmap(fd, 0), dtype=torch.uint8)
-            finally:
-                os.close(fd)
+            with open(path, "r+b") as file:
+                self._files[path] = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
         return self._files[path]
 
 
@@ -270,21 +271,14 @@ class _NcclGroup:
     """By vLLM's own communicator, which is installed where engines run on GPUs."""
 
     def __init__(self, store: dist.Store, meeting: Meeting):
-        try:
-            from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
-
-            self._store = careful_group(store, meeting.rank)
-        except ImportError as error:
-            remedy = "pip install vllm, or serve on the CPU"
-            what = f"weights come by NCCL, which needs vLLM here: {error}"
-            raise SyncError(what, where="the weight group", remedy=remedy) from error
+        from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 
         self._meeting, self.device = meeting, torch.device("cuda", 0)
         torch.cuda.set_device(self.device)
+        self._store = careful_group(store, meeting.rank)
         self._comm = PyNcclCommunicator(self._store, device=self.device)
         if self._comm.disabled:
-            remedy = "see this process' log (receiver-rank0.log)"
-            raise SyncError("vLLM's communicator found no NCCL", where="the weight group", remedy=remedy)
+            raise RuntimeError("vLLM's communicator found no NCCL; receiver-rank0.log says why")
 
     def broadcast(self, buffer: torch.Tensor) -> None:
         self._comm.broadcast(buffer, src=self._meeting.trainer)
@@ -295,11 +289,7 @@ class _NcclGroup:
 
 
 def careful_group(store: dist.Store, rank: int) -> Any:
-    """vLLM's group of two over a store. What that holds comes from whoever reaches it: only an id, or a name, is read.
-
-    Raises:
-        ImportError: there is no vLLM.
-    """
+    """vLLM's group of two over a store, which anybody may have filled: an id or a name is read, and nothing else."""
     from vllm.distributed.device_communicators.pynccl_wrapper import ncclUniqueId
     from vllm.distributed.utils import StatelessProcessGroup
 

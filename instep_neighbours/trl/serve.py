@@ -70,9 +70,8 @@ def _parsed(words: Sequence[str]) -> Args:
     try:
         return parse(words, "serve")
     except ConfigError as error:
-        told = (text.replace("`instep serve", f"`{COMMAND}") for text in (error.what, error.remedy))
-        what, remedy = told
-        raise ConfigError(what, where=error.where.replace("instep serve", COMMAND), remedy=remedy) from None
+        what, where, remedy = (t.replace("instep serve", COMMAND) for t in (error.what, error.where, error.remedy))
+        raise ConfigError(what, where=where, remedy=remedy) from None
 
 
 def port_of_serve(args: Args) -> Callable[[Args, Fleet, Path, Callable[[str], None]], Port] | None:
@@ -141,19 +140,16 @@ class Port:
         key = f"none: {who} may ask for texts and send weights"
         if self._access.key:
             key = f"{args.api_key_file or f'that of {keys.KEY_VARIABLE}'}; clients name http://user:KEY@{address}"
-        about = {
-            "model": str(args.hf_checkpoint),
-            "engines": f"{len(self._fleet.engines)} {args.rollout_backend} on {args.device}, {served_dtype(args)}",
-            "address": f"http://{address}",
-            "key": key,
-            "weights": f"by {'NCCL' if args.device == 'cuda' else 'gloo'}; {NOT_PROVEN}",
-            "logs": str(self._logs),
-        }
         table = Table(title=COMMAND, show_header=False)
         table.add_column(style="bold")
         table.add_column(overflow="fold")
-        for row in about.items():
-            table.add_row(*row)
+        engines = f"{len(self._fleet.engines)} {args.rollout_backend} on {args.device}, {served_dtype(args)}"
+        table.add_row("model", str(args.hf_checkpoint))
+        table.add_row("engines", engines)
+        table.add_row("address", f"http://{address}")
+        table.add_row("key", key)
+        table.add_row("weights", f"by {'NCCL' if args.device == 'cuda' else 'gloo'}; {NOT_PROVEN}")
+        table.add_row("logs", str(self._logs))
         return table, "Ctrl-C ends it."
 
     def check(self) -> None:
@@ -176,12 +172,12 @@ def _layout(args: Args) -> Layout:
 
     folder = Path(args.hf_checkpoint)
     if quantization(args) or read_config(folder).get("quantization_config"):
-        return Layout.none("the engines' weights are quantized, so that they would hold others than a trainer sends")
+        return Layout("the engines' weights are quantized, so that they would hold others than a trainer sends")
     try:
         dtype = dtype_of(served_dtype(args))
-        return Layout(folder, dtype, int(args.update_weight_buffer_size), args.trust_remote_code)
+        return Layout.of(folder, dtype, int(args.update_weight_buffer_size), args.trust_remote_code)
     except Exception as error:  # noqa: BLE001 - of transformers, for a model that it does not have; the user is told
-        return Layout.none(f"transformers does not make this model: {error}")
+        return Layout(f"transformers does not make this model: {error}")
 
 
 def _log_requests(path: Path, level: str) -> None:

@@ -37,20 +37,15 @@ class Sizes:
 
 def sizes_of(config: Config, num_prompts: int | None) -> Sizes:
     """TRL's arithmetic: a generation batch, of whole groups, serves steps_per_generation micro-steps per process."""
-    per_device, accumulation, group = (
-        config[n] for n in ("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations")
-    )
-    per_step, slices, batch = (
-        per_device * _num_processes(config.flags),
-        config["steps_per_generation"],
-        config["generation_batch_size"],
-    )
+    batching = ("per_device_train_batch_size", "gradient_accumulation_steps")
+    per_device, accumulation, group = (config[name] for name in (*batching, "num_generations"))
+    slices, batch = config["steps_per_generation"], config["generation_batch_size"]
+    per_step = per_device * _num_processes(config.flags)
     if batch is not None and slices is not None:
         raise error("so does steps_per_generation", "generation_batch_size", "give one of the two")
     if batch is not None and batch % per_step:
-        raise error(
-            f"{batch} is no multiple of {per_step}, those of a micro-step", "generation_batch_size", "change it"
-        )
+        what = f"{batch} is no multiple of {per_step}, those of a micro-step"
+        raise error(what, "generation_batch_size", "change it")
     slices = slices or (accumulation if batch is None else batch // per_step)
     if slices % accumulation:
         what = f"a rollout of {slices} micro-steps ends within an optimizer step of {accumulation}"
@@ -59,7 +54,6 @@ def sizes_of(config: Config, num_prompts: int | None) -> Sizes:
     if completions % group:
         what = f"{completions} completions of a rollout are no groups of {group}"
         raise error(what, "num_generations", "change it, per_device_train_batch_size or gradient_accumulation_steps")
-    batching = ("per_device_train_batch_size", "gradient_accumulation_steps")
     config.put("n_samples_per_prompt", group, "num_generations")
     config.put("rollout_batch_size", completions // group, *batching, "generation_batch_size", "steps_per_generation")
     config.put("global_batch_size", per_step * accumulation, *batching)

@@ -24,53 +24,68 @@ from instep.models.checkpoint_names import CheckpointNames, Group, named_weights
 from instep.weights.way import Order
 from instep_engine.manifest import BucketManifest, TensorRecord, dtype_name
 from instep_neighbours.trl.clients import BadRequest, Refused
-from instep_neighbours.trl.receiver import PACKED_BYTES, Announced, Place, WrongTensor, dtype_of
+from instep_neighbours.trl.receiver import Announced, Place, WrongTensor, dtype_of
 
 ALIGNMENT = 64  # bytes
 
 
+@dataclass
 class Layout:
     """Names and places of all weights of a checkpoint.
 
-    Args:
-        dtype: that the engines compute with; a weight that comes in another one is cast.
-        bucket_bytes: about how large a file of a slot is.
-
     Attributes:
-        places: by the name in the checkpoint; an update brings each of them once.
-        names: every name by which a trainer may send a weight, with the one in the checkpoint.
-        vocab_size: of the model.
-        tied: names of tied weights, which may be left out, with the one that they are tied to.
-        fused: names under which transformers holds several tensors of the checkpoint as one, with its shape and the
-            place of each; with none where it is not taken apart here.
-        sizes: bytes of each file of a slot.
         refusal: why no weights are taken; "" otherwise.
+        places: by the name in the checkpoint; an update brings each of them once.
+        taken: every name by which a trainer may send a weight, with its shape and the places of its parts: several
+            where transformers holds several tensors of the checkpoint as one, none where that is not taken apart here
+            or the weight is tied.
+        tied: names of tied weights, which may be left out, with the name that they are tied to.
+        vocab_size: of the model.
+        sizes: bytes of each file of a slot.
     """
 
-    def __init__(self, checkpoint: Path, dtype: torch.dtype, bucket_bytes: int, trust_remote_code: bool = False):
-        self.refusal = ""
+    refusal: str = ""
+    places: dict[str, Place] = field(default_factory=dict)
+    taken: dict[str, tuple[tuple[int, ...], tuple[Place, ...]]] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
+    vocab_size: int = 1
+    sizes: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, checkpoint: Path, dtype: torch.dtype, bucket_bytes: int, trust_remote_code: bool = False) -> Layout:
+        """That of a checkpoint.
+
+        Args:
+            dtype: that the engines compute with; a weight that comes in another one is cast.
+            bucket_bytes: about how large a file of a slot is.
+        """
         config = load_config(str(checkpoint), trust_remote_code)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
         weights, names = named_weights(model), CheckpointNames(model, weight_files(checkpoint))
-        self.vocab_size = int(config.get_text_config().vocab_size)
-        self.places: dict[str, Place] = {}
-        self.names: dict[str, str] = {}
-        self.fused: dict[str, tuple[tuple[int, ...], tuple[Place, ...]]] = {}
-        self.sizes: list[int] = []
+        layout = cls(vocab_size=int(config.get_text_config().vocab_size))
         for group in names.groups:
             served = dtype_name(weights[group.model[0]].dtype)
             for name, shape in zip(group.checkpoint, group.shapes, strict=True):
-                self._add(name, tuple(shape), served, bucket_bytes)
-                self.names[name] = name
+                layout.taken[name] = tuple(shape), (layout._add(name, tuple(shape), served, bucket_bytes),)
             if group.converter is None:
-                self.names[group.model[0]] = group.checkpoint[0]
+                layout.taken[group.model[0]] = layout.taken[group.checkpoint[0]]
             else:
                 shapes = {name: tuple(weights[name].shape) for name in group.model if name not in group.checkpoint}
-                self.fused |= {name: (shape, self._parts(names, group, shape)) for name, shape in shapes.items()}
+                layout.taken |= {name: (shape, layout._parts(names, group, shape)) for name, shape in shapes.items()}
         first = {id(weight): name for name, weight in weights.items()}
-        state = model.state_dict(keep_vars=True)
-        self.tied = {n: self.names[first[id(w)]] for n, w in state.items() if n not in weights and id(w) in first}
+        for name, weight in model.state_dict(keep_vars=True).items():
+            if name not in weights and id(weight) in first:
+                shape, (place,) = layout.taken[first[id(weight)]]
+                layout.taken[name], layout.tied[name] = (shape, ()), place.name
+        return layout
+
+    def _add(self, name: str, shape: tuple[int, ...], dtype: str, bucket_bytes: int) -> Place:
+        if not self.sizes or self.sizes[-1] >= bucket_bytes:
+            self.sizes.append(0)
+        place = self.places[name] = Place(name, shape, dtype, len(self.sizes) - 1, self.sizes[-1])
+        self.sizes[-1] += -(-place.nbytes // ALIGNMENT) * ALIGNMENT
+        return place
 
     def _parts(self, names: CheckpointNames, group: Group, shape: tuple[int, ...]) -> tuple[Place, ...]:
         """The places of a group's tensors, if each is a run of whole rows of the model's only one; else none.
@@ -94,20 +109,6 @@ class Layout:
             out.append(replace(place, first=first * shape[-1]))
         return tuple(out)
 
-    @classmethod
-    def none(cls, why: str) -> Layout:
-        """That of a server which takes no weights."""
-        layout = cls.__new__(cls)
-        layout.refusal, layout.vocab_size = why, 1
-        layout.places, layout.names, layout.tied, layout.fused, layout.sizes = {}, {}, {}, {}, []
-        return layout
-
-    def _add(self, name: str, shape: tuple[int, ...], dtype: str, bucket_bytes: int) -> None:
-        if not self.sizes or self.sizes[-1] >= bucket_bytes:
-            self.sizes.append(0)
-        place = self.places[name] = Place(name, shape, dtype, len(self.sizes) - 1, self.sizes[-1])
-        self.sizes[-1] += -(-place.nbytes // ALIGNMENT) * ALIGNMENT
-
 
 class Slot:
     """The files of one version of the weights, in `folder` of this host's shared memory."""
@@ -119,34 +120,27 @@ class Slot:
     def allocate(self) -> None:
         """Take the memory, once. Raises SyncError where there is not enough."""
         for path, size in zip(self.paths, self.layout.sizes, strict=True):
-            if path.exists():
-                continue
-            fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
             try:
-                os.posix_fallocate(fd, 0, size)
+                with open(os.open(path, os.O_CREAT | os.O_RDWR, 0o600), "r+b") as file:
+                    if not os.fstat(file.fileno()).st_size:
+                        os.posix_fallocate(file.fileno(), 0, size)
             except OSError as error:
-                path.unlink()
                 raise SyncError(
                     f"two versions of the weights, of {sum(self.layout.sizes) / 1e9:,.2f} GB each, do not fit into "
                     f"shared memory: {error.strerror}",
                     where=str(path.parent),
-                    remedy="enlarge /dev/shm (docker: --shm-size), and start the server anew",
+                    remedy="enlarge /dev/shm (docker: --shm-size), and start the server again",
                 ) from error
-            finally:
-                os.close(fd)
-
-    def placed(self, what: Announced) -> Announced:
-        """A tensor that is to come into this slot."""
-        return replace(what, places=tuple(replace(p, path=str(self.paths[p.number])) for p in what.places))
 
 
 @dataclass
 class Incoming:
-    """An update that is under way: the records of what has come, by name in the checkpoint.
+    """A version of the weights that comes, or has come.
 
     Attributes:
         slot: where it is staged, from the first tensor on.
         announced: what has come or is to come; of tied weights, too.
+        records: of what has come, by name in the checkpoint.
         tied: the digests of tied weights that were sent, by their own name.
     """
 
@@ -159,27 +153,22 @@ class Incoming:
     def announce(self, name: str, dtype: str, shape: tuple[int, ...]) -> Announced:
         """Check a tensor that is to come, and say where it goes. Raises WrongTensor."""
         layout = self.layout
-        known, tied = layout.names.get(name), layout.tied.get(name)
-        if known or tied:
-            place = layout.places[known or str(tied)]
-            expected, places = place.shape, tuple([place] if known else [])
-        elif name in layout.fused:
-            expected, places = layout.fused[name]
-            if not places:
-                raise WrongTensor(f"{name} is several tensors of the checkpoint in one, and is not taken apart here")
-            place = places[0]
-        else:
+        if name not in layout.taken:
             some = ", ".join(list(layout.places)[:2])
             raise WrongTensor(f"{name} is no weight of this model, whose weights are {some}, ...")
+        expected, places = layout.taken[name]
+        if not places and name not in layout.tied:
+            raise WrongTensor(f"{name} is several tensors of the checkpoint in one, and is not taken apart here")
+        served = (places[0] if places else layout.places[layout.tied[name]]).dtype
         keys = {p.name for p in places} or {name}
         if not keys.isdisjoint(self.announced):
             raise WrongTensor(f"{name} came twice in this update")
-        if tuple(shape) != expected:
+        if shape != expected:
             raise WrongTensor(f"{name} has shape {list(shape)}, the model's has {list(expected)}")
-        if not dtype_of(dtype).is_floating_point and dtype.removeprefix("torch.") != place.dtype:
-            raise WrongTensor(f"{name} is of {dtype}, the model's of {place.dtype}")
+        if not dtype_of(dtype).is_floating_point and dtype.removeprefix("torch.") != served:
+            raise WrongTensor(f"{name} is of {dtype}, the model's of {served}")
         self.announced |= keys
-        return Announced(name, dtype, tuple(shape), place.dtype, places)
+        return Announced(name, dtype, shape, served, places)
 
     def announce_all(self, infos: Iterable[tuple[Any, Any, Any]]) -> tuple[list[Announced], str]:
         """What comes, and what is wrong about the first tensor that does not belong here.
@@ -188,17 +177,16 @@ class Incoming:
             infos: name, dtype and shape of each, as a trainer has sent them.
 
         Raises:
-            Refused: one is none, or of an unknown dtype, so that nobody knows how many bytes come.
+            BadRequest: one is malformed, so that nobody knows how many bytes come.
         """
         what, wrong = [], ""
         for name, dtype, shape in infos:
             numbers = isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape)
-            if not isinstance(name, str) or not isinstance(dtype, str) or not numbers:
-                raise BadRequest(f"{name!r}, {dtype!r}, {shape!r}: a name, a dtype and a shape are expected")
-            try:
-                dtype_of(dtype)
-            except WrongTensor as error:
-                raise BadRequest(str(error)) from error
+            known = isinstance(dtype, str) and isinstance(
+                getattr(torch, dtype.removeprefix("torch."), None), torch.dtype
+            )
+            if not isinstance(name, str) or not known or not numbers:
+                raise BadRequest(f"{name!r}, {dtype!r}, {shape!r}: a name, a dtype of torch and a shape are expected")
             try:
                 what.append(self.announce(name, dtype, tuple(shape)))
             except WrongTensor as error:
@@ -219,6 +207,11 @@ class Incoming:
     def missing(self) -> list[str]:
         return [name for name in self.layout.places if name not in self.announced]
 
+    @property
+    def begun(self) -> bool:
+        """Whether a weight has come, or is to come, that is not merely tied to another one."""
+        return not self.announced <= self.layout.tied.keys()
+
     def take(self, what: Announced, digests: Sequence[str], finite: bool) -> None:
         """Take note of a tensor that has come. Raises SyncError for one that is not finite."""
         if not finite:
@@ -231,11 +224,6 @@ class Incoming:
             self.tied[what.name] = digests[0]
         for p, digest in zip(what.places, digests, strict=False):
             self.records[p.name] = TensorRecord(p.name, p.shape, p.dtype, p.offset, p.nbytes, digest)
-
-    @property
-    def begun(self) -> bool:
-        """Whether a weight has come, or is to come, that is not merely tied to another one."""
-        return not self.announced <= self.layout.tied.keys()
 
     def forget_tied(self, known: dict[str, TensorRecord]) -> None:
         """Forget tied weights that are what those of an earlier version are tied to."""
@@ -254,26 +242,15 @@ class Incoming:
                     remedy="train the same model: tie_word_embeddings is true in the config.json that is served",
                 )
 
-
-class StagedWeights:
-    """Stands where a session has a trainer's workers: it publishes the buckets of one slot."""
-
-    def __init__(self, slot: Slot, records: dict[str, TensorRecord]):
-        self.slot, self.records = slot, records
+    # ---- whole, it stands where a session has a trainer's workers ----------------------------------------------------
 
     def watch(self) -> None:
         """There is no process to watch: all of it lies in memory."""
 
     def publish(self, way: str, order: Order, timeout: float, on_event: Callable[[Any], None]) -> None:
+        """Show the buckets of its slot."""
+        assert self.slot is not None
         for number, path in enumerate(self.slot.paths):
-            names = (p.name for p in self.slot.layout.places.values() if p.number == number)
+            names = (p.name for p in self.layout.places.values() if p.number == number)
             records = tuple(self.records[name] for name in names)
             on_event(BucketManifest(str(path), order.version, order.nonce, records))
-
-
-def packed_bytes_of(info: dict[str, Any]) -> int | None:
-    """How the tensors come, by `packed` and `packed_buffer_size_bytes` of an info; None: one by one. Raises Refused."""
-    size = info.get("packed_buffer_size_bytes", PACKED_BYTES)
-    if type(size) is not int or size < 1:
-        raise BadRequest("packed_buffer_size_bytes must be a whole number above 0")
-    return size if info.get("packed", False) else None

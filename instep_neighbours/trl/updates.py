@@ -9,22 +9,25 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from instep.cluster.local import WorkerGroup
 from instep.errors import EngineError, InstepError, SyncError, WorkerError
 from instep.rollout import admission
 from instep.system.gpus import visible_gpus
-from instep_neighbours.trl.clients import BadRequest, Client, Connection, Refused
+from instep_neighbours.trl.clients import BadRequest, Body, Client, Connection, Refused, of_type, told
 from instep_neighbours.trl.delivery import Delivery
-from instep_neighbours.trl.receiver import Announced, Meeting, WrongTensor
-from instep_neighbours.trl.staging import Incoming, Layout, packed_bytes_of
+from instep_neighbours.trl.receiver import PACKED_BYTES, Announced, Meeting
+from instep_neighbours.trl.staging import Incoming, Layout
 
 if TYPE_CHECKING:
+    from aiohttp import web
+
     from instep.arguments.args import Args
     from instep.controller.fleet import Fleet
 
@@ -33,10 +36,13 @@ JOIN_SECONDS = 300.0  # vLLM's own bound for the store
 ALIVE_SECONDS = 5.0
 CLOSING_SECONDS = 0.2
 RECEIVER = "instep_neighbours.trl.receiver"
+DROPPED = "this update is dropped, and the engines keep their weights"
 
 
 class Updates:
     """All weight updates of one server. Methods without an underscore belong to the thread of the event loop.
+
+    Those that take `http` and `body` answer a request with an object, or raise Refused.
 
     Args:
         args: of `instep serve`, with `sync_timeout`.
@@ -51,63 +57,56 @@ class Updates:
     ):
         self._args, self._fleet, self._layout, self._logs = args, fleet, layout, logs
         self._host, self._say = host, say
+        self.takes_none = layout.refusal  # why no weights are taken from anybody; "" if they are
         self.delivery = Delivery(args, fleet, layout, folder)
         self._thread = ThreadPoolExecutor(1, "weights")
         self._group: WorkerGroup | None = None
         self._client: Client | None = None
         self._incoming: Incoming | None = None
-        self._last: Client | None = None  # the one that had it last, if its update has failed
-        self._paused: float | None = None  # by a client: since when, and who had the group then
-        self._pauser: Client | None = None
-        self._no_pause_before = 0.0
+        self._faults: dict[str, str] = {}  # host of a client whose update has failed -> what it has to hear yet
+        self._paused: tuple[float, Client | None] | None = None  # by a client: since when, and who had the group then
         self._num_waiting = 0  # for the thread: jobs of clients
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
-        if self._group is not None:
-            self._group.close(0.5)
+        self._end_group()
         admission.reset()
 
     # ---- the group ---------------------------------------------------------------------------------------------------
 
-    async def init_legacy(self, connection: Connection, port: int, world_size: int, device_uuid: str) -> None:
-        """Let the trainer of TRL <= 1.10 join, as rank 1 of a store of ours; returns at once. Raises Refused."""
-        if world_size != 2:
-            raise Refused(f"world_size is {world_size}: this server is one rank, so that it is 2 (/get_world_size/)")
-        gpus = visible_gpus()[: self._args.rollout_num_gpus] if self._args.device == "cuda" and device_uuid else ()
-        if any(device_uuid in gpu.uuid for gpu in gpus):
+    async def init_legacy(self, http: web.Request, body: Body) -> Body:
+        """Let the trainer of TRL <= 1.10 join, as rank 1 of a store of ours; answers at once."""
+        port, size = of_type(body, "port", int), of_type(body, "world_size", int)
+        uuid = of_type(body, "client_device_uuid", str, None)
+        if size != 2:
+            raise Refused(f"world_size is {size}: this server is one rank, so that it is 2 (/get_world_size/)")
+        gpus = visible_gpus()[: self._args.rollout_num_gpus] if self._args.device == "cuda" and uuid else ()
+        if any(uuid in gpu.uuid for gpu in gpus):
             raise Refused(
-                f"the trainer's GPU {device_uuid} is one of the server's: give each GPUs of its own with "
-                "CUDA_VISIBLE_DEVICES"
+                f"the trainer's GPU {uuid} is one of the server's: give each GPUs of its own with CUDA_VISIBLE_DEVICES"
             )
-        client = await self._admit(connection, legacy=True)
-        meeting = Meeting(self._host, port, 0, self._args.device, JOIN_SECONDS)
-        self._begin(client, lambda: self._join(client, meeting))
+        client = await self._admit(Connection.of(http), legacy=True)
+        self._begin(client, self._join, self._host, port, 0)
+        return {"message": "Request received, initializing communicator"}
 
-    async def init(self, connection: Connection, info: dict[str, Any]) -> None:
-        """Join the group of the trainer of TRL >= 1.11, which is rank 0. Raises Refused."""
-        host, port = info.get("master_address"), info.get("master_port")
-        if not isinstance(host, str) or type(port) is not int:
-            raise BadRequest("init_info needs master_address and master_port")
+    async def init(self, http: web.Request, body: Body) -> Body:
+        """Join the group of the trainer of TRL >= 1.11, which is rank 0."""
+        info = of_type(body, "init_info", dict)
+        host, port = of_type(info, "master_address", str), of_type(info, "master_port", int)
         if (size := info.get("world_size")) != 2 or info.get("rank_offset") != 1:
             raise Refused(f"world_size is {size}: this server is one rank, 1 of 2 (/get_world_size answers 1)")
-        packed_bytes = packed_bytes_of(info)
-        client = await self._admit(connection, legacy=False)
-        client.packed_bytes = packed_bytes
-        await self._do(client, lambda: self._join(client, Meeting(host, port, 1, self._args.device, JOIN_SECONDS)))
+        client = await self._admit(Connection.of(http), legacy=False, packed_bytes=_packed_bytes(info))
+        await self._do(client, self._join, host, port, 1)
+        return {"message": "Weight transfer initialized"}
 
-    async def leave(self, connection: Connection) -> None:
+    async def leave(self, http: web.Request, body: Body) -> Body:
         """Let the trainer go. What it had begun to send is dropped, what it has sent is brought to the engines."""
         client = self._client
-        if client is not None and client.has(connection):
+        if client is not None and client.host == Connection.of(http).host:
             if self._incoming is None:
-                await self._settled()
+                await self._run(lambda: None)  # after all that the thread was given
             self._drop(client)
-
-    @property
-    def takes_none(self) -> str:
-        """Why no weights are taken from anybody; "" if they are."""
-        return self._layout.refusal
+        return {"message": "Request received, closing communicator"}
 
     async def check_free(self, connection: Connection) -> None:
         """Raise Refused if whoever asks by this connection would not get the weight group now.
@@ -121,22 +120,23 @@ class Updates:
         if holder is None or connection in holder.connections:
             return
         if await self._holds(holder):
-            told = (
+            why = (
                 f"the trainer at {holder.peer} has the weight group since {holder.since}; one trainer at a time sends "
                 "weights: end it (or let it close its communicator), and try again"
             )
-            self._say(f"the trainer at {connection.peer} was refused: {told}")
-            raise Refused(told)
+            self._say(f"the trainer at {connection.peer} was refused: {why}")
+            raise Refused(why)
         if self._client is holder:
             self._drop(holder)
 
-    async def _admit(self, connection: Connection, legacy: bool) -> Client:
+    async def _admit(self, connection: Connection, legacy: bool, packed_bytes: int | None = None) -> Client:
         await self.check_free(connection)
         if self._client is not None and connection in self._client.connections:
             self._drop(self._client)
         if self._client is not None:
             raise Refused(f"the trainer at {self._client.peer} was first: it has the weight group now")
-        self._client, self._incoming, self._last = Client(legacy, [connection]), None, None
+        self._client, self._incoming = Client(legacy, [connection], packed_bytes), None
+        self._faults.pop(connection.host, None)
         return self._client
 
     async def _holds(self, client: Client) -> bool:
@@ -154,118 +154,123 @@ class Updates:
         self._client = self._incoming = None
         self._thread.submit(self._end_group)
 
-    def _holder(self, connection: Connection, legacy: bool) -> Client:
+    def _holder(self, http: web.Request, legacy: bool) -> Client:
         """The client that has the group, which a request to change weights must be from. Raises Refused."""
-        self._tell_fault(connection)
-        route = "/init_communicator/" if legacy else "/init_weight_transfer_engine"
+        connection = Connection.of(http)
+        self._tell_fault(connection.host)
         if self._client is None or self._client.legacy != legacy:
+            route = "/init_communicator/" if legacy else "/init_weight_transfer_engine"
             raise Refused(f"there is no weight group with you: POST {route} first")
-        self._client.seen(connection)
+        if connection not in self._client.connections:
+            self._client.connections.append(connection)
         return self._client
 
-    def _tell_fault(self, connection: Connection) -> None:
+    def _tell_fault(self, host: str) -> None:
         """Raise Refused with the fault of a client that has not heard of it yet."""
-        last = self._last
-        if last is not None and last.fault and last.has(connection):
-            fault, last.fault = last.fault, ""
+        if fault := self._faults.pop(host, ""):
             raise Refused(fault)
-
-    async def _settled(self) -> None:
-        """Wait until the thread has done all that it was given."""
-        await asyncio.wrap_future(self._thread.submit(lambda: None))
 
     # ---- an update ---------------------------------------------------------------------------------------------------
 
-    def start(self, connection: Connection) -> None:
-        """Begin an update (TRL >= 1.11); one that was not finished is dropped. Raises Refused."""
-        self._holder(connection, legacy=False)
+    async def start(self, http: web.Request, body: Body) -> Body:
+        """Begin an update (TRL >= 1.11); one that was not finished is dropped."""
+        if body.get("is_checkpoint_format", True) is not True:
+            raise BadRequest("is_checkpoint_format: weights come under the names of the checkpoint, or not at all")
+        self._holder(http, legacy=False)
         self._incoming = Incoming(self._layout)
+        return {"message": "Weight update started"}
 
-    def announce(self, connection: Connection, name: str, dtype: str, shape: Sequence[int]) -> None:
-        """Receive one tensor (TRL <= 1.10); the last one ends the update. Returns at once. Raises Refused."""
-        client = self._holder(connection, legacy=True)
+    async def announce(self, http: web.Request, body: Body) -> Body:
+        """Receive one tensor (TRL <= 1.10); the last one ends the update. Answers at once."""
+        given = body.get("name"), body.get("dtype"), body.get("shape")
+        client = self._holder(http, legacy=True)
         incoming = self._incoming or Incoming(self._layout)
-        try:
-            what = incoming.announce(name, dtype, tuple(shape))
-        except WrongTensor as error:
+        what, wrong = incoming.announce_all([given])
+        if wrong:
             self._incoming = None
-            raise Refused(f"{error}; this update is dropped, and the engines keep their weights") from error
+            raise Refused(f"{wrong}; {DROPPED}")
         self._incoming = incoming
-        self._begin(client, lambda: self._receive(client, incoming, [what], None))
+        self._begin(client, self._receive, incoming, what, None)
         if not incoming.missing:
             self._incoming = None
             admission.close()  # who asks for a text from now on gets it from the new weights
-            self._begin(client, lambda: self._bring(client, incoming))
+            self._begin(client, self._bring, incoming)
+        return {"message": "Request received, updating named parameter"}
 
-    async def update(self, connection: Connection, info: dict[str, Any]) -> None:
-        """Receive tensors (TRL >= 1.11). Raises Refused."""
-        client = self._holder(connection, legacy=False)
-        if self._incoming is None:
-            raise Refused("no update was started: POST /start_weight_update first")
-        incoming, lists = self._incoming, [info.get(key) for key in ("names", "dtype_names", "shapes")]
-        if not all(isinstance(each, list) and len(each) == len(lists[0] or ()) for each in lists):
-            raise BadRequest("update_info needs names, dtype_names and shapes, of one length")
-        packed_bytes = packed_bytes_of(info) if "packed" in info else client.packed_bytes
-        what, wrong = incoming.announce_all(zip(*cast(list[list[Any]], lists), strict=True))
+    async def update(self, http: web.Request, body: Body) -> Body:
+        """Receive tensors (TRL >= 1.11)."""
+        info = of_type(body, "update_info", dict)
+        client = self._holder(http, legacy=False)
+        incoming = self._started()
+        columns = [of_type(info, name, list) for name in ("names", "dtype_names", "shapes")]
+        if len({len(column) for column in columns}) > 1:
+            raise BadRequest("names, dtype_names and shapes must be of one length")
+        packed_bytes = _packed_bytes(info) if "packed" in info else client.packed_bytes
+        what, wrong = incoming.announce_all(zip(*columns, strict=True))
         # The trainer is broadcasting already: it gets rid of all that it has announced before it hears of a mistake.
-        await self._do(client, lambda: self._receive(client, incoming, what, packed_bytes))
+        await self._do(client, self._receive, incoming, what, packed_bytes)
         if wrong:
             self._incoming = None
-            raise Refused(f"{wrong}; this update is dropped, and the engines keep their weights")
+            raise Refused(f"{wrong}; {DROPPED}")
+        return {"message": "Weights updated"}
 
-    async def finish(self, connection: Connection) -> None:
-        """Bring what has come to the engines (TRL >= 1.11). Raises Refused."""
-        client = self._holder(connection, legacy=False)
-        incoming, self._incoming = self._incoming, None
-        if incoming is None:
-            raise Refused("no update was started: POST /start_weight_update first")
+    async def finish(self, http: web.Request, body: Body) -> Body:
+        """Bring what has come to the engines (TRL >= 1.11)."""
+        client = self._holder(http, legacy=False)
+        incoming, self._incoming = self._started(), None
         incoming.check_whole()
-        admission.close()
-        await self._do(client, lambda: self._bring(client, incoming))
+        await self._do(client, self._bring, incoming)
+        return {"message": "Weight update finished"}
 
-    async def reset(self, connection: Connection) -> bool:
+    def _started(self) -> Incoming:
+        if self._incoming is None:
+            raise Refused("no update was started: POST /start_weight_update first")
+        return self._incoming
+
+    async def reset(self, http: web.Request, body: Body) -> Body:
         """Wait for the update of a legacy client, and let the engines forget what they have cached.
 
-        Returns:
-            Whether all engines did; one that computes keeps its cache.
-
-        Raises:
-            Refused: the update has failed, or is not whole.
+        `success` says whether all did; an engine that computes keeps its cache.
         """
-        client = self._client
-        if client is not None and client.legacy and client.has(connection):
-            await self._settled()
+        connection, client = Connection.of(http), self._client
+        if client is not None and client.legacy and client.host == connection.host:
+            await self._run(lambda: None)  # after all that the thread was given
             if self._client is client and self._incoming is not None and self._incoming.begun:
                 incoming, self._incoming = self._incoming, None
                 incoming.check_whole()
-        self._tell_fault(connection)
-        try:
-            return await asyncio.to_thread(self._reset_caches)
-        except EngineError as error:
-            raise Refused(_told(error), 503) from error
-
-    def _reset_caches(self) -> bool:
+        self._tell_fault(connection.host)
         kept: list[bool] = []
-        self.delivery.each(lambda e: kept.append(e.kind.reset_cache(e, timeout=self._args.sync_timeout) is False))
-        return not any(kept)
+
+        def reset_caches() -> None:
+            self.delivery.each(lambda e: kept.append(e.kind.reset_cache(e, timeout=self._args.sync_timeout) is False))
+
+        try:
+            await asyncio.to_thread(reset_caches)
+        except EngineError as error:
+            raise Refused(told(error), 503) from error
+        message = f"Request received, resetting prefix cache status: {not any(kept)}"
+        return {"success": not any(kept), "message": message}
 
     # ---- pauses ------------------------------------------------------------------------------------------------------
 
-    async def pause(self, mode: str) -> None:
+    async def pause(self, http: web.Request, body: Body) -> Body:
         """Let the engines generate nothing until `resume`, while the trainer lives, for `--sync-timeout` at most.
 
-        Asking again makes it no longer; after a pause that nobody has ended the engines go on for as long."""
-        holder, now = self._client, time.monotonic()
+        Asking again makes it no longer.
+        """
+        default = "keep" if http.path == "/bridge/pause" else "abort"  # Atropos'
+        if (mode := body.get("mode", http.query.get("mode", default))) not in ("abort", "wait", "keep"):
+            raise BadRequest(f"mode={mode!r}: abort, wait or keep")
+        holder = self._client
         pauser = holder if holder is not None and await self._holds(holder) else None
-        if pauser is None and (left := self._no_pause_before - now) > 0:
-            raise Refused(f"nobody has ended the last pause: the next one may begin in {left:.0f} s", 409)
         if self._paused is None:
-            self._paused, self._pauser = now, pauser
+            self._paused = time.monotonic(), pauser
         self.delivery.paused = True
         await self._run(lambda: self.delivery.each(lambda e: e.pause(mode, timeout=self._args.sync_timeout)))
+        return {"status": "paused"}
 
-    async def resume(self) -> None:
-        """Let the engines go on. Raises Refused, also if the version that came meanwhile cannot be proven."""
+    async def resume(self, *_: object) -> Body:
+        """Let the engines go on; it is refused, too, if the version that came meanwhile cannot be proven."""
         try:
             await self._run(self.delivery.resume)
         except Refused as error:
@@ -274,15 +279,14 @@ class Updates:
             raise
         finally:
             if not self.delivery.paused:
-                self._paused = self._pauser = None
+                self._paused = None
+        return {"status": "resumed"}
 
     async def look(self) -> None:
         """Called repeatedly: ends a pause that nobody ends, and brings the weights to engines that came back."""
-        if self._paused is not None:
-            if why := await self._why_resume(self._paused, pauser := self._pauser):
-                await self.resume()
-                self._no_pause_before = 0.0 if pauser else time.monotonic() + self._args.sync_timeout
-                self._say(f"{why}: the engines go on")
+        if self._paused is not None and (why := await self._why_resume(*self._paused)):
+            await self.resume()
+            self._say(f"{why}: the engines go on")
         for engine in self._fleet.waiting():
             await self._run(partial(self.delivery.rejoin, engine))
 
@@ -301,69 +305,67 @@ class Updates:
         try:
             return await asyncio.wrap_future(self._thread.submit(work))
         except (EngineError, SyncError) as error:
-            raise Refused(_told(error), 503) from error
+            raise Refused(told(error), 503) from error
 
-    async def _do(self, client: Client, work: Callable[[], None]) -> None:
+    async def _do(self, client: Client, work: Callable[..., None], *given: Any) -> None:
         """Do a part of the client's update, and wait for it. Raises Refused."""
-        outcome = self._begin(client, work)
         try:
-            await asyncio.wrap_future(outcome)
+            await asyncio.wrap_future(self._begin(client, work, *given))
         except asyncio.CancelledError:
             client.given_up = True  # its request has ended, and it with it
             raise
-        if client.failed:
-            fault, client.fault = client.fault, ""
-            raise Refused(fault)
+        self._tell_fault(client.host)
 
-    def _begin(self, client: Client, work: Callable[[], None]) -> Future[None]:
+    def _begin(self, client: Client, work: Callable[..., None], *given: Any) -> Future[None]:
+        """Let the thread do a part of the client's update, unless it is given up by then."""
+
         def guarded() -> None:
             try:
-                if not (client.failed or client.given_up):
-                    work()
+                if not client.given_up:
+                    work(client, *given)
             except (InstepError, OSError) as error:
                 self._fail(client, error)
             finally:
                 self._num_waiting -= 1
-                if client.failed or client.given_up:
+                if client.given_up:
                     admission.open_again()
 
         self._num_waiting += 1
         return self._thread.submit(guarded)
 
     def _fail(self, client: Client, error: Exception) -> None:
-        told = _told(error)
-        self._say(f"weights from {client.peer}: {told}")
-        client.failed, client.fault, self._last = True, f"{told}; then init the weight group again", client
+        self._say(f"weights from {client.peer}: {told(error)}")
+        if not client.given_up:
+            self._faults[client.host] = f"{told(error)}; then init the weight group again"
+        client.given_up = True
         if self._client is client:
             self._client = self._incoming = None
         self._end_group()
 
     def _is_joined(self) -> bool:
-        if self._group is None:
-            return False
-        self._group.watch = self._group.check_alive  # a trainer without an open connection may live
-        try:
-            return bool(self._group.call("alive", timeout=ALIVE_SECONDS)[0])
-        except WorkerError:
-            return False
+        if self._group is not None:
+            self._group.watch = self._group.check_alive  # a trainer without an open connection may live
+            with suppress(WorkerError):
+                return bool(self._group.call("alive", timeout=ALIVE_SECONDS)[0])
+        return False
 
     def _end_group(self) -> None:
         if self._group is not None:
             group, self._group = self._group, None
             group.close(0.5)
 
-    def _join(self, client: Client, meeting: Meeting) -> None:
+    def _join(self, client: Client, host: str, port: int, rank: int) -> None:
         self._end_group()
         env = {"OMP_NUM_THREADS": "1"}
         self._group = WorkerGroup("receiver", 1, self._logs, env, self._args.heartbeat_timeout, RECEIVER)
-        self._call(client, "join", meeting, seconds=meeting.seconds)
+        meeting = Meeting(host, port, rank, self._args.device, JOIN_SECONDS)
+        self._call(client, "join", meeting, seconds=JOIN_SECONDS)
         self._say(f"the trainer at {client.peer} has the weight group")
 
     def _receive(self, client: Client, incoming: Incoming, what: list[Announced], packed_bytes: int | None) -> None:
-        if incoming.slot is None:
-            incoming.slot = self.delivery.free_slot()
-        what = [incoming.slot.placed(one) for one in what]
-        found = self._call(client, "receive", what, packed_bytes, client.legacy, seconds=self._args.sync_timeout)
+        incoming.slot = slot = incoming.slot or self.delivery.free_slot()
+        seconds = self._args.sync_timeout
+        found = self._call(client, "receive", what, slot.paths, packed_bytes, client.legacy, seconds=seconds)
         for one, (digests, finite) in zip(what, found, strict=True):
             incoming.take(one, digests, finite)
         self.delivery.forget_tied(incoming)
@@ -389,8 +391,7 @@ class Updates:
         self._say(f"weights from {client.peer}: {self.delivery.bring(incoming)}")
 
 
-def _told(error: Exception) -> str:
-    if not isinstance(error, InstepError):
-        return str(error)
-    where, remedy = f" ({error.where})" if error.where else "", f"; {error.remedy}" if error.remedy else ""
-    return f"{error.what}{where}{remedy}"
+def _packed_bytes(info: Body) -> int | None:
+    """The size of the buffers by which tensors come; None: they come one by one. Raises BadRequest."""
+    size: int = of_type(info, "packed_buffer_size_bytes", int, PACKED_BYTES)
+    return size if info.get("packed") else None

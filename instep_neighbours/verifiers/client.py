@@ -9,9 +9,12 @@ from __future__ import annotations
 import asyncio
 import functools
 import uuid
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from instep.errors import ConfigError, RolloutError
+
+if TYPE_CHECKING:
+    from instep.system.processes import SupervisedProcess
 
 _LISTS = ("nodes", "calls", "errors")
 HEARTBEAT_SECONDS, SILENT_SECONDS = 1, 5  # of ZeroMQ itself, which a server answers however busy its Python is
@@ -74,12 +77,16 @@ class Assembly:
 
 
 class Client:
-    """A connection to one server, of the event loop that makes it. `num_running` counts its episodes."""
+    """A connection to one server, of the event loop that makes it.
 
-    def __init__(self, address: str):
+    Args:
+        process: of the server; None: somebody else's.
+    """
+
+    def __init__(self, address: str, process: SupervisedProcess | None = None):
         import zmq
 
-        self.address, self.num_running = address, 0
+        self.address, self.process = address, process
         self._socket = _context().socket(zmq.DEALER)
         options = {zmq.LINGER: 0, zmq.SNDHWM: 0, zmq.RCVHWM: 0, zmq.HEARTBEAT_IVL: 1000 * HEARTBEAT_SECONDS}
         options |= {zmq.HEARTBEAT_TIMEOUT: 1000 * SILENT_SECONDS, zmq.RECONNECT_IVL: 100}
@@ -89,6 +96,11 @@ class Client:
         self._socket.connect(address)
         self._waiting: dict[bytes, tuple[asyncio.Future[Any], Assembly]] = {}
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
+
+    @property
+    def num_running(self) -> int:
+        """Its episodes that are under way."""
+        return len(self._waiting)
 
     async def health(self, timeout: float) -> bool:
         """Whether the server answers within `timeout` seconds."""
@@ -107,11 +119,7 @@ class Client:
             RolloutError: the server has refused the request, or its answer is not whole.
         """
         assembly = Assembly()
-        self.num_running += 1
-        try:
-            reply = await self._ask("run", request, assembly)
-        finally:
-            self.num_running -= 1
+        reply = await self._ask("run", request, assembly)
         if not reply.get("success") or reply.get("head") is None:
             what = f"the env server has refused an episode: {reply.get('error')}"
             raise RolloutError(what, where=self.address, remedy="see its log, and --env-args")

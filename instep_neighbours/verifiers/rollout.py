@@ -137,10 +137,7 @@ def metrics_of(samples: Iterable[Sample]) -> dict[str, float]:
 def _evaluate(args: HookSettings, rollout_id: int) -> RolloutFnEvalOutput:
     environment, name, n = environment_of(args, evaluation=True), str(args.env), args.n_samples_per_eval_prompt
     dataset = EvalDataset(name, str(environment.tasks()), **eval_defaults(args))
-    rows, n = (
-        load_dataset(dataset.path, RowFormat(), cache_path=str(environment.folder)),
-        args.n_samples_per_eval_prompt,
-    )
+    rows = load_dataset(dataset.path, RowFormat(), cache_path=str(environment.folder))
     groups = [
         [Sample(group_index=row, index=row * n + i, prompt=r.prompt, metadata=dict(r.metadata)) for i in range(n)]
         for row, r in enumerate(rows)

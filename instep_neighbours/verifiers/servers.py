@@ -12,7 +12,6 @@ import sys
 import tempfile
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,14 +33,6 @@ END_SECONDS = 10.0  # that a server has to end the programs and sandboxes of its
 MAX_TRIES = 3  # of an episode whose server ends
 LONGEST_PATH = 90  # characters; the name of a Unix socket has at most 107
 _environments: dict[str, Environment] = {}  # of the run, by their settings
-
-
-@dataclass
-class Server:
-    """A server with its connection; `process` is None for one of somebody else's."""
-
-    client: Client
-    process: SupervisedProcess | None = None
 
 
 def environment_of(args: HookSettings, *, evaluation: bool = False) -> Environment:
@@ -98,9 +89,8 @@ class Environment:
         self._numbers = itertools.count()
         self._first: tuple[SupervisedProcess, str] | None = None  # the one that writes the tasks: nobody has asked yet
         self._owned: list[SupervisedProcess] = []
-        self._servers: list[Server] = []
+        self._clients: list[Client] = []
         self._lock = asyncio.Lock()
-        self._restarts = 0  # since an episode has ended well
 
     @property
     def folder(self) -> Path:
@@ -131,26 +121,23 @@ class Environment:
         """Run one episode; see `Client.run`.
 
         Raises:
-            EngineError: there is no server, or it has ended `MAX_TRIES` times.
+            EngineError: there is no server, or this episode has lost `MAX_TRIES`.
             RolloutError: as `Client.run`.
         """
         for _ in range(MAX_TRIES):
-            server = await self._least_busy()
+            client = await self._least_busy()
             try:
-                episode = await server.client.run(request)
+                return await client.run(request)
             except ServerLostError:
-                await self._replace(server)
-            else:
-                self._restarts = 0
-                return episode
-        what = f"an episode has ended {MAX_TRIES} servers of the environment"
+                await self._replace(client)
+        what = f"an episode has lost {MAX_TRIES} servers of the environment"
         raise EngineError(what, where=str(self._log()), remedy="see what it does to its process")
 
     async def close(self) -> None:
         """End its connections and processes; these get time to end programs and sandboxes, for which nobody waits."""
-        for server in self._servers:
-            await server.client.close()
-        self._servers = []
+        for client in self._clients:
+            await client.close()
+        self._clients = []
 
         def end() -> None:
             stop_all(self._owned, grace=END_SECONDS)
@@ -160,58 +147,50 @@ class Environment:
 
     # ---- servers -------------------------------------------------------------------------------------------------
 
-    async def _least_busy(self) -> Server:
+    async def _least_busy(self) -> Client:
         async with self._lock:
-            missing = self._args.env_num_servers - len(self._servers)
+            missing = self._args.env_num_servers - len(self._clients)
             if missing:
-                self._servers += await runtime.gather([self._connect() for _ in range(missing)])
-        return min(self._servers, key=lambda server: server.client.num_running)
+                self._clients += await runtime.gather([self._connect() for _ in range(missing)])
+        return min(self._clients, key=lambda client: client.num_running)
 
-    async def _replace(self, lost: Server) -> None:
-        """Put another server in the place of `lost`, unless somebody has done so."""
+    async def _replace(self, lost: Client) -> None:
+        """Put another server in the place of `lost`, unless an earlier call has done so."""
         async with self._lock:
-            if lost not in self._servers:
+            if lost not in self._clients:
                 return
-            self._servers.remove(lost)
-            await lost.client.close()
-            if lost.process is not None:
-                self._restarts += 1
-                await runtime.in_daemon_thread(lost.process.died_within, 1.0)
-                report = lost.process.describe()
-                await runtime.in_daemon_thread(lost.process.stop, 1.0)
-                self._owned.remove(lost.process)
-                if self._restarts >= MAX_TRIES:
-                    what = f"the environment's server has ended {self._restarts} times in a row"
-                    raise EngineError(what, where=report, remedy="see its log")
+            self._clients.remove(lost)
+            await lost.close()
+            if (process := lost.process) is not None:
+                await runtime.in_daemon_thread(process.died_within, 1.0)
+                report = process.describe()
+                await runtime.in_daemon_thread(process.stop, 1.0)
+                self._owned.remove(process)
                 logger.warning("the environment's server has ended and is started again; %s", report)
-            self._servers.append(await self._connect(BACK_SECONDS))
+            self._clients.append(await self._connect(BACK_SECONDS))
 
-    async def _connect(self, seconds: float = ANSWER_SECONDS) -> Server:
-        """A server that answers, one of somebody else's in `seconds`. Raises: EngineError, ConfigError."""
-        theirs, process = self._uses_theirs, None
-        if theirs is None:
-            first, self._first = self._first, None
-            process, address = first or self._launch()
-        client = Client(theirs or address)
+    async def _connect(self, seconds: float = ANSWER_SECONDS) -> Client:
+        """A client of a server that answers, one of somebody else's in `seconds`. Raises: EngineError, ConfigError."""
+        if self._uses_theirs is None:
+            (process, address), self._first = self._first or self._launch(), None
+            client, seconds = Client(address, process), self._args.engine_start_timeout
+        else:
+            client = Client(self._uses_theirs)
+        deadline = time.monotonic() + seconds
         try:
-            await self._wait_ready(client, process, seconds)
-        except BaseException:
-            await client.close()
-            raise
-        return Server(client, process)
-
-    async def _wait_ready(self, client: Client, process: SupervisedProcess | None, seconds: float) -> None:
-        if process is None:
-            if not await client.health(seconds):
+            while not await client.health(seconds if client.process is None else 0.5):
+                fault = client.process and client.process.fault()
+                if not fault and time.monotonic() < deadline:
+                    continue
+                if client.process is not None:
+                    raise self._no_start(f"its process {fault or 'does not answer'}", client.process)
                 what = f"no env server of verifiers answers at {client.address} within {seconds:.0f} s"
                 remedy = "start it (docs/neighbours/verifiers.md), or leave --env-address out"
                 raise EngineError(what, where="--env-address", remedy=remedy)
-            return
-        deadline = time.monotonic() + self._args.engine_start_timeout
-        while not await client.health(0.5):
-            fault = process.fault()
-            if fault is not None or time.monotonic() > deadline:
-                raise self._no_start(f"its process {fault or 'does not answer'}", process)
+        except BaseException:
+            await client.close()
+            raise
+        return client
 
     @property
     def _uses_theirs(self) -> str | None:

@@ -36,7 +36,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def layout(checkpoint):
-    return Layout(checkpoint, torch.float32, 30_000)
+    return Layout.of(checkpoint, torch.float32, 30_000)
 
 
 # ---- the command line ------------------------------------------------------------------------------------------------
@@ -208,7 +208,8 @@ def test_what_is_not_a_number_is_null():
 def test_generation_kwargs_win_and_unknown_ones_are_refused():
     body = {"n": 2, "generation_kwargs": {"n": 3, "seed": 1}, "structured_outputs_regex": "a+"}
     asked = forms.legacy_asked(body, forms.LEGACY_GENERATE)
-    assert asked.n == 3 and asked.params["seed"] == 1 and asked.params["structured_outputs"] == {"regex": "a+"}
+    assert asked.params["n"] == 3 and asked.params["seed"] == 1
+    assert asked.params["structured_outputs"] == {"regex": "a+"}
     for wrong in ({"generation_kwargs": {"tempreature": 1}}, {"tempreature": 1}):
         with pytest.raises(BadRequest, match="tempreature"):
             forms.legacy_asked(wrong, forms.LEGACY_CHAT)
@@ -238,7 +239,8 @@ CHAT = {"messages": [[{"role": "user", "content": "12"}]], "chat_template_kwargs
 )
 def test_each_generation_of_trls_clients_gets_its_own_answer(body, known, cut, logprobs):
     asked = forms.legacy_asked(body, known)
-    assert asked.n == 2 and asked.params["structured_outputs"] == {"regex": "a+"} and asked.params["temperature"] == 0.9
+    assert (asked.params["n"], asked.params["temperature"]) == (2, 0.9)
+    assert asked.params["structured_outputs"] == {"regex": "a+"}
     prompts = forms.legacy_cut(body, [[1, 2, 3]])
     answer = forms.legacy_answer(body, prompts, [{"choices": [choice([7], [[(7, -0.5)]])]}], asked)
     assert answer["prompt_ids"] == [cut] and answer["completion_ids"] == [[7]] and answer["logprobs"] == [logprobs]
@@ -360,28 +362,28 @@ def test_a_server_that_takes_no_weights_says_why(checkpoint, tmp_path):
 def test_fused_experts_are_taken_apart(tmp_path):
     """As transformers' own mapping does it: a trainer sends one tensor, engines get those of the checkpoint."""
     folder = make_family("qwen3_moe", tmp_path / "hf")
-    layout, model = Layout(folder, torch.bfloat16, 30_000), AutoModelForCausalLM.from_pretrained(folder)
+    layout, model = Layout.of(folder, torch.bfloat16, 30_000), AutoModelForCausalLM.from_pretrained(folder)
     slot, incoming, receiver = Slot(layout, tmp_path, "a"), Incoming(layout), Receiver()
     slot.allocate()
-    assert len(layout.fused) == 4 and all(places for _, places in layout.fused.values())
+    fused = {name: places for name, (_, places) in layout.taken.items() if len(places) > 1}
+    assert len(fused) == 4
     with pytest.raises(WrongTensor, match="has shape"):
-        incoming.announce(next(iter(layout.fused)), "float32", (1,))
+        incoming.announce(next(iter(fused)), "float32", (1,))
     for name, tensor in named_weights(model).items():
-        one = slot.placed(incoming.announce(name, "float32", tuple(tensor.shape)))
-        incoming.take(one, *receiver._take(one, tensor.detach().reshape(-1).view(torch.uint8)))
+        one = incoming.announce(name, "float32", tuple(tensor.shape))
+        incoming.take(one, *receiver._take(one, slot.paths, tensor.detach().reshape(-1).view(torch.uint8)))
     expected = load_file(folder / "model.safetensors")
-    assert not incoming.missing and incoming.records.keys() == expected.keys() and len(expected) > len(layout.fused)
+    assert not incoming.missing and incoming.records.keys() == expected.keys() and len(expected) > len(fused)
     for name, place in layout.places.items():
         data = slot.paths[place.number].read_bytes()[place.offset :][: place.nbytes]
         held = torch.frombuffer(bytearray(data), dtype=torch.bfloat16).view(place.shape)
         assert torch.equal(held, expected[name].bfloat16()) and incoming.records[name].digest == digest(data), name
-    name, (_, (part, *_)) = next(iter(layout.fused.items()))
+    part, *_ = next(iter(fused.values()))
     with pytest.raises(WrongTensor, match="came twice"):
         incoming.announce(part.name, "float32", part.shape)
 
 
 def test_fused_experts_of_another_form_are_refused_by_name():
-    layout = Layout.none("")
-    layout.fused = {"experts.gate_up_proj": ((1,), ())}
+    layout = Layout(taken={"experts.gate_up_proj": ((1,), ())})
     with pytest.raises(WrongTensor, match="several tensors of the checkpoint in one"):
         Incoming(layout).announce("experts.gate_up_proj", "float32", (1,))
