@@ -77,9 +77,9 @@ class EngineKind(Protocol):
 
     @functools.cached_property
     def wire(self) -> WireFormat:
-        from instep.engines.grouped_wire import GroupedWire
+        from instep.engines.wire import VLLM_WIRE
 
-        return GroupedWire()
+        return VLLM_WIRE
 
     # ---- the choice, and a command line ------------------------------------------------------------------------------
 

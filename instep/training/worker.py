@@ -24,7 +24,6 @@ import torch.distributed as dist
 from instep.checkpoints.adapter import lora_of
 from instep.checkpoints.plain import seed_all
 from instep.checkpoints.remote_code import load_config
-from instep.errors import ConfigError
 from instep.system.importing import first_import
 from instep.training.backend import Frozen, LossFn, LossOutput, ParallelInfo, Role, TokenOutputs, TrainBackend
 from instep.training.begun import BegunStep

@@ -83,8 +83,8 @@ class JoinedRank:
         """Start its worker, which ends with the command."""
         with contextlib.suppress(OSError):  # `_follow` sees its end
             _say(self._line, {})
-        process, connection = start_rank("actor", self.rank, log_dir, env, heartbeat)
-        process.name += " (started by hand)"
+        name, log = f"actor rank {self.rank} (started by hand)", log_dir / f"actor-rank{self.rank}.log"
+        process, connection = start_rank(name, log, env, heartbeat)
         threading.Thread(target=self._follow, args=(process,), name=process.name, daemon=True).start()
         return process, connection
 
