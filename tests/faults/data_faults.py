@@ -121,7 +121,7 @@ def checkpoint_truncated(place: Place) -> None:
 @scenario(slow=True, save_killed="recovered: a run was killed (SIGKILL) in the middle of a save, and is started again")
 def save_killed(place: Place) -> None:
     kill = """
-        import instep.checkpoints.integrity as module, signal
+        import instep.checkpoints.folders as module, signal
         module.write_manifest = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         """
     ckpt = Path(shutil.copytree(place.saved, place.folder / "ckpt"))

@@ -152,9 +152,9 @@ def other_run(place: Place) -> None:
 
 
 KILL = {  # name -> where the controller is killed in a save
-    "save_killed_twice": ("instep.checkpoints.integrity", "write_manifest", "True"),
+    "save_killed_twice": ("instep.checkpoints.folders", "write_manifest", "True"),
     "save_killed_last": (
-        "instep.system.atomic",
+        "instep.checkpoints.folders",
         "write_text",
         "str(args[0]).endswith('latest_checkpointed_iteration.txt')",
     ),
