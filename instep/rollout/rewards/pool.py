@@ -21,7 +21,7 @@ from instep.errors import RewardError
 from instep.rollout import runtime
 from instep.rollout.rewards.rules import Algebra
 from instep.system.fork_server import Program, start
-from instep.system.kernel import state_of, stopped
+from instep.system.kernel import state_of
 from instep.system.processes import OPENMP_ENV, num_usable_cpus
 
 logger = logging.getLogger(__name__)
@@ -217,13 +217,14 @@ class RewardPool:
         return OSError(f"it ended before it was ready, {NUM_TRIES} times")
 
     async def _watch_workers(self) -> None:
-        """End workers that stand stopped, at work or not: they keep nothing, and another one takes their place."""
+        """End workers that two looks find stopped, at work or not: they keep nothing, and another takes their place."""
+        stopped = set[Worker]()
         try:
             while True:
-                for worker in list(self._all):
-                    if stopped(worker.pid):
-                        logger.warning("a reward worker (pid %d) was stopped (SIGSTOP): it is replaced", worker.pid)
-                        self._kill(worker)
+                before, stopped = stopped, {w for w in self._all if state_of(w.pid) == "stopped"}
+                for worker in before & stopped & self._all:
+                    logger.warning("a reward worker (pid %d) was stopped (SIGSTOP): it is replaced", worker.pid)
+                    self._kill(worker)
                 await asyncio.sleep(LOOK_SECONDS)
         finally:
             for worker in () if self._lasting else list(self._all):
