@@ -406,9 +406,9 @@ class TokenBatch:
         def move(x: Any) -> Any:
             return x.to(device, non_blocking=True) if isinstance(x, torch.Tensor) else x
 
-        flat = map(move, (self.tokens, self.total_lengths, self.response_lengths))
+        tokens, lengths, responses = map(move, (self.tokens, self.total_lengths, self.response_lengths))
         of_tokens, of_samples = ({k: move(v) for k, v in x.items()} for x in (self.token_columns, self.sample_columns))
-        return TokenBatch(*flat, token_columns=of_tokens, sample_columns=of_samples, host=self.on_host)
+        return TokenBatch(tokens, lengths, responses, of_tokens, of_samples, self.on_host)
 
 
 # steps -> data-parallel ranks -> micro-batches -> indices of samples; all ranks of a step have as many micro-batches
