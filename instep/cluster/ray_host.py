@@ -57,7 +57,7 @@ class _Child:
         self._reported = False
 
     def fault(self) -> Fault | None:
-        """What is wrong with the process; a fault of a living one is reported once."""
+        """Return what is wrong with the process; a fault of a living one is reported once."""
         what, dead = self.process.fault(), not self.process.alive()
         if what is None or (self._reported and not dead):
             return None

@@ -167,5 +167,5 @@ class HostHandle:
 
 
 def why(error: Exception) -> str:
-    """The beginning of the text of an error of Ray, on one line."""
+    """Return the beginning of the text of an error of Ray, on one line."""
     return " ".join(str(error).split())[:600] or type(error).__name__

@@ -150,7 +150,7 @@ class SupervisedProcess(Ending):
         return None
 
     def log_tail(self, num_lines: int = 15) -> str:
-        """The last lines of its output."""
+        """Return the last lines of its output."""
         return "\n".join(self._end_of_log(20_000)[-num_lines:])
 
     def _end_of_log(self, num_bytes: int) -> list[str]:
@@ -160,7 +160,7 @@ class SupervisedProcess(Ending):
             return log.read().decode(errors="replace").splitlines()
 
     def describe(self) -> str:
-        """Its state, or how it ended, and the last lines of its output; of a fault of Python's process its stack."""
+        """Tell its state, or how it ended, and the last lines of its output; of a fault of Python its stack."""
         code, num_lines = self._process.poll(), 15
         if code is None and (still := self._standing()):
             pids = " ".join(map(str, still))
@@ -183,12 +183,12 @@ class SupervisedProcess(Ending):
         return f"{self.name} (pid {self.pid}) {how}; the end of {self.log_path}:\n{self.log_tail(num_lines)}"
 
     def remedy(self) -> str:
-        """The remedy for a `fault`."""
+        """Return the remedy for a `fault`."""
         slow = " (or raise --heartbeat-timeout, if it is only slow)" if self.alive() and not self._standing() else ""
         return f"see its log; run again to resume from the last checkpoint{slow}"
 
     def _standing(self) -> list[int]:
-        """The pids of it and of those below it that are stopped."""
+        """Return the pids of it and of those below it that are stopped."""
         return [pid for pid in family(self.pid) if state_of(pid) == "stopped"]
 
     def dump_stacks(self) -> None:
@@ -285,7 +285,7 @@ def _hold_lifeline(line: socket.socket, partner: socket.socket | None, pulse: th
 
 
 def _beats(partner: socket.socket) -> bool:
-    """Whether the partner has sent a beat since the last look; this process ends with it."""
+    """Return whether the partner has sent a beat since the last look; this process ends with it."""
     try:
         if partner.recv(1 << 16, socket.MSG_DONTWAIT):
             return True
@@ -362,7 +362,7 @@ def in_thread(work: Callable[[], T], name: str) -> Future[T]:
 
 
 def watched(work: Callable[[], T], name: str, watch: Callable[[], None]) -> T:
-    """The outcome of `work`, whose waits must be bounded; meanwhile `watch` is called repeatedly, and may raise."""
+    """Return the outcome of `work`, whose waits must be bounded; `watch` is called meanwhile, and may raise."""
     outcome = in_thread(work, name)
     while not wait([outcome], LOOK_SECONDS).done:
         watch()
@@ -370,5 +370,5 @@ def watched(work: Callable[[], T], name: str, watch: Callable[[], None]) -> T:
 
 
 def num_usable_cpus() -> int:
-    """Cores that this process may use (its affinity; a container's quota is not seen)."""
+    """Return the number of cores that this process may use (its affinity; a container's quota is not seen)."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
