@@ -1,7 +1,4 @@
-"""Plain data that the parts of instep exchange, independent of processes and backends.
-
-Rollout functions see a `Sample`; trainers see samples as the flat columns of a `TokenBatch`.
-"""
+"""Plain data that the parts exchange: rollout functions see a `Sample`, trainers the flat columns of a `TokenBatch`."""
 
 from __future__ import annotations
 
@@ -220,10 +217,10 @@ class Sample:
     def _check_append(self, n: int, log_probs: list[float] | None, trainable: bool) -> None:
         """Raise a ValueError where `n` further tokens would leave the columns of different lengths."""
         before = self.response_length
-        if trainable and log_probs is not None and len(log_probs) != n:
-            raise ValueError(f"{n} tokens but {len(log_probs)} log-probs")
-        if not trainable and log_probs is not None:
+        if log_probs is not None and not trainable:
             raise ValueError("tokens that are not trainable have no log-probs")
+        if log_probs is not None and len(log_probs) != n:
+            raise ValueError(f"{n} tokens but {len(log_probs)} log-probs")
         for name in ("loss_mask", "rollout_log_probs"):
             column = getattr(self, name)
             if column is not None and len(column) != before:
@@ -263,9 +260,8 @@ class Sample:
             sample.weight_versions = [VersionSpan(str(spans[0]), 0, sample.response_length)]
         else:
             sample.extra["weight_versions"] = spans
-        own = data.get("hook_attributes", ())
         for name, value in data.items():
-            if name in ("truncated", "aborted", *own):
+            if name in ("truncated", "aborted", *data.get("hook_attributes", ())):
                 setattr(sample, name, value)
             elif name not in known and name != "hook_attributes":
                 sample.extra[name] = value
@@ -279,15 +275,6 @@ def _plain(values: Iterable[Any], kind: type) -> list[Any]:
 
 
 Group = list[Sample]
-# The fields with an entry per token, which are always plain.
-COLUMNS = frozenset("tokens loss_mask rollout_log_probs rollout_routed_experts weight_versions".split())
-
-
-def begin_under(group: Group, version: int | None) -> None:
-    """Note the version of the engines in the samples of a group that have no tokens yet."""
-    for sample in group:
-        if not sample.response_length:
-            sample.begun_version = version
 
 
 def name_of(sample: Sample) -> str:
@@ -297,10 +284,8 @@ def name_of(sample: Sample) -> str:
 
 def as_number(value: Any) -> float | None:
     """A finite real number (Python's, numpy's or a tensor's) as float; None for anything else."""
-    if isinstance(value, (str, bytes)) or value is None:
-        return None
     try:
-        number = float(value)
+        number = math.nan if isinstance(value, (str, bytes)) else float(value)
     except Exception:  # noqa: BLE001 - the border to a user's object, whose __float__ may raise anything
         return None
     return number if math.isfinite(number) else None
@@ -320,9 +305,8 @@ def reward_of(sample: Sample, key: str | None = None) -> float:
             raise RewardError(what, where=name_of(sample), remedy=remedy)
         value = value[key]
     if (number := as_number(value)) is None:
-        remedy = "set sample.reward, --rm-type or --custom-rm-path"
-        if value is not None:
-            remedy = "return a finite number from the reward function, such as 0.0 where there is nothing to judge"
+        remedy = "return a finite number from the reward function, such as 0.0 where there is nothing to judge"
+        remedy = remedy if value is not None else "set sample.reward, --rm-type or --custom-rm-path"
         raise RewardError(f"the reward {said(value)} is no finite number", where=name_of(sample), remedy=remedy)
     return number
 
@@ -406,9 +390,9 @@ class TokenBatch:
         def move(x: Any) -> Any:
             return x.to(device, non_blocking=True) if isinstance(x, torch.Tensor) else x
 
-        flat = map(move, (self.tokens, self.total_lengths, self.response_lengths))
+        tokens, lengths, responses = map(move, (self.tokens, self.total_lengths, self.response_lengths))
         of_tokens, of_samples = ({k: move(v) for k, v in x.items()} for x in (self.token_columns, self.sample_columns))
-        return TokenBatch(*flat, token_columns=of_tokens, sample_columns=of_samples, host=self.on_host)
+        return TokenBatch(tokens, lengths, responses, of_tokens, of_samples, self.on_host)
 
 
 # steps -> data-parallel ranks -> micro-batches -> indices of samples; all ranks of a step have as many micro-batches

@@ -57,7 +57,7 @@ class RouterSpec:
     def arguments(
         self, host: str, port: int | str, prometheus_port: int | str, members: Iterable[tuple[ServerRole, str]] = ()
     ) -> list[str]:
-        """The arguments of `vllm-router`.
+        """Return the arguments of `vllm-router`.
 
         Args:
             members: role and URL of each prefill and decode engine that serves; regular engines join later.
@@ -71,7 +71,7 @@ class RouterSpec:
 
 
 def plan_engines(args: Settings) -> list[EngineSpec]:
-    """The engines of a run, in the order of their groups.
+    """Return the engines of a run, in the order of their groups.
 
     Raises:
         ConfigError: GPUs, nodes and parallel sizes do not fit together.
@@ -127,12 +127,12 @@ def _check_nodes(layout: Parallel, num_gpus: int, per_node: int, where: str) -> 
 
 
 def has_router(args: Settings, num_engines: int) -> bool:
-    """Whether a router stands in front of `num_engines` engines of a model; a single engine may answer by itself."""
+    """Return whether a router stands before `num_engines` engines of a model; a single one may answer by itself."""
     return num_engines > 1 or args.vllm_router_ip is not None or planned_kind(args).needs_router
 
 
 def plan_routers(args: Settings, engines: list[EngineSpec]) -> list[RouterSpec]:
-    """One router per model, in front of its `engines`, or of the external engines."""
+    """Return one router per model, in front of its `engines`, or of the external engines."""
     if not engines and not args.rollout_external_engine_addrs:
         return []
     models = served_models(args)
@@ -159,7 +159,7 @@ def plan_routers(args: Settings, engines: list[EngineSpec]) -> list[RouterSpec]:
 
 
 def describe_engines(args: Settings) -> Iterator[str]:
-    """The lines that `instep plan` prints about engines and routers, if the kind of the engines shows them.
+    """Yield the lines that `instep plan` prints about engines and routers, if the kind of the engines shows them.
 
     Capitals stand for addresses, which are known when a run starts.
     """
@@ -219,6 +219,6 @@ def planned_way(args: Settings) -> str:
 
 
 def elsewhere(args: Settings) -> list[str]:
-    """Those of `--rollout-external-engine-addrs` that are on another host."""
+    """Return those of `--rollout-external-engine-addrs` that are on another host."""
     addresses = args.rollout_external_engine_addrs or ()
     return [a for a in addresses if a.rpartition(":")[0] not in ("127.0.0.1", "localhost")]

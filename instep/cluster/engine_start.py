@@ -32,7 +32,7 @@ def log_name(spec: EngineSpec, node_rank: int = 0) -> str:
 
 
 def engine_at(args: Settings, spec: EngineSpec, at: Addresses, process: Process, user: int) -> Engine:
-    """The engine of `spec` that `process` runs, as `user`, and that answers at `at`."""
+    """Return the engine of `spec` that `process` runs, as `user`, and that answers at `at`."""
     url = f"http://{at.host}:{at.port}"
     keys.know(url, keys.run_key(), user=user if at.host == LOOPBACK else None)
     return Engine(
@@ -82,7 +82,7 @@ def start_engine(
 def start_router(
     args: Settings, spec: RouterSpec, engines: Sequence[Engine], log_dir: Path, name: str = "router"
 ) -> Router:
-    """The router of `--vllm-router-ip/-port`, or a vllm-router that is started here on loopback; not ready yet.
+    """Return the router of `--vllm-router-ip/-port`, or start a vllm-router here on loopback; it is not ready yet.
 
     Args:
         engines: the engines that may stand behind it.
@@ -111,7 +111,7 @@ def start_router(
 
 
 def start_gate(args: Settings, spec: RouterSpec, to: str, log_dir: Path, name: str = "gate") -> Gate:
-    """A gate before the router or engine `to`, at `spec.port` or a free one; not ready yet."""
+    """Start a gate before the router or engine `to`, at `spec.port` or a free one; it is not ready yet."""
     port = spec.port or free_port()
     command = [sys.executable, "-m", "instep.engines.gate_main", "--host", LOOPBACK, "--port", str(port), "--to", to]
     if (user := keys.user_at(to)) is not None:

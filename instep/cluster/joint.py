@@ -20,7 +20,7 @@ class JointProcess(Ending):
         return self.parts[0].pid
 
     def _faulty(self) -> Process:
-        """The first part that has died, or the first with a fault, or the part of the first node."""
+        """Return the first part that has died, or the first with a fault, or the part of the first node."""
         dead = next((part for part in self.parts if not part.alive()), None)
         return dead or next((part for part in self.parts if part.fault() is not None), self.parts[0])
 

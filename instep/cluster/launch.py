@@ -30,7 +30,7 @@ def make_cluster(
     status: Callable[[str], None],
     memory: Path | None = None,
 ) -> Cluster:
-    """The cluster that `--cluster` names; nothing is started yet.
+    """Return the cluster that `--cluster` names; nothing is started yet.
 
     Args:
         scratch: a temporary folder on this host.
@@ -90,7 +90,7 @@ class LocalCluster(Cluster):
         return start_engine(args, spec, num_threads=threads, log_dir=self._log_dir, port=port, env=env)
 
     def _devices(self, spec: EngineSpec) -> dict[str, str]:
-        """The environment in which an engine sees exactly the GPUs that the plan gives it."""
+        """Return the environment in which an engine sees exactly the GPUs that the plan gives it."""
         if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
             here = visible.split(",")
         else:

@@ -43,7 +43,7 @@ LESS_MEMORY = "lower --max-tokens-per-gpu or --micro-batch-size, or share GPUs w
 
 
 def worker_env(args: Settings, num_threads: int) -> dict[str, str]:
-    """The environment of a rank that uses `num_threads` cores."""
+    """Return the environment of a rank that uses `num_threads` cores."""
     env = {"OMP_NUM_THREADS": str(num_threads), "TOKENIZERS_PARALLELISM": "false", **OPENMP_ENV}
     return env | (DETERMINISTIC_ENV if args.deterministic_mode else {})
 
@@ -314,7 +314,7 @@ class WorkerChannel:
         self._connection = Connection(int(os.environ.pop(CONNECTION_VARIABLE)))
 
     def receive(self) -> tuple[str, tuple[Any, ...]]:
-        """The next request; EOFError when the controller has closed the connection."""
+        """Return the next request; EOFError when the controller has closed the connection."""
         return pickle.loads(self._connection.recv_bytes())
 
     def event(self, value: Any) -> None:

@@ -51,7 +51,7 @@ class Plan:
 
 
 def make_plan(args: Settings) -> Plan:
-    """The plan of a run; offline commands and `--debug-train-only` have no engines.
+    """Return the plan of a run; offline commands and `--debug-train-only` have no engines.
 
     Raises:
         ConfigError: the numbers of GPUs do not fit together.
@@ -89,7 +89,7 @@ def make_plan(args: Settings) -> Plan:
 
 
 def node_size(args: Settings) -> int:
-    """The number of GPUs of a node. The only node of a local cluster holds all that a run asks for."""
+    """Return the number of GPUs of a node. The only node of a local cluster holds all that a run asks for."""
     if args.command == "plan" or args.cluster == "ray":
         return int(args.num_gpus_per_node)
     trainer = args.actor_num_nodes * args.actor_num_gpus_per_node + num_critic_gpus(args)
@@ -97,7 +97,7 @@ def node_size(args: Settings) -> int:
 
 
 def num_critic_gpus(args: Settings) -> int:
-    """The number of the critic's GPUs, by default the actor's; 0 for an algorithm without a critic."""
+    """Return the number of the critic's GPUs, by default the actor's; 0 for an algorithm without a critic."""
     if not algorithm_of(args).has_critic:
         return 0
     nodes = args.critic_num_nodes or args.actor_num_nodes
@@ -153,7 +153,7 @@ def _check_colocated(args: Settings, models: tuple[ServedModel, ...], num_traine
 
 
 def describe(plan: Plan) -> list[tuple[str, int, str]]:
-    """The plan as rows (who, node, GPUs), such as ("actor ranks 0-3", 0, "0-3"); one row per node of each."""
+    """Return the plan as rows (who, node, GPUs), such as ("actor ranks 0-3", 0, "0-3"); one row per node of each."""
     rows = []
     for role, slots in (("actor", plan.actor), ("critic", plan.critic)):
         for node, ranks in _by_node(slots):
@@ -166,7 +166,7 @@ def describe(plan: Plan) -> list[tuple[str, int, str]]:
 
 
 def table(plan: Plan) -> Table:
-    """The table that `instep plan` prints."""
+    """Return the table that `instep plan` prints."""
     from rich.table import Table
 
     nodes = len(plan.nodes)
@@ -180,7 +180,7 @@ def table(plan: Plan) -> Table:
 
 
 def _by_node(slots: Sequence[Slot]) -> list[tuple[int, list[int]]]:
-    """Each node of `slots`, with the indices of the slots on it."""
+    """Return each node of `slots`, with the indices of the slots on it."""
     return [(n, [i for i, slot in enumerate(slots) if slot.node == n]) for n in sorted({slot.node for slot in slots})]
 
 

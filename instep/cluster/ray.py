@@ -108,7 +108,7 @@ class RayCluster(Cluster):
         return RayWorkerGroup(role, processes)
 
     def _devices(self, gpus: Sequence[int], node: int) -> dict[str, str]:
-        """The environment that shows exactly these GPUs of the plan, whose order is that of Ray's ids on the node."""
+        """Return the environment that shows these GPUs of the plan, whose order is that of Ray's ids on the node."""
         if self._args.device != "cuda":
             return {}
         ids, planned = self._hosts[node].info.gpus, self._plan.nodes[node]
@@ -203,7 +203,7 @@ class Ray:
         status(f"{where}: {len(nodes)} node(s), {_total(nodes, 'CPU'):g} CPUs, {_total(nodes, 'GPU'):g} GPUs")
 
     def _own(self, num_cpus: int) -> dict[str, Any]:
-        """The options of a Ray that only holders of its token on this host can reach."""
+        """Return the options of a Ray that only holders of its token on this host can reach."""
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # read at import: Ray listens on loopback only
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         if "RAY_AUTH_MODE" not in os.environ:
@@ -280,7 +280,7 @@ class Ray:
                 status(f"waiting for {wanted}; Ray has {has}")
 
     def is_here(self, host: HostHandle) -> bool:
-        """Whether this process runs on the host's node."""
+        """Return whether this process runs on the host's node."""
         return host.info.node_id == self._node_id
 
     def close(self) -> None:

@@ -26,7 +26,7 @@ from instep.system.ports import choose_port, free_port, free_ports
 from instep.system.private import private_files
 from instep.system.processes import SupervisedProcess, num_usable_cpus
 
-WATCH_SECONDS = 0.2  # between two looks at the processes and their memory
+WATCH_SECONDS = 0.2  # between two looks at the processes
 
 
 @dataclass(frozen=True)
@@ -53,30 +53,16 @@ class Fault:
 class _Child:
     def __init__(self, process: SupervisedProcess, connection: Connection | None = None):
         self.process, self.connection = process, connection
-        self.memory = ""
         self.dead = False  # when it was looked at last
-        self._peak = 0.0  # GB
         self._reported = False
-        self._info = psutil.Process(process.pid)
-
-    def measure(self) -> None:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if used := self._info.memory_info().rss / 1e9:  # 0 of one that has just ended
-                self._peak, host = max(self._peak, used), psutil.virtual_memory()
-                of_host = f"{(host.total - host.available) / 1e9:.2f} of {host.total / 1e9:.2f} GB"
-                self.memory = (
-                    f"memory at its death: {used:.2f} GB resident (peak {self._peak:.2f} GB); its host "
-                    f"{socket.gethostname()} used {of_host}"
-                )
 
     def fault(self) -> Fault | None:
-        """What is wrong with the process; a fault of a living one is reported once."""
+        """Return what is wrong with the process; a fault of a living one is reported once."""
         what, dead = self.process.fault(), not self.process.alive()
         if what is None or (self._reported and not dead):
             return None
         self._reported = True
-        text = self.process.describe() + (f"\n{self.memory}" if dead else "")
-        return Fault(what, text, self.process.remedy(), dead)
+        return Fault(what, self.process.describe(), self.process.remedy(), dead)
 
 
 class Host:
@@ -182,8 +168,6 @@ class Host:
         while not out and time.monotonic() < deadline:
             with self._lock:
                 children = dict(self._children)
-            for child in children.values():
-                child.measure()
             message = self._inbox.next(WATCH_SECONDS)
             while message is not None:
                 name, data = message

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from instep.cluster.local import Inbox, WorkerGroup
 from instep.cluster.ray_host import Fault, HostInfo
@@ -29,7 +29,8 @@ class RayWorkerGroup(WorkerGroup):
 
     def __init__(self, role: str, processes: Sequence[RemoteProcess]):
         self.role, self.watch, self._inbox = role, self.check_alive, Inbox()
-        self._processes, self._connections = list(processes), cast(list[Any], list(processes))
+        lines: list[Any] = list(processes)
+        self._processes, self._connections = list(processes), lines
         for rank, process in enumerate(processes):
             process.deliver = partial(self._inbox.put, rank)
 
@@ -166,5 +167,5 @@ class HostHandle:
 
 
 def why(error: Exception) -> str:
-    """The beginning of the text of an error of Ray, on one line."""
+    """Return the beginning of the text of an error of Ray, on one line."""
     return " ".join(str(error).split())[:600] or type(error).__name__

@@ -14,7 +14,7 @@ from instep.checkpoints.values import SAVABLE, to_text
 from instep.data.ledger import LedgeredDataSource, group_indices
 from instep.errors import CheckpointError, ConfigError, RolloutError
 from instep.observability.run_folder import config_of
-from instep.types import COLUMNS, Group, Sample, name_of
+from instep.types import Group, Sample, name_of
 
 if TYPE_CHECKING:
     from instep.arguments.args import Args
@@ -31,6 +31,8 @@ _PLACES = frozenset(
     "load save save_hf chat_template critic_load critic_save megatron_config_path run_dir data_cache_path "
     "ckpt_step ref_ckpt_step engine_port ray_address dp_size world_size rollout_num_engines notes".split()
 )
+# The fields of a sample with an entry per token, which are always plain.
+_COLUMNS = frozenset("tokens loss_mask rollout_log_probs rollout_routed_experts weight_versions".split())
 
 
 # With these the same command would begin elsewhere.
@@ -175,7 +177,7 @@ def check_savable(args: Settings, samples: Iterable[Sample]) -> None:
         return
     for sample in samples:
         for name, value in sample.to_dict().items():
-            if name in COLUMNS:
+            if name in _COLUMNS:
                 continue
             try:
                 to_text(value)

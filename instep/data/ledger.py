@@ -18,9 +18,16 @@ from typing import Any
 
 from instep.checkpoints.values import SAVABLE
 from instep.errors import RolloutError
-from instep.types import Group, Sample, begin_under
+from instep.types import Group, Sample
 
 OUTSTANDING = ("issued", "finished")
+
+
+def begin_under(group: Group, version: int | None) -> None:
+    """Note the version of the engines in the samples of a group that have no tokens yet."""
+    for sample in group:
+        if not sample.response_length:
+            sample.begun_version = version
 
 
 @dataclass

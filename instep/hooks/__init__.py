@@ -88,7 +88,7 @@ class Hook:
             raise RolloutError(f"{self.path} raised {said(error)}", where=self._at(at, where), remedy=remedy) from error
 
     def wrong(self, got: Any, expected: str, where: str = "") -> RolloutError:
-        """The error of a function that returned `got`; `expected` says what it is to return."""
+        """Return the error of a function that returned `got`; `expected` says what it is to return."""
         what = f"{self.path or 'the function'} returned {described(got)}"
         return RolloutError(what, where=self.place(where), remedy=f"return {expected}")
 
@@ -110,7 +110,7 @@ class Hook:
 
 @functools.cache
 def load_function(dotted_path: str) -> Callable[..., Any]:
-    """The function or class `package.module.name`, imported once per process.
+    """Return the function or class `package.module.name`, imported once per process.
 
     Raises:
         ConfigError: no such module, a module that fails to import, no such name, or something that cannot be called.
@@ -167,7 +167,7 @@ def raised_at(error: BaseException, function: Callable[..., Any] | None = None) 
 
 
 def signature_for(error: BaseException, function: Callable[..., Any] | None, flag: str) -> str:
-    """How the function of a flag is called, if `error` says that it does not take these arguments; else empty."""
+    """Say how the function of a flag is called, if `error` is that it does not take these arguments; else empty."""
     from instep.arguments.all_flags import own_flags  # here, because it imports this module
 
     known = own_flags().get(flag)

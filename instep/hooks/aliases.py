@@ -55,5 +55,5 @@ def is_installed(package: str) -> bool:
 
 
 def is_aliased(package: str) -> bool:
-    """Whether it is a package of a project with such modules, or of that project's plugins."""
+    """Return whether it is a package of a project with such modules, or of that project's plugins."""
     return package.removesuffix("_plugins") in {name.partition(".")[0] for name in _theirs()}

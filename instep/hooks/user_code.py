@@ -19,12 +19,12 @@ _CUT = " ..."  # at the end of a text that has been cut
 
 @functools.cache
 def ours() -> tuple[str, ...]:
-    """How the paths of instep's own files begin."""
+    """Return how the paths of instep's own files begin."""
     return tuple(f"{Path(__file__).parents[2] / package}{os.sep}" for package in packages())
 
 
 def is_from_outside(error: BaseException) -> bool:
-    """Whether it came from outside of the user's code: Ctrl-C, a cancellation by the caller, a coroutine's end."""
+    """Return whether it is not the user's own: Ctrl-C, a cancellation by the caller, the end of a coroutine."""
     if isinstance(error, asyncio.CancelledError):
         task = asyncio.current_task() if asyncio._get_running_loop() is not None else None
         return task is not None and task.cancelling() > 0
@@ -32,12 +32,12 @@ def is_from_outside(error: BaseException) -> bool:
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Whether it is Ctrl-C (or SIGTERM), which only the main thread gets."""
+    """Return whether it is Ctrl-C (or SIGTERM), which only the main thread gets."""
     return isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
 
 
 def described(value: Any) -> str:
-    """A value in an error: itself if it is short, else its type and length."""
+    """Return a value in an error: itself if it is short, else its type and length."""
     text = said(value, 80)
     if not text.endswith(_CUT) and "\n" not in text:
         return text
@@ -54,7 +54,7 @@ def said(value: Any, limit: int = 400) -> str:
 
 
 def _answer(function: Callable[[Any], T], value: Any) -> T | None:
-    """What a special method of a user's object returns; None if it raises."""
+    """Return what a special method of a user's object returns; None if it raises."""
     try:
         return function(value)
     except BaseException as error:  # the border to the user's code

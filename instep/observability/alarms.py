@@ -151,7 +151,7 @@ def length_explosion(steps: Steps, limits: Limits) -> str | None:
 
 
 def nothing_trained(steps: Steps, limits: Limits) -> str | None:
-    """The whole weight of some steps is masked, or their gradient is 0 although rewards differ."""
+    """Tell of steps whose whole weight is masked, or whose gradient is 0 although rewards differ."""
     recent = steps[-MASKED:]
     if not steps or not any(name in steps[-1] for name in (_WEIGHT, "train/grad_norm", *_REJECTED)):
         return None
@@ -204,7 +204,7 @@ class AlarmWatch:
         return out, new
 
     def at_end(self) -> list[str]:
-        """What the end of a run says: no step has trained anything; all is cut off in a run too short for the alarm."""
+        """Say at the end that no step has trained anything, or all was cut off in a run too short for the alarm."""
         cut, lines = _values(self._steps, "rollout/truncated_ratio"), []
         if len(cut) < WINDOW and min(cut, default=0) >= 1 and (text := truncation(self._steps * WINDOW, self._limits)):
             self.first.setdefault("truncation", len(self._steps) - 1)
@@ -244,7 +244,7 @@ def _solved(steps: Steps) -> bool:
 
 
 def _rises(steps: Steps) -> bool:
-    """Whether the mean reward of the later half of the recent steps is above that of the former half."""
+    """Return whether the mean reward of the later half of the recent steps is above that of the former half."""
     recent = _values(steps, "rollout/reward_mean")[-RECENT:]
     half = len(recent) // 2
     return half > 0 and fmean(recent[half:]) - fmean(recent[:half]) > RISING * _spread(steps)

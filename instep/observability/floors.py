@@ -44,7 +44,7 @@ CARDS = {
 
 
 def peak_of(machine: Mapping[str, Any]) -> Peak | None:
-    """The peak of the device that `machine` (of `training/profile.py`) is about; None if it is not known."""
+    """Return the peak of the device that `machine` (of `training/profile.py`) is about; None if it is not known."""
     if machine["card"]:
         return next((peak for name, peak in CARDS.items() if name in machine["card"]), None)
     memory = float(machine["memory"])
@@ -71,7 +71,7 @@ class Model:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], bytes_per_weight: int) -> Model | None:
-        """The model of a config.json; None if it does not say what it is."""
+        """Return the model of a config.json; None if it does not say what it is."""
         if (shape := shape_in(config)) is None:
             return None
         values = shape.cached or 2 * shape.keys
@@ -85,29 +85,29 @@ class Model:
         )
 
     def forward_flops(self, samples: Samples) -> float:
-        """FLOPs of one forward pass over all samples, with logits of the responses."""
+        """Return the FLOPs of one forward pass over all samples, with logits of the responses."""
         lengths = [prompt + response for prompt, response in samples]
         layers = 2 * (self.active - self.head) * sum(lengths) + self.attention * sum(n * n for n in lengths)
         return layers + 2 * self.head * sum(response for _, response in samples)
 
 
 def training(model: Model, samples: Samples, peak: Peak, num_gpus: int, *, lora: bool = False) -> float:
-    """Seconds of a forward and backward pass over all samples; an adapter's base gets no gradient of its weights."""
+    """Return the seconds of a forward and backward pass; an adapter's base gets no gradient of its weights."""
     return (2 if lora else 3) * scoring(model, samples, peak, num_gpus)
 
 
 def scoring(model: Model, samples: Samples, peak: Peak, num_gpus: int) -> float:
-    """Seconds of a forward pass over all samples."""
+    """Return the seconds of a forward pass over all samples."""
     return model.forward_flops(samples) / (peak.flops * num_gpus)
 
 
 def optimizer(model: Model, peak: Peak, num_gpus: int) -> float:
-    """Seconds of an optimizer step whose states are sharded over all GPUs."""
+    """Return the seconds of an optimizer step whose states are sharded over all GPUs."""
     return OPTIMIZER_BYTES * model.parameters / (peak.memory * num_gpus)
 
 
 def decoding(model: Model, turns: Samples, peak: Peak, num_engines: int, gpus_per_engine: int) -> float:
-    """Seconds of decoding, by memory or by arithmetic, whichever takes longer; prompts are taken as read."""
+    """Return the seconds of decoding, by memory or by arithmetic, whichever takes longer; prompts are taken as read."""
     num_gpus = num_engines * gpus_per_engine
     num_steps = max((made for _, made in turns), default=0)
     weights = num_steps * model.parameters * model.bytes_per_weight / gpus_per_engine
@@ -117,7 +117,7 @@ def decoding(model: Model, turns: Samples, peak: Peak, num_engines: int, gpus_pe
 
 
 def transfer(way: str, num_bytes: float, peak: Peak) -> float | None:
-    """Seconds in which the weights of a sync can travel by `way`, sent once; None for a way without a known rate."""
+    """Return the seconds in which the weights of a sync travel by `way`, once; None for a way of no known rate."""
     rates = {"shm": peak.host, "lora": peak.host, "nccl": peak.peer}
     rates |= {way: peak.memory / 2 for way in ("ipc", "lora_ipc", "single-copy")}  # read and written on one GPU
     return num_bytes / rates[way] if way in rates else None

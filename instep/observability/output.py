@@ -52,15 +52,14 @@ class _Lasting:
             work(*args)
         except OSError as error:
             said = f"{self._path.stem} was lost ({error.strerror or error}) at {time.strftime('%Y-%m-%d %H:%M:%S')}"
-            try:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                file = open(self._path, "a", encoding="utf-8")
-            except OSError:
-                file = open(os.devnull, "w")
-            with file:
-                print(f"{said}; from here on it is written here", file=file, flush=True)
-                os.dup2(file.fileno(), self._stream.fileno())
-            self._stream.flush()  # what it has kept of its last lines
-            lost_output.append(f"{said}; the rest of it is in {file.name}")
+            for path in (self._path, Path(os.devnull)):
+                with contextlib.suppress(OSError):
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    with open(path, "a", encoding="utf-8") as file:
+                        print(f"{said}; from here on it is written here", file=file, flush=True)
+                        os.dup2(file.fileno(), self._stream.fileno())
+                    self._stream.flush()  # what it has kept of its last lines
+                    break
+            lost_output.append(f"{said}; the rest of it is in {path}")
             if self._path.stem == "stdout":
                 print(f"{lost_output[-1]}; the run goes on", file=sys.stderr)

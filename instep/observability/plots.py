@@ -151,7 +151,7 @@ def _svg(figure: Any, sides: Sequence[tuple[Any, tuple[str, ...]]]) -> str:
 
 
 def _colors(number: int) -> Sequence[str]:
-    """As many colors, none twice."""
+    """Return as many colors, none twice."""
     if number <= len(COLORS):
         return COLORS
     from matplotlib.colors import hsv_to_rgb, to_hex
@@ -206,7 +206,7 @@ def _phases(history: History) -> Columns:
 
 
 def _ages(history: History) -> Columns:
-    """The share of the trained tokens of an asynchronous run by their age."""
+    """Return the share of the trained tokens of an asynchronous run by their age."""
     prefix = "async/staleness_ratio/"
     ages = sorted(int(name.removeprefix(prefix)) for name in history.names(prefix))
     rows = [row for _, row in history.steps]

@@ -182,7 +182,7 @@ class Progress:
         self.line(line)
 
     def steps_text(self) -> str:
-        """How many rollouts are done; their numbers count from 0."""
+        """Return how many rollouts are done; their numbers count from 0."""
         return f"{self.steps_done}{f' of {self.num_steps}' if self.num_steps else ''} rollouts done"
 
     def results(self) -> dict[str, float]:

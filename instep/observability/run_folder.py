@@ -21,7 +21,7 @@ _OUR_LOGS = re.compile(
 
 
 def config_of(folder: Path) -> dict[str, Any] | None:
-    """What config.json of a run says; None where `folder` is not a run's."""
+    """Return what config.json of a run says; None where `folder` is not a run's."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

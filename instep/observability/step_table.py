@@ -64,7 +64,7 @@ class StepTable:
     lines: list[str]
 
     def text(self) -> str:
-        """The table as plain text."""
+        """Return the table as plain text."""
         head = f"{'part':<28}{'seconds':>10}{'share':>8}{'floor':>10}{'x floor':>9}"
         shown = [head, *(self._shown(row) for row in self.rows), f"{'the step':<28}{self.seconds:>10.4f}{1:>8.1%}"]
         return "\n".join([*shown, *self.lines])
@@ -76,7 +76,7 @@ class StepTable:
 
 
 def step_table(spans: Sequence[Span], begin: int, end: int, floors: Mapping[str, float | None]) -> StepTable:
-    """The table of the step from `begin` to `end`, in nanoseconds of the wall clock.
+    """Return the table of the step from `begin` to `end`, in nanoseconds of the wall clock.
 
     Args:
         spans: of all processes.
@@ -108,7 +108,7 @@ def step_table(spans: Sequence[Span], begin: int, end: int, floors: Mapping[str,
 
 
 def _where(spans: Iterable[Span], begin: int, end: int, phase: str) -> str:
-    """What the controller did in a gap, else what ended before it and what began after it."""
+    """Return what the controller did in a gap, else what ended before it and what began after it."""
     own = [s for s in spans if (PHASE in s.facts) == (not phase) and "kind" not in s.facts]
     place = f"in {phase}" if phase else BETWEEN
     half = (end - begin) / 2
@@ -124,7 +124,7 @@ def _where(spans: Iterable[Span], begin: int, end: int, phase: str) -> str:
 
 
 def _gpus(spans: Iterable[Span], phase: str, whole: Intervals) -> list[str]:
-    """How long the GPU of each rank computed in a phase."""
+    """Return how long the GPU of each rank computed in a phase."""
     tracks: dict[str, list[tuple[int, int]]] = {}
     for s in spans:
         if s.facts.get("kind") in ON_GPU:
@@ -161,7 +161,7 @@ def _common(a: Intervals, b: Intervals) -> Intervals:
 
 
 def _without(a: Intervals, b: Intervals) -> Intervals:
-    """What of `a` is not in `b`."""
+    """Return what of `a` is not in `b`."""
     return _common(a, list(zip([0, *(end for _, end in b)], [*(begin for begin, _ in b), 2**63], strict=True)))
 
 

@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from instep.data.ledger import begin_under
 from instep.errors import RewardError, RolloutError
 from instep.rollout import runtime
 from instep.rollout.execute import run_group
 from instep.rollout.outputs import flatten, taken_from
 from instep.rollout.together import generate_group
 from instep.rollout.vllm_rollout import GroupRollout, order_of
-from instep.types import Group, RolloutFnTrainOutput, Status, begin_under
+from instep.types import Group, RolloutFnTrainOutput, Status
 
 if TYPE_CHECKING:
     from instep.arguments.settings import HookSettings

@@ -68,6 +68,6 @@ def replace_folder(new: Path, place: Path, old: Path, keep: Path | None = None) 
 
 
 def free_name(folder: Path, stem: str) -> Path:
-    """The path `folder/<stem>-<n>` with the number after the highest that is there."""
+    """Return the path `folder/<stem>-<n>` with the number after the highest that is there."""
     numbers = [p.name[len(stem) + 1 :] for p in folder.glob(f"{glob.escape(stem)}-*")]
     return folder / f"{stem}-{1 + max((int(n) for n in numbers if n.isdigit()), default=0)}"

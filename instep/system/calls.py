@@ -40,7 +40,7 @@ class Caller:
         self._listening = False
 
     def expect(self) -> tuple[int, asyncio.Future[Any]]:
-        """A new number, and the future that its answer resolves."""
+        """Return a new number, and the future that its answer resolves."""
         if not self._listening:
             asyncio.get_running_loop().add_reader(self._pipe.fileno(), self._receive)
             self._listening = True
@@ -54,7 +54,7 @@ class Caller:
         return future
 
     async def call_each(self, name: str, items: Sequence[Any], *, cancel: str) -> list[Any]:
-        """One call with all `items`, each of which gets a `number` and its own answer; the answers, in order.
+        """Make one call with all `items`, each of which gets a `number` and its own answer. Return them, in order.
 
         Args:
             cancel: the function to call with the numbers if the caller is cancelled.

@@ -39,7 +39,7 @@ class Fault(NamedTuple):
 
 
 def fault_of(output: str) -> Fault:
-    """The last fault in the output of a process."""
+    """Return the last fault in the output of a process."""
     dump = output.rpartition(_FATAL)
     if not dump[1]:
         return Fault("", "", [])
@@ -50,7 +50,7 @@ def fault_of(output: str) -> Fault:
 
 
 def cause_in(lines: Sequence[str]) -> str:
-    """The first exception of the block of exceptions that ends an output; those after it are often its results."""
+    """Return the first exception of the block that ends an output; those after it are often its results."""
     cause = ""
     for line in reversed(lines):
         if found := _RAISED.match(line):
@@ -61,7 +61,7 @@ def cause_in(lines: Sequence[str]) -> str:
 
 
 def last_words(lines: Sequence[str]) -> str:
-    """The last line of an output that names an error, else the last line."""
+    """Return the last line of an output that names an error, else the last line."""
     return next((line for line in reversed(lines) if _ERROR.search(line)), lines[-1] if lines else "")
 
 

@@ -49,11 +49,11 @@ class Forked:
         self._lock = threading.Lock()
 
     def poll(self) -> int | None:
-        """Its exit code, negative for a signal; None while it runs."""
+        """Return its exit code, negative for a signal; None while it runs."""
         return self._ended_within(0.0)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Its exit code. Raises subprocess.TimeoutExpired."""
+        """Return its exit code. Raises subprocess.TimeoutExpired."""
         code = self._ended_within(timeout)
         if code is None:
             raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
@@ -94,7 +94,7 @@ class ForkServer:
 
     @classmethod
     def fork(cls) -> ForkServer:
-        """A fork of this process, which must have no other thread."""
+        """Fork this process, which must have no other thread."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         if (pid := os.fork()) == 0:
             ours.close()
@@ -109,7 +109,7 @@ class ForkServer:
         self._early = _early(env)
 
     def fits(self, argv: Sequence[str], env: Mapping[str, str]) -> bool:
-        """Whether a program can be forked from what was imported."""
+        """Return whether a program can be forked from what was imported."""
         return list(argv[:2]) == [sys.executable, "-m"] and _early(env) == self._early
 
     def start(
@@ -327,7 +327,7 @@ def _become(argv: Sequence[str], env: Mapping[str, str], cwd: str, libraries: Se
 
 
 def _exit_code(main: Callable[[], object]) -> int:
-    """What the interpreter makes of the end of a program."""
+    """Return what the interpreter makes of the end of a program."""
     try:
         main()
     except SystemExit as end:

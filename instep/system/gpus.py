@@ -11,7 +11,7 @@ _DRIVERS = ("/dev/nvidiactl", "/dev/nvmap", "/dev/dxg", "/dev/kfd")  # of NVIDIA
 
 
 def no_driver() -> bool:
-    """Whether this host certainly has no GPU: /dev holds no file of a driver. This needs no torch."""
+    """Return whether this host certainly has no GPU: /dev holds no file of a driver. This needs no torch."""
     return not any(map(os.path.exists, _DRIVERS))
 
 
@@ -26,7 +26,7 @@ class Gpu:
 
 @functools.cache
 def gpus_here() -> tuple[Gpu, ...]:
-    """All GPUs of this host; none where nvidia-smi is absent, fails or takes more than 30 s.
+    """Return all GPUs of this host; none where nvidia-smi is absent, fails or takes more than 30 s.
 
     It is asked once in a process: without the driver's persistence mode an answer takes seconds.
     """
@@ -42,7 +42,7 @@ def gpus_here() -> tuple[Gpu, ...]:
 
 
 def memory_of_gpus() -> float | None:
-    """The memory in GiB of the smallest GPU of this host that CUDA_VISIBLE_DEVICES shows.
+    """Return the memory in GiB of the smallest GPU of this host that CUDA_VISIBLE_DEVICES shows.
 
     None where nvidia-smi does not tell it, and of parts of a GPU (MIG).
     """

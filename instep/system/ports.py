@@ -41,12 +41,12 @@ def check_loopback() -> int:
 
 
 def free_port(host: str = LOOPBACK) -> int:
-    """A port that was free a moment ago; see `free_ports`."""
+    """Return a port that was free a moment ago; see `free_ports`."""
     return free_ports(1, host)
 
 
 def free_ports(count: int, host: str = LOOPBACK) -> int:
-    """The first of `count` consecutive ports that were free a moment ago; 0 if `count` is 0.
+    """Return the first of `count` consecutive ports that were free a moment ago; 0 if `count` is 0.
 
     No outgoing connection of this host gets them before the server listens, which takes vLLM seconds. On Linux neither
     does another process that asks here, while this one lives (and has not been given 256 more): a socket is bound to
@@ -78,7 +78,7 @@ def free_ports(count: int, host: str = LOOPBACK) -> int:
 
 
 def port_is_free(port: int, host: str = LOOPBACK) -> bool:
-    """Whether a server, which sets SO_REUSEADDR, could listen on the port."""
+    """Return whether a server, which sets SO_REUSEADDR, could listen on the port."""
     bound = _bound(port, host, reuse=True)
     if bound is not None:
         bound.close()
@@ -101,7 +101,7 @@ def _bound(port: int, host: str, reuse: bool) -> socket.socket | None:
 
 
 def users_listening(port: int, *hosts: str) -> set[int]:
-    """The ids of the users whose sockets listen at `port` of one of these addresses, or of all addresses.
+    """Return the ids of the users whose sockets listen at `port` of one of these addresses, or of all addresses.
 
     It costs a tenth of a millisecond. Nothing is found where the kernel does not tell (not Linux).
     """

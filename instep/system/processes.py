@@ -3,8 +3,7 @@
 The output of a child goes to a log file, its death is noticed and quoted, and it never outlives its parent: the parent
 holds one end of a socket pair (the lifeline) that only its own death or `stop` closes, and on Linux the kernel kills
 the child with it. In the other direction the lifeline carries a heartbeat, which tells a child that hangs from one that
-works; a child that is stopped (SIGSTOP), or has a stopped process under it, is noticed sooner, by its state in the
-kernel.
+works; a child that is stopped (SIGSTOP) is noticed sooner, by its state in the kernel.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from instep.errors import ConfigError, writing
-from instep.system import fork_server, locks
+from instep.system import fork_server, kernel, locks
 from instep.system.endings import cause_in, fault_of, last_words
-from instep.system.kernel import allow_descriptors, catches, die_with_parent, family, name_of, stopped
+from instep.system.kernel import allow_descriptors, catches, die_with_parent, family, state_of
 
 LIFELINE_VARIABLE = "INSTEP_LIFELINE_FD"
 # Engine and trainer take turns on the same cores: a thread may spin for some 50 us for its next piece of work, then it
@@ -101,7 +100,8 @@ class SupervisedProcess(Ending):
         self.name, self.log_path = name, log_path
         self._heartbeat = heartbeat
         self._silent: float | None = None  # seconds since a heartbeat was read
-        self._listened = 0.0  # when last
+        self._stopped: float | None = None  # seconds for which it has stood stopped
+        self._looked = 0.0  # when last
         self._lifeline, theirs = socket.socketpair()
         self._lifeline.setblocking(False)
         with theirs, writing(log_path):
@@ -125,37 +125,32 @@ class SupervisedProcess(Ending):
     def fault(self) -> str | None:
         """The child's fault, such as "died (SIGKILL)", "is stopped" or "has not answered for 60 s"; None while it runs.
 
-        A process that the child has started, and that stands stopped, is a fault of the child. It must be called
-        repeatedly, because the duration of a state is measured from call to call.
+        It must be called repeatedly, because the duration of a state is measured from call to call. Who calls late may
+        have been stopped, too, with all processes of the run (SLURM suspends a job so), and sees them stopped or silent
+        for one more moment: the time between two calls counts as one second at most.
         """
         code = self._process.poll()
         if code is not None:
             said = last_words(self.log_tail().splitlines())
             return f"died ({signal.Signals(-code).name})" if code < 0 else f"died with exit code {code}: {said}"
-        if still := stopped(self.pid):
-            if self.pid in still:
-                return "is stopped"
-            return f"waits for its process {still[0]} ({name_of(still[0])}), which is stopped"
-        silent = self._silent_seconds()
-        if self._heartbeat is not None and silent > self._heartbeat:
-            return f"has not answered for {silent:.0f} s"
-        return None
-
-    def _silent_seconds(self) -> float:
-        """Seconds since its last heartbeat; 0 before the first. Who listens late may have been stopped meanwhile, with
-        the child (see `Standstill`), so that the time between two calls counts as one second at most."""
         now = time.monotonic()
-        passed, self._listened = min(now - self._listened, 1.0), now
+        passed, self._looked = min(now - self._looked, 1.0), now
+        before, still = self._stopped, state_of(self.pid) == "stopped"
+        self._stopped = (0.0 if before is None else before + passed) if still else None
         try:
             if self._lifeline.recv(1 << 16):
                 self._silent = 0.0
         except OSError:  # no beat since the last look
             if self._silent is not None:
                 self._silent += passed
-        return self._silent or 0.0
+        if (self._stopped or 0.0) >= kernel.STOPPED_SECONDS:
+            return "is stopped"
+        if self._heartbeat is not None and (self._silent or 0.0) > self._heartbeat:
+            return f"has not answered for {self._silent:.0f} s"
+        return None
 
     def log_tail(self, num_lines: int = 15) -> str:
-        """The last lines of its output."""
+        """Return the last lines of its output."""
         return "\n".join(self._end_of_log(20_000)[-num_lines:])
 
     def _end_of_log(self, num_bytes: int) -> list[str]:
@@ -165,13 +160,13 @@ class SupervisedProcess(Ending):
             return log.read().decode(errors="replace").splitlines()
 
     def describe(self) -> str:
-        """Its state, or how it ended, and the last lines of its output; of a fault of Python's process its stack."""
+        """Tell its state, or how it ended, and the last lines of its output; of a fault of Python its stack."""
         code, num_lines = self._process.poll(), 15
-        if code is None and (still := stopped(self.pid)):
+        if code is None and (still := self._standing()):
             pids = " ".join(map(str, still))
             how = f"stands stopped: SIGSTOP was sent to {pids} (kill -CONT {pids} lets it go on)"
         elif code is None:
-            how = f"is running, and was last heard {self._silent_seconds():.0f} s ago"
+            how = f"is running, and was last heard {self._silent or 0.0:.0f} s ago"
             self.dump_stacks()  # also if it hangs with the interpreter's lock held
             time.sleep(0.3)
             num_lines = 60  # enough for the stacks
@@ -188,9 +183,13 @@ class SupervisedProcess(Ending):
         return f"{self.name} (pid {self.pid}) {how}; the end of {self.log_path}:\n{self.log_tail(num_lines)}"
 
     def remedy(self) -> str:
-        """The remedy for a `fault`."""
-        slow = " (or raise --heartbeat-timeout, if it is only slow)" if self.alive() and not stopped(self.pid) else ""
+        """Return the remedy for a `fault`."""
+        slow = " (or raise --heartbeat-timeout, if it is only slow)" if self.alive() and not self._standing() else ""
         return f"see its log; run again to resume from the last checkpoint{slow}"
+
+    def _standing(self) -> list[int]:
+        """Return the pids of it and of those below it that are stopped."""
+        return [pid for pid in family(self.pid) if state_of(pid) == "stopped"]
 
     def dump_stacks(self) -> None:
         """Ask a child that called `follow_parent`, and its descendants that did, to write all stacks into its log."""
@@ -286,7 +285,7 @@ def _hold_lifeline(line: socket.socket, partner: socket.socket | None, pulse: th
 
 
 def _beats(partner: socket.socket) -> bool:
-    """Whether the partner has sent a beat since the last look; this process ends with it."""
+    """Return whether the partner has sent a beat since the last look; this process ends with it."""
     try:
         if partner.recv(1 << 16, socket.MSG_DONTWAIT):
             return True
@@ -363,7 +362,7 @@ def in_thread(work: Callable[[], T], name: str) -> Future[T]:
 
 
 def watched(work: Callable[[], T], name: str, watch: Callable[[], None]) -> T:
-    """The outcome of `work`, whose waits must be bounded; meanwhile `watch` is called repeatedly, and may raise."""
+    """Return the outcome of `work`, whose waits must be bounded; `watch` is called meanwhile, and may raise."""
     outcome = in_thread(work, name)
     while not wait([outcome], LOOK_SECONDS).done:
         watch()
@@ -371,5 +370,5 @@ def watched(work: Callable[[], T], name: str, watch: Callable[[], None]) -> T:
 
 
 def num_usable_cpus() -> int:
-    """Cores that this process may use (its affinity; a container's quota is not seen)."""
+    """Return the number of cores that this process may use (its affinity; a container's quota is not seen)."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

@@ -24,12 +24,12 @@ KINDS = "instep-*", ".instep-*"  # patterns of the folders; those of exports are
 
 
 def memory_root() -> Path:
-    """The folder of shared memory; without one that of temporary files."""
+    """Return the folder of shared memory; without one that of temporary files."""
     return Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
 
 
 def memory_scratch(prefix: str) -> Scratch:
-    """A scratch folder in shared memory, for what processes hand to each other.
+    """Return a scratch folder in shared memory, for what processes hand to each other.
 
     Raises:
         ConfigError: none can be made there.
@@ -80,7 +80,7 @@ class Scratch:
 
 @functools.cache
 def boot_id() -> str:
-    """The kernel's name of this host since it was started, alike in all of its containers; "" if it has none."""
+    """Return the kernel's name of this host since it was started, alike in all of its containers; "" if it has none."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return ""
@@ -93,7 +93,7 @@ def _of_this_host(lock: str) -> bool:
 
 
 def left(root: Path, *, remove: bool = False) -> list[Path]:
-    """The folders in `root` whose owner is gone, of this user; with `remove` they are removed."""
+    """Return the folders in `root` whose owner is gone, of this user; with `remove` they are removed."""
     return [path for path in sorted(p for kind in KINDS for p in root.glob(kind)) if _abandoned(path, remove=remove)]
 
 
@@ -103,7 +103,7 @@ def sweep(root: Path) -> None:
 
 
 def export_folder(save_hf: str, rollout_id: int) -> Path:
-    """The folder of an export to `--save-hf` after a rollout; `{step}` counts from 1.
+    """Return the folder of an export to `--save-hf` after a rollout; `{step}` counts from 1.
 
     Raises: KeyError, IndexError, ValueError, AttributeError for another field.
     """
@@ -111,12 +111,12 @@ def export_folder(save_hf: str, rollout_id: int) -> Path:
 
 
 def roots(run_dir: Path) -> list[Path]:
-    """The folders in which a run leaves something when it is killed; an export sweeps its own parent."""
+    """Return the folders in which a run leaves something when it is killed; an export sweeps its own parent."""
     return list(dict.fromkeys([memory_root(), Path(tempfile.gettempdir()), run_dir]))
 
 
 def _abandoned(path: Path, *, remove: bool) -> bool:
-    """Whether the folder's owner is gone; it is removed before anybody else can hold its lock."""
+    """Return whether the folder's owner is gone; with `remove` it is removed while its lock is held."""
     with contextlib.ExitStack() as opened:
         try:
             folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

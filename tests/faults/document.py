@@ -38,12 +38,11 @@ training step is done, or the command has ended.
 """
 FOOT = """
 While a call to a worker or an engine waits, and while a rollout runs, the controller looks at all its processes every
-0.2 s. A process that has ended is known at once; one that the kernel calls stopped (SIGSTOP), after 3 s, also one that
-stands under the process that was started (an engine's HTTP process, vLLM's core); one that sends no heartbeat, after
-`--heartbeat-timeout`. The time between two looks counts as one second at most: a run that is stopped as a whole and
-goes on (SLURM suspends jobs so) raises no such alarm. vLLM's core sends no heartbeat: it is asked a question all the
-time, and hangs if it has answered none for five times `--heartbeat-timeout` (5 minutes by default) while no control
-call keeps it busy.
+0.2 s. A process that has ended is known at once; one that is stopped (SIGSTOP), after 3 s; one that sends no heartbeat,
+after `--heartbeat-timeout`, and so does an embedded engine whose HTTP process sends none. The time between two looks
+counts as one second at most: a run that is stopped as a whole and goes on (SLURM suspends jobs so) raises no such
+alarm. vLLM's core sends no heartbeat: it is asked a question all the time, and hangs if it has answered none for five
+times `--heartbeat-timeout` (5 minutes by default) while no control call keeps it busy.
 One of several engines is started anew then, as if it had died. Every call has a bound of its own as well
 (`--train-timeout`, `--sync-timeout`, `--rollout-timeout`, `--reward-timeout`); when that of a worker expires, the
 stacks of all ranks are in the error.

@@ -78,15 +78,6 @@ def engine_http_killed(place: Place) -> None:
         )
 
 
-@scenario(slow=True, engine_http_stopped="error: an engine's HTTP process is stopped (SIGSTOP)")
-def engine_http_stopped(place: Place) -> None:
-    with place.run(*ENDLESS) as run:
-        run.wait_steps()
-        run.signal("engine", signal.SIGSTOP, which=1)
-        words = ("(instep-http), which is stopped", "SIGSTOP", "kill -CONT")
-        run.error("engine_http_stopped", "EngineError: engine 0 waits for its process", *words)
-
-
 ALGEBRA = """
     from dataclasses import replace
     from instep.rollout.rewards.dispatch import compute_reward

@@ -40,14 +40,6 @@ def vllm_stopped(place: Place) -> None:
         run.error("vllm_stopped", "EngineError: engine 0 is stopped", "SIGSTOP", "kill -CONT")
 
 
-@scenario(vllm=True, slow=True, vllm_core_stopped="error: vLLM's core is stopped (SIGSTOP)")
-def vllm_core_stopped(place: Place) -> None:
-    with vllm(place) as run:
-        run.wait_steps()
-        run.signal("vllm", signal.SIGSTOP, which=1)
-        run.error("vllm_core_stopped", "EngineError: engine 0 waits for its process", "which is stopped", "kill -CONT")
-
-
 # In vLLM's core, once the test has made the file: when it next schedules a rollout's requests (not the two of a sync's
 # proof, which has bounds of its own), it takes the interpreter's lock and never gives it back.
 HANG_LATER = """

@@ -113,21 +113,15 @@ def test_a_stopped_child_is_a_fault_after_a_while(tmp_path, monkeypatch):
     assert child.fault() == "died (SIGTERM)"
 
 
-def test_a_stopped_process_under_a_child_is_a_fault_of_the_child(tmp_path, monkeypatch):
+def test_a_stopped_process_under_a_child_is_named_with_the_state_of_the_child(tmp_path):
     """As an embedded engine's HTTP process, or vLLM's core."""
-    monkeypatch.setattr(kernel, "STOPPED_SECONDS", 0.4)
-    monkeypatch.setattr(kernel, "FAMILY_SECONDS", 0.2)
     with_child = "import subprocess; p = subprocess.Popen(['sleep', '60']); print(p.pid, flush=True); p.wait()"
     child = SupervisedProcess("engine 0", [sys.executable, "-c", with_child], tmp_path / "log")
     try:
         assert wait_until(lambda: child.log_tail().strip().isdigit())
         pid = int(child.log_tail())
-        assert child.fault() is None
         os.kill(pid, signal.SIGSTOP)
-        assert wait_until(lambda: child.fault() == f"waits for its process {pid} (sleep), which is stopped")
-        assert f"kill -CONT {pid} " in child.describe() and "heartbeat" not in child.remedy()
-        os.kill(pid, signal.SIGCONT)
-        assert wait_until(lambda: child.fault() is None)
+        assert wait_until(lambda: f"kill -CONT {pid} " in child.describe()) and "heartbeat" not in child.remedy()
     finally:
         child.kill()
 
