@@ -87,7 +87,7 @@ def _check_files(folder: Path, index: Metadata) -> None:
 
 def _fields(made: Any, name: str) -> dict[str, Any]:
     """The attributes of what should be an instance of the class `name`."""
-    if not isinstance(made, Made) or made.of.rpartition(".")[2].removeprefix("MCore") != name:
+    if not isinstance(made, Made) or not made.of.endswith((f".{name}", f".MCore{name}")):
         raise NoData(f"there is something else in the place of a {name}")
     return made.state or {}
 
