@@ -17,7 +17,6 @@ from instep.checkpoints.integrity import folder_digest
 from instep.checkpoints.weight_files import opened
 from instep.documents import read_json
 from instep.errors import CheckpointError
-from instep.models.shape import KV_B
 
 if TYPE_CHECKING:
     import torch
@@ -157,13 +156,11 @@ def check_layout(folder: Path, lora: Lora | None, modules: list[str], base: Base
         ("modules", modules, "--lora-target-modules"),
     ):
         if found[name] != ours:
-            there = _difference(found[name], modules) if name == "modules" else f"{found[name]} there, {ours} here"
-            what = f"its adapter is another one: {name} {there}"
-            remedy = f"give {flag} as the run that saved it had it"
+            there, here, remedy = found[name], ours, f"give {flag} {found[name]}"
             if name == "modules":
+                there, here = len(there), len(modules)
                 remedy = f"give {flag} {' '.join(sorted({n.rpartition('.')[2] for n in found[name]}))}"
-                if KV_B in remedy:
-                    remedy += ", and with vLLM --weight-sync shm"
+            what = f"its adapter is another one: {name} {there} there, {here} here"
             raise CheckpointError(what, where=str(folder), remedy=remedy)
     if theirs.digest != base.digest:
         raise CheckpointError(
@@ -173,8 +170,3 @@ def check_layout(folder: Path, lora: Lora | None, modules: list[str], base: Base
             remedy=f"name its base: --hf-checkpoint or --ref-load {theirs.path}",
         )
     return True
-
-
-def _difference(theirs: list[str], ours: list[str]) -> str:
-    odd = sorted(set(theirs) ^ set(ours))
-    return f"{len(theirs)} there, {len(ours)} here, the first that differs {odd[0]!r}" if odd else "in another order"

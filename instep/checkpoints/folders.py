@@ -162,12 +162,16 @@ def begin_checkpoint(
     final = iteration_folder(root, iteration)
     partial = root / f".{final.name}.partial"
     place = partial / "run_state.json"
+    try:
+        text = None if state is None else to_text(state)
+    except (TypeError, ValueError) as error:
+        what = f"something in the run's state cannot be saved: {error}"
+        raise CheckpointError(what, where=str(place), remedy=SAVABLE) from error
     with _whole_or_nothing(root, iteration, partial):
         root.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         wait = begin(partial)
-        text = None if state is None else _as_json(place, state)
 
     def end() -> Path:
         with _whole_or_nothing(root, iteration, partial):
@@ -256,16 +260,6 @@ def has_optimizer(folder: Path) -> bool:
         return any("optimizer." in key for key in read_index(folder).state_dict_metadata)
     files = sorted(folder.glob("mp_rank_*/*.pt"))
     return any(path.name != "model_optim_rng.pt" for path in files) or "optimizer" in load_data(files[0])
-
-
-def _as_json(place: Path, value: Any) -> str:
-    """`value` as JSON, to be written to `place`. Raises CheckpointError for what cannot be saved."""
-    try:
-        return to_text(value)
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"something in the run's state cannot be saved: {error}", where=str(place), remedy=SAVABLE
-        ) from error
 
 
 def weights_folder(path: Path, step: int | None, flag: str) -> Path:

@@ -25,7 +25,7 @@ from instep.system.atomic import free_name, replace_folder, sync_folder, write_t
 MANIFEST = "files.json"
 TRACKER = "latest_checkpointed_iteration.txt"
 DIGEST = "xxh3-128"
-TELL_SECONDS = 1.0  # until the user is told that files are read
+TELL_SECONDS = 1.0  # until a line says that files are read
 SEEN_SECONDS = 60.0  # until a host sees the names that others have written: NFS may keep a listing so long (acdirmax)
 LOOK_SECONDS = 0.2
 # A run's checkpoint; its weights in Hugging Face's format; what `instep convert` writes.

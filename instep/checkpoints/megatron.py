@@ -1,6 +1,6 @@
 """Megatron's checkpoints, as instep, slime, vime and Megatron-LM write them, read one slice of one tensor at a time.
 
-Two formats, told apart by what lies in the folder:
+Two formats, which differ by what lies in the folder:
 
 - `torch_dist`: `.metadata` says for each tensor in which file its chunks begin; any layout of ranks wrote them;
 - `torch`: `mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt`, what each tensor-, pipeline- and expert-parallel rank held.
@@ -241,7 +241,7 @@ class MegatronCheckpoint:
         try:
             steps = list(_steps(load_data(place), set()))
         except (OverflowError, RuntimeError) as error:
-            raise self._no_state(f"the number of the optimizer's steps in {place.name} is none") from error
+            raise self._no_state(f"the optimizer's steps in {place.name} are no number") from error
         if not steps:
             raise self._no_state(f"the number of the optimizer's steps is not written down in {place.name}")
         return max(steps)

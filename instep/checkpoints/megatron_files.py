@@ -88,7 +88,7 @@ def torch_dist_tensors(folder: Path) -> dict[str, Stored]:
         for chunk in about.chunks:
             info = index.storage_data.get(MetadataIndex(key, chunk.offsets))
             if info is None or not 0 < math.prod(chunk.sizes) * itemsize <= info.length:
-                continue  # whoever asks for it is told that it is not there
+                continue  # `Part.read` says that it is not there
             args = (info.relative_path, info.offset, info.length)
             chunks.append(Chunk(tuple(chunk.offsets), tuple(chunk.sizes), partial(files.read, *args)))
         stored[key] = Stored(about.properties.dtype, tuple(about.size), tuple(chunks))

@@ -49,7 +49,7 @@ def read_index(folder: Path) -> Metadata:
     It holds what a reader needs: how tensors lie in files, not by which plans ranks have written them.
 
     Raises:
-        CheckpointError: there is none, it names something that no index needs, or a file is missing.
+        CheckpointError: there is none, it is damaged, or a file is missing.
     """
     index = folder / METADATA
     try:
@@ -87,7 +87,7 @@ def _check_files(folder: Path, index: Metadata) -> None:
 
 def _fields(made: Any, name: str) -> dict[str, Any]:
     """The attributes of what should be an instance of the class `name`."""
-    if not isinstance(made, Made) or made.of.rpartition(".")[2].removeprefix("MCore") != name:
+    if not isinstance(made, Made) or not made.of.endswith((f".{name}", f".MCore{name}")):
         raise NoData(f"there is something else in the place of a {name}")
     return made.state or {}
 
@@ -119,7 +119,7 @@ def _entry(made: Any) -> TensorStorageMetadata | BytesStorageMetadata:
 def _size(made: Made) -> torch.Size:
     size = torch.Size(*made.args)
     if made.of != "torch.Size" or min(size, default=0) < 0:
-        raise NoData("a shape in it is none")
+        raise NoData("a shape in it is no list of numbers")
     return size
 
 
@@ -135,7 +135,7 @@ def _info(made: Any) -> _StorageInfo:
     if fields.get("transform_descriptors"):
         raise NoData("its tensors are written by extensions of torch (compressed, or encrypted), which are not read")
     if type(offset) is not int or type(length) is not int or min(offset, length) < 0:
-        raise NoData("the place of a tensor in its file is none")
+        raise NoData("the place of a tensor in its file is no pair of numbers")
     if "/" in name or name in ("", ".", ".."):
         raise NoData(f"it names the file {name!r:.80}, which is not in its folder")
     return _StorageInfo(name, offset, length)

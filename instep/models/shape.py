@@ -147,7 +147,6 @@ class LatentAttention:
 class ModelShape:
     """Numbers of a decoder with rotary positions, RMS norms and a SwiGLU; names as in Megatron-Core."""
 
-    family: str
     num_layers: int
     hidden_size: int
     ffn_hidden_size: int
@@ -190,7 +189,7 @@ def model_shape(hf_config: Any) -> ModelShape:
             where="--hf-checkpoint, config.json",
             remedy=f"use --train-backend hf; or {KNOWN}",
         )
-    return _shape(c, hf_config.model_type, family)
+    return _shape(c, family)
 
 
 _COUNTS = (
@@ -207,15 +206,14 @@ def shape_in_file(config: Mapping[str, Any]) -> ModelShape | None:
         if family is None or unsupported(config) or any(type(config[n]) is not int or config[n] < 1 for n in _COUNTS):
             return None
         rope = {} if rope_by_layer(config) else {"rope_parameters": {"rope_type": "default"}}
-        return _shape({**config, **rope}, config["model_type"], family)
+        return _shape({**config, **rope}, family)
     except (AttributeError, KeyError, TypeError, ValueError):
         return None
 
 
-def _shape(c: dict[str, Any], name: str, family: Family) -> ModelShape:
+def _shape(c: dict[str, Any], family: Family) -> ModelShape:
     rope, latent = next(iter(rope_by_layer(c).values())), _latent(c) if family.latent else None
     return ModelShape(
-        family=name,
         num_layers=c["num_hidden_layers"],
         hidden_size=c["hidden_size"],
         ffn_hidden_size=c["intermediate_size"],

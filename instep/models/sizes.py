@@ -81,7 +81,7 @@ class Shape:
 
 @lru_cache(maxsize=16)
 def shape_of(folder: str | None) -> Shape | None:
-    """The shape of the model in a Hugging Face folder; None where config.json is none of a decoder, or not there.
+    """The shape of the model in a Hugging Face folder; None where config.json is missing or describes no decoder.
 
     Parameters are counted in the headers of the safetensors files, which takes milliseconds; where there are none (or
     packed or further weights, as of a quantized or a multimodal model) they follow from config.json.
@@ -117,7 +117,7 @@ def quantized_bytes(folder: str | None) -> int | None:
 
 
 def shape_in(config: Mapping[str, Any]) -> Shape | None:
-    """The shape that a config.json describes; None where it is none of a decoder."""
+    """The shape that a config.json describes; None unless it describes a decoder."""
     try:
         return _of_config(config)
     except (KeyError, TypeError, ValueError, ZeroDivisionError):

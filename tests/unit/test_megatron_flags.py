@@ -18,7 +18,7 @@ from instep.models.shape import ModelShape
 from tests.command_line import argv, make_folder
 from tests.distributed.helpers import RankPool
 
-SHAPE = ModelShape("qwen3", 4, 64, 128, 4, 2, 16, 300, 512, 1e-6, True, True, False, {"rope_type": "default"})
+SHAPE = ModelShape(4, 64, 128, 4, 2, 16, 300, 512, 1e-6, True, True, False, {"rope_type": "default"})
 VALUES = {"--recompute-modules": "mlp"}
 NEEDS = {  # what megatron-core refuses a flag without
     "--recompute-modules": "--recompute-granularity selective",

@@ -130,7 +130,7 @@ class HfBackend:
         self.policy.num_passes = self._most
         self._checked, self.left_out = False, ""
         self.optimizer = adamw_of(self.policy, args) if with_optimizer else None
-        drop = self._compute.parameters if copies else tuple  # `refresh` writes it anew
+        drop = self._compute.parameters if copies else tuple  # `refresh` writes it again
         self._weights = Parking(device, lambda: local_tensors(self.policy), drop)
         self._states = Parking(device, self._optimizer_states)
         self.saver = Saver(device, args.async_save)

@@ -156,7 +156,7 @@ class TensorParallel:
     def _part_of_heads(self, name: str, layer: nn.Linear) -> Part | None:
         """Which outputs of a layer a rank computes that shares its key heads with others; None: a slice of its own.
 
-        The attention that the layer belongs to is told how many heads there are.
+        The attention that the layer belongs to learns how many heads there are.
         """
         parent, _, last = name.rpartition(".")
         if last not in _HEADS:

@@ -335,13 +335,13 @@ class MegatronBackend:
             self.optimizer.reload_model_params()
 
     def save(self, path: Path) -> None:
-        from instep.training.megatron import checkpoint, legacy
+        from instep.training.megatron import checkpoint
 
         self._states.ready()
         states = None if self.args.no_save_optim else self.optimizer
         with cpu_platform.scope():
             if self.args.ckpt_format == "torch":
-                legacy.save(Path(path), self.chunks, states, self.shape, self.placement, self.padded_vocab)
+                checkpoint.save_torch(Path(path), self.chunks, states, self.shape, self.placement, self.padded_vocab)
             else:
                 checkpoint.save(Path(path), self.chunks, states, self.saver)
 

@@ -1,5 +1,5 @@
-"""Model and optimizer as a Megatron `torch_dist` checkpoint, loadable under any layout and either kind of optimizer;
-and what others have saved, read.
+"""Model and optimizer as a Megatron checkpoint, `torch_dist` or `torch`, loadable under any layout and either kind of
+optimizer; and what others have saved, read.
 
 The optimizer's part does not come from `optimizer.sharded_state_dict`: that one differs between the plain and the
 distributed optimizer, and loading it into the latter is broken in 0.16.x with torch's AdamW. Here every parameter has
@@ -10,6 +10,7 @@ Imports `megatron.core`: only after `cpu_platform.install()`, see there.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,6 +34,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from instep.checkpoints.megatron import MegatronCheckpoint
+from instep.checkpoints.megatron_files import OPTIMIZER, RANK_FILE
+from instep.checkpoints.megatron_writer import megatron_arguments
 from instep.errors import CheckpointError
 from instep.models.shape import ModelShape
 from instep.models.weight_map import EMBEDDING, HEAD
@@ -115,8 +118,12 @@ class InProcessSave(TorchDistSaveShardedStrategy):
 def _model_state(chunks: Sequence[Any]) -> dict[str, Any]:
     """The chunks of this rank as Megatron names them; their tensors' own names count layers over all stages."""
     metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-    names = ["model"] if len(chunks) == 1 else [f"model{i}" for i in range(len(chunks))]
-    return {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in zip(names, chunks, strict=True)}
+    return {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in _named(chunks).items()}
+
+
+def _named(chunks: Sequence[Any]) -> dict[str, Any]:
+    """Chunks by the keys that they have in a checkpoint."""
+    return {"model" if len(chunks) == 1 else f"model{i}": chunk for i, chunk in enumerate(chunks)}
 
 
 def _sharded_parameters(model_state: dict[str, Any]) -> dict[int, Any]:
@@ -202,9 +209,57 @@ def save(path: Path, chunks: Sequence[Any], optimizer: Any | None, saver: Saver)
     try:
         dist_checkpointing.save(state, str(path), InProcessSave(saver))
     except (OSError, RuntimeError, CheckpointingException, dcp.CheckpointException) as error:
-        raise CheckpointError(
-            f"the checkpoint was not written: {error}", where=str(path), remedy="make room on the disk, or use another"
-        ) from error
+        raise _not_written(path, error) from error
+
+
+def save_torch(
+    path: Path,
+    chunks: Sequence[Any],
+    optimizer: Any | None,
+    shape: ModelShape,
+    placement: Placement,
+    padded_vocab: int,
+) -> None:
+    """Write `mp_rank_TT[_PPP]/model_optim_rng.pt` (--ckpt-format torch) into the existing folder `path`, collectively.
+
+    The weights are what Megatron-LM itself writes and loads. Its optimizer's state, which it numbers, would hold for
+    one layout of ranks; here each parameter has its states by name, which `megatron_files.py` reads under any.
+
+    Raises:
+        CheckpointError: the file cannot be written.
+    """
+    state: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": 0}
+    if numbers := re.findall(r"iter_(\d+)", str(path)):
+        state["iteration"] = int(numbers[-1])
+    sizes = {"tensor_model_parallel_size": placement.tp_size, "pipeline_model_parallel_size": placement.pp_size}
+    state["args"] = megatron_arguments(shape, **sizes, padded_vocab_size=padded_vocab, ckpt_format="torch")
+    for name, chunk in _named(chunks).items():
+        state[name] = {n: _alone(t) if isinstance(t, Tensor) else t for n, t in chunk.state_dict().items()}
+    if optimizer is not None:
+        state["optimizer_step"] = num_steps(optimizer, next(chunks[0].parameters()).device)
+        state[OPTIMIZER] = {}
+        for name, chunk in _named(chunks).items():
+            own = {param: n for n, param in chunk.named_parameters()}
+            states = whole_states(optimizer, list(own))
+            state[OPTIMIZER][name] = {f"{kind}.{own[p]}": t.cpu() for p, kind, t in states if t is not None}
+    if placement.copy_rank == 0:
+        stage = f"_{placement.pp_rank:03d}" if placement.pp_size > 1 else ""
+        folder = path / f"mp_rank_{placement.tp_rank:02d}{stage}"
+        try:
+            folder.mkdir()
+            torch.save(state, folder / RANK_FILE)
+        except (OSError, RuntimeError) as error:  # torch.save says RuntimeError on a full disk
+            raise _not_written(folder, error) from error
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """The tensor on the host, over a storage of its own: of a view, `torch.save` writes all that it lies in."""
+    return tensor.detach().cpu().clone()
+
+
+def _not_written(path: Path, error: Exception) -> CheckpointError:
+    what, remedy = f"the checkpoint was not written: {error}", "make room on the disk, or use another"
+    return CheckpointError(what, where=str(path), remedy=remedy)
 
 
 @torch.no_grad()
