@@ -44,6 +44,7 @@ INFO_SECONDS = 60.0  # for /server_info, which examines the host first
 # A core hangs that answers nothing for so many --heartbeat-timeout: by default 5 minutes, as long as vLLM waits for its
 # own workers. It gives no sign of life within a step, and its first steps may have kernels to compile.
 SILENT_HEARTBEATS = 5
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 CPU_KV_CACHE_BYTES = 256 << 20  # vLLM would take 4 GiB per engine
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of which --max-lora-rank is one
 ONE_PRODUCT = {"instep_adapter": 1}  # for `vllm/fast/adapter.py`; it is in the key of what vLLM has compiled
@@ -174,7 +175,9 @@ class VllmKind(EngineKind):
         return f"{env}vllm serve {shlex.join(serve_arguments(spec, at, node_rank))}"
 
     def check_start(self, args: Settings, spec: EngineSpec) -> None:
-        if args.device != "cpu" and args.weight_sync in OF_ADAPTERS and engine_dtype(args) == "float32":
+        if args.device == "cpu":
+            _check_attention(spec.path, engine_dtype(args))
+        elif args.weight_sync in OF_ADAPTERS and engine_dtype(args) == "float32":
             raise ConfigError(
                 "vLLM's kernels for adapters on a GPU know bfloat16 alone, not float32",
                 where="--weight-sync lora",
@@ -318,3 +321,21 @@ def _config(folder: str) -> dict[str, Any]:
         config: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text())
         return config
     return {}
+
+
+def _check_attention(model: str, dtype: str) -> None:
+    """Raise ConfigError for a model with which vLLM on a CPU would not start, or would die of the first request."""
+    config = _config(model)
+    if dtype == "float32" and ("linear_num_key_heads" in config or config.get("kv_lora_rank")):
+        raise ConfigError(
+            "vLLM's linear and latent attention on a CPU know bfloat16 alone, not float32",
+            where=f"the model {model}",
+            remedy="--precision bf16",
+        )
+    size = config.get("head_dim") or config.get("hidden_size", 0) // max(1, config.get("num_attention_heads", 1))
+    if size not in CPU_HEAD_SIZES:
+        raise ConfigError(
+            f"vLLM's attention on a CPU has no heads of {size}, only of {', '.join(map(str, CPU_HEAD_SIZES))}",
+            where=f"the model {model}",
+            remedy="use another model, or --rollout-backend embedded",
+        )
