@@ -18,7 +18,7 @@ from instep_engine.stream import Group, Invitation, StreamBroken, open_store, re
 
 
 class Receiving:
-    """What comes is checked here; an engine's subclass loads it (`load`, `load_adapter`, `compare_start`).
+    """What comes is checked here; an engine's subclass loads it, or compares what it holds.
 
     Attributes:
         session: the version and the nonce of the session under way; None: there is none.
@@ -49,6 +49,10 @@ class Receiving:
         """Compare the checkpoint `path`, on which the engine was restarted, with what it holds."""
         raise NotImplementedError
 
+    def compare_samples(self, told: Mapping[str, str]) -> None:
+        """Compare digests of samples, by name, with the memory that a trainer has written into."""
+        raise NotImplementedError
+
     def leave_stream(self) -> None:
         """Leave the group of former streams."""
         if self._group is not None:
@@ -66,6 +70,11 @@ class Receiving:
         if backend == "memory":
             if self.nonce not in info["memory"]:
                 raise WeightMismatch(OTHER_MEMORY)
+        elif backend == "single-copy":
+            if (told := info["digests"].get(self.nonce)) is None:
+                raise WeightMismatch("the trainer is attached to other memory than this engine's")
+            self.compare_samples(told)
+            self.delivered.update(told)
         elif backend in ("nccl", "ipc", "lora_ipc"):
             self._receive_stream(info)
         elif backend == "shm":

@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from instep.engines import keys
-from instep.engines.capabilities import Capabilities
 from instep.engines.held_lease import HeldLease
 from instep.engines.http import check_open, check_server, open_directly, open_without_key
-from instep.engines.kind import EngineKind, all_kinds
+from instep.engines.kind import Capabilities, EngineKind, all_kinds
+from instep.engines.router import Server
 from instep.engines.topology import POLICY, ServerRole
 from instep.errors import EngineError
 from instep.spans import Span, span
-from instep.system.processes import Process, stop_all, watched
+from instep.system.processes import Process, watched
 from instep.weights.way import SINGLE_COPY
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ RESET_SECONDS = 3.0  # for a paused engine to let go of its KV cache
 HealthAnswer = Literal["well", "unwell", "silent", "away"]
 
 
-class Engine:
+class Engine(Server):
     """One running engine: its address, its process and its control calls.
 
     Args:
@@ -63,7 +63,7 @@ class Engine:
         sleeps: bool = False,
         written_in_place: bool = False,
     ):
-        self.name, self.url, self.process, self._kind = name, url, process, kind
+        self.name, self.title, self.url, self.process, self._kind = name, name, url, process, kind
         self.model, self.role, self.update_weights = model, role, update_weights
         self.num_replicas, self.sleeps, self.written_in_place = num_replicas, sleeps, written_in_place
         self.asleep = frozenset[str]()  # which of TAGS have no memory now
@@ -80,11 +80,6 @@ class Engine:
     @property
     def capabilities(self) -> Capabilities:
         return self.kind.capabilities
-
-    def check_alive(self) -> None:
-        """Raise EngineError if the process has ended, has been stopped or hangs."""
-        if self.process is not None and (fault := self.process.fault()) is not None:
-            raise EngineError(f"{self.name} {fault}", where=self.process.describe(), remedy=self.process.remedy())
 
     def wait_ready(self, timeout: float) -> None:
         """Wait until `/health` answers 200.
@@ -345,8 +340,7 @@ class Engine:
     def stop(self) -> None:
         """End its process; an external engine goes on, or ends, as it does when this process dies."""
         self.lease.end()
-        if self.process is not None:
-            stop_all([self.process])
+        super().stop()
 
 
 class EngineRefusal(EngineError):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from instep.engines.http import check_server
-from instep.engines.router import Front
+from instep.engines.router import Server
 from instep.errors import EngineError
 from instep.system.processes import SupervisedProcess
 
@@ -25,7 +25,7 @@ def needs_gate(args: Settings, has_router: bool) -> bool:
     return args.vllm_router_ip is None and (args.command == "serve" or (args.no_api_key and has_router))
 
 
-class Gate(Front):
+class Gate(Server):
     """A running gate, which listens at `url`."""
 
     title = "the gate"

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from instep.engines.flags import router_arguments
 from instep.engines.http import REFUSED, check_server, open_directly, refusal
 from instep.errors import ConfigError, EngineError
-from instep.system.processes import SupervisedProcess, stop_all
+from instep.system.processes import Process, SupervisedProcess, stop_all
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
@@ -46,15 +46,15 @@ _DEFAULTS = {
 Start = Callable[[Sequence[str]], SupervisedProcess]
 
 
-class Front:
-    """A server of this run before its engines: its address, and its process (None for an external one)."""
+class Server:
+    """An engine, or a server before engines: what errors call it, its address and its process (None: external)."""
 
-    title = ""
+    title: str
     url: str
-    process: SupervisedProcess | None
+    process: Process | None
 
     def check_alive(self) -> None:
-        """Raise EngineError if its process has ended, or was stopped."""
+        """Raise EngineError if its process has ended, was stopped or hangs."""
         if self.process is not None and (fault := self.process.fault()) is not None:
             raise EngineError(f"{self.title} {fault}", where=self.process.describe(), remedy=self.process.remedy())
 
@@ -63,7 +63,7 @@ class Front:
             stop_all([self.process])
 
 
-class Router(Front):
+class Router(Server):
     """A router: its address, its process (None for an external one) and the engines behind it.
 
     Args:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import http.client
 import importlib.metadata
 import importlib.util
 import json
+import math
 import os
 import re
 import shlex
@@ -20,11 +22,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from instep.engines.capabilities import Capabilities
 from instep.engines.engine import EngineRefusal
 from instep.engines.flags import TABLES, engine_words, given_names, installed_version, merge, release
-from instep.engines.http import get_json
-from instep.engines.kind import EngineKind, RunningEngine, engine_dtype
+from instep.engines.http import get_json, open_directly
+from instep.engines.kind import Capabilities, EngineKind, RunningEngine, engine_dtype
 from instep.engines.spec import Addresses, EngineSpec
 from instep.engines.topology import ServerGroup, group_words, model_path, policy_model, served_models
 from instep.engines.vllm_process import node_environment, profiler_config, serve_arguments, vllm_env
@@ -35,6 +36,7 @@ from instep_engine import LORA_VARIABLE, PROTOCOL, vllm
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
+    from instep.engines.wire import WireFormat
 
 OTHER_PROTOCOL = re.compile(r"instep speaks protocol \d+, this (?:plugin|instep-vllm) \d+")
 PLUGIN_REMEDY = "install this instep where the engine runs (pip install --no-deps), and restart the engine"
@@ -44,6 +46,7 @@ INFO_SECONDS = 60.0  # for /server_info, which examines the host first
 # A core hangs that answers nothing for so many --heartbeat-timeout: by default 5 minutes, as long as vLLM waits for its
 # own workers. It gives no sign of life within a step, and its first steps may have kernels to compile.
 SILENT_HEARTBEATS = 5
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 CPU_KV_CACHE_BYTES = 256 << 20  # vLLM would take 4 GiB per engine
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of which --max-lora-rank is one
 ONE_PRODUCT = {"instep_adapter": 1}  # for `vllm/fast/adapter.py`; it is in the key of what vLLM has compiled
@@ -75,6 +78,12 @@ class VllmKind(EngineKind):
             )
         recent = release(version) >= (0, 32)
         return Capabilities(self.title, version, version_spans=recent, spans_in_arrays=True, stop_reasons=recent)
+
+    @functools.cached_property
+    def wire(self) -> WireFormat:
+        from instep.engines.wire import VLLM_WIRE
+
+        return VLLM_WIRE
 
     def meant_by(self, args: Settings) -> str:
         more = {"--prefill-num-servers": args.prefill_num_servers, "--vllm-config": args.vllm_config}
@@ -174,7 +183,9 @@ class VllmKind(EngineKind):
         return f"{env}vllm serve {shlex.join(serve_arguments(spec, at, node_rank))}"
 
     def check_start(self, args: Settings, spec: EngineSpec) -> None:
-        if args.device != "cpu" and args.weight_sync in OF_ADAPTERS and engine_dtype(args) == "float32":
+        if args.device == "cpu":
+            _check_attention(spec.path, engine_dtype(args))
+        elif args.weight_sync in OF_ADAPTERS and engine_dtype(args) == "float32":
             raise ConfigError(
                 "vLLM's kernels for adapters on a GPU know bfloat16 alone, not float32",
                 where="--weight-sync lora",
@@ -278,6 +289,12 @@ class VllmKind(EngineKind):
     def num_workers(self, engine: RunningEngine, timeout: float) -> int:
         return int(get_json(engine.url + "/get_world_size", timeout)["world_size"])
 
+    def num_cached_tokens(self, engine: RunningEngine, timeout: float) -> float:
+        with contextlib.suppress(OSError, http.client.HTTPException, ValueError):
+            with open_directly(engine.url + "/metrics", timeout=timeout) as answer:
+                return tokens_of_caches(answer.read().decode())
+        return math.inf
+
     def start_update(self, engine: RunningEngine, version: str, nonce: str, *, timeout: float) -> None:
         announced = {"init_info": {"protocol": PROTOCOL, "version": version, "nonce": nonce}}
         try:
@@ -300,6 +317,19 @@ class VllmKind(EngineKind):
 KIND = VllmKind()
 
 
+def tokens_of_caches(metrics: str) -> float:
+    """How many tokens the caches of all replicas hold, by vLLM's metrics; infinity where they do not say it."""
+    lines = [line for line in metrics.splitlines() if line.startswith("vllm:cache_config_info{")]
+    caches = [dict(re.findall(r'(\w+)="([^"]*)"', line)) for line in lines]
+    own = [cache.get("kv_cache_size_tokens", "") for cache in caches]  # of one replica, whatever kinds of layers it has
+    if own and all(tokens.isdigit() for tokens in own):
+        return float(sum(map(int, own))) or math.inf
+    sizes = [(cache.get("num_gpu_blocks", ""), cache.get("block_size", "")) for cache in caches]
+    if not sizes or not all(blocks.isdigit() and size.isdigit() for blocks, size in sizes):
+        return math.inf  # of --disable-log-stats, or of another version
+    return float(max(int(blocks) * int(size) for blocks, size in sizes))  # each line counts the blocks of all
+
+
 @functools.lru_cache
 def _generation_config(folder: str) -> Mapping[str, Any]:
     """What a model's generation_config.json sets, read as vLLM reads it; nothing where there is none."""
@@ -318,3 +348,21 @@ def _config(folder: str) -> dict[str, Any]:
         config: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text())
         return config
     return {}
+
+
+def _check_attention(model: str, dtype: str) -> None:
+    """Raise ConfigError for a model with which vLLM on a CPU would not start, or would die of the first request."""
+    config = _config(model)
+    if dtype == "float32" and ("linear_num_key_heads" in config or config.get("kv_lora_rank")):
+        raise ConfigError(
+            "vLLM's linear and latent attention on a CPU know bfloat16 alone, not float32",
+            where=f"the model {model}",
+            remedy="--precision bf16",
+        )
+    size = config.get("head_dim") or config.get("hidden_size", 0) // max(1, config.get("num_attention_heads", 1))
+    if size not in CPU_HEAD_SIZES:
+        raise ConfigError(
+            f"vLLM's attention on a CPU has no heads of {size}, only of {', '.join(map(str, CPU_HEAD_SIZES))}",
+            where=f"the model {model}",
+            remedy="use another model, or --rollout-backend embedded",
+        )

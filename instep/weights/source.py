@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,6 @@ class WeightSource(Protocol):
 
     specs: list[TensorSpec]  # known without moving a byte
     emits: bool  # True on the ranks that receive full tensors (rank 0 at least)
-    config: dict[str, Any]  # of a source of an adapter, under peft's names: its `adapter_config.json`
 
     def __iter__(self) -> Iterator[tuple[TensorSpec, torch.Tensor | None]]: ...
 
@@ -74,6 +73,12 @@ def names_of(flags: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
     return [name for name, one in zip(names, torch.stack(found).tolist(), strict=True) if one] if names else []
 
 
+class AdapterSource(WeightSource, Protocol):
+    """The A and B of an adapter under peft's names; `config` is peft's `adapter_config.json`."""
+
+    config: dict[str, Any]
+
+
 def adapter_config(source: WeightSource) -> dict[str, Any]:
     """The configuration of the adapter that `source` yields, with `num_tensors`: how many tensors it has."""
-    return {**source.config, "num_tensors": len(source.specs)}
+    return {**cast(AdapterSource, source).config, "num_tensors": len(source.specs)}

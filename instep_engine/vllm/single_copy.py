@@ -192,12 +192,6 @@ class SingleCopyWeightTransferEngine(ShmWeightTransferEngine):
         self._active = True
         self.delivered, self._complete = set(), False
 
-    def receive_weights(self, info: Mapping[str, Any]) -> None:
-        if self.session is not None and info["backend"] == "single-copy":
-            self._compare_samples(info["digests"].get(self.nonce))
-        else:
-            super().receive_weights(info)
-
     def load(self, tensors: dict[str, torch.Tensor], exact: bool) -> None:
         """Compare a whole checkpoint with the memory; nothing is loaded."""
         if exact:
@@ -212,10 +206,8 @@ class SingleCopyWeightTransferEngine(ShmWeightTransferEngine):
         if missing := sorted(set(names or ()) - self.delivered):
             raise WeightMismatch(f"{len(missing)} tensors were not delivered: {missing[:3]}", missing[0])
 
-    def _compare_samples(self, told: dict[str, str] | None) -> None:
+    def compare_samples(self, told: Mapping[str, str]) -> None:
         """Raises WeightMismatch if the trainer has written into other memory, or other values."""
-        if told is None:
-            raise WeightMismatch("the trainer is attached to other memory than this engine's")
         if missing := sorted(self._slices.keys() - told.keys()):
             raise WeightMismatch(f"{missing[0]} was not written", missing[0])
         live, held = Ranges(self.model.parameters()), self._sample.digests()
@@ -224,4 +216,3 @@ class SingleCopyWeightTransferEngine(ShmWeightTransferEngine):
                 raise WeightMismatch(f"this engine computes with other memory than what {name} was written to", name)
             if held[name] != told[name]:
                 raise WeightMismatch(f"{name} is not what the trainer has written", name)
-        self.delivered.update(told)

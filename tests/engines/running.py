@@ -22,9 +22,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from instep.arguments.parse import parse
 from instep.cluster.engine_plan import plan_engines
-from instep.engines.capabilities import Capabilities
 from instep.engines.engine import Engine as ControlledEngine
-from instep.engines.kind import kind_of
+from instep.engines.kind import Capabilities, kind_of
 from instep.engines.spec import Addresses
 from instep.engines.vllm_process import vllm_env
 from instep.engines.wire import FINAL_ONLY, VLLM_WIRE

@@ -11,9 +11,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from instep.engines.capabilities import Capabilities
 from instep.engines.embedded.kind import EmbeddedKind
-from instep.engines.kind import RunningEngine, register
+from instep.engines.kind import Capabilities, RunningEngine, register
 from instep.engines.spec import Addresses, EngineSpec
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from instep.engines.caches import tokens_of_caches
+from instep.engines.vllm import tokens_of_caches
 from instep.rollout import admission, execute
 from instep.rollout.room import Room
 from instep.types import Sample, Status

@@ -101,13 +101,18 @@ def test_what_vllm_has_compiled_serves_runs_with_other_ports_and_bounds(monkeypa
 
 
 @pytest.mark.parametrize("key", ["linear_num_key_heads", "kv_lora_rank"])
-def test_models_with_linear_attention_have_no_prefix_caching_on_a_cpu(tmp_path, key):
+def test_models_that_vllm_on_a_cpu_has_in_bfloat16_alone(tmp_path, key):
     (tmp_path / "config.json").write_text(json.dumps({"head_dim": 64, key: 2}))
     for precision in ("fp32", "bf16"):
         args = resolved("cpu", precision).replace(hf_checkpoint=str(tmp_path))
         (spec,) = plan_engines(args)
         uncached = "--no-enable-prefix-caching" in serve_arguments(spec, Addresses("HOST", 1))
         assert uncached is (key == "linear_num_key_heads")
+        if precision == "bf16":
+            KIND.check_start(args, spec)
+        else:
+            with pytest.raises(ConfigError, match="know bfloat16 alone"):
+                KIND.check_start(args, spec)
 
 
 @pytest.mark.parametrize("log, advised", [

@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from instep.engines.capabilities import Capabilities
 from instep.engines.flags import given_names
 from instep.engines.http import get_json
-from instep.engines.kind import EngineKind, RunningEngine, engine_dtype
+from instep.engines.kind import Capabilities, EngineKind, RunningEngine, engine_dtype
 from instep.engines.spec import Addresses, EngineSpec
 from instep.engines.topology import served_models
 from instep.errors import ConfigError
@@ -20,6 +19,7 @@ from instep.system.processes import DETERMINISTIC_ENV, OPENMP_ENV
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
+    from instep.engines.wire import WireFormat
 
 _FIELDS = ("max_model_len", "max_num_seqs", "dtype")  # it shares these with vLLM's command line
 _DTYPES = ("float32", "bfloat16")
@@ -35,6 +35,12 @@ class EmbeddedKind(EngineKind):
     @functools.cached_property
     def capabilities(self) -> Capabilities:
         return Capabilities(self.title, digests=True, strict_requests=True, serves_nothing_unproven=True)
+
+    @functools.cached_property
+    def wire(self) -> WireFormat:
+        from instep.engines.wire import VLLM_WIRE
+
+        return VLLM_WIRE
 
     def refusals(self, args: Settings) -> Iterator[ConfigError]:
         """Errors about flags that only vLLM has, and about what `--vllm-config` asks for and this engine lacks."""

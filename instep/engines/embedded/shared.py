@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -62,17 +61,11 @@ class SharedWeights(LiveWeights):
         }
         self.nonce = write_manifest(folder, 0, about, [memory], slices, shapes, lambda: None)
 
-    def receive_weights(self, info: Mapping[str, Any]) -> None:
-        """Compare what the trainer has written with the parameters, or receive another update."""
-        if info["backend"] != "single-copy":
-            return super().receive_weights(info)
-        if (told := info["digests"].get(self.nonce)) is None:
-            raise WeightMismatch("the trainer is attached to other memory than this engine's")
+    def compare_samples(self, told: Mapping[str, str]) -> None:
         for name, parameter in self.shared.items():
             pulse()
             if told.get(name) != sample_digest(parameter):
                 raise WeightMismatch(f"{name} is not what the trainer has written", name)
-        self.delivered.update(self.shared)
 
     def load(self, tensors: dict[str, torch.Tensor], exact: bool) -> None:
         """Compare a checkpoint with the parameters."""
