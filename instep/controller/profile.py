@@ -93,9 +93,7 @@ class StepProfile:
         """Let all processes record; returns what a rank says about its machine, and the engines that record."""
         machines: list[dict[str, Any]] = []
         for group in self._deployment.worker_groups:
-            if group.num_ranks:
-                ranks = self._args.profile_ranks
-                machines += group.call("start_profile", ranks, timeout=self._args.train_timeout)
+            machines += group.call("start_profile", self._args.profile_ranks, timeout=self._args.train_timeout)
         engines = []
         for engine in self._deployment.engines:
             try:
@@ -106,7 +104,7 @@ class StepProfile:
         return next(iter(machines), {}), engines
 
     def _stop(self, engines: Sequence[Engine], begin: int, end: int) -> list[Span]:
-        groups = [group for group in self._deployment.worker_groups if group.num_ranks]
+        groups = self._deployment.worker_groups
         most = MOST_SPANS // (len(engines) + sum(group.num_ranks for group in groups) + 1)
         found, timeout = list[Span](), self._args.train_timeout
         for group in groups:
