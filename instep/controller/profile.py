@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from instep import spans
+from instep.arguments.args import Args
 from instep.arguments.model import known_config
 from instep.cluster.engine_plan import plan_engines
 from instep.controller.deployment import Deployment
@@ -21,9 +22,6 @@ from instep.observability.run_logger import RunLogger
 from instep.observability.step_table import StepTable, step_table
 from instep.observability.trace import write_trace
 from instep.spans import Span
-
-if TYPE_CHECKING:
-    from instep.arguments.args import Args
 
 MOST_SPANS = 400_000  # in a file: about 50 MB of JSON, 5 MB as it is compressed
 STOP_TIMEOUT = 300.0  # seconds that an engine has to write what it has recorded; a run can do without
