@@ -85,7 +85,7 @@ class Stack(NamedTuple):
     start_anew: Callable[[Sequence[Engine], Path], None]
 
     def sync(self):
-        options = {"vocab_size": 50, "max_len": 128, "start_anew": self.start_anew}
+        options = {"vocab_size": 50, "max_len": 128, "start_on": self.start_anew}
         return WeightSync(self.args, self.actor, self.args.weight_sync, self.folder, **options)
 
     def difference(self, sync, way):
