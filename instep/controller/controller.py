@@ -16,12 +16,12 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from instep.arguments.all_flags import own_hooks
-from instep.arguments.args import Runtime
+from instep.arguments.args import Args, Runtime
 from instep.checkpoints.folders import checkpoints_read, finish_renames
 from instep.checkpoints.hf_export import check_hf_checkpoint
 from instep.checkpoints.integrity import check_whole
@@ -63,9 +63,6 @@ from instep.rollout.outputs import as_eval_output, as_train_output
 from instep.system.endings import raise_for_exit
 from instep.system.processes import lock_folders
 from instep.types import RolloutFnTrainOutput
-
-if TYPE_CHECKING:
-    from instep.arguments.args import Args
 
 
 class Controller:

@@ -58,7 +58,7 @@ class Deployment:
 
     Attributes:
         engines: of all models; none before `start`.
-        worker_groups: the workers of the actor and of the critic; none before `start`.
+        worker_groups: the workers of the actor and of the critic, if there are any; none before `start`.
         trainer: the workers with their models loaded; None with `--debug-rollout-only`.
     """
 
@@ -108,7 +108,8 @@ class Deployment:
             status=self._log.status,
         )
         cluster.start()
-        self.engines, self.worker_groups = cluster.engines, [cluster.workers, cluster.critic]
+        self.engines = cluster.engines
+        self.worker_groups = [group for group in (cluster.workers, cluster.critic) if group.num_ranks]
         for group in self.worker_groups:
             group.watch, group.hooks = self.check, own_hooks(args)
         for engine in self.engines:
@@ -134,8 +135,8 @@ class Deployment:
             proof = self._wait_ready(fleet)
         elif turns.sleeps:  # engines measure the memory that is free
             timeout = args.worker_start_timeout + args.engine_start_timeout
-            groups = [group for group in self.worker_groups if group.num_ranks]
-            imports = [g.start("prepare", cluster.setup_requests[g.role][0][0], timeout=timeout) for g in groups]
+            setup = cluster.setup_requests
+            imports = [g.start("prepare", setup[g.role][0][0], timeout=timeout) for g in self.worker_groups]
             proof = self._wait_ready(fleet)
             turns.begin(self.engines)
             for finish in imports:

@@ -30,10 +30,6 @@ if TYPE_CHECKING:
 
 _TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab.*", "merges.txt", "*.tiktoken", "tekken.json", "special_tokens*")
 _TEMPLATES = ("chat_template*", "added_tokens.json", "tokenization_*.py")
-_COLUMNS = (
-    *("loss_mask", "loss_weights", "rollout_log_probs", "log_probs", "ref_log_probs", "teacher_log_probs"),
-    *("values", "advantages", "returns"),
-)
 
 
 def save_rollout(template: str, rollout_id: int, groups: Sequence[Group], metrics: Mapping[str, float]) -> Path:
@@ -104,7 +100,7 @@ def save_train_data(template: str, rollout_id: int, trained: TrainedBatch) -> Pa
         "step": trained.step_of_sample,
         "train_log_probs": [trained.log_probs.get(i) for i in range(batch.num_samples)],
     }
-    data |= {name: _rows(batch.token_columns[name], lengths) for name in _COLUMNS if name in batch.token_columns}
+    data |= {name: _rows(column, lengths) for name, column in batch.token_columns.items()}
     for name in ("group_index", "index", "temperature", "rewards", "raw_reward"):
         if name in batch.sample_columns:
             data[name] = batch.sample_columns[name].tolist()

@@ -71,5 +71,8 @@ def watch_health(
                 hangs.set()
                 lost(engine, f"hangs: it has computed nothing for {time.monotonic() - began:.0f} s", True)
 
-    for work in (look, *([] if patience is None else [partial(ask_core, patience)])):
+    watches: list[Callable[[], None]] = [look]
+    if patience is not None:
+        watches.append(partial(ask_core, patience))
+    for work in watches:
         threading.Thread(target=work, name=f"health of {engine.name}", daemon=True).start()

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from instep import spans
+from instep.arguments.args import Args
 from instep.arguments.model import known_config
 from instep.cluster.engine_plan import plan_engines
 from instep.controller.deployment import Deployment
@@ -21,9 +22,6 @@ from instep.observability.run_logger import RunLogger
 from instep.observability.step_table import StepTable, step_table
 from instep.observability.trace import write_trace
 from instep.spans import Span
-
-if TYPE_CHECKING:
-    from instep.arguments.args import Args
 
 MOST_SPANS = 400_000  # in a file: about 50 MB of JSON, 5 MB as it is compressed
 STOP_TIMEOUT = 300.0  # seconds that an engine has to write what it has recorded; a run can do without
@@ -93,9 +91,7 @@ class StepProfile:
         """Let all processes record; returns what a rank says about its machine, and the engines that record."""
         machines: list[dict[str, Any]] = []
         for group in self._deployment.worker_groups:
-            if group.num_ranks:
-                ranks = self._args.profile_ranks
-                machines += group.call("start_profile", ranks, timeout=self._args.train_timeout)
+            machines += group.call("start_profile", self._args.profile_ranks, timeout=self._args.train_timeout)
         engines = []
         for engine in self._deployment.engines:
             try:
@@ -106,7 +102,7 @@ class StepProfile:
         return next(iter(machines), {}), engines
 
     def _stop(self, engines: Sequence[Engine], begin: int, end: int) -> list[Span]:
-        groups = [group for group in self._deployment.worker_groups if group.num_ranks]
+        groups = self._deployment.worker_groups
         most = MOST_SPANS // (len(engines) + sum(group.num_ranks for group in groups) + 1)
         found, timeout = list[Span](), self._args.train_timeout
         for group in groups:

@@ -16,17 +16,15 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from instep.arguments.args import Args
 from instep.controller.deployment import Deployment
 from instep.controller.run_state import Beginning
 from instep.controller.trainer import Trainer
 from instep.errors import CheckpointError, InstepError
 from instep.system.processes import in_thread
 from instep.system.scratch import export_folder
-
-if TYPE_CHECKING:
-    from instep.arguments.args import Args
 
 logger = logging.getLogger(__name__)
 

@@ -7,15 +7,13 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from instep.arguments.args import Args
 from instep.cluster.placement import num_critic_gpus
 from instep.errors import CheckpointError
 from instep.models.sizes import shape_of
 from instep.system.scratch import export_folder
-
-if TYPE_CHECKING:
-    from instep.arguments.args import Args
 
 
 class Saved(NamedTuple):

@@ -85,7 +85,7 @@ class Stack(NamedTuple):
     start_anew: Callable[[Sequence[Engine], Path], None]
 
     def sync(self):
-        options = {"vocab_size": 50, "max_len": 128, "start_anew": self.start_anew}
+        options = {"vocab_size": 50, "max_len": 128, "start_on": self.start_anew}
         return WeightSync(self.args, self.actor, self.args.weight_sync, self.folder, **options)
 
     def difference(self, sync, way):
@@ -135,7 +135,9 @@ def stack(name, folder, *more, kind="vllm", sizes=MappingProxyType({}), peaked_i
         layout = workers.call("setup", per_rank=ranks, timeout=300)
         actor = RoleTrainer(args, workers, layout, lr_schedule.from_args(args, 1))
         actor.load_weights(checkpoint)
-        assert (actor.remark() == "") is (family.packed or args.train_backend == "megatron")
+        assert (actor.workers.call("remark", timeout=60)[0] == "") is (
+            family.packed or args.train_backend == "megatron"
+        )
         engine.wait_ready(600)
         yield Stack(args, actor, engine, memory.path, start_anew)
     finally:

@@ -19,9 +19,8 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -31,7 +30,6 @@ from instep.engines.engine import Engine, EngineRefusal
 from instep.errors import EngineError, InstepError, SyncError
 from instep.rollout import admission
 from instep.spans import span
-from instep.system.processes import in_thread
 from instep.weights.way import GOLDEN, OF_ADAPTERS, Order, Sent, way_named
 from instep_engine import BROKEN
 from instep_engine.stream import StreamBroken
@@ -181,16 +179,14 @@ class Session:
                     raise
 
     def _leave_dead(self, error: InstepError) -> bool:
-        """Whether an engine has died, which leaves the session; if more have, the next call finds them."""
-
-        def look(engine: Engine) -> Future[bool]:
-            return in_thread(partial(self._gone, engine, max(1.0, engine.kind.dying_seconds)), f"look at {engine.name}")
-
-        looks = {look(engine): engine for engine in self.engines}
-        dead = next((looks[seen] for seen in as_completed(looks) if seen.result()), None)
-        if dead is not None:
-            self._leave(dead, error)
-        return dead is not None
+        """Whether engines have died, or die now; they leave the session."""
+        engines = list(self.engines)
+        with ThreadPoolExecutor(len(engines)) as pool:
+            gone = pool.map(lambda e: self._gone(e, max(1.0, e.kind.dying_seconds)), engines)
+        dead = [engine for engine, is_gone in zip(engines, gone, strict=True) if is_gone]
+        for engine in dead:
+            self._leave(engine, error)
+        return bool(dead)
 
     def _transfer(self, way: str) -> Sent:
         self._way, self._nonce, self._receiving = way, secrets.token_hex(8), 0

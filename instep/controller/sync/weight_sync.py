@@ -190,6 +190,7 @@ class WeightSync:
             if lost := [e.name for e in engines if not e.has_weights]:
                 raise EngineError(
                     f"{', '.join(lost)} dropped the weights when the trainer's turn began",
+                    where=where,
                     remedy="run once with --no-offload-rollout",
                 )
             if self._held and not self._turns.are_taken:  # no step has changed a weight yet
