@@ -12,7 +12,6 @@ import os
 import sys
 from typing import Any
 
-from instep.rollout.rewards.rules import grade
 from instep.system.kernel import set_name
 from instep.system.processes import follow_parent
 
@@ -37,7 +36,7 @@ def main() -> None:
     for line in sys.stdin:
         job: dict[str, Any] = json.loads(line)
         try:
-            result: dict[str, Any] = {"is": grade(**job) if "response" in job else algebra_equal(**job)}
+            result: dict[str, Any] = {"is": algebra_equal(**job)}
         except Exception as error:  # noqa: BLE001 - a process border: the parent names function and sample
             result = {"error": repr(error)}
         print(json.dumps(result), file=out)
