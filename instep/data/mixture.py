@@ -6,6 +6,7 @@ import random
 from bisect import bisect
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +20,8 @@ class Order:
 
     def __init__(self, size: int, seed: int | None):
         self._size, self._seed = size, seed
-        self._epoch, self._rows = -1, np.zeros(0, np.int64)
+        self._epoch = -1
+        self._rows: Any = ()
 
     def __getitem__(self, count: int) -> int:
         """The row that is read when `count` rows have been read."""
