@@ -194,9 +194,6 @@ def _sample(hook: Hook, row: Mapping[str, Any], i: int, source: Sample) -> tuple
         raise _wrong(hook, "loss_masks", f"[{i}] holds {said(others[0], 40)}", "return masks of 0 and 1")
     if not all(isinstance(value, (int, float)) and math.isfinite(value) for value in row.get("teacher_log_probs", ())):
         raise _wrong(hook, "teacher_log_probs", f"[{i}] is not finite", "return the log-prob of each response token")
-    if row.get("total_lengths", len(tokens)) != len(tokens):
-        what = f"[{i}] is {said(row['total_lengths'], 40)} for {len(tokens)} tokens"
-        raise _wrong(hook, "total_lengths", what, "count")
     out = copy.copy(source)  # with attributes that other hooks have set
     out.tokens, out.response_length = tokens if isinstance(tokens, list) else list(tokens), length
     out.loss_mask, out.remove_sample = row["loss_masks"], False  # the mask says it

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import random
-import struct
-from array import array
 from bisect import bisect
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
-import xxhash
+import numpy as np
 
 from instep.data.dataset import Dataset, Record
 
-MAX_SHUFFLED = 1 << 20  # rows whose order is held in memory; it is Python's shuffle, as in slime
+MAX_SHUFFLED = 1 << 20  # rows that Python shuffles, as in slime; of more it would take seconds
 
 
 class Order:
@@ -21,36 +20,21 @@ class Order:
 
     def __init__(self, size: int, seed: int | None):
         self._size, self._seed = size, seed
-        self._epoch, self._rows = -1, array("q")
+        self._epoch = -1
+        self._rows: Any = ()
 
     def __getitem__(self, count: int) -> int:
         """The row that is read when `count` rows have been read."""
         epoch, i = divmod(count, self._size)
         if self._seed is None:
             return i
-        if self._size > MAX_SHUFFLED:
-            return scattered(i, self._size, self._seed + epoch)
         if epoch != self._epoch:
-            self._epoch, self._rows = epoch, array("q", range(self._size))
-            random.Random(self._seed + epoch).shuffle(self._rows)
-        return self._rows[i]
-
-
-def scattered(i: int, size: int, seed: int) -> int:
-    """Place `i` of a random order of range(size), without making the whole of it.
-
-    It is a Feistel network of four rounds on numbers of 2n bits, the fewest that hold `size` (M. Luby and C. Rackoff,
-    How to construct pseudorandom permutations, 1988), which is repeated until its result is below `size` (J. Black and
-    P. Rogaway, Ciphers with arbitrary finite domains, 2002).
-    """
-    bits = ((size - 1).bit_length() + 1) // 2
-    mask = (1 << bits) - 1
-    while True:
-        for step in range(4):
-            high, low = i >> bits, i & mask
-            i = low << bits | high ^ xxhash.xxh3_64_intdigest(struct.pack("<qqq", seed, step, low)) & mask
-        if i < size:
-            return i
+            self._epoch, self._rows = epoch, np.arange(self._size)
+            if self._size > MAX_SHUFFLED:
+                np.random.default_rng(self._seed + epoch).shuffle(self._rows)
+            else:
+                random.Random(self._seed + epoch).shuffle(self._rows)
+        return int(self._rows[i])
 
 
 class Mixture:

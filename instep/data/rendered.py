@@ -46,19 +46,13 @@ def as_it_stands(messages: list[Message], text_of: Render, special: list[str], w
     """
     prompt = text_of(messages[:-1], generation_prompt=True)
     rendered = text_of(messages, generation_prompt=False).rstrip()
-    content, end = messages[-1].get("content"), next((t for t in special if rendered.endswith(t)), "")
-    if not isinstance(content, str) or messages[-1].get("tool_calls"):
-        what = "the last message has tool calls, or content that is no text: it cannot be taken as it stands"
-        remedy = "leave --loss-mask-type distill_qwen out, or take qwen3_5 in its place"
+    said, end = messages[-1], next((t for t in special if rendered.endswith(t)), "")
+    content, tag = str(said["content"]), prompt[prompt.rfind("<") :].rstrip()
+    opened = tag == "<think>" and "</think>" not in content
+    if said.get("tool_calls") or said.get("reasoning_content") or opened:
+        what = "the last message has tool calls, has its reasoning beside its content or none where the prompt opens it"
+        remedy = "write <think>...</think> into the content; or take --loss-mask-type qwen3_5"
         raise DataError(what, where=where, remedy=remedy)
-    tag = prompt[prompt.rfind("<") :].rstrip()
-    if messages[-1].get("reasoning_content") or (tag == "<think>" and "</think>" not in content):
-        raise DataError(
-            "the last message has its reasoning beside its content, or none where the prompt opens it",
-            where=where,
-            remedy="write <think>...</think> into the content; or take --loss-mask-type qwen3_5, which trains turns as "
-            "the template writes them at last",
-        )
     if tag.startswith("<") and content.startswith(tag):
         content = content.removeprefix(tag).removeprefix(prompt[len(prompt.rstrip()) :])
     return [Turn(len(messages) - 1, prompt, content.removesuffix(end) + end)]

@@ -214,23 +214,20 @@ def _parquet(path: Path, part: slice, columns: tuple[str, ...]) -> Iterator[RawR
             start, stop, _ = part.indices(file.metadata.num_rows)
             names = file.schema_arrow.names
             read = [f.name for f in file.schema_arrow if f.name in columns or "binary" not in str(f.type)]
-            first = 0
-            for group in range(file.num_row_groups):
-                end = first + file.metadata.row_group(group).num_rows
-                if start < end and first < stop:
-                    number = first
-                    for batch in file.iter_batches(PARQUET_ROWS, [group], read):
-                        for i in range(max(start - number, 0), min(stop - number, batch.num_rows)):
-                            where = place(path, number + i)
-                            yield RawRow(number + i, None, partial(_json_row, batch, i, names, columns, where))
-                        number += batch.num_rows
-                first = end
+            number = 0
+            for batch in file.iter_batches(PARQUET_ROWS, columns=read):
+                for i in range(max(start - number, 0), min(stop - number, batch.num_rows)):
+                    where = place(path, number + i)
+                    yield RawRow(number + i, None, partial(_json_row, batch, i, names, columns, where))
+                number += batch.num_rows
+                if number >= stop:
+                    return
     except pyarrow.ArrowException as error:
         raise DataError(f"not a parquet file: {error}", where=str(path), remedy="write the file again") from error
 
 
 def _json_row(batch: Any, i: int, names: list[str], columns: tuple[str, ...], where: str) -> bytes:
-    """Record `i` of a batch, as JSON, with null for those of `names` that were not read, or that JSON cannot hold."""
+    """Row `i` of a batch, as JSON, with null for those of `names` that were not read, or that JSON cannot hold."""
     row = dict.fromkeys(names, "null")
     for key in batch.schema.names:
         try:

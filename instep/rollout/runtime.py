@@ -54,6 +54,7 @@ class _Loop:
             what, where = f"a task of a hook's own raised {said(error)}", raised_at(error)
         if not self.ends:
             _abandon(self)
+            self.silence()
             remedy = "await the tasks that the hook begins, catch what they raise, and leave the loop running"
             self.interrupt(RolloutError(what, where=where, remedy=remedy))
 
@@ -69,6 +70,10 @@ class _Loop:
         if self.session is not None:
             await self.session.close()
         return not refusing
+
+    def silence(self) -> None:
+        """Say nothing of the tasks that are left: to destroy them would run their code."""
+        self.loop.set_exception_handler(lambda loop, context: None)
 
     def interrupt(self, error: BaseException) -> None:
         for waiting in list(self.interrupts):
@@ -178,8 +183,8 @@ def shutdown(timeout: float = 2.0) -> None:
         has_ended = asyncio.run_coroutine_threadsafe(home.close(), home.loop).result(timeout)
     except concurrent.futures.TimeoutError:  # it is frozen or busy
         has_ended = False
-    if not has_ended:  # leave the daemon thread and silence it: to destroy its tasks would run their code
-        home.loop.set_exception_handler(lambda loop, context: None)
+    if not has_ended:  # leave the daemon thread
+        home.silence()
         return
     home.ends = True
     home.loop.call_soon_threadsafe(home.loop.stop)

@@ -64,10 +64,9 @@ def prompt_ids(args: Settings, sample: Sample) -> list[int]:
     return ids
 
 
-def encode(args: Settings, text: str, *, once: bool = False, add_bos: bool = False) -> list[int]:
-    """The token ids of a text (`text_ids`); `once`: nobody asks for them again."""
-    of = _encode.__wrapped__ if once else _encode
-    return list(of(tokenizer_of(args), text, add_bos))
+def encode(args: Settings, text: str, *, add_bos: bool = False) -> list[int]:
+    """The token ids of a text (`text_ids`)."""
+    return list(_encode(tokenizer_of(args), text, add_bos))
 
 
 @functools.lru_cache(maxsize=1024)  # the samples of a group have one prompt
@@ -124,7 +123,7 @@ def next_turn(args: Settings, sample: Sample, messages: list[dict[str, Any]]) ->
         sample,
         **fresh,
         prompt=messages,
-        tokens=encode(args, talk.render(messages, generation_prompt=True), once=True),
+        tokens=encode(args, talk.render(messages, generation_prompt=True)),
         metadata=dict(sample.metadata),
         extra={name: value for name, value in sample.extra.items() if name != "next_turn"}
         | {TOKENS_BEFORE: sample.extra.get(TOKENS_BEFORE, 0) + sample.response_length},

@@ -8,20 +8,21 @@ import os
 
 from python_tool import generate as generate_with_tool
 
-from instep.rollout import vllm_rollout
+from instep.rollout import together
 
 _asking = contextvars.ContextVar("_asking")
-_complete = vllm_rollout.complete
+_complete = together.complete_n
 
 
-async def _recorded(url, model, token_ids, params, **kwargs):
-    answer = await _complete(url, model, token_ids, params, **kwargs)
+async def _recorded(url, model, token_ids, params, n, **kwargs):
+    answers = await _complete(url, model, token_ids, params, n, **kwargs)
     if (record := _asking.get(None)) is not None:
+        (answer,) = answers
         record.append({"prompt": list(token_ids), "answer": answer.token_ids, "session": kwargs["session"]})
-    return answer
+    return answers
 
 
-vllm_rollout.complete = _recorded
+together.complete_n = _recorded
 
 
 async def generate(args, sample, sampling_params):

@@ -15,12 +15,10 @@ class ThirdWire(WireFormat):
 
     generate_route, abort_route = "/third/generate", "/third/end_all"
 
-    async def complete(self, request: GenerationRequest, send: Send) -> Completion:
-        answer, _ = await send({"ids": list(request.token_ids), "how": {"logprobs": 0, **request.sampling_params}})
-        (one,) = json.loads(answer["responses"])
-        log_probs = [entry["logprob"] for entry in one["logprobs"]["content"]]
-        spans = [VersionSpan(s["version"], s["start"], s["end"]) for s in one["weight_versions"]]
-        return Completion(one["token_ids"], log_probs, spans, one["finish_reason"], None)
+    async def complete_n(self, request: GenerationRequest, n: int, send: Send) -> list[Completion]:
+        how = {"logprobs": 0, **request.sampling_params, **({"n": n} if n > 1 else {})}
+        answer, _ = await send({"ids": list(request.token_ids), "how": how})
+        return [_completion(one) for one in json.loads(answer["responses"])]
 
     def scoring_request(self, tokens: Sequence[int]) -> dict[str, Any]:
         return {"ids": list(tokens), "how": {"max_tokens": 1, "prompt_logprobs": 0}}
@@ -29,3 +27,9 @@ class ThirdWire(WireFormat):
         scores: list[float] = answer["scores"]
         assert len(scores) == len(tokens) - 1
         return scores
+
+
+def _completion(one: dict[str, Any]) -> Completion:
+    log_probs = [entry["logprob"] for entry in one["logprobs"]["content"]]
+    spans = [VersionSpan(s["version"], s["start"], s["end"]) for s in one["weight_versions"]]
+    return Completion(one["token_ids"], log_probs, spans, one["finish_reason"], None)

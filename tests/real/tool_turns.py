@@ -14,17 +14,17 @@ from tests.real.templates import TEXTS
 
 TURN = 6  # tokens
 _asking: contextvars.ContextVar[list[dict[str, Any]] | None] = contextvars.ContextVar("_asking", default=None)
-_complete = vllm_rollout.complete
+_ask = vllm_rollout.ask
 
 
-async def _recorded(url: str, model: str, token_ids: list[int], params: dict[str, Any], **kwargs: Any) -> Any:
-    answer = await _complete(url, model, token_ids, params, **kwargs)
+async def _recorded(args: Any, sample: Sample, params: dict[str, Any]) -> Any:
+    (answer,) = await _ask(args, sample, params)
     if (record := _asking.get()) is not None:
-        record.append({"prompt": list(token_ids), "answer": answer.token_ids})
-    return answer
+        record.append({"prompt": list(sample.tokens), "answer": answer.token_ids})
+    return [answer]
 
 
-vllm_rollout.complete = _recorded
+vllm_rollout.ask = _recorded
 
 
 def following(row: int) -> list[list[dict[str, Any]]]:

@@ -195,7 +195,6 @@ WRONG = [
     ("teacher_log_probs", [None] * 8, "teacher_log_probs[0] is None for 5"),
     ("teacher_log_probs", [[float("nan")] * 5] * 8, "teacher_log_probs[0] is not finite"),
     ("mine", np.array(3), "returned array(3)"),
-    ("total_lengths", [7] * 7 + [8], "total_lengths[7] is 8 for 7 tokens"),
     ("sample_indices", row(1, 99), "sample_indices[1] is 99, the index of no sample"),
     ("rollout_ids", ["one"] * 8, "1 executions are fewer than the 8 of an optimizer step"),
     ("multimodal_train_inputs", [{}] * 8, "images and audio come later"),

@@ -17,7 +17,7 @@ from aiohttp import web
 
 from instep.errors import ConfigError, RewardError
 from instep.rollout import runtime
-from instep.rollout.rewards import dispatch, text
+from instep.rollout.rewards import text
 from instep.rollout.rewards.dapo import dapo
 from instep.rollout.rewards.dispatch import compute_reward
 from instep.rollout.tokens import without_end
@@ -82,38 +82,6 @@ def test_hostile_responses_are_read_in_linear_time() -> None:
         text.f1(hostile * 20_000, ["the answer"] * 20)
     assert text.as_exact_number("9" * 100_000) is None
     assert time.perf_counter() - start < allowed(1.0)
-
-
-def test_a_long_response_is_graded_by_a_worker_as_a_short_one_is() -> None:
-    metadata = {"choices": ["red", "blue", "green"], "note": {1, 2}}  # a worker gets what its rule reads, no more
-    long = r"the \boxed{7} " + "so it goes, " * 5_000
-    for rule, response, label, expected in [
-        ("gpqa", "the answer is blue", "B", 0.0),
-        ("gpqa", "the answer is C", "green", 1.0),
-        ("exact_match", "</think> 34 <|im_end|>", 34, 1.0),
-        ("f1", "a red house", ["no", "red house"], text.f1(long + "red house", "red house")),
-        ("dapo", "\nAnswer: 34<|im_end|>", "34", {"score": 1.0, "acc": True, "pred": "34"}),
-        ("math", r"\boxed{0.5}", ["x", "1/2"], 1.0),
-        ("math", r"\boxed{2\sqrt{2}}", ["x", r"\sqrt{8}"], 1.0),
-        ("math", r"\boxed{3\sqrt{2}}", r"\sqrt{8}", 0.0),
-        ("deepscaler", r"</think> \boxed{2}", 2.0, 1.0),
-        ("boxed_f1", r"\boxed{red house}", "a red house", 1.0),
-    ]:
-        args = arguments(rm_type=rule)
-        sample = Sample(group_index=3, index=7, response=long + response, label=label, metadata=metadata)
-        got = runtime.run(late_and_reward(args, sample), timeout=60)
-        assert got == (rule != "dapo", expected), (rule, response)
-
-
-async def late_and_reward(args: Any, sample: Sample) -> tuple[bool, Any]:
-    return isinstance(dispatch._by_rule(args, sample), dispatch._Later), await compute_reward(args, sample)
-
-
-def test_a_long_response_has_its_time() -> None:
-    message = "the f1 reward took more than 0.001 s for the response 'so it goes.* of 1000000 characters"
-    with pytest.raises(RewardError, match=message) as caught:
-        reward("so it goes" * 100_000, "x", rm_type="f1", reward_timeout=0.001)
-    assert caught.value.where == "--rm-type f1: group 3, sample 7"
 
 
 @pytest.mark.parametrize(

@@ -98,12 +98,12 @@ def test_an_engine_is_never_asked_for_rows_behind_the_prompt(cut, start, evaluat
     async def answer(args, sample, params):
         assert params["routed_experts_prompt_start"] == start < len(sample.tokens)
         rows = asked(sample.tokens, [20, 21], start)
-        return Completion([20, 21], None, [], "stop", None, rows)
+        return [Completion([20, 21], None, [], "stop", None, rows)]
 
     async def text(args, ids, **options):
         return ""
 
-    monkeypatch.setattr(vllm_rollout, "_complete", answer)
+    monkeypatch.setattr(vllm_rollout, "ask", answer)
     monkeypatch.setattr(together, "decode", text)
     args = SimpleNamespace(use_rollout_routing_replay=True)
     asyncio.run(vllm_rollout.generate(args, sample, {}, evaluation=evaluation))

@@ -21,7 +21,7 @@ from instep.rollout.http import post_within
 from instep.rollout.rewards import text
 from instep.rollout.rewards.code import LIMITS, passes_all, read_tests
 from instep.rollout.rewards.pool import shared_pool
-from instep.rollout.rewards.rules import Algebra, grade, num_chars_read
+from instep.rollout.rewards.rules import Algebra, grade
 from instep.rollout.rewards.trl import arguments, is_trls
 from instep.rollout.tokens import without_end
 from instep.types import Group, Sample, Status, as_number, name_of, reward_of
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 BUILT_IN = "built-in"  # as a sample's custom_rm_path: the rule of its rm_type instead of --custom-rm-path
-LONG_CHARS = 20_000  # a rule that takes more apart would hold up all requests for milliseconds
-OF_GPQA = ("choices", "correct_letter")  # what a rule reads of the metadata
 
 
 async def apply_rewards(
@@ -263,18 +261,8 @@ def _by_rule(args: HookSettings, sample: Sample) -> Any:
         shared_pool(args.reward_num_workers).warm()  # so that a worker runs when an answer needs algebra
     if rule in ("f1", "dapo", "exact_match"):
         response = without_end(args, response)
-    metadata = {key: value for key, value in (sample.metadata or {}).items() if key in OF_GPQA}
-    job = {"name": name, "response": response, "label": sample.label, "metadata": metadata}
-    if num_chars_read(name, response) > LONG_CHARS:
-        return _Later(partial(_in_worker, args, sample, job))
-    graded = grade(**job)
+    graded = grade(name, response, sample.label, sample.metadata or {})
     return _Later(partial(_algebra, args, sample, graded)) if isinstance(graded, Algebra) else graded
-
-
-async def _in_worker(args: HookSettings, sample: Sample, job: dict[str, Any]) -> Any:
-    where = f"--rm-type {job['name']}: {name_of(sample)}"
-    graded = await shared_pool(args.reward_num_workers).grade(job, timeout=args.reward_timeout, where=where)
-    return await _algebra(args, sample, graded) if isinstance(graded, Algebra) else graded
 
 
 async def _code(args: HookSettings, sample: Sample, response: str) -> float:

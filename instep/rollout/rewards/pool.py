@@ -19,7 +19,6 @@ from typing import Any
 
 from instep.errors import RewardError
 from instep.rollout import runtime
-from instep.rollout.rewards.rules import Algebra
 from instep.system.fork_server import Program, start
 from instep.system.processes import OPENMP_ENV, num_usable_cpus
 
@@ -68,7 +67,7 @@ class Worker:
     async def ask(self, job: dict[str, Any]) -> dict[str, Any]:
         """The answer, or {} if it has died."""
         try:
-            self.writer.write(json.dumps(job, default=str).encode() + b"\n")  # rules compare the text of all values
+            self.writer.write(json.dumps(job).encode() + b"\n")
             await self.writer.drain()
             answer: dict[str, Any] = json.loads(await self.reader.readline() or "{}")
         except (BrokenPipeError, ConnectionResetError):
@@ -107,21 +106,11 @@ class RewardPool:
             self._warming = asyncio.create_task(self._warm())
 
     async def equal(self, answer: str, label: str, *, timeout: float, where: str) -> bool:
-        """Whether two answers are equal as mathematics. Raises: as `grade`."""
-        job, what = {"answer": answer, "label": label}, f"the answer {answer!r:.80}"
-        return bool(await self._done(job, "math", what, timeout, where))
-
-    async def grade(self, job: dict[str, Any], *, timeout: float, where: str) -> Any:
-        """What `rules.grade(**job)` returns.
+        """Whether two answers are equal as mathematics.
 
         Raises:
             RewardError: it took more than `timeout` seconds (the worker is killed), or the worker failed.
         """
-        what = f"the response {job['response']!r:.80} of {len(job['response'])} characters"
-        out = await self._done(job, job["name"], what, timeout, where)
-        return Algebra(*out) if isinstance(out, list) else out
-
-    async def _done(self, job: dict[str, Any], rule: str, what: str, timeout: float, where: str) -> Any:
         result: dict[str, Any] = {}
         for _ in range(NUM_TRIES):
             try:
@@ -130,13 +119,11 @@ class RewardPool:
                 what, remedy = f"a reward worker did not start: {error}", "see memory and processes"
                 raise RewardError(what, where=where, remedy=remedy) from error
             try:
-                result = await asyncio.wait_for(worker.ask(job), timeout)
+                result = await asyncio.wait_for(worker.ask({"answer": answer, "label": label}), timeout)
             except TimeoutError:
-                raise RewardError(
-                    f"the {rule} reward took more than {timeout:g} s for {what}",
-                    where=where,
-                    remedy="raise --reward-timeout, or use a simpler label",
-                ) from None
+                what = f"the math reward took more than {timeout:g} s for the answer {answer!r:.80}"
+                remedy = "raise --reward-timeout, or use a simpler label"
+                raise RewardError(what, where=where, remedy=remedy) from None
             finally:
                 if result:
                     self._ready.put_nowait(worker)
@@ -146,12 +133,12 @@ class RewardPool:
                 break
             logger.warning("a reward worker (pid %d) has ended: its job is given to another one", worker.pid)
         else:
-            died = f"the worker of the {rule} reward died, {NUM_TRIES} times, with {what}"
+            died = f"the worker of the math reward died, {NUM_TRIES} times, with the answer {answer!r:.80}"
             raise RewardError(died, where=where, remedy="was it killed for its memory?")
         if "error" in result:
             remedy = "install math-verify (pip install 'instep[rewards]')" if "math_verify" in result["error"] else ""
-            raise RewardError(f"the {rule} reward raised {result['error']}", where=where, remedy=remedy)
-        return result["is"]
+            raise RewardError(f"the math reward raised {result['error']}", where=where, remedy=remedy)
+        return bool(result["is"])
 
     async def _free_worker(self) -> Worker:
         """The first that is free. Raises OSError: none is, and none starts."""

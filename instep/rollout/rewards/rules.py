@@ -1,11 +1,11 @@
-"""The built-in rewards that read text alone. This module imports nothing heavy, as reward workers run it, too."""
+"""The built-in rewards that read text alone."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
 from instep.rollout.rewards import text
-from instep.rollout.rewards.dapo import TAIL_CHARS, dapo
+from instep.rollout.rewards.dapo import dapo
 
 MAX_ALGEBRA_CHARS = 1000  # a longer answer is compared as text only
 
@@ -15,15 +15,6 @@ class Algebra(NamedTuple):
 
     answer: str
     labels: list[str]
-
-
-def num_chars_read(name: str, response: str) -> int:
-    """How many characters of a response a rule takes apart; others it skips, which takes no time."""
-    if name == "dapo":
-        return min(len(response), TAIL_CHARS)
-    if name.startswith("boxed_") or name in ("math", "deepscaler"):
-        return len(response) - text.first_box(response)
-    return len(response)
 
 
 def grade(name: str, response: str, label: Any, metadata: dict[str, Any]) -> float | dict[str, Any] | Algebra:

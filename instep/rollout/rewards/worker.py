@@ -14,7 +14,6 @@ from typing import Any
 
 import setproctitle
 
-from instep.rollout.rewards.rules import grade
 from instep.system.processes import follow_parent
 
 PARSE_SECONDS = 3  # math-verify's own limit for one expression; a response that exceeds it is wrong, not an error
@@ -38,7 +37,7 @@ def main() -> None:
     for line in sys.stdin:
         job: dict[str, Any] = json.loads(line)
         try:
-            result: dict[str, Any] = {"is": grade(**job) if "response" in job else algebra_equal(**job)}
+            result: dict[str, Any] = {"is": algebra_equal(**job)}
         except Exception as error:  # noqa: BLE001 - a process border: the parent names function and sample
             result = {"error": repr(error)}
         print(json.dumps(result), file=out)
