@@ -260,7 +260,7 @@ def _check_neighbours(flags: argparse.Namespace) -> None:
 
 
 def _missing(url: str) -> str:
-    """Why no GET was answered with 200 in time, or "". Who does not answer yet is asked again, and the user told."""
+    """Why no GET was answered with 200 in time, or "". It asks again until then, and says so."""
     left = told = NEIGHBOUR_SECONDS
     deadline = time.monotonic() + left
     while True:

@@ -174,7 +174,7 @@ def _layout(args: Args) -> Layout:
     try:
         dtype = dtype_of(served_dtype(args))
         return Layout.of(folder, dtype, int(args.update_weight_buffer_size), args.trust_remote_code)
-    except Exception as error:  # noqa: BLE001 - of transformers, for a model that it does not have; the user is told
+    except Exception as error:  # noqa: BLE001 - of transformers, for a model that it does not have; the user hears of it
         return Layout(f"transformers does not make this model: {error}")
 
 
