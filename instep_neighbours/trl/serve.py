@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,7 +60,7 @@ def vllm_serve(argv: Sequence[str]) -> None:
         if "uvicorn_log_level" not in args.vllm_overrides and serving.log_level != "info":
             words += ["--vllm-uvicorn-log-level", serving.log_level]
         args = _parsed([*serving.words, *words])
-    serve(args, lambda *given: Port(*given, serving))
+    serve(args, partial(Port, serving=serving))
 
 
 def _parsed(words: Sequence[str]) -> Args:
