@@ -37,16 +37,11 @@ NOT_PROVEN = (
 )
 
 
-def main(words: Sequence[str]) -> None:
-    """The command `instep vllm-serve`."""
-    if "-h" in words or "--help" in words:
-        print(help_text())
-    else:
-        vllm_serve(words)
-
-
 def vllm_serve(argv: Sequence[str]) -> None:
-    """Serve until SIGINT or SIGTERM. Raises InstepError, as `instep.serve.serve` does."""
+    """The command: serve until SIGINT or SIGTERM. Raises InstepError, as `instep.serve.serve` does."""
+    if "-h" in argv or "--help" in argv:
+        print(help_text())
+        return
     serving = read(argv)
     args = _parsed(serving.words)
     if port_of_serve(args) is None:
