@@ -6,7 +6,7 @@ TRL = Addition(
     commands={
         "vllm-serve": Command(
             "`serve` with the command line of `trl vllm-serve`, open to TRL's clients without a key",
-            "instep_neighbours.trl.serve:main",
+            "instep_neighbours.trl.serve:vllm_serve",
             starts=True,
         )
     },

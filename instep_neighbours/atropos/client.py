@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 FIRST_CONTACT = 10.0  # seconds in which an API that has not answered yet must do so
 ASK_SECONDS = 30.0  # for an answer that is no batch
-TELL_AFTER = 10.0  # seconds of waiting after which it is told what is waited for
+TELL_AFTER = 10.0  # seconds of waiting, then the user hears what is waited for
 LONGEST_PAUSE = 1.0  # between two questions for a batch, as in Atropos' trainer
 _START = "start it (`instep env-api`, or Atropos' `run-api`), or name its address with --atropos-url"
 
@@ -40,7 +40,7 @@ class ApiClient:
         url: http://HOST:PORT.
 
     Attributes:
-        told: what this run's user has been told of once.
+        told: what was said once.
     """
 
     def __init__(self, url: str):
@@ -55,7 +55,7 @@ class ApiClient:
         Registers where the API knows no trainer: at the first call, and after it was started again.
 
         Raises:
-            EngineError: the API does not answer within `timeout` seconds (the first time: in 10), or is none.
+            EngineError: the API does not answer within `timeout` seconds (the first time: in 10), or is no Atropos API.
             RolloutError: no batch came within `timeout` seconds, or one of another size.
         """
         begun, pause, told = time.monotonic(), 0.05, False
@@ -119,7 +119,7 @@ class ApiClient:
                 f"the Atropos API cuts batches of {known} sequences, as the trainer said that registered first, but a "
                 f"rollout of this run has {registration.batch_size}",
                 where=self.url,
-                remedy=f"start the API anew, or forget that run with `curl {self.url}/reset_data`; or choose "
+                remedy=f"start the API again, or forget that run with `curl {self.url}/reset_data`; or choose "
                 "--rollout-batch-size x --n-samples-per-prompt to be that many",
             )
         self._registered = True
@@ -156,7 +156,7 @@ class ApiClient:
         self._reached = True
         return value
 
-    # ---- what is told ----------------------------------------------------------------------------------------------
+    # ---- what is said ----------------------------------------------------------------------------------------------
 
     def _no_api(self, what: str) -> EngineError:
         return EngineError(f"this is no Atropos API: {what}", where=self.url, remedy="--atropos-url names its address")

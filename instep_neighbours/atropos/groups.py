@@ -141,7 +141,7 @@ def samples_of(group: dict[str, Any], group_index: int, first_index: int, *, tem
             rollout_log_probs=log_probs and log_probs[first:],
             status=Status.COMPLETED,
             sampling_params={"temperature": temperature_of(group, i, temperature), **_truncation(group)},
-            begun_version=0,  # which weights made it is not told: as old as it can be
+            begun_version=0,  # which weights made it is not known: as old as it can be
         )
         zero = bool(_overrides(group, i).get("set_advantage_to_zero", False))
         sample.extra[EXTRA] = {"env_id": group.get("env_id"), "zero": zero, **unused}

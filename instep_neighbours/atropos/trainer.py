@@ -24,8 +24,11 @@ from instep.system.ports import LOOPBACK
 from instep_neighbours.atropos.server import key_file
 from instep_neighbours.atropos.trainer_flags import COMMAND, WITH_ADAPTER, parser, read
 
-ROLLOUT = "instep_neighbours.atropos.trainer_run.generate_rollout"
-SCORES = "instep_neighbours.atropos.normalized_scores"
+SAME = (
+    "--train-backend hf --rollout-backend vllm --num-steps-per-rollout 1 --lr-decay-style constant "
+    "--rollout-function-path instep_neighbours.atropos.trainer_run.generate_rollout --disable-rollout-global-dataset "
+    "--custom-reward-post-process-path instep_neighbours.atropos.normalized_scores --use-rollout-logprobs"
+)
 NEIGHBOUR_SECONDS = 10.0  # until each neighbour must answer; the original waits 30 s for the API
 
 
@@ -73,32 +76,26 @@ def words_of(flags: argparse.Namespace) -> tuple[str, list[str]]:
     save = Path(flags.save_path)
     out: dict[str, Any] = {
         "--hf-checkpoint": flags.model_name,
-        "--train-backend": "hf",
+        "--run-dir": save,
+        "--atropos-url": flags.atropos_url,
+        "--num-rollout": flags.training_steps,
+        "--n-samples-per-prompt": flags.batch_size,
+        "--micro-batch-size": flags.batch_size,
+        "--lr": flags.lr,
+        "--lr-warmup-iters": flags.warmup_steps,
+        "--eps-clip": flags.clip_eps,
         "--precision": "fp32" if flags.dtype == "float32" else "bf16",
         "--device": (flags.device or "auto").partition(":")[0],
         "--actor-num-gpus-per-node": flags.world_size,
-        "--rollout-function-path": ROLLOUT,
-        "--atropos-url": flags.atropos_url,
-        "--custom-reward-post-process-path": SCORES,
-        "--num-rollout": flags.training_steps,
         "--rollout-batch-size": flags.gradient_accumulation_steps * flags.world_size,
-        "--n-samples-per-prompt": flags.batch_size,
-        "--num-steps-per-rollout": 1,
-        "--micro-batch-size": flags.batch_size,
         "--rollout-max-context-len": min(flags.seq_len, context or flags.seq_len),
-        "--lr": flags.lr,
-        "--lr-decay-style": "constant",
-        "--lr-warmup-iters": flags.warmup_steps,
         "--optimizer": {"adamw": "adam"}.get(flags.optimizer, flags.optimizer),
-        "--eps-clip": flags.clip_eps,
-        "--rollout-backend": "vllm",
         "--weight-sync": {"none": "restart", "shared_vllm": "single-copy"}.get(mode, "lora"),
         "--pause-mode": "wait" if mode == "none" else _pause_mode(),
-        "--run-dir": save,
         "--save-hf": save / ("adapter_step_{step}" if mode in WITH_ADAPTER else "step_{step}"),
         "--save-interval": (flags.checkpoint_interval if mode == "shared_vllm" else interval) or flags.training_steps,
     }
-    rest = ["--disable-rollout-global-dataset", "--use-rollout-logprobs"]
+    rest = SAME.split()
     if flags.kl_coef:
         out |= {"--kl-loss-coef": flags.kl_coef, "--kl-loss-type": "low_var_kl"}
         rest += ["--use-kl-loss"]
@@ -141,18 +138,13 @@ def _pause_mode() -> str:
 
 def _own_engine(flags: argparse.Namespace) -> list[str]:
     """Where the vLLM of this run is: on a GPU of its own, or on the trainer's."""
-    if _on_cpu(flags):
-        return ["--rollout-num-gpus", "1"]
-    share = ["--vllm-gpu-memory-utilization", str(flags.gpu_memory_utilization)]
-    if flags.vllm_gpu is not None:
-        return [*share, "--rollout-num-gpus", "1"]
-    return [*share, "--colocate"]
-
-
-def _on_cpu(flags: argparse.Namespace) -> bool:
     from instep.controller.device import device_here
 
-    return (flags.device or device_here()) == "cpu"
+    own = ["--rollout-num-gpus", "1"]
+    if (flags.device or device_here()) == "cpu":
+        return own
+    share = ["--vllm-gpu-memory-utilization", str(flags.gpu_memory_utilization)]
+    return share + (["--colocate"] if flags.vllm_gpu is None else own)
 
 
 def _config(model: str) -> dict[str, Any]:
@@ -268,7 +260,7 @@ def _check_neighbours(flags: argparse.Namespace) -> None:
 
 
 def _missing(url: str) -> str:
-    """Why no GET was answered with 200 in time, or "". Who does not answer yet is asked again, and the user told."""
+    """Why no GET was answered with 200 in time, or "". It asks again until then, and says so."""
     left = told = NEIGHBOUR_SECONDS
     deadline = time.monotonic() + left
     while True:

@@ -34,7 +34,7 @@ class BadRequest(Refused):
         super().__init__(message, 400)
 
 
-def told(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     """An error in one line."""
     if not isinstance(error, InstepError):
         return str(error)

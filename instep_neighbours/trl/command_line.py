@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ipaddress
 import json
 import re
@@ -16,6 +17,7 @@ from instep.arguments.engine_flags import find_engine_flag
 from instep.arguments.parser import is_flag
 from instep.engines.flags import PREFIXES
 from instep.errors import ConfigError
+from instep.system.options import OptionParser
 from instep.system.ports import LOOPBACK
 
 COMMAND = "instep vllm-serve"
@@ -91,19 +93,12 @@ def read(argv: Sequence[str]) -> Serving:
 
 def _split(argv: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
     """The values of TRL's flags by name, and the other words."""
-    given: dict[str, list[str]] = {}
-    rest: list[str] = []
-    values = rest
-    for word in argv:
-        name, equals, value = word.partition("=")
-        if not is_flag(word):
-            values.append(word)
-        elif (known := name[2:].replace("-", "_")) in FLAGS:
-            values = given[known] = [value] if equals else []
-        else:
-            values = rest
-            rest.append(_of_serve(name) + equals + value)
-    return given, rest
+    parser = OptionParser(COMMAND, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    for name in FLAGS:
+        parser.add_argument(*{f"--{name}", f"--{name.replace('_', '-')}"}, dest=name, nargs="*")
+    given, rest = parser.parse_known_args(argv)
+    parts = (word.partition("=") for word in rest)
+    return vars(given), [(_of_serve(name) if is_flag(name) else name) + more + value for name, more, value in parts]
 
 
 def _of_serve(name: str) -> str:

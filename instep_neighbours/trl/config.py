@@ -110,8 +110,7 @@ def _model(config: Config) -> None:
             config.put("recompute_num_layers", 1)
     if config["use_vllm"]:
         config.put("rollout_backend", "vllm", "use_vllm")
-    if config["vllm_mode"] not in ("colocate", "server"):
-        raise error(f"{config['vllm_mode']!r} is none", "vllm_mode", "give colocate or server")
+    config.one_of("vllm_mode", "colocate", "server")
     if config["vllm_mode"] == "colocate" and gpu:
         config.put("colocate", True, "vllm_mode")
 
@@ -126,8 +125,7 @@ def _rewards(config: Config, reward_funcs: Any) -> None:
     scale, together = config["scale_rewards"], config["multi_objective_aggregation"]
     scale = {True: "group", False: "none"}.get(scale, scale)
     config.one_of("multi_objective_aggregation", "sum_then_normalize", "normalize_then_sum")
-    if scale not in ("group", "none", "batch"):
-        raise error(f"{scale!r} is none", "scale_rewards", "give group, batch or none")
+    config.one_of("scale_rewards", "group", "batch", "none", True, False)
     if together == "normalize_then_sum":
         hook = rewards.normalize_then_sum(reward_funcs, config["reward_weights"])
         config.put("custom_reward_post_process_path", hook, "multi_objective_aggregation")

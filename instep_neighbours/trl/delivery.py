@@ -1,4 +1,4 @@
-"""Brings versions of the weights that somebody else's trainer has sent to all engines, and shows what can be shown.
+"""Brings versions of the weights that another project's trainer has sent to all engines, and shows what can be shown.
 
 It works by a session (`controller/sync/session.py`), in which the staged weights stand where a run has its workers.
 Without the trainer's own log-probs it proves that engines hold the bytes that came, that they compute numbers with
@@ -37,7 +37,7 @@ class _Unproven:
 
     Attributes:
         moved: whether their scores of the probe must differ from those under the weights before.
-        before: the weights to go back to; None: there are none, or their slot has been written to.
+        before: the weights to go back to; None: there were no others, or their slot has been written to.
     """
 
     session: Session
@@ -69,7 +69,7 @@ class Delivery:
         self.version, self.brought_at, self.broken, self.paused = 0, 0.0, "", False
 
     def free_slot(self) -> Slot:
-        """The slot that the current version is not in, with its memory. Raises SyncError where there is none."""
+        """The slot that the current version is not in, with its memory. Raises SyncError where there is not enough."""
         used = None if self._current is None else self._current.slot
         slot = next(slot for slot in self._slots if slot is not used)
         if self._unproven is not None:
@@ -153,7 +153,7 @@ class Delivery:
             raise
 
     def rejoin(self, engine: Engine) -> None:
-        """Bring the current version to an engine that was started anew, and has what it has loaded by itself."""
+        """Bring the current version to an engine that was started again, and has what it has loaded by itself."""
         try:
             if self._current is not None:
                 session = self._session([engine], self.version, self._current, "keep")
@@ -215,4 +215,4 @@ class Delivery:
 
 
 def _unproven(engine: Engine, how: str) -> SyncError:
-    return SyncError(f"{engine.name} {how}", where=engine.url, remedy="see its log; start the server anew")
+    return SyncError(f"{engine.name} {how}", where=engine.url, remedy="see its log; start the server again")

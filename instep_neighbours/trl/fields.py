@@ -105,10 +105,10 @@ class Config:
     def __getitem__(self, name: str) -> Any:
         return self.values[name]
 
-    def one_of(self, name: str, *values: str) -> None:
+    def one_of(self, name: str, *values: Any) -> None:
         """Raise an error if a field has none of these values."""
         if self[name] not in values:
-            remedy = f"one of {', '.join(values)}; docs/neighbours/trl_config.md"
+            remedy = f"one of {', '.join(map(str, values))}; docs/neighbours/trl_config.md"
             raise error(f"{self[name]!r} is not here", name, remedy)
 
     def put(self, flag: str, value: Any, *fields: str) -> None:

@@ -2,7 +2,7 @@
 
 Requests of TRL's clients for texts are translated (`forms.py`) and divided among the engines; those that change weights
 go to `Updates`. What a client of OpenAI's sends is passed on as it is. Weights that a trainer shares, and adapters, are
-of `instep atropos-serve` (`instep_engine/vllm/atropos.py`): Atropos' routes say here that there are none.
+of `instep atropos-serve` (`instep_engine/vllm/atropos.py`): Atropos' routes say here that they are not there.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from instep.rollout import admission
 from instep_engine.guard import EVERYONE, GENERATION_ROUTES, HOSTS_VARIABLE, Guard
 from instep_neighbours.trl import forms
 from instep_neighbours.trl.access import Access
-from instep_neighbours.trl.clients import BadRequest, Body, Connection, Refused, of_type, told
+from instep_neighbours.trl.clients import BadRequest, Body, Connection, Refused, of_type, one_line
 from instep_neighbours.trl.forms import Asked
 from instep_neighbours.trl.texts import IMAGES, Texts, template_options
 from instep_neighbours.trl.updates import Updates
@@ -164,7 +164,7 @@ class Front:
                 await web.TCPSite(runner, self._host, self._args.port, backlog=1024).start()
                 self._ready.set()
                 while not self._stop.is_set():
-                    with suppress(Refused, InstepError):  # told to the user, and tried again
+                    with suppress(Refused, InstepError):  # the user hears of it, and it is tried again
                         await self._updates.look()
                     with suppress(TimeoutError):
                         await asyncio.wait_for(self._stop.wait(), LOOK_SECONDS)
@@ -189,7 +189,7 @@ class Front:
         except Refused as error:
             return error_answer(error.status, str(error))
         except InstepError as error:
-            return error_answer(503, told(error))
+            return error_answer(503, one_line(error))
 
     def _check(self, http: web.Request) -> None:
         """Check whose request it is. Raises Refused."""

@@ -99,7 +99,7 @@ class Announced:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """A dtype from "bfloat16" or "torch.bfloat16". Raises WrongTensor for what is none."""
+    """A dtype from "bfloat16" or "torch.bfloat16". Raises WrongTensor for anything else."""
     dtype = getattr(torch, name.removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype):
         raise WrongTensor(f"{name!r} is no dtype of torch")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,19 +37,14 @@ NOT_PROVEN = (
 )
 
 
-def main(words: Sequence[str]) -> None:
-    """The command `instep vllm-serve`."""
-    if "-h" in words or "--help" in words:
-        print(help_text())
-    else:
-        vllm_serve(words)
-
-
 def vllm_serve(argv: Sequence[str]) -> None:
-    """Serve until SIGINT or SIGTERM. Raises InstepError, as `instep.serve.serve` does."""
+    """The command: serve until SIGINT or SIGTERM. Raises InstepError, as `instep.serve.serve` does."""
+    if "-h" in argv or "--help" in argv:
+        print(help_text())
+        return
     serving = read(argv)
     args = _parsed(serving.words)
-    if args.vllm_router_ip is not None or args.rollout_external_engine_addrs or len(served_models(args)) > 1:
+    if port_of_serve(args) is None:
         what = "a server for a trainer has one model, and engines and a router of its own"
         raise ConfigError(what, where=COMMAND, remedy="leave out --vllm-router-ip and further models of --vllm-config")
     check_hf_checkpoint(args.hf_checkpoint)
@@ -59,10 +55,7 @@ def vllm_serve(argv: Sequence[str]) -> None:
         if "uvicorn_log_level" not in args.vllm_overrides and serving.log_level != "info":
             words += ["--vllm-uvicorn-log-level", serving.log_level]
         args = _parsed([*serving.words, *words])
-    serve(
-        args.replace(sync_timeout=serving.sync_timeout),
-        lambda args, fleet, logs, say: Port(args, fleet, logs, say, serving),
-    )
+    serve(args, partial(Port, serving=serving))
 
 
 def _parsed(words: Sequence[str]) -> Args:
@@ -80,7 +73,7 @@ def port_of_serve(args: Args) -> Callable[[Args, Fleet, Path, Callable[[str], No
     others = args.vllm_router_ip is not None or bool(args.rollout_external_engine_addrs)
     if others or len(models) > 1 or not policy_model(models).update_weights:
         return None
-    return lambda args, fleet, logs, say: Port(args.replace(sync_timeout=Serving().sync_timeout), fleet, logs, say)
+    return Port
 
 
 class Port:
@@ -99,6 +92,7 @@ class Port:
 
         self._command = "instep serve" if serving is None else COMMAND
         self._serving = serving = serving or Serving(log_level="warning")
+        args = args.replace(sync_timeout=serving.sync_timeout)
         self._args, self._logs, self._fleet = args, logs, fleet
         self._files: list[Path] = []
         folder, generate = Path(args.run_dir), EVERYONE if args.no_api_key else keys.client_key(args)
@@ -176,7 +170,7 @@ def _layout(args: Args) -> Layout:
     try:
         dtype = dtype_of(served_dtype(args))
         return Layout.of(folder, dtype, int(args.update_weight_buffer_size), args.trust_remote_code)
-    except Exception as error:  # noqa: BLE001 - of transformers, for a model that it does not have; the user is told
+    except Exception as error:  # noqa: BLE001 - of transformers, for a model that it does not have; the user hears of it
         return Layout(f"transformers does not make this model: {error}")
 
 

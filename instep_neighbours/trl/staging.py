@@ -1,4 +1,4 @@
-"""Whole weights from somebody else's trainer, in shared memory: where each tensor goes, and what has come.
+"""Whole weights from another project's trainer, in shared memory: where each tensor goes, and what has come.
 
 A version is staged before an engine sees any of it, so that a trainer that dies in the middle leaves the engines as
 they are. Two slots take turns: one holds the version that the engines have, the other the one that comes. A slot is a

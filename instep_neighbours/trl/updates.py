@@ -20,7 +20,7 @@ from instep.cluster.local import WorkerGroup
 from instep.errors import EngineError, InstepError, SyncError, WorkerError
 from instep.rollout import admission
 from instep.system.gpus import visible_gpus
-from instep_neighbours.trl.clients import BadRequest, Body, Client, Connection, Refused, of_type, told
+from instep_neighbours.trl.clients import BadRequest, Body, Client, Connection, Refused, of_type, one_line
 from instep_neighbours.trl.delivery import Delivery
 from instep_neighbours.trl.receiver import PACKED_BYTES, Announced, Meeting
 from instep_neighbours.trl.staging import Incoming, Layout
@@ -247,7 +247,7 @@ class Updates:
         try:
             await asyncio.to_thread(reset_caches)
         except EngineError as error:
-            raise Refused(told(error), 503) from error
+            raise Refused(one_line(error), 503) from error
         message = f"Request received, resetting prefix cache status: {not any(kept)}"
         return {"success": not any(kept), "message": message}
 
@@ -305,7 +305,7 @@ class Updates:
         try:
             return await asyncio.wrap_future(self._thread.submit(work))
         except (EngineError, SyncError) as error:
-            raise Refused(told(error), 503) from error
+            raise Refused(one_line(error), 503) from error
 
     async def _do(self, client: Client, work: Callable[..., None], *given: Any) -> None:
         """Do a part of the client's update, and wait for it. Raises Refused."""
@@ -334,9 +334,9 @@ class Updates:
         return self._thread.submit(guarded)
 
     def _fail(self, client: Client, error: Exception) -> None:
-        self._say(f"weights from {client.peer}: {told(error)}")
+        self._say(f"weights from {client.peer}: {one_line(error)}")
         if not client.given_up:
-            self._faults[client.host] = f"{told(error)}; then init the weight group again"
+            self._faults[client.host] = f"{one_line(error)}; then init the weight group again"
         client.given_up = True
         if self._client is client:
             self._client = self._incoming = None

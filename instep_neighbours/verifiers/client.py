@@ -80,7 +80,7 @@ class Client:
     """A connection to one server, of the event loop that makes it.
 
     Args:
-        process: of the server; None: somebody else's.
+        process: of the server; None: it is not the run's.
     """
 
     def __init__(self, address: str, process: SupervisedProcess | None = None):

@@ -27,7 +27,7 @@ from instep_neighbours.verifiers.traces import CutError, samples_of
 if TYPE_CHECKING:
     from instep.arguments.settings import HookSettings, Settings
 
-MAX_CUT = 3  # episodes of a sample whose requests somebody has ended
+MAX_CUT = 3  # episodes of a sample whose requests an engine has cut off
 _PARAMETERS = ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "stop")
 
 

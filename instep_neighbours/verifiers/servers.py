@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HOST = Path(__file__).with_name("host.py")
-ANSWER_SECONDS = 8.0  # that a server of somebody else's has to answer
+ANSWER_SECONDS = 8.0  # that a server at --env-address has to answer
 BACK_SECONDS = 3.0  # that it has to answer again, after its connection has ended or (client.py) was silent
 END_SECONDS = 10.0  # that a server has to end the programs and sandboxes of its episodes
 MAX_TRIES = 3  # of an episode whose server ends
@@ -170,7 +170,7 @@ class Environment:
             self._clients.append(await self._connect(BACK_SECONDS))
 
     async def _connect(self, seconds: float = ANSWER_SECONDS) -> Client:
-        """A client of a server that answers, one of somebody else's in `seconds`. Raises: EngineError, ConfigError."""
+        """A client of a server that answers, one at --env-address in `seconds`. Raises: EngineError, ConfigError."""
         if self._uses_theirs is None:
             (process, address), self._first = self._first or self._launch(), None
             client, seconds = Client(address, process), self._args.engine_start_timeout
@@ -194,7 +194,7 @@ class Environment:
 
     @property
     def _uses_theirs(self) -> str | None:
-        """The address of somebody else's server, which serves what is trained on."""
+        """The address of a server that is not the run's, which serves what is trained on."""
         return self._args.env_address if self._name == "env" else None
 
     def _launch(self, tasks: Path | None = None) -> tuple[SupervisedProcess, str]:

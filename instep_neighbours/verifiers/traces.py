@@ -2,7 +2,7 @@
 
 A trace is a graph of messages. Each node has the tokens that its message adds to those before it, and says which of
 them the model has sampled; the path from a root to a leaf is a text that the engine has seen. Where a conversation goes
-on in one text, it is one sample. Where history was written anew, or agents were begun, there are several paths, which
+on in one text, it is one sample. Where history was rewritten, or agents were begun, there are several paths, which
 become siblings of one execution. Tokens that several paths share are trained on in the first of them.
 """
 
@@ -25,7 +25,7 @@ REMEDY = "see the environment's log; --skip-failed-groups drops the groups of su
 
 
 class CutError(Exception):
-    """Somebody has ended a request of the episode at an engine, so that a turn is not the policy's."""
+    """A request of the episode was cut off at an engine, so that a turn is not the policy's."""
 
 
 def samples_of(
