@@ -167,7 +167,7 @@ def arguments(command: str, words: list[str]) -> Args:
         known = [] if size is None or "--gpu-memory-gb" in names else ["--gpu-memory-gb", f"{size:.2f}"]
         words = [*words, "--device", device, *known]
         args = parse(words, command)
-        args = args.replace(notes=[*args.notes, *check_launch(args, words)])
+        check_launch(args, words)
     return args
 
 
