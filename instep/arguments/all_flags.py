@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import chain
+from pathlib import Path
 
 from instep.arguments.algorithm.flags import ALGORITHM
 from instep.arguments.asynchronous import ASYNCHRONOUS
@@ -15,8 +16,7 @@ from instep.arguments.engine import ENGINE
 from instep.arguments.engine_flags import find_engine_flag
 from instep.arguments.evaluation import EVAL
 from instep.arguments.extra import of_user
-from instep.arguments.flag import Family, Flag, FlagGroup, hook
-from instep.arguments.loggers import LOGGERS
+from instep.arguments.flag import Family, Flag, FlagGroup, hook, read_flags
 from instep.arguments.lora import LORA
 from instep.arguments.megatron import SHAPE, megatron_table
 from instep.arguments.model import MODEL
@@ -25,27 +25,12 @@ from instep.arguments.parallel import PARALLEL
 from instep.arguments.reward import REWARD
 from instep.arguments.rollout import ROLLOUT
 from instep.arguments.sglang import NOTE, SGLANG
-from instep.arguments.timeouts import TIMEOUTS
 from instep.neighbours import added, is_own
 
+LOGGERS, TIMEOUTS = (read_flags(str(Path(__file__).with_name(name))) for name in ("loggers", "timeouts"))
 _OWN: tuple[FlagGroup, ...] = (
-    MODEL,
-    DATA,
-    ROLLOUT,
-    REWARD,
-    EVAL,
-    ALGORITHM,
-    OPTIMIZER,
-    LORA,
-    ASYNCHRONOUS,
-    CLUSTER,
-    ENGINE,
-    PARALLEL,
-    SHAPE,
-    LOGGERS,
-    TIMEOUTS,
-    DEBUGGING,
-    SGLANG,
+    *(MODEL, DATA, ROLLOUT, REWARD, EVAL, ALGORITHM, OPTIMIZER, LORA, ASYNCHRONOUS, CLUSTER, ENGINE, PARALLEL, SHAPE),
+    *(LOGGERS, TIMEOUTS, DEBUGGING, SGLANG),
 )
 
 # Families of which only a part is written down.

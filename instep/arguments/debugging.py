@@ -53,18 +53,13 @@ def parts(args: Settings, given: set[str]) -> Iterator[Problem]:
                 yield Problem(what, flag_name(name), "leave it out")
     own_rollout = "rollout_function_path" in given or args.command in OFFLINE
     if args.debug_train_only and args.load_debug_rollout_data is None and not own_rollout:
-        yield Problem(
-            "the default rollout function needs an engine",
-            "--debug-train-only",
-            "replay rollouts with --load-debug-rollout-data, or name a --rollout-function-path that needs none",
-        )
+        what = "the default rollout function needs an engine"
+        remedy = "replay rollouts with --load-debug-rollout-data, or name a --rollout-function-path that needs none"
+        yield Problem(what, "--debug-train-only", remedy)
 
 
 def dumps(args: Settings, given: set[str]) -> Iterator[Problem]:
     """Names of the files that rollouts are written to, and replayed from."""
-    if args.load_debug_rollout_data_subsample is not None and args.load_debug_rollout_data is None:
-        what = "has no effect without --load-debug-rollout-data"
-        yield Problem(what, "--load-debug-rollout-data-subsample", "give both")
     fields = {"rollout_id": args.start_rollout_id or 0}
     yield from _template(args, "--save-debug-rollout-data", args.save_debug_rollout_data, fields)
     yield from _template(args, "--save-debug-train-data", args.save_debug_train_data, {**fields, "rank": 0})

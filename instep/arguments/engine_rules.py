@@ -13,7 +13,6 @@ from instep.arguments.parser import Scan
 from instep.engines.keys import given_key
 from instep.engines.kind import all_kinds, named_kind
 from instep.engines.topology import parse, read, served_models
-from instep.errors import ConfigError
 
 _HOST_NAME = re.compile(r"[A-Za-z0-9_](?:[\w.-]*\w)?", re.ASCII)
 
@@ -23,12 +22,9 @@ def read_topology(args: Settings, scan: Scan) -> Iterator[Problem]:
     args.vllm_topology = None
     if args.vllm_config is None:
         return
-    try:
-        args.vllm_topology = read(args.vllm_config)
-        where = f"--vllm-config {args.vllm_config}"
-        _, errors = parse(args.vllm_topology, where, args.rollout_num_gpus_per_engine, args.hf_checkpoint)
-    except ConfigError as unreadable:
-        errors = [unreadable]
+    args.vllm_topology = read(args.vllm_config)
+    where = f"--vllm-config {args.vllm_config}"
+    _, errors = parse(args.vllm_topology, where, args.rollout_num_gpus_per_engine, args.hf_checkpoint)
     if errors:
         scan.broken.add("vllm_topology")
     for error in errors:
@@ -52,11 +48,8 @@ def topology(args: Settings, given: set[str]) -> Iterator[Problem]:
         what = "the file says which engines prefill"
         yield Problem(what, "--vllm-config and --prefill-num-servers", "give one of the two")
     elif args.prefill_num_servers is not None and args.prefill_num_servers >= args.rollout_num_engines:
-        yield Problem(
-            f"{args.prefill_num_servers} of {args.rollout_num_engines} engines would prefill, and none decode",
-            "--prefill-num-servers",
-            "raise --rollout-num-gpus, or lower it",
-        )
+        what = f"{args.prefill_num_servers} of {args.rollout_num_engines} engines would prefill, and none decode"
+        yield Problem(what, "--prefill-num-servers", "raise --rollout-num-gpus, or lower it")
     if args.rollout_external_engine_addrs and (args.vllm_config or args.prefill_num_servers):
         flag = "--vllm-config" if args.vllm_config else "--prefill-num-servers"
         yield Problem("no engine is started", f"{flag} and --rollout-external-engine-addrs", "give one of the two")
@@ -75,32 +68,21 @@ def topology(args: Settings, given: set[str]) -> Iterator[Problem]:
         return
     models = args.vllm_topology["vllm"]
     if args.vllm_router_ip is not None and len(models) > 1:
-        yield Problem(
-            f"{len(models)} models need a router each",
-            "--vllm-router-ip with --vllm-config",
-            "leave it out: instep starts them",
-        )
+        what = f"{len(models)} models need a router each"
+        yield Problem(what, "--vllm-router-ip with --vllm-config", "leave it out: instep starts them")
     if not args.colocate and "rollout_num_gpus" in given and args.rollout_num_gpus != args.topology_num_gpus:
-        yield Problem(
-            f"{args.rollout_num_gpus}, but the groups of {args.vllm_config} take {args.topology_num_gpus}",
-            "--rollout-num-gpus",
-            "leave it out: the file decides",
-        )
+        what = f"{args.rollout_num_gpus}, but the groups of {args.vllm_config} take {args.topology_num_gpus}"
+        yield Problem(what, "--rollout-num-gpus", "leave it out: the file decides")
     for i, model in enumerate(models):
         path = model.get("model_path")
         if args.command != "plan" and path is not None and not os.path.isfile(os.path.join(path, "config.json")):
-            yield Problem(
-                f"{path} is no Hugging Face folder: it has no config.json",
-                f"--vllm-config {args.vllm_config}, vllm[{i}].model_path",
-                "give the folder of a checkpoint",
-            )
+            what = f"{path} is no Hugging Face folder: it has no config.json"
+            remedy = "give the folder of a checkpoint"
+            yield Problem(what, f"--vllm-config {args.vllm_config}, vllm[{i}].model_path", remedy)
     trains = args.command in ONLINE and not args.debug_rollout_only
     if trains and not any(model.get("update_weights", True) for model in models):
-        yield Problem(
-            "no model gets the trainer's weights",
-            f"--vllm-config {args.vllm_config}",
-            "let one have update_weights: true",
-        )
+        what = "no model gets the trainer's weights"
+        yield Problem(what, f"--vllm-config {args.vllm_config}", "let one have update_weights: true")
 
 
 def api_keys(args: Settings, given: set[str]) -> Iterator[Problem]:
@@ -122,10 +104,7 @@ def api_keys(args: Settings, given: set[str]) -> Iterator[Problem]:
         what = "a run makes the key of its own engines, and no engine, router or teacher of somebody else's is named"
         yield Problem(what, "--api-key-file", "leave it out (docs/security.md says how hooks get the run's key)")
     else:
-        try:
-            given_key(args)
-        except ConfigError as unreadable:
-            yield Problem(unreadable.what, unreadable.where, unreadable.remedy)
+        given_key(args)
 
 
 def _is_address(host: str) -> bool:

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from instep.algorithms.catalog import OFFLINE
-from instep.arguments.concern import Given, Problem, Settings
+from instep.arguments.concern import Given, Problem, Settings, read_yaml
 from instep.arguments.data import data_file
-from instep.arguments.flag import Number, hook, path, read_flags
+from instep.arguments.flag import hook, path, read_flags
 from instep.arguments.reward import rm_type
 from instep.data.formats import EvalDataset
-from instep.documents import parse_yaml
 
 
 def _names_and_files(words: list[str]) -> list[str]:
@@ -38,7 +37,14 @@ _ALIASES = {
 }
 _KINDS: dict[str, type | tuple[type, ...]] = {"int": int, "float": (int, float), "str": str, "list": list, "dict": dict}
 # The ranges of the numbers are those of their flags.
-_RANGES = {name: flag.type for flag in EVAL.flags if (name := flag.attribute.removeprefix("eval_")) in _FIELDS}
+_CHECKS = {
+    **{
+        name: flag.type.check
+        for flag in EVAL.flags
+        if (name := flag.attribute.removeprefix("eval_")) in _FIELDS and isinstance(flag.type, Number)
+    },
+    **{"custom_rm_path": hook, "custom_generate_function_path": hook, "rm_type": rm_type},
+}
 
 
 def eval_defaults(args: Settings) -> dict[str, Any]:
@@ -115,13 +121,8 @@ def _from_yaml(args: Settings) -> Iterator[Problem]:
     ```
     """
     where = f"--eval-config {args.eval_config}"
-    try:
-        config = parse_yaml(Path(str(args.eval_config)).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        yield Problem(f"cannot be read: {error}", where, "give a readable YAML file")
-        return
-    body = config.get("eval") if isinstance(config, dict) else None
-    body = body if isinstance(body, dict) else {}
+    config = read_yaml(str(args.eval_config), where)
+    body = found if isinstance(found := config.get("eval"), dict) else {}
     entries, shared = body.get("datasets"), body.get("defaults") or {}
     if not isinstance(entries, list) or not entries or not all(isinstance(e, dict) for e in [*entries, shared]):
         remedy = "write eval: {datasets: [{name: NAME, path: FILE}]}"
@@ -150,9 +151,8 @@ def _check_entry(entry: dict[str, Any], where: str) -> Iterator[Problem]:
         kinds = _KINDS[re.split(r"\W", annotation)[0]]
         optional = "None" in annotation
         if isinstance(value, bool) or not (isinstance(value, kinds) or (optional and value is None)):
-            yield Problem(
-                f"{key}: {value!r} is not of the kind {annotation}", where, f"write {key}: VALUE, of that kind"
-            )
+            what = f"{key}: {value!r} is not of the kind {annotation}"
+            yield Problem(what, where, f"write {key}: VALUE, of that kind")
 
 
 # ---- rules -----------------------------------------------------------------------------------------------------------
@@ -171,23 +171,15 @@ def datasets(args: Settings, given: set[str]) -> Iterator[Problem]:
         where = flag if args.eval_config is None else f"{flag}, data set {dataset.name}"
         if names.count(dataset.name) > 1 and names.index(dataset.name) == number:
             yield Problem(f"the name '{dataset.name}' is used {names.count(dataset.name)} times", where, "rename them")
-        for key, bounds in _RANGES.items():
-            value = getattr(dataset, key)
-            if value is not None and isinstance(bounds, Number):
-                try:
-                    bounds.check(value)
-                except ValueError as error:
-                    yield Problem(f"{key}: {value} {error}", where, f"use a value of {bounds.range}")
-        if dataset.top_k == 0:
-            yield Problem("top_k: 0 keeps no token", where, "use -1 (off) or at least 1")
-        for key, check in (("custom_rm_path", hook), ("custom_generate_function_path", hook), ("rm_type", rm_type)):
+        for key, check in _CHECKS.items():
             if (value := getattr(dataset, key)) is not None:
                 try:
                     check(value)
                 except ValueError as error:
-                    yield Problem(
-                        f"{key} '{value}' {error}", where, "correct it, or leave it out: the flag of the run then holds"
-                    )
+                    remedy = "correct it, or leave it out: the flag of the run then holds"
+                    yield Problem(f"{key}: {value} {error}", where, remedy)
+        if dataset.top_k == 0:
+            yield Problem("top_k: 0 keeps no token", where, "use -1 (off) or at least 1")
         yield from data_file(dataset.path, f"{flag}, data set {dataset.name}")
 
 
@@ -206,9 +198,8 @@ def interval(args: Settings, given: set[str]) -> Iterator[Problem]:
     elif args.num_rollout == 0 and args.debug_train_only:
         yield Problem("evaluates, and there is no engine", "--num-rollout 0 with --debug-train-only", "leave one out")
     if named and args.eval_interval is None:
-        yield Problem(
-            "is not given, so no evaluation runs, neither before nor after rollouts", "--eval-interval", refused=False
-        )
+        what = "is not given, so no evaluation runs, neither before nor after rollouts"
+        yield Problem(what, "--eval-interval", refused=False)
 
 
 RULES = (sources, datasets, interval)

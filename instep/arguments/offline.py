@@ -51,20 +51,15 @@ def sampling(args: Settings, given: set[str]) -> Iterator[Problem]:
         yield Problem(f"{args.command} reads the responses from the data", "--n-samples-per-prompt", "leave it out")
     if args.apply_chat_template:
         yield Problem(f"{args.command} reads the messages themselves", "--apply-chat-template", "leave it out")
-    own_function = args.rollout_function_path != OFFLINE[args.command].defaults["rollout_function_path"]
-    for flag in (*ROLLOUT.flags, *REWARD.flags):
-        if flag.attribute in given - _ACTS and not own_function:
-            remedy = "leave it out"
-            if flag.attribute in _LENGTHS:
-                what = "conversations of" if args.command == "sft" else "pairs whose prompts have"
-                remedy += f"; --rollout-max-prompt-len leaves out {what} more tokens"
-            yield Problem(f"acts on samples of an engine, and `instep {args.command}` has none", flag.name, remedy)
-    for flag in EVAL.flags:
-        if flag.attribute in given:
-            yield Problem("there is no engine to evaluate with", flag.name, "use it with `instep train`")
-    for flag in (*ENGINE.flags, *CLUSTER.flags):
-        if flag.attribute in given & _ENGINES or (flag in ENGINE.flags and flag.attribute in given - _ACTS):
-            yield Problem("there is no engine", flag.name, "leave it out")
+    flags = [*EVAL.flags, *ENGINE.flags, *(flag for flag in CLUSTER.flags if flag.attribute in _ENGINES)]
+    if args.rollout_function_path == OFFLINE[args.command].defaults["rollout_function_path"]:
+        flags += [*ROLLOUT.flags, *REWARD.flags]
+    for flag in (flag for flag in flags if flag.attribute in given - _ACTS):
+        remedy = "leave it out"
+        if flag.attribute in _LENGTHS:
+            what = "conversations of" if args.command == "sft" else "pairs whose prompts have"
+            remedy += f"; --rollout-max-prompt-len leaves out {what} more tokens"
+        yield Problem(f"acts on samples of an engine, and `instep {args.command}` has none", flag.name, remedy)
 
 
 def loss(args: Settings, given: set[str]) -> Iterator[Problem]:

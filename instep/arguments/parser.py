@@ -54,7 +54,10 @@ def scan(argv: Sequence[str], command: str = "train") -> Scan:
     while tokens:
         token = tokens.pop(0)
         if not is_flag(token):
-            _reject(result, setting(token, command) or (_stray(token), []))
+            stray = Problem(
+                f"{_shown(token)} belongs to no flag", "the command line", "quote values that contain blanks"
+            )
+            _reject(result, setting(token, command) or stray)
             continue
         name, equals, value = token.partition("=")
         values = [value] if equals else []
@@ -68,14 +71,9 @@ def scan(argv: Sequence[str], command: str = "train") -> Scan:
     return result
 
 
-def _stray(token: str) -> Problem:
-    return Problem(f"{_shown(token)} belongs to no flag", "the command line", "quote values that contain blanks")
-
-
-def _reject(result: Scan, found: tuple[Problem, list[str]]) -> None:
-    problem, meant = found
+def _reject(result: Scan, problem: Problem) -> None:
     result.problems.append(problem)
-    result.meant.update(flag.attribute for name in meant if (flag := find(name)) is not None)
+    result.meant.update(flag.attribute for name in named_flags(problem.remedy) if (flag := find(name)) is not None)
 
 
 def _take(result: Scan, name: str, values: list[str], command: str) -> None:
@@ -97,8 +95,7 @@ def _take(result: Scan, name: str, values: list[str], command: str) -> None:
         return
     result.flags[flag.attribute] = flag
     if flag.status != "acts":
-        remedy = remedy_of(flag, command)
-        _reject(result, (Problem(f"{flag.status}: {flag.note}", name, remedy), named_flags(remedy)))
+        _reject(result, Problem(f"{flag.status}: {flag.note}", name, remedy_of(flag, command)))
         return
     try:
         _store(result, flag, values)

@@ -95,10 +95,7 @@ def side_by_side(args: Settings, given: set[str]) -> Iterator[Problem]:
         changed.max_tokens_per_gpu = min(args.max_tokens_per_gpu, EFFICIENT)
         if not _has_room(changed, changed.max_tokens_per_gpu):
             return
-    try:
-        gpus, planned = plan_memory(args), plan_memory(changed)
-    except ConfigError:  # the rule `placement` reports it
-        return
+    gpus, planned = plan_memory(args), plan_memory(changed)
     held = _requests(gpus) if args.rollout_batch_size is None else min(_requests(gpus), rollout_samples(args))
     if _requests(planned) < held or not all(kind.fits and kind.most <= TIGHT * kind.size for kind in planned):
         return

@@ -18,7 +18,6 @@ from instep.arguments import (
     debugging,
     engine_rules,
     evaluation,
-    loggers,
     lora,
     megatron,
     model,
@@ -33,17 +32,20 @@ from instep.arguments import (
 )
 from instep.arguments.algorithm import critic_rules, distillation
 from instep.arguments.algorithm import rules as algorithm
+from instep.arguments.algorithm.combination import needing
+from instep.arguments.all_flags import groups
 from instep.arguments.args import Draft, Unreadable
 from instep.arguments.concern import Problem, Resolver
 from instep.arguments.named import name_models
 from instep.arguments.parser import Scan
 from instep.arguments.roles import read_roles
+from instep.errors import ConfigError
 from instep.neighbours import added
 
 # In this order: a resolver may read what those before it have set. Each has RESOLVERS, or RULES, or both.
 CONCERNS = (
     *(model, lora, paths, serving, debugging, engine_rules, cluster, data, offline, algorithm, rollout, reward),
-    *(distillation, megatron, parallel, backends, evaluation, asynchronous, colocation, planning, optimizer, loggers),
+    *(distillation, megatron, parallel, backends, evaluation, asynchronous, colocation, planning, optimizer),
 )
 # `instep plan` asks only where things go.
 PLAN_RULES = (
@@ -78,7 +80,7 @@ def complete(args: Draft, scan: Scan) -> list[Problem]:
 
 def check(args: Draft, scan: Scan) -> list[Problem]:
     """The problems that the rules of the command find."""
-    of_concerns = chain(*(getattr(concern, "RULES", ()) for concern in CONCERNS), *added("rules"))
+    of_concerns = chain(*(getattr(concern, "RULES", ()) for concern in CONCERNS), *added("rules"), needing(groups()))
     rules = {"plan": PLAN_RULES, "serve": SERVE_RULES}.get(args.command, of_concerns)
     given = set(scan.given)
     return [problem for rule in rules for problem in _step(scan, "", partial(rule, args, given))]
@@ -89,11 +91,17 @@ def _resolve(args: Draft, resolver: Resolver, scan: Scan) -> None:
 
 
 def _step(scan: Scan, names: str, step: Callable[[], Iterable[Problem] | None]) -> list[Problem]:
-    """The problems that a step finds. Where it reads what is unreadable, the attributes `names` become unreadable."""
+    """The problems that a step finds, or raises as a ConfigError.
+
+    Where it raises one, or reads what is unreadable, the attributes `names` become unreadable.
+    """
     problems = list[Problem]()
     try:
         for problem in step() or ():
             problems.append(problem)
+    except ConfigError as error:
+        problems.append(Problem(error.what, error.where, error.remedy))
+        scan.broken.update(names.split())
     except Unreadable:
         scan.broken.update(names.split())
     return problems
