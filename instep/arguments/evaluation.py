@@ -12,7 +12,7 @@ from typing import Any
 from instep.algorithms.catalog import OFFLINE
 from instep.arguments.concern import Given, Problem, Settings, read_yaml
 from instep.arguments.data import data_file
-from instep.arguments.flag import hook, path, read_flags
+from instep.arguments.flag import Number, hook, path, read_flags
 from instep.arguments.reward import rm_type
 from instep.data.formats import EvalDataset
 
