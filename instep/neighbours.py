@@ -37,7 +37,7 @@ class Addition:
     Attributes:
         commands: by name.
         flags: a tuple of `FlagGroup`, whose flags every command that trains has.
-        families: a tuple of families of flags that it refuses (`flag.Family`).
+        families: a tuple of families of flags that it refuses: prefix, note, and what to use instead.
         resolvers, rules: tuples, as those of a concern (`arguments.concern`).
         settings: a function of the command that returns the names of other frameworks' settings, and what they are here
             (`arguments.suggest.Found`).

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tomllib
 from pathlib import Path
 
-from instep.arguments.flag import SECONDS, Family, Flag, FlagGroup, http_address, refused
+from instep.arguments.flag import SECONDS, Flag, FlagGroup, http_address, refused
 
 _TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="ascii"))
 _URL = Flag(
@@ -22,4 +22,4 @@ _REFUSED = [
     for flag in refused(why.format(**_TABLE["said"]), whose, *names.split(), instead=instead)
 ]
 GROUPS = (FlagGroup("Neighbours", (_URL, _TIMEOUT, *_REFUSED)),)
-FAMILIES = tuple(Family(*row) for row in _TABLE["families"])
+FAMILIES = tuple(_TABLE["families"])

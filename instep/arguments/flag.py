@@ -281,15 +281,6 @@ class Flag:
 
 
 @dataclass(frozen=True)
-class Family:
-    """Flags with a prefix that are refused; few are written down. `note` and `instead` are those of a `Flag`."""
-
-    prefix: str
-    note: str
-    instead: str
-
-
-@dataclass(frozen=True)
 class FlagGroup:
     """The flags of one concern, under the title that `--help` shows."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from instep.arguments.all_flags import own_flags, passed_through
 from instep.arguments.concern import Given, Problem, Settings
 
 DEFAULT_PORT = 8000  # vLLM's own
@@ -31,18 +30,9 @@ def half_precision(args: Settings, given: set[str]) -> Iterator[Problem]:
         yield Problem(what, "--vllm-dtype float16", "use one of these, or --rollout-backend vllm")
 
 
-def only_served(args: Settings, given: set[str]) -> Iterator[Problem]:
-    """Flags that have no meaning for `instep serve`, and `--port`, which acts there only."""
-    if args.command != "serve":
-        if "port" in given:
-            yield Problem("acts in `instep serve` only", "--port", "leave it out, or give --engine-port")
-        return
-    for flag in {flag.attribute: flag for flag in (*passed_through().values(), *own_flags().values())}.values():
-        if flag.attribute in given and not flag.served:
-            remedy = "leave it out; `instep serve --help` lists what it takes"
-            yield Problem("has no meaning for `instep serve`", flag.name, remedy)
+def own_router(args: Settings, given: set[str]) -> Iterator[Problem]:
     if "port" in given and args.vllm_router_ip is not None:
         yield Problem("requests go to the router of yours", "--port and --vllm-router-ip", "give one of the two")
 
 
-RULES = (only_served, half_precision)
+RULES = (own_router, half_precision)

@@ -10,10 +10,10 @@ import re
 from dataclasses import dataclass
 
 from instep.arguments.all_flags import find, own_flags, passed_through
+from instep.arguments.commands import acts_in
 from instep.arguments.concern import Problem
 from instep.arguments.engine_flags import family, prefixed
 from instep.arguments.flag import Flag
-from instep.arguments.offline import without_meaning
 from instep.engines.flags import PREFIXES, flag_table
 from instep.neighbours import added
 
@@ -34,15 +34,6 @@ class Found:
 def named_flags(text: str) -> list[str]:
     """The flags that a text names."""
     return _NAMED.findall(text)
-
-
-def acts_in(command: str, flag: Flag | None) -> bool:
-    """Whether a flag acts in `instep <command>`."""
-    if flag is None or flag.status != "acts":
-        return False
-    if command == "serve":
-        return flag.served or flag.passed_to != ""
-    return flag.attribute not in without_meaning(command)
 
 
 def _all_act(command: str, names: list[str]) -> bool:

@@ -14,6 +14,7 @@ from instep.arguments import (
     backends,
     cluster,
     colocation,
+    commands,
     data,
     debugging,
     engine_rules,
@@ -21,7 +22,6 @@ from instep.arguments import (
     lora,
     megatron,
     model,
-    offline,
     optimizer,
     parallel,
     paths,
@@ -44,7 +44,7 @@ from instep.neighbours import added
 
 # In this order: a resolver may read what those before it have set. Each has RESOLVERS, or RULES, or both.
 CONCERNS = (
-    *(model, lora, paths, serving, debugging, engine_rules, cluster, data, offline, algorithm, rollout, reward),
+    *(model, lora, paths, serving, debugging, engine_rules, cluster, data, commands, algorithm, rollout, reward),
     *(distillation, megatron, parallel, backends, evaluation, asynchronous, colocation, planning, optimizer),
 )
 # `instep plan` asks only where things go.
@@ -52,7 +52,14 @@ PLAN_RULES = (
     *(engine_rules.topology, critic_rules.size, parallel.stages),
     *(*cluster.PLANNED_RULES, *colocation.RULES, *planning.RULES),
 )
-SERVE_RULES = (*serving.RULES, *model.SERVED_RULES, *paths.RULES, *engine_rules.RULES, *cluster.SERVED_RULES)
+SERVE_RULES = (
+    commands.elsewhere,
+    *serving.RULES,
+    *model.SERVED_RULES,
+    *paths.RULES,
+    *engine_rules.RULES,
+    *cluster.SERVED_RULES,
+)
 
 
 def resolvers() -> Iterator[Resolver]:
