@@ -47,30 +47,25 @@ _CHECKS = {
 }
 
 
+# By field of a data set the attributes that say it where its entry does not; the first that is set counts.
+_FROM = {
+    **{n: (f"eval_{n}", f"rollout_{n}") for n in ("temperature", "top_p", "top_k")},
+    **{n: (f"eval_{n}", f"rollout_{n}") for n in ("max_response_len", "max_prompt_len", "max_context_len")},
+    **{n: (f"eval_{n}", n) for n in ("input_key", "label_key", "tool_key")},
+    **{n: (f"eval_{n}",) for n in ("min_new_tokens", "reward_key")},
+    **{n: (f"rollout_{n}",) for n in ("stop", "stop_token_ids")},
+    **{n: (n,) for n in ("metadata_key", "n_samples_per_eval_prompt", "rm_type", "custom_rm_path")},
+    "custom_generate_function_path": ("custom_generate_function_path",),
+}
+
+
 def eval_defaults(args: Settings) -> dict[str, Any]:
     """The fields of a data set that its entry leaves out, from the flags `--eval-*`, else `--rollout-*`."""
 
-    def either(name: str) -> Any:
-        value = getattr(args, f"eval_{name}")
-        return getattr(args, f"rollout_{name}") if value is None else value
+    def first_set(names: tuple[str, ...]) -> Any:
+        return next((value for name in names if (value := getattr(args, name)) is not None), None)
 
-    return {
-        "input_key": args.eval_input_key or args.input_key,
-        "label_key": args.eval_label_key or args.label_key,
-        "tool_key": args.eval_tool_key or args.tool_key,
-        "metadata_key": args.metadata_key,
-        "n_samples_per_eval_prompt": args.n_samples_per_eval_prompt,
-        **{n: either(n) for n in ("temperature", "top_p", "top_k")},
-        **{n: either(n) for n in ("max_response_len", "max_prompt_len", "max_context_len")},
-        "min_new_tokens": args.eval_min_new_tokens,
-        "stop": args.rollout_stop,
-        "stop_token_ids": args.rollout_stop_token_ids,
-        "rm_type": args.rm_type,
-        "reward_key": args.eval_reward_key,
-        "custom_rm_path": args.custom_rm_path,
-        "custom_generate_function_path": args.custom_generate_function_path,
-        "metadata_overrides": {},
-    }
+    return {field: first_set(names) for field, names in _FROM.items()} | {"metadata_overrides": {}}
 
 
 # ---- what follows from the flags -------------------------------------------------------------------------------------

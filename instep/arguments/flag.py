@@ -212,7 +212,7 @@ class Flag:
         secret: never printed, saved or shown to hooks.
         passed_to: the package whose flag it is: `vllm` or `vllm-router`, which get the value as it was typed, or
             `megatron`, for one that only the Megatron on PYTHONPATH has.
-        needs: flags of which one must be on or set; it has no effect without them.
+        needs: flags of which one must be on or set; lacks: what is wrong where none of them is.
         megatron_only: why `--train-backend hf` refuses it, and what to do.
         only: the command in which alone it acts; `rl`: those that sample.
         served: it acts in `instep serve`, too.
@@ -239,6 +239,7 @@ class Flag:
     constant: Any = True  # what a switch sets
     passed_to: str = ""
     needs: tuple[str, ...] = ()
+    lacks: str = ""
     megatron_only: tuple[str, ...] = ()
     only: str = ""
     served: bool = False

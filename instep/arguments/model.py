@@ -113,10 +113,6 @@ def load(args: Settings, given: set[str]) -> Iterator[Problem]:
 
 
 def saving(args: Settings, given: set[str]) -> Iterator[Problem]:
-    if args.save_interval is not None and not (args.save or args.save_hf or args.critic_save):
-        yield Problem("there is no folder to save to", "--save-interval", "give --save or --save-hf")
-    if args.async_save and not (args.save or args.critic_save):
-        yield Problem("there is no checkpoint to write (an export is written at once)", "--async-save", "give --save")
     if args.ckpt_format == "torch" and (args.save or args.critic_save):
         where, remedy = "--ckpt-format torch", "save as torch_dist; --load and --ref-load see by themselves"
         if args.train_backend != "megatron":

@@ -170,12 +170,6 @@ RULES = (
         "give one of the two",
     ),
     Combination(
-        "--opd-teacher-ckpt-step",
-        lambda a, given: a.opd_teacher_ckpt_step is not None and a.opd_teacher_load is None,
-        "says which step of --opd-teacher-load",
-        "give both",
-    ),
-    Combination(
         "--use-opd with --rollout-temperature and a served teacher",
         lambda a, given: a.use_opd and a.opd_type == "engine" and a.rollout_temperature != 1,
         "an engine's log-probs of given tokens are those at temperature 1, the student's those it sampled from",

@@ -53,7 +53,8 @@ def needing(groups: Iterable[FlagGroup]) -> Iterator[Combination]:
     """Flags that have no effect where all of those that they need (`Flag.needs`) are 0 or unset."""
     for flag in (flag for group in groups for flag in group.flags if flag.needs):
         needed = " or ".join(flag.needs)
-        yield Combination(flag.name, partial(_unused, flag), f"has no effect without {needed}", f"give {needed}")
+        what = flag.lacks or f"has no effect without {needed}"
+        yield Combination(flag.name, partial(_unused, flag), what, f"give {needed}")
 
 
 def _unused(flag: Flag, args: Settings, given: set[str]) -> bool:
