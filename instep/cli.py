@@ -196,8 +196,7 @@ def _helps(command: str, words: list[str]) -> bool:
     """Print the help of a command if `words` ask for it, and return whether they do."""
     if "-h" not in words and "--help" not in words:
         return False
-    from instep.arguments.engine_help import TOPICS, format_engine_help
-    from instep.arguments.help import PROFILE_HELP, format_help
+    from instep.arguments.help import PROFILE_HELP, TOPICS, format_engine_help, format_help
 
     topic = next((word for word in words if word in TOPICS), None)
     if command == "profile":

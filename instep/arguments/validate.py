@@ -17,7 +17,7 @@ from instep.arguments import (
     commands,
     data,
     debugging,
-    engine_rules,
+    engine,
     evaluation,
     lora,
     megatron,
@@ -44,12 +44,12 @@ from instep.neighbours import added
 
 # In this order: a resolver may read what those before it have set. Each has RESOLVERS, or RULES, or both.
 CONCERNS = (
-    *(model, lora, paths, serving, debugging, engine_rules, cluster, data, commands, algorithm, rollout, reward),
+    *(model, lora, paths, serving, debugging, engine, cluster, data, commands, algorithm, rollout, reward),
     *(distillation, megatron, parallel, backends, evaluation, asynchronous, colocation, planning, optimizer),
 )
 # `instep plan` asks only where things go.
 PLAN_RULES = (
-    *(engine_rules.topology, critic_rules.size, parallel.stages),
+    *(engine.topology, critic_rules.size, parallel.stages),
     *(*cluster.PLANNED_RULES, *colocation.RULES, *planning.RULES),
 )
 SERVE_RULES = (
@@ -57,7 +57,7 @@ SERVE_RULES = (
     *serving.RULES,
     *model.SERVED_RULES,
     *paths.RULES,
-    *engine_rules.RULES,
+    *engine.RULES,
     *cluster.SERVED_RULES,
 )
 
@@ -72,7 +72,7 @@ def complete(args: Draft, scan: Scan) -> list[Problem]:
     given = scan.given
     problems = [
         *_step(scan, "megatron_config", partial(read_roles, args, given)),
-        *_step(scan, "vllm_topology", partial(engine_rules.read_topology, args, scan)),
+        *_step(scan, "vllm_topology", partial(engine.read_topology, args)),
         *_step(scan, "", partial(name_models, args, scan)),
         *_step(
             scan,
@@ -82,7 +82,7 @@ def complete(args: Draft, scan: Scan) -> list[Problem]:
     ]
     for resolver in resolvers():
         problems += _step(scan, resolver.__name__, partial(_resolve, args, resolver, scan))
-    return problems + _step(scan, "eval_datasets", partial(evaluation.read_datasets, args))
+    return problems + _step(scan, "", partial(evaluation.read_datasets, args))
 
 
 def check(args: Draft, scan: Scan) -> list[Problem]:
@@ -100,7 +100,7 @@ def _resolve(args: Draft, resolver: Resolver, scan: Scan) -> None:
 def _step(scan: Scan, names: str, step: Callable[[], Iterable[Problem] | None]) -> list[Problem]:
     """The problems that a step finds, or raises as a ConfigError.
 
-    Where it raises one, or reads what is unreadable, the attributes `names` become unreadable.
+    Where there is one, or it reads what is unreadable, the attributes `names` become unreadable.
     """
     problems = list[Problem]()
     try:
@@ -108,7 +108,8 @@ def _step(scan: Scan, names: str, step: Callable[[], Iterable[Problem] | None]) 
             problems.append(problem)
     except ConfigError as error:
         problems.append(Problem(error.what, error.where, error.remedy))
-        scan.broken.update(names.split())
     except Unreadable:
+        scan.broken.update(names.split())
+    if any(problem.refused for problem in problems):
         scan.broken.update(names.split())
     return problems

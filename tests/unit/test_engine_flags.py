@@ -10,8 +10,7 @@ import pytest
 
 from instep.arguments.all_flags import find, own_flags
 from instep.arguments.engine_flags import as_flag
-from instep.arguments.engine_help import format_engine_help
-from instep.arguments.help import format_help
+from instep.arguments.help import format_engine_help, format_help
 from instep.arguments.parse import parse
 from instep.arguments.sglang import SGLANG
 from instep.cli import main
