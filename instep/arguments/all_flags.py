@@ -24,17 +24,20 @@ from instep.arguments.optimizer import OPTIMIZER
 from instep.arguments.parallel import PARALLEL
 from instep.arguments.reward import REWARD
 from instep.arguments.rollout import ROLLOUT
-from instep.arguments.sglang import NOTE, SGLANG
 from instep.neighbours import added, is_own
 
-LOGGERS, TIMEOUTS = (read_flags(str(Path(__file__).with_name(name))) for name in ("loggers", "timeouts"))
+# Concerns without resolvers and rules.
+NOT_SGLANG = "the engine is vLLM, not SGLang"
+LOGGERS, TIMEOUTS, SGLANG = (
+    read_flags(str(Path(__file__).with_name(name)), note=NOT_SGLANG) for name in ("loggers", "timeouts", "sglang")
+)
 _OWN: tuple[FlagGroup, ...] = (
     *(MODEL, DATA, ROLLOUT, REWARD, EVAL, ALGORITHM, OPTIMIZER, LORA, ASYNCHRONOUS, CLUSTER, ENGINE, PARALLEL, SHAPE),
     *(LOGGERS, TIMEOUTS, DEBUGGING, SGLANG),
 )
 
 # Flags that are refused by their prefix, of which few are written down: prefix, note, and what to use instead.
-_FAMILIES = (("--sglang-", NOTE, "the --vllm- flag of the same meaning (docs/engines_flags.md)"),)
+_FAMILIES = (("--sglang-", NOT_SGLANG, "the --vllm- flag of the same meaning (docs/engines_flags.md)"),)
 
 
 @cache

@@ -26,6 +26,11 @@ def save_debug_train_data(args: Settings, given: Given) -> str | None:
     return args.save_debug_train_data or (None if args.debug_rollout_only else _inside(args.dump_details, name))
 
 
+def debug_rollout_only(args: Settings, given: Given) -> bool:
+    """`instep serve` has no trainer, so the plan must keep no place for one."""
+    return args.debug_rollout_only or args.command == "serve"
+
+
 def debug_train_only(args: Settings, given: Given) -> bool:
     """A replay needs no engine."""
     return args.debug_train_only or args.load_debug_rollout_data is not None
@@ -36,7 +41,7 @@ def _inside(folder: str | None, name: str) -> str | None:
     return None if folder is None else os.path.join(folder.replace("{", "{{").replace("}", "}}"), name)
 
 
-RESOLVERS = (save_debug_rollout_data, save_debug_train_data, debug_train_only)
+RESOLVERS = (debug_rollout_only, save_debug_rollout_data, save_debug_train_data, debug_train_only)
 
 # ---- rules -----------------------------------------------------------------------------------------------------------
 

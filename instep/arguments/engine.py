@@ -39,6 +39,20 @@ def rollout_backend(args: Settings, given: Given) -> str:
     return next(meant, args.rollout_backend)
 
 
+def port(args: Settings, given: Given) -> int | None:
+    """Of `instep serve`; vLLM's own by default."""
+    return args.port or (8000 if args.command == "serve" else None)
+
+
+def half_precision(args: Settings, given: set[str]) -> Iterator[Problem]:
+    if args.vllm_dtype == "float16" and args.command != "serve":
+        what = "gradients in float16 need a loss scale, which the trainer has not, and engines have its dtype"
+        yield Problem(what, "--vllm-dtype float16", "use bfloat16 or float32")
+    elif args.vllm_dtype == "float16" and args.rollout_backend == "embedded":
+        what = "the embedded engine computes in float32 or bfloat16"
+        yield Problem(what, "--vllm-dtype float16", "use one of these, or --rollout-backend vllm")
+
+
 def topology(args: Settings, given: set[str]) -> Iterator[Problem]:
     """Flags that name the engines, their number, their models and their router."""
     if args.command in OFFLINE:
@@ -57,6 +71,8 @@ def topology(args: Settings, given: set[str]) -> Iterator[Problem]:
         yield Problem("no engine is started", f"{flag} and --rollout-external-engine-addrs", "give one of the two")
     if (args.vllm_router_ip is None) != (args.vllm_router_port is None):
         yield Problem("one without the other", "--vllm-router-ip and --vllm-router-port", "give both")
+    if args.command == "serve" and "port" in given and args.vllm_router_ip is not None:
+        yield Problem("requests go to the router of yours", "--port and --vllm-router-ip", "give one of the two")
     disaggregated = [model for model in served_models(args) if model.disaggregated]
     if args.vllm_router_ip is not None and disaggregated:
         what = "a router takes prefill and decode engines only when it starts"
@@ -130,5 +146,5 @@ def _served_reference(args: Settings) -> Iterator[Problem]:
         yield Problem("gets the trainer's weights, so it is no reference", flag, "let it have update_weights: false")
 
 
-RESOLVERS = (rollout_backend,)
-RULES = (topology, api_keys)
+RESOLVERS = (port, rollout_backend)
+RULES = (half_precision, topology, api_keys)

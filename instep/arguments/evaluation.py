@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ _ALIASES = {
 }
 _KINDS: dict[str, type | tuple[type, ...]] = {"int": int, "float": (int, float), "str": str, "list": list, "dict": dict}
 # The ranges of the numbers are those of their flags.
-_CHECKS = {
+_CHECKS: dict[str, Callable[[Any], Any]] = {
     **{
         name: flag.type.check
         for flag in EVAL.flags

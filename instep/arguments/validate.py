@@ -28,7 +28,6 @@ from instep.arguments import (
     planning,
     reward,
     rollout,
-    serving,
 )
 from instep.arguments.algorithm import critic_rules, distillation
 from instep.arguments.algorithm import rules as algorithm
@@ -44,7 +43,7 @@ from instep.neighbours import added
 
 # In this order: a resolver may read what those before it have set. Each has RESOLVERS, or RULES, or both.
 CONCERNS = (
-    *(model, lora, paths, serving, debugging, engine, cluster, data, commands, algorithm, rollout, reward),
+    *(model, lora, paths, debugging, engine, cluster, data, commands, algorithm, rollout, reward),
     *(distillation, megatron, parallel, backends, evaluation, asynchronous, colocation, planning, optimizer),
 )
 # `instep plan` asks only where things go.
@@ -54,7 +53,6 @@ PLAN_RULES = (
 )
 SERVE_RULES = (
     commands.elsewhere,
-    *serving.RULES,
     *model.SERVED_RULES,
     *paths.RULES,
     *engine.RULES,
