@@ -10,7 +10,6 @@ from instep.arguments.concern import Given, Problem, Settings, flag_name
 from instep.arguments.flag import read_flags
 from instep.arguments.model import known_config
 from instep.engines.topology import max_model_lens
-from instep.errors import ConfigError
 from instep.models.rope import context_length, rope_by_layer
 
 ROLLOUT = read_flags(__file__, default_rollout=DEFAULT_ROLLOUT)
@@ -27,11 +26,7 @@ def context_of_model(args: Settings) -> int | None:
 
 def _contexts(args: Settings) -> list[int | None]:
     config = known_config(args)
-    try:
-        given = max_model_lens(args)
-    except ConfigError:  # of --vllm-config, whose rule reports it
-        given = [args.vllm_max_model_len]
-    return [context_length(config, length) for length in given]
+    return [context_length(config, length) for length in max_model_lens(args)]
 
 
 # ---- what follows from the flags -------------------------------------------------------------------------------------
