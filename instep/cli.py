@@ -164,7 +164,7 @@ def arguments(command: str, words: list[str]) -> Args:
         known = [] if size is None or "--gpu-memory-gb" in names else ["--gpu-memory-gb", f"{size:.2f}"]
         words = [*words, "--device", device, *known]
         args = parse(words, command)
-        args = args.replace(notes=[*args.notes, *check_launch(args, words)])
+        check_launch(args, words)
     return args
 
 
@@ -194,8 +194,7 @@ def _helps(command: str, words: list[str]) -> bool:
     """Print the help of a command if `words` ask for it, and return whether they do."""
     if "-h" not in words and "--help" not in words:
         return False
-    from instep.arguments.engine_help import TOPICS, format_engine_help
-    from instep.arguments.help import PROFILE_HELP, format_help
+    from instep.arguments.help import PROFILE_HELP, TOPICS, format_engine_help, format_help
 
     topic = next((word for word in words if word in TOPICS), None)
     if command == "profile":

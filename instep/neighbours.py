@@ -37,10 +37,10 @@ class Addition:
     Attributes:
         commands: by name.
         flags: a tuple of `FlagGroup`, whose flags every command that trains has.
-        families: a tuple of families of flags that it refuses (`flag.Family`).
+        families: a tuple of families of flags that it refuses: prefix, note, and what to use instead.
         resolvers, rules: tuples, as those of a concern (`arguments.concern`).
         settings: a function of the command that returns the names of other frameworks' settings, and what they are here
-            (`arguments.other_names.Setting`).
+            (`arguments.suggest.Found`).
         modules: by name of another project's module the one here, and what of it there is (`arguments.aliases`).
         call: a function that makes flags and rows of what `train(reward_funcs=..., args=...)` gives (`api.Run`).
         before_engines: a function of the arguments that returns what `instep serve` puts before its engines, or None.

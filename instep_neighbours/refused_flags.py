@@ -1,6 +1,6 @@
 """Flags of Atropos' example trainer and of TRL's server, which their users may try in instep."""
 
-from instep.arguments.flag import Family, read_flags
+from instep.arguments.flag import read_flags
 
 _ENVIRONMENT = "a flag of an Atropos environment", "the environment's own command line (docs/neighbours/atropos.md)"
 GROUPS = (
@@ -10,8 +10,9 @@ GROUPS = (
         server="a flag of a generation server; `instep vllm-serve` takes those of TRL's as they are",
     ),
 )
+# The beginnings of flags: why, what instead.
 FAMILIES = (
-    Family("--openai.", *_ENVIRONMENT),
-    Family("--env.", *_ENVIRONMENT),
-    Family("--slurm", _ENVIRONMENT[0], "--cluster ray (docs/cluster.md)"),
+    ("--openai.", *_ENVIRONMENT),
+    ("--env.", *_ENVIRONMENT),
+    ("--slurm", _ENVIRONMENT[0], "--cluster ray (docs/cluster.md)"),
 )

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from instep.arguments.all_flags import find
 from instep.arguments.flag import FlagStatus
-from instep.arguments.other_names import Found
+from instep.arguments.suggest import Found
 
 _FLAG = re.compile(r"--[a-z0-9][a-z0-9-]*")
 _WORST: tuple[FlagStatus, ...] = ("refused", "later", "acts")

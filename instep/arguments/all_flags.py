@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import chain
+from pathlib import Path
 
 from instep.arguments.algorithm.flags import ALGORITHM
 from instep.arguments.asynchronous import ASYNCHRONOUS
@@ -15,8 +16,7 @@ from instep.arguments.engine import ENGINE
 from instep.arguments.engine_flags import find_engine_flag
 from instep.arguments.evaluation import EVAL
 from instep.arguments.extra import of_user
-from instep.arguments.flag import Family, Flag, FlagGroup, hook
-from instep.arguments.loggers import LOGGERS
+from instep.arguments.flag import Flag, FlagGroup, hook, read_flags
 from instep.arguments.lora import LORA
 from instep.arguments.megatron import SHAPE, megatron_table
 from instep.arguments.model import MODEL
@@ -24,32 +24,20 @@ from instep.arguments.optimizer import OPTIMIZER
 from instep.arguments.parallel import PARALLEL
 from instep.arguments.reward import REWARD
 from instep.arguments.rollout import ROLLOUT
-from instep.arguments.sglang import NOTE, SGLANG
-from instep.arguments.timeouts import TIMEOUTS
 from instep.neighbours import added, is_own
 
+# Concerns without resolvers and rules.
+NOT_SGLANG = "the engine is vLLM, not SGLang"
+LOGGERS, TIMEOUTS, SGLANG = (
+    read_flags(str(Path(__file__).with_name(name)), note=NOT_SGLANG) for name in ("loggers", "timeouts", "sglang")
+)
 _OWN: tuple[FlagGroup, ...] = (
-    MODEL,
-    DATA,
-    ROLLOUT,
-    REWARD,
-    EVAL,
-    ALGORITHM,
-    OPTIMIZER,
-    LORA,
-    ASYNCHRONOUS,
-    CLUSTER,
-    ENGINE,
-    PARALLEL,
-    SHAPE,
-    LOGGERS,
-    TIMEOUTS,
-    DEBUGGING,
-    SGLANG,
+    *(MODEL, DATA, ROLLOUT, REWARD, EVAL, ALGORITHM, OPTIMIZER, LORA, ASYNCHRONOUS, CLUSTER, ENGINE, PARALLEL, SHAPE),
+    *(LOGGERS, TIMEOUTS, DEBUGGING, SGLANG),
 )
 
-# Families of which only a part is written down.
-_FAMILIES = (Family("--sglang-", NOTE, "the --vllm- flag of the same meaning (docs/engines_flags.md)"),)
+# Flags that are refused by their prefix, of which few are written down: prefix, note, and what to use instead.
+_FAMILIES = (("--sglang-", NOT_SGLANG, "the --vllm- flag of the same meaning (docs/engines_flags.md)"),)
 
 
 @cache
@@ -59,7 +47,7 @@ def groups() -> tuple[FlagGroup, ...]:
 
 
 @cache
-def families() -> tuple[Family, ...]:
+def families() -> tuple[tuple[str, str, str], ...]:
     return _FAMILIES + tuple(chain.from_iterable(added("families")))
 
 
@@ -92,8 +80,8 @@ def find(name: str) -> Flag | None:
     its prefix; else None. Its words may be joined by underscores."""
     flag = own_flags().get(name) or of_user().get(name) or passed_through().get(name) or find_engine_flag(name)
     if flag is None:
-        for family in families():
-            if name.startswith(family.prefix):
-                return Flag(name, status="refused", note=family.note, instead=family.instead)
+        for prefix, note, instead in families():
+            if name.startswith(prefix):
+                return Flag(name, status="refused", note=note, instead=instead)
     own, dot, key = name.partition(".")  # the key of a JSON value keeps its underscores
     return find(own.replace("_", "-") + dot + key) if flag is None and "_" in own else flag

@@ -63,10 +63,7 @@ class Args(Settings):
         return clean
 
     def view(self, runtime: Runtime) -> HookArgs:
-        """A read-only view for hooks. `runtime` may be filled in later.
-
-        Raises: ValueError for a run-time attribute that is not declared.
-        """
+        """A read-only view for hooks. `runtime` may be filled in later."""
         return HookArgs(self, runtime)
 
     def __eq__(self, other: object) -> bool:
@@ -124,21 +121,16 @@ class HookArgs(HookSettings):
     _runtime: Runtime
 
     def __init__(self, args: Args, runtime: Runtime):
-        if unknown := set(runtime) - set(Runtime.__annotations__):
-            raise ValueError(f"undeclared run-time attributes: {sorted(unknown)}")
-        object.__setattr__(self, "_args", args)
-        object.__setattr__(self, "_runtime", runtime)
-        hidden = _secrets() | set(Runtime.__annotations__)
-        # As plain attributes, because a rollout reads some twenty of them for each sample; the others by __getattr__.
-        vars(self).update({name: value for name, value in vars(args).items() if name not in hidden})
+        # As plain attributes, because a rollout reads some twenty of them for each sample; others by __getattr__.
+        shown = {name: value for name, value in vars(args.public()).items() if name not in Runtime.__annotations__}
+        vars(self).update(shown, _args=args.public(), _runtime=runtime)
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
             name = SLIME_NAMES.get(name, name)
             values: Mapping[str, Any] = self._runtime if name in self._runtime else vars(self._args)
-            unset = name in RUNTIME_ATTRIBUTES and values.get(name) is None
-            if name in values and name not in _secrets() and not unset:
+            if name in values and not (name in RUNTIME_ATTRIBUTES and values[name] is None):
                 return values[name]
             raise AttributeError(_missing(name, vars(self._args)))
 
@@ -152,7 +144,7 @@ class HookArgs(HookSettings):
         self.__setattr__(name, None)
 
     def __dir__(self) -> list[str]:
-        return sorted({*vars(self._args.public()), *self._runtime, "to_dict"})
+        return sorted({*vars(self._args), *self._runtime, "to_dict"})
 
     def __contains__(self, name: str) -> bool:
         return name in dir(self)
@@ -161,7 +153,7 @@ class HookArgs(HookSettings):
         return f"HookArgs({self.to_dict()})"
 
     def __reduce__(self) -> tuple[Any, ...]:  # secrets stay in this process
-        return HookArgs, (self._args.public(), dict(self._runtime))
+        return HookArgs, (self._args, dict(self._runtime))
 
     def to_dict(self) -> dict[str, Any]:
         return {**self._args.to_dict(), **self._runtime}

@@ -55,9 +55,8 @@ def family(args: Settings, given: set[str]) -> Iterator[Problem]:
     taken = args.command not in ONLINE or args.debug_train_only or args.weight_sync == RESTART
     read = how is None or (how in ("fp8", "gptq", "awq") and taken)
     whole = "" if read else "convert the quantized weights to bfloat16, and give "
-    yield Problem(
-        f"the megatron train backend {why}", "--hf-checkpoint", f"{whole}--train-backend hf{without}; or {KNOWN}"
-    )
+    what = f"the megatron train backend {why}"
+    yield Problem(what, "--hf-checkpoint", f"{whole}--train-backend hf{without}; or {KNOWN}")
 
 
 def layout(args: Settings, given: set[str]) -> Iterator[Problem]:

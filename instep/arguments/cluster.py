@@ -12,7 +12,6 @@ from instep.cluster.engine_plan import elsewhere, gpu_sharing, plan_engines
 from instep.cluster.placement import make_plan, num_critic_gpus
 from instep.engines.kind import named_kind
 from instep.engines.topology import served_models
-from instep.errors import ConfigError
 from instep.system.processes import num_usable_cpus
 from instep.weights.way import ON_ONE_HOST, RESTART, SINGLE_COPY, expandable
 
@@ -147,9 +146,8 @@ def external_engines(args: Settings, given: set[str]) -> Iterator[Problem]:
 def own_gpus(args: Settings, given: set[str]) -> Iterator[Problem]:
     """NCCL joins no two processes on one GPU."""
     if args.weight_sync == "nccl" and args.colocate and args.device == "cuda":
-        yield Problem(
-            "NCCL needs a GPU for each process", "--weight-sync nccl with --colocate", "use --weight-sync ipc"
-        )
+        what = "NCCL needs a GPU for each process"
+        yield Problem(what, "--weight-sync nccl with --colocate", "use --weight-sync ipc")
 
 
 def same_gpus(args: Settings, given: set[str]) -> Iterator[Problem]:
@@ -159,11 +157,7 @@ def same_gpus(args: Settings, given: set[str]) -> Iterator[Problem]:
     if (name := expandable()) is not None:
         what, remedy = "opens GPU memory of another process, which expandable segments do not let", "--weight-sync auto"
         yield Problem(what, f"--weight-sync ipc with expandable_segments in {name}", f"take them out, or use {remedy}")
-    try:
-        sharing = gpu_sharing(args)
-    except ConfigError:
-        return  # the rule `placement` reports it
-    if sharing != "shared" and not args.rollout_external_engine_addrs:
+    if gpu_sharing(args) != "shared" and not args.rollout_external_engine_addrs:
         what = "needs a rank of the trainer on each GPU of the engines (see `instep plan`)"
         yield Problem(what, "--weight-sync ipc", "use --colocate, or --weight-sync nccl")
 
@@ -189,11 +183,7 @@ def placement(args: Settings, given: set[str]) -> Iterator[Problem]:
     if ranks > GPUS.high:  # the plan has an entry for each
         yield Problem(f"{ranks} ranks or GPUs, but at most {GPUS.high} are planned", "the cluster", "lower the numbers")
         return
-    try:
-        plan, planned = make_plan(args), plan_engines(args)
-    except ConfigError as error:
-        yield Problem(error.what, error.where, error.remedy)
-        return
+    plan, planned = make_plan(args), plan_engines(args)
     homes = {plan.actor[0].node} if plan.actor else set()
     away = [engine for engine in planned if engine.update_weights and {s.node for s in engine.slots} - homes]
     if homes and away and args.command in ONLINE and args.weight_sync in ON_ONE_HOST:
@@ -236,10 +226,7 @@ def single_copy(args: Settings, given: set[str]) -> Iterator[Problem]:
         return
     if args.device == "cuda" and args.rollout_backend == "embedded":
         yield Problem("shares weights of an embedded engine on a CPU only", where, f"use --device cpu, or {shm}")
-    try:
-        plan, fed = make_plan(args), [engine for engine in plan_engines(args) if engine.update_weights]
-    except ConfigError:
-        return  # the rule `placement` reports it
+    plan, fed = make_plan(args), [engine for engine in plan_engines(args) if engine.update_weights]
     for engine in fed:
         if engine.parallel.data > 1:
             what = f"{engine.name} has {engine.parallel.data} replicas, of which only one can share its weights"

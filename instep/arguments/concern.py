@@ -1,7 +1,8 @@
 """What the file of a concern (data, rollout, cluster, ...) is made of: a `FlagGroup`, resolvers and rules.
 
 A resolver has the name of the attribute that it resolves, and returns the attribute's value: this is how the default of
-a flag follows from other flags. A rule reads attributes and yields what is wrong with them. Neither sets an attribute.
+a flag follows from other flags. A rule reads attributes and yields what is wrong with them, or raises a ConfigError.
+Neither sets an attribute.
 """
 
 from __future__ import annotations
@@ -9,7 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from instep.documents import parse_yaml
+from instep.errors import ConfigError
 
 if TYPE_CHECKING:
     from instep.arguments.settings import HookSettings, Settings
@@ -17,7 +22,7 @@ else:  # the stub has types only
     Settings = HookSettings = object
 
 
-@dataclass
+@dataclass(frozen=True)
 class Problem:
     """One thing that is wrong: what, at which flag, and what to do.
 
@@ -40,6 +45,16 @@ def ranks_of_a_copy(args: Settings) -> int:
     """Trainer ranks that hold one copy of the model and work on the same samples."""
     sizes = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
     return prod(sizes)
+
+
+def read_yaml(path: str, where: str) -> dict[Any, Any]:
+    """The keys of a YAML file; none where it holds something else. Raises: ConfigError: it cannot be read."""
+    try:
+        content = parse_yaml(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"cannot be read: {why}", where=where, remedy="give a readable YAML file") from None
+    return content if isinstance(content, dict) else {}
 
 
 def flag_name(attribute: str) -> str:

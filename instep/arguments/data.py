@@ -76,25 +76,20 @@ RESOLVERS = (global_batch_size, num_steps_per_rollout, balance_data, add_bos_tok
 def missing_data(args: Settings, given: set[str]) -> Iterator[Problem]:
     if args.prompt_data is None and args.rollout_global_dataset and "data_source_path" not in given:
         if args.num_rollout != 0 and args.env is None:
-            yield Problem(
-                "no prompts are named", "--prompt-data", "give a jsonl or parquet file (or --data-source-path)"
-            )
+            what = "no prompts are named"
+            yield Problem(what, "--prompt-data", "give a jsonl or parquet file (or --data-source-path)")
 
 
 def missing_batch(args: Settings, given: set[str]) -> Iterator[Problem]:
     if args.rollout_batch_size is None and args.num_rollout != 0:
-        yield Problem(
-            "the size of a rollout is not given",
-            "--rollout-batch-size",
-            "say how many prompts a rollout takes, such as 32",
-        )
+        what = "the size of a rollout is not given"
+        yield Problem(what, "--rollout-batch-size", "say how many prompts a rollout takes, such as 32")
 
 
 def length(args: Settings, given: set[str]) -> Iterator[Problem]:
     if args.num_rollout is None and args.num_epoch is None:
-        yield Problem(
-            "the length of the run is not given", "--num-rollout", "say how many rounds to run (or give --num-epoch)"
-        )
+        what = "the length of the run is not given"
+        yield Problem(what, "--num-rollout", "say how many rounds to run (or give --num-epoch)")
     if args.num_rollout is not None and args.num_epoch is not None:
         yield Problem("says the same as --num-rollout", "--num-epoch", "give one of the two")
     if args.num_rollout is not None and (args.start_rollout_id or 0) > args.num_rollout:
@@ -119,11 +114,9 @@ def batches(args: Settings, given: set[str]) -> Iterator[Problem]:
     elif steps is None:
         yield Problem(f"{formula}, which {size} does not divide", "--global-batch-size", _near(total, size))
     elif size * steps != total:
-        yield Problem(
-            f"{size} x {steps} steps = {size * steps}, but {formula}",
-            "--global-batch-size and --num-steps-per-rollout",
-            "give only one of the two, the other follows",
-        )
+        what = f"{size} x {steps} steps = {size * steps}, but {formula}"
+        remedy = "give only one of the two, the other follows"
+        yield Problem(what, "--global-batch-size and --num-steps-per-rollout", remedy)
     else:
         yield from _shares(args)
 

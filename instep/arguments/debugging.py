@@ -26,6 +26,11 @@ def save_debug_train_data(args: Settings, given: Given) -> str | None:
     return args.save_debug_train_data or (None if args.debug_rollout_only else _inside(args.dump_details, name))
 
 
+def debug_rollout_only(args: Settings, given: Given) -> bool:
+    """`instep serve` has no trainer, so the plan must keep no place for one."""
+    return args.debug_rollout_only or args.command == "serve"
+
+
 def debug_train_only(args: Settings, given: Given) -> bool:
     """A replay needs no engine."""
     return args.debug_train_only or args.load_debug_rollout_data is not None
@@ -36,7 +41,7 @@ def _inside(folder: str | None, name: str) -> str | None:
     return None if folder is None else os.path.join(folder.replace("{", "{{").replace("}", "}}"), name)
 
 
-RESOLVERS = (save_debug_rollout_data, save_debug_train_data, debug_train_only)
+RESOLVERS = (debug_rollout_only, save_debug_rollout_data, save_debug_train_data, debug_train_only)
 
 # ---- rules -----------------------------------------------------------------------------------------------------------
 
@@ -53,18 +58,13 @@ def parts(args: Settings, given: set[str]) -> Iterator[Problem]:
                 yield Problem(what, flag_name(name), "leave it out")
     own_rollout = "rollout_function_path" in given or args.command in OFFLINE
     if args.debug_train_only and args.load_debug_rollout_data is None and not own_rollout:
-        yield Problem(
-            "the default rollout function needs an engine",
-            "--debug-train-only",
-            "replay rollouts with --load-debug-rollout-data, or name a --rollout-function-path that needs none",
-        )
+        what = "the default rollout function needs an engine"
+        remedy = "replay rollouts with --load-debug-rollout-data, or name a --rollout-function-path that needs none"
+        yield Problem(what, "--debug-train-only", remedy)
 
 
 def dumps(args: Settings, given: set[str]) -> Iterator[Problem]:
     """Names of the files that rollouts are written to, and replayed from."""
-    if args.load_debug_rollout_data_subsample is not None and args.load_debug_rollout_data is None:
-        what = "has no effect without --load-debug-rollout-data"
-        yield Problem(what, "--load-debug-rollout-data-subsample", "give both")
     fields = {"rollout_id": args.start_rollout_id or 0}
     yield from _template(args, "--save-debug-rollout-data", args.save_debug_rollout_data, fields)
     yield from _template(args, "--save-debug-train-data", args.save_debug_train_data, {**fields, "rank": 0})

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from instep.arguments.flag import Flag, text
-from instep.engines.flags import PREFIXES, EngineFlag, FlagTable, Package, flag_table, nearest_name
+from instep.engines.flags import PREFIXES, EngineFlag, FlagTable, Package, flag_table
 from instep.engines.reserved_flags import reserved
 
 
@@ -30,18 +30,6 @@ def find_engine_flag(name: str) -> Flag | None:
         return None
     found = _known(flag_table(package), name)
     return None if found is None else as_flag(package, name, *found)
-
-
-def nearest_engine_flag(name: str, own: list[str]) -> str:
-    """The flag most like `name` among a package's and those of `own` that have its prefix; "" if none is like it."""
-    package = family(name)
-    if package is None:
-        return ""
-    prefix = PREFIXES[package]
-    known = [n.removeprefix("--") for n in flag_table(package).by_name]
-    known += [n.removeprefix(prefix) for n in own if n.startswith(prefix)]
-    like = nearest_name(name.removeprefix(prefix), known)
-    return prefix + like if like else ""
 
 
 def given_words(given: dict[str, Any], flags: dict[str, Flag], package: Package) -> dict[str, list[str]]:

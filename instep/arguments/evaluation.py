@@ -5,17 +5,16 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 from instep.algorithms.catalog import OFFLINE
-from instep.arguments.concern import Given, Problem, Settings
+from instep.arguments.concern import Given, Problem, Settings, read_yaml
 from instep.arguments.data import data_file
 from instep.arguments.flag import Number, hook, path, read_flags
 from instep.arguments.reward import rm_type
 from instep.data.formats import EvalDataset
-from instep.documents import parse_yaml
 
 
 def _names_and_files(words: list[str]) -> list[str]:
@@ -38,33 +37,35 @@ _ALIASES = {
 }
 _KINDS: dict[str, type | tuple[type, ...]] = {"int": int, "float": (int, float), "str": str, "list": list, "dict": dict}
 # The ranges of the numbers are those of their flags.
-_RANGES = {name: flag.type for flag in EVAL.flags if (name := flag.attribute.removeprefix("eval_")) in _FIELDS}
+_CHECKS: dict[str, Callable[[Any], Any]] = {
+    **{
+        name: flag.type.check
+        for flag in EVAL.flags
+        if (name := flag.attribute.removeprefix("eval_")) in _FIELDS and isinstance(flag.type, Number)
+    },
+    **{"custom_rm_path": hook, "custom_generate_function_path": hook, "rm_type": rm_type},
+}
+
+
+# By field of a data set the attributes that say it where its entry does not; the first that is set counts.
+_FROM = {
+    **{n: (f"eval_{n}", f"rollout_{n}") for n in ("temperature", "top_p", "top_k")},
+    **{n: (f"eval_{n}", f"rollout_{n}") for n in ("max_response_len", "max_prompt_len", "max_context_len")},
+    **{n: (f"eval_{n}", n) for n in ("input_key", "label_key", "tool_key")},
+    **{n: (f"eval_{n}",) for n in ("min_new_tokens", "reward_key")},
+    **{n: (f"rollout_{n}",) for n in ("stop", "stop_token_ids")},
+    **{n: (n,) for n in ("metadata_key", "n_samples_per_eval_prompt", "rm_type", "custom_rm_path")},
+    "custom_generate_function_path": ("custom_generate_function_path",),
+}
 
 
 def eval_defaults(args: Settings) -> dict[str, Any]:
     """The fields of a data set that its entry leaves out, from the flags `--eval-*`, else `--rollout-*`."""
 
-    def either(name: str) -> Any:
-        value = getattr(args, f"eval_{name}")
-        return getattr(args, f"rollout_{name}") if value is None else value
+    def first_set(names: tuple[str, ...]) -> Any:
+        return next((value for name in names if (value := getattr(args, name)) is not None), None)
 
-    return {
-        "input_key": args.eval_input_key or args.input_key,
-        "label_key": args.eval_label_key or args.label_key,
-        "tool_key": args.eval_tool_key or args.tool_key,
-        "metadata_key": args.metadata_key,
-        "n_samples_per_eval_prompt": args.n_samples_per_eval_prompt,
-        **{n: either(n) for n in ("temperature", "top_p", "top_k")},
-        **{n: either(n) for n in ("max_response_len", "max_prompt_len", "max_context_len")},
-        "min_new_tokens": args.eval_min_new_tokens,
-        "stop": args.rollout_stop,
-        "stop_token_ids": args.rollout_stop_token_ids,
-        "rm_type": args.rm_type,
-        "reward_key": args.eval_reward_key,
-        "custom_rm_path": args.custom_rm_path,
-        "custom_generate_function_path": args.custom_generate_function_path,
-        "metadata_overrides": {},
-    }
+    return {field: first_set(names) for field, names in _FROM.items()} | {"metadata_overrides": {}}
 
 
 # ---- what follows from the flags -------------------------------------------------------------------------------------
@@ -115,13 +116,8 @@ def _from_yaml(args: Settings) -> Iterator[Problem]:
     ```
     """
     where = f"--eval-config {args.eval_config}"
-    try:
-        config = parse_yaml(Path(str(args.eval_config)).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        yield Problem(f"cannot be read: {error}", where, "give a readable YAML file")
-        return
-    body = config.get("eval") if isinstance(config, dict) else None
-    body = body if isinstance(body, dict) else {}
+    config = read_yaml(str(args.eval_config), where)
+    body = found if isinstance(found := config.get("eval"), dict) else {}
     entries, shared = body.get("datasets"), body.get("defaults") or {}
     if not isinstance(entries, list) or not entries or not all(isinstance(e, dict) for e in [*entries, shared]):
         remedy = "write eval: {datasets: [{name: NAME, path: FILE}]}"
@@ -150,9 +146,8 @@ def _check_entry(entry: dict[str, Any], where: str) -> Iterator[Problem]:
         kinds = _KINDS[re.split(r"\W", annotation)[0]]
         optional = "None" in annotation
         if isinstance(value, bool) or not (isinstance(value, kinds) or (optional and value is None)):
-            yield Problem(
-                f"{key}: {value!r} is not of the kind {annotation}", where, f"write {key}: VALUE, of that kind"
-            )
+            what = f"{key}: {value!r} is not of the kind {annotation}"
+            yield Problem(what, where, f"write {key}: VALUE, of that kind")
 
 
 # ---- rules -----------------------------------------------------------------------------------------------------------
@@ -171,23 +166,15 @@ def datasets(args: Settings, given: set[str]) -> Iterator[Problem]:
         where = flag if args.eval_config is None else f"{flag}, data set {dataset.name}"
         if names.count(dataset.name) > 1 and names.index(dataset.name) == number:
             yield Problem(f"the name '{dataset.name}' is used {names.count(dataset.name)} times", where, "rename them")
-        for key, bounds in _RANGES.items():
-            value = getattr(dataset, key)
-            if value is not None and isinstance(bounds, Number):
-                try:
-                    bounds.check(value)
-                except ValueError as error:
-                    yield Problem(f"{key}: {value} {error}", where, f"use a value of {bounds.range}")
-        if dataset.top_k == 0:
-            yield Problem("top_k: 0 keeps no token", where, "use -1 (off) or at least 1")
-        for key, check in (("custom_rm_path", hook), ("custom_generate_function_path", hook), ("rm_type", rm_type)):
+        for key, check in _CHECKS.items():
             if (value := getattr(dataset, key)) is not None:
                 try:
                     check(value)
                 except ValueError as error:
-                    yield Problem(
-                        f"{key} '{value}' {error}", where, "correct it, or leave it out: the flag of the run then holds"
-                    )
+                    remedy = "correct it, or leave it out: the flag of the run then holds"
+                    yield Problem(f"{key}: {value} {error}", where, remedy)
+        if dataset.top_k == 0:
+            yield Problem("top_k: 0 keeps no token", where, "use -1 (off) or at least 1")
         yield from data_file(dataset.path, f"{flag}, data set {dataset.name}")
 
 
@@ -206,9 +193,8 @@ def interval(args: Settings, given: set[str]) -> Iterator[Problem]:
     elif args.num_rollout == 0 and args.debug_train_only:
         yield Problem("evaluates, and there is no engine", "--num-rollout 0 with --debug-train-only", "leave one out")
     if named and args.eval_interval is None:
-        yield Problem(
-            "is not given, so no evaluation runs, neither before nor after rollouts", "--eval-interval", refused=False
-        )
+        what = "is not given, so no evaluation runs, neither before nor after rollouts"
+        yield Problem(what, "--eval-interval", refused=False)
 
 
 RULES = (sources, datasets, interval)

@@ -88,10 +88,6 @@ def _of_megatron(folder: Path) -> tuple[dict[str, dict[str, Any]], str]:
     return {name: record for record in records for name in record["names"]}, ""
 
 
-class _Parser(Exception):
-    """Carries Megatron's parser out of Megatron's function."""
-
-
 def _actions(parser: argparse.ArgumentParser) -> Iterator[dict[str, Any]]:
     keys = ("dest", "nargs", "const", "default", "required", "choices", "help", "type")
     for action in parser._actions:
@@ -130,16 +126,13 @@ def _flag(record: dict[str, Any]) -> Flag:
 def _print_flags() -> None:
     """Print the flags of the Megatron on PYTHONPATH in a line of JSON."""
 
-    def capture(parser: argparse.ArgumentParser) -> NoReturn:
-        raise _Parser(parser)
+    def print_and_exit(parser: argparse.ArgumentParser) -> NoReturn:
+        records = [{**r, "type": getattr(r["type"], "__name__", "")} for r in _actions(parser)]
+        print("\n" + _MARK + json.dumps(records, default=str))
+        sys.exit()
 
     sys.argv[1:] = []
-    arguments = importlib.import_module("megatron.training.arguments")
-    try:
-        arguments.parse_args(capture, ignore_unknown_args=True)
-    except _Parser as found:
-        records = [{**r, "type": getattr(r["type"], "__name__", "")} for r in _actions(found.args[0])]
-        print("\n" + _MARK + json.dumps(records, default=str))
+    importlib.import_module("megatron.training.arguments").parse_args(print_and_exit, ignore_unknown_args=True)
 
 
 if __name__ == "__main__":

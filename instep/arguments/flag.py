@@ -24,9 +24,6 @@ from instep.hooks.aliases import instep_hook, is_aliased, is_installed
 
 FlagStatus = Literal["acts", "accepted", "later", "refused"]
 
-# Of flags about how weights travel.
-WAYS_HERE = "--weight-sync disk, or another way of --weight-sync"
-
 
 @dataclass(frozen=True)
 class Number:
@@ -215,6 +212,7 @@ class Flag:
         secret: never printed, saved or shown to hooks.
         passed_to: the package whose flag it is: `vllm` or `vllm-router`, which get the value as it was typed, or
             `megatron`, for one that only the Megatron on PYTHONPATH has.
+        needs: flags of which one must be on or set; lacks: what is wrong where none of them is.
         megatron_only: why `--train-backend hf` refuses it, and what to do.
         only: the command in which alone it acts; `rl`: those that sample.
         served: it acts in `instep serve`, too.
@@ -240,6 +238,8 @@ class Flag:
     secret: bool = False
     constant: Any = True  # what a switch sets
     passed_to: str = ""
+    needs: tuple[str, ...] = ()
+    lacks: str = ""
     megatron_only: tuple[str, ...] = ()
     only: str = ""
     served: bool = False
@@ -282,15 +282,6 @@ class Flag:
 
 
 @dataclass(frozen=True)
-class Family:
-    """Flags with a prefix that are refused; few are written down. `note` and `instead` are those of a `Flag`."""
-
-    prefix: str
-    note: str
-    instead: str
-
-
-@dataclass(frozen=True)
 class FlagGroup:
     """The flags of one concern, under the title that `--help` shows."""
 
@@ -326,7 +317,9 @@ def read_flags(file: str, **here: Any) -> FlagGroup:
 
 def _flag(name: str, section: dict[str, Any], here: Mapping[str, Any]) -> Flag:
     fields = {key: _filled(value, here) for key, value in section.items()}
-    fields |= {key: tuple(fields[key]) for key in ("choices", "aliases", "neutral", "megatron_only") if key in fields}
+    fields |= {
+        key: tuple(fields[key]) for key in ("choices", "aliases", "neutral", "needs", "megatron_only") if key in fields
+    }
     for status in {"refused", "later", "accepted"} & fields.keys():
         fields |= {"status": status, "note": fields.pop(status)}
     kind = fields.get("type", "text")

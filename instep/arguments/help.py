@@ -1,4 +1,4 @@
-"""`instep train --help`, made from the records of the flags."""
+"""`instep train --help` and `instep train --help vllm | router`, made from the records of the flags."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from instep.arguments.all_flags import groups, passed_through
-from instep.arguments.engine_help import summary
+from instep.arguments.all_flags import groups, own_flags, passed_through
+from instep.arguments.commands import acts_in
+from instep.arguments.engine_flags import as_flag, prefixed
 from instep.arguments.flag import Flag
-from instep.arguments.suggest import acts_in
+from instep.engines.flags import PREFIXES, EngineFlag, Package, flag_table
 
 TEXTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="ascii"))
 PROFILE_HELP: str = TEXTS["profile"]
+TOPICS: dict[str, Package] = {"vllm": "vllm", "router": "vllm-router"}
 
 
 def default_text(flag: Flag) -> str:
@@ -24,15 +26,24 @@ def default_text(flag: Flag) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
+def record(package: Package, known: EngineFlag) -> Flag:
+    """instep's record of a package's flag: its own flag of that name, else one that is handed on."""
+    name = prefixed(package, known.name)
+    return own_flags().get(name) or as_flag(package, name, known, "")
+
+
 def format_help(command: str = "train") -> str:
     """The help text of a command: every flag that acts in it, by group, and an example."""
     lines = [f"usage: instep {command} --flag value ...", "", textwrap.fill(TEXTS[command]["intro"], 118), ""]
     for group in groups():
         acting = [f for f in group.flags if acts_in(command, f)]
         if acting:
-            lines += [f"{group.title}:", *(line for flag in acting for line in _entry(flag)), ""]
+            lines += [f"{group.title}:", *(line for flag in acting for line in _own_entry(flag)), ""]
     if command in ("train", "train-async", "serve"):
-        lines += [summary("vllm"), summary("vllm-router")]
+        for topic, package in TOPICS.items():
+            table = flag_table(package, extract=False)
+            count = sum(record(package, flag).status == "acts" for flag in table.flags)
+            lines.append(f"{count} flags of {table.describe}, as {PREFIXES[package]}*: `instep train --help {topic}`")
     if command == "serve":
         return "\n".join([*lines, "", TEXTS[command]["example"]])
     count = sum(f.status == "acts" for f in set(passed_through().values()))
@@ -47,13 +58,35 @@ def format_help(command: str = "train") -> str:
     return "\n".join(lines)
 
 
-def _entry(flag: Flag) -> list[str]:
-    label = f"  {flag.name} {flag.type_label}".rstrip().replace("|", "| ")  # a line may end after each alternative
-    lines = textwrap.wrap(label, 120, subsequent_indent=" " * (3 + len(flag.name)), break_on_hyphens=False)
-    *above, left = (line.replace("| ", "|") for line in lines)
+def format_engine_help(package: Package) -> str:
+    """The list of a package's flags, with the version that has them."""
+    table = flag_table(package, extract=False)
+    program, option = ("vllm serve", "--help=all") if package == "vllm" else ("vllm-router", "--help")
+    lines = [
+        f"Flags of {table.describe}.",
+        f"They are checked here and handed to `{program}` as they are; `{program} {option}` explains them.",
+        "",
+    ]
+    for known in table.flags:
+        flag, text = record(package, known), f"default {known.default}" if known.default else ""
+        if flag.status != "acts":
+            text = f"set by instep: {flag.note}" + (f"; use {flag.instead}" if flag.instead else "")
+        names = flag.name + (f" / {prefixed(package, known.negations[0])}" if known.negations else "")
+        lines += _entry(names, known.label if flag.status == "acts" else "", text)
+    return "\n".join(lines)
+
+
+def _own_entry(flag: Flag) -> list[str]:
     default = default_text(flag)
-    words = flag.help + (f" (default {default})" if default else "")
-    body = textwrap.wrap(words, 70)
+    return _entry(flag.name, flag.type_label, flag.help + (f" (default {default})" if default else ""))
+
+
+def _entry(name: str, label: str, text: str) -> list[str]:
+    """The lines of a flag, its text in a column of its own."""
+    words = f"  {name} {label}".rstrip().replace("|", "| ")  # a line may end after each alternative
+    lines = textwrap.wrap(words, 120, subsequent_indent=" " * (3 + len(name)), break_on_hyphens=False)
+    *above, left = (line.replace("| ", "|") for line in lines)
+    body = textwrap.wrap(text, 70) or [""]
     if len(left) <= 46:
-        return [*above, f"{left:<48}{body[0]}", *(" " * 48 + line for line in body[1:])]
-    return [*above, left, *(" " * 48 + line for line in body)]
+        return [*above, f"{left:<48}{body[0]}".rstrip(), *(" " * 48 + line for line in body[1:])]
+    return [*above, left, *(" " * 48 + line for line in body if line)]

@@ -7,14 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from instep.algorithms.catalog import ONLINE
-from instep.arguments.concern import Given, Problem, Settings, flag_name
+from instep.arguments.concern import Given, Problem, Settings
 from instep.arguments.flag import read_flags
 from instep.arguments.model import known_config
 from instep.engines.kind import named_kind, served_dtype
 from instep.models.shape import KV_B
 from instep.weights.way import RESTART, SINGLE_COPY
-
-_COMPANIONS = ("lora_alpha", "lora_target_modules", "lora_dropout")
 
 LORA = read_flags(__file__)
 
@@ -33,12 +31,9 @@ def quantization(args: Settings) -> str:
 
 
 def companions(args: Settings, given: set[str]) -> Iterator[Problem]:
-    """Flags that say something about an adapter need one."""
+    """What asks for an adapter needs one."""
     if args.lora_rank:
         return
-    for name in _COMPANIONS:
-        if name in given:
-            yield Problem("has no effect without --lora-rank", flag_name(name), "give both")
     if args.weight_sync == "lora" and not args.debug_rollout_only:
         yield Problem("there is no adapter", "--weight-sync lora", "give --lora-rank, or another way")
     if args.save_hf_as == "adapter":

@@ -170,9 +170,8 @@ def shape(args: Settings, given: set[str]) -> Iterator[Problem]:
         elif flag.name in in_file and actual is None:
             yield Problem("is not compared: config.json does not say, and it decides", flag.name, refused=False)
         elif flag.name in in_file and mine != actual:
-            yield Problem(
-                f"is {mine}, but config.json says {actual}", flag.name, "leave it out: the checkpoint decides"
-            )
+            what = f"is {mine}, but config.json says {actual}"
+            yield Problem(what, flag.name, "leave it out: the checkpoint decides")
 
 
 RULES = (shape,)

@@ -107,27 +107,12 @@ def load(args: Settings, given: set[str]) -> Iterator[Problem]:
     """`--load` may name a folder that does not exist yet: that of `--save`, before the first checkpoint."""
     if args.load is not None and os.path.isfile(args.load):
         yield Problem(f"{args.load} is a file", "--load", "give a checkpoint's folder")
-    if args.finetune and args.load is None:
-        yield Problem("says what to take from --load", "--finetune", "give --load")
     if args.finetune and args.load and args.save and os.path.realpath(args.load) == os.path.realpath(args.save):
         what = "begins at rollout 0, and would replace the checkpoints that it begins with"
         yield Problem(what, "--finetune with one folder for --load and --save", "name another folder for --save")
-    if args.ckpt_step is not None and args.load is None:
-        yield Problem("says which step of --load", "--ckpt-step", "give --load")
-
-
-def reference(args: Settings, given: set[str]) -> Iterator[Problem]:
-    if args.ref_ckpt_step is not None and args.ref_load is None:
-        yield Problem("says which step of --ref-load", "--ref-ckpt-step", "give --ref-load")
 
 
 def saving(args: Settings, given: set[str]) -> Iterator[Problem]:
-    if args.save_interval is not None and not (args.save or args.save_hf or args.critic_save):
-        yield Problem("there is no folder to save to", "--save-interval", "give --save or --save-hf")
-    if args.no_save_optim and args.save is None:
-        yield Problem("has no effect without --save", "--no-save-optim", "give both")
-    if args.async_save and not (args.save or args.critic_save):
-        yield Problem("there is no checkpoint to write (an export is written at once)", "--async-save", "give --save")
     if args.ckpt_format == "torch" and (args.save or args.critic_save):
         where, remedy = "--ckpt-format torch", "save as torch_dist; --load and --ref-load see by themselves"
         if args.train_backend != "megatron":
@@ -165,7 +150,6 @@ RULES: tuple[Rule, ...] = (
     saving,
     export,
     selection,
-    reference,
     load,
     checkpoint,
     chat_template,

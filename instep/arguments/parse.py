@@ -37,7 +37,7 @@ def parse(argv: Sequence[str], command: str = "train") -> Args:
         vllm_overrides=given_words(found.given, found.flags, "vllm"),
         router_overrides=given_words(found.given, found.flags, "vllm-router"),
     )
-    problems = [*found.problems, *complete(args, found), *check(args, found)]
+    problems = list(dict.fromkeys([*found.problems, *complete(args, found), *check(args, found)]))
     if refused := [problem for problem in problems if problem.refused]:
         raise _error(refused, command)
     if command != "plan":

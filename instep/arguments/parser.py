@@ -54,32 +54,27 @@ def scan(argv: Sequence[str], command: str = "train") -> Scan:
     while tokens:
         token = tokens.pop(0)
         if not is_flag(token):
-            _reject(result, setting(token, command) or (_stray(token), []))
+            stray = Problem(
+                f"{_shown(token)} belongs to no flag", "the command line", "quote values that contain blanks"
+            )
+            _reject(result, setting(token, command) or stray)
             continue
         name, equals, value = token.partition("=")
-        values = [value] if equals else []
-        while tokens and not is_flag(tokens[0]):
-            flag = find(name) or find_on_path(name)
-            if flag and flag.status == "acts" and not (flag.nargs or flag.together or flag.is_switch) and values:
-                break
+        values, flag = [value] if equals else [], find(name) or find_on_path(name)
+        takes_one = flag and flag.status == "acts" and not (flag.nargs or flag.together or flag.is_switch)
+        while tokens and not is_flag(tokens[0]) and not (takes_one and values):
             values.append(tokens.pop(0))
-        _take(result, name, values, command)
+        _take(result, name, flag, values, command)
     result.broken |= result.meant - result.given.keys()
     return result
 
 
-def _stray(token: str) -> Problem:
-    return Problem(f"{_shown(token)} belongs to no flag", "the command line", "quote values that contain blanks")
-
-
-def _reject(result: Scan, found: tuple[Problem, list[str]]) -> None:
-    problem, meant = found
+def _reject(result: Scan, problem: Problem) -> None:
     result.problems.append(problem)
-    result.meant.update(flag.attribute for name in meant if (flag := find(name)) is not None)
+    result.meant.update(flag.attribute for name in named_flags(problem.remedy) if (flag := find(name)) is not None)
 
 
-def _take(result: Scan, name: str, values: list[str], command: str) -> None:
-    flag = find(name) or find_on_path(name)
+def _take(result: Scan, name: str, flag: Flag | None, values: list[str], command: str) -> None:
     if flag is None:
         _reject(result, unknown(name, values[0] if values else "", command))
         return
@@ -93,12 +88,11 @@ def _take(result: Scan, name: str, values: list[str], command: str) -> None:
         what = f"is read as {flag.read_as}: {flag.note}" if flag.read_as else f"changes nothing: {flag.note}"
         result.problems.append(Problem(what, name, refused=False))
         if flag.read_as:
-            _take(result, flag.read_as, values, command)
+            _take(result, flag.read_as, find(flag.read_as), values, command)
         return
     result.flags[flag.attribute] = flag
     if flag.status != "acts":
-        remedy = remedy_of(flag, command)
-        _reject(result, (Problem(f"{flag.status}: {flag.note}", name, remedy), named_flags(remedy)))
+        _reject(result, Problem(f"{flag.status}: {flag.note}", name, remedy_of(flag, command)))
         return
     try:
         _store(result, flag, values)

@@ -12,10 +12,15 @@ from instep.arguments.args import Draft
 from instep.arguments.concern import Given, Problem, Settings
 from instep.errors import ConfigError
 from instep.models.sizes import shape_of
-from instep.plan.memory import plan_memory
+from instep.plan.engine import rollout_samples
+from instep.plan.memory import TIGHT, Gpus, plan_memory
+from instep.plan.trainer import GB, PARKED
 
 TOKENS = (32768, 24576, 16384, 12288, 8192, 6144, 4096, 2048, 1024)  # of a micro-batch; more is no faster
+EFFICIENT = 8192  # tokens of a micro-batch that a step begun early has enough with (`controller/role.py`)
 ROOM = 0.9  # of a GPU, which the plan may fill: estimates are good to about 10 %
+# The most that may be selected.
+_ALL_TRAINED = {"only_train_params_name_list": None, "freeze_params_name_list": None}
 
 
 def _plans(args: Settings) -> bool:
@@ -56,11 +61,7 @@ def max_tokens_per_gpu(args: Settings, given: Given) -> int | None:
 
 
 def _has_room(args: Settings, tokens: int) -> bool:
-    all_trained = {
-        "only_train_params_name_list": None,
-        "freeze_params_name_list": None,
-    }  # the most that may be selected
-    changed = cast(Draft, args).replace(use_dynamic_batch_size=True, max_tokens_per_gpu=tokens, **all_trained)
+    changed = cast(Draft, args).replace(use_dynamic_batch_size=True, max_tokens_per_gpu=tokens, **_ALL_TRAINED)
     try:
         gpus = plan_memory(changed, shares=False)
     except ConfigError:  # the rule `placement` reports it
@@ -81,5 +82,37 @@ def unknown(args: Settings, given: set[str]) -> Iterator[Problem]:
         yield Problem(what, f"{flag} {' '.join(patterns)}", refused=False)
 
 
+def side_by_side(args: Settings, given: set[str]) -> Iterator[Problem]:
+    """A note where trainer and engines take turns by default, and would fit on their GPUs without.
+
+    They fit with efficient micro-batches, and with a KV cache that holds all samples that it held of a rollout.
+    """
+    asked = not given.isdisjoint({"offload", "offload_train", "offload_rollout"})
+    if asked or not (args.offload_train and args.offload_rollout) or not (_plans(args) and _knows(args, given)):
+        return
+    changed = cast(Draft, args).replace(offload_train=False, offload_rollout=False)
+    if args.max_tokens_per_gpu is not None and "max_tokens_per_gpu" not in given:
+        changed.max_tokens_per_gpu = min(args.max_tokens_per_gpu, EFFICIENT)
+        if not _has_room(changed, changed.max_tokens_per_gpu):
+            return
+    gpus, planned = plan_memory(args), plan_memory(changed)
+    held = _requests(gpus) if args.rollout_batch_size is None else min(_requests(gpus), rollout_samples(args))
+    if _requests(planned) < held or not all(kind.fits and kind.most <= TIGHT * kind.size for kind in planned):
+        return
+    moved = max(item.host for kind in gpus for item in kind.items if item.name == PARKED) / GB
+    yield Problem(
+        "trainer and engines would fit on their GPUs side by side: with --no-offload-train --no-offload-rollout no "
+        f"step moves {moved:.3g} GB of a GPU to the host and back nor lets engines sleep, and finished groups are "
+        "scored and trained on while others are generated, where docs/performance.md says so",
+        "--colocate",
+        refused=False,
+    )
+
+
+def _requests(gpus: list[Gpus]) -> int:
+    """The fewest that the KV cache of an engine holds."""
+    return min((engine.requests for kind in gpus for engine in kind.engines), default=0)
+
+
 RESOLVERS = (use_dynamic_batch_size, max_tokens_per_gpu)
-RULES = (unknown,)
+RULES = (unknown, side_by_side)

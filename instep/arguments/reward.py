@@ -67,11 +67,6 @@ def both(args: Settings, given: set[str]) -> Iterator[Problem]:
         yield Problem(what, f"--rm-type {args.rm_type}", refused=False)
 
 
-def of_groups(args: Settings, given: set[str]) -> Iterator[Problem]:
-    if args.group_rm and args.custom_rm_path is None:
-        yield Problem("needs a reward that takes lists", "--group-rm", "give --custom-rm-path")
-
-
 def possible(args: Settings, given: set[str]) -> Iterator[Problem]:
     """Rewards that must fail on every sample, as the flags alone show."""
     if args.command not in ONLINE:
@@ -92,4 +87,4 @@ def possible(args: Settings, given: set[str]) -> Iterator[Problem]:
             yield Problem(what, f"{where} {rule}", f"give --{kind}reward-key score")
 
 
-RULES = (named, remote, both, of_groups, possible)
+RULES = (named, remote, both, possible)

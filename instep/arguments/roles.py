@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from instep.arguments.all_flags import find, own_flags
 from instep.arguments.args import Args
-from instep.arguments.concern import Problem, Settings, flag_name, ranks_of_a_copy
+from instep.arguments.concern import Problem, Settings, flag_name, ranks_of_a_copy, read_yaml
 from instep.arguments.flag import Flag, attribute_name
 from instep.arguments.optimizer import OPTIMIZER
 from instep.cluster.placement import num_critic_gpus
-from instep.documents import parse_yaml
 
 ROLES = ("actor", "critic")
 # Attributes that have a flag of their own for the critic.
@@ -57,17 +55,11 @@ def read_roles(args: Settings, given: dict[str, Any]) -> Iterator[Problem]:
     """Set in `args` and `given` what the file overrides. The critic's values without a flag go to
     `args.megatron_config`."""
     args.megatron_config = {}
-    path = args.megatron_config_path
-    if path is None:
+    if args.megatron_config_path is None:
         return
-    where = f"--megatron-config-path {path}"
-    try:
-        content = parse_yaml(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
-        yield Problem(f"cannot be read: {why}", where, "give a YAML file with the key `megatron`")
-        return
-    entries = content.get("megatron") if isinstance(content, dict) else None
+    where = f"--megatron-config-path {args.megatron_config_path}"
+    content = read_yaml(args.megatron_config_path, where)
+    entries = content.get("megatron")
     if not isinstance(entries, list):
         yield Problem("holds no list `megatron`", where, "megatron: [{name: default, role: critic, overrides: {...}}]")
         return
@@ -75,8 +67,8 @@ def read_roles(args: Settings, given: dict[str, Any]) -> Iterator[Problem]:
     for index, entry in enumerate(entries):
         place = f"{where}, megatron[{index}]"
         if not isinstance(entry, dict) or entry.get("role") not in ROLES:
-            role = entry.get("role") if isinstance(entry, dict) else None
-            what = "has no role" if role is None else f"{role!r} is no role of a run"
+            named = isinstance(entry, dict) and "role" in entry
+            what = f"{entry['role']!r} is no role of a run" if named else "has no role"
             yield Problem(what, place, f"role: {', or role: '.join(ROLES)}")
             continue
         yield from _unknown(entry, ("name", "role", "overrides"), place)

@@ -10,7 +10,6 @@ from instep.arguments.concern import Given, Problem, Settings, flag_name
 from instep.arguments.flag import read_flags
 from instep.arguments.model import known_config
 from instep.engines.topology import max_model_lens
-from instep.errors import ConfigError
 from instep.models.rope import context_length, rope_by_layer
 
 ROLLOUT = read_flags(__file__, default_rollout=DEFAULT_ROLLOUT)
@@ -27,11 +26,7 @@ def context_of_model(args: Settings) -> int | None:
 
 def _contexts(args: Settings) -> list[int | None]:
     config = known_config(args)
-    try:
-        given = max_model_lens(args)
-    except ConfigError:  # of --vllm-config, whose rule reports it
-        given = [args.vllm_max_model_len]
-    return [context_length(config, length) for length in given]
+    return [context_length(config, length) for length in max_model_lens(args)]
 
 
 # ---- what follows from the flags -------------------------------------------------------------------------------------
@@ -54,17 +49,11 @@ RESOLVERS = (over_sampling_batch_size, rollout_max_prompt_len)
 # ---- rules -----------------------------------------------------------------------------------------------------------
 
 
-def partial_rollouts(args: Settings, given: set[str]) -> Iterator[Problem]:
-    if args.mask_offpolicy_in_partial_rollout and not args.partial_rollout:
-        yield Problem("has no effect without --partial-rollout", "--mask-offpolicy-in-partial-rollout", "give both")
-
-
 def prompt_length(args: Settings, given: set[str]) -> Iterator[Problem]:
     longest, whole, model = args.rollout_max_prompt_len, args.rollout_max_context_len, context_of_model(args)
     if longest is not None and whole is not None and longest >= whole:
-        yield Problem(
-            f"leaves no room for a response in {whole} tokens", "--rollout-max-prompt-len", f"use less than {whole}"
-        )
+        what = f"leaves no room for a response in {whole} tokens"
+        yield Problem(what, "--rollout-max-prompt-len", f"use less than {whole}")
     if longest is not None and model is not None and longest >= model:
         what = f"{longest} leaves no room for a response in the model's context of {model} tokens"
         yield Problem(what, "--rollout-max-prompt-len", f"use at most {model - 1}")
@@ -73,11 +62,8 @@ def prompt_length(args: Settings, given: set[str]) -> Iterator[Problem]:
 def response_length(args: Settings, given: set[str]) -> Iterator[Problem]:
     response, whole = args.rollout_max_response_len, args.vllm_max_model_len
     if whole is not None and response is not None and response >= whole:
-        yield Problem(
-            f"leaves no room for a prompt in --vllm-max-model-len {whole}",
-            f"--rollout-max-response-len {response}",
-            "raise the former or lower the latter",
-        )
+        what = f"leaves no room for a prompt in --vllm-max-model-len {whole}"
+        yield Problem(what, f"--rollout-max-response-len {response}", "raise the former or lower the latter")
         return
     context = context_of_model(args)
     for name in ("rollout_max_response_len", "eval_max_response_len", "rollout_max_context_len"):
@@ -126,4 +112,4 @@ def over_sampling(args: Settings, given: set[str]) -> Iterator[Problem]:
         yield Problem(what, "--over-sampling-batch-size", f"use at least {needed}")
 
 
-RULES = (partial_rollouts, prompt_length, response_length, one_context, stop_tokens, stop_strings, top_k, over_sampling)
+RULES = (prompt_length, response_length, one_context, stop_tokens, stop_strings, top_k, over_sampling)

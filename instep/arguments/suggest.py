@@ -1,20 +1,34 @@
-"""What a word means that is no flag of the command: another framework's name of a setting, or a misspelt flag."""
+"""What a word means that is no flag of the command: another framework's name of a setting, or a misspelt flag.
+
+The flags that a remedy names count as meant: that they are not given is no second problem.
+"""
 
 from __future__ import annotations
 
 import difflib
 import re
+from dataclasses import dataclass
 
 from instep.arguments.all_flags import find, own_flags, passed_through
+from instep.arguments.commands import acts_in
 from instep.arguments.concern import Problem
-from instep.arguments.engine_flags import family, nearest_engine_flag
+from instep.arguments.engine_flags import family, prefixed
 from instep.arguments.flag import Flag
-from instep.arguments.offline import without_meaning
-from instep.arguments.other_names import look_up
 from instep.engines.flags import PREFIXES, flag_table
+from instep.neighbours import added
 
 _NAMED = re.compile(r"--[a-z][\w.-]*\w\b(?!-)")  # not `--vllm-`, a family
 _SETTING = re.compile(r"\+{0,2}[A-Za-z_][\w.]*=.*", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A setting of another framework that a user has typed: whose it is, and what it is here."""
+
+    whose: str
+    name: str
+    here: str
+    note: str
 
 
 def named_flags(text: str) -> list[str]:
@@ -22,13 +36,8 @@ def named_flags(text: str) -> list[str]:
     return _NAMED.findall(text)
 
 
-def acts_in(command: str, flag: Flag | None) -> bool:
-    """Whether a flag acts in `instep <command>`."""
-    if flag is None or flag.status != "acts":
-        return False
-    if command == "serve":
-        return flag.served or flag.passed_to != ""
-    return flag.attribute not in without_meaning(command)
+def _all_act(command: str, names: list[str]) -> bool:
+    return all(acts_in(command, find(name)) for name in names)
 
 
 def remedy_of(flag: Flag, command: str) -> str:
@@ -39,90 +48,96 @@ def remedy_of(flag: Flag, command: str) -> str:
     return f"use {instead}" if names or instead.startswith(("instep ", "the ")) else instead or "leave it out"
 
 
-def setting(token: str, command: str) -> tuple[Problem, list[str]] | None:
+def setting(token: str, command: str) -> Problem | None:
     """What is wrong with `data.train_files=...`, the form of verl's settings; None for any other word."""
     if not _SETTING.fullmatch(token):
         return None
     name, _, value = token.partition("=")
-    found = of_others(name, value, command, token)
     remedy = "a flag is two words, its name with two dashes and its value"
-    return found or (Problem("is no flag", f"'{token}'", remedy), [])
+    return of_others(name, value, command, token) or Problem("is no flag", f"'{token}'", remedy)
 
 
-def unknown(name: str, value: str, command: str) -> tuple[Problem, list[str]]:
-    """What is wrong with an unknown flag, and the flags that may have been meant.
-
-    Args:
-        value: the first word after it.
-    """
+def unknown(name: str, value: str, command: str) -> Problem:
+    """What is wrong with an unknown flag; `value` is the first word after it."""
     wanted = "--" + name.lower().replace("_", "-").lstrip("-")
-    known, other = find(wanted), of_others(name, value, command, name)
-    if acts_in(command, known):
-        return Problem("unknown flag", name, f"did you mean {wanted}?"), [wanted]
-    found = _negated(wanted, name, command) or other or _of_vllm(wanted, name, command)
-    return found or _near(wanted, name, command)
+    if acts_in(command, find(wanted)):
+        return Problem("unknown flag", name, f"did you mean {wanted}?")
+    found = _negated(wanted, name, command) or of_others(name, value, command, name)
+    return found or _of_vllm(wanted, name, command) or _near(wanted, name, command)
 
 
-def of_others(name: str, value: str, command: str, where: str) -> tuple[Problem, list[str]] | None:
-    """What is wrong with another framework's setting, and the flags that it means; None if there is no such setting."""
-    found = look_up(name, value, command)
+def of_others(name: str, value: str, command: str, where: str) -> Problem | None:
+    """What is wrong with another framework's setting; None if there is no such setting."""
+    found = _look_up(name, value, command)
     if found is None:
         return None
     what, names = f"is no flag of instep, but {found.whose}'s {found.name}", named_flags(found.here)
     if names and _all_act(command, names):
         note = f" ({found.note})" if found.note and _all_act(command, named_flags(found.note)) else ""
-        return Problem(what, where, f"use {found.here}{note}"), names
+        return Problem(what, where, f"use {found.here}{note}")
     why = [flag.note for n in names if (flag := find(n)) is not None and flag.status != "acts"]
-    if names and not why:
-        why = [f"it has no meaning for `instep {command}`"]
-    note = next(iter(why), found.note)
-    return Problem(what, where, note if note.startswith("docs/") else f"leave it out: {note}"), []
+    note = why[0] if why else f"it has no meaning for `instep {command}`" if names else found.note
+    return Problem(what, where, note if note.startswith("docs/") else f"leave it out: {note}")
 
 
-def _all_act(command: str, names: list[str]) -> bool:
-    return all(acts_in(command, find(name)) for name in names)
+def _look_up(typed: str, value: str, command: str) -> Found | None:
+    """The setting of another framework that a word of the command line is: in full, or by the end of its dotted name.
+
+    Several settings whose names end alike are none, unless they are the same here.
+    """
+    settings = [setting for named in added("settings") for setting in named(command)]
+    wanted = re.sub(r"[-_]+", "_", typed.strip("-+").lower())
+    for same in (wanted.__eq__, lambda name: len(wanted) > 2 and name.endswith("." + wanted)):
+        named = [(of_value, found) for name, of_value, found in settings if same(name)]
+        exact = [found for of_value, found in named if of_value == value] if value else []
+        some = exact or [found for of_value, found in named if not of_value]
+        if len({found.here or found.note for found in some}) == 1:
+            return some[0]
+        if named and not some and len({found.name for _, found in named}) == 1:
+            found = named[0][1]
+            return Found(found.whose, found.name, "", "docs/migration.md says what its values are here")
+    return None
 
 
-def _of_vllm(wanted: str, name: str, command: str) -> tuple[Problem, list[str]] | None:
+def _of_vllm(wanted: str, name: str, command: str) -> Problem | None:
     """A flag of `vllm serve` without the prefix that it has here."""
-    prefixed = PREFIXES["vllm"] + wanted.removeprefix("--")
-    flag = find(prefixed)
+    flag = find(prefixed("vllm", wanted))
     if flag is None:
         return None
     if acts_in(command, flag):
-        return Problem("is no flag of instep, but vLLM's, which has a prefix here", name, f"use {prefixed}"), [prefixed]
-    return Problem(f"is vLLM's; {_why_not(flag, command)}", name, remedy_of(flag, command)), []
+        return Problem("is no flag of instep, but vLLM's, which has a prefix here", name, f"use {flag.name}")
+    return Problem(f"is vLLM's; {_why_not(flag, command)}", name, remedy_of(flag, command))
 
 
-def _negated(wanted: str, name: str, command: str) -> tuple[Problem, list[str]] | None:
+def _negated(wanted: str, name: str, command: str) -> Problem | None:
     """`--no-x`, where `--x` is a switch: it is off unless it is given."""
     flag = find("--" + wanted.removeprefix("--no-")) if wanted.startswith("--no-") else None
     if flag is None or not flag.is_switch and flag.status == "acts":
         return None
     if acts_in(command, flag):
-        return Problem(f"{flag.name} is off unless it is given", name, f"leave it out, and {flag.name}"), []
-    return Problem(f"unknown flag; {flag.name} is {_why_not(flag, command)}", name, "leave it out: it is off"), []
+        return Problem(f"{flag.name} is off unless it is given", name, f"leave it out, and {flag.name}")
+    return Problem(f"unknown flag; {flag.name} is {_why_not(flag, command)}", name, "leave it out: it is off")
 
 
-def _near(wanted: str, name: str, command: str) -> tuple[Problem, list[str]]:
-    package = family(wanted)
-    what = "unknown flag" if package is None else f"unknown flag of {flag_table(package).describe}"
+def _near(wanted: str, name: str, command: str) -> Problem:
+    """The flag that is most like an unknown one, among those of a package where it has the prefix of one."""
+    package, what = family(wanted), "unknown flag"
+    known = list(own_flags() if command == "serve" else {**passed_through(), **own_flags()})
     if package is not None:
-        like = nearest_engine_flag(wanted, [n for n, f in own_flags().items() if acts_in(command, f)])
-        names = [like] if like else []
-    else:
-        every = own_flags() if command == "serve" else {**passed_through(), **own_flags()}
-        names = difflib.get_close_matches(wanted, every, n=3, cutoff=0.75)
-    like = next((n for n in names if acts_in(command, find(n))), "")
-    flag = find(names[0]) if names else None
-    alike = difflib.SequenceMatcher(None, wanted, names[0]).ratio() > 0.9 if names else False
-    if alike and flag is not None and flag.status != "acts":
-        what = f"unknown flag; {names[0]}, which is like it, is {_why_not(flag, command)}"
-        return Problem(what, name, remedy_of(flag, command)), []
+        what = f"unknown flag of {flag_table(package).describe}"
+        own = [n for n in known if n.startswith(PREFIXES[package])]
+        known = own + [prefixed(package, n) for n in flag_table(package).by_name]
+    names = difflib.get_close_matches(wanted, known, n=3, cutoff=0.75)
+    if like := next((n for n in names if acts_in(command, find(n))), ""):
+        return Problem(what, name, f"did you mean {like}?")
+    alike = difflib.get_close_matches(wanted, names, n=1, cutoff=0.9)
+    if alike and (flag := find(alike[0])) is not None:
+        what = f"unknown flag; {alike[0]}, which is like it, is {_why_not(flag, command)}"
+        return Problem(what, name, remedy_of(flag, command))
     topic = {"vllm": " vllm", "vllm-router": " router"}.get(package or "", "")
     shown = "train" if command == "plan" else command  # which takes its flags
     lists = f"`instep {shown} --help{topic}` lists the flags; docs/migration.md has those of other frameworks"
-    return Problem(what, name, f"did you mean {like}?" if like else lists), [like] if like else []
+    return Problem(what, name, lists)
 
 
 def _why_not(flag: Flag, command: str) -> str:

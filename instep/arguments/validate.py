@@ -14,43 +14,50 @@ from instep.arguments import (
     backends,
     cluster,
     colocation,
+    commands,
     data,
     debugging,
-    engine_rules,
+    engine,
     evaluation,
-    loggers,
     lora,
     megatron,
     model,
-    offline,
     optimizer,
     parallel,
     paths,
     planning,
     reward,
     rollout,
-    serving,
 )
 from instep.arguments.algorithm import critic_rules, distillation
 from instep.arguments.algorithm import rules as algorithm
+from instep.arguments.algorithm.combination import needing
+from instep.arguments.all_flags import groups
 from instep.arguments.args import Draft, Unreadable
 from instep.arguments.concern import Problem, Resolver
 from instep.arguments.named import name_models
 from instep.arguments.parser import Scan
 from instep.arguments.roles import read_roles
+from instep.errors import ConfigError
 from instep.neighbours import added
 
 # In this order: a resolver may read what those before it have set. Each has RESOLVERS, or RULES, or both.
 CONCERNS = (
-    *(model, lora, paths, serving, debugging, engine_rules, cluster, data, offline, algorithm, rollout, reward),
-    *(distillation, megatron, parallel, backends, evaluation, asynchronous, colocation, planning, optimizer, loggers),
+    *(model, lora, paths, debugging, engine, cluster, data, commands, algorithm, rollout, reward),
+    *(distillation, megatron, parallel, backends, evaluation, asynchronous, colocation, planning, optimizer),
 )
 # `instep plan` asks only where things go.
 PLAN_RULES = (
-    *(engine_rules.topology, critic_rules.size, parallel.stages),
+    *(engine.topology, critic_rules.size, parallel.stages),
     *(*cluster.PLANNED_RULES, *colocation.RULES, *planning.RULES),
 )
-SERVE_RULES = (*serving.RULES, *model.SERVED_RULES, *paths.RULES, *engine_rules.RULES, *cluster.SERVED_RULES)
+SERVE_RULES = (
+    commands.elsewhere,
+    *model.SERVED_RULES,
+    *paths.RULES,
+    *engine.RULES,
+    *cluster.SERVED_RULES,
+)
 
 
 def resolvers() -> Iterator[Resolver]:
@@ -63,7 +70,7 @@ def complete(args: Draft, scan: Scan) -> list[Problem]:
     given = scan.given
     problems = [
         *_step(scan, "megatron_config", partial(read_roles, args, given)),
-        *_step(scan, "vllm_topology", partial(engine_rules.read_topology, args, scan)),
+        *_step(scan, "vllm_topology", partial(engine.read_topology, args)),
         *_step(scan, "", partial(name_models, args, scan)),
         *_step(
             scan,
@@ -73,12 +80,12 @@ def complete(args: Draft, scan: Scan) -> list[Problem]:
     ]
     for resolver in resolvers():
         problems += _step(scan, resolver.__name__, partial(_resolve, args, resolver, scan))
-    return problems + _step(scan, "eval_datasets", partial(evaluation.read_datasets, args))
+    return problems + _step(scan, "", partial(evaluation.read_datasets, args))
 
 
 def check(args: Draft, scan: Scan) -> list[Problem]:
     """The problems that the rules of the command find."""
-    of_concerns = chain(*(getattr(concern, "RULES", ()) for concern in CONCERNS), *added("rules"))
+    of_concerns = chain(*(getattr(concern, "RULES", ()) for concern in CONCERNS), *added("rules"), needing(groups()))
     rules = {"plan": PLAN_RULES, "serve": SERVE_RULES}.get(args.command, of_concerns)
     given = set(scan.given)
     return [problem for rule in rules for problem in _step(scan, "", partial(rule, args, given))]
@@ -89,11 +96,18 @@ def _resolve(args: Draft, resolver: Resolver, scan: Scan) -> None:
 
 
 def _step(scan: Scan, names: str, step: Callable[[], Iterable[Problem] | None]) -> list[Problem]:
-    """The problems that a step finds. Where it reads what is unreadable, the attributes `names` become unreadable."""
+    """The problems that a step finds, or raises as a ConfigError.
+
+    Where there is one, or it reads what is unreadable, the attributes `names` become unreadable.
+    """
     problems = list[Problem]()
     try:
         for problem in step() or ():
             problems.append(problem)
+    except ConfigError as error:
+        problems.append(Problem(error.what, error.where, error.remedy))
     except Unreadable:
+        scan.broken.update(names.split())
+    if any(problem.refused for problem in problems):
         scan.broken.update(names.split())
     return problems

@@ -16,8 +16,3 @@ class Check:
     status: Status
     text: str
     remedy: str = ""
-
-
-def worst(checks: list[Check]) -> Status:
-    found = {check.status for check in checks}
-    return "fail" if "fail" in found else "warn" if "warn" in found else "ok"

@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from instep.doctor.check import Check, worst
+from instep.doctor.check import Check
 from instep.system.options import OptionParser
 
 MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
@@ -31,7 +31,7 @@ def main(words: Sequence[str]) -> int:
         print(json.dumps([dataclasses.asdict(check) for check in checks], indent=2))
     else:
         show(checks)
-    return 1 if worst(checks) == "fail" else 0
+    return int(any(check.status == "fail" for check in checks))
 
 
 def show(checks: Sequence[Check]) -> None:

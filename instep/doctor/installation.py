@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from instep.doctor.check import Check
+from instep.doctor.check import Check, Status
 from instep.errors import ConfigError
 from instep.observability.versions import package_version
 from instep.system.ports import check_loopback
@@ -40,7 +40,7 @@ PROCESS_MARKS = ("instep.cluster.worker_main", "instep.engines.embedded", "inste
 def check_installation() -> list[Check]:
     """All checks, in the order in which faults cause each other."""
     checks = [_python(), *_packages(), *_torch(), *_built_for_torch(), _shm(), *_disks(), _files(), *_cores()]
-    return [*checks, _memory(), _loopback(), *_hugging_face(), *_leftovers()]
+    return [*checks, _memory(), _loopback(), *_leftovers()]
 
 
 def _python() -> Check:
@@ -53,16 +53,14 @@ def _packages() -> Iterator[Check]:
     from packaging.specifiers import SpecifierSet
 
     for name, (pin, use) in PINS.items():
-        found = package_version(name)
+        found, remedy = package_version(name), f"pip install '{name}{pin}'"
         if found is None:
-            needed = name != "megatron-core"
-            yield Check(
-                name, "fail" if needed else "warn", f"not installed; needed for {use}", f"pip install '{name}{pin}'"
-            )
+            status: Status = "warn" if name == "megatron-core" else "fail"
+            yield Check(name, status, f"not installed; needed for {use}", remedy)
         elif found in SpecifierSet(pin, prereleases=True):
             yield Check(name, "ok", found)
         else:
-            yield Check(name, "warn", f"{found}, tested with {pin}", f"pip install '{name}{pin}'")
+            yield Check(name, "warn", f"{found}, tested with {pin}", remedy)
     for name, use in OPTIONAL.items():
         yield Check(name, "ok", package_version(name) or f"not installed; needed for {use} only")
     yield _vllm()
@@ -97,21 +95,17 @@ def _torch() -> Iterator[Check]:
     except (ImportError, OSError) as error:  # a CUDA library that does not fit says so here
         yield Check("torch import", "fail", str(error), "install torch again, in the build that fits this machine")
         return
-    build = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "for CPU only"
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    build = f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch is built for CPU only"
     if torch.cuda.is_available():
         names = {torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
-        yield Check("gpu", "ok", f"{torch.cuda.device_count()} x {', '.join(sorted(names))}; torch is built {build}")
-    elif driver and hidden:
-        yield Check("gpu", "warn", "there is one, but CUDA_VISIBLE_DEVICES hides it", "unset CUDA_VISIBLE_DEVICES")
-    elif driver and not torch.version.cuda:
-        remedy = "install torch's CUDA build from its own index, or use --device cpu"
-        yield Check("gpu", "fail", "there is an NVIDIA driver, but torch is built for CPU only", remedy)
+        yield Check("gpu", "ok", f"{torch.cuda.device_count()} x {', '.join(sorted(names))}; {build}")
+    elif driver and os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        yield Check("gpu", "warn", f"CUDA_VISIBLE_DEVICES hides it; {build}", "unset CUDA_VISIBLE_DEVICES")
     elif driver:
-        remedy = "compare `nvidia-smi` (CUDA version of the driver) with torch's; is the device passed in?"
-        yield Check("gpu", "fail", f"there is an NVIDIA driver, but torch ({build}) sees no device", remedy)
+        remedy = "install torch's build for the CUDA version that `nvidia-smi` shows, or use --device cpu"
+        yield Check("gpu", "fail", f"there is an NVIDIA driver, but torch sees no device; {build}", remedy)
     else:
-        yield Check("gpu", "ok", f"none; torch is built {build}")
+        yield Check("gpu", "ok", f"none; {build}")
 
 
 def _built_for_torch() -> Iterator[Check]:
@@ -158,49 +152,32 @@ def _files() -> Check:
 
 
 def _cores() -> Iterator[Check]:
-    usable, quota = num_usable_cpus(), cpu_quota()
-    text = f"{usable} usable of {os.cpu_count()}" + (f", quota {quota:g}" if quota else "")
-    over = quota is not None and usable > quota + 0.5
-    remedy = f"--num-threads {max(1, int(quota or 1))}: more threads than the quota wait for each other"
-    yield Check("cores", "warn" if over else "ok", text, remedy)
+    usable, limit = num_usable_cpus(), _cgroup("cpu.max")
+    quota = int(limit[0]) / int(limit[1]) if limit else usable
+    text = f"{usable} usable of {os.cpu_count()}" + (f", quota {quota:g}" if limit else "")
+    remedy = f"--num-threads {max(1, int(quota))}: more threads than the quota wait for each other"
+    yield Check("cores", "warn" if usable > quota + 0.5 else "ok", text, remedy)
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         value = os.environ.get(name)
-        if value and (not value.isdigit() or int(value) > min(usable, quota or usable)):
-            yield Check(name, "warn", f"is {value}, with {min(usable, quota or usable):g} cores", f"unset {name}")
+        if value and (not value.isdigit() or int(value) > min(usable, quota)):
+            yield Check(name, "warn", f"is {value}, with {min(usable, quota):g} cores", f"unset {name}")
 
 
 def _memory() -> Check:
-    limit, memory = memory_limit(), psutil.virtual_memory()
-    total = min(memory.total, limit or memory.total)
+    limit, memory = _cgroup("memory.max"), psutil.virtual_memory()
+    total = min(memory.total, *map(int, limit)) if limit else memory.total
     text = f"{memory.available / 1e9:.1f} GB available of {total / 1e9:.1f} GB" + (" (cgroup)" if limit else "")
     low = min(memory.available, total) < 2e9
     return Check("memory", "warn" if low else "ok", text, "the quickstart takes 2 GB: end something else")
 
 
-def cpu_quota() -> float | None:
-    """CPU cores that the cgroup grants; None without a limit."""
+def _cgroup(name: str) -> list[str]:
+    """The words of a limit of this container (cgroup v2); none where it has no limit."""
     try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return None if quota == "max" else int(quota) / int(period)
+        words = (Path("/sys/fs/cgroup") / name).read_text().split()
     except OSError:
-        pass
-    try:
-        folder = Path("/sys/fs/cgroup/cpu")
-        limit, every = (int((folder / f"cpu.cfs_{n}_us").read_text()) for n in ("quota", "period"))
-        return None if limit < 0 else limit / every
-    except OSError:
-        return None
-
-
-def memory_limit() -> int | None:
-    """Bytes of memory that the cgroup grants; None without a limit."""
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        try:
-            text = (Path("/sys/fs/cgroup") / name).read_text().strip()
-        except OSError:
-            continue
-        return int(text) if text.isdigit() and int(text) < 1 << 60 else None
-    return None
+        return []
+    return [] if words[0] == "max" else words
 
 
 def _loopback() -> Check:
@@ -209,15 +186,6 @@ def _loopback() -> Check:
     except ConfigError as error:
         return Check("loopback", "fail", error.what, error.remedy)
     return Check("loopback", "ok", f"127.0.0.1 answers (port {port} tried)")
-
-
-def _hugging_face() -> Iterator[Check]:
-    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
-    existing = next(p for p in (home, *home.absolute().parents) if p.exists())
-    offline = [n for n in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if os.environ.get(n, "0") not in ("", "0")]
-    text = f"cache {home}" + (f"; {', '.join(offline)} set: nothing is downloaded" if offline else "")
-    writable = os.access(existing, os.W_OK)
-    yield Check("Hugging Face", "ok" if writable else "warn", text, f"{existing} cannot be written: set HF_HOME")
 
 
 def _leftovers() -> Iterator[Check]:

@@ -31,11 +31,8 @@ TAIL = 12  # lines of an error or log
 def check_run(run_dir: Path) -> list[Check]:
     """All checks of a run's folder. Raises: ConfigError where it is not the folder of a run."""
     if not (run_dir / "config.json").exists():
-        raise ConfigError(
-            "no config.json" if run_dir.is_dir() else "no such folder",
-            where=str(run_dir),
-            remedy="give the --run-dir of a run",
-        )
+        what = "no config.json" if run_dir.is_dir() else "no such folder"
+        raise ConfigError(what, where=str(run_dir), remedy="give the --run-dir of a run")
     config, summary = read_json(run_dir / "config.json"), read_json(run_dir / "summary.json") or None
     args = config.get("args") or {}
     try:
@@ -47,7 +44,7 @@ def check_run(run_dir: Path) -> list[Check]:
     return [
         _config(config.get("title"), args),
         _versions(config),
-        *_state(run_dir, config, summary),
+        _state(run_dir, config, summary),
         metrics,
         _last_step(args, rows),
         _alarms(rows),
@@ -74,36 +71,29 @@ def _versions(config: dict[str, Any]) -> Check:
     return Check("versions", "ok", ", ".join(f"{n} {str(then[n])[:12]}" for n in names if then.get(n)))
 
 
-def _state(run_dir: Path, config: dict[str, Any], summary: dict[str, Any] | None) -> Iterator[Check]:
+def _state(run_dir: Path, config: dict[str, Any], summary: dict[str, Any] | None) -> Check:
     """Whether the run has finished, is running, or has ended otherwise; then with its last lines."""
     process = config.get("process") or {}
     pid, host = process.get("pid"), process.get("host")
-    if summary is not None and summary.get("to_go_on"):
-        signals = "" if summary.get("status") == "left" else " (Ctrl-C, SIGTERM or SIGHUP)"
-        when = f"{summary.get('status')}{signals} after {duration(summary.get('wall_seconds'))}"
-        yield Check("state", "warn", when, str(summary.get("to_go_on")))
-        return
     if summary is not None:
-        yield Check("state", "ok", f"finished after {duration(summary.get('wall_seconds'))}")
-        return
+        when = f"{summary.get('status', 'finished')} after {duration(summary.get('wall_seconds'))}"
+        remedy = str(summary.get("to_go_on") or "")
+        return Check("state", "warn" if remedy else "ok", when, remedy)
     if host != socket.gethostname():
-        yield Check("state", "warn", f"not finished; pid {pid} on host {host}, not seen from here", f"ask on {host}")
-        return
+        return Check("state", "warn", f"not finished; pid {pid} on host {host}, not seen from here", f"ask on {host}")
     if _lives(pid, process.get("started")):
         stacks = f"kill -USR1 {pid} writes what it does into {run_dir / 'logs'}/dump-<n>.txt"
         age = time.time() - psutil.Process(pid).create_time()
-        yield Check("state", "ok", f"running as pid {pid} for {duration(age)}\n{stacks}")
-        return
+        return Check("state", "ok", f"running as pid {pid} for {duration(age)}\n{stacks}")
     error = run_dir / "logs" / "error.txt"
     if error.exists():
         lines = error.read_text(errors="replace").split("\n\n")[0].splitlines()
-        yield Check("state", "fail", "ended by an error\n" + "\n".join(lines[-TAIL:]), f"more is in {error}")
-        return
+        return Check("state", "fail", "ended by an error\n" + "\n".join(lines[-TAIL:]), f"more is in {error}")
     logs = sorted((run_dir / "logs").glob("*.log"), key=lambda p: p.stat().st_mtime)
     tail = logs[-1].read_text(errors="replace").splitlines()[-TAIL:] if logs else []
     said = f"\nthe last lines of {logs[-1]}:\n" + "\n".join(tail) if tail else ""
     remedy = "it was killed (SIGKILL): by hand, or as the machine had no memory left (`dmesg`); --load goes on with it"
-    yield Check("state", "fail", f"pid {pid} is gone, and left neither summary nor error{said}", remedy)
+    return Check("state", "fail", f"pid {pid} is gone, and left neither summary nor error{said}", remedy)
 
 
 def _lives(pid: int | None, started: float | None) -> bool:

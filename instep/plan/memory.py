@@ -27,8 +27,7 @@ class Gpus:
 
     Attributes:
         size: bytes of one of them.
-        names: where they are, such as "node 0: 0-3"; count: how many.
-        requests: a line for each engine on them.
+        names: where they are, such as "node 0 GPU 0,1"; count: how many.
     """
 
     size: float

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from instep.arguments.engine_flags import prefixed
-from instep.arguments.engine_help import record
+from instep.arguments.help import record
 from instep.engines.flags import PREFIXES, TABLES, FlagTable, Package, read_table
 
 _INTRODUCTION = """\

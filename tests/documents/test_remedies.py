@@ -57,7 +57,7 @@ def _values(node: ast.AST) -> list[ast.expr]:
         return []
     name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
     found = [k.value for k in node.keywords if k.arg == "remedy"]
-    place = {"Problem": 2, "Combination": 4}.get(name)
+    place = {"Problem": 2, "Combination": 3}.get(name)
     return found + (node.args[place : place + 1] if place is not None else [])
 
 

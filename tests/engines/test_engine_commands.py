@@ -11,7 +11,7 @@ import urllib.request
 
 import pytest
 
-from instep.arguments.engine_help import record
+from instep.arguments.help import record
 from instep.arguments.parse import parse
 from instep.cluster.engine_plan import plan_engines, plan_routers
 from instep.engines.flags import (

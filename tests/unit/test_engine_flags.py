@@ -8,12 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from instep.arguments.all_flags import find, own_flags
+from instep.arguments.all_flags import SGLANG, find, own_flags
 from instep.arguments.engine_flags import as_flag
-from instep.arguments.engine_help import format_engine_help
-from instep.arguments.help import format_help
+from instep.arguments.help import format_engine_help, format_help
 from instep.arguments.parse import parse
-from instep.arguments.sglang import SGLANG
 from instep.cli import main
 from instep.engines import flags
 from instep.engines.flags import PREFIXES, TABLES, engine_words, flag_table, merge, read_table, router_arguments

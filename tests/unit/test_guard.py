@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from multidict import CIMultiDict
 
-from instep.arguments.engine_rules import api_keys
+from instep.arguments.engine import api_keys
 from instep.arguments.parse import parse
 from instep.engines import keys
 from instep.errors import ConfigError

@@ -49,9 +49,6 @@ REFUSED = {
     "--save-hf out --save out/ckpt": "and with it --save",
     "--save-hf out --run-dir out": "which is --run-dir",
     "--save-hf runs": "and with it --run-dir",
-    "--run-dir out --save-hf out/logs": "the run itself writes",
-    "--run-dir out --save-hf out/logs/hf": "the run itself writes",
-    "--save out --save-hf out/iter_0000000": "the run itself writes",
     "--save-hf out/{rollout_id} --load out/0": "which is --load",
     "--save-hf out/{rollout_id} --load out/100": "out/100, which is --load",
     "--save-hf out/{step} --load out/100": "out/100, which is --load",
@@ -67,7 +64,6 @@ REFUSED = {
     "--dump-details data.jsonl/x": "cannot write to",
     "--save-debug-rollout-data {rollout_id}/../data.jsonl": "which is --prompt-data",
     "--save-debug-train-data {rollout_id}/../model": "is a folder",
-    "--dump-details d --load out --load-debug-rollout-data d/rollout_data/{rollout_id}.pt": "the run itself writes",
     "--use-wandb --wandb-dir data.jsonl": "cannot write to",
 }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from instep.algorithms.catalog import ALGORITHMS, KL_IN_LOSS, listed, names_where
-from instep.arguments.algorithm.combination import Combination, only_with
+from instep.arguments.algorithm.combination import Combination
 from instep.arguments.concern import Settings
 from instep.arguments.flag import attribute_name
 
@@ -27,7 +27,6 @@ def _makes_rewards(args: Settings) -> bool:
 
 def _only_with_kl(flag: str) -> Combination:
     return Combination(
-        (),
         flag,
         lambda a, given: attribute_name(flag) in given and not a.use_kl_loss and a.kl_coef == 0,
         "there is no reference without a KL",
@@ -37,90 +36,86 @@ def _only_with_kl(flag: str) -> Combination:
 
 RULES = (
     Combination(
-        names_where(lambda estimator, loss: estimator.compares_group),
         "--n-samples-per-prompt 1",
         lambda a, given: a.n_samples_per_prompt == 1 and _compares(a),
         "a group of one has no advantage: every sample equals its group's mean",
         f"use at least 2 (the default is 8), or {listed(_UNCOMPARED)}",
+        algorithms=names_where(lambda estimator, loss: estimator.compares_group),
     ),
     Combination(
-        tuple(ALGORITHMS),
         "--n-samples-per-prompt 1 --dynamic-sampling-filter-path ...check_reward_nonzero_std",
         lambda a, given: (
             a.n_samples_per_prompt == 1 and (a.dynamic_sampling_filter_path or "").endswith(".check_reward_nonzero_std")
         ),
         "the rewards of a group of one never differ, so that every group would be dropped",
         "use at least 2, or leave the filter out",
+        algorithms=tuple(ALGORITHMS),
     ),
     Combination(
-        names_where(lambda estimator, loss: estimator.compares_group and not estimator.comparison_optional),
         "--disable-rewards-normalization",
         lambda a, given: not a.rewards_normalization,
         "nothing of this estimator is left without the comparison within a group",
         f"leave it out, or use {listed(_UNCOMPARED)}",
+        algorithms=names_where(lambda estimator, loss: estimator.compares_group and not estimator.comparison_optional),
     ),
     Combination(
-        _UNCOMPARED,
         "--disable-rewards-normalization",
         lambda a, given: not a.rewards_normalization,
         "has no effect, there is no comparison within groups",
         "leave it out",
         refused=False,
+        algorithms=_UNCOMPARED,
     ),
     Combination(
-        names_where(lambda estimator, loss: not estimator.divides_by_std),
         "--disable-grpo-std-normalization",
         lambda a, given: not a.grpo_std_normalization,
         "has no effect, there is no division by the std of a group",
         "leave it out",
         refused=False,
+        algorithms=names_where(lambda estimator, loss: not estimator.divides_by_std),
     ),
     Combination(
-        (),
         "--disable-grpo-std-normalization and --disable-rewards-normalization",
         lambda a, given: not a.rewards_normalization and not a.grpo_std_normalization,
         "without the normalization over groups there is no std to leave out",
         "give one of the two",
     ),
     Combination(
-        names_where(lambda estimator, loss: estimator.whitens),
         "--normalize-advantages",
         lambda a, given: a.normalize_advantages,
         "has no effect, this estimator whitens its advantages anyway",
         "leave it out",
         refused=False,
+        algorithms=names_where(lambda estimator, loss: estimator.whitens),
     ),
     Combination(
-        names_where(lambda estimator, loss: not estimator.discounts),
         "--gamma",
         lambda a, given: a.gamma != 1,
         "has no effect: one advantage for all tokens of a response, nothing to discount",
         f"leave it out, or use {listed(_DISCOUNTED)}",
+        algorithms=names_where(lambda estimator, loss: not estimator.discounts),
     ),
     Combination(
-        names_where(lambda estimator, loss: not estimator.has_critic),
         "--lambd",
         lambda a, given: a.lambd != 1,
         "has no effect without a critic",
         f"leave it out, or use {listed(_WITH_CRITIC)}",
+        algorithms=names_where(lambda estimator, loss: not estimator.has_critic),
     ),
     # ---- KL ----
     Combination(
-        (),
         "--kl-coef and --kl-loss-coef",
         lambda a, given: a.kl_coef != 0 and a.kl_loss_coef != 0,
         "the KL counts twice",
         "let one of them be 0",
     ),
     Combination(
-        (),
         "--kl-loss-coef",
         lambda a, given: a.kl_loss_coef != 0 and not a.use_kl_loss,
         "has no effect without --use-kl-loss",
         "give both",
     ),
     Combination(
-        (),
         "--use-kl-loss without --kl-loss-coef",
         lambda a, given: a.use_kl_loss and "kl_loss_coef" not in given,
         "the KL is only reported: its weight in the loss is 0",
@@ -128,7 +123,6 @@ RULES = (
         refused=False,
     ),
     Combination(
-        (),
         "--kl-loss-coef with --kl-loss-type k1",
         lambda a, given: a.kl_loss_coef != 0 and a.kl_loss_type == "k1" and not a.use_unbiased_kl,
         "k1 as a loss holds nothing back: the expectation of its gradient is 0, and its noise is added to the policy's",
@@ -137,65 +131,45 @@ RULES = (
     ),
     *(_only_with_kl(flag) for flag in ("--ref-update-interval", "--ref-served-model")),
     Combination(
-        (),
         "--ref-served-model and --ref-load or --ref-update-interval",
         lambda a, given: a.ref_served_model is not None and not given.isdisjoint(("ref_load", "ref_update_interval")),
         "there is one reference, served as it is or a copy in the trainer",
         "name its folder as model_path in --vllm-config, or leave --ref-served-model out",
     ),
     Combination(
-        (),
         "--ref-served-model with --rollout-temperature",
         lambda a, given: a.ref_served_model is not None and a.rollout_temperature != 1,
         "an engine's log-probs of given tokens are those at temperature 1, the policy's those it sampled from",
         "sample at temperature 1, or leave --ref-served-model out",
     ),
-    *only_with(("--use-kl-loss",), "--use-unbiased-kl"),
     Combination(
-        names_where(lambda estimator, loss: not estimator.kl_on_tokens),
         f"--kl-coef and {_REWARD_HOOKS}",
         lambda a, given: a.kl_coef != 0 and _makes_rewards(a),
         "the hook's rewards would replace those with the KL",
         f"use {KL_IN_LOSS}, or take the KL off in the hook",
+        algorithms=names_where(lambda estimator, loss: not estimator.kl_on_tokens),
     ),
     Combination(
-        _SUCCESS_RATES,
         "--kl-coef",
         lambda a, given: a.kl_coef != 0,
         "a reward less a KL is no rate of success",
         f"use {KL_IN_LOSS}",
+        algorithms=_SUCCESS_RATES,
     ),
     # ---- on-policy distillation ----
     Combination(
-        (),
-        "--opd-type or --opd-kl-coef or --opd-teacher-url or --opd-teacher-load or --opd-teacher-ckpt-step",
-        lambda a, given: not a.use_opd and any(name.startswith("opd_") for name in given),
-        "has no effect without --use-opd",
-        "give both",
-    ),
-    Combination(
-        (),
         "--use-opd",
         lambda a, given: a.use_opd and (a.opd_teacher_load if a.opd_type == "model" else a.opd_teacher_url) is None,
         "there is no teacher",
         "give --opd-teacher-url, the address of a served one, or --opd-teacher-load, a checkpoint",
     ),
     Combination(
-        (),
         "--opd-teacher-url and --opd-teacher-load",
         lambda a, given: {"opd_teacher_url", "opd_teacher_load"} <= given,
         "there is one teacher, served or loaded",
         "give one of the two",
     ),
     Combination(
-        (),
-        "--opd-teacher-ckpt-step",
-        lambda a, given: a.opd_teacher_ckpt_step is not None and a.opd_teacher_load is None,
-        "says which step of --opd-teacher-load",
-        "give both",
-    ),
-    Combination(
-        (),
         "--use-opd with --rollout-temperature and a served teacher",
         lambda a, given: a.use_opd and a.opd_type == "engine" and a.rollout_temperature != 1,
         "an engine's log-probs of given tokens are those at temperature 1, the student's those it sampled from",
@@ -203,21 +177,19 @@ RULES = (
     ),
     # ---- overlong responses ----
     Combination(
-        _SUCCESS_RATES,
         "--overlong-buffer-len",
         lambda a, given: a.overlong_buffer_len is not None,
         "a reward less a penalty is no rate of success",
         "leave it out",
+        algorithms=_SUCCESS_RATES,
     ),
     Combination(
-        (),
         f"--overlong-buffer-len and {_REWARD_HOOKS}",
         lambda a, given: a.overlong_buffer_len is not None and _makes_rewards(a),
         "the hook's rewards would replace those with the penalty",
         "take the penalty off in the hook",
     ),
     Combination(
-        (),
         "--custom-reward-post-process-path and --custom-convert-samples-to-train-data-path",
         lambda a, given: (
             "custom_reward_post_process_path" in given and a.custom_convert_samples_to_train_data_path is not None
@@ -226,16 +198,13 @@ RULES = (
         "call it in the conversion",
         refused=False,
     ),
-    *only_with(("--overlong-buffer-len",), "--overlong-penalty-factor"),
     Combination(
-        (),
         "--overlong-buffer-len without --rollout-max-response-len",
         lambda a, given: a.overlong_buffer_len is not None and a.rollout_max_response_len is None,
         "the buffer lies before that length",
         "give both",
     ),
     Combination(
-        (),
         "--overlong-buffer-len above --rollout-max-response-len",
         lambda a, given: (
             a.overlong_buffer_len is not None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from instep.algorithms.catalog import algorithm_of
 from instep.arguments.concern import Problem, Settings
-from instep.arguments.flag import attribute_name
+from instep.arguments.flag import Flag, FlagGroup, attribute_name
 
 When = Callable[[Settings, set[str]], bool]
 
@@ -23,21 +24,21 @@ class Combination:
     """Flags whose combination makes no sense, or has one flag too many.
 
     Attributes:
-        algorithms: the values of `--advantage-estimator` for which it holds (`catalog.names_where`); empty: it holds
-            for every algorithm, SFT and DPO too.
-        flags: the other flags, as a user types them.
+        flags: as a user types them.
         when: whether the combination is there, from the arguments and the attributes of the flags that were given.
         what: why the combination makes no sense.
         remedy: what to do.
         refused: False: the run starts, with a note.
+        algorithms: the values of `--advantage-estimator` for which it holds (`catalog.names_where`); empty: it holds
+            for every algorithm, SFT and DPO too.
     """
 
-    algorithms: tuple[str, ...]
     flags: str
     when: When
     what: str
     remedy: str
     refused: bool = True
+    algorithms: tuple[str, ...] = ()
 
     def __call__(self, args: Settings, given: set[str]) -> Iterator[Problem]:
         """The combination as a rule of the validator: it yields one problem, or nothing."""
@@ -48,12 +49,13 @@ class Combination:
         yield Problem(self.what, where, self.remedy, self.refused)
 
 
-def only_with(needed: tuple[str, ...], *flags: str) -> list[Combination]:
-    """Flags that have an effect only where one of the attributes of the flags `needed` is neither 0 nor unset."""
-    others = [attribute_name(flag) for flag in needed]
+def needing(groups: Iterable[FlagGroup]) -> Iterator[Combination]:
+    """Flags that have no effect where all of those that they need (`Flag.needs`) are 0 or unset."""
+    for flag in (flag for group in groups for flag in group.flags if flag.needs):
+        needed = " or ".join(flag.needs)
+        what = flag.lacks or f"has no effect without {needed}"
+        yield Combination(flag.name, partial(_unused, flag), what, f"give {needed}")
 
-    def unused(name: str) -> When:
-        return lambda args, given: name in given and not any(getattr(args, other) for other in others)
 
-    what = f"has no effect without {' or '.join(needed)}"
-    return [Combination((), flag, unused(attribute_name(flag)), what, "give both") for flag in flags]
+def _unused(flag: Flag, args: Settings, given: set[str]) -> bool:
+    return flag.attribute in given and not any(getattr(args, attribute_name(other)) for other in flag.needs)

@@ -20,7 +20,11 @@ _ADD_CRITIC = (
 )
 RULES = tuple(
     Combination(
-        names_where(lambda estimator, loss: not estimator.has_critic), flag, given(flag), _NO_CRITIC, _ADD_CRITIC
+        flag,
+        given(flag),
+        _NO_CRITIC,
+        _ADD_CRITIC,
+        algorithms=names_where(lambda estimator, loss: not estimator.has_critic),
     )
     for flag in (
         "--critic-load",
@@ -45,11 +49,9 @@ def critic(args: Args, given: set[str]) -> Iterator[Problem]:
     if not num_critic_gpus(args):
         return
     if args.num_rollout is not None and args.num_critic_only_steps > args.num_rollout:
-        yield Problem(
-            f"{args.num_critic_only_steps} rollouts for the critic alone, but the run has {args.num_rollout}",
-            "--num-critic-only-steps",
-            f"use at most {args.num_rollout}, with which the actor is never trained",
-        )
+        what = f"{args.num_critic_only_steps} rollouts for the critic alone, but the run has {args.num_rollout}"
+        remedy = f"use at most {args.num_rollout}, with which the actor is never trained"
+        yield Problem(what, "--num-critic-only-steps", remedy)
     own = args_of_role(args, "critic")
     ranks = f"{own.world_size} ranks of the critic, which is as parallel as the actor"
     yield from undivided(own, ranks, "--critic-num-gpus-per-node")
@@ -58,17 +60,11 @@ def critic(args: Args, given: set[str]) -> Iterator[Problem]:
     unit = own.dp_size * (1 if args.use_dynamic_batch_size else args.micro_batch_size)
     size = args.global_batch_size
     if size is not None and (size < unit or (not args.use_dynamic_batch_size and size % unit)):
-        yield Problem(
-            f"{size} samples a step do not divide among the critic's {own.dp_size} data-parallel ranks",
-            "--critic-num-gpus-per-node",
-            "use the actor's number",
-        )
+        what = f"{size} samples a step do not divide among the critic's {own.dp_size} data-parallel ranks"
+        yield Problem(what, "--critic-num-gpus-per-node", "use the actor's number")
     if own.min_lr > own.lr:
         yield Problem(f"--min-lr {own.min_lr} is above the critic's {own.lr}", "--critic-lr", "raise it")
     if own.lr_decay_iters is not None and own.lr_warmup_iters >= own.lr_decay_iters:
-        yield Problem(
-            f"{own.lr_warmup_iters} is not below the {own.lr_decay_iters} steps of the decay",
-            "--critic-lr-warmup-iters",
-            f"use less than {own.lr_decay_iters}",
-        )
+        what = f"{own.lr_warmup_iters} is not below the {own.lr_decay_iters} steps of the decay"
+        yield Problem(what, "--critic-lr-warmup-iters", f"use less than {own.lr_decay_iters}")
     yield from folder_to_load("critic_load")(args, given)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from instep.algorithms.catalog import DEFAULT_ROLLOUT, listed, names_where
-from instep.arguments.algorithm.combination import Combination, given, only_with
+from instep.arguments.algorithm.combination import Combination, given
 from instep.arguments.concern import Settings
 
 _CLIPPED_RATIO = names_where(lambda estimator, loss: loss.bounds == "ratio")
@@ -45,65 +45,64 @@ def _rounding_clips(args: Settings) -> bool:
 RULES: tuple[Combination, ...] = (
     # ---- forms of the policy loss ----
     Combination(
-        _CLIPPED_RATIO,
         "--eps-clip of 1 or more",
         lambda a, given: a.eps_clip >= 1,
         "it would never clip below",
         "use a value below 1, such as 0.2",
+        algorithms=_CLIPPED_RATIO,
     ),
     Combination(
-        _BOUNDED_DIVERGENCE,
         "--eps-clip or --eps-clip-high of 1 or more",
         lambda a, given: max(a.eps_clip, a.eps_clip_high) >= 1,
         "no probability moves by 1, and a KL of 1 nat is no trust region: hardly a token would be masked",
         "use a value below 1, such as 0.15 for the total variation or 0.05 for the KL",
+        algorithms=_BOUNDED_DIVERGENCE,
     ),
     Combination(
-        _BOUNDED_WEIGHT,
         "--eps-clip above 1",
         lambda a, given: a.eps_clip > 1,
         "the lower bound of a weight is 1 - eps_clip, which is 0 at least",
         "use 1 for no lower bound",
+        algorithms=_BOUNDED_WEIGHT,
     ),
     Combination(
-        _SMOOTH_GATE,
         "--eps-clip, --eps-clip-high or --eps-clip-c",
         given("--eps-clip", "--eps-clip-high", "--eps-clip-c"),
         "SAPO has a smooth gate and clips nothing",
         "use --sapo-tau-pos and --sapo-tau-neg",
+        algorithms=_SMOOTH_GATE,
     ),
     Combination(
-        _BOUNDED_WEIGHT,
         "--eps-clip-c",
         given("--eps-clip-c"),
         "CISPO bounds the weight itself; there is no second bound",
         "use --eps-clip-high",
+        algorithms=_BOUNDED_WEIGHT,
     ),
     Combination(
-        names_where(lambda estimator, loss: loss.bounds != "nothing"),
         "--sapo-tau-pos or --sapo-tau-neg",
         given("--sapo-tau-pos", "--sapo-tau-neg"),
         "has no effect without SAPO's gate",
         f"leave it out, or use {listed(_SMOOTH_GATE)}",
+        algorithms=names_where(lambda estimator, loss: loss.bounds != "nothing"),
     ),
     Combination(
-        names_where(lambda estimator, loss: not loss.of_response),
         "--gspo-gradient",
         given("--gspo-gradient"),
         "has no effect without the ratio of a response",
         f"leave it out, or use {listed(_OF_RESPONSE)}",
+        algorithms=names_where(lambda estimator, loss: not loss.of_response),
     ),
     Combination(
-        _OF_RESPONSE,
         "--partial-rollout, --use-rollout-logprobs or `instep train-async` in bf16",
         lambda a, given: _rounding_clips(a),
         "what older weights made (everything, with the latter) has the engine's log-probs as old ones, and rounding "
         "alone puts most responses outside bounds as narrow as these (87 % of responses of 64 tokens)",
         "use --use-tis, --precision fp32, or an --eps-clip of 0.01 or more",
         refused=False,
+        algorithms=_OF_RESPONSE,
     ),
     Combination(
-        (),
         "--constant-loss-length with --calculate-per-token-loss",
         lambda a, given: a.constant_loss_length is not None and a.calculate_per_token_loss,
         "the loss has one denominator: a constant, or the number of tokens",
@@ -111,14 +110,12 @@ RULES: tuple[Combination, ...] = (
     ),
     # ---- between trainer and engine ----
     Combination(
-        (),
         "--use-tis or --use-rs with --use-rollout-logprobs",
         lambda a, given: _corrects(a) and a.use_rollout_logprobs,
         "with the engine's log-probs as old policy, as dppo always has them, there is nothing to correct",
         "leave the correction out",
     ),
     Combination(
-        (),
         "--rollout-top-p or --rollout-top-k with --use-tis, --use-rs or --use-rollout-logprobs (dppo has it)",
         lambda a, given: _truncates(a) and (_corrects(a) or a.use_rollout_logprobs),
         "the engine's log-probs are of the truncated distribution, the trainer's of the full one: every ratio would be "
@@ -126,7 +123,6 @@ RULES: tuple[Combination, ...] = (
         "sample from the full distribution, or leave the correction out",
     ),
     Combination(
-        (),
         "--rollout-top-p or --rollout-top-k with --partial-rollout or `instep train-async`",
         lambda a, given: _truncates(a) and _has_older_tokens(a),
         "the engine's log-probs are of the distribution that the older weights truncated, no base for a ratio: tokens "
@@ -135,68 +131,55 @@ RULES: tuple[Combination, ...] = (
         refused=False,
     ),
     Combination(
-        (),
         "--tis-clip-low above --tis-clip",
         lambda a, given: a.tis_clip_low > a.tis_clip,
         "no weight lies between the two",
         "exchange them",
     ),
     Combination(
-        (),
         "--tis-clip-low with --tis-mode truncate",
         lambda a, given: a.tis_mode == "truncate" and a.tis_clip_low > 0,
         "truncation has an upper bound only",
         "use --tis-mode clip",
     ),
     Combination(
-        (),
         "--rs-lower-bound above --rs-upper-bound",
         lambda a, given: a.use_rs and a.rs_lower_bound > a.rs_upper_bound,
         "everything would be rejected",
         "exchange them",
     ),
     Combination(
-        (),
         "--use-opsm with one step per rollout",
         lambda a, given: a.use_opsm and _always_on_policy(a),
         "no sample is masked out: the policy is still the one that the old log-probs are of",
         "use --num-steps-per-rollout 2 or more, or --use-rollout-logprobs",
     ),
-    *only_with(("--use-tis",), "--tis-level", "--tis-mode", "--custom-tis-function-path"),
-    *only_with(("--use-tis", "--use-rs"), "--tis-clip", "--tis-clip-low"),
-    *only_with(("--use-rs",), "--rs-level", "--rs-lower-bound", "--rs-upper-bound", "--rs-veto-threshold"),
-    *only_with(("--use-opsm",), "--opsm-delta"),
     # ---- users' losses ----
     Combination(
-        (),
         "--loss-type custom_loss without --custom-loss-function-path",
         lambda a, given: a.loss_type == "custom_loss" and a.custom_loss_function_path is None,
         "it needs the loss",
         "give --custom-loss-function-path",
     ),
     Combination(
-        (),
         "--custom-loss-function-path",
         lambda a, given: a.loss_type != "custom_loss" and a.custom_loss_function_path is not None,
         "has no effect without --loss-type custom_loss",
         "give both",
     ),
     Combination(
-        (),
         "--loss-type custom_loss with --tensor-model-parallel-size",
         lambda a, given: a.loss_type == "custom_loss" and a.tensor_model_parallel_size > 1,
         "a custom loss gets the logits of the whole vocabulary, which tensor parallelism splits",
         "use data or pipeline parallelism",
     ),
     Combination(
-        (),
         "--loss-type custom_loss with --context-parallel-size",
         lambda a, given: a.loss_type == "custom_loss" and a.context_parallel_size > 1,
         "a custom loss gets the logits of all tokens, which context parallelism splits",
         "use data or pipeline parallelism",
     ),
     Combination(
-        (),
         "--loss-type custom_loss with flags of the policy loss",
         lambda a, given: (
             a.loss_type == "custom_loss"
