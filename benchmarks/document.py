@@ -280,6 +280,16 @@ def _sync_cells(r: dict[str, Any]) -> list[str]:
     return [*paused, published, ms(busy.get("proof")), ms(r["recomputed"]), memory, f"{r['tokens_per_s']:,.0f}"]
 
 
+def planned_seconds() -> str:
+    from plan_seconds import PHASES, rows
+
+    lines = [["what, on one GPU: seconds planned, and seen", *PHASES]]
+    for row in rows():
+        cells = [f"{row.planned[p]:.2f}, {row.seen[p]:.2f}" if p in row.seen else "" for p in PHASES]
+        lines.append([f"`{row.name}`", *cells])
+    return table(*lines)
+
+
 def margins() -> str:
     found = json.loads((ROOT / "tests" / "distributed" / "margins.json").read_text())
     rows = [["model", "precision", "right", "wrong", "the smallest fault", "margin"]]
@@ -314,6 +324,7 @@ SECTIONS: dict[str, list[Callable[[], str]]] = {
     "docs/data.md": [data_files],
     "docs/engines.md": [bf16_gap],
     "docs/performance.md": [controller_share],
+    "docs/plan.md": [planned_seconds],
     "docs/weight-sync.md": [margins, real_task, weight_sync, weight_sync_gpu, gpu_main],
 }
 

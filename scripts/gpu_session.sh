@@ -6,7 +6,7 @@
 #   gpu_session.sh keep FOLDER        there, a call for each of them: it goes to ~/g
 #   gpu_session.sh unpack             there: makes of ~/g what the items need
 #   gpu_session.sh start LANE ...     there: a copy of this tree runs the items of each lane in their order, the lanes side
-#                                     by side; LANE is "0: mfu_4b parking" or "2,3: trl": its GPUs, 16 cores for each
+#                                     by side; LANE is "0: mfu_4b card" or "2,3: trl": its GPUs, 16 cores for each
 #   gpu_session.sh watch SECONDS      there: how far they are; logs and results to $OUT/results.txz
 #   gpu_session.sh items              their names
 #
@@ -133,6 +133,11 @@ item_grpo_side_by_side() { # 240 0.6B dimensions, nobody takes turns: early scor
 }
 item_grpo_two() { # 480 two GPUs: one trains and one generates, and both on both, with two engines and with one of TP 2
     python benchmarks/gpu_grpo.py --only instep-hf-apart instep-hf-dp2 instep-hf-tp2 --out "$R/out.json"
+}
+item_card() { # 150 the card's rates, for instep plan
+    XDG_CACHE_HOME=$R/cache python -m instep.cli plan --card-profile measure --hf-checkpoint ~/g/extra/guide/models/policy \
+        --rollout-backend vllm --colocate --actor-num-gpus-per-node 1 --rollout-batch-size 32
+    cp "$R"/cache/instep/card-*.json "$R/"
 }
 item_parking() { # 60 how long a parked trainer takes to come back
     python benchmarks/parking.py

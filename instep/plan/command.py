@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 from collections.abc import Sequence
@@ -11,20 +12,25 @@ from instep.algorithms.catalog import OFFLINE
 from instep.errors import ConfigError
 from instep.plan.memory import MARGIN, Gpus, as_json, plan_memory, tables
 from instep.plan.trainer import GB
+from instep.system.options import OptionParser
 
 if TYPE_CHECKING:
     from instep.arguments.args import Args
 
 USAGE = """\
-usage: instep plan [--json] [--FLAG ...]
+usage: instep plan [--json] [--card-profile here|measure|FILE [--mean-response-len N]]
+                   [--FLAG ...]
 
-Say where the ranks and engines of `instep train` would go, what they need of each GPU in each phase, and which phase is
-the tightest. It takes the flags of `instep train`, needs none and starts nothing.
+Say where the ranks and engines of `instep train` would go, what they need of each GPU in each phase, which phase is the
+tightest, and how long a step takes. It takes the flags of `instep train`, needs none and starts nothing.
 
   --hf-checkpoint DIR         the model: without it only the places are shown; config.json alone is enough
   --num-gpus-per-node N       GPUs of a node (default 8)
   --gpu-memory-gb N           memory of a GPU in GiB (default 80)
-  --rollout-max-prompt-len N, --rollout-max-response-len N    the longest samples, which the memory follows from
+  --rollout-max-prompt-len N, --rollout-max-response-len N    the longest samples, which memory and time follow from
+  --card-profile here         predict a step's seconds by phase, from a profile of this machine that is measured in half
+                              a minute and kept; measure: measure again; FILE: one that was kept elsewhere
+  --mean-response-len N       tokens of a response on average; default: as many as it may have
   --json                      one JSON object instead of tables
 
 What cannot fit ends with exit code 2, and names the flags that save memory. A run on GPUs makes the same check before
@@ -35,9 +41,13 @@ Example
     --rollout-max-prompt-len 512 --rollout-max-response-len 2048"""
 
 
-def own_options(words: Sequence[str]) -> tuple[bool, list[str]]:
-    """Whether the words of `instep plan` ask for JSON, and the flags of a run."""
-    return "--json" in words, [word for word in words if word != "--json"]
+def own_options(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The options of `instep plan` itself, and the flags of a run."""
+    parser = OptionParser("instep plan", add_help=False, allow_abbrev=False)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--card-profile")
+    parser.add_argument("--mean-response-len", type=float)
+    return parser.parse_known_args(list(words))
 
 
 def main(words: list[str]) -> None:
@@ -54,7 +64,7 @@ def plan(words: Sequence[str]) -> None:
     Raises:
         ConfigError: it is wrong, or needs more than a GPU has.
     """
-    as_data, flags = own_options(words)
+    options, flags = own_options(words)
     from rich.console import Console
 
     from instep.arguments.parse import parse
@@ -64,9 +74,10 @@ def plan(words: Sequence[str]) -> None:
     args = parse(flags, "plan")
     gpus = plan_memory(args)
     placed = make_plan(args)
-    if as_data:
+    device, seconds = _seconds(args, options)
+    if options.json:
         places = [{"who": who, "node": node, "gpus": where} for who, node, where in describe(placed)]
-        print(json.dumps({"places": places, "memory": as_json(gpus)}, indent=1))
+        print(json.dumps({"places": places, "memory": as_json(gpus), "seconds": seconds}, indent=1))
     else:
         for note in args.notes:
             print(note)
@@ -75,7 +86,23 @@ def plan(words: Sequence[str]) -> None:
         if args.rollout_backend != "auto" or args.device != "cpu":  # else engines of which there is nothing to show
             for part in itertools.chain(describe_engines(args), _assumed(args, flags), tables(gpus)):
                 print(part) if isinstance(part, str) else console.print(part)
+        if seconds:
+            phases = ", ".join(f"{phase} {value:.2f}" for phase, value in seconds.items())
+            print(f"a step takes about {sum(seconds.values()):.2f} s on {device}: {phases}")
+        elif device:
+            print(f"{device}: no seconds without --hf-checkpoint and --rollout-batch-size")
     check(args, gpus)
+
+
+def _seconds(args: Args, options: argparse.Namespace) -> tuple[str, dict[str, float]]:
+    """The device whose profile is used, and a step's seconds by phase; none without a profile."""
+    if options.card_profile is None:
+        return "", {}
+    from instep.plan.card import card_of
+    from instep.plan.seconds import predict
+
+    card, path = card_of(options.card_profile)
+    return f"{card.device} ({path})", predict(args, card, options.mean_response_len)
 
 
 def _assumed(args: Args, words: Sequence[str]) -> list[str]:

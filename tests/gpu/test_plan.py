@@ -1,4 +1,4 @@
-"""What `instep plan` says against a GPU: memory at three sizes."""
+"""What `instep plan` says against a GPU: memory at three sizes, and the profile of the card."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 from benchmarks.random_model import make_model
 from benchmarks.train_step import measure
+from instep.plan.card import card_of
 from instep.system.gpus import memory_of_gpus
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -35,6 +36,15 @@ def test_training_needs_what_is_planned(tmp_path: Path, size: str, case: str, to
     row = measure(options, model, case, tmp_path / "run")
     print(f"\n{size} {case}: planned {row['planned_gib']} GiB, seen {row['peak_gib']} GiB, {row['seconds']} s")
     assert row["planned_gib"] == pytest.approx(row["peak_gib"], rel=0.1)
+
+
+def test_the_profile_of_a_card_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    card, path = card_of("here")
+    print(f"\n{path.read_text()}")
+    assert card.matmul > 1e14 and card.memory > 1e12 and card.to_host > 1e9 and card.to_device > 1e9
+    assert 1e-7 < card.op < 1e-3 and set(card.train) == {1024, 4096}
+    assert card.train[4096] > card.train[1024] > 1e12, "wide layers are nearer to the card's peak"
 
 
 def test_the_memory_of_gpus_is_that_of_cuda() -> None:
