@@ -47,14 +47,15 @@ class _Loop:
 
     def _run(self) -> None:
         _of_thread.home = self
-        try:
-            self.loop.run_forever()
+        error: BaseException | None = None
+        while not isinstance(error, OSError):  # of the loop's own descriptors, which a hook has closed
             what, where = "a hook has stopped the loop of rollouts", "the rollout"
-        except BaseException as error:  # noqa: BLE001 - asyncio lets SystemExit and the like of a task end its loop
-            what, where = f"a task of a hook's own raised {said(error)}", raised_at(error)
-        if not self.ends:
-            _abandon(self)
-            self.silence()
+            try:
+                self.loop.run_forever()
+            except BaseException as raised:  # noqa: BLE001 - asyncio lets SystemExit and the like of a task end its loop
+                error, what, where = raised, f"a task of a hook's own raised {said(raised)}", raised_at(raised)
+            if self.ends:
+                return
             remedy = "await the tasks that the hook begins, catch what they raise, and leave the loop running"
             self.interrupt(RolloutError(what, where=where, remedy=remedy))
 
@@ -70,10 +71,6 @@ class _Loop:
         if self.session is not None:
             await self.session.close()
         return not refusing
-
-    def silence(self) -> None:
-        """Say nothing of the tasks that are left: to destroy them would run their code."""
-        self.loop.set_exception_handler(lambda loop, context: None)
 
     def interrupt(self, error: BaseException) -> None:
         for waiting in list(self.interrupts):
@@ -183,8 +180,8 @@ def shutdown(timeout: float = 2.0) -> None:
         has_ended = asyncio.run_coroutine_threadsafe(home.close(), home.loop).result(timeout)
     except concurrent.futures.TimeoutError:  # it is frozen or busy
         has_ended = False
-    if not has_ended:  # leave the daemon thread
-        home.silence()
+    if not has_ended:  # leave the daemon thread and silence it: to destroy its tasks would run their code
+        home.loop.set_exception_handler(lambda loop, context: None)
         return
     home.ends = True
     home.loop.call_soon_threadsafe(home.loop.stop)
