@@ -54,9 +54,7 @@ def build_batch(
     rewards: list[float] = []
     temperatures: list[float] = []
     for sample in samples:
-        if not sample.response_length:
-            what = f"the response is empty (status {sample.status.value})"
-            raise _error(sample, what, "leave its group out, or let the generate function keep the end-of-text token")
+        _check_lengths(sample)
         temperatures.append(_temperature(sample, default_temperature, compares))
         if needs_reward:
             rewards.append(reward_of(sample, reward_key))
@@ -254,6 +252,21 @@ def _ids(sample: Sample) -> torch.Tensor:
     if ids.dtype != torch.int64 or ids.dim() != 1 or bool((ids < 0).any()):
         raise _error(sample, f"tokens hold {ids.dtype} of at least {ids.min()}", "token ids are integers from 0")
     return ids
+
+
+def _check_lengths(sample: Sample) -> None:
+    """Compare them once more: rewards and filters may have changed the sample since its rollout function returned it."""
+    n = sample.response_length
+    if not n:
+        what = f"the response is empty (status {sample.status.value})"
+        raise _error(sample, what, "leave its group out, or let the generate function keep the end-of-text token")
+    if len(sample.tokens) <= n:
+        what = f"{len(sample.tokens)} tokens for a response of {n}: the prompt is missing"
+        raise _error(sample, what, "sample.tokens holds prompt + response ids, response_length counts the response's")
+    for name in ("loss_mask", "rollout_log_probs"):
+        if (values := getattr(sample, name)) is not None and len(values) != n:
+            what = f"{name} has {len(values)} entries for {n} response tokens"
+            raise _error(sample, what, "use sample.append_response_tokens, which keeps them aligned")
 
 
 def _error(sample: Sample, what: str, remedy: str) -> RolloutError:

@@ -268,14 +268,18 @@ def _run_forked(line: socket.socket, fds: Sequence[int], libraries: Sequence[str
     try:
         request = json.loads(b"".join(iter(lambda: line.recv(_CHUNK), b"")))
         argv, env = request["argv"], request["env"]
+        die_with_parent()
+        if request["new_session"]:
+            os.setsid()
         os.umask(request["umask"])
         try:
-            _become(argv, env, request["cwd"], libraries, request["new_session"])
-        except OSError as error:  # the folder is not there
+            os.chdir(request["cwd"])
+        except OSError as error:
             line.send(str(error).encode())
             _exit(1)
         line.send(f"pid {os.getpid()}".encode())
         _set_descriptors(fds, request["fds"])
+        _become(argv, env, request["cwd"], libraries)
         code = _exit_code(lambda: runpy.run_module(argv[2], run_name="__main__", alter_sys=True))
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
@@ -296,14 +300,10 @@ def _set_descriptors(have: Sequence[int], want: Sequence[int]) -> None:
             os.closerange(low + 1, high)
 
 
-def _become(argv: Sequence[str], env: Mapping[str, str], cwd: str, libraries: Sequence[str], new_session: bool) -> None:
+def _become(argv: Sequence[str], env: Mapping[str, str], cwd: str, libraries: Sequence[str]) -> None:
     """What the kernel and Python do for a program that starts."""
     import setproctitle
 
-    die_with_parent()
-    if new_session:
-        os.setsid()
-    os.chdir(cwd)
     setproctitle.setproctitle(" ".join(argv))
     os.environ.clear()
     os.environ.update(env)

@@ -127,7 +127,7 @@ CHECKPOINTS = {
     "--hf-checkpoint {bad}/cut": "damaged|cut/model.safetensors|again",
     "--hf-checkpoint {bad}/tokenizerless": "no tokenizer|{bad}/tokenizerless|tokenizer.json",
     "--hf-checkpoint {bad}/templateless": "--apply-chat-template|{bad}/templateless|chat template",
-    "--hf-checkpoint {bad}/bert": "encoder-only|causal",
+    "--hf-checkpoint {bad}/bert": "not a causal language model|BertModel",
     "--hf-checkpoint {bad}/t5": "encoder-decoder|causal",
     "--advantage-estimator ppo --critic-load {bad}/nowhere": "no folder|--critic-load",
     "--advantage-estimator ppo --critic-load {bad}/no_checkpoint": "no_checkpoint is neither|--critic-load|config.json",
