@@ -28,7 +28,7 @@ import torch
 from machine import cores
 from random_model import make_model
 
-from instep.convert import main as convert
+from instep.checkpoints.convert import main as convert
 
 HERE = Path(__file__).parent
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from instep import __version__
 from instep.errors import ConfigError, InstepError
-from instep.neighbours import Command, added, commands
+from instep.hooks.neighbours import Command, added, commands
 from instep.system import fork_server
 from instep.system.importing import first_import
 from instep.system.kernel import allow_descriptors
@@ -53,7 +53,7 @@ OWN = {
     ),
     "convert": Command(
         "hf-to-megatron | megatron-to-hf | fp8-to-bf16: weights in another format, read back and compared",
-        "instep.convert:main",
+        "instep.checkpoints.convert:main",
     ),
     "doctor": Command("[RUN_DIR]: check this installation, or what became of a run", "instep.doctor.command:main"),
 }
@@ -151,7 +151,7 @@ def arguments(command: str, words: list[str]) -> Args:
     if "--device" not in names and no_driver():
         words = [*words, "--device", "cpu"]
     args = parse(words, command)
-    from instep.preflight import check_inputs
+    from instep.controller.preflight import check_inputs
 
     check_inputs(args)
     if args.device != "cpu":

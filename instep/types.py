@@ -180,7 +180,7 @@ class Sample:
         trainable: bool = True,
     ) -> None:
         """`append_response_tokens` of ids and log-probs that are lists of Python's own numbers, as engines answer."""
-        from instep import routes  # which imports numpy
+        from instep.models import routes  # which imports numpy
 
         self._check_append(len(ids), values, trainable)
         n, before = len(ids), self.response_length
@@ -232,7 +232,7 @@ class Sample:
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain values, and the attributes that hooks have set; routed experts are a text."""
-        from instep import routes
+        from instep.models import routes
 
         known = {f.name for f in dataclasses.fields(self)}
         out = {name: copy.copy(getattr(self, name)) for name in known - {"extra"}}
@@ -251,7 +251,7 @@ class Sample:
         spans = kwargs.pop("weight_versions", [])
         sample = cls(**kwargs)
         if isinstance(sample.rollout_routed_experts, str):
-            from instep import routes
+            from instep.models import routes
 
             sample.rollout_routed_experts = routes.decode(sample.rollout_routed_experts)
         if all(isinstance(s, dict) for s in spans):

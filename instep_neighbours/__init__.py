@@ -1,6 +1,6 @@
 """What lets programs of other projects work with instep unmodified; the core names none of it."""
 
-from instep.neighbours import Addition, Command
+from instep.hooks.neighbours import Addition, Command
 
 TRL = Addition(
     commands={

@@ -13,9 +13,9 @@ import asyncio
 import re
 from typing import Any
 
+from instep.rollout.sandbox import Limits, run_python
 from instep.rollout.tokens import next_turn, tokenizer_of
 from instep.rollout.vllm_rollout import generate as generate_turn
-from instep.sandbox import Limits, run_python
 from instep.system.processes import num_usable_cpus
 from instep.types import Sample, Status
 
@@ -51,7 +51,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
 
 
 async def evaluate(expression: str, unsafe: bool = False) -> str:
-    """The expression's value in a sandbox of its own (`instep.sandbox`), or its error; at most 100 characters."""
+    """Return the expression's value in a sandbox (`instep.rollout.sandbox`), or its error; at most 100 characters."""
     async with _slots:
         outcome = await run_python(TOOL, expression.strip(), limits=LIMITS, unsafe=unsafe)
     if outcome.status is None:

@@ -13,8 +13,8 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from instep.documents import parse_yaml
 from instep.errors import ConfigError
+from instep.system.documents import parse_yaml
 
 if TYPE_CHECKING:
     from instep.arguments.settings import HookSettings, Settings

@@ -18,9 +18,9 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from instep.data.rows import split_files
-from instep.documents import parse_choice, parse_json, parse_whole
 from instep.engines.topology import MAX_GPUS
 from instep.hooks.aliases import instep_hook, is_aliased, is_installed
+from instep.system.documents import parse_choice, parse_json, parse_whole
 
 FlagStatus = Literal["acts", "accepted", "later", "refused"]
 

@@ -13,9 +13,9 @@ from typing import Any
 
 from instep.arguments.concern import Given, Problem, Rule, Settings, flag_name
 from instep.arguments.flag import read_flags
-from instep.documents import read_text
 from instep.models.hub import HOW, gets_weights
 from instep.models.shape import read_config
+from instep.system.documents import read_text
 from instep.system.scratch import export_folder
 
 _NOT_CAUSAL = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")

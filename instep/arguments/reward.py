@@ -10,8 +10,8 @@ from instep.arguments.flag import TYPE_LABELS, read_flags
 from instep.data.formats import eval_row_format, row_format
 from instep.data.graders import GRADERS, NEED_LABELS, grader_of
 from instep.data.rows import parse_path, split_files
-from instep.documents import parse_json
 from instep.errors import ConfigError
+from instep.system.documents import parse_json
 
 
 def rm_type(value: str) -> str:

@@ -39,7 +39,7 @@ from instep.arguments.named import name_models
 from instep.arguments.parser import Scan
 from instep.arguments.roles import read_roles
 from instep.errors import ConfigError
-from instep.neighbours import added
+from instep.hooks.neighbours import added
 
 # In this order: a resolver may read what those before it have set. Each has RESOLVERS, or RULES, or both.
 CONCERNS = (

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from instep.checkpoints.hf_export import exporting
 from instep.checkpoints.integrity import folder_digest
 from instep.checkpoints.weight_files import opened
-from instep.documents import read_json
 from instep.errors import CheckpointError
+from instep.system.documents import read_json
 
 if TYPE_CHECKING:
     import torch

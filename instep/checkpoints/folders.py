@@ -31,9 +31,9 @@ from instep.checkpoints.integrity import (
     write_manifest,
 )
 from instep.checkpoints.values import SAVABLE, from_text, to_text
-from instep.documents import read_text
 from instep.errors import CheckpointError, ConfigError
 from instep.system.atomic import free_name, write_text
+from instep.system.documents import read_text
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings

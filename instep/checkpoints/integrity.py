@@ -18,9 +18,9 @@ from typing import Literal
 
 import xxhash
 
-from instep.documents import read_json
 from instep.errors import CheckpointError
 from instep.system.atomic import free_name, replace_folder, sync_folder, write_text
+from instep.system.documents import read_json
 
 MANIFEST = "files.json"
 TRACKER = "latest_checkpointed_iteration.txt"

@@ -37,10 +37,10 @@ from instep.checkpoints.megatron_files import (
 )
 from instep.checkpoints.plain import METADATA
 from instep.checkpoints.torch_files import load_data
-from instep.documents import read_json
 from instep.errors import CheckpointError
 from instep.models.shape import ModelShape
 from instep.models.weight_map import HEAD, Kind, WeightEntry, join, weight_entries
+from instep.system.documents import read_json
 
 _OPTIMIZER = re.compile(r"(?P<prefix>(?:\w+\.)?optimizer\.(?:state\.)?)exp_avg\.")
 

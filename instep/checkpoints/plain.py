@@ -34,8 +34,8 @@ from torch.futures import Future
 
 from instep.checkpoints.inert import MAX_NAME, Made, NoData, read
 from instep.checkpoints.torch_files import TensorFiles, load_data
-from instep.documents import open_regular
 from instep.errors import CheckpointError
+from instep.system.documents import open_regular
 
 METADATA = ".metadata"
 MAX_BYTES = 512 * 2**20  # of an index; one of a million chunks has 160 MB

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.utils import _create_file_view
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from instep.checkpoints.inert import DAMAGED, class_for
-from instep.documents import open_regular
 from instep.errors import CheckpointError
+from instep.system.documents import open_regular
 
 AHEAD_BYTES = 8 * 2**20  # which the kernel reads beyond a tensor that is asked for
 _DAMAGED = (*DAMAGED, OSError, RuntimeError, struct.error)

@@ -11,9 +11,9 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from instep.checkpoints.inert import MAX_NAME
-from instep.documents import open_regular
 from instep.errors import CheckpointError
 from instep.models.files import INDEX, SINGLE, weight_map
+from instep.system.documents import open_regular
 
 PARTS = ("qweight", "qzeros", "scales", "g_idx")  # the tensors with which GPTQ and AWQ replace a layer's `weight`
 MAX_DIMENSIONS = 64

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from instep import spans
 from instep.arguments.args import Args
 from instep.arguments.model import known_config
 from instep.cluster.engine_plan import plan_engines
@@ -21,7 +20,8 @@ from instep.observability import floors
 from instep.observability.run_logger import RunLogger
 from instep.observability.step_table import StepTable, step_table
 from instep.observability.trace import write_trace
-from instep.spans import Span
+from instep.system import spans
+from instep.system.spans import Span
 
 MOST_SPANS = 400_000  # in a file: about 50 MB of JSON, 5 MB as it is compressed
 STOP_TIMEOUT = 300.0  # seconds that an engine has to write what it has recorded; a run can do without

@@ -31,8 +31,8 @@ from instep.hooks import Hook
 from instep.rollout.outputs import flatten
 from instep.rollout.scorer import ServedScorer, served_reference
 from instep.rollout.teacher import served_teacher
-from instep.spans import span
 from instep.system.processes import watched
+from instep.system.spans import span
 from instep.training.gap import COLUMN as FRESH
 from instep.training.gap import fresh_tokens
 from instep.types import Group, Sample, TokenBatch

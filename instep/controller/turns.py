@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from instep.controller.role import RoleTrainer
 from instep.engines.engine import KV_CACHE, WEIGHTS, Engine
-from instep.spans import span
+from instep.system.spans import span
 from instep.weights.way import OF_ADAPTERS
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import torch
 
 from instep.data.sampling import distribution_of, truncated_by
 from instep.errors import RolloutError
-from instep.routes import as_routes
+from instep.models.routes import as_routes
 from instep.types import Group, Sample, TokenBatch, VersionSpan, name_of, reward_of
 
 
@@ -255,7 +255,7 @@ def _ids(sample: Sample) -> torch.Tensor:
 
 
 def _check_lengths(sample: Sample) -> None:
-    """Compare them once more: rewards and filters may have changed the sample since its rollout function returned it."""
+    """Compare them once more: rewards and filters may have changed the sample since it was generated."""
     n = sample.response_length
     if not n:
         what = f"the response is empty (status {sample.status.value})"

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from instep.data.graders import GRADERS, NEED_LABELS, grader_of, wrong_label
 from instep.data.messages import Message, as_object, checked_message, short, with_arguments
-from instep.documents import parse_json
 from instep.errors import ConfigError, DataError
+from instep.system.documents import parse_json
 
 _SLICE = re.compile(r"^(?P<path>.*)@\[(?P<start>-?\d{0,18}):(?P<stop>-?\d{0,18})\]$")
 PARQUET_ROWS = 256  # decoded at a time

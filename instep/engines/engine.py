@@ -23,8 +23,8 @@ from instep.engines.kind import Capabilities, EngineKind, all_kinds
 from instep.engines.router import Server
 from instep.engines.topology import POLICY, ServerRole
 from instep.errors import EngineError
-from instep.spans import Span, span
 from instep.system.processes import Process, watched
+from instep.system.spans import Span, span
 from instep.weights.way import SINGLE_COPY
 
 if TYPE_CHECKING:

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from instep.documents import parse_choice, parse_json, parse_whole
 from instep.errors import EngineError, writing
 from instep.system.atomic import write_text
+from instep.system.documents import parse_choice, parse_json, parse_whole
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from instep.engines.spec import Addresses, EngineSpec
 from instep.engines.topology import ServerGroup
 from instep.errors import ConfigError
-from instep.spans import Span
+from instep.system.spans import Span
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings

@@ -23,10 +23,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from instep.documents import parse_yaml
 from instep.engines.flags import FlagTable, engine_words, flag_table, merge, nearest_name
 from instep.engines.reserved_flags import reserved
 from instep.errors import ConfigError
+from instep.system.documents import parse_yaml
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings

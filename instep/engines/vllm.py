@@ -30,7 +30,7 @@ from instep.engines.spec import Addresses, EngineSpec
 from instep.engines.topology import ServerGroup, group_words, model_path, policy_model, served_models
 from instep.engines.vllm_process import node_environment, profiler_config, serve_arguments, vllm_env
 from instep.errors import ConfigError, EngineError
-from instep.spans import Span, of_torch
+from instep.system.spans import Span, of_torch
 from instep.weights.way import OF_ADAPTERS, SINGLE_COPY
 from instep_engine import LORA_VARIABLE, PROTOCOL, vllm
 

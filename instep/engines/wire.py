@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from instep import routes
 from instep.errors import EngineError
+from instep.models import routes
 from instep.types import Status, VersionSpan
 
 GENERATE = "/inference/v1/generate"

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from instep.errors import ConfigError, InstepError, RolloutError
+from instep.hooks.neighbours import is_own
 from instep.hooks.user_code import described, is_from_outside, is_interrupt, ours, said
-from instep.neighbours import is_own
 
 T = TypeVar("T")
 # What aiohttp, httpx, requests, urllib and openai raise for an answer 401.

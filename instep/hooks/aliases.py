@@ -10,7 +10,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-from instep.neighbours import added
+from instep.hooks.neighbours import added
 
 
 @cache

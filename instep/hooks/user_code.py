@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from instep.neighbours import packages
+from instep.hooks.neighbours import packages
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from instep.documents import open_regular, read_json
+from instep.system.documents import open_regular, read_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _LONGEST = 10**8  # bytes of a header, by the format

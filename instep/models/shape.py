@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from instep.documents import read_json
 from instep.errors import ConfigError
 from instep.models.files import has_own_head
 from instep.models.mtp import KEYS, num_mtp_layers
 from instep.models.rope import rope_by_layer
+from instep.system.documents import read_json
 
 QUANTIZATION = "hf_quant_config.json"
 

@@ -30,8 +30,8 @@ from instep.observability.samples import sample_row, to_log
 from instep.observability.sinks import JsonLines, TensorBoard, WandB, jsonable, read_json_lines, write_json
 from instep.observability.step_table import PHASE
 from instep.observability.versions import versions
-from instep.spans import span
 from instep.system.private import without_credentials, without_secrets
+from instep.system.spans import span
 from instep.types import Group, as_number
 
 

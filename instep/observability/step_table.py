@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from instep.spans import ON_GPU, ROLLOUT, Span
+from instep.system.spans import ON_GPU, ROLLOUT, Span
 
 PHASE = "phase"  # the fact by which spans of phases are known
 IDLE, BETWEEN = "nobody works", "between the phases"

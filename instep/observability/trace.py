@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from instep.spans import Lane, Span
+from instep.system.spans import Lane, Span
 
 
 def write_trace(path: Path, spans: Sequence[Span], begin: int, about: Mapping[str, Any]) -> None:

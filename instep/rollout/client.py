@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from instep import spans
 from instep.data.sampling import note_request
 from instep.engines.kind import kind_of
 from instep.engines.wire import GENERATE, VLLM_WIRE, Completion, GenerationRequest, WireFormat
 from instep.errors import ConfigError, EngineError, RolloutError
 from instep.rollout import admission
 from instep.rollout.http import post, post_json
+from instep.system import spans
 from instep_engine.answers import CONTENT_TYPE
 from instep_engine.sglang_form import VLLM_NAMES
 

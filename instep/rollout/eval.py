@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from instep.data.dataset import Record, load_dataset, options_of, tell_of_bos
 from instep.data.formats import eval_row_format
 from instep.errors import ConfigError, RolloutError
-from instep.neighbours import is_own
+from instep.hooks.neighbours import is_own
 from instep.rollout import runtime
 from instep.rollout.execute import Execution, longest_response, new_execution, run_group
 from instep.rollout.rewards.dispatch import BUILT_IN

@@ -11,7 +11,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from instep import spans
 from instep.arguments.rollout import context_of_model
 from instep.data.sampling import Presumed, requests_noted, settle
 from instep.engines.kind import kind_of
@@ -24,6 +23,7 @@ from instep.rollout.rewards.dispatch import apply_rewards
 from instep.rollout.room import SAMPLES_PER_ENGINE, Room
 from instep.rollout.runtime import gather
 from instep.rollout.tokens import prompt_ids
+from instep.system import spans
 from instep.types import Group, Sample, Status, name_of
 
 if TYPE_CHECKING:

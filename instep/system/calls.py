@@ -18,8 +18,8 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
-from instep.spans import span
 from instep.system.processes import BEAT_SECONDS, pulse
+from instep.system.spans import span
 
 
 @dataclass(frozen=True)

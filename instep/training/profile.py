@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from instep import spans
-from instep.spans import Span
+from instep.system import spans
+from instep.system.spans import Span
 from instep.training.backend import Frozen, Role, TrainBackend
 
 WORKER_CALLS = (

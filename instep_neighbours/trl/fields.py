@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from instep.data.memory import listed
-from instep.documents import parse_yaml
 from instep.errors import ConfigError
+from instep.system.documents import parse_yaml
 
 Kind = Literal["acts", "changes nothing", "not here"]
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from instep.checkpoints.convert import main as convert
 from instep.checkpoints.megatron_files import RANK_FILE
 from instep.checkpoints.torch_files import load_data
-from instep.convert import main as convert
 from instep.errors import CheckpointError
 from tests.distributed.foreign import load_torch_dist, save_torch, save_torch_dist
 from tests.distributed.megatron_layouts import MODELS, random_model

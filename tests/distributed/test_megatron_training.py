@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from instep.convert import main as convert
+from instep.checkpoints.convert import main as convert
 from tests.distributed.megatron_layouts import random_model
 from tests.distributed.megatron_runs import export, make_args, refusal
 from tests.distributed.megatron_training import BETAS, CHECKPOINTS, CONFIG, GRADIENT

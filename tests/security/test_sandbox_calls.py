@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from instep.sandbox import Limits, run, run_python
+from instep.rollout.sandbox import Limits, run, run_python
 from tests.bounds import allowed
 
 ROOT = Path(__file__).parents[2]
@@ -156,7 +156,7 @@ def test_a_program_can_make_no_other_call(sandbox, boot):
 KEEPER = """
 import asyncio, ctypes, sys
 from types import SimpleNamespace
-from instep.sandbox import Limits, run
+from instep.rollout.sandbox import Limits, run
 libc = ctypes.CDLL(None, use_errno=True)
 libc.syscall.restype = ctypes.c_long
 session = libc.syscall(KEYCTL, 1, None)

@@ -17,9 +17,10 @@ import pytest
 import torch
 
 import instep
-from instep import hooks, preflight
+from instep import hooks
 from instep.api import _CALLED_HERE
 from instep.cli import arguments
+from instep.controller import preflight
 from instep.data.dataset import check_file, load_dataset
 from instep.data.formats import row_format
 from instep.data.rows import RowFormat, split_files

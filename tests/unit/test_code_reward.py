@@ -12,7 +12,7 @@ from instep.data.graders import wrong_label
 from instep.errors import ConfigError, RewardError
 from instep.rollout.rewards import code
 from instep.rollout.rewards.code import last_block, passes_all, read_tests
-from instep.sandbox import Limits, run
+from instep.rollout.sandbox import Limits, run
 
 SUM = "def add(a, b):\n    return a + b\n"
 ASSERTS = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]

@@ -18,8 +18,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from instep import convert
-from instep.checkpoints import hf_export
+from instep.checkpoints import convert, hf_export
 from instep.checkpoints.integrity import write_manifest
 from instep.checkpoints.megatron import MegatronCheckpoint
 from instep.checkpoints.megatron_writer import _no_scales

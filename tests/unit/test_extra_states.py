@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from instep import convert
+from instep.checkpoints import convert
 from instep.checkpoints.megatron import MegatronCheckpoint
 from instep.checkpoints.megatron_files import full_shape
 from instep.checkpoints.plain import read_index

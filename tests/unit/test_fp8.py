@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from instep import convert
 from instep.arguments.parse import parse
+from instep.checkpoints import convert
 from instep.checkpoints.hf_weights import opened_weights
 from instep.checkpoints.megatron import MegatronCheckpoint
 from instep.cli import main
+from instep.controller.preflight import check_inputs
 from instep.errors import CheckpointError, ConfigError, InstepError
-from instep.preflight import check_inputs
 from instep.training.worker import Worker
 from tests.architectures import tiny_config
 from tests.assets import make_prompts, make_tokenizer

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from instep import convert
 from instep.arguments.parse import parse
+from instep.checkpoints import convert
 from instep.checkpoints.megatron import MegatronCheckpoint
 from instep.cli import main
 from instep.errors import CheckpointError, ConfigError

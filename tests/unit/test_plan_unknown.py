@@ -13,7 +13,7 @@ from instep.models.sizes import quantized_bytes, shape_of
 from instep.plan import command
 from instep.plan.memory import plan_memory
 from instep.plan.trainer import rank_of
-from instep.spans import of_torch
+from instep.system.spans import of_torch
 
 QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "max_position_embeddings": 40960}
 EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "num_hidden_layers": 48}

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from instep.arguments.parse import parse
+from instep.controller.preflight import check_inputs
 from instep.data.ledger import Ledger, LedgeredDataSource
 from instep.data.source import load_source
 from instep.errors import ConfigError, RewardError, RolloutError
-from instep.preflight import check_inputs
 from instep.rollout import runtime
 from instep.rollout.outputs import as_train_output
 from instep.rollout.rewards.dispatch import apply_rewards
+from instep.rollout.sandbox import run
 from instep.rollout.vllm_rollout import generate_rollout
-from instep.sandbox import run
 from instep.types import Sample, Status
 from tests.assets import make_checkpoint, make_prompts
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from instep import routes
 from instep.data.batch import build_batch
 from instep.engines.embedded.model import Runner
 from instep.engines.embedded.protocol import Request
 from instep.engines.wire import Completion
 from instep.errors import RolloutError
+from instep.models import routes
 from instep.rollout import together, vllm_rollout
 from instep.training.megatron.replay import has_twice
 from instep.types import Sample, Status

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from instep.errors import ConfigError
-from instep.sandbox import Limits, run, run_python
+from instep.rollout.sandbox import Limits, run, run_python
 from tests.bounds import allowed
 from tests.e2e.commands import gone_within
 
@@ -241,7 +241,7 @@ def test_a_cancelled_call_leaves_nothing(python):
 
 @pytest.mark.parametrize("means", ["namespaces", "none"])
 def test_it_dies_with_its_parent(means):
-    code = "import asyncio\nfrom instep.sandbox import Limits, run\n"
+    code = "import asyncio\nfrom instep.rollout.sandbox import Limits, run\n"
     code += f"asyncio.run(run._in_sandbox({means!r}, 'while True: pass', '', Limits(seconds=60)))"
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) as parent:
         deadline = time.monotonic() + 30

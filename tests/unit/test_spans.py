@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from instep import spans
-from instep.spans import Span
+from instep.system import spans
+from instep.system.spans import Span
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from instep.observability import floors
 from instep.observability.floors import CARDS, Model, peak_of
 from instep.observability.step_table import BETWEEN, IDLE, PHASE, step_table
 from instep.observability.trace import write_trace
-from instep.spans import ROLLOUT, Lane, Span
+from instep.system.spans import ROLLOUT, Lane, Span
 from tests.bounds import allowed
 from tests.command_line import CONFIG, argv, make_folder, refusal
 

@@ -29,7 +29,7 @@ from instep.controller.turns import Turns
 from instep.engines.engine import Engine, EngineRefusal
 from instep.errors import EngineError, InstepError, SyncError
 from instep.rollout import admission
-from instep.spans import span
+from instep.system.spans import span
 from instep.weights.way import GOLDEN, OF_ADAPTERS, Order, Sent, way_named
 from instep_engine import BROKEN
 from instep_engine.stream import StreamBroken

@@ -15,7 +15,7 @@ import setproctitle
 
 from instep.checkpoints.hf_export import check_hf_checkpoint
 from instep.data.tokenizer import end_tokens, load_tokenizer
-from instep.documents import read_text
+from instep.system.documents import read_text
 from instep.system.importing import first_import
 from instep.system.processes import LIFELINE_VARIABLE, follow_parent
 from instep_engine import MEMORY_VARIABLE

@@ -14,8 +14,8 @@ from instep.engines.kind import Capabilities, EngineKind, RunningEngine, engine_
 from instep.engines.spec import Addresses, EngineSpec
 from instep.engines.topology import served_models
 from instep.errors import ConfigError
-from instep.spans import Span
 from instep.system.processes import DETERMINISTIC_ENV, OPENMP_ENV
+from instep.system.spans import Span
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings

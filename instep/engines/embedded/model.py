@@ -27,7 +27,7 @@ from instep.engines.embedded.sampling import log_softmax
 from instep.errors import CheckpointError
 from instep.models.attention import Unfit, check_plain
 from instep.models.rope import fix_rope
-from instep.routes import as_routes
+from instep.models.routes import as_routes
 from instep.system.processes import pulse
 
 KINDS = {"full_attention", "sliding_attention"}  # of layers, in `layer_types` of transformers

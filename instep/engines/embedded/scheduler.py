@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from instep import spans
 from instep.data.template import apply_template
 from instep.engines.embedded.model import Runner
 from instep.engines.embedded.protocol import HttpError, Progress, Request
 from instep.engines.embedded.sampling import distribution, sample, uniforms
 from instep.engines.embedded.weights import FAILED, LiveWeights
 from instep.engines.stops import find_stop
+from instep.system import spans
 from instep.system.calls import CallQueue, Part
 from instep.weights.parking import Parking, give_back
 from instep.weights.way import OF_ADAPTERS

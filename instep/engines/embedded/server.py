@@ -17,7 +17,7 @@ from instep.engines.bodies import read_of
 from instep.engines.embedded import protocol
 from instep.engines.embedded.protocol import HttpError, Request
 from instep.engines.embedded.streaming import TIMEOUT, Body, log_probs, stream
-from instep.routes import encode
+from instep.models.routes import encode
 from instep.system.calls import Caller
 from instep_engine import sglang_form, vllm_form
 from instep_engine.guard import Guard

@@ -1,4 +1,4 @@
-"""Code against tests: the last fenced block of a response, each test in a sandbox of its own (`instep.sandbox`).
+"""Code against tests: the last fenced block of a response, each test in its own sandbox (`instep.rollout.sandbox`).
 
 A program that is wrong, too slow or too large has the reward 0. That the sandbox itself does not start is no reward,
 but an error.
@@ -12,7 +12,7 @@ import secrets
 from typing import Any, NamedTuple
 
 from instep.errors import RewardError
-from instep.sandbox import Limits, run_python
+from instep.rollout.sandbox import Limits, run_python
 
 LIMITS = Limits(seconds=10.0, memory=512 << 20, processes=1)  # of each test
 NUM_TRIES = 3  # of a sandbox that does not start

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from instep import spans
 from instep.data.graders import GRADERS, grader_of
 from instep.errors import ConfigError, InstepError, RewardError
 from instep.hooks import defined_at, load_function, raised_at, signature_for
@@ -24,6 +23,7 @@ from instep.rollout.rewards.pool import shared_pool
 from instep.rollout.rewards.rules import Algebra, grade
 from instep.rollout.rewards.trl import arguments, is_trls
 from instep.rollout.tokens import without_end
+from instep.system import spans
 from instep.types import Group, Sample, Status, as_number, name_of, reward_of
 
 if TYPE_CHECKING:

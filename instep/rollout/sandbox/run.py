@@ -76,7 +76,7 @@ async def check_sandbox() -> str:
     if means is None:
         raise ConfigError(
             f"this host has no sandbox for the code of a model: {reason}",
-            where="instep.sandbox",
+            where="instep.rollout.sandbox",
             remedy="install bubblewrap, or allow user namespaces (sysctl kernel.unprivileged_userns_clone=1; a "
             "container with CAP_SYS_ADMIN); --unsafe-local-exec runs the code with all rights of yours",
         )

@@ -1,5 +1,5 @@
 """A sandbox for code that a model has written: for tools, and for rewards that run code."""
 
-from instep.sandbox.run import Limits, Outcome, check_sandbox, run_python
+from instep.rollout.sandbox.run import Limits, Outcome, check_sandbox, run_python
 
 __all__ = ["Limits", "Outcome", "check_sandbox", "run_python"]

@@ -23,7 +23,7 @@ from instep.data.rows import split_files
 from instep.errors import ConfigError, InstepError
 from instep.hooks import load_function
 from instep.observability.run_folder import config_of
-from instep.sandbox import check_sandbox
+from instep.rollout.sandbox import check_sandbox
 from instep.system.scratch import export_folder
 
 if TYPE_CHECKING:
