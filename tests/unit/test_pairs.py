@@ -199,7 +199,7 @@ REFUSED = [
     ("--use-kl-loss", "no meaning for `instep dpo`"),
     ("--dpo-beta 0", "must be above 0"),
     ("--dpo-label-smoothing 0.5", "at most 0.49"),
-    ("--eval-interval 2", "no engine to evaluate with"),
+    ("--eval-interval 2", "`instep dpo` has none"),
 ]
 
 
