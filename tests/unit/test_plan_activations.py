@@ -12,10 +12,10 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from instep.models.decoder_layers import decoder_layers
 from instep.models.sizes import Shape, shape_of
 from instep.plan.trainer import Rank, forward_work, kept, kept_in_layer
 from instep.training.hf import layout
-from instep.training.hf import model as hf
 from instep.training.hf.model import Policy
 from instep.training.packing import within
 
@@ -77,7 +77,7 @@ def on_meta(config, recompute=None, compiled=False):
     with torch.device("meta"):
         policy = Policy(config, torch.bfloat16, recompute=recompute)
     if compiled:  # cut where the compiler cuts, without its code
-        for layer in hf._layers(policy.model):
+        for layer in decoder_layers(policy.model):
             layer.forward = torch.compile(layer.forward, dynamic=True, backend="aot_eager_decomp_partition")
     tokens = torch.zeros(TOKENS, dtype=torch.long, device="meta")
     bounds = torch.zeros(3, dtype=torch.int32, device="meta")

@@ -38,7 +38,7 @@ def test_an_id_of_nccl_is_read_from_a_store_and_nothing_else():
     got, name, data = (ours.broadcast_obj(None, 0) for _ in range(3))
     assert bytes(got) == bytes(sent) and isinstance(got, ncclUniqueId) and (name, data) == ("barrier_1", b"gloo")
     trainer.broadcast_obj(Meeting("127.0.0.1", 1, 0, "cpu", 1.0), 0)
-    with pytest.raises(RuntimeError, match="it names instep_neighbours.trl.receiver.Meeting"):
+    with pytest.raises(RuntimeError, match="holds something else where NCCL.s id should be"):
         ours.broadcast_obj(None, 0)
     ours.broadcast_obj("from us", 1)  # rank 1 of TRL >= 1.11 never does, rank 0 of a barrier of ours does
     assert trainer.broadcast_obj(None, 1) == "from us"
