@@ -183,7 +183,7 @@ class Scheduler:
     def update_weights(self, body: dict[str, Any]) -> dict[str, int]:
         info = body.get("update_info")
         # Adapters are loaded by `finish_update`, and "memory" is compared alone.
-        if not (isinstance(info, dict) and info.get("backend") in {*OF_ADAPTERS, "memory"}):
+        if not (isinstance(info, dict) and info.get("backend") in (*OF_ADAPTERS, "memory")):
             self._check_paused()
         return {"num_tensors": self.weights.update(info)}
 
