@@ -210,7 +210,7 @@ class Receiver:
 
         Raises:
             StreamBroken: it did not come to its end.
-            Exception: what `load` raised, or StreamMismatch; nothing has been loaded since.
+            Exception: what `load` raised, or WeightMismatch; nothing has been loaded since.
         """
         assert self._line is not None
         failure: Exception | None = None

@@ -22,6 +22,7 @@ HELD = "another run has paused this engine"  # trainers look for these three in 
 EXPIRED = "nobody renewed the lease of this pause, and the engine went on"
 UNKNOWN = "nobody holds the lease of this engine: it has resumed, or was started anew"
 LONGEST = 3600.0  # seconds
+LATE = 1.0  # seconds after the end at which the server itself must have stood still
 LOADED = "; some weights of the session were loaded before"  # ends the refusals of workers of which this is true
 # Updates after which the engine computes as before: "complete" loads adapters, and "memory" loads nothing.
 HARMLESS = ("lora", "lora_ipc", "lora_disk", "memory")
@@ -68,8 +69,8 @@ class Lease:
         elif not self._owner:
             raise NoLease(EXPIRED if self._expired else UNKNOWN)
         self._owner, self._in_place = owner, self._in_place or given.get("in_place") is True
-        self._stop()
-        self._timer = asyncio.get_running_loop().call_later(seconds, self._expire)
+        self._seconds = seconds
+        self._begin()
 
     @property
     def held(self) -> bool:
@@ -89,11 +90,18 @@ class Lease:
         self._owner, self._in_place = "", False
         self._stop()
 
+    def _begin(self) -> None:
+        self._stop()
+        self._timer = asyncio.get_running_loop().call_later(self._seconds, self._expire)
+
     def _stop(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
 
     def _expire(self) -> None:
+        assert self._timer is not None
+        if asyncio.get_running_loop().time() > self._timer.when() + LATE:
+            return self._begin()  # this process stood still, and has not read yet what came meanwhile
         in_place = self._in_place
         self.end()
         self._expired = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,12 @@ class Receiving:
         self._at, self._alive = device, alive
         self._group: Group | Receiver | None = None  # of the last stream, open for those that follow
 
-    def load(self, tensors: dict[str, torch.Tensor], exact: bool) -> None:
-        """Load weights by their names in a checkpoint; `exact`: all of them, in the model's own dtypes."""
+    def load(self, tensors: dict[str, torch.Tensor], exact: bool) -> Iterable[str]:
+        """Load weights by their names in a checkpoint, and return the names of those that the model has.
+
+        Args:
+            exact: all of them must be the model's, in its own dtypes.
+        """
         raise NotImplementedError
 
     def load_adapter(self, tensors: dict[str, torch.Tensor], config: dict[str, Any], lasting: bool) -> None:
@@ -98,8 +102,7 @@ class Receiving:
             raise KeyError(backend)
 
     def _load(self, tensors: dict[str, torch.Tensor], exact: bool) -> None:
-        self.load(tensors, exact)
-        self.delivered.update(tensors)
+        self.delivered.update(self.load(tensors, exact))
 
     def _load_adapter(self, tensors: dict[str, torch.Tensor], config: dict[str, Any], lasting: bool = False) -> None:
         self.load_adapter(tensors, config, lasting)

@@ -289,11 +289,6 @@ class FlagGroup:
     flags: tuple[Flag, ...]
 
 
-def path_flag(name: str, help: str, whose: str = "") -> Flag:
-    """A flag that names a file or a folder."""
-    return Flag(name, path, None, help, whose=whose)
-
-
 def refused(note: str, whose: str, *names: str, instead: str = "") -> tuple[Flag, ...]:
     """Flags that instep will not honour, for one common reason."""
     return tuple(Flag(n, status="refused", note=note, instead=instead, whose=whose) for n in names)

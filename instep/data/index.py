@@ -7,6 +7,7 @@ file, from which none can be read alone, are unpacked into the cache as JSON.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -31,6 +32,7 @@ LARGE = {".jsonl": 64 << 20, ".json": 64 << 20, ".parquet": 16 << 20}  # bytes; 
 FORMAT = 3  # of the cache, and of what counts as a usable row
 INDEX, PLACES, ROWS = "index", "places", "rows.jsonl"  # the files: digest and `Found`, places of rows, unpacked rows
 TELL_SECONDS = 30.0
+BUILD_SECONDS = 4 * 3600.0  # the longest wait for another process that builds the same index
 _PLACE = struct.Struct("<qq")  # where a row begins, and its number
 Chunks = Callable[["Found"], Iterator[list[tuple[RawRow, bytes, Any]]]]
 
@@ -211,6 +213,17 @@ def _changed(path: Path) -> DataError:
     return DataError("the data file was changed while the run read it", where=str(path), remedy="start the run again")
 
 
+def _wait_for(lock: int, folder: Path) -> None:
+    deadline = time.monotonic() + BUILD_SECONDS
+    while True:
+        with contextlib.suppress(BlockingIOError):
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if time.monotonic() > deadline:
+            what = f"another process has built this index for {BUILD_SECONDS / 3600:.0f} hours"
+            raise DataError(what, where=str(folder), remedy="end that process, or remove the folder")
+        time.sleep(0.2)
+
+
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Wait until no other process builds this index; the lock ends with its process."""
@@ -220,5 +233,5 @@ def _locked(folder: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             print(f"{folder}: another process builds this index; waiting for it ...", file=sys.stderr, flush=True)
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            _wait_for(lock.fileno(), folder)
         yield

@@ -171,7 +171,13 @@ def _drawn_by(sample: Sample, requests: Sequence[Request], before: int) -> tuple
             goes_on = len(prompt) >= first and tokens[: len(prompt)] == prompt
             starts = range(len(response)) if searched else range(len(prompt) - first, len(response))[: int(goes_on)]
             for answer in (answer for answer in requests[number].answers if isinstance(answer, list)):
-                found += [(_length_at(answer, response, left, i), -i) for i in starts if response[i] == answer[0]]
+                best = 0
+                for start in starts:
+                    if best >= min(len(answer), len(response) - start):  # nothing longer follows
+                        break
+                    if response[start] == answer[0] and (length := _length_at(answer, response, left, start)) > best:
+                        best = length
+                        found.append((length, -start))
             length, at = max(found)
             if length:
                 made[number] = any(mask[-at : length - at])

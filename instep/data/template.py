@@ -315,7 +315,7 @@ class _Bounded(ImmutableSandboxedEnvironment):
         self.globals["strftime_now"] = _strftime_of_run
         plain = {**self.filters, "instep_joined": _joined, "instep_looked_at": _looked_at}
         for name in ("urlize", "wordwrap", "pprint"):  # whose time is no product of sizes
-            del plain[name]
+            plain.pop(name, None)
         self.filters = {name: _checked(name, f) if name in _GROWING else f for name, f in plain.items()}
         return super().from_string(*args, **kwargs)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import socket
 import threading
 import time
@@ -21,6 +22,19 @@ _REMEDIES = {
 }
 _OTHER = "restart the engine with the plugin of this instep and a vLLM that it supports (docs/engines.md), or leave "
 _OTHER += "--rollout-external-engine-addrs out: an engine that the run starts ends with it"
+
+
+_owner = ""
+
+
+def _name_owner() -> None:
+    """Name this process, unlike any other on any host; its forks have other names."""
+    global _owner
+    _owner = f"process {os.getpid()} on {socket.gethostname()} ({secrets.token_hex(4)})"
+
+
+_name_owner()
+os.register_at_fork(after_in_child=_name_owner)
 
 
 class HeldLease:
@@ -80,8 +94,8 @@ class HeldLease:
             self._ended = None
 
     def _ask(self, begin: bool, in_place: bool, timeout: float, aside: bool = False) -> bool:
-        asked, owner = time.monotonic(), f"process {os.getpid()} on {socket.gethostname()}"
-        about = {"owner": owner, "seconds": LEASE_SECONDS, "begin": begin, "in_place": in_place}
+        asked = time.monotonic()
+        about = {"owner": _owner, "seconds": LEASE_SECONDS, "begin": begin, "in_place": in_place}
         has_leases = self._send(about, timeout, aside)
         self._renewed = asked
         return has_leases

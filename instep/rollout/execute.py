@@ -170,7 +170,8 @@ async def run_group(
     if together is not None and new == len(group) > 1:
         await asyncio.sleep(0)  # groups that begin now have all asked for room, so that it is known whether others wait
         if _may_go_together(execution, group):
-            await _at_once(execution, group, {**params, "seed": seed}, tokens, together)
+            at_once = {**_within_context(execution, group[0], params), "seed": seed}
+            await _at_once(execution, group, at_once, tokens, together)
     if together is not None and all(map(_is_generated, group)):
         out = group
         if not args.group_rm:
@@ -191,7 +192,7 @@ def _may_go_together(execution: Execution, group: Group) -> bool:
     A profile, for one, shows each sample by itself.
     """
     args = execution.args
-    if args.custom_generate_function_path or args.rollout_sample_hook_path or execution.max_context_len is not None:
+    if args.custom_generate_function_path or args.rollout_sample_hook_path:
         return False
     if execution.aborted or spans.now() is not None or (execution.room.is_crowded and execution.spread > WIDEST):
         return False
@@ -268,8 +269,7 @@ async def _generate(execution: Execution, sample: Sample, params: dict[str, Any]
     of_run = own in (None, args.custom_generate_function_path)
     hook = Hook("--custom-generate-function-path" if of_run else "--eval-config, custom_generate_function_path", path)
     kwargs = _accepted(path, evaluation=execution.evaluation)
-    if execution.max_context_len is not None:
-        params = {**params, "max_new_tokens": _room(execution, sample, params.get("max_new_tokens"))}
+    params = _within_context(execution, sample, params)
     wanted, turns, before = to_vllm(params), sample.sampling_turns, sample.response_length
     sample.sampling_params = Presumed(wanted)
     samples = [sample]
@@ -296,14 +296,16 @@ async def _generate(execution: Execution, sample: Sample, params: dict[str, Any]
     return samples, not isinstance(output, Sample)
 
 
-def _room(execution: Execution, sample: Sample, wanted: int | None) -> int:
-    """The most response tokens within `max_context_len`, the bound of prompt + response."""
-    num_prompt, bound = len(prompt_ids(execution.args, sample)), execution.max_context_len or 0
+def _within_context(execution: Execution, sample: Sample, params: dict[str, Any]) -> dict[str, Any]:
+    """Return `params` with at most as many new tokens as `max_context_len` leaves, the bound of prompt + response."""
+    if (bound := execution.max_context_len) is None:
+        return params
+    num_prompt, wanted = len(prompt_ids(execution.args, sample)), params.get("max_new_tokens")
     if num_prompt >= bound:
         what = f"the prompt has {num_prompt} tokens and leaves no room under {bound}"
         remedy = "set --rollout-max-prompt-len (--eval-max-prompt-len), which leaves such prompts out"
         raise DataError(what, where=f"max_context_len: {name_of(sample)}", remedy=remedy)
-    return bound - num_prompt if wanted is None else min(wanted, bound - num_prompt)
+    return {**params, "max_new_tokens": bound - num_prompt if wanted is None else min(wanted, bound - num_prompt)}
 
 
 def _accepted(path: str, **kwargs: Any) -> dict[str, Any]:

@@ -48,7 +48,8 @@ class _Loop:
     def _run(self) -> None:
         _of_thread.home = self
         error: BaseException | None = None
-        while not isinstance(error, OSError):  # of the loop's own descriptors, which a hook has closed
+        # A hook has closed the loop's own descriptors, or the loop itself.
+        while not isinstance(error, OSError) and not self.loop.is_closed():
             what, where = "a hook has stopped the loop of rollouts", "the rollout"
             try:
                 self.loop.run_forever()

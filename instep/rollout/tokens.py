@@ -123,7 +123,7 @@ def next_turn(args: Settings, sample: Sample, messages: list[dict[str, Any]]) ->
         sample,
         **fresh,
         prompt=messages,
-        tokens=encode(args, talk.render(messages, generation_prompt=True)),
+        tokens=text_ids(tokenizer_of(args), talk.render(messages, generation_prompt=True)),  # asked for once
         metadata=dict(sample.metadata),
         extra={name: value for name, value in sample.extra.items() if name != "next_turn"}
         | {TOKENS_BEFORE: sample.extra.get(TOKENS_BEFORE, 0) + sample.response_length},

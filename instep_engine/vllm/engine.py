@@ -215,7 +215,7 @@ class ShmWeightTransferEngine(Receiving, WeightTransferEngine[WeightTransferInit
         self._adapter.forget_source()
         super().leave_stream()
 
-    def load(self, tensors: dict[str, torch.Tensor], exact: bool) -> None:
+    def load(self, tensors: dict[str, torch.Tensor], exact: bool) -> Iterable[str]:
         """Load a bucket, or all of a checkpoint that this model has."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
@@ -237,6 +237,7 @@ class ShmWeightTransferEngine(Receiving, WeightTransferEngine[WeightTransferInit
         except (KeyError, ValueError, AssertionError, RuntimeError) as error:
             first = next(iter(tensors), None)
             raise WeightMismatch(f"the model does not take these weights: {error!r}", first) from error
+        return tensors
 
     def _forget_partial_layers(self) -> None:
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info

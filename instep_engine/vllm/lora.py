@@ -238,6 +238,8 @@ class Receiver:
     def forget_source(self) -> None:
         """Let go of the memory that the last adapter came in."""
         self._staged = None
+        if self._places is not None:
+            self._places.arrived.source = None
 
     def _again(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Copies in the memory that is staged, where these are the same views of the same buckets; else none."""

@@ -314,7 +314,8 @@ class Updates:
         except asyncio.CancelledError:
             client.given_up = True  # its request has ended, and it with it
             raise
-        self._tell_fault(client.host)
+        if client.given_up:
+            raise Refused(self._faults.pop(client.host, "this update was given up: init the weight group again"))
 
     def _begin(self, client: Client, work: Callable[..., None], *given: Any) -> Future[None]:
         """Let the thread do a part of the client's update, unless it is given up by then."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -67,8 +67,8 @@ class SharedWeights(LiveWeights):
             if told.get(name) != sample_digest(parameter):
                 raise WeightMismatch(f"{name} is not what the trainer has written", name)
 
-    def load(self, tensors: dict[str, torch.Tensor], exact: bool) -> None:
-        """Compare a checkpoint with the parameters."""
+    def load(self, tensors: dict[str, torch.Tensor], exact: bool) -> Iterable[str]:
+        """Compare a checkpoint with the parameters, and return the names of its tensors."""
         if exact:
             what = "this engine shares its memory: it loads no buckets (--weight-sync single-copy)"
             raise WeightMismatch(what, next(iter(tensors), None))
@@ -79,3 +79,4 @@ class SharedWeights(LiveWeights):
                 continue
             if parameter is None or not torch.equal(parameter, tensor.to(parameter.dtype)):
                 raise WeightMismatch(f"{name} of the checkpoint is not what this engine holds", name)
+        return tensors

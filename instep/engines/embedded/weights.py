@@ -1,5 +1,6 @@
 """The engine's side of a weight sync: sessions that check all bytes before they load them (docs/architecture.md)."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ class LiveWeights(Receiving):
                 if name in tensors and not same_bits(weight, tensors[name].to(weight.device, weight.dtype)):
                     raise WeightMismatch(f"{name} of the checkpoint is not what this engine holds", name)
 
-    def load(self, tensors: dict[str, torch.Tensor], exact: bool) -> None:
+    def load(self, tensors: dict[str, torch.Tensor], exact: bool) -> Iterable[str]:
         """Write all tensors or none. A checkpoint (not `exact`) may have another dtype, and tied weights twice."""
         if not exact:
             tensors = {name: tensor for name, tensor in tensors.items() if name not in self.aliases}
@@ -130,6 +131,7 @@ class LiveWeights(Receiving):
                 for name, tensor in self.names.to_model(group, parts).items():
                     self.weights[name].copy_(tensor)
                 self.adapter.forget(group.model)
+        return tensors
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -98,6 +98,7 @@ class RewardPool:
         self._ready: asyncio.Queue[Worker] = asyncio.Queue()
         self._all: set[Worker] = set()
         self._warming: asyncio.Task[None] | None = None
+        self._starting = asyncio.Lock()
         self._until_end = None if lasting else asyncio.create_task(self._close_with_loop())
 
     def warm(self) -> None:
@@ -147,16 +148,18 @@ class RewardPool:
             try:
                 worker = await asyncio.wait_for(self._ready.get(), PATIENCE_SECONDS)
             except TimeoutError:
-                if len(self._all) < self._num_workers:
-                    return await self._start()
+                async with self._starting:  # one at a time, else each job that waits would start one
+                    if self._ready.empty() and len(self._all) < self._num_workers:
+                        return await self._start()
                 continue
             if not worker.ended:
                 return worker
             self._kill(worker)  # it ended with nothing to do
 
     async def _warm(self) -> None:
-        with contextlib.suppress(OSError):  # a job that needs a worker starts one, and raises this
-            self._ready.put_nowait(await self._start())
+        async with self._starting:
+            with contextlib.suppress(OSError):  # a job that needs a worker starts one, and raises this
+                self._ready.put_nowait(await self._start())
 
     async def _start(self) -> Worker:
         worker = await Worker.start()
