@@ -207,7 +207,7 @@ def _refuse_both(name: str, value: Any, other_name: str, other: Any) -> None:
 
 
 def _evaluated(command: str, sets: Mapping[str, list[dict[str, Any]]], flags: Mapping[str, Any]) -> dict[str, Any]:
-    """The flags of evaluation sets, which are written as prompts are."""
+    """Return the flags of evaluation sets, which are written as prompts are."""
     if not sets:
         return {}
     written = {name: _written(command, rows, {"run_dir": flags.get("run_dir")}) for name, rows in sets.items()}
@@ -281,7 +281,7 @@ def _typed(name: str, value: Any, functions: dict[str, Callable[..., Any]]) -> s
 
 
 def _path(name: str, function: Callable[..., Any], functions: dict[str, Callable[..., Any]]) -> str:
-    """The dotted path of a hook that is given as a function; one that no module has is added to `functions`."""
+    """Return the dotted path of a hook that is given as a function; one that no module has is added to `functions`."""
     module, own = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
     if module not in (None, "__main__", _FUNCTIONS) and getattr(sys.modules.get(module), own, None) is function:
         return f"{module}.{own}"

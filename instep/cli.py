@@ -66,7 +66,7 @@ docs/quick_start.md goes from a clone to a task of your own."""
 
 
 def overview() -> str:
-    """The help of `instep` itself."""
+    """Return the help of `instep` itself."""
     rows = (f"  {name:<15}{command.help}" for name, command in commands(OWN).items())
     return "\n".join(["usage: instep COMMAND ...", "", *rows, END])
 
@@ -186,7 +186,7 @@ def run(args: Args) -> dict[str, Any]:
 
 
 def loop_of(args: Args) -> ModuleType:
-    """The module with the loop of `args.command`: its `steps` is a generator, its `train` runs it."""
+    """Return the module with the loop of `args.command`: its `steps` is a generator, its `train` runs it."""
     return import_module("instep.train_async" if args.command == "train-async" else "instep.train_sync")
 
 

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def parse_args(extra_args_provider: Provider | None = None, argv: Sequence[str] | None = None) -> Args:
-    """The checked arguments of `instep train`, from the command line of this process.
+    """Return the checked arguments of `instep train`, from the command line of this process.
 
     What is wrong is printed, and ends the process with exit code 2; so does `--help`, with 0.
 

@@ -106,7 +106,7 @@ def describe(
     addresses: Mapping[str, tuple[str, int]],
     more: Sequence[tuple[str, str]] = (),
 ) -> tuple[Table, str]:
-    """A table of the served models, their addresses (by name) and engines, and examples of requests.
+    """Return a table of the served models, their addresses (by name) and engines, and examples of requests.
 
     Args:
         more: further rows.

@@ -33,7 +33,7 @@ def train(args: Args) -> dict[str, Any]:
 
 
 def steps(args: Args) -> Generator[Step, None, dict[str, Any]]:
-    """The loop, as that of `instep/train_sync.py`; the engines go on while whoever drives it has a round."""
+    """Yield the loop, as that of `instep/train_sync.py`; the engines go on while whoever drives it has a round."""
     with Controller(args, title=algorithm_of(args).title, with_engines=not args.debug_train_only) as controller:
         controller.sync_weights()
         if evaluates_at(args, controller.start_rollout_id, controller.num_rollout):
@@ -53,7 +53,7 @@ def steps(args: Args) -> Generator[Step, None, dict[str, Any]]:
 
 
 def syncs_after(args: Settings, rollout_id: int, num_rollout: int) -> bool:
-    """Whether to sync after a rollout: every `--update-weights-interval` rollouts, and before a checkpoint or an
+    """Return whether to sync after a rollout: every `--update-weights-interval` rollouts, and before a checkpoint or an
     evaluation, so that the weights of a checkpoint have a version and an evaluation is of the newest ones."""
     due = (rollout_id + 1) % args.update_weights_interval == 0
     return due or saves_after(args, rollout_id, num_rollout) or evaluates_after(args, rollout_id, num_rollout)

@@ -44,7 +44,7 @@ def to_the_end(loop: Generator[Step, None, dict[str, Any]]) -> dict[str, Any]:
 
 
 def steps(args: Args) -> Generator[Step, None, dict[str, Any]]:
-    """The loop. It yields each round when it is over, and returns the summary; closing it ends the run."""
+    """Yield the loop. It yields each round when it is over, and returns the summary; closing it ends the run."""
     algorithm = algorithm_of(args)
     with_engines = algorithm.has_rewards and not args.debug_train_only
     with Controller(args, title=algorithm.title, with_engines=with_engines) as controller:
@@ -80,14 +80,14 @@ def evaluates_at(args: Settings, rollout_id: int, num_rollout: int) -> bool:
 
 
 def evaluates_after(args: Settings, rollout_id: int, num_rollout: int) -> bool:
-    """Whether to evaluate after a rollout: every `--eval-interval` rollouts, and after the last."""
+    """Return whether to evaluate after a rollout: every `--eval-interval` rollouts, and after the last."""
     if not args.eval_interval:
         return False
     return (rollout_id + 1) % args.eval_interval == 0 or rollout_id + 1 == num_rollout
 
 
 def saves_after(args: Settings, rollout_id: int, num_rollout: int) -> bool:
-    """Whether to save after a rollout: every `--save-interval` rollouts, and after the last."""
+    """Return whether to save after a rollout: every `--save-interval` rollouts, and after the last."""
     if not (args.save or args.save_hf or args.critic_save):
         return False
     interval = args.save_interval or num_rollout

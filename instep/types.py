@@ -42,7 +42,7 @@ _ENDINGS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Statu
 
 
 def _flag(status: Status) -> Any:
-    """A property of a sample: whether it has this status."""
+    """Return a property of a sample: whether it has this status."""
 
     def put(sample: Sample, value: bool) -> None:
         if value:
@@ -125,7 +125,7 @@ class Sample:
         return self.response_length if self.loss_mask is None else sum(self.loss_mask)
 
     def get_reward_value(self, args: Any) -> Any:
-        """The reward; of a dict the entry `args.reward_key`, where that is set."""
+        """Return the reward; of a dict the entry `args.reward_key`, where that is set."""
         return self.reward[args.reward_key] if args.reward_key and isinstance(self.reward, dict) else self.reward
 
     def append_response_tokens(
@@ -206,7 +206,7 @@ class Sample:
                 self.weight_versions.append(VersionSpan(span.version, start, end))
 
     def routes_that_hold(self) -> Any:
-        """The rows of `rollout_routed_experts` that stay when tokens are appended; None if there are none.
+        """Return the rows of `rollout_routed_experts` that stay when tokens are appended; None if there are none.
 
         A generate function may have cut `tokens`, or replaced them and dropped the response. The last token's row comes
         with the answer in which a token follows it.
@@ -231,7 +231,7 @@ class Sample:
             raise ValueError("either all trainable parts of a response have log-probs or none has")
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields as plain values, and the attributes that hooks have set; routed experts are a text."""
+        """Return all fields as plain values, and the attributes that hooks have set; routed experts are a text."""
         from instep.models import routes
 
         known = {f.name for f in dataclasses.fields(self)}
@@ -278,12 +278,12 @@ Group = list[Sample]
 
 
 def name_of(sample: Sample) -> str:
-    """The name of a sample in errors."""
+    """Return the name of a sample in errors."""
     return f"group {sample.group_index}, sample {sample.index}"
 
 
 def as_number(value: Any) -> float | None:
-    """A finite real number (Python's, numpy's or a tensor's) as float; None for anything else."""
+    """Return a finite real number (Python's, numpy's or a tensor's) as float; None for anything else."""
     try:
         number = math.nan if isinstance(value, (str, bytes)) else float(value)
     except Exception:  # noqa: BLE001 - the border to a user's object, whose __float__ may raise anything
@@ -292,7 +292,7 @@ def as_number(value: Any) -> float | None:
 
 
 def reward_of(sample: Sample, key: str | None = None) -> float:
-    """The sample's reward as one number; for a dict, its entry `key` (`--reward-key`, `--eval-reward-key`).
+    """Return the sample's reward as one number; for a dict, its entry `key` (`--reward-key`, `--eval-reward-key`).
 
     Raises:
         RewardError: there is no reward, the dict has no such entry, or it is no finite number.
@@ -359,7 +359,7 @@ class TokenBatch:
         return self if self.host is None else self.host
 
     def select(self, indices: Sequence[int]) -> TokenBatch:
-        """The samples `indices`, in that order."""
+        """Return the samples `indices`, in that order."""
         import torch
 
         def pick(flat: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -379,12 +379,12 @@ class TokenBatch:
         )
 
     def without_routes(self) -> TokenBatch:
-        """The batch for a model that chooses its own experts."""
+        """Return the batch for a model that chooses its own experts."""
         columns = {name: column for name, column in self.sample_columns.items() if not name.endswith("_experts")}
         return dataclasses.replace(self, sample_columns=columns)
 
     def to(self, device: torch.device | str) -> TokenBatch:
-        """A copy with its tensors on `device`; lists stay as they are."""
+        """Return a copy with its tensors on `device`; lists stay as they are."""
         import torch
 
         def move(x: Any) -> Any:

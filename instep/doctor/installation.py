@@ -38,7 +38,7 @@ PROCESS_MARKS = ("instep.cluster.worker_main", "instep.engines.embedded", "inste
 
 
 def check_installation() -> list[Check]:
-    """All checks, in the order in which faults cause each other."""
+    """Return all checks, in the order in which faults cause each other."""
     checks = [_python(), *_packages(), *_torch(), *_built_for_torch(), _shm(), *_disks(), _files(), *_cores()]
     return [*checks, _memory(), _loopback(), *_leftovers()]
 
@@ -71,7 +71,7 @@ def _packages() -> Iterator[Check]:
 
 
 def _vllm() -> Check:
-    """Whether vLLM can be imported, in a process of its own: a crash there must not end the doctor."""
+    """Return whether vLLM can be imported, in a process of its own: a crash there must not end the doctor."""
     found = package_version("vllm")
     if found is None:
         return Check("vllm", "ok", "not installed; the embedded engine needs none")
@@ -109,7 +109,7 @@ def _torch() -> Iterator[Check]:
 
 
 def _built_for_torch() -> Iterator[Check]:
-    """Whether packages with compiled code fit this version of torch; transformers imports some of them."""
+    """Yield whether packages with compiled code fit this version of torch; transformers imports some of them."""
     from packaging.requirements import Requirement
 
     installed = package_version("torch")
@@ -172,7 +172,7 @@ def _memory() -> Check:
 
 
 def _cgroup(name: str) -> list[str]:
-    """The words of a limit of this container (cgroup v2); none where it has no limit."""
+    """Return the words of a limit of this container (cgroup v2); none where it has no limit."""
     try:
         words = (Path("/sys/fs/cgroup") / name).read_text().split()
     except OSError:

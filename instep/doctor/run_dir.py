@@ -29,7 +29,7 @@ TAIL = 12  # lines of an error or log
 
 
 def check_run(run_dir: Path) -> list[Check]:
-    """All checks of a run's folder. Raises: ConfigError where it is not the folder of a run."""
+    """Return all checks of a run's folder. Raises: ConfigError where it is not the folder of a run."""
     if not (run_dir / "config.json").exists():
         what = "no config.json" if run_dir.is_dir() else "no such folder"
         raise ConfigError(what, where=str(run_dir), remedy="give the --run-dir of a run")
@@ -61,7 +61,7 @@ def _config(title: str | None, args: dict[str, Any]) -> Check:
 
 
 def _versions(config: dict[str, Any]) -> Check:
-    """The versions of the run, compared with those that are installed now."""
+    """Return the versions of the run, compared with those that are installed now."""
     then, now = config.get("versions") or {}, versions()
     names = ("instep", "git_commit", "python", "torch", "transformers", "megatron-core", "vllm")
     other = [f"{n} {str(then.get(n))[:12]}, here {str(now.get(n))[:12]}" for n in names if then.get(n) != now.get(n)]
@@ -72,7 +72,7 @@ def _versions(config: dict[str, Any]) -> Check:
 
 
 def _state(run_dir: Path, config: dict[str, Any], summary: dict[str, Any] | None) -> Check:
-    """Whether the run has finished, is running, or has ended otherwise; then with its last lines."""
+    """Return whether the run has finished, is running, or has ended otherwise; then with its last lines."""
     process = config.get("process") or {}
     pid, host = process.get("pid"), process.get("host")
     if summary is not None:
@@ -152,7 +152,7 @@ def _checkpoints(args: dict[str, Any]) -> Iterator[Check]:
 
 
 def _checkpoint(folder: Path, digests: bool) -> Check:
-    """Whether `--load` can resume from the checkpoint; with `digests` its files are read."""
+    """Return whether `--load` can resume from the checkpoint; with `digests` its files are read."""
     try:
         check_whole(folder, digests=digests)
         if read_state(folder) is None:
@@ -164,7 +164,7 @@ def _checkpoint(folder: Path, digests: bool) -> Check:
 
 
 def _ledger(args: dict[str, Any], summary: dict[str, Any] | None) -> Iterator[Check]:
-    """The groups that the ledger of the summary counts, or that of the newest checkpoint."""
+    """Yield the groups that the ledger of the summary counts, or that of the newest checkpoint."""
     state, source, save = (summary or {}).get("ledger"), "summary.json", args.get("save")
     if state is None and save and (paths := sorted(Path(save).glob("iter_*/run_state.json"))):
         source = str(paths[-1])

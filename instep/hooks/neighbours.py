@@ -58,7 +58,7 @@ class Addition:
 
 
 def imported(name: str) -> Any:
-    """What `module:name` names."""
+    """Return what `module:name` names."""
     module, _, attribute = name.partition(":")
     return getattr(import_module(module), attribute)
 
@@ -70,26 +70,26 @@ def _points() -> list[EntryPoint]:
 
 @cache
 def additions() -> tuple[Addition, ...]:
-    """Those of the installed packages, by the name of their entry point."""
+    """Return those of the installed packages, by the name of their entry point."""
     return tuple(point.load() for point in _points())
 
 
 @cache
 def packages() -> frozenset[str]:
-    """The names of the packages whose functions are no user's."""
+    """Return the names of the packages whose functions are no user's."""
     return frozenset({"instep", "instep_engine"} | {point.module.partition(".")[0] for point in _points()})
 
 
 def is_own(path: str) -> bool:
-    """Whether a dotted path names a function of these packages, not one of the user's."""
+    """Return whether a dotted path names a function of these packages, not one of the user's."""
     return path.partition(".")[0] in packages()
 
 
 def added(part: str) -> list[Any]:
-    """A part of each addition that has it, imported."""
+    """Return a part of each addition that has it, imported."""
     return [imported(name) for addition in additions() if (name := getattr(addition, part))]
 
 
 def commands(own: Mapping[str, Command]) -> dict[str, Command]:
-    """The commands of the core, and after them those of its neighbours."""
+    """Return the commands of the core, and after them those of its neighbours."""
     return dict(own) | {name: command for addition in additions() for name, command in addition.commands.items()}

@@ -68,7 +68,7 @@ def layer_flops(hidden: int, ffn: int, queries: int, keys: int, length: int) -> 
 
 
 def cached(name: str) -> Path:
-    """Where the profile of a device is kept."""
+    """Return where the profile of a device is kept."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return root / "instep" / f"card-{''.join(c if c.isalnum() else '-' for c in name)}.json"
 
@@ -99,7 +99,7 @@ def card_of(option: str) -> tuple[Card, Path]:
 
 
 def device_name() -> str:
-    """What this machine computes with."""
+    """Return what this machine computes with."""
     import torch
 
     if torch.cuda.is_available():
@@ -111,7 +111,7 @@ def device_name() -> str:
 
 
 def measure() -> Card:
-    """The profile of this machine's first GPU, in bf16, or of its CPU, in fp32."""
+    """Return the profile of this machine's first GPU, in bf16, or of its CPU, in fp32."""
     import torch
 
     kind = "cuda" if torch.cuda.is_available() else "cpu"
@@ -172,7 +172,7 @@ def _layers(width: int, device: torch.device, dtype: torch.dtype) -> tuple[float
 
 
 def _seconds(run: Callable[[], Any], device: torch.device, repeats: int = 5) -> float:
-    """The median of some runs, after one or two that do not count."""
+    """Return the median of some runs, after one or two that do not count."""
     import torch
 
     def wait() -> None:

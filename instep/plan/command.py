@@ -42,7 +42,7 @@ Example
 
 
 def own_options(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options of `instep plan` itself, and the flags of a run."""
+    """Return the options of `instep plan` itself, and the flags of a run."""
     parser = OptionParser("instep plan", add_help=False, allow_abbrev=False)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--card-profile")
@@ -95,7 +95,7 @@ def plan(words: Sequence[str]) -> None:
 
 
 def _seconds(args: Args, options: argparse.Namespace) -> tuple[str, dict[str, float]]:
-    """The device whose profile is used, and a step's seconds by phase; none without a profile."""
+    """Return the device whose profile is used, and a step's seconds by phase; none without a profile."""
     if options.card_profile is None:
         return "", {}
     from instep.plan.card import card_of
@@ -106,7 +106,7 @@ def _seconds(args: Args, options: argparse.Namespace) -> tuple[str, dict[str, fl
 
 
 def _assumed(args: Args, words: Sequence[str]) -> list[str]:
-    """How large GPUs are taken to be, and micro-batches are."""
+    """Return how large GPUs are taken to be, and micro-batches are."""
     if args.hf_checkpoint is None or args.device == "cpu":
         return []
     out = [] if _says_memory(words) else [f"GPUs are taken to have {args.gpu_memory_gb:g} GiB (--gpu-memory-gb)"]
@@ -154,7 +154,7 @@ def check(args: Args, gpus: Sequence[Gpus]) -> None:
 
 
 def _savings(args: Args) -> str:
-    """The flags that save memory and are not in use, the cheapest first."""
+    """Return the flags that save memory and are not in use, the cheapest first."""
     megatron = args.train_backend == "megatron"
     tokens = (args.max_tokens_per_gpu or 2**15) // 2
     possible = {

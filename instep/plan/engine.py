@@ -59,7 +59,7 @@ class EnginePlan:
 
 
 def plan_engine(args: Settings, spec: EngineSpec, shape: Shape, card: float) -> EnginePlan:
-    """What the engine takes of each of its GPUs of `card` bytes."""
+    """Return what the engine takes of each of its GPUs of `card` bytes."""
     words = {**spec.words, **spec.own}
     e = 4 if args.precision == "fp32" else 2
     whole = planned_kind(args).dequantizes or args.weight_sync == RESTART  # restart: engines load exports
@@ -100,7 +100,7 @@ def _weights(spec: EngineSpec, shape: Shape, per_number: float, stored: int | No
 
 
 def rollout_samples(args: Settings) -> int:
-    """Samples that an engine generates at once, if all of a rollout are begun."""
+    """Return samples that an engine generates at once, if all of a rollout are begun."""
     return -(-(args.rollout_batch_size or 1) * args.n_samples_per_prompt // max(1, args.rollout_num_engines))
 
 

@@ -37,7 +37,7 @@ class Gpus:
     engines: tuple[EnginePlan, ...]
 
     def need(self, phase: str) -> float:
-        """Bytes in use at the fullest moment of a phase."""
+        """Return bytes in use at the fullest moment of a phase."""
         return sum(item.gpu.get(phase, 0.0) for item in self.items)
 
     @property
@@ -158,7 +158,7 @@ def _where(slots: Sequence[Slot]) -> str:
 
 
 def tables(gpus: Sequence[Gpus]) -> Iterator[Any]:
-    """A table for each kind of GPU, for `rich`, and lines about it."""
+    """Yield a table for each kind of GPU, for `rich`, and lines about it."""
     from rich.table import Table
 
     for kind in gpus:
@@ -197,7 +197,7 @@ def _shown(size: float, none: str = "") -> str:
 
 
 def as_json(gpus: Sequence[Gpus]) -> list[dict[str, Any]]:
-    """Bytes by kind of GPU, item and phase."""
+    """Return bytes by kind of GPU, item and phase."""
     return [
         {
             "gpus": kind.names,

@@ -60,7 +60,7 @@ def work_of(args: Settings, shape: Shape, mean_response: float | None) -> Work |
 
 
 def predict(args: Settings, card: Card, mean_response: float | None = None) -> dict[str, float]:
-    """Seconds by phase; empty where the model or the size of a rollout is not known.
+    """Return seconds by phase; empty where the model or the size of a rollout is not known.
 
     Args:
         mean_response: tokens of a response, on average; None: all are as long as they may be.

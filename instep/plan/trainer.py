@@ -181,7 +181,7 @@ class Rank:
 
 
 def lengths(args: Settings, shape: Shape) -> tuple[int, int]:
-    """Tokens of the longest prompt and response, as far as flags say it."""
+    """Return tokens of the longest prompt and response, as far as flags say it."""
     context = min(
         shape.context, args.rollout_max_context_len or shape.context, args.vllm_max_model_len or shape.context
     )
@@ -193,7 +193,7 @@ def lengths(args: Settings, shape: Shape) -> tuple[int, int]:
 
 
 def rank_of(args: Settings, shape: Shape, role: str = "actor", *, shares: bool = True, viewed: bool = True) -> Rank:
-    """A rank with its largest micro-batch; without `shares` no two samples begin alike."""
+    """Return a rank with its largest micro-batch; without `shares` no two samples begin alike."""
     prompt, response = lengths(args, shape)
     longest = prompt + response
     members = 2 if algorithm_of(args).name == "dpo" else 1  # samples that are never parted
@@ -217,7 +217,7 @@ def rank_of(args: Settings, shape: Shape, role: str = "actor", *, shares: bool =
 
 
 def kept_in_layer(r: Rank, recompute: str | None) -> float:
-    """Bytes of a token that a layer keeps for its backward pass."""
+    """Return bytes of a token that a layer keeps for its backward pass."""
     s, e, tp = r.shape, r.e, r.tp
     h = s.hidden / (tp if r.args.sequence_parallel else 1)
     q, k, f, norm = s.queries / tp, s.keys / tp, s.ffn / tp, int(s.qk_norm)
@@ -236,7 +236,7 @@ def kept_in_layer(r: Rank, recompute: str | None) -> float:
 
 
 def kept(r: Rank) -> float:
-    """Bytes that all layers keep for the backward pass of a micro-batch."""
+    """Return bytes that all layers keep for the backward pass of a micro-batch."""
     s, args = r.shape, r.args
     layer = kept_in_layer(r, args.recompute_granularity)
     groups = s.num_layers
@@ -252,7 +252,7 @@ def kept(r: Rank) -> float:
 
 
 def _interleaved(r: Rank) -> float:
-    """How much more of the layers virtual pipeline stages keep, by more micro-batches that are begun."""
+    """Return how much more of the layers virtual pipeline stages keep, by more micro-batches that are begun."""
     if not r.is_megatron:
         return 1.0
     stages = r.args.pipeline_model_parallel_size
@@ -266,13 +266,13 @@ def _copied(r: Rank, recompute: str | None) -> float:
 
 
 def _ends(r: Rank) -> float:
-    """The last norm, the hidden states that are scored, and the logits that stay."""
+    """Return the last norm, the hidden states that are scored, and the logits that stay."""
     hidden = r.tokens * r.shape.hidden * (4 + r.e) + r.responses * r.shape.hidden * r.e
     return hidden + (0.0 if r.shape.value_head else kept_logits(r) * (r.shape.vocab / r.tp) * r.e)
 
 
 def kept_logits(r: Rank) -> int:
-    """The tokens of responses whose logits stay for the backward pass; see `log_probs.in_chunks`."""
+    """Return the tokens of responses whose logits stay for the backward pass; see `log_probs.in_chunks`."""
     kept, chunk = 8 * HEAD_LOGITS * r.tp // (r.e * r.shape.vocab), _chunk(r)
     return r.responses if r.responses <= max(chunk, kept) else max(chunk, kept // chunk * chunk)
 
@@ -293,7 +293,7 @@ def _head_work(r: Rank) -> float:
 
 
 def work(r: Rank) -> float:
-    """The most bytes that a backward pass needs beside what is kept: at the output layer, or in a layer."""
+    """Return the most bytes that a backward pass needs beside what is kept: at the output layer, or in a layer."""
     s, e = r.shape, r.e
     head_grad = e * s.embedding / r.tp if not r.shape.value_head and not r.adapter else 0.0
     h, f = s.hidden, s.ffn / r.tp
@@ -307,7 +307,7 @@ def work(r: Rank) -> float:
 
 
 def forward_work(r: Rank) -> float:
-    """The most bytes of a forward pass without gradients."""
+    """Return the most bytes of a forward pass without gradients."""
     s, e = r.shape, r.e
     layer = r.tokens * e * (2 * s.hidden + 3 * s.ffn / r.tp + 2 * r.routed) + e * r.stacked
     logits = 0.0 if s.value_head else _chunk_bytes(r, e + _COPIES)
@@ -350,7 +350,7 @@ def moments(r: Rank) -> float:
 
 
 def _buckets(r: Rank) -> float:
-    """What the ways of GPUs send weights from; it stays."""
+    """Return what the ways of GPUs send weights from; it stays."""
     if r.role != "actor":
         return 0.0
     way, size = planned_way(r.args), 2.0 * r.args.update_weight_buffer_size
@@ -358,7 +358,7 @@ def _buckets(r: Rank) -> float:
 
 
 def _gathered(r: Rank) -> float:
-    """The largest weight, whole, as a sync sends it."""
+    """Return the largest weight, whole, as a sync sends it."""
     if r.role != "actor" or r.adapter or (r.mirrors and r.pieces == 1):
         return 0.0
     if r.mirrors:  # with this rank's rows of it, which travel
@@ -367,7 +367,7 @@ def _gathered(r: Rank) -> float:
 
 
 def frozen(r: Rank, shape: Shape, name: str) -> Item:
-    """A model that only scores; on the GPU while it does, or always where nothing is parked."""
+    """Return a model that only scores; on the GPU while it does, or always where nothing is parked."""
     size = r.e * r.held(shape)
     parks = r.args.offload_train
     phases = ("log-probs",) if parks else PHASES

@@ -308,7 +308,7 @@ def test_each_hook_is_called_by_this_process_or_by_the_trainer() -> None:
         ({"prompt_data": ["data.jsonl", "b.jsonl"]}, "joined by commas: data.jsonl,b.jsonl"),
         ({"eval_prompt_data": ["data.jsonl", "data.jsonl"]}, "each file has a name before it"),
         ({"lr": "fast"}, "is not a number"),
-        ({"colocate": 2}, "takes no value but true or false"),
+        ({"colocate": 2}, "takes only true or false as value"),
         ({"num_epoch": 2}, "says the same as --num-rollout"),
         ({"model": "m"}, "model and hf_checkpoint say the same"),
         ({"reward": "dapo"}, "reward and rm_type say the same"),

@@ -213,7 +213,7 @@ def test_the_view_is_read_only_and_knows_the_run():
     assert (view.vllm_router_ip, view.vllm_router_port, view.num_rollout) == ("127.0.0.1", 8000, 17)
     assert view.rollout_batch_size == 4 and view.hf_checkpoint == "model"
     for name in ("lr", "new_name"):
-        with pytest.raises(AttributeError, match="cannot be set: hooks see the arguments read-only"):
+        with pytest.raises(AttributeError, match="cannot be set: the arguments are read-only for hooks"):
             setattr(view, name, 1)
     with pytest.raises(AttributeError, match="cannot be set"):
         del view.lr

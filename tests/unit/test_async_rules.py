@@ -23,11 +23,11 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 PREFILL = "--rollout-backend vllm --prefill-num-servers 1 --rollout-num-gpus 2"
 REFUSED = [
-    ("--offload-train", "none can sleep meanwhile"),
-    ("--colocate --offload", "none can sleep meanwhile"),
+    ("--offload-train", "neither can sleep"),
+    ("--colocate --offload", "neither can sleep"),
     ("--weight-sync single-copy --colocate --train-backend hf", "a step is changing"),
     ("--max-staleness 0 --update-weights-interval 2", "newer than all tokens"),
-    ("--max-staleness 0 --partial-rollout", "a response that is continued has older tokens"),
+    ("--max-staleness 0 --partial-rollout", "a continued response has older tokens"),
     ("--max-staleness 2 --rollout-function-path tests.e2e.background_rollout.rollout", "makes whole rounds"),
     ("--stale-groups requeue", "has no effect without --max-staleness"),
     ("--max-staleness -1", "--max-staleness"),

@@ -168,7 +168,7 @@ def test_train_refuses_before_anything_starts(train, words, text):
 def test_beyond_one_host_ray_is_the_default(train, words, flag, monkeypatch):
     args = train(words)
     assert args.cluster == "ray" and len(make_plan(args).nodes) > 2
-    assert f"{flag}: more than one host, so this run is one of --cluster ray" in args.notes
+    assert f"{flag}: asks for more than one host, so the run uses --cluster ray" in args.notes
     assert train("--actor-num-nodes 1").cluster == "local"
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "ray" else real(name))

@@ -15,12 +15,12 @@ _UNCOMPARED = names_where(lambda estimator, loss: not estimator.compares_group)
 
 
 def _compares(args: Settings) -> bool:
-    """Whether the estimator compares the rewards of a group: a hook may do it instead, or nobody."""
+    """Return whether the estimator compares the rewards of a group: a hook may do it instead, or nobody."""
     return args.rewards_normalization and not _makes_rewards(args)
 
 
 def _makes_rewards(args: Settings) -> bool:
-    """Whether a hook returns the rewards that advantages are made from."""
+    """Return whether a hook returns the rewards that advantages are made from."""
     hooks = args.custom_reward_post_process_path, args.custom_convert_samples_to_train_data_path
     return any(path is not None for path in hooks)
 

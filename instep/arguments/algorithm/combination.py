@@ -14,7 +14,7 @@ When = Callable[[Settings, set[str]], bool]
 
 
 def given(*flags: str) -> When:
-    """The condition that one of these flags is on the command line."""
+    """Return the condition that one of these flags is on the command line."""
     names = {attribute_name(flag) for flag in flags}
     return lambda args, given: bool(given & names)
 

@@ -5,7 +5,7 @@ from instep.arguments.flag import read_flags
 
 
 def _own_defaults(attribute: str) -> str:
-    """The defaults that algorithms have of their own for a flag: `0.5 with a, 2 with b`."""
+    """Return the defaults that algorithms have of their own for a flag: `0.5 with a, 2 with b`."""
     return ", ".join(f"{a.defaults[attribute]:g} with {a.name}" for a in ALGORITHMS.values() if attribute in a.defaults)
 
 

@@ -14,12 +14,12 @@ _SMOOTH_GATE = names_where(lambda estimator, loss: loss.bounds == "nothing")
 
 
 def _corrects(args: Settings) -> bool:
-    """Whether the loss corrects the gap between the trainer's log-probs and the engine's."""
+    """Return whether the loss corrects the gap between the trainer's log-probs and the engine's."""
     return args.use_tis or args.use_rs
 
 
 def _has_older_tokens(args: Settings) -> bool:
-    """Whether older weights than those that are trained make tokens."""
+    """Return whether older weights than those that are trained make tokens."""
     return args.partial_rollout or (args.command == "train-async" and args.max_staleness != 0)
 
 
@@ -31,7 +31,7 @@ def _always_on_policy(args: Settings) -> bool:
 
 
 def _truncates(args: Settings) -> bool:
-    """Whether engines sample from a part of the distribution."""
+    """Return whether engines sample from a part of the distribution."""
     return args.rollout_top_p < 1 or args.rollout_top_k > 0
 
 

@@ -10,7 +10,7 @@ from instep.arguments.concern import Given, Settings
 
 
 def own_defaults(args: Settings, given: Given) -> dict[str, Any]:
-    """The algorithm's own defaults of flags that are not given, by attribute."""
+    """Return the algorithm's own defaults of flags that are not given, by attribute."""
     algorithm = algorithm_of(args)
     defaults = {"loss_type": algorithm.loss.type, **algorithm.defaults}
     kept = {*given, "eps_clip_high"} if "eps_clip" in given else given
