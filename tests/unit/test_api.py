@@ -305,7 +305,7 @@ def test_each_hook_is_called_by_this_process_or_by_the_trainer() -> None:
         ({"eval_prompts": ["a"], "eval_prompt_data": "data.jsonl"}, "eval_prompts and eval_prompt_data say the same"),
         ({"tokenizer": reward}, "the folder of --hf-checkpoint has it"),
         ({"run_name": "mine"}, "use --wandb-group (with --use-wandb)"),
-        ({"prompt_data": ["data.jsonl", "b.jsonl"]}, "joined by commas: data.jsonl,b.jsonl"),
+        ({"prompt_data": ["data.jsonl", "b.jsonl"]}, "join the files by commas: data.jsonl,b.jsonl"),
         ({"eval_prompt_data": ["data.jsonl", "data.jsonl"]}, "each file has a name before it"),
         ({"lr": "fast"}, "is not a number"),
         ({"colocate": 2}, "takes only true or false as value"),

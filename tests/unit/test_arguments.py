@@ -90,7 +90,7 @@ def test_what_changes_nothing_is_said(flag):
 
 
 def test_a_part_of_the_moments_in_host_memory_is_refused():
-    assert "all moments lie in host memory, or none" in refusal("--optimizer-offload-fraction 0.5")
+    assert "either all moments are in host memory, or no moments" in refusal("--optimizer-offload-fraction 0.5")
     assert parse(argv("--optimizer-cpu-offload --optimizer-offload-fraction 1.0")) == parse(
         argv("--optimizer-cpu-offload")
     )
@@ -142,11 +142,11 @@ NOT_ACTING = [
     ("--mem-fraction-static 0.5", "refused", "use --vllm-gpu-memory-utilization"),
     ("--memory-recorder", "later", "memory snapshots of PyTorch"),
     ("--hybrid-context-parallel", "refused", "context-parallel ranks gather keys and values"),
-    ("--overlap-moe-expert-parallel-comm", "later", "while nothing is computed"),
+    ("--overlap-moe-expert-parallel-comm", "later", "without overlap with computation"),
     ("--moe-enable-deepep", "refused", "not by DeepEP"),
     ("--fp8-format hybrid", "later", "Transformer Engine"),
     ("--use-torch-fsdp2", "refused", "use --train-backend hf"),
-    ("--vision-pretraining", "refused", "not honoured by instep's trainer"),
+    ("--vision-pretraining", "refused", "that instep's trainer does not support"),
     ("--train-iters 5", "refused", "use --num-rollout"),
     ("--weight-bridge-mode none", "refused", "Atropos"),
     ("--openai.base_url x", "refused", "Atropos"),

@@ -62,10 +62,10 @@ CONTRADICTIONS = [
     ("--rollout-top-k 0", "", "keeps no token"),
     ("--over-sampling-batch-size 3", "", "use at least 4"),
     ("--rm-type remote_rm", "--rm-type", "give --rm-url"),
-    ("--group-rm", "", "needs a reward that takes lists"),
+    ("--group-rm", "", "needs your own reward, which takes lists"),
     ("", "--label-key", "no column of labels is named\n  where:  --rm-type math\n  remedy: give --label-key"),
     ("--rm-type boxed_gpqa", "--label-key", "--rm-type boxed_gpqa"),
-    ("--rm-type dapo", "", "none is named\n  where:  --rm-type dapo\n  remedy: give --reward-key score"),
+    ("--rm-type dapo", "", "no entry is named\n  where:  --rm-type dapo\n  remedy: give --reward-key score"),
     ("--rm-type dapo --reward-key points", "", "not points"),
     (
         "--rm-type random --eval-interval 1 --eval-config e.yaml",
@@ -76,7 +76,7 @@ CONTRADICTIONS = [
     ("--rollout-batch-size 100000 --n-samples-per-prompt 1000", "", "100000000 samples per rollout, but at most"),
     ("--rollout-batch-size 99991 --global-batch-size 10", "", "use 8 or 99991"),
     ("--rollout-num-gpus 1000000", "", "must be at least 1 and at most 32768"),
-    ("--actor-num-gpus-per-node 32 --rollout-num-gpus 32768", "", "32800 ranks or GPUs, but at most 32768"),
+    ("--actor-num-gpus-per-node 32 --rollout-num-gpus 32768", "", "32800 ranks or GPUs, but the limit is 32768"),
     ("--loss-type sft_loss", "", "run `instep sft`"),
     ("--save-interval 2", "", "no folder to save to"),
     ("--no-save-optim", "", "has no effect without --save"),
@@ -104,7 +104,7 @@ CONTRADICTIONS = [
     ("--tensor-model-parallel-size 2", "", "does not divide 1 trainer ranks"),
     ("--train-backend hf --pipeline-model-parallel-size 2 --actor-num-gpus-per-node 2", "", "has no pipelines"),
     ("--num-virtual-stages-per-pipeline-rank 2", "", "needs a pipeline"),
-    ("--num-virtual-stages-per-pipeline-rank 2 --num-layers-per-virtual-pipeline-stage 1", "", "the same thing twice"),
+    ("--num-virtual-stages-per-pipeline-rank 2 --num-layers-per-virtual-pipeline-stage 1", "", "say the same\n"),
     (
         "--num-virtual-stages-per-pipeline-rank 2 --pipeline-model-parallel-size 2 --actor-num-gpus-per-node 2 "
         "--global-batch-size 1",
@@ -117,7 +117,7 @@ CONTRADICTIONS = [
     ("--train-backend hf --use-distributed-optimizer", "", "leave it out"),
     ("--train-backend hf --tensor-model-parallel-size 3 --actor-num-gpus-per-node 3", "", "the model's 4 heads"),
     ("--recompute-granularity full --recompute-method block", "", "needs a number of layers"),
-    ("--recompute-method uniform", "", "which is not asked for"),
+    ("--recompute-method uniform", "", "full recomputation, which is off"),
     ("--recompute-granularity selective --recompute-num-layers 1", "", "not to selective"),
     ("--recompute-granularity full", "", "needs a method"),
     ("--device cpu --actor-num-gpus-per-node 4096 --rollout-batch-size 512", "", "4096 trainer ranks on"),
@@ -222,7 +222,7 @@ def test_lengths_beyond_the_models_context_are_said():
         ["--eval-max-response-len:", "99"],
         ["--rollout-max-context-len:", "65"],
     ]
-    assert all("beyond the model's context of 64 tokens" in note for note in notes)
+    assert all("exceeds the model's context of 64 tokens" in note for note in notes)
 
 
 def test_rows_may_name_their_reward():
@@ -327,7 +327,7 @@ def test_eval_config():
             "eval: {datasets: [{name: a, path: data.jsonl, temperature: -1}]}",
             "temperature: -1 must be at least 0 and at most 100",
         ),
-        ("eval: {datasets: [{name: a, path: data.jsonl, rm_type: maths}]}", "is no built-in reward"),
+        ("eval: {datasets: [{name: a, path: data.jsonl, rm_type: maths}]}", "is not a built-in reward"),
         ("eval: {datasets: [{name: a, path: nowhere.jsonl}]}", "no file nowhere.jsonl"),
         ("eval: {default: {}, datasets: [{name: a, path: data.jsonl}]}", "unknown key 'default'"),
         ("eval: {datasets: [{name: a, path: data.jsonl}, {name: a, path: data.jsonl}]}", "is used 2 times"),

@@ -28,7 +28,7 @@ REFUSED = [
     ("--weight-sync single-copy --colocate --train-backend hf", "a step is changing"),
     ("--max-staleness 0 --update-weights-interval 2", "newer than all tokens"),
     ("--max-staleness 0 --partial-rollout", "a continued response has older tokens"),
-    ("--max-staleness 2 --rollout-function-path tests.e2e.background_rollout.rollout", "makes whole rounds"),
+    ("--max-staleness 2 --rollout-function-path tests.e2e.background_rollout.rollout", "generates whole rollouts"),
     ("--stale-groups requeue", "has no effect without --max-staleness"),
     ("--max-staleness -1", "--max-staleness"),
 ]

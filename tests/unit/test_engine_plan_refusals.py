@@ -67,7 +67,7 @@ REFERENCE = "vllm: [{name: actor, server_groups: [{num_gpus: 1}]}, {name: ref, m
         ("--kl-coef 0.1 --ref-served-model ref --ref-load model", "false", "there is one reference"),
         ("--kl-coef 0.1 --ref-served-model ref --ref-update-interval 2", "false", "there is one reference"),
         ("--kl-coef 0.1 --ref-served-model ref --rollout-temperature 0.8", "false", "those at temperature 1"),
-        ("--kl-coef 0.1 --ref-served-model ref --load-debug-rollout-data x", "false", "in a part of a run"),
+        ("--kl-coef 0.1 --ref-served-model ref --load-debug-rollout-data x", "false", "has no engine or no trainer"),
     ],
 )
 def test_references_that_are_refused(files, words, frozen, what):

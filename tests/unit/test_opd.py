@@ -106,7 +106,7 @@ REFUSED = [
     ("--use-opd --opd-type model --opd-teacher-url h:1", "there is no teacher"),
     ("--use-opd --opd-type engine --opd-teacher-load {root}/hf", "there is no teacher"),
     (URL + " --opd-teacher-load {root}/hf", "served or loaded"),
-    (URL + " --opd-teacher-ckpt-step 3", "says which step of --opd-teacher-load"),
+    (URL + " --opd-teacher-ckpt-step 3", "needs --opd-teacher-load"),
     (URL + " --rollout-temperature 0.7", "those at temperature 1"),
     ("--use-opd --opd-teacher-url h:port", "is no address"),
     ("--use-opd --opd-teacher-url ftp://h", "is no address"),

@@ -46,9 +46,9 @@ REFUSED = {
     "--save-hf link": "which is --hf-checkpoint",
     "--save-hf data.jsonl/x": "cannot write to",
     "--save-hf out --save out": "which is --save",
-    "--save-hf out --save out/ckpt": "and with it --save",
+    "--save-hf out --save out/ckpt": "which contains --save",
     "--save-hf out --run-dir out": "which is --run-dir",
-    "--save-hf runs": "and with it --run-dir",
+    "--save-hf runs": "which contains --run-dir",
     "--save-hf out/{rollout_id} --load out/0": "which is --load",
     "--save-hf out/{rollout_id} --load out/100": "out/100, which is --load",
     "--save-hf out/{step} --load out/100": "out/100, which is --load",
@@ -100,7 +100,7 @@ def test_a_checkpoint_within_the_run_folder_of_the_next_run_is_read():
     args = parse(argv("--hf-checkpoint out/sft/hf --run-dir out --save-hf out/hf", "--hf-checkpoint"))
     assert args.run_dir == "out"
     text = refusal("--hf-checkpoint out/sft/hf --run-dir out --save-hf out/sft", "--hf-checkpoint")
-    assert "and with it --hf-checkpoint" in text
+    assert "which contains --hf-checkpoint" in text
 
 
 def test_serve_writes_to_no_model():

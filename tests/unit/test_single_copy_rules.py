@@ -31,7 +31,7 @@ def test_engines_on_the_gpus_of_the_trainer_share_their_weights():
         (EMBEDDED + "--device cuda --colocate", ("an embedded engine only on a CPU", "--device cpu")),
         (VLLM + "--colocate --offload-rollout", ("--offload-rollout with --weight-sync single-copy",)),
         (VLLM + "--colocate --actor-num-gpus-per-node 2 --rollout-num-gpus-per-engine 2 --vllm-data-parallel-size 2",
-         ("engine 0 has 2 replicas", "an engine of its own")),
+         ("engine 0 has 2 replicas", "its own engine")),
         (VLLM + "--colocate --actor-num-gpus-per-node 2 --rollout-num-gpus-per-engine 2 "
          "--vllm-pipeline-parallel-size 2",
          ("engine 0 has 2 pipeline stages", "use tensor parallelism")),
