@@ -136,7 +136,7 @@ def test_sft_shares_the_parser():
 
 NOT_ACTING = [
     ("--release-train", "refused", "live as long as the run"),
-    ("--use-distributed-post", "refused", "one way"),
+    ("--use-distributed-post", "refused", "through the controller"),
     ("--sglang-tp-size 2", "refused", "use --rollout-num-gpus-per-engine"),
     ("--sglang-anything", "refused", "use the --vllm- flag"),
     ("--mem-fraction-static 0.5", "refused", "use --vllm-gpu-memory-utilization"),
@@ -150,7 +150,7 @@ NOT_ACTING = [
     ("--train-iters 5", "refused", "use --num-rollout"),
     ("--weight-bridge-mode none", "refused", "Atropos"),
     ("--openai.base_url x", "refused", "Atropos"),
-    ("--http-proxy x", "refused", "read by nobody"),
+    ("--http-proxy x", "refused", "slime never reads it"),
 ]
 
 

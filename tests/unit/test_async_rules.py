@@ -118,7 +118,7 @@ def test_what_is_trained_on_is_not_on_policy() -> None:
 @pytest.mark.parametrize("flag", ["--rollout-top-p 0.9", "--rollout-top-k 20"])
 def test_a_truncated_distribution_is_no_base_for_the_ratio_to_older_weights(flag: str) -> None:
     def told(words: str, command: str = "train-async") -> bool:
-        return any("no base for a ratio" in note for note in parse(argv(f"{flag} {words}"), command).notes)
+        return any("cannot be the base of a ratio" in note for note in parse(argv(f"{flag} {words}"), command).notes)
 
     assert told("") and told("--max-staleness 2") and told("--partial-rollout", "train")
     assert not told("--max-staleness 0") and not told("", "train")

@@ -66,7 +66,7 @@ REFERENCE = "vllm: [{name: actor, server_groups: [{num_gpus: 1}]}, {name: ref, m
         ("--ref-served-model ref", "false", "there is no reference without a KL"),
         ("--kl-coef 0.1 --ref-served-model ref --ref-load model", "false", "there is one reference"),
         ("--kl-coef 0.1 --ref-served-model ref --ref-update-interval 2", "false", "there is one reference"),
-        ("--kl-coef 0.1 --ref-served-model ref --rollout-temperature 0.8", "false", "those at temperature 1"),
+        ("--kl-coef 0.1 --ref-served-model ref --rollout-temperature 0.8", "false", "at temperature 1"),
         ("--kl-coef 0.1 --ref-served-model ref --load-debug-rollout-data x", "false", "has no engine or no trainer"),
     ],
 )

@@ -52,7 +52,7 @@ REFUSED = [
     ("--use-tis --rs-veto-threshold 1e-4", "without --use-rs"),
     ("--opsm-delta 0.1", "without --use-opsm"),
     ("--use-opsm", "no sample is masked"),
-    ("--gspo-gradient sequence", "without the ratio of a response"),
+    ("--gspo-gradient sequence", "no ratio per response"),
     ("--loss-type custom_loss", "it needs the loss"),
     ("--custom-loss-function-path tests.loss_hooks.ppo_loss", "without --loss-type custom_loss"),
     (

@@ -329,7 +329,7 @@ def test_a_cache_holds_what_its_bytes_allow(plan):
 def test_an_engine_without_room_for_one_request_is_refused(plan):
     with pytest.raises(ConfigError) as caught:
         command.plan(plan("--vllm-gpu-memory-utilization 0.02"))
-    assert "tokens of KV cache, and a request may have 2,048" in caught.value.what
+    assert "tokens of KV cache, but a request may have 2,048" in caught.value.what
 
 
 def test_within_the_margin_nothing_is_refused_and_a_line_says_that_it_is_close(plan):

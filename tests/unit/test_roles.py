@@ -131,7 +131,7 @@ def test_a_file_that_is_wrong_is_named_with_its_key(folder, name):
 FLAGS = {
     "--value-clip 0": "--value-clip|above 0",
     "--value-clip -0.1": "--value-clip|above 0",
-    "--num-critic-only-steps 10": "for the critic alone, but the run has 9|--num-critic-only-steps|at most 9",
+    "--num-critic-only-steps 10": "for the critic alone, but the run has 9|--num-critic-only-steps|use less than 9",
     "--num-critic-only-steps -1": "--num-critic-only-steps|at least 0",
     "--critic-lr -1": "--critic-lr|at least 0",
     "--critic-lr 1e-5 --min-lr 1e-4": "--critic-lr|--min-lr 0.0001 is above the critic's 1e-05",
