@@ -83,7 +83,7 @@ class Run:
         summary: the summary of the last finished session; empty before.
     """
 
-    _open: Run | None = None  # one at a time in a process
+    _open: Run | None = None  # the open run; a process can have only one
 
     def __init__(
         self,

@@ -29,7 +29,7 @@ class Runtime(TypedDict, total=False):
     rollout_max_context_len: int | None
 
 
-# Attributes that hooks have only once the engines run.
+# Attributes that hooks have only after the engines have started.
 RUNTIME_ATTRIBUTES = tuple(name for name in Runtime.__annotations__ if name != "rollout_max_context_len")
 
 
@@ -72,9 +72,9 @@ class Args(Settings):
     def __repr__(self) -> str:
         return f"Args({self.to_dict()})"
 
-    if not TYPE_CHECKING:  # it would let mypy believe in any attribute
+    if not TYPE_CHECKING:  # with it, mypy would accept any attribute
 
-        def __getattr__(self, name: str) -> Any:  # only reached where the attribute is missing
+        def __getattr__(self, name: str) -> Any:  # only called for missing attributes
             raise AttributeError(_missing(name, vars(self)))
 
     def __setattr__(self, name: str, value: Any) -> None:

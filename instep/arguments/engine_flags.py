@@ -44,7 +44,7 @@ def given_words(given: dict[str, Any], flags: dict[str, Flag], package: Package)
         if flag.passed_to != package:
             continue
         found = _known(flag_table(package), flag.name)
-        assert found is not None, flag.name  # the parser has it from there
+        assert found is not None, flag.name  # the parser found it there
         known, key = found
         if key:
             out[f"{known.field}.{key}"] = [f"{known.name}.{key}", value]

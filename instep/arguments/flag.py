@@ -299,7 +299,7 @@ def refused(note: str, whose: str, *names: str, instead: str = "") -> tuple[Flag
 
 
 def read_flags(file: str, **here: Any) -> FlagGroup:
-    """Read the flags of a concern from the TOML file beside its Python file.
+    """Read the flags of a concern from the TOML file next to its Python file.
 
     A section describes one flag, or several flags that do not act. Its keys are the fields of `Flag`. The keys
     `refused`, `later` and `accepted` set both status and note. A switch is off by default.

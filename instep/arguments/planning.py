@@ -16,7 +16,7 @@ from instep.plan.engine import rollout_samples
 from instep.plan.memory import TIGHT, Gpus, plan_memory
 from instep.plan.trainer import GB, PARKED
 
-TOKENS = (32768, 24576, 16384, 12288, 8192, 6144, 4096, 2048, 1024)  # of a micro-batch; more is no faster
+TOKENS = (32768, 24576, 16384, 12288, 8192, 6144, 4096, 2048, 1024)  # of a micro-batch; more are not faster
 EFFICIENT = 8192  # tokens of a micro-batch that are enough for a step that begins early (`controller/role.py`)
 ROOM = 0.9  # the part of a GPU that the plan may fill: estimates are good to about 10 %
 # Selected weights count as all weights: the largest case.

@@ -148,7 +148,7 @@ def load_function(dotted_path: str) -> Callable[..., Any]:
     if found is None:
         names = sorted(n for n, value in vars(module).items() if callable(value) and not n.startswith("_"))
         what = f"module {module_name!r} has no {name!r}"
-        remedy = f"name one of its functions: {', '.join(names[:20]) or 'it has none'}"
+        remedy = f"it has {', '.join(names[:20]) or 'no functions'}"
     raise ConfigError(what, where=where, remedy=remedy)
 
 

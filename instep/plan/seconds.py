@@ -27,8 +27,8 @@ MEGATRON = 0.94  # of the rate of hf's compiled layers (`benchmarks/results/trai
 DECODE = 0.65  # of a copy's bytes per second, in a decode step of vLLM
 FAST_STEP, FAST_REQUEST = 3.4e-3, 9e-6  # host seconds of a decode step of vLLM, with instep's fast log-probs
 STOCK_STEP, STOCK_REQUEST = 3.4e-3, 62e-6  # and with vLLM's own log-probs, which are sent as JSON
-OPS = 45  # operations of a layer's decode step in the embedded engine
-SESSION = 0.13  # calls of a session, and its proof
+OPS = 45  # operations per layer of a decode step in the embedded engine
+SESSION = 0.13  # seconds of a session's calls and proof
 SHM = 0.85e9  # bytes per second from the trainer's GPU through shared memory and two digests to the engine's GPU
 # Sleep and wake of an engine: `turns/sleep_seconds` + `turns/wake_seconds`, also measured on H200s. A constant, and
 # seconds per byte that is freed and mapped again.

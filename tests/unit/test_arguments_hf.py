@@ -173,7 +173,7 @@ NOT_NEUTRAL = [
     ("--delay-wgrad-compute", "later: tokens are sent to experts without overlap with computation"),
     ("--cpu-offloading-num-layers 2", "refused: needs Transformer Engine"),
     ("--attention-backend fused", "refused: instep chooses the attention kernel by device"),
-    ("--update-weight-mode delta", "later: --weight-sync says how weights travel"),
+    ("--update-weight-mode delta", "later: --weight-sync says how weights are sent"),
     ("--transformer-impl transformer_engine", "refused: needs Transformer Engine"),
 ]
 

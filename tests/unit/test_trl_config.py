@@ -315,7 +315,7 @@ def test_what_is_given_besides_is_checked(checkpoint: Path) -> None:
         return caught.value
 
     assert "no parameter completions" in wrong(reward_funcs=lambda args, sample: 1.0).what
-    assert "not a dotted path" in wrong(reward_funcs="org/a-reward-model").what
+    assert "no dotted path" in wrong(reward_funcs="org/a-reward-model").what
     assert "2 functions" in wrong(reward_funcs=[right, short], reward_weights=[1.0]).what
     assert "asks for trainer_state" in wrong(reward_funcs=lambda completions, trainer_state: [1.0]).what
     assert "reward and reward_funcs say the same" in wrong(reward_funcs=right, reward="math").what

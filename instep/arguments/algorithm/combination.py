@@ -21,7 +21,7 @@ def given(*flags: str) -> When:
 
 @dataclass(frozen=True)
 class Combination:
-    """Flags whose combination makes no sense, or has one flag too many.
+    """Flags whose combination makes no sense, or in which one flag has no effect.
 
     Attributes:
         flags: the flags as a user types them.
