@@ -195,7 +195,7 @@ def test_the_command_prints_a_table_and_starts_nothing(capsys):
     assert main(["plan", *PPO.split()]) == 0
     out = capsys.readouterr().out
     assert "16 GPUs on 2 nodes of 8" in out and "critic ranks 0-3" in out and "4-7" in out and "engine 7" in out
-    assert main(["plan", "--help"]) == 0 and "starts nothing" in capsys.readouterr().out
+    assert main(["plan", "--help"]) == 0 and "nothing is started" in capsys.readouterr().out
     assert main(["plan", "--actor-num-gpus-per-node", "9"]) == 2
     code = "import sys; from instep.cli import main; main(['plan']); assert not {'torch', 'ray'} & set(sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode == 0
