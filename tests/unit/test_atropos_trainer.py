@@ -323,7 +323,7 @@ def test_a_pipeline_takes_adapters_and_does_not_share_its_weights(tmp_path, monk
     assert argv[argv.index("--pipeline-parallel-size") + 1] == "2"
     assert main(["atropos-serve", "--model", str(model), "--port", str(free_port()), *stages]) == 2
     error = capsys.readouterr().err
-    assert "cannot share their weights" in error and "`--tensor-parallel-size 2`, or `--enable-lora`" in error
+    assert "do not share their weights" in error and "`--tensor-parallel-size 2`, or `--enable-lora`" in error
     monkeypatch.setenv("VLLM_ENABLE_SHARED_WEIGHTS", "0")
     assert json.dumps({"backend": "instep_shm"}) in served(model, *stages)[0]
 
