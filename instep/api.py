@@ -1,7 +1,7 @@
-"""`instep.train(...)` and `instep.Run(...)`: what the commands that train do, in a script or a notebook.
+"""`instep.train(...)` and `instep.Run(...)`: the training commands in a script or a notebook.
 
-Keywords are the flags of the command with underscores. They become the words of a command line, so that everything
-that is checked there is checked here, with the same errors; these are raised.
+Keywords are the command's flags with underscores. They become the words of a command line. So the same checks run, and
+the same errors are raised.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Reward = str | Callable[..., Any] | Iterable[Callable[..., Any]]
 
 _COMMANDS = ("train", "train-async", "sft", "dpo")
-_FUNCTIONS = "instep_functions"  # the module in which functions stand that no other process could import
+_FUNCTIONS = "instep_functions"  # a module for functions that other processes cannot import
 # Hooks that this process calls; the others are called by the trainer's processes.
 _CALLED_HERE = frozenset(
     "custom_rm_path custom_generate_function_path custom_reward_post_process_path dynamic_sampling_filter_path "
@@ -55,36 +55,35 @@ def train(**keywords: Any) -> dict[str, Any]:
 
 
 class Run:
-    """A run whose loop is the user's: `for step in instep.Run(...)`. What it takes is checked at once.
+    """A run whose loop belongs to the user: `for step in instep.Run(...)`. Its arguments are checked at once.
 
-    Each step is trained on and synced, and saved and evaluated if it was time to. While the body of the loop runs, the
-    trainer waits, and so do the engines, except those of `train-async`, which go on generating. When the loop is left,
-    by its end, by `break`, by an error or by Ctrl-C, every process of the run is ended and its report is written;
-    `save` and `load` make the next `Run` go on after the last checkpoint. A second loop over the same object is another
-    session of the run. It is a context manager, too, for a loop that is kept in a variable.
+    Each step includes training and sync, and save and evaluation when they are due. While the body of the loop runs,
+    the trainer and the engines wait; only the engines of `train-async` go on. When the loop ends (by its end, `break`,
+    an error or Ctrl-C), all processes of the run end, and its report is written. With `save` and `load`, the next `Run`
+    continues from the last checkpoint. A second loop over the same object is another session of the run. `Run` is also
+    a context manager, for a loop that is stored in a variable.
 
     Args:
         command: "train", "train-async", "sft" or "dpo".
         model: `--hf-checkpoint`.
         prompts: `--prompt-data`, or a list of files; or texts, conversations (lists of messages) or rows (dicts) in any
-            iterable, data frame, data set or dict of columns, which are written into the run's folder. Rows have their
-            prompt under `prompt`, their label, if any, under `label`, unless `input_key` and `label_key` say otherwise.
-        eval_prompts: `--eval-prompt-data`, as rows in any form of `prompts`, or a dict of such sets by name.
+            iterable, data frame, data set or dict of columns; these are written into the run's folder. The prompt of a
+            row is under `prompt` or `input_key`, the optional label under `label` or `label_key`.
+        eval_prompts: `--eval-prompt-data`; or rows in any form of `prompts`, or a dict of such sets by name.
         reward: a function `(args, sample) -> number` or dict, async or not; a dotted path (`--custom-rm-path`); the
-            name of a built-in reward (`--rm-type`); or a list of functions, which are added up (`reward_weights`).
-        flags: all other flags by name, `rollout_batch_size=32`. True gives a switch; None leaves a flag out, and False
-            a switch, or gives its `--no-` form. A flag of several values takes a list, or a dict of names and files
-            (`eval_prompt_data`), one of JSON a dict. A flag that names a function of the user's takes the function.
-        reward_funcs, train_dataset, eval_dataset, args: as TRL's `GRPOTrainer` takes them. With one of these, `flags`
-            may have the names of fields of `GRPOConfig`, and what is not given has the defaults of TRL
-            (docs/neighbours/trl_config.md).
+            name of a built-in reward (`--rm-type`); or a list of functions, whose sum counts (`reward_weights`).
+        flags: all other flags by name, as `rollout_batch_size=32`. None leaves a flag out. True gives a switch; False
+            leaves it out, or gives its `--no-` form. A flag of several values takes a list, or a dict of names and
+            files (`eval_prompt_data`); a JSON flag takes a dict; a flag of a hook takes the function.
+        reward_funcs, train_dataset, eval_dataset, args: as in TRL's `GRPOTrainer`. With one of these, `flags` may have
+            the names of `GRPOConfig` fields, and missing values have TRL's defaults (docs/neighbours/trl_config.md).
 
     Attributes:
         args: the checked arguments.
-        summary: that of the last session that came to its end; empty before.
+        summary: the summary of the last finished session; empty before.
     """
 
-    _open: Run | None = None  # one at a time in a process
+    _open: Run | None = None  # the open run; a process can have only one
 
     def __init__(
         self,
@@ -107,14 +106,14 @@ class Run:
         _refuse_two()
         if command not in _COMMANDS:
             remedy = f"give one of {', '.join(_COMMANDS)}"
-            raise ConfigError(f"no command {command!r}", where="command=...", remedy=remedy)
+            raise ConfigError(f"unknown command {command!r}", where="command=...", remedy=remedy)
         evaluations: dict[str, list[dict[str, Any]]] = {}
         notes: list[str] = []
         if not (reward_funcs is train_dataset is eval_dataset is args is None):
             from instep.hooks.neighbours import added
 
             if not command.startswith("train"):
-                what = f"TRL's reward_funcs, train_dataset and args are those of GRPO, not of {command!r}"
+                what = f"TRL's reward_funcs, train_dataset and args belong to GRPO, not to {command!r}"
                 raise ConfigError(what, where="instep", remedy="give prompts= and instep's own flags")
             _refuse_both("prompts", prompts, "train_dataset", train_dataset)
             _refuse_both("reward", reward, "reward_funcs", reward_funcs)
@@ -150,7 +149,7 @@ class Run:
     def __iter__(self) -> Iterator[Step]:
         self.close()
         session = self._steps()
-        self._session = weakref.ref(session)  # the loop alone holds it: it ends with the loop
+        self._session = weakref.ref(session)  # only the loop holds it, so it ends with the loop
         return session
 
     def _steps(self) -> Generator[Step, None, None]:
@@ -160,8 +159,8 @@ class Run:
         from instep.system.private import private_files
 
         _refuse_two()
-        forget_tokenizers()  # of a run before
-        _import_as_module(self._functions)  # another Run may have been made meanwhile
+        forget_tokenizers()  # of an earlier run
+        _import_as_module(self._functions)  # another Run may have been created since
         Run._open, loop = self, loop_of(self.args).steps(self.args)
 
         @contextlib.contextmanager
@@ -197,7 +196,7 @@ class Run:
 
 def _refuse_two() -> None:
     if Run._open is not None:
-        what = f"the run in {Run._open.args.run_dir} is still open, and a process holds one at a time"
+        what = f"the run in {Run._open.args.run_dir} is still open, and a process can have only one"
         raise ConfigError(what, where="instep.Run", remedy="leave its loop first, or close() it")
 
 
@@ -207,7 +206,7 @@ def _refuse_both(name: str, value: Any, other_name: str, other: Any) -> None:
 
 
 def _evaluated(command: str, sets: Mapping[str, list[dict[str, Any]]], flags: Mapping[str, Any]) -> dict[str, Any]:
-    """The flags of evaluation sets, which are written as prompts are."""
+    """Write evaluation sets as prompts are written, and return their flags."""
     if not sets:
         return {}
     written = {name: _written(command, rows, {"run_dir": flags.get("run_dir")}) for name, rows in sets.items()}
@@ -218,8 +217,10 @@ def _evaluated(command: str, sets: Mapping[str, list[dict[str, Any]]], flags: Ma
 
 
 def _written(command: str, prompts: list[Any], flags: Mapping[str, Any]) -> dict[str, Any]:
-    """The flags that name prompts which are no file yet: they are written into the run's folder, under a name that
-    depends on what they are, so that a resume finds them, and no other run's are replaced."""
+    """Write prompts that are not in a file into the run's folder, and return their flags.
+
+    The name of the file depends on its contents. So a resume finds it, and files of other runs are not replaced.
+    """
     from instep.data.memory import as_lines
     from instep.data.rows import ENDINGS
     from instep.system.atomic import write_text
@@ -238,7 +239,7 @@ def _written(command: str, prompts: list[Any], flags: Mapping[str, Any]) -> dict
 
 
 def _words(flags: Mapping[str, Any], functions: dict[str, Callable[..., Any]]) -> Iterator[str]:
-    """The words of a command line that say what the keywords say; functions that no module has go into `functions`."""
+    """Yield the keywords as words of a command line. Functions outside any module are added to `functions`."""
     from instep.arguments.all_flags import find
     from instep.arguments.extra import find_on_path
     from instep.arguments.parser import Value
@@ -266,7 +267,7 @@ def _is_several(value: Any) -> TypeGuard[Iterable[Any]]:
 
 
 def _typed(name: str, value: Any, functions: dict[str, Callable[..., Any]]) -> str:
-    """One value as it would be typed."""
+    """Return one value as a user would type it."""
     value = value.item() if getattr(value, "shape", None) == () else value  # of numpy or torch
     value = value.value if isinstance(value, Enum) else value
     if callable(value):
@@ -281,13 +282,13 @@ def _typed(name: str, value: Any, functions: dict[str, Callable[..., Any]]) -> s
 
 
 def _path(name: str, function: Callable[..., Any], functions: dict[str, Callable[..., Any]]) -> str:
-    """The dotted path of a hook that is given as a function; one that no module has is added to `functions`."""
+    """Return the dotted path of a hook that is given as a function. Add it to `functions` if no module has it."""
     module, own = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
     if module not in (None, "__main__", _FUNCTIONS) and getattr(sys.modules.get(module), own, None) is function:
         return f"{module}.{own}"
     if name not in _CALLED_HERE:
         raise ConfigError(
-            f"{own or function!r} stands in no module that the processes of the trainer could import",
+            f"{own or function!r} is in no module that the trainer's processes can import",
             where=f"{name}=...",
             remedy="put the function into a file beside this one, and import it from there",
         )
@@ -299,7 +300,7 @@ def _path(name: str, function: Callable[..., Any], functions: dict[str, Callable
 
 
 def _import_as_module(functions: dict[str, Callable[..., Any]]) -> None:
-    """Let hooks find `functions` by path; a function that is defined again, in a notebook, replaces the one before."""
+    """Make `functions` importable for hooks. A function that a notebook defines again replaces the earlier one."""
     from instep.hooks import defined_at, load_function
     from instep.rollout import execute
     from instep.rollout.rewards import dispatch, trl

@@ -1,4 +1,4 @@
-"""The command `instep`. Nothing heavy is imported before the command line is found to be right."""
+"""The command `instep`. Nothing heavy is imported before the command line is checked."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ if TYPE_CHECKING:
 
 OWN = {
     "train": Command("reinforcement learning: rollout, reward, step, weight sync", "instep.cli:train", True),
-    "train-async": Command("the same while the next rollout is generated", "instep.cli:train_async", True),
-    "sft": Command("supervised fine-tuning through the same trainer", "instep.cli:sft", True),
+    "train-async": Command("train while the next rollout is generated", "instep.cli:train_async", True),
+    "sft": Command("supervised fine-tuning with the same trainer", "instep.cli:sft", True),
     "dpo": Command(
-        "direct preference optimization of pairs of responses, through the same trainer", "instep.cli:dpo", True
+        "direct preference optimization on pairs of responses, with the same trainer", "instep.cli:dpo", True
     ),
     "serve": Command(
-        "a checkpoint behind OpenAI's routes: the engines and the router of a run, no trainer", "instep.cli:serve", True
+        "serve a checkpoint on OpenAI's routes: engines and router of a run, no trainer", "instep.cli:serve", True
     ),
     "plan": Command(
-        "where ranks and engines of a run would go, what memory and time they need; starts nothing",
+        "show where ranks and engines of a run would go, and their memory and time; starts nothing",
         "instep.plan.command:main",
     ),
     "profile": Command(
-        "three steps of `train` with the same flags: a timeline of the last one, and where its time went",
+        "run three steps of `train`, and show a timeline of the last step and where its time went",
         "instep.cli:profile",
         True,
     ),
@@ -52,34 +52,34 @@ OWN = {
         "instep.observability.show_samples:main",
     ),
     "convert": Command(
-        "hf-to-megatron | megatron-to-hf | fp8-to-bf16: weights in another format, read back and compared",
+        "hf-to-megatron | megatron-to-hf | fp8-to-bf16: convert weights, read them back and compare",
         "instep.checkpoints.convert:main",
     ),
-    "doctor": Command("[RUN_DIR]: check this installation, or what became of a run", "instep.doctor.command:main"),
+    "doctor": Command("[RUN_DIR]: check this installation, or the state of a run", "instep.doctor.command:main"),
 }
 
 END = """
 `instep COMMAND --help` explains a command; `instep --version` prints the version. SIGUSR1 to a running train,
 train-async, sft or dpo writes the stacks and queues of all its processes into RUN_DIR/logs/dump-<n>.txt;
-docs/debugging.md says more.
-docs/quick_start.md goes from a clone to a task of your own."""
+see docs/debugging.md.
+docs/quick_start.md leads from a clone to your own task."""
 
 
 def overview() -> str:
-    """The help of `instep` itself."""
+    """Return the help of `instep` itself."""
     rows = (f"  {name:<15}{command.help}" for name, command in commands(OWN).items())
     return "\n".join(["usage: instep COMMAND ...", "", *rows, END])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Returns the exit code: 0, that of the error (2: a wrong command line), or 130 (interrupted)."""
+    """Run one command. Return the exit code: 0, that of the error (2: a wrong command line), or 130 (interrupted)."""
     if argv is not None:
         return guarded(lambda: _run(list(argv)))
-    return guarded(lambda: _run_beside(sys.argv[1:]))  # in a process of its own, with no other thread yet
+    return guarded(lambda: _run_beside(sys.argv[1:]))  # this process has no other thread yet
 
 
 def guarded(work: Callable[[], int]) -> int:
-    """Do the work of a command. Returns its exit code, or that of its error, which is printed."""
+    """Do the work of a command. Return its exit code; print its error, and return the error's exit code."""
     try:
         _terminate_like_interrupt()
         allow_descriptors()
@@ -90,7 +90,7 @@ def guarded(work: Callable[[], int]) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is ended; a second Ctrl-C changes nothing
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # everything has ended; a second Ctrl-C changes nothing
         print("interrupted", file=sys.stderr)
         return 130
 
@@ -135,10 +135,10 @@ train, train_async, sft, dpo = (partial(_train, command) for command in ("train"
 
 
 def arguments(command: str, words: list[str]) -> Args:
-    """The arguments of a command that trains, of which everything is checked that can be before a process starts.
+    """Return the arguments of a command that trains, after all checks that are possible before a process starts.
 
     Raises:
-        InstepError: they, or the files that they name, are wrong; or the run would not fit here.
+        InstepError: the arguments or their files are wrong, or the run would not fit here.
     """
     if sys.__stderr__ is not None:
         faulthandler.enable(sys.__stderr__)  # names the line of a hook that crashes this process
@@ -158,7 +158,7 @@ def arguments(command: str, words: list[str]) -> Args:
         from instep.controller.device import device_here
         from instep.plan.command import check_launch
 
-        # Defaults and rules depend on the device, and the plan on its memory.
+        # Defaults and rules depend on the device; the plan depends on its memory.
         device = device_here() if args.device == "auto" else args.device
         size = memory_of_gpus() if device == "cuda" and args.cluster == "local" else None
         known = [] if size is None or "--gpu-memory-gb" in names else ["--gpu-memory-gb", f"{size:.2f}"]
@@ -186,7 +186,7 @@ def run(args: Args) -> dict[str, Any]:
 
 
 def loop_of(args: Args) -> ModuleType:
-    """The module with the loop of `args.command`: its `steps` is a generator, its `train` runs it."""
+    """Return the module with the loop of `args.command`: `steps` is its generator, `train` runs it."""
     return import_module("instep.train_async" if args.command == "train-async" else "instep.train_sync")
 
 
@@ -225,7 +225,7 @@ def report(words: list[str]) -> None:
     parser.add_argument("folder", type=Path, metavar="RUN_DIR", help="the --run-dir of a run")
     folder = parser.parse_args(words).folder
     if not (folder / "config.json").is_file():
-        what = f"{folder} is no folder of a run: it has no config.json"
+        what = f"{folder} is not the folder of a run: it has no config.json"
         raise ConfigError(what, where="instep report", remedy="give the --run-dir of a run")
     from instep.observability.report import make_report
 
@@ -233,7 +233,7 @@ def report(words: list[str]) -> None:
 
 
 def _import_from_here() -> None:
-    """Let hooks be modules of the current folder, in this process and all children, as with `python train.py`."""
+    """Allow hooks in modules of the current folder, in this process and all children, as with `python train.py`."""
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)
@@ -243,7 +243,7 @@ def _import_from_here() -> None:
 
 
 def _terminate_like_interrupt() -> None:
-    """Handle SIGTERM, and the end of the terminal, like Ctrl-C, so that children end in order, with a report.
+    """Handle SIGTERM and SIGHUP (the terminal closed) like Ctrl-C: children end in order, and a report is written.
 
     Only the main thread may set a handler; `nohup` keeps SIGHUP ignored.
     """

@@ -1,6 +1,6 @@
-"""The errors that users can meet; each says what happened, where, and what to do about it.
+"""The errors for users. Each says what happened, where, and what to do.
 
-The command line prints `str(error)`; tracebacks go to the log only.
+The command line prints `str(error)`. Tracebacks go only to the log.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ class InstepError(Exception):
     """Base of all named errors.
 
     Args:
-        what: what happened, with the offending value.
-        where: the file, line, flag, field, engine or rank it happened at.
+        what: what happened, with the wrong value.
+        where: the file, line, flag, field, engine or rank.
         remedy: what the user can do.
     """
 
@@ -40,7 +40,7 @@ def _rebuild(cls: type[InstepError], what: str, where: str, remedy: str) -> Inst
 
 
 class ConfigError(InstepError):
-    """A flag, a combination of flags or a configuration file is wrong. Raised before anything heavy loads."""
+    """A flag, a combination of flags or a configuration file is wrong. It is raised before anything heavy is loaded."""
 
     exit_code = 2
 
@@ -60,11 +60,11 @@ class EngineError(InstepError):
 
 
 class NoAnswerError(EngineError):
-    """An engine did not answer, or answered with server errors: it may be about to end."""
+    """An engine did not answer, or answered with server errors. It may be about to end."""
 
 
 class SyncError(InstepError):
-    """An engine does not hold the trainer's weights, or could not be shown to."""
+    """An engine does not have the trainer's weights, or this could not be proven."""
 
 
 class WorkerError(InstepError):
@@ -72,11 +72,11 @@ class WorkerError(InstepError):
 
 
 class RewardError(InstepError):
-    """A reward function raised, hung or returned something that is no finite number."""
+    """A reward function raised, hung or returned something that is not a finite number."""
 
 
 class TrainingError(InstepError):
-    """Weights or gradients are not finite any more."""
+    """Weights or gradients are no longer finite."""
 
 
 class OutputError(InstepError):
@@ -89,8 +89,8 @@ class RolloutError(InstepError):
 
 @contextmanager
 def writing(path: Path, flag: str = "") -> Iterator[None]:
-    """Turn an OSError of the block into an OutputError that names `path`, or the flag that it came from."""
-    remedy = "free space, fix permissions or name another folder; --load goes on from a checkpoint, if any"
+    """Turn an OSError of the block into an OutputError that names `path` or its flag."""
+    remedy = "free space, fix permissions or name another folder; --load continues from a checkpoint, if any"
     with _named(f"{path} cannot be written", flag or str(path), remedy):
         yield
 

@@ -1,4 +1,4 @@
-"""What a script like `train.py` calls: the command line, and the run."""
+"""The functions for a script like `train.py`: parse the command line, and run."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ T = TypeVar("T")
 
 
 def parse_args(extra_args_provider: Provider | None = None, argv: Sequence[str] | None = None) -> Args:
-    """The checked arguments of `instep train`, from the command line of this process.
+    """Return the checked arguments of `instep train`, from the command line of this process.
 
-    What is wrong is printed, and ends the process with exit code 2; so does `--help`, with 0.
+    Mistakes are printed, and end the process with exit code 2. `--help` ends it with 0.
 
     Args:
-        extra_args_provider: adds flags to the `argparse.ArgumentParser` that it gets, as Megatron's scripts have it.
-        argv: words instead of those of the command line.
+        extra_args_provider: adds flags to the given `argparse.ArgumentParser`, as in Megatron's scripts.
+        argv: words to use instead of the command line.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if "-h" in words or "--help" in words:
@@ -36,7 +36,7 @@ def parse_args(extra_args_provider: Provider | None = None, argv: Sequence[str] 
 
 
 def train(args: Args) -> dict[str, Any]:
-    """Run `instep train` with `args`, and return its summary. An error is printed, and ends the process."""
+    """Run `instep train` with `args`, and return the summary. An error is printed, and ends the process."""
     return _or_exit(lambda: run(args))
 
 

@@ -36,14 +36,14 @@ def serve(args: Args, before: Callable[[Args, Fleet, Path, Callable[[str], None]
     """Serve until SIGINT or SIGTERM, then end every process that was started.
 
     Args:
-        before: makes what stands before the engines, of the resolved arguments, the fleet, the folder of the logs and
-            a function that tells the user something; None: a gate does. Its `start` begins to serve and returns what
-            the user is told, its `check` raises InstepError if it serves no more (and admits engines that have come
-            back), its `close` ends it, also after a `start` that has failed.
+        before: makes the server before the engines, from the resolved arguments, the fleet, the folder of the logs and
+            a function that prints a text; None: a request gate is used. Its `start` begins to serve, and returns what
+            to print. Its `check` raises InstepError if it does not serve any more, and admits restarted engines. Its
+            `close` ends it, also after a failed `start`.
 
     Raises:
         ConfigError: the port or the folder is taken, or an engine is not installed.
-        EngineError: an engine did not start, none is left, or the router has died.
+        EngineError: an engine did not start, no engine is left, or the router has died.
     """
     check_loopback()
     logs = Path(args.run_dir) / "logs"
@@ -52,7 +52,7 @@ def serve(args: Args, before: Callable[[Args, Fleet, Path, Callable[[str], None]
     num_models = len(served_models(args))
     for port in range(args.port, args.port + num_models) if args.vllm_router_ip is None else ():
         if not port_is_free(port):
-            raise ConfigError(f"port {port} is taken", where="--port", remedy="name a free one")
+            raise ConfigError(f"port {port} is taken", where="--port", remedy="give a free port")
     with ExitStack() as ends:
         for lock in lock_folders({"--run-dir": args.run_dir}):
             ends.callback(lock.release)
@@ -60,7 +60,7 @@ def serve(args: Args, before: Callable[[Args, Fleet, Path, Callable[[str], None]
         ends.callback(cluster.close)
         cluster.start()
         for engine in cluster.engines:
-            engine.watch = lambda: None  # `wait_ready` sees the engine's end itself, and `_watch` all that comes later
+            engine.watch = lambda: None  # `wait_ready` detects an early end of the engine, `_watch` a later one
         fleet = Fleet(
             args,
             cluster.engines,
@@ -76,7 +76,7 @@ def serve(args: Args, before: Callable[[Args, Fleet, Path, Callable[[str], None]
         front = before(args, fleet, logs, _say) if before is not None else None
         if front is not None:
             ends.callback(front.close)
-        for number in (signal.SIGINT, signal.SIGTERM):  # the end takes two seconds, and a second Ctrl-C is no help
+        for number in (signal.SIGINT, signal.SIGTERM):  # the end takes two seconds; a second Ctrl-C would not help
             ends.callback(signal.signal, number, signal.SIG_IGN)
         fleet.wait_ready(args.engine_start_timeout)
         fleet.admit(fleet.engines)
@@ -106,10 +106,10 @@ def describe(
     addresses: Mapping[str, tuple[str, int]],
     more: Sequence[tuple[str, str]] = (),
 ) -> tuple[Table, str]:
-    """A table of the served models, their addresses (by name) and engines, and examples of requests.
+    """Return a table of the served models with their addresses (by name) and engines, and examples of requests.
 
     Args:
-        more: further rows.
+        more: additional rows.
     """
     models = served_models(args)
     default = policy_model(models)
@@ -124,14 +124,14 @@ def describe(
                 what = f"{engine.kind.name} {engine.capabilities.version}".rstrip()
                 role = "" if engine.role == "regular" else f"{engine.role}, "
                 table.add_row(f"  {engine.name}", f"{role}{what} on {args.device}, {engine.url}")
-    open_to_all = "none: anybody on this host may generate (--no-api-key)"
+    open_to_all = "none: anyone on this host may generate (--no-api-key)"
     key = open_to_all if args.no_api_key else args.api_key_file or str(logs.parent / keys.KEY_FILE)
     table.add_row("key", key)
     for row in more:
         table.add_row(*row)
     table.add_row("logs", str(logs))
     url, path = "http://{}:{}".format(*addresses[default.name]), model_path(args, default)
-    path = (name_of(path) or [path])[0]  # engines serve a model of the hub by its name, too
+    path = (name_of(path) or [path])[0]  # engines also serve a model of the hub by its name
     messages = [{"role": "user", "content": "Hello"}]
     body = json.dumps({"model": path, "messages": messages, "max_tokens": 32})
     header = "" if args.no_api_key else f'-H "Authorization: Bearer $(cat {shlex.quote(key)})" '

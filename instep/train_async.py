@@ -6,9 +6,9 @@
     controller  | # rewards       | # rewards       | # rewards, proof            | # metrics, state
                   -> Rollout        -> TrainedRollout  -> a version
 
-Workers wait in `take` for groups that are not ready. One step ahead they also wait before a sync, for the rollout under
-way; with `--max-staleness` groups are generated all the time. docs/async.md says who else waits for what, and how old a
-token may become.
+Workers wait in `take` for groups that are not ready. With one rollout ahead, they also wait before a sync for the
+current rollout; with `--max-staleness` groups are generated all the time. docs/async.md describes all waits, and how
+old a token may become.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 
 def train(args: Args) -> dict[str, Any]:
-    """Run `instep train-async`; returns the summary that is also written to `summary.json`."""
+    """Run `instep train-async`, and return the summary, which is also written to `summary.json`."""
     return to_the_end(steps(args))
 
 
 def steps(args: Args) -> Generator[Step, None, dict[str, Any]]:
-    """The loop, as that of `instep/train_sync.py`; the engines go on while whoever drives it has a round."""
+    """Run the loop as in `instep/train_sync.py`. The engines go on while the caller has a step."""
     with Controller(args, title=algorithm_of(args).title, with_engines=not args.debug_train_only) as controller:
         controller.sync_weights()
         if evaluates_at(args, controller.start_rollout_id, controller.num_rollout):
@@ -42,7 +42,7 @@ def steps(args: Args) -> Generator[Step, None, dict[str, Any]]:
         ahead = rollouts_ahead(controller, lambda n: syncs_after(args, n, controller.num_rollout))
         for rollout_id in range(controller.start_rollout_id, controller.num_rollout):
             with controller.profile.step(rollout_id):
-                rollout = ahead.take(rollout_id)  # and others begin
+                rollout = ahead.take(rollout_id)  # the next ones begin
                 trained = controller.train(rollout)
                 if syncs_after(args, rollout_id, controller.num_rollout):
                     ahead.sync(rollout_id)
@@ -53,7 +53,10 @@ def steps(args: Args) -> Generator[Step, None, dict[str, Any]]:
 
 
 def syncs_after(args: Settings, rollout_id: int, num_rollout: int) -> bool:
-    """Whether to sync after a rollout: every `--update-weights-interval` rollouts, and before a checkpoint or an
-    evaluation, so that the weights of a checkpoint have a version and an evaluation is of the newest ones."""
+    """Return whether to sync after a rollout.
+
+    A sync is due every `--update-weights-interval` rollouts. Another one comes before a checkpoint, so that its weights
+    have a version, and before an evaluation, so that it uses the newest weights.
+    """
     due = (rollout_id + 1) % args.update_weights_interval == 0
     return due or saves_after(args, rollout_id, num_rollout) or evaluates_after(args, rollout_id, num_rollout)

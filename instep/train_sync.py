@@ -1,4 +1,4 @@
-"""The schedule of a synchronous run: one round after the other. Time runs to the right; a dot waits.
+"""The schedule of a synchronous run: one step after the other. Time runs to the right; a dot waits.
 
                 | generate        | train            | sync            | finish_step, save | evaluate
     engines     | # responses     | .                | # load, probe   | .                 | # responses
@@ -6,11 +6,11 @@
     controller  | # rewards       | # advantages     | # proof         | # metrics, state  | # rewards
                   -> Rollout        -> TrainedRollout  -> a version
 
-The workers train on the whole rollout, which was made with the very weights that they hold; with groups that
-are finished before they may begin (`controller/early.py`, `early_step.py`). The engines wait for the
-training and the sync, so that no token is older than the last step. While a checkpoint is written, nothing else runs;
-with --async-save the workers copy their state to host memory, and threads write it while the next rounds run.
-SFT and DPO train on responses from the data: there are no engines, and so no sync and no evaluation.
+The workers train on the whole rollout, which was generated with their current weights. They may begin early with
+finished groups (`controller/early.py`, `early_step.py`). The engines wait for the training and the sync, so no token is
+older than the last step. While a checkpoint is written, nothing else runs; with --async-save the workers copy their
+state to host memory, and threads write it during the next steps. SFT and DPO train on responses from the data: they
+have no engines, so no sync and no evaluation.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def train(args: Args) -> dict[str, Any]:
-    """Run `instep train`, `sft` or `dpo`; returns the summary that is also written to `summary.json`."""
+    """Run `instep train`, `sft` or `dpo`, and return the summary, which is also written to `summary.json`."""
     return to_the_end(steps(args))
 
 
@@ -44,7 +44,7 @@ def to_the_end(loop: Generator[Step, None, dict[str, Any]]) -> dict[str, Any]:
 
 
 def steps(args: Args) -> Generator[Step, None, dict[str, Any]]:
-    """The loop. It yields each round when it is over, and returns the summary; closing it ends the run."""
+    """Run the loop: yield each finished step, and return the summary. Closing the generator ends the run."""
     algorithm = algorithm_of(args)
     with_engines = algorithm.has_rewards and not args.debug_train_only
     with Controller(args, title=algorithm.title, with_engines=with_engines) as controller:
@@ -57,14 +57,14 @@ def steps(args: Args) -> Generator[Step, None, dict[str, Any]]:
                 rollout = controller.generate(rollout_id)
                 trained = controller.train(rollout)
                 controller.sync_weights()
-                metrics = controller.finish_step(rollout, trained)  # before the save: what it covers is on disk
+                metrics = controller.finish_step(rollout, trained)  # before the save, so its steps are on disk
             yield Step(rollout_id, rollout.groups, metrics, save_and_evaluate(controller, rollout_id))
 
         return controller.finish()
 
 
 def save_and_evaluate(controller: Controller, rollout_id: int) -> dict[str, float]:
-    """Save and evaluate after a rollout if it is time to; returns `eval/*`."""
+    """Save and evaluate after a rollout if due. Return `eval/*`."""
     args, num_rollout = controller.args, controller.num_rollout
     if saves_after(args, rollout_id, num_rollout):
         controller.save(rollout_id)
@@ -72,22 +72,25 @@ def save_and_evaluate(controller: Controller, rollout_id: int) -> dict[str, floa
 
 
 def evaluates_at(args: Settings, rollout_id: int, num_rollout: int) -> bool:
-    """Whether to evaluate before the first rollout of a session: at the start, where a resume would have, and always
-    where no rollout is left (`--num-rollout 0`, a finished run)."""
+    """Return whether to evaluate before the first rollout of a session.
+
+    This is due at the start, after a resume where the interval is due, and always if no rollout is left
+    (`--num-rollout 0`, a finished run).
+    """
     if not args.eval_interval or (rollout_id == 0 < num_rollout and args.skip_eval_before_train):
         return False
     return rollout_id % args.eval_interval == 0 or rollout_id >= num_rollout
 
 
 def evaluates_after(args: Settings, rollout_id: int, num_rollout: int) -> bool:
-    """Whether to evaluate after a rollout: every `--eval-interval` rollouts, and after the last."""
+    """Return whether to evaluate after a rollout: every `--eval-interval` rollouts, and after the last."""
     if not args.eval_interval:
         return False
     return (rollout_id + 1) % args.eval_interval == 0 or rollout_id + 1 == num_rollout
 
 
 def saves_after(args: Settings, rollout_id: int, num_rollout: int) -> bool:
-    """Whether to save after a rollout: every `--save-interval` rollouts, and after the last."""
+    """Return whether to save after a rollout: every `--save-interval` rollouts, and after the last."""
     if not (args.save or args.save_hf or args.critic_save):
         return False
     interval = args.save_interval or num_rollout

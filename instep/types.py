@@ -1,4 +1,4 @@
-"""Plain data that the parts exchange: rollout functions see a `Sample`, trainers the flat columns of a `TokenBatch`."""
+"""Plain data types: `Sample` for rollout functions, and `TokenBatch` with flat columns for trainers."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class VersionSpan:
 
 
 _Status = Status  # `Sample.Status` below hides the name inside the class
-# What an engine's finish reason makes of a sample's status.
+# The status of a sample by the engine's finish reason.
 _ENDINGS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED, "cancelled": Status.ABORTED}
 
 
 def _flag(status: Status) -> Any:
-    """A property of a sample: whether it has this status."""
+    """Return a property of a sample that says whether it has this status."""
 
     def put(sample: Sample, value: bool) -> None:
         if value:
@@ -57,9 +57,9 @@ def _flag(status: Status) -> Any:
 class Sample:
     """One prompt and one response.
 
-    `tokens` holds the ids of prompt and response, `response_length` counts those of the response. Per-token lists
-    (`loss_mask`, `rollout_log_probs`) have `response_length` entries, or are None when they are unknown.
-    `rollout_routed_experts` (`routes.py`) are the engine's choices for prompt and response.
+    `tokens` are the ids of prompt and response; `response_length` counts the ids of the response. Per-token lists
+    (`loss_mask`, `rollout_log_probs`) have `response_length` entries, or are None if they are unknown.
+    `rollout_routed_experts` (`routes.py`) are the experts that the engine chose for prompt and response.
     """
 
     Status: ClassVar[type[_Status]] = _Status
@@ -79,15 +79,15 @@ class Sample:
     weight_versions: list[VersionSpan] = field(default_factory=list)
     status: _Status = _Status.PENDING
     sampling_params: dict[str, Any] = field(default_factory=dict)  # as last sent to the engine
-    sampling_turns: list[dict[str, Any]] = field(default_factory=list)  # the distributions that its tokens are of
+    sampling_turns: list[dict[str, Any]] = field(default_factory=list)  # the distributions of its tokens
     remove_sample: bool = False
     metadata: dict[str, Any] = field(default_factory=dict)
-    train_metadata: dict[str, Any] | None = None  # handed to the trainer untouched
+    train_metadata: dict[str, Any] | None = None  # passed to the trainer unchanged
     session_id: str | None = None
     generate_function_path: str | None = None
     custom_rm_path: str | None = None
     non_generation_time: float = 0.0
-    begun_version: int | None = None  # of the engines when its first token was asked for; see `version_spans`
+    begun_version: int | None = None  # of the engines when its first token was requested; see `version_spans`
     extra: dict[str, Any] = field(default_factory=dict)  # unknown fields, kept
 
     # Older spellings of `status` and `execution_id` in slime and vime.
@@ -108,7 +108,7 @@ class Sample:
 
     @property
     def version_spans(self) -> list[VersionSpan]:
-        """`weight_versions`, and `begun_version` for other parts with trainable tokens: these are no older."""
+        """`weight_versions`, and `begun_version` for other trainable parts: their weights are at least this new."""
         if self.begun_version is None:
             return self.weight_versions
         out, end = list[VersionSpan](), 0
@@ -125,7 +125,7 @@ class Sample:
         return self.response_length if self.loss_mask is None else sum(self.loss_mask)
 
     def get_reward_value(self, args: Any) -> Any:
-        """The reward; of a dict the entry `args.reward_key`, where that is set."""
+        """Return the reward. If it is a dict and `args.reward_key` is set, return this entry."""
         return self.reward[args.reward_key] if args.reward_key and isinstance(self.reward, dict) else self.reward
 
     def append_response_tokens(
@@ -141,27 +141,28 @@ class Sample:
         text: str | None = None,
         update_terminal_info: bool = True,
     ) -> None:
-        """Append response tokens and keep ids, mask, log-probs and versions aligned.
+        """Append response tokens, and keep ids, mask, log-probs and versions aligned.
 
-        Tokens of a tool or an environment are `trainable=False`: their mask and their log-prob are 0.
+        Tokens of a tool or an environment are `trainable=False`: their mask and log-prob are 0.
 
         Args:
-            tokens_or_args: the token ids. Functions written for slime give `args` here, and the ids as `tokens`.
+            tokens_or_args: the token ids. Functions for slime pass `args` here, and the ids as `tokens`.
             weight_versions: positions count from the first token of this call.
-            routed_experts: rows `[_, num_layers, experts per token]`, of the tokens up to the last but one; they may
-                begin with the first token of the sample, or with the first one whose row it does not have.
-            meta_info: what the engine said of these tokens: `weight_version`, and `finish_reason` ("stop", "length" or
-                "abort", or a dict with that as its `type`), which sets the status if `update_terminal_info`.
-            text: is appended to `response`.
+            routed_experts: rows `[_, num_layers, experts per token]` of the tokens up to the last but one. They begin
+                with the first token of the sample, or with the first token whose row is missing.
+            meta_info: the engine's information about these tokens: `weight_version`, and `finish_reason` ("stop",
+                "length", "abort", or a dict with that as its `type`). The latter sets the status if
+                `update_terminal_info`.
+            text: text to append to `response`.
 
         Raises:
-            ValueError: log-probs missing for one part and present for another, or lengths that differ.
+            ValueError: only some trainable parts have log-probs, or lengths differ.
         """
         given = tokens_or_args if tokens is None and isinstance(tokens_or_args, Iterable) else tokens
         ids = [] if given is None else _plain(given, int)
         values = None if log_probs is None else _plain(log_probs, float)
         said = meta_info or {}
-        if "weight_version" in said and ids and not weight_versions:  # instep's engines tell that of each token, too
+        if "weight_version" in said and ids and not weight_versions:  # instep's engines also report it per token
             whole = {"version": str(said["weight_version"]), "start": 0, "end": len(ids)}
             weight_versions = [VersionSpan(**span) for span in said.get("weight_versions", [whole])]
         self.append_plain(ids, values, weight_versions, routed_experts, trainable=trainable)
@@ -179,7 +180,7 @@ class Sample:
         *,
         trainable: bool = True,
     ) -> None:
-        """`append_response_tokens` of ids and log-probs that are lists of Python's own numbers, as engines answer."""
+        """Append as `append_response_tokens`, but only lists of plain Python numbers, as in engines' answers."""
         from instep.models import routes  # which imports numpy
 
         self._check_append(len(ids), values, trainable)
@@ -206,19 +207,19 @@ class Sample:
                 self.weight_versions.append(VersionSpan(span.version, start, end))
 
     def routes_that_hold(self) -> Any:
-        """The rows of `rollout_routed_experts` that stay when tokens are appended; None if there are none.
+        """Return the rows of `rollout_routed_experts` that stay when tokens are appended, or None.
 
-        A generate function may have cut `tokens`, or replaced them and dropped the response. The last token's row comes
-        with the answer in which a token follows it.
+        A generate function may have shortened `tokens`, or replaced them and dropped the response. The last token's row
+        comes with the answer that adds the next token.
         """
         known = self.rollout_routed_experts
         return None if known is None or not self.response_length else known[: max(0, len(self.tokens) - 1)]
 
     def _check_append(self, n: int, log_probs: list[float] | None, trainable: bool) -> None:
-        """Raise a ValueError where `n` further tokens would leave the columns of different lengths."""
+        """Raise a ValueError if the columns would have different lengths after `n` more tokens."""
         before = self.response_length
         if log_probs is not None and not trainable:
-            raise ValueError("tokens that are not trainable have no log-probs")
+            raise ValueError("log-probs are given, but tokens that are not trainable must have no log-probs")
         if log_probs is not None and len(log_probs) != n:
             raise ValueError(f"{n} tokens but {len(log_probs)} log-probs")
         for name in ("loss_mask", "rollout_log_probs"):
@@ -228,10 +229,10 @@ class Sample:
         trained_before = before > 0 and (self.loss_mask is None or any(self.loss_mask))
         mixed = (log_probs is None) != (self.rollout_log_probs is None)
         if trainable and n and mixed and (trained_before or self.rollout_log_probs is not None):
-            raise ValueError("either all trainable parts of a response have log-probs or none has")
+            raise ValueError("log-probs must be given for all trainable parts of a response, or for no part")
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields as plain values, and the attributes that hooks have set; routed experts are a text."""
+        """Return all fields and the attributes set by hooks as plain values. Routed experts become a text."""
         from instep.models import routes
 
         known = {f.name for f in dataclasses.fields(self)}
@@ -256,7 +257,7 @@ class Sample:
             sample.rollout_routed_experts = routes.decode(sample.rollout_routed_experts)
         if all(isinstance(s, dict) for s in spans):
             sample.weight_versions = [VersionSpan(**s) for s in spans]
-        elif len(spans) == 1:  # slime and vime keep names only, which do not tell the tokens of several versions apart
+        elif len(spans) == 1:  # slime and vime save only names, so tokens of several versions cannot be separated
             sample.weight_versions = [VersionSpan(str(spans[0]), 0, sample.response_length)]
         else:
             sample.extra["weight_versions"] = spans
@@ -269,7 +270,7 @@ class Sample:
 
 
 def _plain(values: Iterable[Any], kind: type) -> list[Any]:
-    """`values` as Python's own numbers."""
+    """Return `values` as plain Python numbers."""
     values = list(values)
     return values if {kind}.issuperset(map(type, values)) else list(map(kind, values))
 
@@ -278,42 +279,42 @@ Group = list[Sample]
 
 
 def name_of(sample: Sample) -> str:
-    """The name of a sample in errors."""
+    """Return the name of a sample for errors."""
     return f"group {sample.group_index}, sample {sample.index}"
 
 
 def as_number(value: Any) -> float | None:
-    """A finite real number (Python's, numpy's or a tensor's) as float; None for anything else."""
+    """Return a finite real number (Python's, numpy's or a tensor's) as float; None for anything else."""
     try:
         number = math.nan if isinstance(value, (str, bytes)) else float(value)
-    except Exception:  # noqa: BLE001 - the border to a user's object, whose __float__ may raise anything
+    except Exception:  # noqa: BLE001 - the boundary to a user's object: its __float__ may raise any error
         return None
     return number if math.isfinite(number) else None
 
 
 def reward_of(sample: Sample, key: str | None = None) -> float:
-    """The sample's reward as one number; for a dict, its entry `key` (`--reward-key`, `--eval-reward-key`).
+    """Return the sample's reward as one number; for a dict, the entry `key` (`--reward-key`, `--eval-reward-key`).
 
     Raises:
-        RewardError: there is no reward, the dict has no such entry, or it is no finite number.
+        RewardError: there is no reward, the dict has no such entry, or the value is not a finite number.
     """
     value: Any = sample.reward
     if isinstance(value, dict):
         if key is None or key not in value:
             what = f"the reward is a dict with {', '.join(sorted(map(str, value))) or 'no keys'}"
-            remedy = f"--reward-key must name one of them{'' if key is None else f', not {key!r}'}"
+            remedy = f"--reward-key must name one of these{'' if key is None else f', not {key!r}'}"
             raise RewardError(what, where=name_of(sample), remedy=remedy)
         value = value[key]
     if (number := as_number(value)) is None:
-        remedy = "return a finite number from the reward function, such as 0.0 where there is nothing to judge"
+        remedy = "return a finite number from the reward function, such as 0.0 if there is nothing to judge"
         remedy = remedy if value is not None else "set sample.reward, --rm-type or --custom-rm-path"
-        raise RewardError(f"the reward {said(value)} is no finite number", where=name_of(sample), remedy=remedy)
+        raise RewardError(f"the reward {said(value)} is not a finite number", where=name_of(sample), remedy=remedy)
     return number
 
 
 @dataclass
 class RolloutFnTrainOutput:
-    """The result of a rollout function for training: groups of samples, and its own metrics."""
+    """The result of a rollout function for training: groups of samples, and metrics of the function."""
 
     samples: list[Group]
     metrics: dict[str, float] = field(default_factory=dict)
@@ -321,7 +322,7 @@ class RolloutFnTrainOutput:
 
 @dataclass
 class RolloutFnEvalOutput:
-    """The result of a rollout function for evaluation: by data set name, `rewards`, `truncated` and `samples`."""
+    """The result of a rollout function for evaluation: `rewards`, `truncated` and `samples` by name of the data set."""
 
     data: dict[str, dict[str, Any]]
     metrics: dict[str, float] = field(default_factory=dict)
@@ -334,12 +335,12 @@ class TokenBatch:
     Attributes:
         tokens: int64 `[num_tokens]`, prompt + response of each sample in order.
         total_lengths: int64 `[num_samples]`.
-        response_lengths: int64 `[num_samples]`; a response ends its sample, and is at least one token shorter than it.
-        token_columns: float32 `[num_response_tokens]` each, responses in order. Those that instep knows: `loss_mask`,
+        response_lengths: int64 `[num_samples]`. A response ends its sample, and is at least one token shorter.
+        token_columns: float32 `[num_response_tokens]` each, responses in order. Columns of instep: `loss_mask`,
             `loss_weights` (mask over the step's denominator), `rollout_log_probs`, `log_probs` (old), `ref_log_probs`,
             `advantages`, `returns`, `older` (1: sampled from other weights than the rollout's).
-        sample_columns: `[num_samples]` tensors or lists: `temperature`, `rewards`, `group_index`, the users' own ...
-        host: of a batch that `to` has made, the one before, with the same samples.
+        sample_columns: `[num_samples]` tensors or lists: `temperature`, `rewards`, `group_index`, users' columns ...
+        host: for a batch that `to` has made: the original batch with the same samples.
     """
 
     tokens: torch.Tensor
@@ -355,11 +356,11 @@ class TokenBatch:
 
     @property
     def on_host(self) -> TokenBatch:
-        """The samples as they were before they went to a device: to read a length of these waits for nothing."""
+        """The samples before they were moved to a device. Reading a length here does not wait for the device."""
         return self if self.host is None else self.host
 
     def select(self, indices: Sequence[int]) -> TokenBatch:
-        """The samples `indices`, in that order."""
+        """Return the samples `indices`, in that order."""
         import torch
 
         def pick(flat: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -379,12 +380,12 @@ class TokenBatch:
         )
 
     def without_routes(self) -> TokenBatch:
-        """The batch for a model that chooses its own experts."""
+        """Return the batch without routed experts, for a model that chooses its own experts."""
         columns = {name: column for name, column in self.sample_columns.items() if not name.endswith("_experts")}
         return dataclasses.replace(self, sample_columns=columns)
 
     def to(self, device: torch.device | str) -> TokenBatch:
-        """A copy with its tensors on `device`; lists stay as they are."""
+        """Return a copy with its tensors on `device`. Lists are not changed."""
         import torch
 
         def move(x: Any) -> Any:
@@ -395,5 +396,5 @@ class TokenBatch:
         return TokenBatch(tokens, lengths, responses, of_tokens, of_samples, self.on_host)
 
 
-# steps -> data-parallel ranks -> micro-batches -> indices of samples; all ranks of a step have as many micro-batches
+# steps -> data-parallel ranks -> micro-batches -> indices of samples; ranks of a step have equally many micro-batches
 Schedule = list[list[list[list[int]]]]

@@ -36,13 +36,13 @@ _OWN: tuple[FlagGroup, ...] = (
     *(LOGGERS, TIMEOUTS, DEBUGGING, SGLANG),
 )
 
-# Flags that are refused by their prefix, of which few are written down: prefix, note, and what to use instead.
+# Flags that are refused by their prefix: prefix, note, and what to use instead.
 _FAMILIES = (("--sglang-", NOT_SGLANG, "the --vllm- flag of the same meaning (docs/engines_flags.md)"),)
 
 
 @cache
 def groups() -> tuple[FlagGroup, ...]:
-    """All flags, those of neighbours last."""
+    """Return all flags. Those of neighbours come last."""
     return _OWN + tuple(chain.from_iterable(added("flags")))
 
 
@@ -53,12 +53,12 @@ def families() -> tuple[tuple[str, str, str], ...]:
 
 @cache
 def own_flags() -> dict[str, Flag]:
-    """The flags of `groups()`, by each of their names."""
+    """Return the flags of `groups()`, by each of their names."""
     return {name: flag for group in groups() for flag in group.flags for name in (flag.name, *flag.aliases)}
 
 
 def own_hooks(args: Settings) -> list[tuple[str, str]]:
-    """The user's functions that `args` names: flag and dotted path of each."""
+    """Return the user's functions that `args` names: flag and dotted path of each."""
     found = []
     for flag in (flag for group in groups() for flag in group.flags if flag.type is hook):
         value = vars(args).get(flag.attribute)
@@ -70,14 +70,16 @@ def own_hooks(args: Settings) -> list[tuple[str, str]]:
 
 @cache
 def passed_through() -> dict[str, Flag]:
-    """The flags that only Megatron's table has, by each of their names."""
+    """Return the flags that only Megatron's table has, by each of their names."""
     own = own_flags()
     return {name: flag for flag in megatron_table() for name in (flag.name, *flag.aliases) if name not in own}
 
 
 def find(name: str) -> Flag | None:
-    """The record of a flag of instep, else of the user's `train.py`, of Megatron, vLLM, the router or a family known by
-    its prefix; else None. Its words may be joined by underscores."""
+    """Return the record of a flag; None for an unknown one. The name may have underscores instead of dashes.
+
+    The search goes through instep, the user's `train.py`, Megatron, vLLM, the router and the refused prefixes.
+    """
     flag = own_flags().get(name) or of_user().get(name) or passed_through().get(name) or find_engine_flag(name)
     if flag is None:
         for prefix, note, instead in families():

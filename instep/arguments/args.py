@@ -1,4 +1,4 @@
-"""The arguments while they are resolved, the resolved and frozen ones, and the read-only view that hooks get."""
+"""The arguments: a draft that is being resolved, the frozen result, and the read-only view for hooks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from instep.arguments.all_flags import find, own_flags
 from instep.arguments.concern import HookSettings, Settings, flag_name
 from instep.system.private import without_secrets
 
-# slime's names of run-time attributes, which hooks may use.
+# slime's names of run-time attributes. Hooks may use them.
 SLIME_NAMES = {f"sglang_{name}": f"vllm_{name}" for name in ("router_ip", "router_port", "model_routers")}
 
 
 class Runtime(TypedDict, total=False):
-    """Attributes that a run finds out. Hooks read these values, not those of the command line."""
+    """Attributes that are known only while the run works. Hooks read these values, not those of the command line."""
 
     vllm_router_ip: str
     vllm_router_port: int
@@ -29,21 +29,21 @@ class Runtime(TypedDict, total=False):
     rollout_max_context_len: int | None
 
 
-# Attributes that hooks have only once the engines run.
+# Attributes that hooks have only after the engines have started.
 RUNTIME_ATTRIBUTES = tuple(name for name in Runtime.__annotations__ if name != "rollout_max_context_len")
 
 
 class Args(Settings):
     """All settings of a run, frozen, under the names of their flags (`args.rollout_batch_size`).
 
-    Only flags that act have an attribute. `settings.pyi` declares these, and the attributes that follow from flags.
+    Only flags that act have an attribute. `settings.pyi` declares these attributes and those that follow from flags.
     """
 
     def __init__(self, **values: Any):
         vars(self).update(values)
 
     def replace(self, **changes: Any) -> Args:
-        """A copy in which some attributes have other values.
+        """Return a copy with other values for some attributes.
 
         Raises: AttributeError for an attribute that does not exist.
         """
@@ -52,18 +52,18 @@ class Args(Settings):
         return Args(**{**vars(self), **changes})
 
     def public(self) -> Args:
-        """A copy without secrets."""
+        """Return a copy without secrets."""
         return Args(**{name: value for name, value in vars(self).items() if name not in _secrets()})
 
     def to_dict(self) -> dict[str, Any]:
-        """All attributes but secrets, as data that JSON can hold; URLs have lost their credentials."""
+        """Return all attributes except secrets as data for JSON. URLs contain no credentials."""
         out = dict(sorted(vars(self.public()).items()))
         out["eval_datasets"] = [asdict(d) for d in out.get("eval_datasets", [])]
         clean: dict[str, Any] = without_secrets(out)
         return clean
 
     def view(self, runtime: Runtime) -> HookArgs:
-        """A read-only view for hooks. `runtime` may be filled in later."""
+        """Return a read-only view for hooks. `runtime` may be filled later."""
         return HookArgs(self, runtime)
 
     def __eq__(self, other: object) -> bool:
@@ -72,27 +72,27 @@ class Args(Settings):
     def __repr__(self) -> str:
         return f"Args({self.to_dict()})"
 
-    if not TYPE_CHECKING:  # it would let mypy believe in any attribute
+    if not TYPE_CHECKING:  # with it, mypy would accept any attribute
 
-        def __getattr__(self, name: str) -> Any:  # only reached where the attribute is missing
+        def __getattr__(self, name: str) -> Any:  # only called for missing attributes
             raise AttributeError(_missing(name, vars(self)))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(f"args.{name} cannot be set, arguments are frozen: use args.replace({name}=value), a copy")
+        raise AttributeError(f"args.{name} cannot be set: arguments are frozen. Use a copy: args.replace({name}=value)")
 
     def __delattr__(self, name: str) -> None:
         self.__setattr__(name, None)
 
 
 class Unreadable(Exception):
-    """An attribute was read whose value on the command line could not be read; that problem is reported already."""
+    """A resolver or rule read an attribute whose value on the command line is invalid. That is already reported."""
 
 
 class Draft(Args):
-    """The arguments while they are resolved and checked: attributes can be set.
+    """The arguments while they are resolved and checked. Attributes can be set.
 
     Args:
-        unreadable: the attributes whose value could not be read; the set may grow. Reading one raises `Unreadable`.
+        unreadable: attributes whose value is invalid. The set may grow. Reading one of them raises `Unreadable`.
     """
 
     __slots__ = ("unreadable",)
@@ -115,13 +115,13 @@ class Draft(Args):
 
 
 class HookArgs(HookSettings):
-    """The `args` of a hook: every setting but secrets, and the run-time attributes. None can be set."""
+    """The `args` of a hook: all settings except secrets, and the run-time attributes. All are read-only."""
 
     _args: Args
     _runtime: Runtime
 
     def __init__(self, args: Args, runtime: Runtime):
-        # As plain attributes, because a rollout reads some twenty of them for each sample; others by __getattr__.
+        # Plain attributes are fast: a rollout reads about twenty of them for each sample. __getattr__ serves the rest.
         shown = {name: value for name, value in vars(args.public()).items() if name not in Runtime.__annotations__}
         vars(self).update(shown, _args=args.public(), _runtime=runtime)
 
@@ -136,7 +136,7 @@ class HookArgs(HookSettings):
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(
-            f"args.{name} cannot be set: hooks see the arguments read-only. Keep state in your own module, "
+            f"args.{name} cannot be set: the arguments are read-only for hooks. Keep state in your own module "
             "or in sample.metadata"
         )
 
@@ -165,11 +165,11 @@ def _secrets() -> frozenset[str]:
 
 
 def _missing(name: str, values: dict[str, Any]) -> str:
-    """Why `args.<name>` does not exist."""
+    """Return why `args.<name>` does not exist."""
     if name.startswith("__"):  # pickle and copy ask for these
         return name
     if name in _secrets():
-        return f"args.{name} is a secret and not shown to hooks"
+        return f"args.{name} is a secret; hooks cannot read it"
     if name in RUNTIME_ATTRIBUTES:
         return f"args.{name} exists only once the engines run"
     flag = find(flag_name(name))

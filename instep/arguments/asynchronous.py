@@ -14,9 +14,10 @@ ASYNCHRONOUS = read_flags(__file__)
 
 
 def pause_mode(args: Settings, given: Given) -> str:
-    """Under `--max-staleness` long responses live through syncs: ending and resending them would cost half the gain.
+    """Return the pause mode; for `auto`, `keep` if `--max-staleness` is set and the engines report weight versions.
 
-    In deterministic mode they end before each sync.
+    Long responses then go on during syncs: to end and resend them would cost half the gain. In deterministic mode they
+    end before each sync.
     """
     if args.pause_mode != AUTO:
         return args.pause_mode
@@ -28,13 +29,13 @@ def pause_mode(args: Settings, given: Given) -> str:
 
 
 def both_at_work(args: Settings, given: set[str]) -> Iterator[Problem]:
-    """Trainer and engines work at the same time: neither can lend the other its memory."""
+    """Check that trainer and engines need no memory of each other: they work at the same time."""
     if args.command != "train-async":
         return
     asked = [flag_name(name) for name in ("offload", "offload_train", "offload_rollout") if name in given]
     if asked:
-        what = "trainer and engines work at the same time, and none can sleep meanwhile"
-        remedy = "leave it out (both then share the GPU's memory: --vllm-gpu-memory-utilization), or use `instep train`"
+        what = "trainer and engines work at the same time, so neither can sleep"
+        remedy = "leave it out (both share the GPU's memory: --vllm-gpu-memory-utilization), or use `instep train`"
         yield Problem(what, " and ".join(asked), remedy)
     if args.weight_sync == SINGLE_COPY:
         what = "the engines would compute with weights that a step is changing"
@@ -42,24 +43,24 @@ def both_at_work(args: Settings, given: set[str]) -> Iterator[Problem]:
 
 
 def staleness(args: Settings, given: set[str]) -> Iterator[Problem]:
-    """What a bound on the age of tokens goes with."""
+    """Check the bound on the age of tokens against the other flags."""
     bound, where = args.max_staleness, "--max-staleness"
     if args.command != "train-async":
         return
     if not bound and "stale_groups" in given:
         yield Problem("has no effect without --max-staleness of at least 1", "--stale-groups", "give both")
     if bound == 0 and args.update_weights_interval > 1:
-        what = "weights that are trained and not sent are newer than all tokens"
+        what = "between two syncs the trained weights are newer than all tokens"
         yield Problem(what, f"{where} 0 with --update-weights-interval", f"use {where} 1, or sync after every rollout")
     if bound == 0 and args.partial_rollout:
-        what = "a response that is continued has older tokens"
+        what = "a continued response has older tokens"
         yield Problem(what, f"{where} 0 with --partial-rollout", f"leave one of them out, or use {where} 1")
     if bound and args.rollout_function_path != DEFAULT_ROLLOUT:
-        what = "a rollout function of one's own makes whole rounds"
+        what = "a custom rollout function generates whole rollouts"
         yield Problem(what, f"{where} with --rollout-function-path", f"leave {where} out: it then runs one round ahead")
     for name in ("over_sampling_batch_size", "partial_rollout"):
         if bound and name in given:
-            what = f"has no effect with {where}: groups begin as others end, and go on after each sync"
+            what = f"has no effect with {where}: a new group starts when another ends, and goes on after each sync"
             yield Problem(what, flag_name(name), refused=False)
 
 

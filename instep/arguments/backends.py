@@ -1,4 +1,4 @@
-"""What Megatron alone has: flags, which `--train-backend hf` refuses, and the families of models that it trains."""
+"""What only Megatron has: flags that `--train-backend hf` refuses, and checks of the model families that it trains."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from instep.models.shape import KNOWN, shape_in_file, unsupported
 from instep.training.megatron.checks import CANNOT, REMEDY, WHERE, refused_by_model
 from instep.weights.way import RESTART
 
-# Sizes without a default of which 1 asks for nothing.
+# Sizes without a default. The value 1 asks for nothing.
 _SIZES = ("expert_tensor_parallel_size", "num_virtual_stages_per_pipeline_rank")
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 
 
 def asked_of_megatron(args: Settings, given: set[str]) -> list[Flag]:
-    """The flags with values that ask for what Megatron alone has."""
+    """Return the given flags that only Megatron supports with their values."""
     own = [flag for flag in own_flags().values() if flag.megatron_only and flag.attribute in given]
     values = [(flag, getattr(args, flag.attribute)) for flag in own]
     asked = [f for f, value in values if value and value != f.default and (value != 1 or f.attribute not in _SIZES)]
@@ -28,7 +28,7 @@ def asked_of_megatron(args: Settings, given: set[str]) -> list[Flag]:
 
 
 def only_megatron(args: Settings, given: set[str]) -> Iterator[Problem]:
-    """What `--train-backend hf` does not have."""
+    """Check that `--train-backend hf` supports the given flags."""
     if args.train_backend != "hf":
         return
     for flag in asked_of_megatron(args, given):
@@ -40,14 +40,14 @@ def only_megatron(args: Settings, given: set[str]) -> Iterator[Problem]:
 
 
 def family(args: Settings, given: set[str]) -> Iterator[Problem]:
-    """Megatron trains the families that instep has a map of weights for; hf does not take all flags of a command."""
+    """Check that Megatron can train the model: instep needs a weight map of its family. Otherwise name hf's flags."""
     config = known_config(args)
     if args.train_backend != "megatron" or args.debug_rollout_only or not (why := unsupported(config)):
         return
     names = [str(name) for name in config.get("architectures") or ()]
     if config.get("is_encoder_decoder") or not all(name.endswith(_CAUSAL) for name in names):
-        return  # hf does not train it either: the check of the checkpoint says so
-    # Whether hf splits a model, only the model says; FSDP2 shards any.
+        return  # hf does not train it either: the check of the checkpoint reports that
+    # Only the model knows whether hf can split it with tensor parallelism. FSDP2 shards every model.
     out = ["--tensor-model-parallel-size"] if args.tensor_model_parallel_size > 1 else []
     out += [flag.name for flag in asked_of_megatron(args, given)]
     without = f" without {', '.join(out)}" if out else ""
@@ -60,7 +60,7 @@ def family(args: Settings, given: set[str]) -> Iterator[Problem]:
 
 
 def layout(args: Settings, given: set[str]) -> Iterator[Problem]:
-    """What the workers would refuse for the model's sake, and no other rule does."""
+    """Check what the workers would refuse because of the model, if no other rule does."""
     if args.train_backend != "megatron" or args.debug_rollout_only or not (shape := shape_in_file(known_config(args))):
         return
     if problems := refused_by_model(args, shape):

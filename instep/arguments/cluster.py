@@ -1,4 +1,4 @@
-"""Where the processes run and how many there are."""
+"""Where the processes run, and how many there are."""
 
 from __future__ import annotations
 
@@ -26,30 +26,33 @@ def precision(args: Settings, given: Given) -> str:
 
 
 def cluster(args: Settings, given: Given) -> str:
-    """Beyond one host it is Ray's."""
+    """Return the kind of cluster: `ray` for more than one host."""
     several = max(args.actor_num_nodes, args.critic_num_nodes or 1) > 1
     return "ray" if several and "cluster" not in given else args.cluster
 
 
 def actor_num_gpus_per_node(args: Settings, given: Given) -> int:
-    """By default 8, or on the CPUs of this host one copy of the model: more would only take turns on its cores."""
+    """Return the ranks per host: by default 8; on the CPUs of this host, the ranks of one copy of the model.
+
+    More ranks would only take turns on its cores.
+    """
     if args.device != "cpu" or args.cluster != "local" or "actor_num_gpus_per_node" in given:
         return args.actor_num_gpus_per_node
     return ranks_of_a_copy(args)
 
 
 def world_size(args: Settings, given: Given) -> int:
-    """Ranks of the actor."""
+    """Return the number of the actor's ranks."""
     return args.actor_num_nodes * args.actor_num_gpus_per_node
 
 
 def dp_size(args: Settings, given: Given) -> int:
-    """Data-parallel ranks of the actor. A rule reports ranks that TP x PP x CP does not divide."""
+    """Return the actor's data-parallel ranks. A rule reports a number of ranks that TP x PP x CP does not divide."""
     return max(1, args.world_size // ranks_of_a_copy(args))
 
 
 def rollout_num_gpus(args: Settings, given: Given) -> int:
-    """GPUs of all engines that this run starts."""
+    """Return the GPUs of all engines that this run starts."""
     if args.command in OFFLINE or args.debug_train_only:
         return 0
     if args.vllm_topology is not None and (args.colocate or "rollout_num_gpus" not in given):
@@ -62,7 +65,7 @@ def rollout_num_gpus(args: Settings, given: Given) -> int:
 
 
 def topology_num_gpus(args: Settings, given: Given) -> int:
-    """GPUs of all engines and placeholders that `--vllm-config` or the flags name."""
+    """Return the GPUs of all engines and placeholders in `--vllm-config` or the flags."""
     return 0 if args.command in OFFLINE else _served_gpus(args)
 
 
@@ -76,12 +79,12 @@ def _served_gpus(args: Settings) -> int:
 
 
 def notes(args: Settings, given: Given) -> list[str]:
-    """Notes to the user, here that the engines share the trainer's GPUs; rules add more."""
+    """Return notes to the user. The only one here: the engines use the trainer's GPUs. Rules add more."""
     shares = args.colocate and not args.rollout_external_engine_addrs and args.command not in OFFLINE
     trainer, asked = args.world_size + num_critic_gpus(args), given.get("rollout_num_gpus")
     if not shares or asked in (None, trainer):
         return []
-    return [f"--colocate: --rollout-num-gpus {asked} is ignored, the engines use the trainer's {trainer}"]
+    return [f"--colocate: --rollout-num-gpus {asked} is ignored: the engines use the trainer's {trainer}"]
 
 
 RESOLVERS = (
@@ -100,7 +103,7 @@ RESOLVERS = (
 
 
 def cpu_cores(args: Settings, given: set[str]) -> Iterator[Problem]:
-    """Ranks that share a core are slow, but work; many of them do not get through the start."""
+    """Check the CPU cores for the ranks. Two ranks on a core are slow; with more, the start can time out."""
     cores, ranks = num_usable_cpus(), args.world_size + num_critic_gpus(args)
     if args.device != "cpu" or args.cluster != "local" or ranks <= cores:
         return
@@ -108,7 +111,7 @@ def cpu_cores(args: Settings, given: set[str]) -> Iterator[Problem]:
     if ranks > 2 * cores:
         yield Problem(what, where, f"use at most {2 * cores}; 1 is usual on a CPU")
     else:
-        yield Problem(f"{what} take turns, which is slow", where, refused=False)
+        yield Problem(f"{what} take turns: this is slow", where, refused=False)
 
 
 def engine_size(args: Settings, given: set[str]) -> Iterator[Problem]:
@@ -122,41 +125,42 @@ def engine_size(args: Settings, given: set[str]) -> Iterator[Problem]:
 
 
 def external_engines(args: Settings, given: set[str]) -> Iterator[Problem]:
-    """The addresses of engines that run already."""
+    """Check the addresses of engines that already run."""
     if args.command in OFFLINE:
         return
     addresses = args.rollout_external_engine_addrs or ()
     for address in sorted({a for a in addresses if addresses.count(a) > 1}):
-        yield Problem(f"{address} stands there twice", "--rollout-external-engine-addrs", "name each engine once")
+        yield Problem(f"{address} is named twice", "--rollout-external-engine-addrs", "name each engine once")
     for address in addresses:
         host, _, port = address.rpartition(":")
         if not host or "/" in host or not port.isdigit():
-            what = f"'{address}' is no HOST:PORT"
+            what = f"'{address}' is not HOST:PORT"
             yield Problem(what, "--rollout-external-engine-addrs", "write it like 127.0.0.1:8000")
         elif args.weight_sync in ON_ONE_HOST and address in elsewhere(args) and args.command in ONLINE:
             remedy = "use --weight-sync disk (through --run-dir, a folder that both hosts see)"
-            yield Problem(f"shared memory does not reach {address}", "--rollout-external-engine-addrs", remedy)
+            yield Problem(f"{address} cannot use this host's shared memory", "--rollout-external-engine-addrs", remedy)
         elif args.weight_sync == "nccl" and args.cluster == "local" and address in elsewhere(args):
             remedy = "use --cluster ray, or --weight-sync disk (through --run-dir, a folder that both hosts see)"
-            yield Problem(f"the trainer's address does not reach {address}", "--weight-sync nccl", remedy)
+            yield Problem(f"{address} cannot reach the trainer's address", "--weight-sync nccl", remedy)
     if args.rollout_external_engine_addrs and args.colocate:
-        yield Problem("engines that run already have GPUs of their own", "--colocate", "leave it out")
+        yield Problem("engines that already run have their own GPUs", "--colocate", "leave it out")
 
 
 def own_gpus(args: Settings, given: set[str]) -> Iterator[Problem]:
-    """NCCL joins no two processes on one GPU."""
+    """Check that NCCL is not used between two processes on one GPU: it does not support that."""
     if args.weight_sync == "nccl" and args.colocate and args.device == "cuda":
         what = "NCCL needs a GPU for each process"
         yield Problem(what, "--weight-sync nccl with --colocate", "use --weight-sync ipc")
 
 
 def same_gpus(args: Settings, given: set[str]) -> Iterator[Problem]:
-    """A bucket on a GPU reaches the engines on this GPU alone, and only where it can be opened."""
+    """Check `--weight-sync ipc`: a bucket reaches only engines on the same GPU, and they must be able to open it."""
     if args.weight_sync != "ipc" or args.device != "cuda" or args.debug_train_only or args.debug_rollout_only:
         return
     if (name := expandable()) is not None:
-        what, remedy = "opens GPU memory of another process, which expandable segments do not let", "--weight-sync auto"
-        yield Problem(what, f"--weight-sync ipc with expandable_segments in {name}", f"take them out, or use {remedy}")
+        what = "opens GPU memory of another process; expandable segments do not allow that"
+        remedy = "remove them, or use --weight-sync auto"
+        yield Problem(what, f"--weight-sync ipc with expandable_segments in {name}", remedy)
     if gpu_sharing(args) != "shared" and not args.rollout_external_engine_addrs:
         what = "needs a rank of the trainer on each GPU of the engines (see `instep plan`)"
         yield Problem(what, "--weight-sync ipc", "use --colocate, or --weight-sync nccl")
@@ -168,7 +172,7 @@ def hosts(args: Settings, given: set[str]) -> Iterator[Problem]:
     if local and max(args.actor_num_nodes, args.critic_num_nodes or 1) > 1:
         yield Problem("the local cluster is one host", several, "leave out --cluster local, or use 1")
     elif args.cluster == "ray" and "cluster" not in given:
-        yield Problem("more than one host, so this run is one of --cluster ray", several, refused=False)
+        yield Problem("asks for more than one host, so the run uses --cluster ray", several, refused=False)
     for name in ("ray_address", "num_gpus_per_node"):
         if local and name in given:
             yield Problem("has no effect without --cluster ray", flag_name(name), "give both")
@@ -178,37 +182,37 @@ def hosts(args: Settings, given: set[str]) -> Iterator[Problem]:
 
 
 def placement(args: Settings, given: set[str]) -> Iterator[Problem]:
-    """The plan of ranks and engines must be possible, and weights must reach every engine."""
+    """Check that ranks and engines can be placed, and that weights can reach every engine."""
     ranks = args.world_size + num_critic_gpus(args) + max(args.rollout_num_gpus, args.topology_num_gpus)
-    if ranks > GPUS.high:  # the plan has an entry for each
-        yield Problem(f"{ranks} ranks or GPUs, but at most {GPUS.high} are planned", "the cluster", "lower the numbers")
+    if ranks > GPUS.high:  # the plan has an entry for each of them
+        yield Problem(f"{ranks} ranks or GPUs, but the limit is {GPUS.high}", "the cluster", "lower the numbers")
         return
     plan, planned = make_plan(args), plan_engines(args)
     homes = {plan.actor[0].node} if plan.actor else set()
     away = [engine for engine in planned if engine.update_weights and {s.node for s in engine.slots} - homes]
     if homes and away and args.command in ONLINE and args.weight_sync in ON_ONE_HOST:
         yield Problem(
-            f"{away[0].name} is planned on another host than rank 0 of the trainer (see `instep plan`), and shared "
-            "memory does not reach it",
+            f"{away[0].name} is planned on another host than rank 0 of the trainer (see `instep plan`), and cannot "
+            "use its shared memory",
             f"--weight-sync {args.weight_sync} with --cluster ray",
             "use --weight-sync disk (through --run-dir, a folder that all hosts share), or --colocate",
         )
 
 
 def restart(args: Settings, given: set[str]) -> Iterator[Problem]:
-    """A run starts its own engines anew, and that ends what they are doing."""
+    """Check `--weight-sync restart`: a run restarts only its own engines, and a restart ends their requests."""
     if args.weight_sync != RESTART or args.command not in (*ONLINE, "plan"):
         return
     if args.rollout_external_engine_addrs:
-        what = "engines that somebody else runs cannot be started anew by this run"
+        what = "this run cannot restart engines that it did not start"
         yield Problem(what, "--weight-sync restart with --rollout-external-engine-addrs", "use --weight-sync disk")
     if args.pause_mode == "keep":
-        what = "an engine that is started anew keeps no responses"
+        what = "a restarted engine keeps no responses"
         yield Problem(what, "--weight-sync restart with --pause-mode keep", "use --pause-mode abort or wait")
 
 
 def single_copy(args: Settings, given: set[str]) -> Iterator[Problem]:
-    """Engines share their weights with trainer ranks on this host; of a GPU, with the rank on the same one."""
+    """Check that engines can share memory with trainer ranks: on this host, and with a GPU on the same GPU."""
     if args.weight_sync != SINGLE_COPY or args.command not in (*ONLINE, "plan"):
         if args.vllm_config_path is not None:
             yield Problem("has no effect without --weight-sync single-copy", "--vllm-config-path", "give both")
@@ -216,26 +220,26 @@ def single_copy(args: Settings, given: set[str]) -> Iterator[Problem]:
     addresses = args.rollout_external_engine_addrs or ()
     if args.vllm_config_path is not None and not addresses:
         remedy = "name the server with --rollout-external-engine-addrs"
-        yield Problem("is the file of a server that runs already", "--vllm-config-path", remedy)
+        yield Problem("is the file of a server that already runs", "--vllm-config-path", remedy)
     if len(addresses) > 1:
-        what = f"attaches to one server that runs already, and {len(addresses)} are named"
+        what = f"attaches to one server that already runs, but {len(addresses)} are named"
         yield Problem(what, "--weight-sync single-copy", "name one, or use --weight-sync shm")
     where, shm = "--weight-sync single-copy", "--weight-sync shm"
     if args.cluster != "local":
-        yield Problem("shares weights with engines on the host of the trainer alone", where, f"use {shm}")
+        yield Problem("shares weights only with engines on the trainer's host", where, f"use {shm}")
         return
     if args.device == "cuda" and args.rollout_backend == "embedded":
-        yield Problem("shares weights of an embedded engine on a CPU only", where, f"use --device cpu, or {shm}")
+        yield Problem("shares weights with an embedded engine only on a CPU", where, f"use --device cpu, or {shm}")
     plan, fed = make_plan(args), [engine for engine in plan_engines(args) if engine.update_weights]
     for engine in fed:
         if engine.parallel.data > 1:
-            what = f"{engine.name} has {engine.parallel.data} replicas, of which only one can share its weights"
-            yield Problem(what, where, f"give each replica an engine of its own, or use {shm}")
+            what = f"{engine.name} has {engine.parallel.data} replicas, but only one can share its weights"
+            yield Problem(what, where, f"give each replica its own engine, or use {shm}")
         if engine.parallel.pipeline > 1:
-            what = f"{engine.name} has {engine.parallel.pipeline} pipeline stages, which do not share their weights"
+            what = f"{engine.name} has {engine.parallel.pipeline} pipeline stages; these cannot share their weights"
             yield Problem(what, where, f"use tensor parallelism, or {shm}")
         if args.device == "cuda" and not {*engine.slots} <= {*plan.actor}:
-            what = f"{engine.name} is planned on a GPU without a rank of the trainer, which could write there"
+            what = f"{engine.name} is planned on a GPU without a trainer rank that could write its weights"
             yield Problem(what, where, "give --colocate (`instep plan` shows the GPUs), or use --weight-sync nccl")
 
 

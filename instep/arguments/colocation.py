@@ -1,4 +1,4 @@
-"""Trainer and engines that take turns on the same GPUs (`--colocate`): what each of them frees for the other."""
+"""What trainer and engines free for each other when they take turns on the same GPUs (`--colocate`)."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from instep.arguments.concern import Given, Problem, Settings, flag_name
 from instep.weights.way import RESTART, SINGLE_COPY
 
 _NO_TURNS = {
-    SINGLE_COPY: "trainer and engine compute with the same weights, so that neither can free them",
-    RESTART: "an engine that is started anew in a sync is awake",
+    SINGLE_COPY: "trainer and engine compute with the same weights, so neither can free them",
+    RESTART: "an engine that a sync restarts is awake",
 }
 
 
-_KEEP = "an engine that sleeps keeps no responses"
+_KEEP = "a sleeping engine keeps no responses"
 
 
 def shares_gpus(args: Settings) -> bool:
-    """Whether engines that this run starts and syncs use the trainer's GPUs."""
+    """Return whether engines that this run starts and syncs use the trainer's GPUs."""
     both = args.command in (*ONLINE, "plan") and not args.debug_train_only and not args.debug_rollout_only
     return bool(both and args.colocate and not args.rollout_external_engine_addrs)
 
 
 def _wanted(args: Settings, given: Given, name: str) -> bool:
-    """As the flag or `--offload` says, else on GPUs if nothing forbids it; only where both share them."""
+    """Return what the flag or `--offload` says; by default True on shared GPUs, if no other flag forbids it."""
     if args.command == "train-async":
         return False
     default = args.device != "cpu" and args.weight_sync not in _NO_TURNS and args.pause_mode != "keep"
@@ -43,7 +43,7 @@ RESOLVERS = (offload_train, offload_rollout)
 
 
 def turns(args: Settings, given: set[str]) -> Iterator[Problem]:
-    """Only those free memory who share the GPU, and whose memory nobody else reads."""
+    """Check the offload flags: trainer and engines must share GPUs, and no other process may read the freed memory."""
     if args.command not in (*ONLINE, "plan"):
         return
     for name in ("offload_train", "offload_rollout"):
@@ -64,7 +64,7 @@ def turns(args: Settings, given: set[str]) -> Iterator[Problem]:
         yield Problem(_KEEP, "--offload-rollout with --pause-mode keep", remedy)
     elif args.pause_mode == "keep" and "pause_mode" in given and shares_gpus(args) and args.device == "cuda":
         if "no_offload_rollout" not in given:
-            yield Problem(f"{_KEEP}, so that engines keep their GPU memory", "--pause-mode keep", refused=False)
+            yield Problem(f"{_KEEP}, so engines keep their GPU memory", "--pause-mode keep", refused=False)
 
 
 RULES = (turns,)

@@ -1,4 +1,4 @@
-"""Which flags act in which command, and the rules about those that do not."""
+"""Which flags act in which command, and the rules about flags that do not act."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from instep.arguments.reward import REWARD
 from instep.arguments.rollout import ROLLOUT
 
 _NOT_IN_DPO = {"calculate_per_token_loss", "constant_loss_length", "label_key"}
-# Of the flags of rollouts and engines these act in `instep sft` and `instep dpo`, too.
+# These flags of rollouts and engines also act in `instep sft` and `instep dpo`.
 _ACTS = {"rollout_function_path", "rollout_max_prompt_len", "custom_rollout_log_function_path", "vllm_max_model_len"}
 _ENGINES = {"rollout_num_gpus", "rollout_num_gpus_per_engine", "colocate"}
 _ENGINES |= {"offload", *(no + name for no in ("", "no_") for name in ("offload_train", "offload_rollout"))}
@@ -26,7 +26,7 @@ _SAMPLING = _READ | _ENGINES | {flag.attribute for part in (EVAL, ENGINE) for fl
 
 @cache
 def without_meaning(command: str) -> frozenset[str]:
-    """The attributes of flags that have no meaning for `instep <command>`, which trains."""
+    """Return the attributes of flags that have no meaning for `instep <command>`, which must be one that trains."""
     here = {"", command, "train-async" if command == "plan" else "", "rl" if command not in OFFLINE else ""}
     names = {flag.attribute for flag in own_flags().values() if flag.only not in here}
     if command in OFFLINE:
@@ -35,7 +35,7 @@ def without_meaning(command: str) -> frozenset[str]:
 
 
 def acts_in(command: str, flag: Flag | None) -> bool:
-    """Whether a flag acts in `instep <command>`."""
+    """Return whether a flag acts in `instep <command>`."""
     if flag is None or flag.status != "acts":
         return False
     if command == "serve":
@@ -44,7 +44,7 @@ def acts_in(command: str, flag: Flag | None) -> bool:
 
 
 def elsewhere(args: Settings, given: set[str]) -> Iterator[Problem]:
-    """Flags that act in another command; slime's default of one is what every run does."""
+    """Report flags that act only in another command, except `--update-weights-interval 1`: every run does that."""
     command, flags = args.command, {f.attribute: f for f in (*passed_through().values(), *own_flags().values())}
     for flag in (flag for name, flag in flags.items() if name in given and not acts_in(command, flag)):
         what = f"has no meaning for `instep {command}`"
@@ -58,9 +58,9 @@ def elsewhere(args: Settings, given: set[str]) -> Iterator[Problem]:
 
 
 def sampling(args: Settings, given: set[str]) -> Iterator[Problem]:
-    """Flags of rollouts, rewards, evaluations and engines have no meaning where nothing is sampled.
+    """Report flags of rollouts, rewards, evaluations and engines in commands that sample nothing.
 
-    A rollout function of the user's may read those of rollouts and rewards.
+    The user's own rollout function may read the flags of rollouts and rewards.
     """
     if args.command not in OFFLINE:
         return
@@ -76,11 +76,11 @@ def sampling(args: Settings, given: set[str]) -> Iterator[Problem]:
         if flag.attribute in _LENGTHS:
             what = "conversations of" if args.command == "sft" else "pairs whose prompts have"
             remedy += f"; --rollout-max-prompt-len leaves out {what} more tokens"
-        yield Problem(f"acts on samples of an engine, and `instep {args.command}` has none", flag.name, remedy)
+        yield Problem(f"acts on an engine's samples, but `instep {args.command}` samples nothing", flag.name, remedy)
 
 
 def loss(args: Settings, given: set[str]) -> Iterator[Problem]:
-    """The losses of `instep sft` and `instep dpo` belong to these commands."""
+    """Check that the losses of `instep sft` and `instep dpo` are used only there."""
     for name, algorithm in OFFLINE.items():
         own = algorithm.loss.type
         if args.command == name and args.loss_type != own:

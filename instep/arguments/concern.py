@@ -1,8 +1,7 @@
-"""What the file of a concern (data, rollout, cluster, ...) is made of: a `FlagGroup`, resolvers and rules.
+"""The parts of a concern's file (data, rollout, cluster, ...): a `FlagGroup`, resolvers and rules.
 
-A resolver has the name of the attribute that it resolves, and returns the attribute's value: this is how the default of
-a flag follows from other flags. A rule reads attributes and yields what is wrong with them, or raises a ConfigError.
-Neither sets an attribute.
+A resolver has the name of an attribute, and returns its value. In this way the default of a flag follows from other
+flags. A rule reads attributes, and yields what is wrong with them or raises a ConfigError. Neither sets an attribute.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class Problem:
     """One thing that is wrong: what, at which flag, and what to do.
 
     Attributes:
-        refused: False: the run starts all the same, and the problem is a note to the user.
+        refused: if False, the run starts anyway, and the problem becomes a note to the user.
     """
 
     what: str
@@ -42,13 +41,13 @@ Rule = Callable[[Settings, set[str]], Iterator[Problem]]  # the set: the attribu
 
 
 def ranks_of_a_copy(args: Settings) -> int:
-    """Trainer ranks that hold one copy of the model and work on the same samples."""
+    """Return the number of trainer ranks that hold one copy of the model and work on the same samples."""
     sizes = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
     return prod(sizes)
 
 
 def read_yaml(path: str, where: str) -> dict[Any, Any]:
-    """The keys of a YAML file; none where it holds something else. Raises: ConfigError: it cannot be read."""
+    """Return the mapping in a YAML file; {} for other content. Raises: ConfigError: the file cannot be read."""
     try:
         content = parse_yaml(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -58,5 +57,5 @@ def read_yaml(path: str, where: str) -> dict[Any, Any]:
 
 
 def flag_name(attribute: str) -> str:
-    """The flag of an attribute that is named after its flag."""
+    """Return the flag of an attribute that has the flag's name."""
     return "--" + attribute.replace("_", "-")

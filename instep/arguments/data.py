@@ -15,7 +15,7 @@ DATA = read_flags(__file__, in_one_word=in_one_word)
 
 
 def data_file(path: str, where: str) -> Iterator[Problem]:
-    """Problems of FILE or FILE@[a:b]. A data set of the hub is not fetched before the whole command line is right."""
+    """Check FILE or FILE@[a:b]. Skip a data set of the hub: it is downloaded once the command line is correct."""
     try:
         file, _ = parse_path(path)
     except ConfigError as error:
@@ -43,7 +43,7 @@ def data_file(path: str, where: str) -> Iterator[Problem]:
 
 
 def global_batch_size(args: Settings, given: Given) -> int | None:
-    """Samples of a rollout / its optimizer steps; None where this leaves a rest, and without `--rollout-batch-size`."""
+    """Return samples per rollout / steps; None if there is a remainder or no `--rollout-batch-size`."""
     if args.global_batch_size is not None or args.rollout_batch_size is None:
         return args.global_batch_size
     size, rest = divmod(args.rollout_batch_size * args.n_samples_per_prompt, args.num_steps_per_rollout or 1)
@@ -51,7 +51,7 @@ def global_batch_size(args: Settings, given: Given) -> int | None:
 
 
 def num_steps_per_rollout(args: Settings, given: Given) -> int | None:
-    """Samples of a rollout / `--global-batch-size`; None where this leaves a rest, and where one of them is None."""
+    """Return samples per rollout / `--global-batch-size`; None if there is a remainder, or if one of them is None."""
     if args.num_steps_per_rollout is not None or None in (args.rollout_batch_size, args.global_batch_size):
         return args.num_steps_per_rollout
     steps, rest = divmod(args.rollout_batch_size * args.n_samples_per_prompt, args.global_batch_size)
@@ -59,12 +59,12 @@ def num_steps_per_rollout(args: Settings, given: Given) -> int | None:
 
 
 def balance_data(args: Settings, given: Given) -> bool:
-    """Of micro-batches of equal FLOPs each rank gets as many as any other."""
+    """Return True also for `--balance-by-flops`: each rank then gets equally many micro-batches of equal FLOPs."""
     return args.balance_data or args.balance_by_flops
 
 
 def add_bos_token(args: Settings, given: Given) -> bool:
-    """False with a chat template, which writes the begin-of-text token itself if the model wants one."""
+    """Return False with a chat template: it writes the begin-of-text token itself if the model needs one."""
     return args.add_bos_token and not args.apply_chat_template
 
 
@@ -83,13 +83,13 @@ def missing_data(args: Settings, given: set[str]) -> Iterator[Problem]:
 def missing_batch(args: Settings, given: set[str]) -> Iterator[Problem]:
     if args.rollout_batch_size is None and args.num_rollout != 0:
         what = "the size of a rollout is not given"
-        yield Problem(what, "--rollout-batch-size", "say how many prompts a rollout takes, such as 32")
+        yield Problem(what, "--rollout-batch-size", "give the number of prompts per rollout, such as 32")
 
 
 def length(args: Settings, given: set[str]) -> Iterator[Problem]:
     if args.num_rollout is None and args.num_epoch is None:
         what = "the length of the run is not given"
-        yield Problem(what, "--num-rollout", "say how many rounds to run (or give --num-epoch)")
+        yield Problem(what, "--num-rollout", "give the number of rollouts (or --num-epoch)")
     if args.num_rollout is not None and args.num_epoch is not None:
         yield Problem("says the same as --num-rollout", "--num-epoch", "give one of the two")
     if args.num_rollout is not None and (args.start_rollout_id or 0) > args.num_rollout:
@@ -99,7 +99,7 @@ def length(args: Settings, given: set[str]) -> Iterator[Problem]:
 
 
 def batches(args: Settings, given: set[str]) -> Iterator[Problem]:
-    """Samples of a rollout = global_batch_size * num_steps_per_rollout; all data-parallel ranks share each step."""
+    """Check that samples per rollout = global_batch_size * num_steps_per_rollout, and that ranks can share a step."""
     if args.rollout_batch_size is None:
         return
     total = args.rollout_batch_size * args.n_samples_per_prompt
@@ -110,12 +110,13 @@ def batches(args: Settings, given: set[str]) -> Iterator[Problem]:
         return
     formula = f"{args.rollout_batch_size} prompts x {args.n_samples_per_prompt} samples = {total} samples per rollout"
     if size is None:
-        yield Problem(f"{formula}, which {steps} steps do not divide", "--num-steps-per-rollout", _near(total, steps))
+        what = f"{formula}, which do not divide into {steps} steps"
+        yield Problem(what, "--num-steps-per-rollout", _near(total, steps))
     elif steps is None:
         yield Problem(f"{formula}, which {size} does not divide", "--global-batch-size", _near(total, size))
     elif size * steps != total:
         what = f"{size} x {steps} steps = {size * steps}, but {formula}"
-        remedy = "give only one of the two, the other follows"
+        remedy = "give only one of the two; the other follows"
         yield Problem(what, "--global-batch-size and --num-steps-per-rollout", remedy)
     else:
         yield from _shares(args)
@@ -125,7 +126,7 @@ def _shares(args: Settings) -> Iterator[Problem]:
     size, ranks = args.global_batch_size, args.dp_size
     unit = ranks * args.micro_batch_size
     if args.use_dynamic_batch_size and size < ranks:
-        what = f"{size} samples a step for {ranks} data-parallel ranks"
+        what = f"{size} samples per step for {ranks} data-parallel ranks"
         yield Problem(what, "--global-batch-size", f"use at least {ranks}")
     if not args.use_dynamic_batch_size and size % unit:
         what = (
@@ -135,12 +136,12 @@ def _shares(args: Settings) -> Iterator[Problem]:
             total = args.rollout_batch_size * args.n_samples_per_prompt
             yield Problem(what, "--global-batch-size", _near(total, size, unit))
         else:
-            remedy = f"{_near(size // ranks, args.micro_batch_size)}, or --use-dynamic-batch-size in its place"
+            remedy = f"{_near(size // ranks, args.micro_batch_size)}, or --use-dynamic-batch-size instead"
             yield Problem(what, "--micro-batch-size", remedy)
 
 
 def _near(total: int, wanted: int, unit: int = 1) -> str:
-    """The divisors of `total` on both sides of `wanted` that are multiples of `unit`."""
+    """Return the advice to use the divisors of `total` next to `wanted` that are multiples of `unit`."""
     if total % unit:
         return f"make --rollout-batch-size x --n-samples-per-prompt a multiple of {unit}"
     low = [d for d in range(1, math.isqrt(total // unit) + 1) if total // unit % d == 0]
@@ -151,16 +152,16 @@ def _near(total: int, wanted: int, unit: int = 1) -> str:
 
 
 def dynamic_batches(args: Settings, given: set[str]) -> Iterator[Problem]:
-    chosen = args.device == "auto"  # on a GPU by the plan
+    chosen = args.device == "auto"  # the plan chooses the size on a GPU
     if args.use_dynamic_batch_size and args.max_tokens_per_gpu is None and not chosen:
-        yield Problem("needs --max-tokens-per-gpu", "--use-dynamic-batch-size", "give the tokens of one micro-batch")
+        yield Problem("needs --max-tokens-per-gpu", "--use-dynamic-batch-size", "give the tokens per micro-batch")
     if args.use_dynamic_batch_size and "micro_batch_size" in given:
         yield Problem("has no effect with --use-dynamic-batch-size", "--micro-batch-size", "give one of the two")
     if args.balance_by_flops and not args.use_dynamic_batch_size and not chosen:
         what = "has no effect without --use-dynamic-batch-size"
         yield Problem(what, "--balance-by-flops", "give both, or --balance-data alone")
     if args.max_tokens_per_gpu is not None and not args.use_dynamic_batch_size:
-        yield Problem("has no effect without --use-dynamic-batch-size", "--max-tokens-per-gpu", "give both, or none")
+        yield Problem("has no effect without --use-dynamic-batch-size", "--max-tokens-per-gpu", "give both or neither")
 
 
 def prompt_files(args: Settings, given: set[str]) -> Iterator[Problem]:
@@ -174,7 +175,7 @@ def prompt_files(args: Settings, given: set[str]) -> Iterator[Problem]:
 
 def mask_type(args: Settings, given: set[str]) -> Iterator[Problem]:
     if "loss_mask_type" in given and args.command == "train":
-        what = "has no effect: it is for conversations that are read, by sft and dpo"
+        what = "has no effect: it is for the conversations that sft and dpo read"
         yield Problem(what, "--loss-mask-type", refused=False)
 
 

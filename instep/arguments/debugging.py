@@ -1,4 +1,4 @@
-"""Debugging: parts of a run alone, dumps and their replay, alarms, the trial of hooks."""
+"""Debugging: runs without trainer or engines, dumps and their replay, alarms, the trial of hooks."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def save_debug_train_data(args: Settings, given: Given) -> str | None:
 
 
 def debug_rollout_only(args: Settings, given: Given) -> bool:
-    """`instep serve` has no trainer, so the plan must keep no place for one."""
+    """Return True also for `instep serve`: it has no trainer, so the plan must not reserve GPUs for one."""
     return args.debug_rollout_only or args.command == "serve"
 
 
 def debug_train_only(args: Settings, given: Given) -> bool:
-    """A replay needs no engine."""
+    """Return True also for a replay: it needs no engine."""
     return args.debug_train_only or args.load_debug_rollout_data is not None
 
 
 def _inside(folder: str | None, name: str) -> str | None:
-    """The template of a dump below the folder of `--dump-details`, whose own braces are kept."""
+    """Return the template of a dump inside the folder of `--dump-details`. Braces of the folder's name are escaped."""
     return None if folder is None else os.path.join(folder.replace("{", "{{").replace("}", "}}"), name)
 
 
@@ -47,24 +47,24 @@ RESOLVERS = (debug_rollout_only, save_debug_rollout_data, save_debug_train_data,
 
 
 def parts(args: Settings, given: set[str]) -> Iterator[Problem]:
-    """Either the trainer or the engine can be left out, with the flags that need it."""
+    """Check that only one of trainer and engine is left out, and that no given flag needs it."""
     if args.debug_rollout_only and args.debug_train_only:
         other = "--load-debug-rollout-data" if args.load_debug_rollout_data else "--debug-train-only"
         yield Problem("nothing would be left to run", f"--debug-rollout-only and {other}", "give one of the two")
     elif args.debug_rollout_only:
-        what = "there is no trainer with --debug-rollout-only, the engine serves --hf-checkpoint"
+        what = "--debug-rollout-only has no trainer; the engine serves --hf-checkpoint"
         for name in _NEED_A_TRAINER:
             if name in given:
                 yield Problem(what, flag_name(name), "leave it out")
     own_rollout = "rollout_function_path" in given or args.command in OFFLINE
     if args.debug_train_only and args.load_debug_rollout_data is None and not own_rollout:
         what = "the default rollout function needs an engine"
-        remedy = "replay rollouts with --load-debug-rollout-data, or name a --rollout-function-path that needs none"
+        remedy = "replay rollouts with --load-debug-rollout-data, or give a --rollout-function-path without engines"
         yield Problem(what, "--debug-train-only", remedy)
 
 
 def dumps(args: Settings, given: set[str]) -> Iterator[Problem]:
-    """Names of the files that rollouts are written to, and replayed from."""
+    """Check the names of the files that rollouts are written to and replayed from."""
     fields = {"rollout_id": args.start_rollout_id or 0}
     yield from _template(args, "--save-debug-rollout-data", args.save_debug_rollout_data, fields)
     yield from _template(args, "--save-debug-train-data", args.save_debug_train_data, {**fields, "rank": 0})
@@ -83,14 +83,14 @@ def _template(args: Settings, flag: str, path: str | None, fields: dict[str, int
         here, other = path.format(**fields), path.format(**{**fields, "rollout_id": -1})
     except (KeyError, IndexError, ValueError, AttributeError):
         known = " and ".join(f"{{{name}}}" for name in fields)
-        yield Problem(f"'{path}' holds another field than {known}", flag, "write it like DIR/{rollout_id}.pt")
+        yield Problem(f"'{path}' has another field than {known}", flag, "write it like DIR/{rollout_id}.pt")
         return
     if here == other and args.num_rollout != 1:
         yield Problem(f"'{path}' is one file for all rollouts", flag, "write it like DIR/{rollout_id}.pt")
 
 
 def profile(args: Settings, given: set[str]) -> Iterator[Problem]:
-    """There are rollouts to record."""
+    """Check that `--profile` has rollouts to record."""
     start, end = args.profile_step_start, args.profile_step_end
     if not args.profile:
         for name in ("profile_step_start", "profile_step_end", "profile_ranks"):
@@ -99,7 +99,7 @@ def profile(args: Settings, given: set[str]) -> Iterator[Problem]:
     elif end <= start:
         yield Problem(f"ends before rollout {start}, the first that it records", "--profile-step-end", "raise it")
     elif args.num_rollout is not None and start >= args.num_rollout:
-        what = f"the first rollout that it records is {start}, and the last of the run {args.num_rollout - 1}"
+        what = f"the first rollout to record is {start}, but the last of the run is {args.num_rollout - 1}"
         yield Problem(what, "--profile", "lower --profile-step-start (numbers count from 0)")
 
 

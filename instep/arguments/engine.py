@@ -1,4 +1,4 @@
-"""Engines and the weight sync: the kind and the topology of the engines (`--vllm-config`), and who may ask them."""
+"""Engines and the weight sync: kind and topology of the engines (`--vllm-config`), and who may send requests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _HOST_NAME = re.compile(r"[A-Za-z0-9_](?:[\w.-]*\w)?", re.ASCII)
 
 
 def read_topology(args: Settings) -> Iterator[Problem]:
-    """Set `args.vllm_topology` from the file of `--vllm-config`. Rules that read it are skipped if it is wrong."""
+    """Set `args.vllm_topology` from the file of `--vllm-config`. If it is wrong, rules that read it are skipped."""
     args.vllm_topology = None
     if args.vllm_config is None:
         return
@@ -34,27 +34,27 @@ def read_topology(args: Settings) -> Iterator[Problem]:
 
 
 def rollout_backend(args: Settings, given: Given) -> str:
-    """`auto` becomes the kind of engine that a given flag belongs to, if there is one."""
+    """Return the backend. `auto` becomes the kind of engine that a given flag belongs to, if there is one."""
     meant = (kind.name for kind in all_kinds() if named_kind(args) is None and kind.meant_by(args))
     return next(meant, args.rollout_backend)
 
 
 def port(args: Settings, given: Given) -> int | None:
-    """Of `instep serve`; vLLM's own by default."""
+    """Return the port of `instep serve`, by default that of vLLM."""
     return args.port or (8000 if args.command == "serve" else None)
 
 
 def half_precision(args: Settings, given: set[str]) -> Iterator[Problem]:
     if args.vllm_dtype == "float16" and args.command != "serve":
-        what = "gradients in float16 need a loss scale, which the trainer has not, and engines have its dtype"
+        what = "float16 gradients need a loss scale; the trainer has no loss scale, and engines use its dtype"
         yield Problem(what, "--vllm-dtype float16", "use bfloat16 or float32")
     elif args.vllm_dtype == "float16" and args.rollout_backend == "embedded":
         what = "the embedded engine computes in float32 or bfloat16"
-        yield Problem(what, "--vllm-dtype float16", "use one of these, or --rollout-backend vllm")
+        yield Problem(what, "--vllm-dtype float16", "use one of these dtypes, or --rollout-backend vllm")
 
 
 def topology(args: Settings, given: set[str]) -> Iterator[Problem]:
-    """Flags that name the engines, their number, their models and their router."""
+    """Check the flags of the engines, their number, their models and their router."""
     if args.command in OFFLINE:
         return
     if (kind := named_kind(args)) is not None:
@@ -64,21 +64,21 @@ def topology(args: Settings, given: set[str]) -> Iterator[Problem]:
         what = "the file says which engines prefill"
         yield Problem(what, "--vllm-config and --prefill-num-servers", "give one of the two")
     elif args.prefill_num_servers is not None and args.prefill_num_servers >= args.rollout_num_engines:
-        what = f"{args.prefill_num_servers} of {args.rollout_num_engines} engines would prefill, and none decode"
+        what = f"{args.prefill_num_servers} of {args.rollout_num_engines} engines prefill: no engine is left to decode"
         yield Problem(what, "--prefill-num-servers", "raise --rollout-num-gpus, or lower it")
     if args.rollout_external_engine_addrs and (args.vllm_config or args.prefill_num_servers):
         flag = "--vllm-config" if args.vllm_config else "--prefill-num-servers"
         yield Problem("no engine is started", f"{flag} and --rollout-external-engine-addrs", "give one of the two")
     if (args.vllm_router_ip is None) != (args.vllm_router_port is None):
-        yield Problem("one without the other", "--vllm-router-ip and --vllm-router-port", "give both")
+        yield Problem("only one is given", "--vllm-router-ip and --vllm-router-port", "give both")
     if args.command == "serve" and "port" in given and args.vllm_router_ip is not None:
-        yield Problem("requests go to the router of yours", "--port and --vllm-router-ip", "give one of the two")
+        yield Problem("requests go to your router", "--port and --vllm-router-ip", "give one of the two")
     disaggregated = [model for model in served_models(args) if model.disaggregated]
     if args.vllm_router_ip is not None and disaggregated:
         what = "a router takes prefill and decode engines only when it starts"
         yield Problem(what, "--vllm-router-ip", "leave it out: instep starts it")
     if args.pause_mode == "keep" and disaggregated:
-        what = "a prompt's cache that is between two engines when the weights change would be of the old ones"
+        what = "a KV cache on its way from a prefill to a decode engine would be of the old weights after a sync"
         yield Problem(what, "--pause-mode keep with prefill and decode engines", "use abort or wait")
     if args.ref_served_model is not None and args.command in ONLINE:
         yield from _served_reference(args)
@@ -86,7 +86,7 @@ def topology(args: Settings, given: set[str]) -> Iterator[Problem]:
         return
     models = args.vllm_topology["vllm"]
     if args.vllm_router_ip is not None and len(models) > 1:
-        what = f"{len(models)} models need a router each"
+        what = f"each of the {len(models)} models needs its own router"
         yield Problem(what, "--vllm-router-ip with --vllm-config", "leave it out: instep starts them")
     if not args.colocate and "rollout_num_gpus" in given and args.rollout_num_gpus != args.topology_num_gpus:
         what = f"{args.rollout_num_gpus}, but the groups of {args.vllm_config} take {args.topology_num_gpus}"
@@ -94,32 +94,32 @@ def topology(args: Settings, given: set[str]) -> Iterator[Problem]:
     for i, model in enumerate(models):
         path = model.get("model_path")
         if args.command != "plan" and path is not None and not os.path.isfile(os.path.join(path, "config.json")):
-            what = f"{path} is no Hugging Face folder: it has no config.json"
+            what = f"{path} is not a Hugging Face folder: it has no config.json"
             remedy = "give the folder of a checkpoint"
             yield Problem(what, f"--vllm-config {args.vllm_config}, vllm[{i}].model_path", remedy)
     trains = args.command in ONLINE and not args.debug_rollout_only
     if trains and not any(model.get("update_weights", True) for model in models):
         what = "no model gets the trainer's weights"
-        yield Problem(what, f"--vllm-config {args.vllm_config}", "let one have update_weights: true")
+        yield Problem(what, f"--vllm-config {args.vllm_config}", "set update_weights: true for one model")
 
 
 def api_keys(args: Settings, given: set[str]) -> Iterator[Problem]:
-    """The key that is given, whether anybody reads it, and further names of this host."""
+    """Check the given API key, whether any server or request uses it, and `--allowed-hosts`."""
     for host in args.allowed_hosts or ():
         if not _HOST_NAME.fullmatch(host) and not _is_address(host):
-            what = f"{host!r} is no name and no address of a host"
+            what = f"{host!r} is neither a name nor an address of a host"
             yield Problem(what, "--allowed-hosts", "leave out scheme, port and path: rl.example.org 10.0.0.7")
     if args.allowed_hosts and args.rollout_external_engine_addrs and not args.no_api_key:
-        what = "no server of this run looks at names: its engines are somebody else's"
+        what = "no server of this run checks host names: it did not start its engines"
         yield Problem(what, "--allowed-hosts", "start them with INSTEP_ALLOWED_HOSTS in their environment")
     foreign = args.vllm_router_ip or args.rollout_external_engine_addrs or args.opd_teacher_url
     unread = args.no_api_key if args.command == "serve" else not foreign
     if args.api_key_file is None and unread:
         return
     if args.command == "serve" and args.no_api_key:
-        yield Problem("nobody is asked for the key", "--api-key-file and --no-api-key", "give one of the two")
+        yield Problem("no request needs the key", "--api-key-file and --no-api-key", "give one of the two")
     elif args.command != "serve" and not foreign:
-        what = "a run makes the key of its own engines, and no engine, router or teacher of somebody else's is named"
+        what = "a run makes the key of its own engines, and no external engine, router or teacher is named"
         yield Problem(what, "--api-key-file", "leave it out (docs/security.md says how hooks get the run's key)")
     else:
         given_key(args)
@@ -133,17 +133,17 @@ def _is_address(host: str) -> bool:
 
 
 def _served_reference(args: Settings) -> Iterator[Problem]:
-    """The reference must be a served model whose weights stay as they are."""
+    """Check that the reference is a served model whose weights do not change."""
     found = {model.name: model for model in served_models(args)} if args.vllm_topology is not None else {}
     flag, model = f"--ref-served-model {args.ref_served_model}", found.get(args.ref_served_model or "")
     if args.debug_train_only or args.debug_rollout_only:
-        yield Problem("there is no engine, or no trainer, in a part of a run", flag, "leave it out")
+        yield Problem("this run has no engine or no trainer", flag, "leave it out")
     elif model is None:
         frozen = [name for name, model in found.items() if not model.update_weights]
         names = f"name one of {', '.join(frozen)}" if frozen else "add one with update_weights: false"
         yield Problem("no such model is served", flag, f"{names} (--vllm-config)")
     elif model.update_weights:
-        yield Problem("gets the trainer's weights, so it is no reference", flag, "let it have update_weights: false")
+        yield Problem("gets the trainer's weights, so it cannot be the reference", flag, "set update_weights: false")
 
 
 RESOLVERS = (port, rollout_backend)

@@ -1,7 +1,7 @@
-"""`--vllm-*` and `--router-*`: flags of `vllm serve` and `vllm-router`, read from their tables and handed on unchanged.
+"""`--vllm-*` and `--router-*`: flags of `vllm serve` and `vllm-router`, read from their tables and passed unchanged.
 
-A flag that instep sets itself is refused with what to use instead. `--vllm-compilation-config.mode 3`, vLLM's spelling
-for one key of a JSON value, is handed on, too.
+A flag that instep sets itself is refused, and the error names the alternative. `--vllm-compilation-config.mode 3`,
+vLLM's spelling for one key of a JSON value, is passed as well.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from instep.engines.reserved_flags import reserved
 
 
 def family(name: str) -> Package | None:
-    """The package that a flag is handed to, by its prefix; None: to none."""
+    """Return the package that gets a flag, by its prefix; None for other flags."""
     return next((package for package, prefix in PREFIXES.items() if name.startswith(prefix)), None)
 
 
 def prefixed(package: Package, name: str) -> str:
-    """instep's name of a package's flag."""
+    """Return instep's name for a package's flag."""
     return PREFIXES[package] + name.removeprefix("--")
 
 
 def find_engine_flag(name: str) -> Flag | None:
-    """The record of `--vllm-...` or `--router-...`; None if the package has no such flag."""
+    """Return the record of `--vllm-...` or `--router-...`; None if the package has no such flag."""
     package = family(name)
     if package is None:
         return None
@@ -33,10 +33,10 @@ def find_engine_flag(name: str) -> Flag | None:
 
 
 def given_words(given: dict[str, Any], flags: dict[str, Flag], package: Package) -> dict[str, list[str]]:
-    """The words for a package on the command line, by field (`field.key` for one key of a JSON value).
+    """Return a package's words for its command line, by field (`field.key` for one key of a JSON value).
 
     Args:
-        given, flags: values and records of the flags that are given, by attribute.
+        given, flags: values and records of the given flags, by attribute.
     """
     out = {}
     for attribute, value in given.items():
@@ -44,7 +44,7 @@ def given_words(given: dict[str, Any], flags: dict[str, Flag], package: Package)
         if flag.passed_to != package:
             continue
         found = _known(flag_table(package), flag.name)
-        assert found is not None, flag.name  # the parser has it from there
+        assert found is not None, flag.name  # the parser found it there
         known, key = found
         if key:
             out[f"{known.field}.{key}"] = [f"{known.name}.{key}", value]
@@ -54,11 +54,11 @@ def given_words(given: dict[str, Any], flags: dict[str, Flag], package: Package)
 
 
 def as_flag(package: Package, name: str, known: EngineFlag, key: str) -> Flag:
-    """instep's record of a package's flag.
+    """Return instep's record of a package's flag.
 
     Args:
-        name: as on the command line, with the prefix.
-        key: the key of its JSON value that the flag sets; empty: it sets the whole value.
+        name: the name on the command line, with the prefix.
+        key: the key of the JSON value that the flag sets; empty if it sets the whole value.
     """
     for field, why, instead in reserved(package):
         if field == known.field:
@@ -74,7 +74,7 @@ def as_flag(package: Package, name: str, known: EngineFlag, key: str) -> Flag:
 
 
 def _known(table: FlagTable, name: str) -> tuple[EngineFlag, str] | None:
-    """A package's flag by instep's name of it, and the key of its JSON value that the name sets ("": the whole)."""
+    """Return a package's flag by instep's name, and the key of the JSON value that it sets ("": the whole value)."""
     base, _, key = ("--" + name[len(PREFIXES[table.package]) :]).partition(".")
     known = table.by_name.get(base)
     if known is None or key and known.kind not in ("json", "json_or_text"):

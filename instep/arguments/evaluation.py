@@ -1,4 +1,4 @@
-"""Evaluation: its interval, and its data sets, from flags or from the YAML file of `--eval-config`."""
+"""Evaluation: its interval, and its data sets from flags or from the YAML file of `--eval-config`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from instep.data.formats import EvalDataset
 
 
 def _names_and_files(words: list[str]) -> list[str]:
-    """NAME FILE [NAME FILE ...]; one FILE alone is named by its stem."""
+    """Return the words NAME FILE [NAME FILE ...]. A single FILE gets its stem as name."""
     if len(words) == 1:
         return [Path(words[0].partition("@[")[0]).stem, words[0]]
     if len(words) % 2 or any(os.path.isfile(path(name.partition("@[")[0])) for name in words[::2]):
@@ -47,7 +47,7 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-# By field of a data set the attributes that say it where its entry does not; the first that is set counts.
+# For each field of a data set: the attributes that give its default. The first attribute that is set counts.
 _FROM = {
     **{n: (f"eval_{n}", f"rollout_{n}") for n in ("temperature", "top_p", "top_k")},
     **{n: (f"eval_{n}", f"rollout_{n}") for n in ("max_response_len", "max_prompt_len", "max_context_len")},
@@ -60,7 +60,7 @@ _FROM = {
 
 
 def eval_defaults(args: Settings) -> dict[str, Any]:
-    """The fields of a data set that its entry leaves out, from the flags `--eval-*`, else `--rollout-*`."""
+    """Return the defaults of a data set's fields, from the flags `--eval-*`, else `--rollout-*`."""
 
     def first_set(names: tuple[str, ...]) -> Any:
         return next((value for name in names if (value := getattr(args, name)) is not None), None)
@@ -80,12 +80,12 @@ def eval_function_path(args: Settings, given: Given) -> str:
 
 
 def eval_interval(args: Settings, given: Given) -> int | None:
-    """`--num-rollout 0` evaluates, whatever the interval of the run is."""
+    """Return the interval; by default 1 with `--num-rollout 0`, which only evaluates."""
     return 1 if args.eval_interval is None and args.num_rollout == 0 and _named(args, given) else args.eval_interval
 
 
 def _named(args: Settings, given: Collection[str]) -> bool:
-    """Whether there is something to evaluate on."""
+    """Return whether there is something to evaluate on."""
     sets = args.eval_config is not None or args.eval_prompt_data is not None
     return sets or "eval_function_path" in given or (args.env is not None and args.env_eval_args is not None)
 
@@ -94,7 +94,7 @@ RESOLVERS = (eval_reward_key, eval_function_path, eval_interval)
 
 
 def read_datasets(args: Settings) -> Iterator[Problem]:
-    """Set `args.eval_datasets`, and yield what is wrong with an entry of `--eval-config`."""
+    """Set `args.eval_datasets`, and report wrong entries of `--eval-config`."""
     args.eval_datasets = []
     if args.command in ("plan", "serve") or (args.eval_config is not None and args.eval_prompt_data is not None):
         return
@@ -106,7 +106,7 @@ def read_datasets(args: Settings) -> Iterator[Problem]:
 
 
 def _from_yaml(args: Settings) -> Iterator[Problem]:
-    """The data sets of `--eval-config`:
+    """Read the data sets of `--eval-config`:
 
     ```yaml
     eval:
@@ -159,7 +159,7 @@ def sources(args: Settings, given: set[str]) -> Iterator[Problem]:
 
 
 def datasets(args: Settings, given: set[str]) -> Iterator[Problem]:
-    """Names, values and files of the data sets."""
+    """Check names, values and files of the data sets."""
     names = [d.name for d in args.eval_datasets]
     flag = "--eval-prompt-data" if args.eval_config is None else f"--eval-config {args.eval_config}"
     for number, dataset in enumerate(args.eval_datasets):
@@ -171,7 +171,7 @@ def datasets(args: Settings, given: set[str]) -> Iterator[Problem]:
                 try:
                     check(value)
                 except ValueError as error:
-                    remedy = "correct it, or leave it out: the flag of the run then holds"
+                    remedy = "correct it, or leave it out: then the run's flag counts"
                     yield Problem(f"{key}: {value} {error}", where, remedy)
         if dataset.top_k == 0:
             yield Problem("top_k: 0 keeps no token", where, "use -1 (off) or at least 1")
@@ -191,9 +191,10 @@ def interval(args: Settings, given: set[str]) -> Iterator[Problem]:
     elif args.num_rollout == 0 and not named:
         yield Problem("trains nothing, and there is nothing to evaluate on", "--num-rollout 0", remedy)
     elif args.num_rollout == 0 and args.debug_train_only:
-        yield Problem("evaluates, and there is no engine", "--num-rollout 0 with --debug-train-only", "leave one out")
+        what = "evaluates, but there is no engine"
+        yield Problem(what, "--num-rollout 0 with --debug-train-only", "leave one of them out")
     if named and args.eval_interval is None:
-        what = "is not given, so no evaluation runs, neither before nor after rollouts"
+        what = "is not given, so no evaluation runs"
         yield Problem(what, "--eval-interval", refused=False)
 
 

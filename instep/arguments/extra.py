@@ -1,7 +1,7 @@
 """Flags that instep does not know: those of a user's `train.py`, and those of a modified Megatron on PYTHONPATH.
 
-Both are argparse's. Hooks read them as `args.<name>`; one that is given and names a field of one of megatron-core's
-configurations sets that field, too.
+argparse defines both kinds. Hooks read them as `args.<name>`. A given flag also sets the field of the same name in a
+configuration of megatron-core, if there is one.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import Any, NoReturn
 from instep.arguments.flag import Flag, text
 from instep.errors import ConfigError
 
-Provider = Callable[[argparse.ArgumentParser], Any]  # adds its flags, and may return the parser
+Provider = Callable[[argparse.ArgumentParser], Any]  # adds its flags to the parser, and may return the parser
 
-IMPORT_SECONDS = 300.0  # the command line of Megatron imports all of Megatron
+IMPORT_SECONDS = 300.0  # Megatron's command line imports all of Megatron
 ARGUMENTS = "megatron/training/arguments.py"
 _TYPES: dict[str, Any] = {"int": int, "float": float}
 
-_MARK = "flags: "  # before the JSON, among what Megatron prints
+_MARK = "flags: "  # marks the line of JSON in the output, because Megatron prints more
 
 _of_user: dict[str, Flag] = {}
 
@@ -36,10 +36,10 @@ def add(provider: Provider, known: Callable[[str], Flag | None]) -> None:
     """Learn the flags that `provider` adds to a parser.
 
     Args:
-        known: finds the record of a flag of instep.
+        known: finds the record of one of instep's flags.
 
     Raises:
-        ConfigError: a flag that instep has, or one of a form that is not read here.
+        ConfigError: instep already has the flag, or cannot read its form.
     """
     parser = argparse.ArgumentParser(add_help=False)
     for flag in map(_flag, _actions(provider(parser) or parser)):
@@ -49,32 +49,32 @@ def add(provider: Provider, known: Callable[[str], Flag | None]) -> None:
 
 
 def of_user() -> dict[str, Flag]:
-    """The flags that were added, by each of their names."""
+    """Return the added flags, by each of their names."""
     return _of_user
 
 
 def find_on_path(name: str) -> Flag | None:
-    """The record of a flag of the `megatron.training` on `sys.path`, if there is one; it is looked at but once.
+    """Return the record of a flag of the `megatron.training` on `sys.path`, or None. Megatron is read only once.
 
     Raises:
-        ConfigError: there is one, and it cannot be imported; or a form of flag that is not read here.
+        ConfigError: Megatron is there but cannot be imported, or the flag has a form that cannot be read.
     """
     folder = next((Path(p).absolute() for p in sys.path if Path(p, ARGUMENTS).is_file()), None)
     if folder is None:
         return None
     records, why = _of_megatron(folder)
     if why:
-        what = f"is no flag of instep, and the Megatron in {folder} cannot be asked: {why}"
-        raise ConfigError(what, where=name, remedy="install what Megatron needs, or take it off PYTHONPATH")
+        what = f"is not a flag of instep, and the Megatron in {folder} cannot be imported: {why}"
+        raise ConfigError(what, where=name, remedy="install what Megatron needs, or remove it from PYTHONPATH")
     return replace(_flag(records[name]), passed_to="megatron") if name in records else None
 
 
 @cache
 def _of_megatron(folder: Path) -> tuple[dict[str, dict[str, Any]], str]:
-    """The flags of the Megatron in `folder`, by each of their names, or why they are not known."""
+    """Return the flags of the Megatron in `folder`, by each of their names, and why they are unknown ("": known)."""
     path = os.pathsep.join([str(folder), *(p or "." for p in sys.path)])
     environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "instep.arguments.extra"]  # the import is long, and starts many things
+    command = [sys.executable, "-m", "instep.arguments.extra"]  # the import takes long and has side effects
     try:
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=IMPORT_SECONDS, check=False
@@ -104,9 +104,9 @@ def _flag(record: dict[str, Any]) -> Flag:
         return Flag(name, bool, aliases=tuple(aliases), constant=record["const"], **common)
     if kind not in ("_StoreAction", "_AppendAction") or nargs not in (None, "+", "*") or record["required"]:
         raise ConfigError(
-            "has a form that instep does not read (an action of its own, nargs that is neither '+' nor '*', required)",
+            "has a form that instep cannot read (a custom action, nargs other than '+' and '*', or required)",
             where=f"the flag {name}",
-            remedy="give it one value or a list of them, and a default",
+            remedy="give it one value or a list of values, and a default",
         )
 
     def convert(value: str) -> Any:
@@ -124,7 +124,7 @@ def _flag(record: dict[str, Any]) -> Flag:
 
 
 def _print_flags() -> None:
-    """Print the flags of the Megatron on PYTHONPATH in a line of JSON."""
+    """Print the flags of the Megatron on PYTHONPATH as one line of JSON."""
 
     def print_and_exit(parser: argparse.ArgumentParser) -> NoReturn:
         records = [{**r, "type": getattr(r["type"], "__name__", "")} for r in _actions(parser)]

@@ -1,8 +1,7 @@
-"""One record per command-line flag; everything that knows about flags reads these records.
+"""One record per command-line flag. All code about flags reads these records.
 
-A flag *acts*, comes *later*, or is *refused*. Those that do not act are known by name, so that giving one is an error
-that says why and what to use instead. A flag that is *accepted* is none: a line says what it is read as, or why nothing
-changes.
+A flag *acts*, is *accepted*, comes *later*, or is *refused*. A flag of the last two kinds is an error, which says why
+and what to use instead. An *accepted* flag is not an error: a note says what it is read as, or why it changes nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ FlagStatus = Literal["acts", "accepted", "later", "refused"]
 class Number:
     """A number type with its range. Calling it converts text, or raises a ValueError that says what is expected.
 
-    Every range is finite: a value that is meant for another flag, or that a process could not bear, ends here.
+    Every range is finite, to refuse values that were meant for another flag or that no process could handle.
     """
 
     kind: type
@@ -43,7 +42,7 @@ class Number:
 
     @property
     def range(self) -> str:
-        """The range in words, for documents."""
+        """The range in words, for the documentation."""
         return f"{'above ' if self.above else ''}{_plain(self.low)} to {_plain(self.high)}"
 
     def __call__(self, text: str) -> Any:
@@ -55,7 +54,7 @@ class Number:
         return value
 
     def check(self, value: float) -> None:
-        """Raises: ValueError, with the range, for a number outside it."""
+        """Check that a number is in the range. Raises: ValueError, with the range, if it is not."""
         if not math.isfinite(value):
             raise ValueError("is not a finite number")
         if value < self.low or value > self.high or (self.above and value == self.low):
@@ -70,21 +69,21 @@ def _plain(bound: float) -> str:
 
 COUNT = Number(int, 1, 10**9)
 INDEX = Number(int, 0, 10**9)
-BATCH = Number(int, 1, 10**6)  # samples, or groups of them, that are held at a time
+BATCH = Number(int, 1, 10**6)  # samples, or groups of samples, in memory at a time
 GPUS = Number(int, 1, MAX_GPUS)
-GPUS_PER_NODE = Number(int, 1, 4096)  # processes, without GPUs
-SEED = Number(int, 0, 2**31 - 1)  # numpy takes 32 bits, and ranks and epochs are added
+GPUS_PER_NODE = Number(int, 1, 4096)  # processes, if there are no GPUs
+SEED = Number(int, 0, 2**31 - 1)  # numpy takes 32 bits; ranks and epochs are added to it
 POSITIVE = Number(float, 0, 1e6, above=True)
 NON_NEGATIVE = Number(float, 0, 1e6)
 FRACTION = Number(float, 0, 1)
 COEFFICIENT = Number(float, -1000, 1000)
-RATE = Number(float, 0, 1)  # of learning
+RATE = Number(float, 0, 1)  # a learning rate
 SECONDS = Number(float, 0.001, 1e6)
 PORT = Number(int, 1024, 65535)
 
 
 def size(value: str) -> int:
-    """A whole number above 0. As in vLLM, it may be written 2k, 1.5m (powers of 1000) or 4K, 1M (powers of 1024)."""
+    """Return a whole number above 0. As in vLLM, 2k and 1.5m are powers of 1000, 4K and 1M are powers of 1024."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])|(\d+)([KMG])", value)
     try:
         decimal, small, binary, large = found.groups() if found else ("", "", parse_whole(value), " ")
@@ -96,67 +95,67 @@ def size(value: str) -> int:
 
 
 def literal(value: str) -> str:
-    """Any text, also white space, but not the empty one, which an unset shell variable leaves behind."""
+    """Return any text, also white space. Refuse the empty text, which an unset shell variable leaves."""
     if not value:
         raise ValueError("is empty (an unset shell variable?)")
     if not value.isascii() and value.encode("utf-8", "replace").decode() != value:
-        raise ValueError("is no UTF-8 text")
+        raise ValueError("is not UTF-8 text")
     return value
 
 
 def text(value: str) -> str:
-    """A text that is more than white space; in a list it holds no comma either."""
+    """Return a text that is more than white space. In a list, commas separate texts."""
     literal(value.strip())
     return value
 
 
 def path(value: str) -> str:
-    """A path, in which `~` is the home folder; white space around it is not part of it."""
+    """Return a path. `~` is the home folder; white space around the path is removed."""
     return os.path.expanduser(literal(value.strip()))
 
 
 def files(value: str) -> str:
-    """FILE[,FILE ...], each a `path`."""
+    """Return FILE[,FILE ...]. Each file is a `path`."""
     return ",".join(path(file) for file in split_files(literal(value.strip().rstrip(","))))
 
 
 def in_one_word(values: list[str]) -> list[str]:
-    """Several files are one word."""
+    """Return the words if there is only one: several files are one word, joined by commas."""
     if len(values) > 1:
-        raise ValueError(f"got {len(values)} words, but files are one, joined by commas: {','.join(values)[:200]}")
+        raise ValueError(f"got {len(values)} words: join the files by commas: {','.join(values)[:200]}")
     return values
 
 
 def hook(value: str) -> str:
-    """A dotted path `package.module.function`. The top-level module must exist; it is not imported.
+    """Return a dotted path `package.module.function`. The top-level module must exist; it is not imported.
 
-    Where another project is not installed, its functions are those of instep in their place (`aliases.py`).
+    A function of a project that is not installed becomes instep's equivalent, if there is one (`aliases.py`).
     """
     if file := re.fullmatch(r"(?:.*/)?(\w+)\.py(?:::?(\w+))?", value):
         form = f"{file[1]}.{file[2] or 'my_function'}"
-        raise ValueError(f"is a file: write {form}, and put its folder on PYTHONPATH unless instep starts there")
+        raise ValueError(f"is a file: write {form}, and add its folder to PYTHONPATH unless instep starts there")
     if "." not in value or not all(part.isidentifier() for part in value.split(".")):
-        raise ValueError("is no dotted path like my_module.my_function (not a file name, no colon)")
+        raise ValueError("is not a dotted path like my_module.my_function (no file name, no colon)")
     top = value.partition(".")[0]
     if not is_installed(top):
         if ours := instep_hook(value):
             return ours
-        here = "; docs/migration.md, 'Hooks', says what is here in its place" if is_aliased(top) else ""
+        here = "; docs/migration.md, 'Hooks', lists instep's equivalents" if is_aliased(top) else ""
         raise ValueError(f"names the module '{top}', which is neither in this folder nor on PYTHONPATH{here}")
     return value
 
 
 def pattern(value: str) -> str:
-    """A regular expression."""
+    """Return a regular expression."""
     try:
         re.compile(value)
     except re.error as error:
-        raise ValueError(f"is no regular expression: {error}") from None
+        raise ValueError(f"is not a regular expression: {error}") from None
     return value
 
 
 def json_object(value: str) -> dict[str, Any]:
-    """A JSON object, such as '{"enable_thinking": false}'."""
+    """Return a JSON object, such as '{"enable_thinking": false}'."""
     parsed = parse_json(value)
     if not isinstance(parsed, dict):
         raise ValueError("is JSON, but not an object like '{\"key\": 1}'")
@@ -164,23 +163,23 @@ def json_object(value: str) -> dict[str, Any]:
 
 
 def http_address(value: str) -> str:
-    """`http://HOST:PORT` of a server, from an address with or without `http://` and a path."""
+    """Return `http://HOST:PORT` of a server, from an address with or without `http://` and a path."""
     parts = urlsplit(value if "//" in value else f"http://{value}")
     try:
         known = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
-    except ValueError:  # a port that is no number
+    except ValueError:  # the port is not a number
         known = False
     if not known:
-        raise ValueError("is no address like http://HOST:PORT")
+        raise ValueError("is not an address like http://HOST:PORT")
     return f"{parts.scheme}://{parts.netloc}"
 
 
 def attribute_name(flag: str) -> str:
-    """The attribute of a flag that names none of its own."""
+    """Return the default attribute of a flag."""
     return flag.lstrip("-").replace("-", "_")
 
 
-# By the name of a type in the TOML files. They write other numbers as `int -1 to 100`, `float above 0 to 1`.
+# Types by their names in the TOML files. Other numbers are written there as `int -1 to 100`, `float above 0 to 1`.
 TYPES: dict[str, Any] = {
     **{"count": COUNT, "index": INDEX, "batch": BATCH, "gpus": GPUS, "gpus_per_node": GPUS_PER_NODE, "seed": SEED},
     **{"positive": POSITIVE, "non_negative": NON_NEGATIVE, "fraction": FRACTION, "coefficient": COEFFICIENT},
@@ -188,7 +187,7 @@ TYPES: dict[str, Any] = {
     **{"files": files, "hook": hook, "json": json_object, "regex": pattern, "url": http_address},
     **{"bool": bool, "switch": bool},
 }
-# What help shows for a value of a type that is no number.
+# What the help shows for a value that is not a number.
 TYPE_LABELS: dict[Any, str] = {kind: name.upper() for name, kind in TYPES.items() if not isinstance(kind, Number)}
 TYPE_LABELS |= {literal: "TEXT", hook: "MODULE.NAME", bool: ""}
 
@@ -198,25 +197,25 @@ class Flag:
     """One flag.
 
     Attributes:
-        type: a converter from text; `bool` makes a switch that takes no value.
-        nargs: None (one value), "+" (one or more, gives a list, to which each use of a flag of instep adds), "*" (none
-            or more) or "2" (Megatron's MODULE NAME, or both in one, which gives a dotted path).
+        type: a converter from text. `bool` makes a switch without a value.
+        nargs: None (one value), "+" (one or more values in a list; each use of one of instep's flags adds to it), "*"
+            (zero or more values) or "2" (Megatron's MODULE NAME, or both in one word; the value is a dotted path).
         together: reads the words of one use before they are converted. Raises ValueError, with what is wrong.
         append: each use adds one value to a list.
-        dest: the attribute of `Args`; it is made from the name where this is empty.
+        dest: the attribute of `Args`; if empty, it is made from the name.
         note, instead: why a flag does not act, and what to use instead.
-        read_as: of an accepted flag, the one that takes its values; empty if nothing is changed by it.
-        neutral: values of a flag that does not act which are accepted, because they ask for what instep does anyway.
-        whose: the programs whose flag it is: V vime's guide, R vime's readme, S slime's guide, C slime's command
-            line (its code), A Atropos' trainer, T TRL's server, M Megatron; empty: instep alone has it.
+        read_as: for an accepted flag, the flag that takes its values; empty if it changes nothing.
+        neutral: accepted values of a flag that does not act: they ask for what instep does anyway.
+        whose: the programs that have the flag: V vime's guide, R vime's readme, S slime's guide, C slime's command
+            line (its code), A Atropos' trainer, T TRL's server, M Megatron; empty: only instep has it.
         secret: never printed, saved or shown to hooks.
-        passed_to: the package whose flag it is: `vllm` or `vllm-router`, which get the value as it was typed, or
-            `megatron`, for one that only the Megatron on PYTHONPATH has.
-        needs: flags of which one must be on or set; lacks: what is wrong where none of them is.
+        passed_to: the package that has the flag: `vllm` or `vllm-router`, which get the value as typed; or `megatron`
+            for a flag that only the Megatron on PYTHONPATH has.
+        needs: flags; at least one must be on or set. lacks: the error text if none of them is.
         megatron_only: why `--train-backend hf` refuses it, and what to do.
-        only: the command in which alone it acts; `rl`: those that sample.
-        served: it acts in `instep serve`, too.
-        config: the key of config.json that has its value, of a flag of the model's shape.
+        only: the only command in which it acts; `rl`: the commands that sample.
+        served: it also acts in `instep serve`.
+        config: for a flag of the model's shape, the key of config.json with its value.
     """
 
     name: str
@@ -255,7 +254,7 @@ class Flag:
 
     @property
     def splits(self) -> bool:
-        """Whether commas part its values, as blanks do: of text, where none may hold one."""
+        """Whether commas separate its values, as blanks do. Text values must then contain no comma."""
         numbers = getattr(self.type, "kind", "") in (int, float, "int", "float")
         several = self.nargs in ("+", "*") or self.append
         return several and bool(numbers or self.choices or self.type in (text, hook))
@@ -271,12 +270,12 @@ class Flag:
 
     @property
     def range(self) -> str:
-        """The range of a number, in words; empty for other values."""
+        """The range of a number in words; empty for other values."""
         number = COUNT if self.type is size else self.type
         return number.range if isinstance(number, Number) else ""
 
     def convert(self, value: str) -> Any:
-        """Raises: ValueError, with what is wrong about `value`."""
+        """Return `value` in the flag's type. Raises: ValueError, with what is wrong."""
         converted = self.type(literal(value))
         return parse_choice(str(converted), self.choices) if self.choices else converted
 
@@ -290,19 +289,19 @@ class FlagGroup:
 
 
 def refused(note: str, whose: str, *names: str, instead: str = "") -> tuple[Flag, ...]:
-    """Flags that instep will not honour, for one common reason."""
+    """Return flags that instep refuses for one common reason."""
     return tuple(Flag(n, status="refused", note=note, instead=instead, whose=whose) for n in names)
 
 
 def read_flags(file: str, **here: Any) -> FlagGroup:
-    """Read the flags of a concern from the TOML file beside its Python file.
+    """Read the flags of a concern from the TOML file next to its Python file.
 
-    A section is a flag, or several that do not act, and its keys are the fields of `Flag`. `refused`, `later` and
-    `accepted` stand for status and note. A switch is off by default.
+    A section describes one flag, or several flags that do not act. Its keys are the fields of `Flag`. The keys
+    `refused`, `later` and `accepted` set both status and note. A switch is off by default.
 
     Args:
-        file: the Python file, `data.py` of `data.toml`.
-        here: what the TOML file calls `${name}`: types and choices that Python knows, parts of texts.
+        file: the Python file: `data.py` for `data.toml`.
+        here: the values of `${name}` in the TOML file: types and choices that Python knows, and parts of texts.
     """
     sections = tomllib.loads(Path(file).with_suffix(".toml").read_text(encoding="ascii"))
     title = sections.pop("title")
@@ -326,14 +325,14 @@ def _flag(name: str, section: dict[str, Any], here: Mapping[str, Any]) -> Flag:
 
 
 def _number(range_in_words: str) -> Number:
-    """The type `int -1 to 100` or `float above 0 to 1`."""
+    """Return the type `int -1 to 100` or `float above 0 to 1`."""
     kind, *above, low, _, high = range_in_words.split()
     read = parse_whole if kind == "int" else float
     return Number(int if kind == "int" else float, read(low), read(high), above=bool(above))
 
 
 def _filled(value: Any, here: Mapping[str, Any]) -> Any:
-    """A value of a section, with what `here` has for `${name}`."""
+    """Return a value of a section, with `${name}` replaced by its value in `here`."""
     if not isinstance(value, str) or "${" not in value:
         return value
     whole = re.fullmatch(r"\$\{(\w+)\}", value)

@@ -19,7 +19,7 @@ TOPICS: dict[str, Package] = {"vllm": "vllm", "router": "vllm-router"}
 
 
 def default_text(flag: Flag) -> str:
-    """The default as a user would type it; empty where there is none."""
+    """Return the default as a user would type it; empty if there is no default."""
     value: Any = flag.default
     if flag.is_switch or value in (None, [], {}):
         return ""
@@ -27,13 +27,13 @@ def default_text(flag: Flag) -> str:
 
 
 def record(package: Package, known: EngineFlag) -> Flag:
-    """instep's record of a package's flag: its own flag of that name, else one that is handed on."""
+    """Return instep's record of a package's flag: its own flag of that name, else a flag that is passed on."""
     name = prefixed(package, known.name)
     return own_flags().get(name) or as_flag(package, name, known, "")
 
 
 def format_help(command: str = "train") -> str:
-    """The help text of a command: every flag that acts in it, by group, and an example."""
+    """Return the help text of a command: all flags that act in it, by group, and an example."""
     lines = [f"usage: instep {command} --flag value ...", "", textwrap.fill(TEXTS[command]["intro"], 118), ""]
     for group in groups():
         acting = [f for f in group.flags if acts_in(command, f)]
@@ -48,10 +48,10 @@ def format_help(command: str = "train") -> str:
         return "\n".join([*lines, "", TEXTS[command]["example"]])
     count = sum(f.status == "acts" for f in set(passed_through().values()))
     lines += [
-        f"{count} more flags of Megatron are handed to megatron-core as they are. docs/arguments.md lists these and",
+        f"{count} more flags of Megatron are passed to megatron-core unchanged. docs/arguments.md lists these and",
         "the flags of slime, vime and Megatron that come later or are refused, with the reason and an alternative.",
         "SIGUSR1 to a run writes stacks and queues of all its processes into RUN_DIR/logs/dump-<n>.txt.",
-        "Names are never abbreviated; --flag=value works, too. Everything that is wrong is reported at once.",
+        "Names cannot be abbreviated; --flag=value works, too. All mistakes are reported at once.",
         "",
         TEXTS[command]["example"],
     ]
@@ -59,12 +59,12 @@ def format_help(command: str = "train") -> str:
 
 
 def format_engine_help(package: Package) -> str:
-    """The list of a package's flags, with the version that has them."""
+    """Return the list of a package's flags, with the version that has them."""
     table = flag_table(package, extract=False)
     program, option = ("vllm serve", "--help=all") if package == "vllm" else ("vllm-router", "--help")
     lines = [
         f"Flags of {table.describe}.",
-        f"They are checked here and handed to `{program}` as they are; `{program} {option}` explains them.",
+        f"They are checked here and passed to `{program}` unchanged; `{program} {option}` explains them.",
         "",
     ]
     for known in table.flags:
@@ -82,7 +82,7 @@ def _own_entry(flag: Flag) -> list[str]:
 
 
 def _entry(name: str, label: str, text: str) -> list[str]:
-    """The lines of a flag, its text in a column of its own."""
+    """Return the lines of a flag, with its text in a second column."""
     words = f"  {name} {label}".rstrip().replace("|", "| ")  # a line may end after each alternative
     lines = textwrap.wrap(words, 120, subsequent_indent=" " * (3 + len(name)), break_on_hyphens=False)
     *above, left = (line.replace("| ", "|") for line in lines)

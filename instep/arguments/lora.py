@@ -1,4 +1,4 @@
-"""LoRA: an adapter is trained, the model stays as it is."""
+"""LoRA: an adapter is trained; the model does not change."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ RESOLVERS = (lora_alpha,)
 
 
 def quantization(args: Settings) -> str:
-    """How the engines quantize the base; "" if they do not."""
+    """Return the quantization of the base in the engines; "" if there is no quantization."""
     words = args.vllm_overrides.get("quantization", [])
     return words[-1] if len(words) > 1 else ""
 
 
 def companions(args: Settings, given: set[str]) -> Iterator[Problem]:
-    """What asks for an adapter needs one."""
+    """Check that flags about an adapter are given only with an adapter."""
     if args.lora_rank:
         return
     if args.weight_sync == "lora" and not args.debug_rollout_only:
-        yield Problem("there is no adapter", "--weight-sync lora", "give --lora-rank, or another way")
+        yield Problem("there is no adapter", "--weight-sync lora", "give --lora-rank, or another --weight-sync")
     if args.save_hf_as == "adapter":
         yield Problem("there is no adapter", "--save-hf-as adapter", "give --lora-rank")
 
@@ -47,17 +47,17 @@ def adapter(args: Settings, given: set[str]) -> Iterator[Problem]:
         what = f"the backend {args.train_backend} trains all weights"
         yield Problem(what, "--lora-rank", "give --train-backend hf")
     if args.lora_dropout:
-        what = "the engine, whose distribution is trained, has no dropout"
+        what = "the trainer must compute the engine's distribution, and the engine has no dropout"
         yield Problem(what, f"--lora-dropout {args.lora_dropout}", "leave it out")
     if args.weight_sync == SINGLE_COPY:
-        what = "the engine would have to compute with an adapter that is no part of its memory"
+        what = "the engine would need an adapter that is not in its memory"
         yield Problem(what, "--weight-sync single-copy with --lora-rank", "use --weight-sync lora")
     if args.save_hf_as == "adapter" and args.save_hf is None:
         yield Problem("there is no folder to save to", "--save-hf-as adapter", "give --save-hf")
 
 
 def adapter_way(args: Settings, given: set[str]) -> Iterator[Problem]:
-    """By `lora` the adapter alone reaches the engines, so that they must have its base, and room for it."""
+    """Check `--weight-sync lora`: it sends only the adapter, so engines need the same base and room for the adapter."""
     if args.weight_sync != "lora" or not args.lora_rank:
         return
     if args.ref_load is not None and args.ref_load != args.hf_checkpoint:
@@ -65,7 +65,7 @@ def adapter_way(args: Settings, given: set[str]) -> Iterator[Problem]:
         yield Problem(what, "--weight-sync lora", "name the base as --hf-checkpoint, or use --weight-sync shm")
     on_vllm = args.rollout_backend == "vllm" or (args.rollout_backend == "auto" and args.device == "cuda")
     if on_vllm and args.command in ONLINE and any(n.endswith(KV_B) for n in args.lora_target_modules or ()):
-        what = f"vLLM computes latent attention with the weight of {KV_B} that it has loaded, and no adapter of it"
+        what = f"vLLM computes latent attention with the loaded weight of {KV_B}, without an adapter"
         yield Problem(what, f"--lora-target-modules {KV_B}", "leave it out, or use --weight-sync shm")
     words = args.vllm_overrides
     largest = words.get("max_lora_rank", ["", ""])[-1]
@@ -77,16 +77,16 @@ def adapter_way(args: Settings, given: set[str]) -> Iterator[Problem]:
 
 
 def quantized(args: Settings, given: set[str]) -> Iterator[Problem]:
-    """An engine that quantizes its weights holds others than the trainer's; an adapter is not quantized."""
+    """Check that engines do not quantize trained weights: these would differ from the trainer's. Adapters may train."""
     how = quantization(args)
     if how and args.command in ONLINE and not (args.lora_rank and args.weight_sync == "lora"):
-        what = f"an engine with weights in {how} does not hold what is trained"
+        what = f"an engine with weights in {how} does not hold the trained weights"
         remedy = "train an adapter (--lora-rank with --weight-sync lora), or leave it out"
         yield Problem(what, f"--vllm-quantization {how}", remedy)
 
 
 def quantized_base(args: Settings, given: set[str]) -> Iterator[Problem]:
-    """An engine that keeps a checkpoint packed cannot load other weights while it runs."""
+    """Check a quantized checkpoint: an engine that keeps it quantized cannot load other weights while it runs."""
     kind, trains = named_kind(args), args.command in ONLINE and not (args.debug_train_only or args.debug_rollout_only)
     if not trains or kind is None or kind.dequantizes or not known_config(args).get("quantization_config"):
         return
@@ -99,7 +99,7 @@ def quantized_base(args: Settings, given: set[str]) -> Iterator[Problem]:
         remedy += f"engines on full weights; or convert the checkpoint first: `{shlex.join(words)}`"
         yield Problem(what, f"{where} with --weight-sync {args.weight_sync}", remedy)
     elif served_dtype(args) == "float32":
-        yield Problem(f"{kind.title} computes with quantized weights in 16 bits only", where, "use --precision bf16")
+        yield Problem(f"{kind.title} computes with quantized weights only in 16 bits", where, "use --precision bf16")
 
 
 RULES = (companions, adapter, adapter_way, quantized, quantized_base)

@@ -1,8 +1,8 @@
 """Megatron's flags: those that act in instep, and the table of all flags of Megatron core_v0.16.1.
 
-The shape flags of slime's and vime's model scripts are accepted, and compared with config.json of `--hf-checkpoint`,
-which is what the model is built from. Every further flag that names a field of a megatron-core configuration is handed
-through (`args.megatron_overrides`), unless instep sets that field itself.
+The model is built from config.json of `--hf-checkpoint`. The shape flags of slime's and vime's model scripts are
+accepted and compared with it. Each other flag that names a field of a megatron-core configuration is passed on
+(`args.megatron_overrides`), unless instep sets that field itself.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from instep.models.shape import FAMILIES, expert_layers, num_experts, rope_by_la
 
 _NO_EFFECT_WHY = "batches are packed, and as long as their samples"
 _NO_EFFECT = f"accepted for Megatron's scripts, without effect: {_NO_EFFECT_WHY}"
-NOT_HONOURED = "a flag of Megatron that is not honoured by instep's trainer"
+NOT_HONOURED = "a flag of Megatron that instep's trainer does not support"
 
 
 def layer_pattern(text: str) -> int | tuple[int, ...]:
-    """`N` (each N-th layer has experts), or a list of 0 and 1 as Python writes it: `[0]*3+[1]*58`, `[0,1,1]`.
+    """Return `N` (each N-th layer has experts), or a list of 0 and 1 in Python's form: `[0]*3+[1]*58`, `[0,1,1]`.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: the text is neither.
     """
     if text.isdecimal() and 0 < int(text) <= 10**4:
         return int(text)
@@ -48,7 +48,7 @@ _INT, _FLOAT = Number(int, -(2**63), 2**63 - 1), Number(float, -1e38, 1e38)
 
 
 def _element(value: str) -> Any:
-    """A whole number, else a float, else text."""
+    """Return a whole number, else a float, else text."""
     for kind in (int, float):
         try:
             return kind(value)
@@ -59,7 +59,7 @@ def _element(value: str) -> Any:
 
 @cache
 def megatron_table() -> tuple[Flag, ...]:
-    """All flags of Megatron's command line (names, types, defaults, choices of core_v0.16.1) with instep's status."""
+    """Return Megatron's flags (names, types, defaults, choices of core_v0.16.1) with instep's status."""
     rows = json.loads(Path(__file__).with_name("megatron_table.json").read_text(encoding="ascii"))["flags"]
     verdicts = tomllib.loads(Path(__file__).with_name("megatron_verdicts.toml").read_text(encoding="ascii"))
     patterns = [(re.compile(pattern), *verdict) for pattern, *verdict in verdicts["not_passed"]]
@@ -91,16 +91,16 @@ def megatron_table() -> tuple[Flag, ...]:
 
 
 def _verdict(name: str, is_field: bool, patterns: list[tuple[Any, ...]]) -> tuple[Any, str, str]:
-    """Status, why, and what instead, of a flag of Megatron."""
+    """Return the status of one of Megatron's flags, the reason, and what to use instead."""
     for pattern, status, *more in patterns:
         if pattern.match(name):
             note, instead = (*more, "", "")[:2]
             return status, note or NOT_HONOURED, instead
-    return ("acts", "handed to megatron-core as it is", "") if is_field else ("refused", NOT_HONOURED, "")
+    return ("acts", "passed to megatron-core unchanged", "") if is_field else ("refused", NOT_HONOURED, "")
 
 
 def shape_in_file(config: dict[str, Any]) -> dict[str, Any]:
-    """What config.json says about the flags of the model's shape; None: it does not, as transformers has a default."""
+    """Return the values in config.json of the shape flags. None: config.json does not say (transformers' default)."""
     rope, family = config.get("rope_parameters") or {}, FAMILIES.get(config.get("model_type", ""))
     heads, width = (config.get(name) for name in ("num_attention_heads", "hidden_size"))
     groups, base = config.get("num_key_value_heads", heads), config.get("rope_theta", rope.get("rope_theta"))
@@ -116,7 +116,7 @@ def shape_in_file(config: dict[str, Any]) -> dict[str, Any]:
         "--num-experts": num_experts(config) or None,
         "--group-query-attention": None if groups is None else groups < heads,
         "--num-query-groups": groups,
-        # Megatron does not read it where attention is latent.
+        # Megatron does not read it for latent attention.
         "--kv-channels": None if family and family.latent else head_dim,
         "--normalization": "RMSNorm" if "rms_norm_eps" in config else "LayerNorm" if layer_norm else None,
         "--norm-epsilon": config.get("rms_norm_eps", config.get(layer_norm)),
@@ -133,7 +133,7 @@ def shape_in_file(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _experts_in_file(config: dict[str, Any]) -> dict[str, Any]:
-    """What it says about latent attention and experts."""
+    """Return the values in config.json about latent attention and experts."""
     family, rope = FAMILIES.get(config.get("model_type", "")), next(iter(rope_by_layer(config).values()), {})
     latent, sigmoid = (family.latent, family.sigmoid) if family else (None, None)
     has_experts = family is not None and family.experts and num_experts(config) > 0
@@ -147,7 +147,7 @@ def _experts_in_file(config: dict[str, Any]) -> dict[str, Any]:
         "--mscale-all-dim": rope.get("mscale_all_dim"),
         "--moe-layer-freq": layers and tuple(int(i in layers) for i in range(config["num_hidden_layers"])),
         "--moe-shared-expert-intermediate-size": shared if has_experts else None,
-        # Sigmoids are divided by their sum or not whatever this flag says.
+        # For sigmoids, this flag does not decide whether they are divided by their sum.
         "--moe-router-pre-softmax": not normalized if has_experts and not sigmoid and normalized is not None else None,
         "--moe-router-score-function": ("sigmoid" if sigmoid else "softmax") if has_experts else None,
         "--moe-router-enable-expert-bias": sigmoid if has_experts else None,
@@ -158,7 +158,7 @@ def _experts_in_file(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def shape(args: Settings, given: set[str]) -> Iterator[Problem]:
-    """Flags of the model's shape must agree with config.json, which the model is built from."""
+    """Check that the shape flags agree with config.json: the model is built from it."""
     config = known_config(args)
     in_file = shape_in_file(config) if config else {}
     for flag in (flag for flag in SHAPE.flags if flag.attribute in given):
@@ -168,7 +168,8 @@ def shape(args: Settings, given: set[str]) -> Iterator[Problem]:
         if flag.help == _NO_EFFECT:
             yield Problem(f"has no effect: {_NO_EFFECT_WHY}", flag.name, refused=False)
         elif flag.name in in_file and actual is None:
-            yield Problem("is not compared: config.json does not say, and it decides", flag.name, refused=False)
+            what = "is not compared: config.json decides, and does not have it"
+            yield Problem(what, flag.name, refused=False)
         elif flag.name in in_file and mine != actual:
             what = f"is {mine}, but config.json says {actual}"
             yield Problem(what, flag.name, "leave it out: the checkpoint decides")

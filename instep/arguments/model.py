@@ -1,6 +1,6 @@
 """The model, its checkpoints, and where they are saved.
 
-Rules look at folders with `os.path`: `pathlib` raises a PermissionError below a folder that this user may not enter.
+Rules check folders with `os.path`: `pathlib` raises a PermissionError inside a folder that this user may not enter.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MODEL = read_flags(__file__)
 
 
 def known_config(args: Settings) -> dict[str, Any]:
-    """The config.json of `--hf-checkpoint`; empty where it cannot be read, which the rule `checkpoint` reports."""
+    """Return config.json of `--hf-checkpoint`; {} if it cannot be read: the rule `checkpoint` reports that."""
     try:
         return read_config(args.hf_checkpoint) if args.hf_checkpoint is not None else {}
     except (OSError, ValueError):
@@ -40,7 +40,7 @@ def train_backend(args: Settings, given: Given) -> str:
 
 
 def chat_template_text(args: Settings, given: Given) -> str | None:
-    """The text of the file; empty if it cannot be read, which the rule `chat_template` reports."""
+    """Return the text of the file; empty if it cannot be read: the rule `chat_template` reports that."""
     if args.chat_template is None:
         return None
     with suppress(OSError, ValueError):
@@ -63,7 +63,7 @@ def missing_checkpoint(args: Settings, given: set[str]) -> Iterator[Problem]:
 
 
 def checkpoint(args: Settings, given: set[str]) -> Iterator[Problem]:
-    """The folder of `--hf-checkpoint`."""
+    """Check the folder of `--hf-checkpoint`."""
     if args.hf_checkpoint is None:
         return
     folder, where = Path(args.hf_checkpoint), "--hf-checkpoint"
@@ -81,19 +81,20 @@ def checkpoint(args: Settings, given: set[str]) -> Iterator[Problem]:
             yield Problem("is an encoder-decoder model", where, "give a causal language model")
         names = [str(n) for n in config.get("architectures") or []]
         if names and all(n.endswith(_NOT_CAUSAL) for n in names):
-            yield Problem(f"is no causal language model, but {', '.join(names)}", where, "give one that can generate")
+            what = f"is not a causal language model, but {', '.join(names)}"
+            yield Problem(what, where, "give one that can generate")
         there = any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
         if not there and not gets_weights(args.hf_checkpoint):
-            yield Problem(f"{folder} holds no weights", where, "it needs *.safetensors")
+            yield Problem(f"{folder} has no weights", where, "it needs *.safetensors")
 
 
 def chat_template(args: Settings, given: set[str]) -> Iterator[Problem]:
     if args.chat_template_text == "":
-        yield Problem(f"{args.chat_template} holds no text", "--chat-template", "give a file with a Jinja template")
+        yield Problem(f"{args.chat_template} has no text", "--chat-template", "give a file with a Jinja template")
 
 
 def folder_to_load(name: str) -> Rule:
-    """The rule that an attribute names a folder, if it names anything."""
+    """Return the rule that an attribute must name a folder, if it is set."""
 
     def exists(args: Settings, given: set[str]) -> Iterator[Problem]:
         path = getattr(args, name)
@@ -104,26 +105,26 @@ def folder_to_load(name: str) -> Rule:
 
 
 def load(args: Settings, given: set[str]) -> Iterator[Problem]:
-    """`--load` may name a folder that does not exist yet: that of `--save`, before the first checkpoint."""
+    """Check `--load`. It may name a folder that does not exist yet: that of `--save` before the first checkpoint."""
     if args.load is not None and os.path.isfile(args.load):
         yield Problem(f"{args.load} is a file", "--load", "give a checkpoint's folder")
     if args.finetune and args.load and args.save and os.path.realpath(args.load) == os.path.realpath(args.save):
-        what = "begins at rollout 0, and would replace the checkpoints that it begins with"
+        what = "begins at rollout 0, so it would replace the checkpoints that it loads"
         yield Problem(what, "--finetune with one folder for --load and --save", "name another folder for --save")
 
 
 def saving(args: Settings, given: set[str]) -> Iterator[Problem]:
     if args.ckpt_format == "torch" and (args.save or args.critic_save):
-        where, remedy = "--ckpt-format torch", "save as torch_dist; --load and --ref-load see by themselves"
+        where, remedy = "--ckpt-format torch", "save as torch_dist; --load and --ref-load detect the format"
         if args.train_backend != "megatron":
-            yield Problem("is a format of Megatron's: hf saves in torch's distributed one", where, "leave it out")
+            yield Problem("is a format of Megatron; hf saves torch's distributed format", where, "leave it out")
         elif args.expert_model_parallel_size > 1 or (
             args.expert_tensor_parallel_size not in (None, args.tensor_model_parallel_size)
         ):
-            what = "has a file for each tensor- and pipeline-parallel rank, over which experts do not lie alike with"
+            what = "has one file per tensor- and pipeline-parallel rank; experts are split in another way with"
             yield Problem(f"{what} --expert-model-parallel-size, --expert-tensor-parallel-size", where, remedy)
         if args.async_save:
-            yield Problem("is written while the run waits", f"{where} with --async-save", remedy)
+            yield Problem("cannot be written in the background", f"{where} with --async-save", remedy)
 
 
 def selection(args: Settings, given: set[str]) -> Iterator[Problem]:
@@ -131,7 +132,7 @@ def selection(args: Settings, given: set[str]) -> Iterator[Problem]:
     if args.only_train_params_name_list and args.freeze_params_name_list:
         yield Problem(f"contradicts {only}", frozen, f"give one of them: {only} freezes all others")
     if args.lora_rank and (args.only_train_params_name_list or args.freeze_params_name_list):
-        what = "an adapter is all that is trained with --lora-rank"
+        what = "--lora-rank trains only an adapter"
         yield Problem(what, only if args.only_train_params_name_list else frozen, "use --lora-target-modules")
 
 
@@ -140,8 +141,8 @@ def export(args: Settings, given: set[str]) -> Iterator[Problem]:
         try:
             export_folder(args.save_hf, 0)
         except (KeyError, IndexError, ValueError, AttributeError):
-            what = f"'{args.save_hf}' holds another field than {{rollout_id}} and {{step}}"
-            yield Problem(what, "--save-hf", "OUT/hf-{rollout_id}")
+            what = f"'{args.save_hf}' has another field than {{rollout_id}} and {{step}}"
+            yield Problem(what, "--save-hf", "write it like OUT/hf-{rollout_id}")
 
 
 SERVED_RULES: tuple[Rule, ...] = (missing_checkpoint, checkpoint, chat_template)

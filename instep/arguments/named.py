@@ -1,4 +1,4 @@
-"""Resolves names of the Hugging Face hub in a command line: models to folders, data sets to files."""
+"""Names of the Hugging Face hub in a command line: models become folders, data sets become files."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from instep.data.rows import split_files
 from instep.errors import ConfigError
 from instep.models import hub
 
-# Not `--load`, whose folder may not exist yet.
+# Without `--load`: its folder may not exist yet.
 MODELS = ("hf_checkpoint", "ref_load", "critic_load", "opd_teacher_load")
 
 
 def name_models(args: Settings, scan: Scan) -> Iterator[Problem]:
-    """Replace names of models by their folders, without weights: `fetch` gets these once the command line is right.
+    """Replace names of models by their folders, without weights: `fetch` downloads these when all flags are correct.
 
-    `instep plan` needs no model, and goes on without one.
+    `instep plan` needs no model, and continues without one.
 
     Raises:
-        CheckpointError: the checkpoint of `--load`, which holds the commits of a resumed run, cannot be read.
+        CheckpointError: the checkpoint of `--load` cannot be read. It has the commits of a resumed run.
     """
     refused = args.command != "plan"
     for name in MODELS:
@@ -46,10 +46,10 @@ def name_models(args: Settings, scan: Scan) -> Iterator[Problem]:
 
 
 def fetch(args: Settings) -> None:
-    """Download the weights of named models, and named data sets; files replace the names of these.
+    """Download the weights of named models, and named data sets. Replace the names of data sets by files.
 
     Raises:
-        ConfigError: a download failed. OutputError: the cache of data cannot be written.
+        ConfigError: a download failed. OutputError: the data cache cannot be written.
     """
     for name in MODELS:
         if (folder := getattr(args, name)) is not None:
@@ -70,14 +70,14 @@ def fetch(args: Settings) -> None:
 
 
 def _served(args: Settings) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The models of `--vllm-config` that have a path, each with its place for errors."""
+    """Yield the models of `--vllm-config` that have a path, each with its location for errors."""
     for i, model in enumerate(args.vllm_topology["vllm"] if args.vllm_topology is not None else ()):
         if model.get("model_path") is not None:
             yield f"--vllm-config {args.vllm_config}, vllm[{i}].model_path", model
 
 
 def _before(args: Settings) -> dict[str, Any]:
-    """The arguments of the run that is resumed; {} for a new run."""
+    """Return the arguments of the resumed run; {} for a new run."""
     found = None if args.load is None or args.finetune else find_checkpoint(Path(args.load), args.ckpt_step)
     return {} if found is None else _arguments_in(found[0])
 

@@ -1,4 +1,4 @@
-"""`parse(argv)` makes `Args` of a command line."""
+"""`parse(argv)` makes `Args` from a command line."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from instep.errors import ConfigError
 
 
 def parse(argv: Sequence[str], command: str = "train") -> Args:
-    """The arguments of `instep <command>`, resolved, checked and frozen.
+    """Return the arguments of `instep <command>`, resolved, checked and frozen.
 
     Raises:
-        ConfigError: one for everything that is wrong, before anything heavy is loaded.
+        ConfigError: one error for all mistakes, before anything heavy is loaded.
     """
     found = scan(argv, command)
     acting = {flag.attribute: flag for flag in own_flags().values() if flag.status == "acts"}
@@ -53,7 +53,7 @@ def _error(problems: list[Problem], command: str) -> ConfigError:
         f"  {i}. {p.where}: {p.what}" + (f"\n     -> {p.remedy}" if p.remedy else "") for i, p in enumerate(problems, 1)
     ]
     return ConfigError(
-        f"{len(problems)} things are wrong with this command line\n" + "\n".join(lines),
+        f"{len(problems)} things are wrong in this command line\n" + "\n".join(lines),
         where=f"instep {command}",
         remedy=f"correct all of them; `instep {'train' if command == 'plan' else command} --help` explains the flags",
     )

@@ -1,4 +1,4 @@
-"""The words of the command line become typed values, in one pass; names are never abbreviated."""
+"""Convert the words of the command line to typed values, in one pass. Names cannot be abbreviated."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _WORDS = {**dict.fromkeys(("true", "yes", "on", "1"), True), **dict.fromkeys(("f
 
 @dataclass
 class Scan:
-    """What the command line holds.
+    """What the command line contains.
 
     Attributes:
-        given, flags: values and records of the flags that are given, by attribute.
-        broken: attributes whose value could not be read.
-        meant: attributes of flags that a remedy names; they count as unreadable, so that their absence is no second
+        given, flags: values and records of the given flags, by attribute.
+        broken: attributes whose value is invalid.
+        meant: attributes of flags that a remedy names. They count as invalid, so that their absence is not a second
             problem.
     """
 
@@ -35,7 +35,7 @@ class Scan:
 
 
 class Value(str):
-    """A word that is no flag, whatever it begins with."""
+    """A word that is not a flag, even if it begins with dashes."""
 
 
 def _shown(value: str) -> str:
@@ -43,19 +43,19 @@ def _shown(value: str) -> str:
 
 
 def is_flag(token: str) -> bool:
-    """Whether a token starts a flag; negative numbers do not."""
+    """Return whether a token is the name of a flag; negative numbers are not."""
     return not isinstance(token, Value) and bool(re.match(r"--[A-Za-z]|-[A-Za-z]", token))
 
 
 def scan(argv: Sequence[str], command: str = "train") -> Scan:
-    """Split `argv` into flags and their values, which the flags' records convert. What is wrong becomes a problem."""
+    """Split `argv` into flags and values, and convert the values by the flags' records. Mistakes become problems."""
     result = Scan()
     tokens = list(argv)
     while tokens:
         token = tokens.pop(0)
         if not is_flag(token):
             stray = Problem(
-                f"{_shown(token)} belongs to no flag", "the command line", "quote values that contain blanks"
+                f"{_shown(token)} belongs to no flag", "the command line", "quote values that contain spaces"
             )
             _reject(result, setting(token, command) or stray)
             continue
@@ -105,7 +105,7 @@ def _store(result: Scan, flag: Flag, values: list[str]) -> None:
     if flag.is_switch:
         is_on = _WORDS.get(values[0].strip().lower()) if values else True
         if is_on is None or len(values) > 1:
-            raise ValueError(f"takes no value but true or false, and got {_shown(' '.join(values))}")
+            raise ValueError(f"takes only true or false as value, but got {_shown(' '.join(values))}")
         result.given.pop(flag.attribute, None)
         if meant := flag if is_on else _opposite(flag):
             result.flags[meant.attribute] = meant
@@ -134,7 +134,7 @@ def _store(result: Scan, flag: Flag, values: list[str]) -> None:
 
 
 def _opposite(switch: Flag) -> Flag | None:
-    """The switch that means the opposite of `switch`, or None: then leaving `switch` out means that."""
+    """Return the switch that means the opposite of `switch`; None if leaving out `switch` means that."""
     package, no, name = re.fullmatch(r"(--(?:vllm-|router-)?)(no-)?(.*)", switch.name).groups()  # type: ignore[union-attr]
     other = find(f"{package}{'' if no else 'no-'}{name}")
     means = other is not None and other.status == "acts" and (not no or other.attribute == switch.attribute)

@@ -1,4 +1,4 @@
-"""Every path that a command line names, in one table with its role, and the rule about paths that are written."""
+"""All paths of a command line in one table with their roles, and the rule about written paths."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from instep.arguments.concern import Problem, Rule, Settings, flag_name
 from instep.data.rows import parse_path, split_files
 from instep.errors import ConfigError
 
-# The files of a run in its `--run-dir`; a new run moves those of an earlier one aside, in this order.
+# The files of a run in its `--run-dir`. A new run moves the files of an earlier run aside, in this order.
 RUN_FILES = (
     *("metrics.jsonl", "samples.jsonl", "summary.json", "report.html", "tensorboard", "logs", "profile"),
     "config.json",  # moved last
 )
 READS, ADDS, REPLACES, WRITES = "reads", "adds to the folder", "replaces the folder", "writes the file"
-# By attribute, those that replace something before those that add. `_named` adds the data sets of an evaluation.
+# By attribute; paths that replace something come before paths that add. `_named` adds the data sets of an evaluation.
 USES = {
     **dict.fromkeys(("hf_checkpoint", "load", "ref_load", "critic_load", "opd_teacher_load"), READS),
     **dict.fromkeys(("prompt_data", "eval_config", "megatron_config_path", "vllm_config"), READS),
@@ -27,13 +27,13 @@ USES = {
     **dict.fromkeys(("save_debug_rollout_data", "save_debug_train_data"), WRITES),
     **dict.fromkeys(("run_dir", "save", "critic_save", "data_cache_path", "dump_details", "wandb_dir"), ADDS),
 }
-_SOME_ROLLOUT = 90817263544  # stands for any number in a template
-# A run goes on with what it has saved.
+_SOME_ROLLOUT = 90817263544  # a placeholder for any number in a template
+# These may be the same folder: a run continues from its own checkpoints.
 _GOES_ON = {("save", "--load"), ("save", "--critic-load"), ("critic_save", "--critic-load")}
 
 
 def _named(args: Settings, given: set[str]) -> dict[str, Path]:
-    """The paths that are given, by flag."""
+    """Return the given paths, by flag."""
     names = (n for n in USES if n in {*given, "run_dir"} - {"prompt_data"} and getattr(args, n) is not None)
     found = {flag_name(name): _real(getattr(args, name)) for name in names}
     found |= {f"--prompt-data {file}": _real(file) for file in split_files(args.prompt_data or "")}
@@ -42,58 +42,58 @@ def _named(args: Settings, given: set[str]) -> dict[str, Path]:
 
 
 def _real(path: str, rollout_id: int = 0) -> Path:
-    """The real path of FILE, FILE@[a:b], or of a template."""
+    """Return the real path of FILE, FILE@[a:b], or of a template."""
     with suppress(KeyError, IndexError, ValueError, AttributeError, ConfigError):  # other rules report it
         path = str(parse_path(path)[0]).format(rollout_id=rollout_id, step=rollout_id, rank=0)
     return Path(os.path.realpath(path))
 
 
 def written(args: Settings, given: set[str]) -> Iterator[Problem]:
-    """Paths that cannot be written, or that hold what the run reads, writes elsewhere, or is not its own."""
+    """Check each path that the run writes: it must be writable, and nothing else may use it."""
     named = _named(args, given)
     for name in (n for n, use in USES.items() if use != READS and flag_name(n) in named):
         path = named.pop(flag_name(name))  # so that each pair is compared once
         harm = _replaced(getattr(args, name), named) if USES[name] in (REPLACES, WRITES) else _shared(name, path, named)
         if what := _unwritable(path, USES[name] == WRITES) or harm:
-            yield Problem(what, flag_name(name), "name another place that can be written, and is used for nothing else")
+            yield Problem(what, flag_name(name), "name another writable place that is used for nothing else")
 
 
 def _unwritable(path: Path, is_file: bool) -> str:
-    """Why the folder (or the file and its folder) cannot be made or written to; empty if it can.
+    """Return why the folder (or the file and its folder) cannot be made or written; empty if it can.
 
-    This looks with `os.path`: `pathlib` raises a PermissionError below a folder that this user may not enter.
+    This uses `os.path`: `pathlib` raises a PermissionError inside a folder that this user may not enter.
     """
     if is_file and os.path.isdir(path):
         return f"{path} is a folder"
     existing = next(p for p in (path, *path.parents)[is_file:] if os.path.lexists(p))
     if os.path.isdir(existing) and os.access(existing, os.W_OK | os.X_OK):
         return ""
-    return f"cannot write to {existing}{'' if os.path.isdir(existing) else ', which is no folder'}"
+    return f"cannot write to {existing}{'' if os.path.isdir(existing) else ', which is not a folder'}"
 
 
 def _places() -> dict[str, Path]:
     home = Path(os.path.realpath(os.path.expanduser("~")))
-    return {"the folder that you work in": Path.cwd(), "the home folder": home, "the root folder": Path("/")}
+    return {"the current folder": Path.cwd(), "the home folder": home, "the root folder": Path("/")}
 
 
 def _replaced(template: str, others: dict[str, Path]) -> str:
-    """What writing to the template, of any rollout, would replace; empty if nothing."""
+    """Return what a write to the template, for any rollout, would replace; empty if nothing."""
     own = re.escape(str(_real(template, _SOME_ROLLOUT))).replace(str(_SOME_ROLLOUT), r"\d+")
     for what, place in (_places() | others).items():
         for path in (place, *place.parents):
             if re.fullmatch(own, str(path)):
-                return f"each save would replace {path}, {'which is' if path == place else 'and with it'} {what}"
+                return f"each save would replace {path}, {'which is' if path == place else 'which contains'} {what}"
     return ""
 
 
 def _shared(name: str, path: Path, others: dict[str, Path]) -> str:
-    """Why a run must not add its files to the folder `path`; empty if it may."""
+    """Return why a run must not add its files to the folder `path`; empty if it may."""
     if name in ("run_dir", "save", "critic_save"):
         if what := next((what for what, place in _places().items() if place == path), ""):
             return f"{path} is {what}"
     for flag, other in others.items():
         if path == other and flag == "--critic-save" and name == "save":
-            return "is the folder of --critic-save, too: their files have the same names"
+            return "is also the folder of --critic-save: their files have the same names"
         if path == other and USES.get(flag[2:].replace("-", "_"), READS) == READS and (name, flag) not in _GOES_ON:
             return f"would be written into {path}, which {flag} reads"
     return ""

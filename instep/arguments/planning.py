@@ -1,6 +1,6 @@
-"""The size of a micro-batch on GPUs where no flag says it: the largest that the plan of the memory finds room for.
+"""The size of a micro-batch on GPUs if no flag gives it: the largest size that fits the memory plan.
 
-A run whose GPUs are not known chooses none, and a note says what the plan does not know.
+If the GPUs are not known, no size is chosen, and a note says what the plan does not know.
 """
 
 from __future__ import annotations
@@ -16,43 +16,43 @@ from instep.plan.engine import rollout_samples
 from instep.plan.memory import TIGHT, Gpus, plan_memory
 from instep.plan.trainer import GB, PARKED
 
-TOKENS = (32768, 24576, 16384, 12288, 8192, 6144, 4096, 2048, 1024)  # of a micro-batch; more is no faster
-EFFICIENT = 8192  # tokens of a micro-batch that a step begun early has enough with (`controller/role.py`)
-ROOM = 0.9  # of a GPU, which the plan may fill: estimates are good to about 10 %
-# The most that may be selected.
+TOKENS = (32768, 24576, 16384, 12288, 8192, 6144, 4096, 2048, 1024)  # of a micro-batch; more are not faster
+EFFICIENT = 8192  # tokens of a micro-batch that are enough for a step that begins early (`controller/role.py`)
+ROOM = 0.9  # the part of a GPU that the plan may fill: estimates are good to about 10 %
+# Selected weights count as all weights: the largest case.
 _ALL_TRAINED = {"only_train_params_name_list": None, "freeze_params_name_list": None}
 
 
 def _plans(args: Settings) -> bool:
-    """Whether a trainer on GPUs has a model that can be planned; `instep plan` takes an open --device for GPUs."""
+    """Return whether the trainer runs on GPUs with a known model. For `instep plan`, --device auto means GPUs."""
     on_gpus = args.device == "cuda" or (args.command == "plan" and args.device == "auto")
     return on_gpus and not args.debug_rollout_only and shape_of(args.hf_checkpoint) is not None
 
 
 def _knows(args: Settings, given: Given | set[str]) -> bool:
-    """Whether the memory of the GPUs is known: measured or given; `instep plan` assumes it."""
+    """Return whether the memory of the GPUs is known: measured, given, or assumed by `instep plan`."""
     return args.command == "plan" or "gpu_memory_gb" in given
 
 
 def _chooses(args: Settings, given: Given) -> bool:
-    """Whether the plan knows all that the size of micro-batches follows from.
+    """Return whether the plan knows enough to choose the size of micro-batches.
 
-    It knows not what a custom loss makes of the logits, nor well enough what virtual pipeline stages keep.
+    It does not know the memory of a custom loss, and not well enough that of virtual pipeline stages.
     """
     virtual = args.num_virtual_stages_per_pipeline_rank or args.num_layers_per_virtual_pipeline_stage
     return _plans(args) and _knows(args, given) and args.loss_type != "custom_loss" and not virtual
 
 
 def use_dynamic_batch_size(args: Settings, given: Given) -> bool:
-    """On GPUs micro-batches are filled with tokens, unless --micro-batch-size counts samples."""
+    """Return the flag's value; on GPUs True by default, unless --micro-batch-size counts samples."""
     sizes = {"micro_batch_size", "max_tokens_per_gpu"}
     return args.use_dynamic_batch_size or (sizes.isdisjoint(given) and _chooses(args, given))
 
 
 def max_tokens_per_gpu(args: Settings, given: Given) -> int | None:
-    """As given; else the most tokens of a micro-batch with which trainer and engines have room on their GPUs.
+    """Return the given value; by default the most tokens with which trainer and engines fit on their GPUs.
 
-    Where the plan knows too little for that, the fewest: a longer sample is a micro-batch of its own.
+    If the plan does not know enough, return the smallest size: a longer sample is then its own micro-batch.
     """
     if args.max_tokens_per_gpu is not None or not args.use_dynamic_batch_size or not _plans(args):
         return args.max_tokens_per_gpu
@@ -70,22 +70,22 @@ def _has_room(args: Settings, tokens: int) -> bool:
 
 
 def unknown(args: Settings, given: set[str]) -> Iterator[Problem]:
-    """Notes about what the plan does not know."""
+    """Report as notes what the plan does not know."""
     if not _plans(args):
         return
     if not _knows(args, given):
-        what = "the memory of the GPUs is not known, so that nothing is planned with it"
+        what = "the memory of the GPUs is not known, so no memory is planned"
         yield Problem(what, "--gpu-memory-gb", "give the GiB of the smallest one", refused=False)
     if patterns := args.only_train_params_name_list or args.freeze_params_name_list:
         flag = "--only-train-params-name-list" if args.only_train_params_name_list else "--freeze-params-name-list"
-        what = "the plan does not count gradients and moments of what is selected"
+        what = "the plan does not count gradients and moments of the selected weights"
         yield Problem(what, f"{flag} {' '.join(patterns)}", refused=False)
 
 
 def side_by_side(args: Settings, given: set[str]) -> Iterator[Problem]:
-    """A note where trainer and engines take turns by default, and would fit on their GPUs without.
+    """Report as a note that trainer and engines take turns by default, but would fit on their GPUs at the same time.
 
-    They fit with efficient micro-batches, and with a KV cache that holds all samples that it held of a rollout.
+    They fit if micro-batches stay efficient, and if the KV cache still holds as many samples of a rollout.
     """
     asked = not given.isdisjoint({"offload", "offload_train", "offload_rollout"})
     if asked or not (args.offload_train and args.offload_rollout) or not (_plans(args) and _knows(args, given)):
@@ -101,16 +101,16 @@ def side_by_side(args: Settings, given: set[str]) -> Iterator[Problem]:
         return
     moved = max(item.host for kind in gpus for item in kind.items if item.name == PARKED) / GB
     yield Problem(
-        "trainer and engines would fit on their GPUs side by side: with --no-offload-train --no-offload-rollout no "
-        f"step moves {moved:.3g} GB of a GPU to the host and back nor lets engines sleep, and finished groups are "
-        "scored and trained on while others are generated, where docs/performance.md says so",
+        "trainer and engines would fit on their GPUs at the same time: with --no-offload-train --no-offload-rollout "
+        f"no step moves {moved:.3g} GB per GPU to the host and back, engines do not sleep, and training on finished "
+        "groups can begin while others are generated (docs/performance.md says when)",
         "--colocate",
         refused=False,
     )
 
 
 def _requests(gpus: list[Gpus]) -> int:
-    """The fewest that the KV cache of an engine holds."""
+    """Return the smallest number of requests that the KV cache of an engine holds."""
     return min((engine.requests for kind in gpus for engine in kind.engines), default=0)
 
 

@@ -1,4 +1,4 @@
-"""Rewards: built-in ones, a server's, or a function of the user's."""
+"""Rewards: built in, from a server, or from the user's function."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from instep.system.documents import parse_json
 
 
 def rm_type(value: str) -> str:
-    """The name of a built-in reward, with or without the prefix boxed_."""
+    """Return the name of a built-in reward, with or without the prefix boxed_. Raises: ValueError: unknown name."""
     if grader_of(value) not in GRADERS:
-        raise ValueError(f"is no built-in reward: {', '.join(GRADERS)}, with or without the prefix boxed_")
+        raise ValueError(f"is not a built-in reward: {', '.join(GRADERS)}, with or without the prefix boxed_")
     return value
 
 
@@ -31,8 +31,10 @@ REWARD = read_flags(__file__, rm_type=_in_any_case, rewards=", ".join(GRADERS))
 
 
 def row_names_reward(args: Settings) -> bool:
-    """Whether the first row of each file of prompts names its reward (metadata.rm_type). It is not looked for in
-    parquet files, which are taken to name one."""
+    """Return whether the first row of each prompt file names its reward (metadata.rm_type).
+
+    Parquet files are not read: they are assumed to name one.
+    """
     return args.prompt_data is not None and all(_names_reward(f, args) for f in split_files(args.prompt_data))
 
 
@@ -49,11 +51,11 @@ def _names_reward(path_spec: str, args: Settings) -> bool:
 
 
 def named(args: Settings, given: set[str]) -> Iterator[Problem]:
-    """A reward is required, unless the rollout is the user's own."""
+    """Check that a reward is named, unless the user has an own rollout or generate function."""
     own_rollout = "rollout_function_path" in given or args.custom_generate_function_path is not None
     if args.command in ONLINE and args.rm_type is None and args.custom_rm_path is None and not own_rollout:
         if not (args.eval_config and args.num_rollout == 0) and not row_names_reward(args):
-            yield Problem("no reward is named", "--rm-type", "give --rm-type math, or --custom-rm-path of your own")
+            yield Problem("no reward is named", "--rm-type", "give --rm-type math, or your own --custom-rm-path")
 
 
 def remote(args: Settings, given: set[str]) -> Iterator[Problem]:
@@ -68,7 +70,7 @@ def both(args: Settings, given: set[str]) -> Iterator[Problem]:
 
 
 def possible(args: Settings, given: set[str]) -> Iterator[Problem]:
-    """Rewards that must fail on every sample, as the flags alone show."""
+    """Report rewards that would fail on every sample, as far as the flags show it."""
     if args.command not in ONLINE:
         return
     sets = [
@@ -80,10 +82,11 @@ def possible(args: Settings, given: set[str]) -> Iterator[Problem]:
     for rows, key, where, kind in sets:
         rule = rows.grader or ""
         if rows.label_key is None and grader_of(rule) in NEED_LABELS:
-            what = "compares answers with labels, and no column of labels is named"
+            what = "compares answers with labels, but no column of labels is named"
             yield Problem(what, f"{where} {rule}", f"give --{kind}label-key")
         if grader_of(rule) == "dapo" and key not in ("score", "acc"):
-            what = f"the entries of its reward are score and acc, {'none is named' if key is None else f'not {key}'}"
+            named_one = "no entry is named" if key is None else f"not {key}"
+            what = f"the entries of its reward are score and acc: {named_one}"
             yield Problem(what, f"{where} {rule}", f"give --{kind}reward-key score")
 
 

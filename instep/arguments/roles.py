@@ -1,4 +1,4 @@
-"""The arguments of each role, actor and critic, and the file of `--megatron-config-path` that overrides them:
+"""The arguments of each role (actor, critic), and the file of `--megatron-config-path` that overrides them:
 
 megatron:
   - name: default
@@ -20,7 +20,7 @@ from instep.arguments.optimizer import OPTIMIZER
 from instep.cluster.placement import num_critic_gpus
 
 ROLES = ("actor", "critic")
-# Attributes that have a flag of their own for the critic.
+# Attributes with a separate flag for the critic.
 CRITIC_FLAGS = {
     "lr": "critic_lr",
     "lr_warmup_iters": "critic_lr_warmup_iters",
@@ -31,7 +31,7 @@ _MORE = ("--load", "--save", "--recompute-granularity", "--recompute-method", "-
 
 
 def args_of_role(args: Args, role: str) -> Args:
-    """The arguments of one role's workers: the actor's are the run's own."""
+    """Return the arguments of a role's workers. Those of the actor are the arguments of the run."""
     if role == "actor":
         return args
     ranks = num_critic_gpus(args)
@@ -46,14 +46,13 @@ def args_of_role(args: Args, role: str) -> Args:
 
 
 def overridable() -> dict[str, Flag]:
-    """The flags that a role may override, by attribute."""
+    """Return the flags that a role may override, by attribute."""
     more = (own_flags()[name] for name in _MORE)
     return {flag.attribute: flag for flag in (*OPTIMIZER.flags, *more) if flag.status == "acts"}
 
 
 def read_roles(args: Settings, given: dict[str, Any]) -> Iterator[Problem]:
-    """Set in `args` and `given` what the file overrides. The critic's values without a flag go to
-    `args.megatron_config`."""
+    """Set in `args` and `given` what the file overrides. Critic values without a flag go to `args.megatron_config`."""
     args.megatron_config = {}
     if args.megatron_config_path is None:
         return
@@ -61,22 +60,23 @@ def read_roles(args: Settings, given: dict[str, Any]) -> Iterator[Problem]:
     content = read_yaml(args.megatron_config_path, where)
     entries = content.get("megatron")
     if not isinstance(entries, list):
-        yield Problem("holds no list `megatron`", where, "megatron: [{name: default, role: critic, overrides: {...}}]")
+        remedy = "write megatron: [{name: default, role: critic, overrides: {...}}]"
+        yield Problem("has no list `megatron`", where, remedy)
         return
     yield from _unknown(content, ("megatron",), where)
     for index, entry in enumerate(entries):
         place = f"{where}, megatron[{index}]"
         if not isinstance(entry, dict) or entry.get("role") not in ROLES:
             named = isinstance(entry, dict) and "role" in entry
-            what = f"{entry['role']!r} is no role of a run" if named else "has no role"
-            yield Problem(what, place, f"role: {', or role: '.join(ROLES)}")
+            what = f"{entry['role']!r} is not a role" if named else "has no role"
+            yield Problem(what, place, f"write role: {', or role: '.join(ROLES)}")
             continue
         yield from _unknown(entry, ("name", "role", "overrides"), place)
         role, overrides = entry["role"], entry.get("overrides") or {}
         if role in args.megatron_config:
-            yield Problem(f"is the second entry of the {role}", place, "put the overrides of a role into one entry")
+            yield Problem(f"is a second entry for the {role}", place, "put all overrides of a role into one entry")
         elif not isinstance(overrides, dict):
-            yield Problem("overrides are no names with values", place, "overrides: {lr: 1e-5}")
+            yield Problem("overrides are not names with values", place, "write overrides: {lr: 1e-5}")
         else:
             args.megatron_config[role] = {}
             for name, value in overrides.items():
@@ -102,7 +102,7 @@ def _override(args: Settings, given: dict[str, Any], role: str, name: str, value
     if own is None:
         args.megatron_config[role][attribute] = converted
     elif role == "critic" and own in given:
-        yield Problem(f"{flag_name(own)} says it, too", where, "give one of the two")
+        yield Problem(f"{flag_name(own)} sets it, too", where, "give one of the two")
     else:
         setattr(args, own, converted)
         given[own] = converted
@@ -114,7 +114,7 @@ def _convert(flag: Flag, value: Any) -> Any:
             raise ValueError("is neither true nor false")
         return value
     if isinstance(value, (bool, dict, list)) or value is None:
-        raise ValueError(f"is no {flag.type_label}")
+        raise ValueError(f"is not {flag.type_label}")
     return flag.convert(str(value))
 
 

@@ -16,9 +16,9 @@ ROLLOUT = read_flags(__file__, default_rollout=DEFAULT_ROLLOUT)
 
 
 def context_of_model(args: Settings) -> int | None:
-    """The most tokens of a prompt and its response that every engine with the trainer's weights takes, and the trainer.
+    """Return the most tokens of prompt + response that the trainer and all engines with its weights support.
 
-    Flags, groups of `--vllm-config` and config.json say it; None: none of them does.
+    The limit comes from flags, groups of `--vllm-config` and config.json; None if they have no limit.
     """
     found = _contexts(args)
     return min((length for length in found if length is not None), default=None)
@@ -37,7 +37,7 @@ def over_sampling_batch_size(args: Settings, given: Given) -> int | None:
 
 
 def rollout_max_prompt_len(args: Settings, given: Given) -> int | None:
-    """By default, a prompt rendered by instep leaves room for one token of the response."""
+    """Return the limit; by default, a prompt that instep renders leaves room for one token of the response."""
     known = [n for n in (context_of_model(args), args.rollout_max_context_len) if n is not None]
     if args.rollout_max_prompt_len is None and known and args.apply_chat_template:
         return min(known) - 1
@@ -69,12 +69,12 @@ def response_length(args: Settings, given: set[str]) -> Iterator[Problem]:
     for name in ("rollout_max_response_len", "eval_max_response_len", "rollout_max_context_len"):
         most = getattr(args, name)
         if context is not None and most is not None and most >= context + (name == "rollout_max_context_len"):
-            what = f"{most} is beyond the model's context of {context} tokens, where every response ends"
+            what = f"{most} exceeds the model's context of {context} tokens, where every response ends"
             yield Problem(what, flag_name(name), f"use less than {context}", refused=False)
 
 
 def one_context(args: Settings, given: set[str]) -> Iterator[Problem]:
-    """Engines and the trainer of a model with longrope take its short factors or its long ones, but all the same."""
+    """Check that trainer and engines of a model with longrope use the same factors: all short or all long."""
     config = known_config(args)
     original = context_length(config, None)
     if original is not None and any(rope["rope_type"] == "longrope" for rope in rope_by_layer(config).values()):
@@ -89,15 +89,15 @@ def stop_tokens(args: Settings, given: set[str]) -> Iterator[Problem]:
     size = known_config(args).get("vocab_size")
     for token in args.rollout_stop_token_ids or ():
         if isinstance(size, int) and token >= size:
-            what = f"the model has {size} tokens and no {token}"
-            yield Problem(what, "--rollout-stop-token-ids", f"name ids below {size}")
+            what = f"the model has {size} tokens, but not {token}"
+            yield Problem(what, "--rollout-stop-token-ids", f"give ids below {size}")
 
 
 def stop_strings(args: Settings, given: set[str]) -> Iterator[Problem]:
     for stop in args.rollout_stop or ():
         if re.search(r"\\[nrt]", stop):
-            what = f"{stop} holds a backslash and a letter, no newline and no tab"
-            yield Problem(what, "--rollout-stop", "if one is meant, write it as $'\\n' in bash", refused=False)
+            what = f"{stop} has a backslash and a letter, not a newline or tab"
+            yield Problem(what, "--rollout-stop", "for a newline, write $'\\n' in bash", refused=False)
 
 
 def top_k(args: Settings, given: set[str]) -> Iterator[Problem]:

@@ -1,6 +1,6 @@
-"""What a word means that is no flag of the command: another framework's name of a setting, or a misspelt flag.
+"""Suggestions for a word that is not a flag of the command: a setting of another framework, or a misspelled flag.
 
-The flags that a remedy names count as meant: that they are not given is no second problem.
+A flag that a remedy names counts as meant: its absence is not a second problem.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from instep.arguments.flag import Flag
 from instep.engines.flags import PREFIXES, flag_table
 from instep.hooks.neighbours import added
 
-_NAMED = re.compile(r"--[a-z][\w.-]*\w\b(?!-)")  # not `--vllm-`, a family
+_NAMED = re.compile(r"--[a-z][\w.-]*\w\b(?!-)")  # not a prefix like `--vllm-`
 _SETTING = re.compile(r"\+{0,2}[A-Za-z_][\w.]*=.*", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Found:
-    """A setting of another framework that a user has typed: whose it is, and what it is here."""
+    """A setting of another framework that a user has typed: the framework, and the equivalent in instep."""
 
     whose: str
     name: str
@@ -32,7 +32,7 @@ class Found:
 
 
 def named_flags(text: str) -> list[str]:
-    """The flags that a text names."""
+    """Return the names of flags in a text."""
     return _NAMED.findall(text)
 
 
@@ -41,7 +41,7 @@ def _all_act(command: str, names: list[str]) -> bool:
 
 
 def remedy_of(flag: Flag, command: str) -> str:
-    """What to do instead of giving a flag that does not act: what it names must act in the command."""
+    """Return what to do instead of giving a flag that does not act. Flags in the remedy must act in the command."""
     instead, names = flag.instead, named_flags(flag.instead)
     if not _all_act(command, names):
         return "leave it out"
@@ -49,16 +49,16 @@ def remedy_of(flag: Flag, command: str) -> str:
 
 
 def setting(token: str, command: str) -> Problem | None:
-    """What is wrong with `data.train_files=...`, the form of verl's settings; None for any other word."""
+    """Return what is wrong with a word like `data.train_files=...` (verl's settings); None for other words."""
     if not _SETTING.fullmatch(token):
         return None
     name, _, value = token.partition("=")
-    remedy = "a flag is two words, its name with two dashes and its value"
-    return of_others(name, value, command, token) or Problem("is no flag", f"'{token}'", remedy)
+    remedy = "write a flag as two words: its name with two dashes, and its value"
+    return of_others(name, value, command, token) or Problem("is not a flag", f"'{token}'", remedy)
 
 
 def unknown(name: str, value: str, command: str) -> Problem:
-    """What is wrong with an unknown flag; `value` is the first word after it."""
+    """Return what is wrong with an unknown flag; `value` is the first word after it."""
     wanted = "--" + name.lower().replace("_", "-").lstrip("-")
     if acts_in(command, find(wanted)):
         return Problem("unknown flag", name, f"did you mean {wanted}?")
@@ -67,11 +67,11 @@ def unknown(name: str, value: str, command: str) -> Problem:
 
 
 def of_others(name: str, value: str, command: str, where: str) -> Problem | None:
-    """What is wrong with another framework's setting; None if there is no such setting."""
+    """Return what is wrong with another framework's setting; None if there is no such setting."""
     found = _look_up(name, value, command)
     if found is None:
         return None
-    what, names = f"is no flag of instep, but {found.whose}'s {found.name}", named_flags(found.here)
+    what, names = f"is not a flag of instep, but {found.whose}'s {found.name}", named_flags(found.here)
     if names and _all_act(command, names):
         note = f" ({found.note})" if found.note and _all_act(command, named_flags(found.note)) else ""
         return Problem(what, where, f"use {found.here}{note}")
@@ -81,9 +81,9 @@ def of_others(name: str, value: str, command: str, where: str) -> Problem | None
 
 
 def _look_up(typed: str, value: str, command: str) -> Found | None:
-    """The setting of another framework that a word of the command line is: in full, or by the end of its dotted name.
+    """Return the setting of another framework that a word names: in full, or by the end of its dotted name.
 
-    Several settings whose names end alike are none, unless they are the same here.
+    If several settings have this end, return None, unless they mean the same in instep.
     """
     settings = [setting for named in added("settings") for setting in named(command)]
     wanted = re.sub(r"[-_]+", "_", typed.strip("-+").lower())
@@ -95,32 +95,35 @@ def _look_up(typed: str, value: str, command: str) -> Found | None:
             return some[0]
         if named and not some and len({found.name for _, found in named}) == 1:
             found = named[0][1]
-            return Found(found.whose, found.name, "", "docs/migration.md says what its values are here")
+            return Found(found.whose, found.name, "", "docs/migration.md lists the equivalents of its values")
     return None
 
 
 def _of_vllm(wanted: str, name: str, command: str) -> Problem | None:
-    """A flag of `vllm serve` without the prefix that it has here."""
+    """Return what is wrong with a flag of `vllm serve` that lacks instep's prefix; None for other words."""
     flag = find(prefixed("vllm", wanted))
     if flag is None:
         return None
     if acts_in(command, flag):
-        return Problem("is no flag of instep, but vLLM's, which has a prefix here", name, f"use {flag.name}")
+        return Problem("is a flag of vLLM, which needs a prefix in instep", name, f"use {flag.name}")
     return Problem(f"is vLLM's; {_why_not(flag, command)}", name, remedy_of(flag, command))
 
 
 def _negated(wanted: str, name: str, command: str) -> Problem | None:
-    """`--no-x`, where `--x` is a switch: it is off unless it is given."""
+    """Return what is wrong with `--no-x` if `--x` is a switch: it is off by default. None for other words."""
     flag = find("--" + wanted.removeprefix("--no-")) if wanted.startswith("--no-") else None
     if flag is None or not flag.is_switch and flag.status == "acts":
         return None
     if acts_in(command, flag):
-        return Problem(f"{flag.name} is off unless it is given", name, f"leave it out, and {flag.name}")
+        return Problem(f"{flag.name} is off by default", name, f"leave out both it and {flag.name}")
     return Problem(f"unknown flag; {flag.name} is {_why_not(flag, command)}", name, "leave it out: it is off")
 
 
 def _near(wanted: str, name: str, command: str) -> Problem:
-    """The flag that is most like an unknown one, among those of a package where it has the prefix of one."""
+    """Return what is wrong with an unknown flag, with the most similar known one.
+
+    A flag with a package's prefix is compared with the flags of that package.
+    """
     package, what = family(wanted), "unknown flag"
     known = list(own_flags() if command == "serve" else {**passed_through(), **own_flags()})
     if package is not None:
@@ -132,15 +135,15 @@ def _near(wanted: str, name: str, command: str) -> Problem:
         return Problem(what, name, f"did you mean {like}?")
     alike = difflib.get_close_matches(wanted, names, n=1, cutoff=0.9)
     if alike and (flag := find(alike[0])) is not None:
-        what = f"unknown flag; {alike[0]}, which is like it, is {_why_not(flag, command)}"
+        what = f"unknown flag; the similar {alike[0]} is {_why_not(flag, command)}"
         return Problem(what, name, remedy_of(flag, command))
     topic = {"vllm": " vllm", "vllm-router": " router"}.get(package or "", "")
-    shown = "train" if command == "plan" else command  # which takes its flags
-    lists = f"`instep {shown} --help{topic}` lists the flags; docs/migration.md has those of other frameworks"
+    shown = "train" if command == "plan" else command  # `plan` takes the flags of `train`
+    lists = f"`instep {shown} --help{topic}` lists the flags; docs/migration.md lists those of other frameworks"
     return Problem(what, name, lists)
 
 
 def _why_not(flag: Flag, command: str) -> str:
     if flag.status == "acts":
         return f"without meaning for `instep {command}`"
-    return f"refused: {flag.note}" if flag.status == "refused" else f"not there: {flag.note}"
+    return f"refused: {flag.note}" if flag.status == "refused" else f"not available: {flag.note}"

@@ -1,6 +1,6 @@
-"""Resolvers complete the arguments of a command line, then rules check them.
+"""Complete the arguments of a command line with resolvers, then check them with rules.
 
-A resolver or rule is skipped if it needs a value that could not be read: each mistake is reported once.
+A resolver or rule is skipped if it needs an invalid value. So each mistake is reported once.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from instep.arguments.roles import read_roles
 from instep.errors import ConfigError
 from instep.hooks.neighbours import added
 
-# In this order: a resolver may read what those before it have set. Each has RESOLVERS, or RULES, or both.
+# The order matters: a resolver may read what earlier ones have set. Each module has RESOLVERS, RULES, or both.
 CONCERNS = (
     *(model, lora, paths, debugging, engine, cluster, data, commands, algorithm, rollout, reward),
     *(distillation, megatron, parallel, backends, evaluation, asynchronous, colocation, planning, optimizer),
 )
-# `instep plan` asks only where things go.
+# `instep plan` checks only what the plan depends on.
 PLAN_RULES = (
     *(engine.topology, critic_rules.size, parallel.stages),
     *(*cluster.PLANNED_RULES, *colocation.RULES, *planning.RULES),
@@ -61,12 +61,12 @@ SERVE_RULES = (
 
 
 def resolvers() -> Iterator[Resolver]:
-    """Those of neighbours, which read flags alone, and those of all concerns."""
+    """Yield the resolvers of neighbours, which read only flags, then those of all concerns."""
     return chain(*added("resolvers"), *(getattr(concern, "RESOLVERS", ()) for concern in CONCERNS))
 
 
 def complete(args: Draft, scan: Scan) -> list[Problem]:
-    """Set every attribute that follows from others or from files; returns what is wrong with the files."""
+    """Set each attribute that follows from others or from files. Return what is wrong with the files."""
     given = scan.given
     problems = [
         *_step(scan, "megatron_config", partial(read_roles, args, given)),
@@ -84,7 +84,7 @@ def complete(args: Draft, scan: Scan) -> list[Problem]:
 
 
 def check(args: Draft, scan: Scan) -> list[Problem]:
-    """The problems that the rules of the command find."""
+    """Return the problems that the rules of the command find."""
     of_concerns = chain(*(getattr(concern, "RULES", ()) for concern in CONCERNS), *added("rules"), needing(groups()))
     rules = {"plan": PLAN_RULES, "serve": SERVE_RULES}.get(args.command, of_concerns)
     given = set(scan.given)
@@ -96,9 +96,9 @@ def _resolve(args: Draft, resolver: Resolver, scan: Scan) -> None:
 
 
 def _step(scan: Scan, names: str, step: Callable[[], Iterable[Problem] | None]) -> list[Problem]:
-    """The problems that a step finds, or raises as a ConfigError.
+    """Return the problems that a step yields, or raises as a ConfigError.
 
-    Where there is one, or it reads what is unreadable, the attributes `names` become unreadable.
+    After a refused problem, or if the step reads an invalid value, the attributes `names` become invalid, too.
     """
     problems = list[Problem]()
     try:

@@ -10,7 +10,7 @@ Status = Literal["ok", "warn", "fail"]
 
 @dataclass
 class Check:
-    """What was looked at, its state in words, and what to do where that is not `ok`."""
+    """The name of a check, the state in words, and what to do if it is not `ok`."""
 
     name: str
     status: Status

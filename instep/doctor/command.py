@@ -15,9 +15,9 @@ MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
 
 def main(words: Sequence[str]) -> int:
     """Run the command, and return its exit code."""
-    parser = OptionParser("instep doctor", description="Check this installation; with RUN, what became of that run.")
+    parser = OptionParser("instep doctor", description="Check this installation; with RUN, the state of that run.")
     parser.add_argument("run", type=Path, nargs="?", metavar="RUN", help="the --run-dir of a run")
-    parser.add_argument("--json", action="store_true", help="a JSON list instead of lines")
+    parser.add_argument("--json", action="store_true", help="print a JSON list instead of lines")
     options = parser.parse_args(words)
     if options.run is None:
         from instep.doctor.installation import check_installation
@@ -35,7 +35,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def show(checks: Sequence[Check]) -> None:
-    """Print one line per check, and its remedy where one is needed."""
+    """Print one line per check, and its remedy if it is not `ok`."""
     width = max(len(check.name) for check in checks)
     for check in checks:
         first, *rest = check.text.splitlines() or [""]

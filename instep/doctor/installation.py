@@ -1,4 +1,4 @@
-"""Whether this machine and the installed packages have what a run needs."""
+"""Checks of this machine and of the installed packages: do they have what a run needs?"""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from instep.system.ports import check_loopback
 from instep.system.processes import num_usable_cpus
 from instep.system.scratch import left, memory_root
 
-# The versions that are tested (pyproject.toml), and what needs the package.
+# The tested versions (pyproject.toml), and what needs the package.
 PINS = {
     "torch": (">=2.11,<2.14", "everything but `instep report`, `samples` and `doctor`"),
     "transformers": (">=5.17,<6", "models and tokenizers"),
@@ -38,7 +38,7 @@ PROCESS_MARKS = ("instep.cluster.worker_main", "instep.engines.embedded", "inste
 
 
 def check_installation() -> list[Check]:
-    """All checks, in the order in which faults cause each other."""
+    """Return all checks. A fault comes before the faults that it causes."""
     checks = [_python(), *_packages(), *_torch(), *_built_for_torch(), _shm(), *_disks(), _files(), *_cores()]
     return [*checks, _memory(), _loopback(), *_leftovers()]
 
@@ -66,16 +66,16 @@ def _packages() -> Iterator[Check]:
     yield _vllm()
     spec = importlib.util.find_spec("torch") if sys.dont_write_bytecode else None
     if spec is not None and spec.origin and not Path(importlib.util.cache_from_source(spec.origin)).exists():
-        text = "Python has none of torch and writes none: each process of a run imports for seconds longer"
+        text = "there is no bytecode of torch, and Python writes none: each process of a run imports seconds longer"
         yield Check("bytecode", "warn", text, "unset PYTHONDONTWRITEBYTECODE, or set PYTHONPYCACHEPREFIX to a folder")
 
 
 def _vllm() -> Check:
-    """Whether vLLM can be imported, in a process of its own: a crash there must not end the doctor."""
+    """Check that vLLM can be imported. A separate process imports it, because a crash must not end the doctor."""
     found = package_version("vllm")
     if found is None:
-        return Check("vllm", "ok", "not installed; the embedded engine needs none")
-    remedy = "install the vllm that is built for this torch; or do without, with --rollout-backend embedded"
+        return Check("vllm", "ok", "not installed; the embedded engine does not need it")
+    remedy = "install the vllm that is built for this torch, or use --rollout-backend embedded"
     try:
         done = subprocess.run([sys.executable, "-c", "import vllm"], capture_output=True, timeout=VLLM_SECONDS)
     except subprocess.TimeoutExpired:
@@ -92,8 +92,8 @@ def _torch() -> Iterator[Check]:
     driver = Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
     try:
         import torch
-    except (ImportError, OSError) as error:  # a CUDA library that does not fit says so here
-        yield Check("torch import", "fail", str(error), "install torch again, in the build that fits this machine")
+    except (ImportError, OSError) as error:  # such as an incompatible CUDA library
+        yield Check("torch import", "fail", str(error), "install the torch build for this machine")
         return
     build = f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch is built for CPU only"
     if torch.cuda.is_available():
@@ -109,7 +109,7 @@ def _torch() -> Iterator[Check]:
 
 
 def _built_for_torch() -> Iterator[Check]:
-    """Whether packages with compiled code fit this version of torch; transformers imports some of them."""
+    """Check that packages with compiled code fit this version of torch. transformers imports some of them."""
     from packaging.requirements import Requirement
 
     installed = package_version("torch")
@@ -120,13 +120,13 @@ def _built_for_torch() -> Iterator[Check]:
         wanted = next((r.specifier for r in needs if r.name == "torch" and (not r.marker or r.marker.evaluate())), None)
         if wanted and installed.partition("+")[0] not in wanted:
             text = f"{name} {package_version(name)} is built for torch{wanted}, but torch is {installed}"
-            yield Check(name, "fail", text, f"pip uninstall {name}, or install the one for this torch")
+            yield Check(name, "fail", text, f"pip uninstall {name}, or install the version for this torch")
 
 
 def _shm() -> Check:
     path = Path("/dev/shm")
     if not path.is_dir():
-        return Check("shared memory", "warn", f"no /dev/shm; {tempfile.gettempdir()} is used", "it is slower")
+        return Check("shared memory", "warn", f"no /dev/shm; {tempfile.gettempdir()} is used", "mount /dev/shm: faster")
     usage = shutil.disk_usage(path)
     text = f"{usage.free / 1e9:.1f} of {usage.total / 1e9:.1f} GB free in /dev/shm"
     if not os.access(path, os.W_OK):
@@ -136,11 +136,11 @@ def _shm() -> Check:
 
 
 def _disks() -> Iterator[Check]:
-    """Free space where runs are written by default, and where their temporary files are."""
+    """Check the free space for runs (default folder) and for temporary files."""
     for name, path in (("disk", Path.cwd()), ("temporary files", Path(tempfile.gettempdir()))):
         usage = shutil.disk_usage(path)
         text = f"{usage.free / 1e9:.1f} of {usage.total / 1e9:.1f} GB free at {path}"
-        yield Check(name, "ok" if usage.free >= MIN_DISK else "warn", text, "free space; or point --run-dir elsewhere")
+        yield Check(name, "ok" if usage.free >= MIN_DISK else "warn", text, "free space, or use another --run-dir")
 
 
 def _files() -> Check:
@@ -172,7 +172,7 @@ def _memory() -> Check:
 
 
 def _cgroup(name: str) -> list[str]:
-    """The words of a limit of this container (cgroup v2); none where it has no limit."""
+    """Return the words of a limit of this container (cgroup v2); empty if there is no limit."""
     try:
         words = (Path("/sys/fs/cgroup") / name).read_text().split()
     except OSError:
@@ -189,12 +189,12 @@ def _loopback() -> Check:
 
 
 def _leftovers() -> Iterator[Check]:
-    """Folders of killed runs, and processes of runs whose controller is gone."""
+    """Check for folders of killed runs, and for processes of runs whose controller has ended."""
     ray = os.environ.get("RAY_TMPDIR")
     roots = dict.fromkeys([memory_root(), Path(tempfile.gettempdir()), *([Path(ray)] if ray else [])])
     yield leftover_folders(roots)
     if "instep" in " ".join(psutil.Process(1).cmdline()):  # a container whose first process is the run itself
-        yield Check("leftover processes", "ok", "not looked for: process 1 is a run")
+        yield Check("leftover processes", "ok", "not checked: process 1 is a run")
         return
     infos = [process.info for process in psutil.process_iter(["pid", "ppid", "cmdline"]) if process.info["ppid"] == 1]
     commands = {info["pid"]: " ".join(info["cmdline"] or []) for info in infos}
@@ -204,7 +204,7 @@ def _leftovers() -> Iterator[Check]:
 
 
 def leftover_folders(roots: Iterable[Path]) -> Check:
-    """Folders of killed runs in `roots`; those of runs that live are left alone."""
+    """Check for folders of killed runs in `roots`. Folders of active runs do not count."""
     dead = [path for root in roots for path in left(root)]
     where = ", ".join(map(str, roots))
     text = f"{len(dead)} folders of killed runs: {', '.join(map(str, dead[:3]))}" if dead else f"none in {where}"

@@ -29,7 +29,7 @@ TAIL = 12  # lines of an error or log
 
 
 def check_run(run_dir: Path) -> list[Check]:
-    """All checks of a run's folder. Raises: ConfigError where it is not the folder of a run."""
+    """Return all checks of a run's folder. Raises: ConfigError: it is not the folder of a run."""
     if not (run_dir / "config.json").exists():
         what = "no config.json" if run_dir.is_dir() else "no such folder"
         raise ConfigError(what, where=str(run_dir), remedy="give the --run-dir of a run")
@@ -61,18 +61,18 @@ def _config(title: str | None, args: dict[str, Any]) -> Check:
 
 
 def _versions(config: dict[str, Any]) -> Check:
-    """The versions of the run, compared with those that are installed now."""
+    """Compare the versions of the run with the installed versions."""
     then, now = config.get("versions") or {}, versions()
     names = ("instep", "git_commit", "python", "torch", "transformers", "megatron-core", "vllm")
     other = [f"{n} {str(then.get(n))[:12]}, here {str(now.get(n))[:12]}" for n in names if then.get(n) != now.get(n)]
     if other:
-        remedy = "a resume here goes on with other code than the run began with"
+        remedy = "a resume here uses other code than the start of the run"
         return Check("versions", "warn", "differ: " + "; ".join(other), remedy)
     return Check("versions", "ok", ", ".join(f"{n} {str(then[n])[:12]}" for n in names if then.get(n)))
 
 
 def _state(run_dir: Path, config: dict[str, Any], summary: dict[str, Any] | None) -> Check:
-    """Whether the run has finished, is running, or has ended otherwise; then with its last lines."""
+    """Check whether the run has finished, is running, or has failed; then with its last lines."""
     process = config.get("process") or {}
     pid, host = process.get("pid"), process.get("host")
     if summary is not None:
@@ -80,20 +80,21 @@ def _state(run_dir: Path, config: dict[str, Any], summary: dict[str, Any] | None
         remedy = str(summary.get("to_go_on") or "")
         return Check("state", "warn" if remedy else "ok", when, remedy)
     if host != socket.gethostname():
-        return Check("state", "warn", f"not finished; pid {pid} on host {host}, not seen from here", f"ask on {host}")
+        text = f"not finished; pid {pid} on host {host}, not visible from here"
+        return Check("state", "warn", text, f"run `instep doctor` on {host}")
     if _lives(pid, process.get("started")):
-        stacks = f"kill -USR1 {pid} writes what it does into {run_dir / 'logs'}/dump-<n>.txt"
+        stacks = f"kill -USR1 {pid} writes its stacks into {run_dir / 'logs'}/dump-<n>.txt"
         age = time.time() - psutil.Process(pid).create_time()
         return Check("state", "ok", f"running as pid {pid} for {duration(age)}\n{stacks}")
     error = run_dir / "logs" / "error.txt"
     if error.exists():
         lines = error.read_text(errors="replace").split("\n\n")[0].splitlines()
-        return Check("state", "fail", "ended by an error\n" + "\n".join(lines[-TAIL:]), f"more is in {error}")
+        return Check("state", "fail", "ended by an error\n" + "\n".join(lines[-TAIL:]), f"see {error} for more")
     logs = sorted((run_dir / "logs").glob("*.log"), key=lambda p: p.stat().st_mtime)
     tail = logs[-1].read_text(errors="replace").splitlines()[-TAIL:] if logs else []
     said = f"\nthe last lines of {logs[-1]}:\n" + "\n".join(tail) if tail else ""
-    remedy = "it was killed (SIGKILL): by hand, or as the machine had no memory left (`dmesg`); --load goes on with it"
-    return Check("state", "fail", f"pid {pid} is gone, and left neither summary nor error{said}", remedy)
+    remedy = "it was killed (SIGKILL), by a user or for lack of memory (see `dmesg`); --load continues it"
+    return Check("state", "fail", f"pid {pid} has ended without a summary or an error{said}", remedy)
 
 
 def _lives(pid: int | None, started: float | None) -> bool:
@@ -108,7 +109,7 @@ def _last_step(args: dict[str, Any], rows: list[dict[str, Any]]) -> Check:
     steps = [row for row in rows if is_step(row)]
     total = args.get("num_rollout")
     if not steps:
-        return Check("last rollout", "warn", f"none of {total} done", "see logs/ for what it waits for")
+        return Check("last rollout", "warn", f"none of {total} done", "look into logs/ for what it waits for")
     age = time.time() - steps[-1]["time"]
     last = steps[-1]["step"]
     return Check("last rollout", "ok", f"{last} ({last + 1}/{total}; numbers count from 0), {duration(age)} ago")
@@ -128,7 +129,7 @@ def _not_finite(rows: list[dict[str, Any]]) -> Check:
 
 def _alarms(rows: list[dict[str, Any]]) -> Check:
     first = first_raised(rows)
-    remedy = "docs/debugging.md says what each means and what to try"
+    remedy = "docs/debugging.md explains each alarm and what to try"
     return Check("alarms", "warn" if first else "ok", describe(first), remedy)
 
 
@@ -138,7 +139,7 @@ def _checkpoints(args: dict[str, Any]) -> Iterator[Check]:
     root = Path(args["save"])
     folders = sorted(p for p in root.glob("iter_*") if p.is_dir()) if root.is_dir() else []
     if not folders:
-        yield Check("checkpoints", "warn", f"none in {root} yet", "--save-interval says how often")
+        yield Check("checkpoints", "warn", f"none in {root} yet", "--save-interval sets how often the run saves")
     for folder in folders:
         yield _checkpoint(folder, digests=folder == folders[-1])
     tracker = root / TRACKER
@@ -148,15 +149,15 @@ def _checkpoints(args: dict[str, Any]) -> Iterator[Check]:
         remedy = f"write the number of a complete iter_ folder into {tracker}"
         yield Check("latest checkpoint", "ok" if there else "fail", f"{TRACKER} names {named}", remedy)
     for left in sorted(p for p in root.glob(".iter_*") if p.is_dir()):
-        yield Check(left.name, "warn", "left by a save that was cut short", "the next run that saves here mends it")
+        yield Check(left.name, "warn", "left by an interrupted save", "the next run that saves here repairs it")
 
 
 def _checkpoint(folder: Path, digests: bool) -> Check:
-    """Whether `--load` can resume from the checkpoint; with `digests` its files are read."""
+    """Check that `--load` can resume from the checkpoint. With `digests`, its files are read."""
     try:
         check_whole(folder, digests=digests)
         if read_state(folder) is None:
-            return Check(folder.name, "fail", "without run_state.json", "remove it; --ckpt-step names another one")
+            return Check(folder.name, "fail", "has no run_state.json", "remove it, or name another with --ckpt-step")
     except CheckpointError as error:
         return Check(folder.name, "fail", error.what, error.remedy)
     how = "complete" if digests and has_digests(folder) else "complete, by the sizes of its files"
@@ -164,7 +165,7 @@ def _checkpoint(folder: Path, digests: bool) -> Check:
 
 
 def _ledger(args: dict[str, Any], summary: dict[str, Any] | None) -> Iterator[Check]:
-    """The groups that the ledger of the summary counts, or that of the newest checkpoint."""
+    """Check the counts of groups in the ledger of the summary, or of the newest checkpoint."""
     state, source, save = (summary or {}).get("ledger"), "summary.json", args.get("save")
     if state is None and save and (paths := sorted(Path(save).glob("iter_*/run_state.json"))):
         source = str(paths[-1])
@@ -174,7 +175,7 @@ def _ledger(args: dict[str, Any], summary: dict[str, Any] | None) -> Iterator[Ch
             ledger.load_state_dict(state)
             ledger.check()
         except (OSError, ValueError, KeyError) as error:
-            yield Check("ledger", "fail", f"{source} cannot be read: {error}", "--ckpt-step names another one")
+            yield Check("ledger", "fail", f"{source} cannot be read: {error}", "name another one with --ckpt-step")
             return
         except InstepError as error:
             yield Check("ledger", "fail", f"{source}: {error.what}", error.remedy)

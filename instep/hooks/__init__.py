@@ -1,4 +1,4 @@
-"""Users' functions, which flags name by dotted path: loading, calling, and errors that say which one failed where."""
+"""Hooks: users' functions that flags name by dotted path. Load them, call them, and report which one failed where."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from instep.hooks.neighbours import is_own
 from instep.hooks.user_code import described, is_from_outside, is_interrupt, ours, said
 
 T = TypeVar("T")
-# What aiohttp, httpx, requests, urllib and openai raise for an answer 401.
+# The errors of aiohttp, httpx, requests, urllib and openai for status 401.
 _UNAUTHORIZED = re.compile(r"\b401\b.{0,20}(?i:unauthorized)|\b401, message|Error code: 401\b|Error 401:")
 
 _SEND_THE_KEY = (
-    "engines and routers of the run ask for its key: use instep.rollout.http.post, or send the header 'Authorization: "
-    "Bearer KEY' with instep.rollout.http.api_key(url) as KEY; with --no-api-key they ask for none (docs/security.md)"
+    "engines and routers of the run need its key: use instep.rollout.http.post, or send the header 'Authorization: "
+    "Bearer KEY' with instep.rollout.http.api_key(url) as KEY; with --no-api-key no key is needed (docs/security.md)"
 )
 
 
@@ -31,7 +31,7 @@ class Hook:
     """A user's function or class, and the flag that names it.
 
     Attributes:
-        path: dotted; empty for a function that is known in no other way than by its flag.
+        path: the dotted path; empty for a function without one, which is known only by its flag.
     """
 
     flag: str
@@ -45,63 +45,63 @@ class Hook:
         return f"{self.flag} {self.path}".strip()
 
     def call(self, *args: Any, where: str = "", **kwargs: Any) -> Any:
-        """Call a function that is no async one.
+        """Call a function that is not async.
 
         Args:
-            where: what it is called for, such as a sample; for the error.
+            where: what it is called for, such as a sample. The error shows it.
 
         Raises:
-            RolloutError: it raised, or is async.
+            RolloutError: the function raised an error, or is async.
         """
         with self.guard(where):
             out = self.function(*args, **kwargs)
             if inspect.iscoroutine(out):
                 out.close()
-                raise self.wrong(out, "its result at once: no async function is awaited here", where)
+                raise self.wrong(out, "the result itself: async functions are not supported here", where)
         return out
 
     async def acall(self, *args: Any, where: str = "", **kwargs: Any) -> Any:
-        """Call the function, sync or async. Raises: RolloutError, as `call`."""
+        """Call a sync or async function. Raises: RolloutError, as in `call`."""
         with self.guard(where):
             out = self.function(*args, **kwargs)
             return await out if inspect.isawaitable(out) else out
 
     @contextmanager
     def guard(self, where: str = "") -> Iterator[None]:
-        """Turn what the function raises in the block into a RolloutError; a named error gets a place if it has none.
+        """Turn errors of the function in the block into a RolloutError. A named error without a place gets one.
 
-        A function of instep's own is not guarded: what it raises is our fault, not the user's.
+        instep's own functions are not guarded: their errors are bugs of instep, not of the user.
         """
         try:
             yield
         except InstepError as error:
             error.where = error.where or self.place(where)
             raise
-        except BaseException as error:  # the border to the user's code, also for its sys.exit()
+        except BaseException as error:  # the boundary to the user's code, also for its sys.exit()
             if is_own(self.path) or is_from_outside(error):
                 raise
             function = self.function if self.path else None
             at, remedy = raised_at(error, function), signature_for(error, function, self.flag)
-            remedy = remedy or "correct that line, or catch the error there; `instep train --help` shows what it gets"
+            remedy = remedy or "correct that line, or catch the error there; `instep train --help` shows its arguments"
             if _UNAUTHORIZED.search(said(error, 1 << 16)):
                 remedy = _SEND_THE_KEY
             raise RolloutError(f"{self.path} raised {said(error)}", where=self._at(at, where), remedy=remedy) from error
 
     def wrong(self, got: Any, expected: str, where: str = "") -> RolloutError:
-        """Return the error of a function that returned `got`; `expected` says what it is to return."""
+        """Return the error for a function that returned `got`. `expected` says what it must return."""
         what = f"{self.path or 'the function'} returned {described(got)}"
         return RolloutError(what, where=self.place(where), remedy=f"return {expected}")
 
     @contextmanager
     def reading(self, got: Any, expected: str, where: str = "") -> Iterator[None]:
-        """Turn an error of the block, which reads what the function returned, into `wrong`."""
+        """Turn an error of the block, which reads the function's result, into `wrong`."""
         try:
             yield
-        except Exception as error:  # the border to the methods of a user's object
+        except Exception as error:  # the boundary to the methods of a user's object
             raise self.wrong(got, expected, where) from error
 
     def place(self, where: str = "") -> str:
-        """Flag, path, and the file and line of the definition, for errors."""
+        """Return flag, path, and file and line of the definition, for errors."""
         return self._at(defined_at(self.path) if self.path else "", where)
 
     def _at(self, at: str, where: str) -> str:
@@ -110,50 +110,53 @@ class Hook:
 
 @functools.cache
 def load_function(dotted_path: str) -> Callable[..., Any]:
-    """Return the function or class `package.module.name`, imported once per process.
+    """Return the function or class `package.module.name`. It is imported once per process.
 
     Raises:
-        ConfigError: no such module, a module that fails to import, no such name, or something that cannot be called.
+        ConfigError: the module does not exist or cannot be imported, or the name does not exist or is not callable.
     """
     module_name, _, name = dotted_path.rpartition(".")
     where = f"hook {dotted_path}"
     if not module_name or "/" in dotted_path or ":" in dotted_path:
         remedy = "write package.module.function, without .py"
-        raise ConfigError(f"{dotted_path!r} is no dotted path", where="hook", remedy=remedy)
+        raise ConfigError(f"{dotted_path!r} is not a dotted path", where="hook", remedy=remedy)
     from instep.hooks.aliases import install_aliases, is_aliased  # here, because that package imports this module
 
     install_aliases()
     try:
         module = importlib.import_module(module_name)
         found = getattr(module, name, None)
-    except BaseException as error:  # the border to a user's code: whatever it raises is named here
+    except BaseException as error:  # the boundary to the user's code: report every error
         if is_interrupt(error):
             raise
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        if not isinstance(missing, str):  # a module may raise a ModuleNotFoundError of its own
+        if not isinstance(missing, str):  # also a ModuleNotFoundError that a module raises itself
             what, where = f"importing {module_name!r} raised {said(error)}", f"{where}, {raised_at(error)}"
             remedy = f"correct that line; `python -c 'import {module_name}'` shows the whole traceback"
         elif f"{module_name}.".startswith(f"{missing}."):
             what = f"module {missing!r} not found"
-            remedy = "put its folder on PYTHONPATH, or start instep in it; the path is package.module.function"
+            remedy = "add its folder to PYTHONPATH, or start instep there; the path is package.module.function"
         else:
             what = f"module {module_name!r} imports {missing!r}, which is not installed"
-            remedy = f"install {missing!r} or leave the import out"
+            remedy = f"install {missing!r}, or remove the import"
             if is_aliased(missing.partition(".")[0]) and "." in missing:
-                remedy += "; docs/migration.md, 'Hooks', says which of its modules are here"
+                remedy += "; docs/migration.md, 'Hooks', lists its supported modules"
         raise ConfigError(what, where=where, remedy=remedy) from error
     if callable(found):
         return found
     what, remedy = f"{dotted_path!r} is a {type(found).__name__}, not a function", "name a function or a class"
     if found is None:
         names = sorted(n for n, value in vars(module).items() if callable(value) and not n.startswith("_"))
-        what, remedy = f"module {module_name!r} has no {name!r}", f"it has {', '.join(names[:20]) or 'nothing to call'}"
+        what = f"module {module_name!r} has no {name!r}"
+        remedy = f"it has {', '.join(names[:20]) or 'no functions'}"
     raise ConfigError(what, where=where, remedy=remedy)
 
 
 def raised_at(error: BaseException, function: Callable[..., Any] | None = None) -> str:
-    """`file:line in name`: the innermost frame of `error`, if possible in the file of `function`; of a call that does
-    not fit the function, its definition."""
+    """Return `file:line in name` of the innermost frame of `error`, if possible in the file of `function`.
+
+    If the call does not fit the function's parameters, return the place of its definition.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, SyntaxError) and isinstance(error.filename, str):
         return f"{error.filename}:{error.lineno}"
@@ -167,7 +170,7 @@ def raised_at(error: BaseException, function: Callable[..., Any] | None = None) 
 
 
 def signature_for(error: BaseException, function: Callable[..., Any] | None, flag: str) -> str:
-    """Say how the function of a flag is called, if `error` is that it does not take these arguments; else empty."""
+    """Return how the function of a flag is called, if it does not take these arguments; else an empty text."""
     from instep.arguments.all_flags import own_flags  # here, because it imports this module
 
     known = own_flags().get(flag)
@@ -187,7 +190,7 @@ def _source(function: Callable[..., Any] | None) -> str | None:
 
 @functools.cache
 def defined_at(dotted_path: str) -> str:
-    """`file:line` of the definition of a function or class; empty where Python does not know it."""
+    """Return `file:line` of the definition of a function or class; empty if Python does not know it."""
     try:
         target = inspect.unwrap(load_function(dotted_path))
         return f"{inspect.getsourcefile(target)}:{inspect.getsourcelines(target)[1]}"

@@ -1,4 +1,4 @@
-"""What users' functions import from other projects, or name in a flag, and where it is here."""
+"""instep's equivalents of other projects' modules, which users' functions import or flags name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from instep.hooks.neighbours import added
 
 @cache
 def _theirs() -> dict[str, tuple[str, str]]:
-    """By the name of a module there, the one here and what of it there is."""
+    """Return, by name of another project's module, instep's module and the names that it provides."""
     return {name: here for modules in added("modules") for name, here in modules.items()}
 
 
@@ -27,7 +27,7 @@ def instep_hook(path: str) -> str:
 
 
 class _Aliases(MetaPathFinder, Loader):
-    """Finds modules that are not installed; they hold instep's functions under the same names."""
+    """Importer for modules that are not installed. They contain instep's functions under the same names."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         known = any(f"{module}.".startswith(f"{name}.") for module in _theirs())
@@ -44,7 +44,7 @@ _ALIASES = _Aliases()
 
 
 def install_aliases() -> None:
-    """Let users' files import other projects' modules."""
+    """Allow users' files to import other projects' modules."""
     if _ALIASES not in sys.meta_path:
         sys.meta_path.append(_ALIASES)
 
@@ -55,5 +55,5 @@ def is_installed(package: str) -> bool:
 
 
 def is_aliased(package: str) -> bool:
-    """Return whether it is a package of a project with such modules, or of that project's plugins."""
+    """Return whether a package belongs to a project with such modules, or to its plugins."""
     return package.removesuffix("_plugins") in {name.partition(".")[0] for name in _theirs()}

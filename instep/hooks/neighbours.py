@@ -1,4 +1,4 @@
-"""What packages beside the core add to it. The core names none of them: each is an entry point of `GROUP`."""
+"""Additions to the core from other packages. The core does not name them: each is an entry point of `GROUP`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Command:
 
     Attributes:
         help: one line.
-        main: `module:function`, which takes the words after the command and returns the exit code or None.
-        starts: whether it starts workers or engines, which may be forked.
+        main: `module:function`. It takes the words after the command, and returns the exit code or None.
+        starts: whether it starts workers or engines; these may be forked.
     """
 
     help: str
@@ -32,18 +32,19 @@ class Command:
 
 @dataclass(frozen=True)
 class Addition:
-    """What one neighbour adds. Its texts `module:name` are imported when they are needed.
+    """The additions of one neighbour. Texts `module:name` are imported when they are needed.
 
     Attributes:
         commands: by name.
-        flags: a tuple of `FlagGroup`, whose flags every command that trains has.
-        families: a tuple of families of flags that it refuses: prefix, note, and what to use instead.
-        resolvers, rules: tuples, as those of a concern (`arguments.concern`).
-        settings: a function of the command that returns the names of other frameworks' settings, and what they are here
+        flags: a tuple of `FlagGroup`; every command that trains has these flags.
+        families: a tuple of refused families of flags: prefix, note, and what to use instead.
+        resolvers, rules: tuples, as in a concern (`arguments.concern`).
+        settings: a function of the command. It returns names of other frameworks' settings and their equivalents
             (`arguments.suggest.Found`).
-        modules: by name of another project's module the one here, and what of it there is (`arguments.aliases`).
-        call: a function that makes flags and rows of what `train(reward_funcs=..., args=...)` gives (`api.Run`).
-        before_engines: a function of the arguments that returns what `instep serve` puts before its engines, or None.
+        modules: by name of another project's module, instep's module and its names (`hooks.aliases`).
+        call: a function that makes flags and rows from `train(reward_funcs=..., args=...)` (`api.Run`).
+        before_engines: a function of the arguments. It returns the server that `instep serve` puts before its engines,
+            or None.
     """
 
     commands: Mapping[str, Command] = field(default_factory=dict)
@@ -58,7 +59,7 @@ class Addition:
 
 
 def imported(name: str) -> Any:
-    """What `module:name` names."""
+    """Return the object `module:name`."""
     module, _, attribute = name.partition(":")
     return getattr(import_module(module), attribute)
 
@@ -70,26 +71,26 @@ def _points() -> list[EntryPoint]:
 
 @cache
 def additions() -> tuple[Addition, ...]:
-    """Those of the installed packages, by the name of their entry point."""
+    """Return the additions of installed packages, in the order of their entry points' names."""
     return tuple(point.load() for point in _points())
 
 
 @cache
 def packages() -> frozenset[str]:
-    """The names of the packages whose functions are no user's."""
+    """Return the names of the packages whose functions are not the user's."""
     return frozenset({"instep", "instep_engine"} | {point.module.partition(".")[0] for point in _points()})
 
 
 def is_own(path: str) -> bool:
-    """Whether a dotted path names a function of these packages, not one of the user's."""
+    """Return whether a dotted path names a function of these packages, not of the user."""
     return path.partition(".")[0] in packages()
 
 
 def added(part: str) -> list[Any]:
-    """A part of each addition that has it, imported."""
+    """Return one part of each addition that has it, imported."""
     return [imported(name) for addition in additions() if (name := getattr(addition, part))]
 
 
 def commands(own: Mapping[str, Command]) -> dict[str, Command]:
-    """The commands of the core, and after them those of its neighbours."""
+    """Return the commands of the core, then those of its neighbours."""
     return dict(own) | {name: command for addition in additions() for name, command in addition.commands.items()}

@@ -1,4 +1,4 @@
-"""What a user's code raises, and the values that it returns: what of them may stand in an error."""
+"""Errors and values of users' code, and how error texts show them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from instep.hooks.neighbours import packages
 
 T = TypeVar("T")
 
-_CUT = " ..."  # at the end of a text that has been cut
+_CUT = " ..."  # the end of a shortened text
 
 
 @functools.cache
@@ -24,7 +24,7 @@ def ours() -> tuple[str, ...]:
 
 
 def is_from_outside(error: BaseException) -> bool:
-    """Return whether it is not the user's own: Ctrl-C, a cancellation by the caller, the end of a coroutine."""
+    """Return whether the error is not the user's: Ctrl-C, a cancellation by the caller, the end of a coroutine."""
     if isinstance(error, asyncio.CancelledError):
         task = asyncio.current_task() if asyncio._get_running_loop() is not None else None
         return task is not None and task.cancelling() > 0
@@ -32,12 +32,12 @@ def is_from_outside(error: BaseException) -> bool:
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Return whether it is Ctrl-C (or SIGTERM), which only the main thread gets."""
+    """Return whether the error is Ctrl-C (or SIGTERM), which only the main thread gets."""
     return isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
 
 
 def described(value: Any) -> str:
-    """Return a value in an error: itself if it is short, else its type and length."""
+    """Return a value as an error shows it: the value itself if it is short, else its type and length."""
     text = said(value, 80)
     if not text.endswith(_CUT) and "\n" not in text:
         return text
@@ -46,7 +46,7 @@ def described(value: Any) -> str:
 
 
 def said(value: Any, limit: int = 400) -> str:
-    """`repr(value)`, its first `limit` characters at most; the type of a value whose `__repr__` raises."""
+    """Return at most the first `limit` characters of `repr(value)`; the type if `__repr__` raises."""
     text = _answer(repr, value)
     if text is None:
         return f"a {type(value).__name__} (its __repr__ raises)"
@@ -57,7 +57,7 @@ def _answer(function: Callable[[Any], T], value: Any) -> T | None:
     """Return what a special method of a user's object returns; None if it raises."""
     try:
         return function(value)
-    except BaseException as error:  # the border to the user's code
+    except BaseException as error:  # the boundary to the user's code
         if is_interrupt(error):
             raise
         return None

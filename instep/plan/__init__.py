@@ -1,1 +1,1 @@
-"""What a run needs of memory and time, said before anything is launched. Needs no torch but to measure a card."""
+"""Estimates of a run's memory and time before it starts. torch is needed only to measure a card."""

@@ -1,6 +1,6 @@
-"""A short measured profile of a machine's GPU, or of its CPU, from which the seconds of a step follow.
+"""A short measured profile of a machine's GPU or CPU. The seconds of a step are predicted from it.
 
-Measuring takes some twenty seconds; the profile is kept by device in the user's cache folder.
+The measurement takes about twenty seconds. The profile is saved by device in the user's cache folder.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from instep.system.atomic import write_text
 if TYPE_CHECKING:
     import torch
 
-HERE, MEASURE = "here", "measure"  # values of --card-profile beside a file
-WIDTHS = {"cuda": (1024, 4096), "cpu": (128, 512)}  # of the layers that are measured
-TOKENS = {"cuda": 32768, "cpu": 1024}  # so many that a slow host does not keep a GPU waiting
+HERE, MEASURE = "here", "measure"  # values of --card-profile, besides a file
+WIDTHS = {"cuda": (1024, 4096), "cpu": (128, 512)}  # of the measured layers
+TOKENS = {"cuda": 32768, "cpu": 1024}  # enough that a GPU does not wait for a slow host
 SEGMENT = 512  # tokens of each sequence
 LAYERS = 2
 
 
 @dataclass(frozen=True)
 class Card:
-    """What a device does in a second, with one rank on it, in the type that it trains in.
+    """What a device does per second with one rank, in the dtype of the training.
 
     Attributes:
-        matmul: FLOP of large matrix products; memory: bytes that a copy reads and writes.
-        to_host, to_device: bytes to and from pinned host memory; on a CPU those of a copy.
-        op: seconds until the host has begun one operation.
-        forward, train: FLOP of a decoder layer, by its width: of a forward pass, and of a forward and backward pass.
+        matmul: FLOP of large matrix products. memory: bytes that a copy reads and writes.
+        to_host, to_device: bytes to and from pinned host memory; on a CPU, bytes of a copy.
+        op: seconds to launch one operation from the host.
+        forward, train: FLOP of a decoder layer by width, in a forward pass and in a forward and backward pass.
     """
 
     device: str
@@ -49,7 +49,7 @@ class Card:
     train: dict[int, float]
 
     def rate(self, of: dict[int, float], width: int) -> float:
-        """FLOP/s of a layer of `width`, between the measured widths by its logarithm."""
+        """Return FLOP/s of a layer of `width`, interpolated in the logarithm between measured widths."""
         known = sorted(of)
         below = max((w for w in known if w <= width), default=known[0])
         above = min((w for w in known if w >= width), default=known[-1])
@@ -60,7 +60,7 @@ class Card:
 
 
 def layer_flops(hidden: int, ffn: int, queries: int, keys: int, length: int) -> float:
-    """FLOP of the forward pass of a token in a layer: products, and causal attention in a sequence of `length`."""
+    """Return FLOP per token of a layer's forward pass: products, and causal attention over `length` tokens."""
     return 4.0 * hidden * (queries + keys) + 6.0 * hidden * ffn + 2.0 * length * queries
 
 
@@ -68,25 +68,26 @@ def layer_flops(hidden: int, ffn: int, queries: int, keys: int, length: int) -> 
 
 
 def cached(name: str) -> Path:
-    """Where the profile of a device is kept."""
+    """Return the file of a device's profile."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return root / "instep" / f"card-{''.join(c if c.isalnum() else '-' for c in name)}.json"
 
 
 def read(path: Path) -> Card:
-    """Raises: ConfigError: the file is no profile."""
+    """Read a profile. Raises: ConfigError: the file is not a profile."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
         for name in ("forward", "train"):
             fields[name] = {int(width): float(rate) for width, rate in fields[name].items()}
         return Card(**fields)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        remedy = "give a file that `instep plan --card-profile here` has written, or measure"
-        raise ConfigError(f"{path} is no profile of a card: {error}", where="--card-profile", remedy=remedy) from error
+        remedy = "give a file that `instep plan --card-profile here` has written, or `measure`"
+        what = f"{path} is not a profile of a card: {error}"
+        raise ConfigError(what, where="--card-profile", remedy=remedy) from error
 
 
 def card_of(option: str) -> tuple[Card, Path]:
-    """The profile that `--card-profile` names, and its file: one that is kept of this machine, or measured now."""
+    """Return the profile of `--card-profile` and its file. For this machine: the saved profile, or measure now."""
     if option not in (HERE, MEASURE):
         return read(Path(option)), Path(option)
     path = cached(device_name())
@@ -99,7 +100,7 @@ def card_of(option: str) -> tuple[Card, Path]:
 
 
 def device_name() -> str:
-    """What this machine computes with."""
+    """Return the name of the GPU, or of the CPU if there is no GPU."""
     import torch
 
     if torch.cuda.is_available():
@@ -111,7 +112,7 @@ def device_name() -> str:
 
 
 def measure() -> Card:
-    """The profile of this machine's first GPU, in bf16, or of its CPU, in fp32."""
+    """Measure the profile of this machine's first GPU in bf16, or of its CPU in fp32."""
     import torch
 
     kind = "cuda" if torch.cuda.is_available() else "cpu"
@@ -136,7 +137,7 @@ def measure() -> Card:
 
 
 def _layers(width: int, device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
-    """FLOP/s of layers as `hf` runs them: of a forward pass, and of a forward and backward pass."""
+    """Measure FLOP/s of hf's layers, in a forward pass and in a forward and backward pass."""
     import torch
     from transformers import Qwen3Config
 
@@ -172,7 +173,7 @@ def _layers(width: int, device: torch.device, dtype: torch.dtype) -> tuple[float
 
 
 def _seconds(run: Callable[[], Any], device: torch.device, repeats: int = 5) -> float:
-    """The median of some runs, after one or two that do not count."""
+    """Return the median time of `repeats` runs, after two warm-up runs."""
     import torch
 
     def wait() -> None:

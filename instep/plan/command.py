@@ -1,4 +1,4 @@
-"""`instep plan`, and the check of the memory that every run on GPUs begins with."""
+"""`instep plan`, and the memory check at the start of every run on GPUs."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ USAGE = """\
 usage: instep plan [--json] [--card-profile here|measure|FILE [--mean-response-len N]]
                    [--FLAG ...]
 
-Say where the ranks and engines of `instep train` would go, what they need of each GPU in each phase, which phase is the
-tightest, and how long a step takes. It takes the flags of `instep train`, needs none and starts nothing.
+Show where the ranks and engines of `instep train` would run, the memory that each GPU needs in each phase, the tightest
+phase, and the time of a step. It takes the flags of `instep train`; none is required, and nothing is started.
 
-  --hf-checkpoint DIR         the model: without it only the places are shown; config.json alone is enough
+  --hf-checkpoint DIR         the model (only config.json is needed); without it only the places are shown
   --num-gpus-per-node N       GPUs of a node (default 8)
   --gpu-memory-gb N           memory of a GPU in GiB (default 80)
-  --rollout-max-prompt-len N, --rollout-max-response-len N    the longest samples, which memory and time follow from
-  --card-profile here         predict a step's seconds by phase, from a profile of this machine that is measured in half
-                              a minute and kept; measure: measure again; FILE: one that was kept elsewhere
-  --mean-response-len N       tokens of a response on average; default: as many as it may have
+  --rollout-max-prompt-len N, --rollout-max-response-len N    the longest samples; memory and time depend on them
+  --card-profile here         predict a step's seconds by phase, from a profile of this machine (measured in half a
+                              minute and saved); measure: measure again; FILE: a profile of another machine
+  --mean-response-len N       average tokens of a response; default: the maximum
   --json                      one JSON object instead of tables
 
-What cannot fit ends with exit code 2, and names the flags that save memory. A run on GPUs makes the same check before
-it starts anything. docs/plan.md says what is counted, and how well it agrees.
+If the run cannot fit, the exit code is 2, and the error names flags that save memory. A run on GPUs makes the same
+check before it starts anything. docs/plan.md says what is counted, and how accurate it is.
 
 Example
   instep plan --hf-checkpoint Qwen3-4B --train-backend hf --colocate --actor-num-gpus-per-node 1 --precision bf16 \\
@@ -42,7 +42,7 @@ Example
 
 
 def own_options(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options of `instep plan` itself, and the flags of a run."""
+    """Return the options of `instep plan`, and the remaining words: the flags of a run."""
     parser = OptionParser("instep plan", add_help=False, allow_abbrev=False)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--card-profile")
@@ -62,7 +62,7 @@ def plan(words: Sequence[str]) -> None:
     """Print the plan of a command line.
 
     Raises:
-        ConfigError: it is wrong, or needs more than a GPU has.
+        ConfigError: the command line is wrong, or needs more memory than a GPU has.
     """
     options, flags = own_options(words)
     from rich.console import Console
@@ -83,7 +83,7 @@ def plan(words: Sequence[str]) -> None:
             print(note)
         console = Console()
         console.print(table(placed))
-        if args.rollout_backend != "auto" or args.device != "cpu":  # else engines of which there is nothing to show
+        if args.rollout_backend != "auto" or args.device != "cpu":  # else there is nothing to show about engines
             for part in itertools.chain(describe_engines(args), _assumed(args, flags), tables(gpus)):
                 print(part) if isinstance(part, str) else console.print(part)
         if seconds:
@@ -95,7 +95,7 @@ def plan(words: Sequence[str]) -> None:
 
 
 def _seconds(args: Args, options: argparse.Namespace) -> tuple[str, dict[str, float]]:
-    """The device whose profile is used, and a step's seconds by phase; none without a profile."""
+    """Return the device of the profile, and a step's seconds by phase; both are empty without a profile."""
     if options.card_profile is None:
         return "", {}
     from instep.plan.card import card_of
@@ -106,10 +106,10 @@ def _seconds(args: Args, options: argparse.Namespace) -> tuple[str, dict[str, fl
 
 
 def _assumed(args: Args, words: Sequence[str]) -> list[str]:
-    """How large GPUs are taken to be, and micro-batches are."""
+    """Return lines about the assumed memory of GPUs and the size of micro-batches."""
     if args.hf_checkpoint is None or args.device == "cpu":
         return []
-    out = [] if _says_memory(words) else [f"GPUs are taken to have {args.gpu_memory_gb:g} GiB (--gpu-memory-gb)"]
+    out = [] if _says_memory(words) else [f"GPUs are assumed to have {args.gpu_memory_gb:g} GiB (--gpu-memory-gb)"]
     if args.use_dynamic_batch_size and args.max_tokens_per_gpu:
         return [*out, f"micro-batches of up to {args.max_tokens_per_gpu:,} tokens (--max-tokens-per-gpu)"]
     return [*out, f"micro-batches of {args.micro_batch_size} samples (--micro-batch-size)"]
@@ -122,39 +122,39 @@ def _says_memory(words: Sequence[str]) -> bool:
 def check_launch(args: Args, words: Sequence[str]) -> None:
     """Check the memory of a run on GPUs that is about to start.
 
-    Nothing is checked on a CPU, without a trainer or a model to plan with, and where `words` do not say the memory of a
-    GPU, with --gpu-memory-gb: a note of the arguments says so.
+    Nothing is checked on a CPU, without a trainer, without a known model, or if `words` have no --gpu-memory-gb. In the
+    last case, a note of the arguments says so.
 
     Raises:
-        ConfigError: as `check`.
+        ConfigError: as in `check`.
     """
     if args.device == "cuda" and not args.debug_rollout_only and _says_memory(words):
         check(args, plan_memory(args))
 
 
 def check(args: Args, gpus: Sequence[Gpus]) -> None:
-    """Check that every kind of GPU holds what is planned.
+    """Check that the plan fits every kind of GPU.
 
     Raises:
-        ConfigError: a GPU would have to hold more than `MARGIN` times its memory, or an engine no request.
+        ConfigError: a GPU needs more than `MARGIN` times its memory, or the KV cache of an engine holds no request.
     """
     kind = next((kind for kind in gpus if kind.is_refused), None)
     if kind is None:
         return
     if (engine := kind.starved) is not None:
-        what = f"{engine.spec.name} has room for {engine.tokens:,} tokens of KV cache, and a request may have "
+        what = f"{engine.spec.name} has room for {engine.tokens:,} tokens of KV cache, but a request may have "
         what += f"{engine.longest:,}"
     else:
         item = max(kind.items, key=lambda item: item.gpu.get(kind.tightest, 0.0))
         what = f"the {kind.tightest} needs about {kind.most / GB:.0f} GB of a GPU that has {kind.size / GB:.0f}; "
-        what += f"the most of it are {item.owner}'s {item.name}, {item.gpu[kind.tightest] / GB:.0f} GB"
+        what += f"the largest part is {item.owner}'s {item.name}, {item.gpu[kind.tightest] / GB:.0f} GB"
     where = f"{kind.names} of {kind.size / 2**30:.0f} GiB (--gpu-memory-gb), planned before anything starts "
-    where += f"(refused from {MARGIN:.0%} of a GPU on)"
+    where += f"(refused above {MARGIN:.0%} of a GPU)"
     raise ConfigError(what, where=where, remedy=f"use {_savings(args)}; `instep plan` shows what each saves")
 
 
 def _savings(args: Args) -> str:
-    """The flags that save memory and are not in use, the cheapest first."""
+    """Return the unused flags that save memory, the cheapest first."""
     megatron = args.train_backend == "megatron"
     tokens = (args.max_tokens_per_gpu or 2**15) // 2
     possible = {

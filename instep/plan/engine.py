@@ -1,4 +1,4 @@
-"""The memory of one GPU of an engine: weights, what its work needs, and how many tokens its KV cache holds."""
+"""The memory of one GPU of an engine: weights, work, and the tokens of its KV cache."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 GRAPHS = 0.3 * GB  # CUDA graphs of all batch sizes, beyond CONTEXT
 BLOCK = 16  # tokens of a block of the KV cache
-VLLM_FRACTION = 0.9  # of a card, unless a flag says otherwise
+VLLM_FRACTION = 0.9  # of a card, by default
 LARGE_CARD = 70 * 2**30  # bytes
 VLLM_TOKENS, VLLM_REQUESTS = 8192, 1024  # of a step, on a large card
 SMALL_TOKENS, SMALL_REQUESTS = 2048, 256  # on a smaller one
@@ -28,13 +28,13 @@ HOST = 4 * GB  # host memory of vLLM's processes
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """A GPU of an engine.
+    """The plan for one GPU of an engine.
 
     Attributes:
         work: activations, logits, CUDA graphs and context.
-        cache: bytes of the KV cache; tokens: what it holds, of all of the engine's GPUs that share a model.
-        requests: how many requests of the longest prompt and response it holds at once; longest: their tokens;
-            per_request: bytes of one on this GPU.
+        cache: bytes of the KV cache. tokens: what it holds, over all GPUs of the engine that share a model.
+        requests: how many requests of maximum length it holds at once. longest: tokens of such a request.
+            per_request: its bytes on this GPU.
     """
 
     spec: EngineSpec
@@ -59,7 +59,7 @@ class EnginePlan:
 
 
 def plan_engine(args: Settings, spec: EngineSpec, shape: Shape, card: float) -> EnginePlan:
-    """What the engine takes of each of its GPUs of `card` bytes."""
+    """Return the plan of each GPU of the engine; a GPU has `card` bytes."""
     words = {**spec.words, **spec.own}
     e = 4 if args.precision == "fp32" else 2
     whole = planned_kind(args).dequantizes or args.weight_sync == RESTART  # restart: engines load exports
@@ -80,7 +80,7 @@ def plan_engine(args: Settings, spec: EngineSpec, shape: Shape, card: float) -> 
         tokens = num_tokens(_last(words, "max_num_batched_tokens", most_tokens)) or most_tokens
         requests = num_tokens(_last(words, "max_num_seqs", most)) or most
         given = num_tokens(_last(words, "kv_cache_memory_bytes", ""))
-        if given and args.rollout_batch_size:  # else vLLM keeps room for the logits of as many as it may run
+        if given and args.rollout_batch_size:  # else vLLM reserves logits for its maximum number of requests
             requests = min(requests, rollout_samples(args))
         activations = tokens * e * (4 * shape.hidden + 3 * shape.ffn / spec.parallel.tensor)
         work = CONTEXT + (0 if "enforce_eager" in words else GRAPHS) + activations + requests * shape.vocab * 8.0
@@ -92,7 +92,7 @@ def plan_engine(args: Settings, spec: EngineSpec, shape: Shape, card: float) -> 
 
 
 def _weights(spec: EngineSpec, shape: Shape, per_number: float, stored: int | None) -> float:
-    """Bytes on one GPU. Experts lie on all GPUs of a stage, whole or in parts; `stored`: those of a quantized model."""
+    """Return bytes on one GPU. All GPUs of a stage share the experts. `stored`: bytes of a quantized model."""
     p = spec.parallel
     per_number = per_number if stored is None else stored / shape.total
     spread = max(p.expert, p.tensor * p.data)
@@ -100,7 +100,7 @@ def _weights(spec: EngineSpec, shape: Shape, per_number: float, stored: int | No
 
 
 def rollout_samples(args: Settings) -> int:
-    """Samples that an engine generates at once, if all of a rollout are begun."""
+    """Return the samples that an engine generates at once if all samples of a rollout start together."""
     return -(-(args.rollout_batch_size or 1) * args.n_samples_per_prompt // max(1, args.rollout_num_engines))
 
 

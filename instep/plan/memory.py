@@ -1,4 +1,4 @@
-"""The memory of every kind of GPU of a run, by phase; which phase is the tightest, and whether it fits."""
+"""The memory of every kind of GPU of a run by phase, the tightest phase, and whether it fits."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from instep.plan.trainer import BUCKETS, GB, LIBRARIES, PHASES, Item, frozen, it
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
 
-MARGIN = 1.1  # the estimate is within 10 %: what needs more than this times a card is refused, less is not
-TIGHT = 0.95  # of a card; what needs more is named
+MARGIN = 1.1  # the estimate is good to 10 %: a plan is refused if it needs more than this times a card
+TIGHT = 0.95  # of a card; a plan that needs more is reported as close
 
 
 @dataclass(frozen=True)
 class Gpus:
-    """GPUs that hold the same.
+    """GPUs with the same contents.
 
     Attributes:
         size: bytes of one of them.
-        names: where they are, such as "node 0 GPU 0,1"; count: how many.
+        names: where they are, such as "node 0 GPU 0,1". count: their number.
     """
 
     size: float
@@ -37,7 +37,7 @@ class Gpus:
     engines: tuple[EnginePlan, ...]
 
     def need(self, phase: str) -> float:
-        """Bytes in use at the fullest moment of a phase."""
+        """Return the peak bytes of a phase."""
         return sum(item.gpu.get(phase, 0.0) for item in self.items)
 
     @property
@@ -50,7 +50,7 @@ class Gpus:
 
     @property
     def host(self) -> float:
-        """Host memory that belongs to one of the GPUs."""
+        """Host memory per GPU."""
         return sum(item.host for item in self.items)
 
     @property
@@ -60,7 +60,7 @@ class Gpus:
 
     @property
     def starved(self) -> EnginePlan | None:
-        """An engine whose KV cache holds no request, even by a lower estimate; vLLM does not start with it."""
+        """An engine whose KV cache holds no request, even with the margin of the estimate. vLLM would not start."""
         slack = (MARGIN - 1) * self.size
         return next((engine for engine in self.engines if engine.cache + slack < engine.per_request), None)
 
@@ -74,13 +74,13 @@ class Gpus:
 
 
 def plan_memory(args: Settings, *, shares: bool = True) -> list[Gpus]:
-    """Each kind of GPU of a run; empty on a CPU, and where the model's configuration is not known.
+    """Return each kind of GPU of a run; empty on a CPU, and if the model's configuration is not known.
 
     Args:
-        shares: whether what samples of a group begin with alike is computed once, as `hf` does.
+        shares: whether the common prefix of a group's samples is computed once, as in `hf`.
 
     Raises:
-        ConfigError: ranks and engines cannot be placed.
+        ConfigError: the ranks and engines cannot be placed.
     """
     shape, size = shape_of(args.hf_checkpoint), args.gpu_memory_gb * 2**30
     if shape is None or args.device == "cpu":
@@ -117,7 +117,7 @@ def _kind(holder: str | EngineSpec) -> Any:
 
 
 def _is_viewed(args: Settings, held: Sequence[str | EngineSpec]) -> bool:
-    """Whether a trainer's parameters can be those of an engine on its GPU. Somebody else's server is not planned."""
+    """Return whether trainer and an engine on its GPU can share parameters. External servers are not planned."""
     wanted, fed = args.tensor_model_parallel_size, [e for e in held if isinstance(e, EngineSpec) and e.update_weights]
     alike = any(e.parallel.tensor == wanted and e.parallel.pipeline == 1 for e in fed)
     return alike or bool(args.rollout_external_engine_addrs)
@@ -135,10 +135,10 @@ def _trainer(args: Settings, shape: Shape, role: str, shares: bool, viewed: bool
 
 
 def allocated(args: Settings, *, shares: bool = True, synced: bool = True) -> float:
-    """The bytes that torch has allocated on an actor's GPU at the fullest moment of a training (`perf/gpu_peak_bytes`).
+    """Return torch's peak bytes on an actor's GPU during a training (`perf/gpu_peak_bytes`).
 
     Args:
-        synced: whether there has been a sync, whose buckets stay.
+        synced: whether there was a sync; its buckets stay allocated.
     """
     shape = shape_of(args.hf_checkpoint)
     assert shape is not None, "a model with a config.json"
@@ -154,11 +154,11 @@ def _where(slots: Sequence[Slot]) -> str:
     return "; ".join(f"node {node} GPU {','.join(map(str, gpus))}" for node, gpus in nodes.items())
 
 
-# ---- what is printed -------------------------------------------------------------------------------------------------
+# ---- output ----------------------------------------------------------------------------------------------------------
 
 
 def tables(gpus: Sequence[Gpus]) -> Iterator[Any]:
-    """A table for each kind of GPU, for `rich`, and lines about it."""
+    """Yield, for each kind of GPU, a table for `rich` and lines of text."""
     from rich.table import Table
 
     for kind in gpus:
@@ -184,7 +184,7 @@ def _lines(kind: Gpus) -> Iterator[str]:
     rest = f"{left / GB:.1f} GB free" if left >= 0 else f"{-left / GB:.1f} GB too many"
     yield f"tightest: {kind.tightest}, {kind.most / GB:.1f} of {kind.size / GB:.1f} GB, {rest}"
     if kind.fits and kind.most > TIGHT * kind.size:
-        yield "that is close: the estimate is good to about 10 %"
+        yield "this is close: the estimate is good to about 10 %"
     for engine in kind.engines:
         yield (
             f"{engine.spec.name}: the KV cache holds {engine.tokens:,} tokens, {engine.requests:,} requests of "
@@ -197,7 +197,7 @@ def _shown(size: float, none: str = "") -> str:
 
 
 def as_json(gpus: Sequence[Gpus]) -> list[dict[str, Any]]:
-    """Bytes by kind of GPU, item and phase."""
+    """Return the bytes by kind of GPU, item and phase."""
     return [
         {
             "gpus": kind.names,

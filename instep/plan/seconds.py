@@ -1,7 +1,7 @@
-"""The seconds of a step by phase, by rooflines: FLOP and bytes over what a measured profile of the card says.
+"""The seconds of a step by phase, from rooflines: FLOP and bytes over the rates of a measured card profile.
 
-What the host does besides (vLLM's scheduler, answers as JSON, a session's calls) is no card's, but was seen on hosts of
-one H100; `docs/plan.md` says what was seen, and tests compare.
+The host's extra work (vLLM's scheduler, JSON answers, calls of a session) does not depend on the card. Its constants
+were measured on hosts with one H100. `docs/plan.md` shows the measurements; tests compare.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from instep.weights.way import SINGLE_COPY
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
 
-# Seen on H100s with 16 cores.
+# Measured on H100s with 16 cores.
 EAGER = 0.5  # of the rate of compiled layers
-MEGATRON = 0.94  # of that of compiled layers of hf (`benchmarks/results/train-step-h100.json`)
-DECODE = 0.65  # of a copy's bytes a second, in a decode step of vLLM
+MEGATRON = 0.94  # of the rate of hf's compiled layers (`benchmarks/results/train-step-h100.json`)
+DECODE = 0.65  # of a copy's bytes per second, in a decode step of vLLM
 FAST_STEP, FAST_REQUEST = 3.4e-3, 9e-6  # host seconds of a decode step of vLLM, with instep's fast log-probs
-STOCK_STEP, STOCK_REQUEST = 3.4e-3, 62e-6  # and with its own, whose answers are JSON
-OPS = 45  # operations of a layer's decode step in the embedded engine
-SESSION = 0.13  # calls of a session, and its proof
-SHM = 0.85e9  # bytes a second from the trainer's GPU through shared memory and two digests into the engine's
-# An engine that goes to sleep and wakes: `turns/sleep_seconds` + `turns/wake_seconds`, also seen on H200s; a second for
-# each byte that it gives back and maps again.
+STOCK_STEP, STOCK_REQUEST = 3.4e-3, 62e-6  # and with vLLM's own log-probs, which are sent as JSON
+OPS = 45  # operations per layer of a decode step in the embedded engine
+SESSION = 0.13  # seconds of a session's calls and proof
+SHM = 0.85e9  # bytes per second from the trainer's GPU through shared memory and two digests to the engine's GPU
+# Sleep and wake of an engine: `turns/sleep_seconds` + `turns/wake_seconds`, also measured on H200s. A constant, and
+# seconds per byte that is freed and mapped again.
 SLEEP, SLEEP_BYTE = 0.04, 3.6e-12
 
 
@@ -40,7 +40,7 @@ class Work:
     """What a round consists of.
 
     Attributes:
-        samples: of a rollout; prompt, response: tokens of each; length: of a typical response.
+        samples: samples of a rollout. prompt, response: tokens of each sample; response is an average.
     """
 
     samples: int
@@ -51,7 +51,7 @@ class Work:
 
 
 def work_of(args: Settings, shape: Shape, mean_response: float | None) -> Work | None:
-    """None where no flag says how large a rollout is."""
+    """Return the work of a round; None if no flag gives the size of a rollout."""
     if args.rollout_batch_size is None:
         return None
     prompt, response = lengths(args, shape)
@@ -60,10 +60,10 @@ def work_of(args: Settings, shape: Shape, mean_response: float | None) -> Work |
 
 
 def predict(args: Settings, card: Card, mean_response: float | None = None) -> dict[str, float]:
-    """Seconds by phase; empty where the model or the size of a rollout is not known.
+    """Return the seconds by phase; empty if the model or the size of a rollout is not known.
 
     Args:
-        mean_response: tokens of a response, on average; None: all are as long as they may be.
+        mean_response: average tokens of a response. None: all responses have the maximum length.
     """
     shape = shape_of(args.hf_checkpoint)
     work = work_of(args, shape, mean_response) if shape is not None else None
@@ -80,7 +80,7 @@ def predict(args: Settings, card: Card, mean_response: float | None = None) -> d
 
 
 def _passes(args: Settings) -> int:
-    """Forward passes without gradients before the training: the old policy's, where it is not the current one, ..."""
+    """Return the forward passes before the training: of old policy (if it differs), reference and teacher."""
     old = args.command not in OFFLINE and ((args.num_steps_per_rollout or 1) > 1 or bool(args.kl_coef))
     return old + uses_reference(args) + bool(args.opd_teacher_load)
 
@@ -89,9 +89,9 @@ def _passes(args: Settings) -> int:
 
 
 def train_seconds(args: Settings, card: Card, work: Work) -> float:
-    """Forward and backward passes of all micro-batches of a rank, and the optimizer's steps."""
+    """Return the seconds of all forward and backward passes of a rank, and of the optimizer's steps."""
     rank = work.rank
-    read = 2 * gradients(rank) + 2 * (moments(rank) + masters(rank))  # a norm and a step read, a step writes
+    read = 2 * gradients(rank) + 2 * (moments(rank) + masters(rank))  # read by norm and step, written by the step
     step = read / card.memory
     if args.optimizer_cpu_offload:
         step += moments(rank) / min(card.to_host, card.to_device)
@@ -113,7 +113,7 @@ def _pass_seconds(args: Settings, card: Card, work: Work, *, backward: bool) -> 
     if backward:
         flops *= 4 if args.recompute_granularity == "full" else 3
     responses = work.samples * work.response / share
-    again = 1 - kept_logits(rank) / max(rank.responses, 1)  # the share of logits that is computed again
+    again = 1 - kept_logits(rank) / max(rank.responses, 1)  # the share of logits that is recomputed
     head = 2.0 * s.embedding * (3 + again if backward else 1) / card.matmul
     reads = (8 if rank.compiled and on_gpu else 20) * (2 if backward else 1) / 2  # of each logit, in bytes of `e`
     head += s.vocab * rank.e * reads / card.memory
@@ -124,7 +124,7 @@ def _pass_seconds(args: Settings, card: Card, work: Work, *, backward: bool) -> 
 
 
 def generate_seconds(args: Settings, card: Card, work: Work) -> float:
-    """Prefill and decode steps of an engine's share of a rollout, as many at a time as its KV cache holds."""
+    """Return the seconds of an engine's prefill and decode steps. Its KV cache limits the requests at a time."""
     engines = [engine for engine in plan_engines(args) if engine.update_weights and engine.role != "prefill"]
     s = work.shape
     if not engines:
@@ -141,7 +141,7 @@ def generate_seconds(args: Settings, card: Card, work: Work) -> float:
     prefill = prompts * work.prompt * flops / card.rate(card.forward, s.hidden)
     longest = 2 * work.response if work.response < lengths(args, s)[1] else work.response
     steps, seconds, tenth = longest, 0.0, longest / 10
-    for part in range(10):  # of the steps: where lengths vary, evenly, fewer and fewer requests are left
+    for part in range(10):  # tenths of the steps; if lengths vary (uniformly), fewer requests are left in each
         alive = 1.0 if steps == work.response else 1 - (part + 0.5) / 10
         context = work.prompt + (part + 0.5) * tenth
         active = max(1.0, most * alive)
@@ -166,7 +166,7 @@ def _decode_step(
 
 
 def sync_seconds(args: Settings, card: Card, work: Work) -> float:
-    """A session: the weights' way, its calls and its proof, and the moves of trainer and engines that take turns."""
+    """Return the seconds of a sync: weights, calls and proof, and the moves if trainer and engines take turns."""
     rank = work.rank
     size = float(rank.e * (rank.adapter or work.shape.total))
     way = planned_way(args)

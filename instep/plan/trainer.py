@@ -1,7 +1,7 @@
-"""The memory of one trainer rank, item by item: what it holds, and the most that forward and backward passes need.
+"""The memory of one trainer rank by item: what it holds, and the peak of forward and backward passes.
 
-Bytes of a token in a layer are those of the tensors that autograd keeps; `tests/unit/test_plan_activations.py` counts
-them in the models themselves. `e` is the size of an element that is computed with: 2 in bf16, 4 in fp32.
+Bytes per token and layer are those of the tensors that autograd keeps; `tests/unit/test_plan_activations.py` counts
+them in the models. `e` is the bytes of an element in computations: 2 in bf16, 4 in fp32.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 GB = 1e9
 LIBRARIES, BUCKETS, PARKED = "CUDA, libraries", "sync buckets", "parked, offloaded"  # items
 PHASES = ("rollout", "log-probs", "training", "sync")
-CONTEXT = 1.5 * GB  # of a process on a GPU: CUDA, NCCL, kernels, workspaces (measured on an H100)
+CONTEXT = 1.5 * GB  # GPU memory of a process: CUDA, NCCL, kernels, workspaces (measured on an H100)
 PROCESS = 3 * GB  # host memory of a process with CUDA and its libraries
-HEAD_LOGITS = 2**28  # of a chunk, as in both train backends
-_COPIES = 0.25  # bytes for each logit of a chunk, of those that exist in float32 at a time
-PROMPT = 1024  # tokens, where no flag bounds prompts
+HEAD_LOGITS = 2**28  # logits of a chunk, as in both train backends
+_COPIES = 0.25  # bytes per logit of a chunk for the logits that exist in float32 at a time
+PROMPT = 1024  # tokens of a prompt, if no flag limits prompts
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Item:
     """Bytes that one owner needs for one purpose.
 
     Attributes:
-        gpu: by phase; a phase that is not there needs none.
+        gpu: bytes by phase; 0 for a missing phase.
     """
 
     owner: str
@@ -46,13 +46,13 @@ class Item:
 
 @dataclass(frozen=True)
 class Rank:
-    """What the memory of a rank follows from.
+    """What determines the memory of a rank.
 
     Attributes:
-        stream: tokens of a micro-batch; responses: those of them that are scored.
-        tokens: those that are computed: `hf` computes once what samples of a group begin with alike.
+        stream: tokens of a micro-batch. responses: the scored tokens among them.
+        tokens: the computed tokens: `hf` computes the common prefix of a group's samples once.
         role: actor or critic.
-        viewed: whether an engine on its GPU shares weights as this rank cuts them (`--weight-sync single-copy`).
+        viewed: whether an engine on its GPU can share weights in this rank's split (`--weight-sync single-copy`).
     """
 
     args: Settings
@@ -77,12 +77,12 @@ class Rank:
 
     @property
     def compiled(self) -> bool:
-        """Whether layers run as fused code, which keeps no intermediate result of norms, rotations and gates."""
+        """Whether layers run as fused code, which keeps no intermediate results of norms, rotations and gates."""
         return self.is_megatron or (self.tp == 1 and not self.args.no_torch_compile)
 
     @property
     def pieces(self) -> int:
-        """The ranks that share weights, as they are stored."""
+        """The number of ranks that share the stored weights."""
         return self.tp * self.args.pipeline_model_parallel_size if self.is_megatron else self._world
 
     @property
@@ -95,29 +95,29 @@ class Rank:
 
     @property
     def state_pieces(self) -> int:
-        """The ranks that share masters and moments."""
+        """The number of ranks that share masters and moments."""
         return self._world if self.is_megatron and self.args.use_distributed_optimizer else self.pieces
 
     @property
     def mirrors(self) -> bool:
-        """Whether it computes with a second model, whose parameters are an engine's where `viewed`."""
+        """Whether it computes with a second model. If `viewed`, its parameters are those of an engine."""
         return self.args.weight_sync == SINGLE_COPY and self.role == "actor" and not self.is_megatron
 
     @property
     def copies(self) -> bool:
-        """Whether it computes with a second model of its own."""
+        """Whether it computes with its own second model."""
         alone = not self.is_megatron and self._world == 1 and self.e == 2 and not self.mirrors and not self.adapter
         return alone and has_room(self.args, self.shape.total, self.args.gpu_memory_gb * 2**30)
 
     @property
     def gathers(self) -> bool:
-        """Whether FSDP2 makes whole layers of shards, or bf16 of fp32."""
+        """Whether FSDP2 gathers layers from shards, or converts fp32 to bf16."""
         casts = self.e == 2 and not self.adapter and not self.copies
         return not self.is_megatron and (self._world > 1 or casts) and not self.mirrors
 
     @property
     def adapter(self) -> int:
-        """Parameters of the adapter; 0 where all weights are trained."""
+        """Parameters of the adapter; 0 if all weights are trained."""
         if not self.args.lora_rank or self.role != "actor":
             return 0
         s = self.shape
@@ -129,12 +129,12 @@ class Rank:
 
     @property
     def selects(self) -> bool:
-        """Whether names choose the weights that are trained: how many these are is not known here."""
+        """Whether names select the trained weights. Their number is not known here."""
         args = self.args
         return self.role == "actor" and bool(args.only_train_params_name_list or args.freeze_params_name_list)
 
     def held(self, shape: Shape) -> float:
-        """Parameters of a model that this rank holds; Megatron's ranks share experts in a way of their own."""
+        """Return the parameters of a model on this rank. Megatron splits experts differently from other weights."""
         if not self.is_megatron:
             return shape.total / self.pieces
         stages = self.args.pipeline_model_parallel_size
@@ -142,24 +142,24 @@ class Rank:
 
     @property
     def routed(self) -> float:
-        """Width of the copies of a token that the experts of this rank get, in a layer; the mean over tokens."""
+        """Total width of a token's copies for the experts of this rank, per layer; the mean over tokens."""
         shared = (self.args.expert_tensor_parallel_size or self.tp) / self.tp if self.is_megatron and self.tp > 1 else 1
         return self.shape.routed * self.shape.hidden * shared
 
     @property
     def stacked(self) -> float:
-        """Parameters of a layer's experts in the larger of the two products for which they are put together."""
+        """Parameters of a layer's experts in the larger of the two products that stack them."""
         if not self.is_megatron or not self.args.moe_grouped_gemm:
             return 0.0
         return 2 / 3 * self.shape.experts / self.shape.num_layers / self._expert_pieces
 
     @property
     def _expert_pieces(self) -> int:
-        """The ranks of a stage that share its experts."""
+        """The number of ranks of a stage that share its experts."""
         return self.args.expert_model_parallel_size * (self.args.expert_tensor_parallel_size or self.tp)
 
     def in_stage(self) -> float:
-        """Parameters of the fullest pipeline stage that one of Megatron's ranks holds."""
+        """Return the parameters on one of Megatron's ranks, in the largest pipeline stage."""
         s, stages = self.shape, self.args.pipeline_model_parallel_size
         layers = max(stage_layers(self.args, s.num_layers))
         dense = layers * (s.layer - s.experts / s.num_layers) + (
@@ -169,34 +169,34 @@ class Rank:
 
     @property
     def trained(self) -> float:
-        """Parameters of this rank that have a gradient."""
+        """Parameters with a gradient on this rank."""
         return 0.0 if self.selects else self.adapter / self.pieces if self.adapter else self.held(self.shape)
 
     @property
     def states(self) -> float:
-        """Parameters whose masters and moments this rank holds."""
+        """Parameters with masters and moments on this rank."""
         if self.selects or self.state_pieces == self.pieces:
             return self.trained
         return (self.adapter or self.shape.total) / self.state_pieces
 
 
 def lengths(args: Settings, shape: Shape) -> tuple[int, int]:
-    """Tokens of the longest prompt and response, as far as flags say it."""
+    """Return the tokens of the longest prompt and response, from the flags or defaults."""
     context = min(
         shape.context, args.rollout_max_context_len or shape.context, args.vllm_max_model_len or shape.context
     )
     response = min(args.rollout_max_response_len or PROMPT, context)
     prompt = args.rollout_max_prompt_len
-    if prompt is None or prompt >= context - 1:  # a bound that follows from the context says nothing about prompts
+    if prompt is None or prompt >= context - 1:  # a limit from the context says nothing about prompts
         prompt = PROMPT
     return max(1, min(prompt, context - response)), response
 
 
 def rank_of(args: Settings, shape: Shape, role: str = "actor", *, shares: bool = True, viewed: bool = True) -> Rank:
-    """A rank with its largest micro-batch; without `shares` no two samples begin alike."""
+    """Return a rank with its largest micro-batch. Without `shares`, samples have no common prefix."""
     prompt, response = lengths(args, shape)
     longest = prompt + response
-    members = 2 if algorithm_of(args).name == "dpo" else 1  # samples that are never parted
+    members = 2 if algorithm_of(args).name == "dpo" else 1  # samples that always share a micro-batch
     cp = args.context_parallel_size  # ranks that share each sample's tokens
     if args.use_dynamic_batch_size and args.max_tokens_per_gpu:
         samples = max(1, args.max_tokens_per_gpu * cp // (longest * members)) * members
@@ -206,7 +206,7 @@ def rank_of(args: Settings, shape: Shape, role: str = "actor", *, shares: bool =
         stream = -(-samples * longest // cp)
     tokens, group = stream, max(members, args.n_samples_per_prompt)
     if shares and args.train_backend == "hf" and group > 1:
-        prompts = min(samples, -(-samples // group) + 1)  # the first and the last group need not be whole
+        prompts = min(samples, -(-samples // group) + 1)  # the first and the last group may be incomplete
         computed = samples * response + prompts * prompt
         tokens = min(stream, computed * stream // (samples * longest))
     responses = stream * response // longest
@@ -217,7 +217,7 @@ def rank_of(args: Settings, shape: Shape, role: str = "actor", *, shares: bool =
 
 
 def kept_in_layer(r: Rank, recompute: str | None) -> float:
-    """Bytes of a token that a layer keeps for its backward pass."""
+    """Return the bytes per token that a layer keeps for its backward pass."""
     s, e, tp = r.shape, r.e, r.tp
     h = s.hidden / (tp if r.args.sequence_parallel else 1)
     q, k, f, norm = s.queries / tp, s.keys / tp, s.ffn / tp, int(s.qk_norm)
@@ -226,7 +226,7 @@ def kept_in_layer(r: Rank, recompute: str | None) -> float:
         return e * h
     if recompute == "selective" and not r.is_megatron:  # products and attention
         return e * (3 * h + 2 * q + 2 * k + 2 * f) + sums
-    copies = e * r.routed * (1 if r.is_megatron else 2)  # what experts get; `hf` weights what they give
+    copies = e * r.routed * (1 if r.is_megatron else 2)  # inputs of experts; in `hf` also their weighted outputs
     if r.compiled:  # x and its norm twice; projection, rotation (and norm); attention's output; gate, up and product
         return e * (4 * h + (2 + norm) * (q + k) + 3 * f) + sums + copies
     scales = 4 * (2 + norm * (s.heads + s.kv_heads) / tp)
@@ -236,13 +236,13 @@ def kept_in_layer(r: Rank, recompute: str | None) -> float:
 
 
 def kept(r: Rank) -> float:
-    """Bytes that all layers keep for the backward pass of a micro-batch."""
+    """Return the bytes that all layers keep for the backward pass of a micro-batch."""
     s, args = r.shape, r.args
     layer = kept_in_layer(r, args.recompute_granularity)
     groups = s.num_layers
     if args.recompute_granularity == "full" and r.is_megatron:
         per_group = args.recompute_num_layers or 1
-        if args.recompute_method == "block":  # so many layers of each stage
+        if args.recompute_method == "block":  # this many layers of each stage
             again = min(groups, per_group * args.pipeline_model_parallel_size)
             layers = r.tokens * (again * layer + (groups - again) * kept_in_layer(r, None))
             return _interleaved(r) * layers + _ends(r)
@@ -252,7 +252,7 @@ def kept(r: Rank) -> float:
 
 
 def _interleaved(r: Rank) -> float:
-    """How much more of the layers virtual pipeline stages keep, by more micro-batches that are begun."""
+    """Return the factor of memory for virtual pipeline stages, which start more micro-batches."""
     if not r.is_megatron:
         return 1.0
     stages = r.args.pipeline_model_parallel_size
@@ -261,18 +261,18 @@ def _interleaved(r: Rank) -> float:
 
 
 def _copied(r: Rank, recompute: str | None) -> float:
-    """Bytes of the keys and values that attention gets for every sample, beyond those that are computed, in a layer."""
+    """Return bytes per layer of copied keys and values: attention needs them for every sample."""
     return 0.0 if recompute else 2.0 * r.e * r.shape.keys / r.tp * (r.stream - r.tokens)
 
 
 def _ends(r: Rank) -> float:
-    """The last norm, the hidden states that are scored, and the logits that stay."""
+    """Return the bytes of the last norm, the scored hidden states and the kept logits."""
     hidden = r.tokens * r.shape.hidden * (4 + r.e) + r.responses * r.shape.hidden * r.e
     return hidden + (0.0 if r.shape.value_head else kept_logits(r) * (r.shape.vocab / r.tp) * r.e)
 
 
 def kept_logits(r: Rank) -> int:
-    """The tokens of responses whose logits stay for the backward pass; see `log_probs.in_chunks`."""
+    """Return the response tokens whose logits are kept for the backward pass; see `log_probs.in_chunks`."""
     kept, chunk = 8 * HEAD_LOGITS * r.tp // (r.e * r.shape.vocab), _chunk(r)
     return r.responses if r.responses <= max(chunk, kept) else max(chunk, kept // chunk * chunk)
 
@@ -286,18 +286,18 @@ def _chunk_bytes(r: Rank, per_logit: float) -> float:
 
 
 def _head_work(r: Rank) -> float:
-    """Bytes of a chunk's logits and their gradient while the chunk is computed; not what `_ends` counts already."""
+    """Return the bytes of a chunk's logits and gradient while it is computed, without those in `_ends`."""
     if r.shape.value_head:
         return 4.0 * r.responses * r.shape.hidden
     return _chunk_bytes(r, (2 if kept_logits(r) < r.responses else 1) * r.e + _COPIES)
 
 
 def work(r: Rank) -> float:
-    """The most bytes that a backward pass needs beside what is kept: at the output layer, or in a layer."""
+    """Return the peak bytes of a backward pass besides the kept ones: at the output layer or in a layer."""
     s, e = r.shape, r.e
     head_grad = e * s.embedding / r.tp if not r.shape.value_head and not r.adapter else 0.0
     h, f = s.hidden, s.ffn / r.tp
-    # When gate times up is differentiated, which needs the most; with experts, when tokens go back to their places.
+    # The peak is in the gradient of gate times up; with experts, when tokens return to their positions.
     layer = r.tokens * e * (2 * f + 2 * h + 2 * r.routed) + e * r.stacked
     if r.args.recompute_granularity is not None:
         layer += r.tokens * (kept_in_layer(r, None) - kept_in_layer(r, r.args.recompute_granularity)) + _copied(r, None)
@@ -307,18 +307,18 @@ def work(r: Rank) -> float:
 
 
 def forward_work(r: Rank) -> float:
-    """The most bytes of a forward pass without gradients."""
+    """Return the peak bytes of a forward pass without gradients."""
     s, e = r.shape, r.e
     layer = r.tokens * e * (2 * s.hidden + 3 * s.ffn / r.tp + 2 * r.routed) + e * r.stacked
     logits = 0.0 if s.value_head else _chunk_bytes(r, e + _COPIES)
     return max(layer, r.tokens * s.hidden * (4 + e) + logits)
 
 
-# ---- what is held ----------------------------------------------------------------------------------------------------
+# ---- states ----------------------------------------------------------------------------------------------------------
 
 
 def weights(r: Rank) -> float:
-    """In the type that is computed with: a copy, a frozen base, or what FSDP2 gathers."""
+    """Return the bytes of weights in the compute dtype: a copy, a frozen base, or what FSDP2 gathers."""
     s, e = r.shape, r.e
     if r.mirrors:
         return 0.0 if r.viewed else e * s.total / r.tp
@@ -340,7 +340,7 @@ def masters(r: Rank) -> float:
 
 def gradients(r: Rank) -> float:
     if r.mirrors and not r.selects:
-        return 4.0 * r.shape.total / r.tp  # whole on each rank, until the micro-batches of a step have been added up
+        return 4.0 * r.shape.total / r.tp  # whole on each rank, until the micro-batches of a step are summed
     return 4.0 * r.trained
 
 
@@ -350,7 +350,7 @@ def moments(r: Rank) -> float:
 
 
 def _buckets(r: Rank) -> float:
-    """What the ways of GPUs send weights from; it stays."""
+    """Return the bytes of the buckets from which weights are sent between GPUs. They stay allocated."""
     if r.role != "actor":
         return 0.0
     way, size = planned_way(r.args), 2.0 * r.args.update_weight_buffer_size
@@ -358,16 +358,16 @@ def _buckets(r: Rank) -> float:
 
 
 def _gathered(r: Rank) -> float:
-    """The largest weight, whole, as a sync sends it."""
+    """Return the bytes of the largest gathered weight in a sync."""
     if r.role != "actor" or r.adapter or (r.mirrors and r.pieces == 1):
         return 0.0
-    if r.mirrors:  # with this rank's rows of it, which travel
+    if r.mirrors:  # with this rank's rows, which are sent
         return r.e * r.shape.embedding * (1 + r.tp / r.pieces)
     return (r.e + 4 * r.gathers) * r.shape.embedding
 
 
 def frozen(r: Rank, shape: Shape, name: str) -> Item:
-    """A model that only scores; on the GPU while it does, or always where nothing is parked."""
+    """Return the item of a model that only scores. It is on the GPU while it scores; without offload, always."""
     size = r.e * r.held(shape)
     parks = r.args.offload_train
     phases = ("log-probs",) if parks else PHASES
@@ -375,14 +375,14 @@ def frozen(r: Rank, shape: Shape, name: str) -> Item:
 
 
 def items(r: Rank) -> list[Item]:
-    """Everything that a rank holds or needs, but for models that only score."""
+    """Return all items of a rank, except models that only score."""
     args, there = r.args, PHASES[1:] if r.args.offload_train else PHASES
     computes, parks = PHASES[1:], args.offload_train
     on_host = bool(args.optimizer_cpu_offload)
     held: list[tuple[str, float, tuple[str, ...]]] = [
         ("weights", weights(r), computes if r.gathers else there),
         ("masters", masters(r), there),
-        ("moments", 0.0 if on_host else moments(r), there),  # in a sync, too: copies on their way to the host
+        ("moments", 0.0 if on_host else moments(r), there),  # also in a sync: the copies to the host may still run
         ("gradients", gradients(r), ("log-probs", "training") if r.is_megatron else ("training",)),
         ("activations", kept(r), ("training",)),
     ]

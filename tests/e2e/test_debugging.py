@@ -96,7 +96,7 @@ def test_rollouts_alone_start_no_trainer(dumped, tiny, tmp_path):
     [
         (["--debug-train-only"], ["needs an engine", "--load-debug-rollout-data"]),
         (["--debug-rollout-only", "--debug-train-only"], ["nothing would be left to run"]),
-        (["--debug-rollout-only", "--save", "x"], ["there is no trainer"]),
+        (["--debug-rollout-only", "--save", "x"], ["has no trainer"]),
         (["--load-debug-rollout-data", "nowhere/{rollout_id}.pt"], ["no file nowhere/0.pt"]),
         (["--save-debug-rollout-data", "one.pt"], ["one file for all rollouts", "{rollout_id}"]),
         (["--save-debug-rollout-data", "{step}.pt"], ["another field than {rollout_id}"]),

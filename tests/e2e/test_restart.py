@@ -140,7 +140,7 @@ def test_an_engine_that_does_not_come_up_ends_the_run_with_its_log(stack: Stack)
 @pytest.mark.parametrize(
     "flags,what",
     [
-        (["--rollout-external-engine-addrs", "127.0.0.1:1"], "cannot be started anew by this run"),
+        (["--rollout-external-engine-addrs", "127.0.0.1:1"], "this run cannot restart engines that it did not start"),
         (["--pause-mode", "keep"], "keeps no responses"),
     ],
 )

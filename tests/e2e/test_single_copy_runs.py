@@ -66,7 +66,7 @@ def test_a_run_is_the_same_as_by_shared_memory(tiny: Path, tmp_path: Path, preci
 @pytest.mark.parametrize(
     "flags,what",
     [
-        (["--device", "cuda"], "shares weights of an embedded engine on a CPU only"),
+        (["--device", "cuda"], "shares weights with an embedded engine only on a CPU"),
     ],
 )
 def test_what_cannot_share_is_refused_before_anything_starts(tiny: Path, tmp_path: Path, flags, what) -> None:

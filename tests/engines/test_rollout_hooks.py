@@ -118,7 +118,7 @@ async def fails_on_five(args: Any, sample: Sample) -> float:
 
 def test_a_failing_reward_ends_the_rollout(make_args: Callable[..., Any]) -> None:
     args = make_args("--custom-rm-path", f"{ME}.fails_on_five")
-    with pytest.raises(RewardError, match="no finite number") as caught:
+    with pytest.raises(RewardError, match="not a finite number") as caught:
         generate_rollout(args, 0, source_of(args))
     where = caught.value.where
     assert where.startswith(f"--custom-rm-path {ME}.fails_on_five, {__file__}:") and where.endswith(

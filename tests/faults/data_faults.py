@@ -260,7 +260,7 @@ def reward_nan(place: Place) -> None:
             return float("nan")
         """
     with place.run(hooks=marking(hooks)) as run:
-        run.error("reward_nan", "RewardError: the reward nan is no finite number", "my_hooks.reward", "sample")
+        run.error("reward_nan", "RewardError: the reward nan is not a finite number", "my_hooks.reward", "sample")
 
 
 @scenario(reward_raises="error: a reward function raises")

@@ -101,7 +101,7 @@ def test_what_a_hook_returns() -> None:
         as_train_output([mute], one)
     with pytest.raises(RolloutError, match="returned a Mute"):
         as_eval_output({mute: mute}, one)
-    with pytest.raises(RewardError, match=r"the reward a Mute \(its __repr__ raises\) is no finite number"):
+    with pytest.raises(RewardError, match=r"the reward a Mute \(its __repr__ raises\) is not a finite number"):
         reward_of(Sample(reward=mute))  # type: ignore[arg-type]
     with pytest.raises(RewardError, match="it returned a Mute"):
         _one_each(SimpleNamespace(custom_rm_path=""), f"{ME}.hook", [Sample()], mute)  # type: ignore[arg-type]

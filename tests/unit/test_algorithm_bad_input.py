@@ -60,8 +60,8 @@ FAULTS = [
     ({"loss_mask": [1] * 6}, RolloutError, "loss_mask has 6 entries for 5 response tokens"),
     ({"rollout_log_probs": [-1.0] * 4}, RolloutError, "rollout_log_probs has 4 entries for 5"),
     ({"response_length": 0}, RolloutError, "the response is empty"),
-    ({"reward": math.nan}, RewardError, "the reward nan is no finite number"),
-    ({"reward": None}, RewardError, "None is no finite number"),
+    ({"reward": math.nan}, RewardError, "the reward nan is not a finite number"),
+    ({"reward": None}, RewardError, "None is not a finite number"),
 ]
 
 

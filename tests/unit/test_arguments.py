@@ -90,7 +90,7 @@ def test_what_changes_nothing_is_said(flag):
 
 
 def test_a_part_of_the_moments_in_host_memory_is_refused():
-    assert "all moments lie in host memory, or none" in refusal("--optimizer-offload-fraction 0.5")
+    assert "either all moments are in host memory, or no moments" in refusal("--optimizer-offload-fraction 0.5")
     assert parse(argv("--optimizer-cpu-offload --optimizer-offload-fraction 1.0")) == parse(
         argv("--optimizer-cpu-offload")
     )
@@ -136,21 +136,21 @@ def test_sft_shares_the_parser():
 
 NOT_ACTING = [
     ("--release-train", "refused", "live as long as the run"),
-    ("--use-distributed-post", "refused", "one way"),
+    ("--use-distributed-post", "refused", "through the controller"),
     ("--sglang-tp-size 2", "refused", "use --rollout-num-gpus-per-engine"),
     ("--sglang-anything", "refused", "use the --vllm- flag"),
     ("--mem-fraction-static 0.5", "refused", "use --vllm-gpu-memory-utilization"),
     ("--memory-recorder", "later", "memory snapshots of PyTorch"),
     ("--hybrid-context-parallel", "refused", "context-parallel ranks gather keys and values"),
-    ("--overlap-moe-expert-parallel-comm", "later", "while nothing is computed"),
+    ("--overlap-moe-expert-parallel-comm", "later", "without overlap with computation"),
     ("--moe-enable-deepep", "refused", "not by DeepEP"),
     ("--fp8-format hybrid", "later", "Transformer Engine"),
     ("--use-torch-fsdp2", "refused", "use --train-backend hf"),
-    ("--vision-pretraining", "refused", "not honoured by instep's trainer"),
+    ("--vision-pretraining", "refused", "that instep's trainer does not support"),
     ("--train-iters 5", "refused", "use --num-rollout"),
     ("--weight-bridge-mode none", "refused", "Atropos"),
     ("--openai.base_url x", "refused", "Atropos"),
-    ("--http-proxy x", "refused", "read by nobody"),
+    ("--http-proxy x", "refused", "slime never reads it"),
 ]
 
 
@@ -213,7 +213,7 @@ def test_the_view_is_read_only_and_knows_the_run():
     assert (view.vllm_router_ip, view.vllm_router_port, view.num_rollout) == ("127.0.0.1", 8000, 17)
     assert view.rollout_batch_size == 4 and view.hf_checkpoint == "model"
     for name in ("lr", "new_name"):
-        with pytest.raises(AttributeError, match="cannot be set: hooks see the arguments read-only"):
+        with pytest.raises(AttributeError, match="cannot be set: the arguments are read-only for hooks"):
             setattr(view, name, 1)
     with pytest.raises(AttributeError, match="cannot be set"):
         del view.lr

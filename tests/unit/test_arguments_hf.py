@@ -169,11 +169,11 @@ NEUTRAL = """
 NOT_NEUTRAL = [
     ("--context-parallel-size 2 --train-backend hf", "the hf backend has no context parallelism"),
     ("--cp-comm-type a2a", "refused: context-parallel ranks gather keys and values"),
-    ("--moe-token-dispatcher-type flex", "refused: tokens travel by alltoall"),
-    ("--delay-wgrad-compute", "later: tokens travel between experts while nothing is computed"),
+    ("--moe-token-dispatcher-type flex", "refused: tokens are sent by alltoall"),
+    ("--delay-wgrad-compute", "later: tokens are sent to experts without overlap with computation"),
     ("--cpu-offloading-num-layers 2", "refused: needs Transformer Engine"),
     ("--attention-backend fused", "refused: instep chooses the attention kernel by device"),
-    ("--update-weight-mode delta", "later: --weight-sync says how weights travel"),
+    ("--update-weight-mode delta", "later: --weight-sync says how weights are sent"),
     ("--transformer-impl transformer_engine", "refused: needs Transformer Engine"),
 ]
 

@@ -45,8 +45,8 @@ CONTRADICTIONS = [
     ("--balance-by-flops --device cpu", "", "has no effect without --use-dynamic-batch-size"),
     ("--use-dynamic-batch-size --max-tokens-per-gpu 9 --micro-batch-size 2", "", "has no effect with"),
     ("--freeze-params-name-list a --only-train-params-name-list b", "", "contradicts --only-train-params-name-list"),
-    ("--freeze-params-name-list a --train-backend hf --lora-rank 8", "", "an adapter is all that is trained"),
-    ("--freeze-params-name-list (", "", "is no regular expression"),
+    ("--freeze-params-name-list a --train-backend hf --lora-rank 8", "", "--lora-rank trains only an adapter"),
+    ("--freeze-params-name-list (", "", "is not a regular expression"),
     ("--kl-coef 0.1 --use-kl-loss --kl-loss-coef 0.1", "", "the KL counts twice"),
     ("--kl-loss-coef 0.1", "", "has no effect without --use-kl-loss"),
     ("--use-unbiased-kl", "", "has no effect without --use-kl-loss"),
@@ -62,26 +62,26 @@ CONTRADICTIONS = [
     ("--rollout-top-k 0", "", "keeps no token"),
     ("--over-sampling-batch-size 3", "", "use at least 4"),
     ("--rm-type remote_rm", "--rm-type", "give --rm-url"),
-    ("--group-rm", "", "needs a reward that takes lists"),
+    ("--group-rm", "", "needs your own reward, which takes lists"),
     ("", "--label-key", "no column of labels is named\n  where:  --rm-type math\n  remedy: give --label-key"),
     ("--rm-type boxed_gpqa", "--label-key", "--rm-type boxed_gpqa"),
-    ("--rm-type dapo", "", "none is named\n  where:  --rm-type dapo\n  remedy: give --reward-key score"),
+    ("--rm-type dapo", "", "no entry is named\n  where:  --rm-type dapo\n  remedy: give --reward-key score"),
     ("--rm-type dapo --reward-key points", "", "not points"),
     (
         "--rm-type random --eval-interval 1 --eval-config e.yaml",
         "--label-key",
         "no column of labels is named\n  where:  data set a, rm_type f1\n  remedy: give --eval-label-key",
     ),
-    ("--rollout-stop-token-ids 299 300", "", "the model has 300 tokens and no 300"),
+    ("--rollout-stop-token-ids 299 300", "", "the model has 300 tokens, but not 300"),
     ("--rollout-batch-size 100000 --n-samples-per-prompt 1000", "", "100000000 samples per rollout, but at most"),
     ("--rollout-batch-size 99991 --global-batch-size 10", "", "use 8 or 99991"),
     ("--rollout-num-gpus 1000000", "", "must be at least 1 and at most 32768"),
-    ("--actor-num-gpus-per-node 32 --rollout-num-gpus 32768", "", "32800 ranks or GPUs, but at most 32768"),
+    ("--actor-num-gpus-per-node 32 --rollout-num-gpus 32768", "", "32800 ranks or GPUs, but the limit is 32768"),
     ("--loss-type sft_loss", "", "run `instep sft`"),
     ("--save-interval 2", "", "no folder to save to"),
     ("--no-save-optim", "", "has no effect without --save"),
-    ("--save out --ckpt-format torch --train-backend hf", "", "is a format of Megatron's"),
-    ("--save out --ckpt-format torch --async-save", "", "is written while the run waits"),
+    ("--save out --ckpt-format torch --train-backend hf", "", "is a format of Megatron"),
+    ("--save out --ckpt-format torch --async-save", "", "cannot be written in the background"),
     ("--ckpt-step 2", "", "give --load"),
     ("--ref-ckpt-step 2", "", "give --ref-load"),
     ("--finetune", "", "give --load"),
@@ -91,7 +91,7 @@ CONTRADICTIONS = [
     (
         "--use-dynamic-batch-size --max-tokens-per-gpu 9 --actor-num-gpus-per-node 4 --global-batch-size 2",
         "--actor-num-gpus-per-node",
-        "2 samples a step for 4 data-parallel ranks",
+        "2 samples per step for 4 data-parallel ranks",
     ),
     (
         "--eval-interval 2 --eval-config e.yaml --eval-prompt-data data.jsonl",
@@ -104,7 +104,7 @@ CONTRADICTIONS = [
     ("--tensor-model-parallel-size 2", "", "does not divide 1 trainer ranks"),
     ("--train-backend hf --pipeline-model-parallel-size 2 --actor-num-gpus-per-node 2", "", "has no pipelines"),
     ("--num-virtual-stages-per-pipeline-rank 2", "", "needs a pipeline"),
-    ("--num-virtual-stages-per-pipeline-rank 2 --num-layers-per-virtual-pipeline-stage 1", "", "the same thing twice"),
+    ("--num-virtual-stages-per-pipeline-rank 2 --num-layers-per-virtual-pipeline-stage 1", "", "say the same\n"),
     (
         "--num-virtual-stages-per-pipeline-rank 2 --pipeline-model-parallel-size 2 --actor-num-gpus-per-node 2 "
         "--global-batch-size 1",
@@ -117,22 +117,22 @@ CONTRADICTIONS = [
     ("--train-backend hf --use-distributed-optimizer", "", "leave it out"),
     ("--train-backend hf --tensor-model-parallel-size 3 --actor-num-gpus-per-node 3", "", "the model's 4 heads"),
     ("--recompute-granularity full --recompute-method block", "", "needs a number of layers"),
-    ("--recompute-method uniform", "", "which is not asked for"),
+    ("--recompute-method uniform", "", "full recomputation, which is off"),
     ("--recompute-granularity selective --recompute-num-layers 1", "", "not to selective"),
     ("--recompute-granularity full", "", "needs a method"),
     ("--device cpu --actor-num-gpus-per-node 4096 --rollout-batch-size 512", "", "4096 trainer ranks on"),
     ("--rollout-backend embedded --rollout-num-gpus-per-engine 2", "", "the embedded engine uses 1"),
-    ("--vllm-router-ip 127.0.0.1", "", "one without the other"),
+    ("--vllm-router-ip 127.0.0.1", "", "only one is given"),
     (
         "--rollout-num-gpus 2 --prefill-num-servers 1 --pause-mode keep",
         "",
-        "would be of the old ones\n  where:  --pause-mode keep with prefill and decode engines",
+        "would be of the old weights after a sync\n  where:  --pause-mode keep with prefill and decode engines",
     ),
-    ("--rollout-external-engine-addrs http://127.0.0.1:8000", "", "is no HOST:PORT"),
-    ("--api-key-file nowhere", "", "no engine, router or teacher of somebody else's is named"),
+    ("--rollout-external-engine-addrs http://127.0.0.1:8000", "", "is not HOST:PORT"),
+    ("--api-key-file nowhere", "", "no external engine, router or teacher is named"),
     ("--rollout-external-engine-addrs 127.0.0.1:80 --api-key-file nowhere", "", "cannot be read: No such file"),
-    ("--rollout-external-engine-addrs 127.0.0.1:80 127.0.0.1:80", "", "127.0.0.1:80 stands there twice"),
-    ("--rollout-external-engine-addrs 10.0.0.1:80 --weight-sync shm", "", "shared memory does not reach 10.0.0.1:80"),
+    ("--rollout-external-engine-addrs 127.0.0.1:80 127.0.0.1:80", "", "127.0.0.1:80 is named twice"),
+    ("--rollout-external-engine-addrs 10.0.0.1:80 --weight-sync shm", "", "10.0.0.1:80 cannot use this host's shared"),
     ("--bf16 --precision fp32", "", "contradicts --precision fp32"),
     ("--min-lr 1", "", "is above --lr"),
     ("--lr-warmup-iters 5 --lr-warmup-fraction 0.1", "", "give one of the two"),
@@ -222,7 +222,7 @@ def test_lengths_beyond_the_models_context_are_said():
         ["--eval-max-response-len:", "99"],
         ["--rollout-max-context-len:", "65"],
     ]
-    assert all("beyond the model's context of 64 tokens" in note for note in notes)
+    assert all("exceeds the model's context of 64 tokens" in note for note in notes)
 
 
 def test_rows_may_name_their_reward():
@@ -262,7 +262,7 @@ def test_checkpoints():
         ("m1", None, "has no config.json"),
         ("m2", "{broken", "config.json cannot be read"),
         ("m3", '{"is_encoder_decoder": true}', "encoder-decoder"),
-        ("m4", '{"architectures": ["BertForMaskedLM"]}', "is no causal language model, but BertForMaskedLM"),
+        ("m4", '{"architectures": ["BertForMaskedLM"]}', "is not a causal language model, but BertForMaskedLM"),
     ):
         Path(name).mkdir()
         Path(name, "model.safetensors").write_bytes(b"0")
@@ -270,7 +270,7 @@ def test_checkpoints():
             Path(name, "config.json").write_text(config)
         assert what in refusal(f"--hf-checkpoint {name}"), name
     Path("model/model.safetensors").unlink()
-    assert "holds no weights" in refusal()
+    assert "has no weights" in refusal()
     assert "no folder Qwen/Qwen3-0.6B" in refusal("--hf-checkpoint Qwen/Qwen3-0.6B")
 
 
@@ -327,7 +327,7 @@ def test_eval_config():
             "eval: {datasets: [{name: a, path: data.jsonl, temperature: -1}]}",
             "temperature: -1 must be at least 0 and at most 100",
         ),
-        ("eval: {datasets: [{name: a, path: data.jsonl, rm_type: maths}]}", "is no built-in reward"),
+        ("eval: {datasets: [{name: a, path: data.jsonl, rm_type: maths}]}", "is not a built-in reward"),
         ("eval: {datasets: [{name: a, path: nowhere.jsonl}]}", "no file nowhere.jsonl"),
         ("eval: {default: {}, datasets: [{name: a, path: data.jsonl}]}", "unknown key 'default'"),
         ("eval: {datasets: [{name: a, path: data.jsonl}, {name: a, path: data.jsonl}]}", "is used 2 times"),
@@ -355,7 +355,7 @@ def test_ranks_and_cores(monkeypatch):
     assert num_ranks("--cluster ray --rollout-batch-size 8 --weight-sync disk") == 8
     assert parse(argv(f"--device cpu {ranks} 2")).notes == []
     assert parse(argv(f"--device cpu {ranks} 4")).notes == [
-        f"{ranks}: 4 trainer ranks on 2 CPU cores take turns, which is slow"
+        f"{ranks}: 4 trainer ranks on 2 CPU cores take turns: this is slow"
     ]
     assert "8 trainer ranks on 2 CPU cores" in refusal(f"--device cpu {ranks} 8")
     assert parse(argv(f"--device cuda {ranks} 8")).world_size == 8

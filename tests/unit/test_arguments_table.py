@@ -190,7 +190,7 @@ def test_a_number_that_is_far_out_is_refused_at_once(tmp_path, monkeypatch, word
 
 def test_bytes_that_are_no_text_are_refused(tmp_path, monkeypatch):
     make_folder(tmp_path, monkeypatch)
-    assert "'\\udcff' is no UTF-8 text\n  where:  --rollout-stop" in refusal("--rollout-stop \udcff")
+    assert "'\\udcff' is not UTF-8 text\n  where:  --rollout-stop" in refusal("--rollout-stop \udcff")
 
 
 def test_instead_names_flags_that_exist():

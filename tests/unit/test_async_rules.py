@@ -23,12 +23,12 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 PREFILL = "--rollout-backend vllm --prefill-num-servers 1 --rollout-num-gpus 2"
 REFUSED = [
-    ("--offload-train", "none can sleep meanwhile"),
-    ("--colocate --offload", "none can sleep meanwhile"),
+    ("--offload-train", "neither can sleep"),
+    ("--colocate --offload", "neither can sleep"),
     ("--weight-sync single-copy --colocate --train-backend hf", "a step is changing"),
     ("--max-staleness 0 --update-weights-interval 2", "newer than all tokens"),
-    ("--max-staleness 0 --partial-rollout", "a response that is continued has older tokens"),
-    ("--max-staleness 2 --rollout-function-path tests.e2e.background_rollout.rollout", "makes whole rounds"),
+    ("--max-staleness 0 --partial-rollout", "a continued response has older tokens"),
+    ("--max-staleness 2 --rollout-function-path tests.e2e.background_rollout.rollout", "generates whole rollouts"),
     ("--stale-groups requeue", "has no effect without --max-staleness"),
     ("--max-staleness -1", "--max-staleness"),
 ]
@@ -118,7 +118,7 @@ def test_what_is_trained_on_is_not_on_policy() -> None:
 @pytest.mark.parametrize("flag", ["--rollout-top-p 0.9", "--rollout-top-k 20"])
 def test_a_truncated_distribution_is_no_base_for_the_ratio_to_older_weights(flag: str) -> None:
     def told(words: str, command: str = "train-async") -> bool:
-        return any("no base for a ratio" in note for note in parse(argv(f"{flag} {words}"), command).notes)
+        return any("cannot be the base of a ratio" in note for note in parse(argv(f"{flag} {words}"), command).notes)
 
     assert told("") and told("--max-staleness 2") and told("--partial-rollout", "train")
     assert not told("--max-staleness 0") and not told("", "train")

@@ -209,7 +209,7 @@ def test_an_error_of_no_kind_is_named_and_keeps_no_process_from_being_ended(tmp_
 def test_the_format_torch_has_no_place_for_spread_experts(tmp_path, monkeypatch):
     make_folder(tmp_path, monkeypatch)
     what = refusal("--save out --ckpt-format torch --expert-model-parallel-size 2")
-    assert "experts do not lie alike with --expert-model-parallel-size" in what and "save as torch_dist" in what
+    assert "experts are split in another way with --expert-model-parallel-size" in what and "save as torch_dist" in what
 
 
 def test_the_flag_needs_a_checkpoint(tmp_path, monkeypatch):

@@ -72,11 +72,11 @@ FAULTS = [
     ({"rollout_log_probs": [-0.1, math.nan]}, RolloutError, r"rollout_log_probs\[1\] is nan"),
     ({"rollout_log_probs": [-0.1, None]}, RolloutError, r"rollout_log_probs\[1\] is None"),
     ({"sampling_params": {"temperature": 0}}, RolloutError, "temperature 0"),
-    ({"reward": None}, RewardError, "None is no finite number"),
-    ({"reward": math.nan}, RewardError, "nan is no finite number"),
+    ({"reward": None}, RewardError, "None is not a finite number"),
+    ({"reward": math.nan}, RewardError, "nan is not a finite number"),
     ({"reward": math.inf}, RewardError, "inf"),
     ({"reward": "1.0"}, RewardError, "'1.0'"),
-    ({"reward": [1.0]}, RewardError, "no finite number"),
+    ({"reward": [1.0]}, RewardError, "not a finite number"),
     ({"reward": {"acc": 1}}, RewardError, "dict with acc"),
 ]
 

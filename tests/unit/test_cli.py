@@ -54,7 +54,7 @@ def test_report_wants_a_folder(tmp_path, capsys):
     assert main(["report"]) == 2
     assert main(["report", str(tmp_path / "nowhere")]) == 2
     assert main(["report", str(tmp_path)]) == 2 and not (tmp_path / "report.html").exists()  # not of a run
-    assert "no folder" in capsys.readouterr().err
+    assert "not the folder of a run" in capsys.readouterr().err
 
 
 @pytest.mark.alone

@@ -47,7 +47,7 @@ def test_without_a_shared_gpu_a_line_says_that_nothing_is_freed(given, placed):
 @pytest.mark.parametrize("more, said", [("", True), ("--no-offload-rollout", False), ("--device cpu", False)])
 def test_a_line_says_that_engines_that_keep_responses_keep_their_memory(more, said):
     args = parse(f"{COLOCATED} --device cuda --pause-mode keep {more}".split(), "plan")
-    assert any("so that engines keep their GPU memory" in note for note in args.notes) == said
+    assert any("so engines keep their GPU memory" in note for note in args.notes) == said
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_a_line_says_that_engines_that_keep_responses_keep_their_memory(more, sa
         ("--offload-rollout --no-offload-rollout", "contradicts --offload-rollout"),
         ("--offload --weight-sync single-copy", "compute with the same weights"),
         ("--offload-rollout --weight-sync single-copy", "compute with the same weights"),
-        ("--offload --pause-mode keep", "an engine that sleeps keeps no responses"),
+        ("--offload --pause-mode keep", "a sleeping engine keeps no responses"),
     ],
 )
 def test_what_cannot_be_is_refused(flags, what):

@@ -242,7 +242,10 @@ def test_the_rewards_of_a_conversion_leave_no_room_for_other_terms(root: Path) -
         with pytest.raises(ConfigError, match="the hook's rewards would replace those"):
             arguments(root, *FLAG, *more.split())
     hook = "--custom-reward-post-process-path tests.loss_hooks.raises"
-    assert any("the former is not called" in note for note in arguments(root, *FLAG, *hook.split()).notes)
+    assert any(
+        "--custom-reward-post-process-path is not called" in note
+        for note in arguments(root, *FLAG, *hook.split()).notes
+    )
 
 
 def test_a_token_that_no_engine_sampled_has_no_log_prob_of_one() -> None:

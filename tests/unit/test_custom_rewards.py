@@ -98,9 +98,9 @@ def test_custom_rewards() -> None:
     ("name", "message", "changed"),
     [
         ("raises", "raised KeyError", {}),
-        ("nan", "nan is no finite number", {}),
-        ("nothing", "None is no finite number", {}),
-        ("words", "'1.0' is no finite number", {}),
+        ("nan", "nan is not a finite number", {}),
+        ("nothing", "None is not a finite number", {}),
+        ("words", "'1.0' is not a finite number", {}),
         ("dictionary", "is a dict with", {}),
         ("dictionary", "not 'scores'", {"reward_key": "scores"}),
         ("hangs", "took more than 0.3 s", {"reward_timeout": 0.3}),

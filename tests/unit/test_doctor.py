@@ -157,7 +157,7 @@ def test_a_killed_run_a_failed_one_and_a_living_one(run):
     (run / "summary.json").unlink()
     (run / "logs" / "engine-0.log").write_text("last words\n")
     state = status_of(run)["state"]
-    assert state.status == "fail" and "is gone" in state.text and "last words" in state.text
+    assert state.status == "fail" and "has ended without" in state.text and "last words" in state.text
     (run / "logs" / "error.txt").write_text("2026\nEngineError: engine-0 died\n\nTraceback ...")
     state = status_of(run)["state"]
     assert state.status == "fail" and "EngineError: engine-0 died" in state.text and "Traceback" not in state.text

@@ -123,7 +123,7 @@ WRONG = [
     ("--vllm-compilation-config {x", "'{x' is not JSON", ""),
     ("--vllm-hf-overrides {x}", "'{x}' is not JSON", ""),
     ("--router-policy fair", "'fair' is none of random, round_robin", ""),
-    ("--vllm-enable-lora perhaps", "takes no value but true or false, and got 'perhaps'", ""),
+    ("--vllm-enable-lora perhaps", "takes only true or false as value, but got 'perhaps'", ""),
     ("--vllm-enable-lora.x 1", "unknown flag", ""),
     ("--vllm-block-size", "needs a value (INT)", ""),
     ("--vllm-tensor-parallel-size 2", "refused: follows from an engine's GPUs", "use --rollout-num-gpus-per-engine"),

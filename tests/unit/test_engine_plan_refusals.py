@@ -45,7 +45,7 @@ def test_the_local_cluster_is_one_node_of_any_size(files):
 def test_models_that_are_not_there(files):
     arguments("", GUIDE)
     text = train_refusal("--vllm-config topology.yaml")
-    assert "/path/to/ref_model is no Hugging Face folder" in text and "vllm[1].model_path" in text
+    assert "/path/to/ref_model is not a Hugging Face folder" in text and "vllm[1].model_path" in text
 
 
 def test_the_trained_model_is_named_as_requests_name_it(files):
@@ -62,12 +62,12 @@ REFERENCE = "vllm: [{name: actor, server_groups: [{num_gpus: 1}]}, {name: ref, m
     "words,frozen,what",
     [
         ("--use-kl-loss --ref-served-model other", "false", "no such model is served"),
-        ("--use-kl-loss --ref-served-model ref", "true", "gets the trainer's weights, so it is no reference"),
+        ("--use-kl-loss --ref-served-model ref", "true", "gets the trainer's weights, so it cannot be the reference"),
         ("--ref-served-model ref", "false", "there is no reference without a KL"),
         ("--kl-coef 0.1 --ref-served-model ref --ref-load model", "false", "there is one reference"),
         ("--kl-coef 0.1 --ref-served-model ref --ref-update-interval 2", "false", "there is one reference"),
-        ("--kl-coef 0.1 --ref-served-model ref --rollout-temperature 0.8", "false", "those at temperature 1"),
-        ("--kl-coef 0.1 --ref-served-model ref --load-debug-rollout-data x", "false", "in a part of a run"),
+        ("--kl-coef 0.1 --ref-served-model ref --rollout-temperature 0.8", "false", "at temperature 1"),
+        ("--kl-coef 0.1 --ref-served-model ref --load-debug-rollout-data x", "false", "has no engine or no trainer"),
     ],
 )
 def test_references_that_are_refused(files, words, frozen, what):
@@ -165,8 +165,8 @@ def test_everything_wrong_with_a_file_is_told_at_once():
 COMBINATIONS = [
     ("--rollout-num-gpus 8", GUIDE, "8, but the groups of topology.yaml take 12"),
     ("--prefill-num-servers 1", GUIDE, "the file says which engines prefill"),
-    ("--vllm-router-ip 10.0.0.1 --vllm-router-port 1", GUIDE, "2 models need a router each"),
-    ("--vllm-router-ip 10.0.0.1", "", "one without the other"),
+    ("--vllm-router-ip 10.0.0.1 --vllm-router-port 1", GUIDE, "each of the 2 models needs its own router"),
+    ("--vllm-router-ip 10.0.0.1", "", "only one is given"),
     ("--rollout-backend embedded", GUIDE, "num_gpus_per_engine: 4 GPUs, but the embedded engine uses one"),
     ("--rollout-backend embedded", DISAGGREGATED, "worker_type: the embedded engine prefills and decodes"),
     ("--rollout-backend embedded", DISAGGREGATED, "no such thing, only max_model_len, max_num_seqs, dtype"),
@@ -181,7 +181,7 @@ COMBINATIONS = [
         "",
         "a router takes prefill and decode engines only when it starts",
     ),
-    ("--prefill-num-servers 2 --rollout-num-gpus 2", "", "2 of 2 engines would prefill, and none decode"),
+    ("--prefill-num-servers 2 --rollout-num-gpus 2", "", "2 of 2 engines prefill: no engine is left to decode"),
     ("--vllm-data-parallel-size 3 --rollout-num-gpus 8 --rollout-num-gpus-per-engine 8", "", "PP 1 x DP 3 = 3"),
     ("--vllm-pipeline-parallel-size 0", "", "pipeline_parallel_size is 0"),
     (

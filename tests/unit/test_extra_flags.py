@@ -105,7 +105,7 @@ def test_a_megatron_that_cannot_be_imported_is_named(tmp_path, monkeypatch):
     file.write_text("import a_package_that_is_not_here")
     monkeypatch.syspath_prepend(tmp_path)
     assert parse(argv()).extra_flags == []
-    with pytest.raises(ConfigError, match=f"{tmp_path} cannot be asked: ModuleNotFoundError(.|\n)*--our-beta"):
+    with pytest.raises(ConfigError, match=f"{tmp_path} cannot be imported: ModuleNotFoundError(.|\n)*--our-beta"):
         parse([*argv(), "--our-beta", "1"])
 
 

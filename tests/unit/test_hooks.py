@@ -23,8 +23,8 @@ def test_load_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         ("my_hooks_ok.sub.f", "not found"),
         ("my_hooks_dep.f", "imports 'not_installed_dep'"),
         ("my_hooks_raise.f", "ZeroDivisionError"),
-        ("my_hooks_ok.py:f", "no dotted path"),
-        ("f", "no dotted path"),
+        ("my_hooks_ok.py:f", "not a dotted path"),
+        ("f", "not a dotted path"),
     ):
         with pytest.raises(ConfigError) as error:
             load_function(path)

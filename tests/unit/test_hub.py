@@ -185,7 +185,7 @@ def test_a_read_only_cache_without_a_network(tmp_path, monkeypatch):
     for folder in folders:
         folder.chmod(0o555)
     try:
-        refused(lambda: arguments("--hf-checkpoint", str(part / "snapshots" / commit)), "holds no weights")
+        refused(lambda: arguments("--hf-checkpoint", str(part / "snapshots" / commit)), "has no weights")
         hub.snapshot.cache_clear()
         for name in ("org/cached", f"org/cached@{commit}"):
             assert arguments("--hf-checkpoint", name).hf_checkpoint == str(snapshot)

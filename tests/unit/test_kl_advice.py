@@ -82,8 +82,8 @@ def test_what_is_recommended_pulls_back(policy, tmp_path, words) -> None:
 @pytest.mark.parametrize(
     "words, said",
     [
-        ("--use-kl-loss --kl-loss-coef 1e-3", "expectation of its gradient is 0"),
-        ("--use-kl-loss --kl-loss-coef 1e-3 --kl-loss-type k1", "expectation of its gradient is 0"),
+        ("--use-kl-loss --kl-loss-coef 1e-3", "expected gradient is 0"),
+        ("--use-kl-loss --kl-loss-coef 1e-3 --kl-loss-type k1", "expected gradient is 0"),
         ("--use-kl-loss", "only reported"),
         ("--use-kl-loss --kl-loss-coef 0.0 --kl-loss-type low_var_kl", None),
         ("--kl-coef 1e-3", None),

@@ -109,9 +109,9 @@ EXPERTS = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2
         ("--moe-ffn-hidden-size 8", "is 8, but config.json says 32"),
         (
             "--use-routing-replay --recompute-granularity selective --recompute-modules moe",
-            "may meet the experts of another micro-batch",
+            "may get the experts of another micro-batch",
         ),
-        ("--use-rollout-routing-replay --rollout-backend vllm --device cpu", "does not note the experts on a CPU"),
+        ("--use-rollout-routing-replay --rollout-backend vllm --device cpu", "does not record the experts on a CPU"),
         (
             "--use-rollout-routing-replay --rollout-backend vllm --device cuda --prefill-num-servers 1 "
             "--rollout-num-gpus 2",

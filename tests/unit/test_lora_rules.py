@@ -43,7 +43,7 @@ def test_what_the_flags_mean(extra, expected):
         ("--lora-alpha 8", ("--lora-alpha", "has no effect without --lora-rank")),
         ("--lora-target-modules q_proj", ("--lora-target-modules", "has no effect without --lora-rank")),
         ("--weight-sync lora", ("--weight-sync lora", "there is no adapter")),
-        ("--vllm-quantization fp8", ("weights in fp8 does not hold what is trained", "--weight-sync lora")),
+        ("--vllm-quantization fp8", ("weights in fp8 does not hold the trained weights", "--weight-sync lora")),
         (HF + "--weight-sync shm --vllm-quantization fp8", ("weights in fp8", "--vllm-quantization fp8")),
         ("--save-hf out --save-hf-as adapter", ("--save-hf-as adapter", "there is no adapter")),
         (HF + "--save-hf-as adapter", ("there is no folder to save to", "give --save-hf")),

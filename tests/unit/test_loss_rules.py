@@ -27,12 +27,12 @@ def argv(tmp_path: Path) -> list[str]:
 REFUSED = [
     ("--eps-clip 1.5", "never clip below"),
     ("--advantage-estimator gspo --eps-clip 1", "never clip below"),
-    ("--advantage-estimator cispo --eps-clip 1.1", "1 - eps_clip, which is 0 at least"),
+    ("--advantage-estimator cispo --eps-clip 1.1", "1 - eps_clip, which must be at least 0"),
     ("--advantage-estimator sapo --eps-clip 0.2", "smooth gate"),
     ("--advantage-estimator sapo --eps-clip-c 3", "smooth gate"),
     ("--advantage-estimator cispo --eps-clip-c 3", "no second bound"),
-    ("--advantage-estimator dppo_tv --eps-clip-high 1", "hardly a token would be masked"),
-    ("--advantage-estimator dppo_kl --eps-clip 1", "hardly a token would be masked"),
+    ("--advantage-estimator dppo_tv --eps-clip-high 1", "almost no token would be masked"),
+    ("--advantage-estimator dppo_kl --eps-clip 1", "almost no token would be masked"),
     ("--advantage-estimator dppo_tv --use-tis", "nothing to correct"),
     ("--advantage-estimator dppo_kl --rollout-top-k 9", "truncated distribution"),
     ("--advantage-estimator dppo_tv --sapo-tau-neg 2", "without SAPO's gate"),
@@ -41,7 +41,7 @@ REFUSED = [
     ("--use-tis --use-rollout-logprobs", "nothing to correct"),
     ("--use-rs --use-rollout-logprobs", "nothing to correct"),
     ("--use-rs --rollout-top-p 0.9", "truncated distribution"),
-    ("--use-tis --tis-clip-low 3", "no weight lies between"),
+    ("--use-tis --tis-clip-low 3", "no weight is between"),
     ("--use-tis --tis-mode truncate --tis-clip-low 0.5", "upper bound only"),
     ("--use-rs --rs-lower-bound 3", "everything would be rejected"),
     ("--tis-level sequence", "without --use-tis"),
@@ -51,8 +51,8 @@ REFUSED = [
     ("--tis-upper-bound 3", "without --use-tis or --use-rs"),
     ("--use-tis --rs-veto-threshold 1e-4", "without --use-rs"),
     ("--opsm-delta 0.1", "without --use-opsm"),
-    ("--use-opsm", "no sample is masked out"),
-    ("--gspo-gradient sequence", "without the ratio of a response"),
+    ("--use-opsm", "no sample is masked"),
+    ("--gspo-gradient sequence", "no ratio per response"),
     ("--loss-type custom_loss", "it needs the loss"),
     ("--custom-loss-function-path tests.loss_hooks.ppo_loss", "without --loss-type custom_loss"),
     (
@@ -63,10 +63,10 @@ REFUSED = [
     (
         "--loss-type custom_loss --custom-loss-function-path tests.loss_hooks.ppo_loss --actor-num-gpus-per-node 2 "
         "--context-parallel-size 2",
-        "which context parallelism splits",
+        "but context parallelism splits them",
     ),
     ("--loss-type custom_loss --custom-loss-function-path tests.loss_hooks.ppo_loss --use-opsm", "policy loss"),
-    ("--tis-batch-normalize", "what shares a micro-batch"),
+    ("--tis-batch-normalize", "the other samples of the micro-batch"),
 ]
 
 

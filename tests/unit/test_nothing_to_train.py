@@ -50,7 +50,7 @@ def test_num_rollout_0_needs_no_interval():
 
 def test_num_rollout_0_without_an_evaluation_is_refused():
     assert "trains nothing, and there is nothing to evaluate on" in refusal("--num-rollout 0")
-    assert "evaluates, and there is no engine" in refusal(
+    assert "evaluates, but there is no engine" in refusal(
         "--num-rollout 0 --eval-prompt-data data.jsonl --debug-train-only --rollout-function-path json.dumps"
     )
     for command in ("sft", "dpo"):

@@ -194,12 +194,12 @@ REFUSED = [
     ("--n-samples-per-prompt 2", "responses from the data"),
     ("--apply-chat-template", "the messages themselves"),
     ("--calculate-per-token-loss", "no meaning for `instep dpo`"),
-    ("--rollout-temperature 0.5", "`instep dpo` has none"),
+    ("--rollout-temperature 0.5", "`instep dpo` samples nothing"),
     ("--label-key label", "no meaning for `instep dpo`"),
     ("--use-kl-loss", "no meaning for `instep dpo`"),
     ("--dpo-beta 0", "must be above 0"),
     ("--dpo-label-smoothing 0.5", "at most 0.49"),
-    ("--eval-interval 2", "`instep dpo` has none"),
+    ("--eval-interval 2", "`instep dpo` samples nothing"),
 ]
 
 

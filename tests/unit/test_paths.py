@@ -37,29 +37,29 @@ def test_every_path_flag_is_in_the_table():
 
 
 REFUSED = {
-    "--save-hf .": "is the folder that you work in",
-    "--save-hf ..": "and with it the folder that you work in",
-    "--save-hf ../..": "and with it the folder that you work in",
-    "--save-hf out/..": "is the folder that you work in",
-    "--save-hf /": "each save would replace /, and with it",
+    "--save-hf .": "is the current folder",
+    "--save-hf ..": "which contains the current folder",
+    "--save-hf ../..": "which contains the current folder",
+    "--save-hf out/..": "is the current folder",
+    "--save-hf /": "each save would replace /, which contains",
     "--save-hf model": "which is --hf-checkpoint",
     "--save-hf link": "which is --hf-checkpoint",
     "--save-hf data.jsonl/x": "cannot write to",
     "--save-hf out --save out": "which is --save",
-    "--save-hf out --save out/ckpt": "and with it --save",
+    "--save-hf out --save out/ckpt": "which contains --save",
     "--save-hf out --run-dir out": "which is --run-dir",
-    "--save-hf runs": "and with it --run-dir",
+    "--save-hf runs": "which contains --run-dir",
     "--save-hf out/{rollout_id} --load out/0": "which is --load",
     "--save-hf out/{rollout_id} --load out/100": "out/100, which is --load",
     "--save-hf out/{step} --load out/100": "out/100, which is --load",
-    "--run-dir .": "is the folder that you work in",
+    "--run-dir .": "is the current folder",
     "--save ..": "is the home folder",
     "--run-dir model": "which --hf-checkpoint reads",
     "--save model": "which --hf-checkpoint reads",
     "--save model --ref-load model --load out": "which --hf-checkpoint reads",
-    "--save out --critic-save out": "is the folder of --critic-save, too",
+    "--save out --critic-save out": "is also the folder of --critic-save",
     "--run-dir out --load out": "which --load reads",
-    "--finetune --load out --save out": "would replace the checkpoints that it begins with",
+    "--finetune --load out --save out": "would replace the checkpoints that it loads",
     "--dump-details data.jsonl": "cannot write to",
     "--dump-details data.jsonl/x": "cannot write to",
     "--save-debug-rollout-data {rollout_id}/../data.jsonl": "which is --prompt-data",
@@ -100,7 +100,7 @@ def test_a_checkpoint_within_the_run_folder_of_the_next_run_is_read():
     args = parse(argv("--hf-checkpoint out/sft/hf --run-dir out --save-hf out/hf", "--hf-checkpoint"))
     assert args.run_dir == "out"
     text = refusal("--hf-checkpoint out/sft/hf --run-dir out --save-hf out/sft", "--hf-checkpoint")
-    assert "and with it --hf-checkpoint" in text
+    assert "which contains --hf-checkpoint" in text
 
 
 def test_serve_writes_to_no_model():

@@ -168,7 +168,7 @@ def test_train_refuses_before_anything_starts(train, words, text):
 def test_beyond_one_host_ray_is_the_default(train, words, flag, monkeypatch):
     args = train(words)
     assert args.cluster == "ray" and len(make_plan(args).nodes) > 2
-    assert f"{flag}: more than one host, so this run is one of --cluster ray" in args.notes
+    assert f"{flag}: asks for more than one host, so the run uses --cluster ray" in args.notes
     assert train("--actor-num-nodes 1").cluster == "local"
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "ray" else real(name))
@@ -195,7 +195,7 @@ def test_the_command_prints_a_table_and_starts_nothing(capsys):
     assert main(["plan", *PPO.split()]) == 0
     out = capsys.readouterr().out
     assert "16 GPUs on 2 nodes of 8" in out and "critic ranks 0-3" in out and "4-7" in out and "engine 7" in out
-    assert main(["plan", "--help"]) == 0 and "starts nothing" in capsys.readouterr().out
+    assert main(["plan", "--help"]) == 0 and "nothing is started" in capsys.readouterr().out
     assert main(["plan", "--actor-num-gpus-per-node", "9"]) == 2
     code = "import sys; from instep.cli import main; main(['plan']); assert not {'torch', 'ray'} & set(sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode == 0

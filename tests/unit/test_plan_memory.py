@@ -329,7 +329,7 @@ def test_a_cache_holds_what_its_bytes_allow(plan):
 def test_an_engine_without_room_for_one_request_is_refused(plan):
     with pytest.raises(ConfigError) as caught:
         command.plan(plan("--vllm-gpu-memory-utilization 0.02"))
-    assert "tokens of KV cache, and a request may have 2,048" in caught.value.what
+    assert "tokens of KV cache, but a request may have 2,048" in caught.value.what
 
 
 def test_within_the_margin_nothing_is_refused_and_a_line_says_that_it_is_close(plan):
@@ -338,7 +338,7 @@ def test_within_the_margin_nothing_is_refused_and_a_line_says_that_it_is_close(p
     assert only(plan(f"{fixed} --gpu-memory-gb {most / 1.08}")).is_refused is False
     assert only(plan(f"{fixed} --gpu-memory-gb {most / 1.12}")).is_refused is True
     close = only(plan(f"{fixed} --gpu-memory-gb {most / 0.97}"))
-    assert any("that is close" in str(line) for line in tables([close]))
+    assert any("this is close" in str(line) for line in tables([close]))
 
 
 def test_without_a_model_or_gpus_nothing_is_said_about_memory(plan):
@@ -395,10 +395,10 @@ def test_a_run_on_gpus_is_checked_before_it_starts(plan, tmp_path):
 def test_a_note_says_that_nobody_has_to_take_turns(plan, capsys, flags, size, said):
     more = f"--n-samples-per-prompt 8 --rollout-max-response-len 512 --vllm-max-model-len 768 {flags}"
     assert main(["plan", *plan(more, size=size)]) == 0
-    (*notes,) = [line for line in capsys.readouterr().out.splitlines() if "side by side" in line]
+    (*notes,) = [line for line in capsys.readouterr().out.splitlines() if "fit on their GPUs at the same time" in line]
     assert len(notes) == said and all(f"with {SIDE_BY_SIDE} no step moves 7.15 GB" in note for note in notes)
     words = plan(f"{more} --device cuda --gpu-memory-gb 80", size=size)
-    assert [note for note in parse(words, "plan").notes if "side by side" in note] == notes
+    assert [note for note in parse(words, "plan").notes if "fit on their GPUs at the same time" in note] == notes
 
 
 def test_backward_work_is_bounded_by_a_chunk_of_logits(plan):

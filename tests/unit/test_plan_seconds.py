@@ -109,5 +109,5 @@ def test_a_profile_is_measured_kept_and_read(tmp_path, monkeypatch, seconds, cap
     assert json.loads(capsys.readouterr().out)["seconds"] == seconds("")
     assert main(["plan", "--mean-response-len", "many"]) == 2 and "instep plan --help" in capsys.readouterr().err
     (tmp_path / "bad.json").write_text("{}")
-    with pytest.raises(ConfigError, match="no profile of a card"):
+    with pytest.raises(ConfigError, match="not a profile of a card"):
         card_of(str(tmp_path / "bad.json"))

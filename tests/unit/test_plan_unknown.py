@@ -115,7 +115,7 @@ def test_a_run_on_gpus_of_unknown_memory_is_neither_checked_nor_tuned(plan, tmp_
 
 def test_instep_plan_says_that_it_assumes_a_size(plan, capsys):
     command.plan(plan())
-    assert "GPUs are taken to have 80 GiB (--gpu-memory-gb)" in capsys.readouterr().out
+    assert "GPUs are assumed to have 80 GiB (--gpu-memory-gb)" in capsys.readouterr().out
     command.plan(plan("--gpu-memory-gb 80"))
     assert "taken to have" not in capsys.readouterr().out
 

@@ -104,15 +104,15 @@ FILES = {
     ),
     "value": (roles(actor={"lr": "fast"}), "megatron[0].overrides.lr|'fast'|not a number"),
     "negative": (roles(critic={"lr": -1}), "megatron[0].overrides.lr|-1|at least 0"),
-    "list": (roles(critic={"lr": [1]}), "megatron[0].overrides.lr|is no FLOAT"),
+    "list": (roles(critic={"lr": [1]}), "megatron[0].overrides.lr|is not FLOAT"),
     "style": (roles(critic={"lr_decay_style": "round"}), "lr_decay_style|'round'|none of constant"),
-    "role": ({"megatron": [{"role": "judge"}]}, "megatron[0]: 'judge' is no role of a run|role: critic"),
+    "role": ({"megatron": [{"role": "judge"}]}, "megatron[0]: 'judge' is not a role|role: critic"),
     "no role": ({"megatron": [{"overrides": {}}]}, "megatron[0]: has no role|role: critic"),
     "entry": ({"megatron": [{"role": "actor", "override": {}}]}, "megatron[0]: override|is unknown|overrides"),
     "top": ({"megatron": [], "megatrons": []}, "megatrons|is unknown"),
-    "twice": ({"megatron": [{"role": "actor"}, {"role": "actor"}]}, "megatron[1]: is the second entry of the actor"),
-    "shape": ({"megatron": {"actor": {}}}, "holds no list `megatron`"),
-    "overrides": ({"megatron": [{"role": "actor", "overrides": [1]}]}, "overrides are no names"),
+    "twice": ({"megatron": [{"role": "actor"}, {"role": "actor"}]}, "megatron[1]: is a second entry for the actor"),
+    "shape": ({"megatron": {"actor": {}}}, "has no list `megatron`"),
+    "overrides": ({"megatron": [{"role": "actor", "overrides": [1]}]}, "overrides are not names"),
     "yaml": ("megatron: [", "cannot be read|YAML"),
 }
 
@@ -131,13 +131,13 @@ def test_a_file_that_is_wrong_is_named_with_its_key(folder, name):
 FLAGS = {
     "--value-clip 0": "--value-clip|above 0",
     "--value-clip -0.1": "--value-clip|above 0",
-    "--num-critic-only-steps 10": "for the critic alone, but the run has 9|--num-critic-only-steps|at most 9",
+    "--num-critic-only-steps 10": "for the critic alone, but the run has 9|--num-critic-only-steps|use less than 9",
     "--num-critic-only-steps -1": "--num-critic-only-steps|at least 0",
     "--critic-lr -1": "--critic-lr|at least 0",
     "--critic-lr 1e-5 --min-lr 1e-4": "--critic-lr|--min-lr 0.0001 is above the critic's 1e-05",
     "--lr-decay-iters 5 --critic-lr-warmup-iters 5": "--critic-lr-warmup-iters|5 is not below the 5 steps",
     "--critic-load nowhere": "--critic-load|no folder nowhere",
-    "--save out --critic-save out": "--critic-save|is the folder of --critic-save, too",
+    "--save out --critic-save out": "--critic-save|is also the folder of --critic-save",
     "--critic-num-gpus-per-node 3": "--critic-num-gpus-per-node|do not divide among the critic's 3",
     "--megatron-config-path nowhere.yaml": "--megatron-config-path nowhere.yaml|No such file",
 }
@@ -171,7 +171,7 @@ def test_without_ppo_there_is_no_critic(folder, given):
 
 
 def test_the_same_thing_is_not_said_twice(folder):
-    with pytest.raises(ConfigError, match="--critic-lr says it, too"):
+    with pytest.raises(ConfigError, match="--critic-lr sets it, too"):
         with_file(folder, roles(critic={"lr": 1e-5}), "--critic-lr", "1e-4")
     assert {"lr", "load", "save", "weight_decay"} < set(overridable())
 

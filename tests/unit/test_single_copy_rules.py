@@ -27,11 +27,11 @@ def test_engines_on_the_gpus_of_the_trainer_share_their_weights():
 @pytest.mark.parametrize(
     "extra, words",
     [
-        (VLLM, ("engine 0 is planned on a GPU without a rank of the trainer", "--colocate")),
-        (EMBEDDED + "--device cuda --colocate", ("an embedded engine on a CPU only", "--device cpu")),
+        (VLLM, ("engine 0 is planned on a GPU without a trainer rank", "--colocate")),
+        (EMBEDDED + "--device cuda --colocate", ("an embedded engine only on a CPU", "--device cpu")),
         (VLLM + "--colocate --offload-rollout", ("--offload-rollout with --weight-sync single-copy",)),
         (VLLM + "--colocate --actor-num-gpus-per-node 2 --rollout-num-gpus-per-engine 2 --vllm-data-parallel-size 2",
-         ("engine 0 has 2 replicas", "an engine of its own")),
+         ("engine 0 has 2 replicas", "its own engine")),
         (VLLM + "--colocate --actor-num-gpus-per-node 2 --rollout-num-gpus-per-engine 2 "
          "--vllm-pipeline-parallel-size 2",
          ("engine 0 has 2 pipeline stages", "use tensor parallelism")),

@@ -153,5 +153,5 @@ def test_a_chat_template_of_a_file_is_that_of_data_engines_and_exports(tmp_path)
     with pytest.raises(ConfigError, match="--chat-template-text was .* and is"):
         changed_arguments(args.to_dict(), changed)
     file.unlink()
-    with pytest.raises(ConfigError, match="holds no text"):
+    with pytest.raises(ConfigError, match="has no text"):
         parse(["--hf-checkpoint", str(hf), "--chat-template", str(file)], "serve")

@@ -1,1 +1,1 @@
-"""The arguments of what is optimized: flags, what follows from them, and which of them do not go together."""
+"""The arguments of the algorithm: flags, values that follow from them, and combinations that are refused."""

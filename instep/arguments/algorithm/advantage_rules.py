@@ -1,4 +1,4 @@
-"""Flags of advantages, KL and on-policy distillation that do not go together."""
+"""Refused or useless combinations of flags of advantages, KL and on-policy distillation."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _UNCOMPARED = names_where(lambda estimator, loss: not estimator.compares_group)
 
 
 def _compares(args: Settings) -> bool:
-    """Whether the estimator compares the rewards of a group: a hook may do it instead, or nobody."""
+    """Return whether the estimator compares the rewards of a group; else a hook may do it, or it is off."""
     return args.rewards_normalization and not _makes_rewards(args)
 
 
 def _makes_rewards(args: Settings) -> bool:
-    """Whether a hook returns the rewards that advantages are made from."""
+    """Return whether a hook returns the final rewards, from which advantages are made."""
     hooks = args.custom_reward_post_process_path, args.custom_convert_samples_to_train_data_path
     return any(path is not None for path in hooks)
 
@@ -47,21 +47,21 @@ RULES = (
         lambda a, given: (
             a.n_samples_per_prompt == 1 and (a.dynamic_sampling_filter_path or "").endswith(".check_reward_nonzero_std")
         ),
-        "the rewards of a group of one never differ, so that every group would be dropped",
+        "the rewards of a group of one never differ, so every group would be dropped",
         "use at least 2, or leave the filter out",
         algorithms=tuple(ALGORITHMS),
     ),
     Combination(
         "--disable-rewards-normalization",
         lambda a, given: not a.rewards_normalization,
-        "nothing of this estimator is left without the comparison within a group",
+        "this estimator consists of the comparison within a group",
         f"leave it out, or use {listed(_UNCOMPARED)}",
         algorithms=names_where(lambda estimator, loss: estimator.compares_group and not estimator.comparison_optional),
     ),
     Combination(
         "--disable-rewards-normalization",
         lambda a, given: not a.rewards_normalization,
-        "has no effect, there is no comparison within groups",
+        "has no effect: there is no comparison within groups",
         "leave it out",
         refused=False,
         algorithms=_UNCOMPARED,
@@ -69,7 +69,7 @@ RULES = (
     Combination(
         "--disable-grpo-std-normalization",
         lambda a, given: not a.grpo_std_normalization,
-        "has no effect, there is no division by the std of a group",
+        "has no effect: there is no division by the std of a group",
         "leave it out",
         refused=False,
         algorithms=names_where(lambda estimator, loss: not estimator.divides_by_std),
@@ -83,7 +83,7 @@ RULES = (
     Combination(
         "--normalize-advantages",
         lambda a, given: a.normalize_advantages,
-        "has no effect, this estimator whitens its advantages anyway",
+        "has no effect: this estimator whitens its advantages anyway",
         "leave it out",
         refused=False,
         algorithms=names_where(lambda estimator, loss: estimator.whitens),
@@ -91,7 +91,7 @@ RULES = (
     Combination(
         "--gamma",
         lambda a, given: a.gamma != 1,
-        "has no effect: one advantage for all tokens of a response, nothing to discount",
+        "has no effect: all tokens of a response have one advantage, so there is nothing to discount",
         f"leave it out, or use {listed(_DISCOUNTED)}",
         algorithms=names_where(lambda estimator, loss: not estimator.discounts),
     ),
@@ -107,7 +107,7 @@ RULES = (
         "--kl-coef and --kl-loss-coef",
         lambda a, given: a.kl_coef != 0 and a.kl_loss_coef != 0,
         "the KL counts twice",
-        "let one of them be 0",
+        "set one of them to 0",
     ),
     Combination(
         "--kl-loss-coef",
@@ -125,7 +125,7 @@ RULES = (
     Combination(
         "--kl-loss-coef with --kl-loss-type k1",
         lambda a, given: a.kl_loss_coef != 0 and a.kl_loss_type == "k1" and not a.use_unbiased_kl,
-        "k1 as a loss holds nothing back: the expectation of its gradient is 0, and its noise is added to the policy's",
+        "k1 as a loss has no effect on average: the expected gradient is 0, and it only adds noise",
         "add --kl-loss-type low_var_kl, or --use-unbiased-kl",
         refused=False,
     ),
@@ -133,26 +133,26 @@ RULES = (
     Combination(
         "--ref-served-model and --ref-load or --ref-update-interval",
         lambda a, given: a.ref_served_model is not None and not given.isdisjoint(("ref_load", "ref_update_interval")),
-        "there is one reference, served as it is or a copy in the trainer",
+        "there is one reference: a served model, or a copy in the trainer",
         "name its folder as model_path in --vllm-config, or leave --ref-served-model out",
     ),
     Combination(
         "--ref-served-model with --rollout-temperature",
         lambda a, given: a.ref_served_model is not None and a.rollout_temperature != 1,
-        "an engine's log-probs of given tokens are those at temperature 1, the policy's those it sampled from",
+        "engines score given tokens at temperature 1, but the policy's log-probs are at the sampling temperature",
         "sample at temperature 1, or leave --ref-served-model out",
     ),
     Combination(
         f"--kl-coef and {_REWARD_HOOKS}",
         lambda a, given: a.kl_coef != 0 and _makes_rewards(a),
         "the hook's rewards would replace those with the KL",
-        f"use {KL_IN_LOSS}, or take the KL off in the hook",
+        f"use {KL_IN_LOSS}, or subtract the KL in the hook",
         algorithms=names_where(lambda estimator, loss: not estimator.kl_on_tokens),
     ),
     Combination(
         "--kl-coef",
         lambda a, given: a.kl_coef != 0,
-        "a reward less a KL is no rate of success",
+        "a reward minus a KL is not a success rate",
         f"use {KL_IN_LOSS}",
         algorithms=_SUCCESS_RATES,
     ),
@@ -166,20 +166,20 @@ RULES = (
     Combination(
         "--opd-teacher-url and --opd-teacher-load",
         lambda a, given: {"opd_teacher_url", "opd_teacher_load"} <= given,
-        "there is one teacher, served or loaded",
+        "there is one teacher: served or loaded",
         "give one of the two",
     ),
     Combination(
         "--use-opd with --rollout-temperature and a served teacher",
         lambda a, given: a.use_opd and a.opd_type == "engine" and a.rollout_temperature != 1,
-        "an engine's log-probs of given tokens are those at temperature 1, the student's those it sampled from",
+        "engines score given tokens at temperature 1, but the student's log-probs are at the sampling temperature",
         "sample at temperature 1, or load the teacher with --opd-teacher-load",
     ),
     # ---- overlong responses ----
     Combination(
         "--overlong-buffer-len",
         lambda a, given: a.overlong_buffer_len is not None,
-        "a reward less a penalty is no rate of success",
+        "a reward minus a penalty is not a success rate",
         "leave it out",
         algorithms=_SUCCESS_RATES,
     ),
@@ -187,21 +187,21 @@ RULES = (
         f"--overlong-buffer-len and {_REWARD_HOOKS}",
         lambda a, given: a.overlong_buffer_len is not None and _makes_rewards(a),
         "the hook's rewards would replace those with the penalty",
-        "take the penalty off in the hook",
+        "subtract the penalty in the hook",
     ),
     Combination(
         "--custom-reward-post-process-path and --custom-convert-samples-to-train-data-path",
         lambda a, given: (
             "custom_reward_post_process_path" in given and a.custom_convert_samples_to_train_data_path is not None
         ),
-        "the conversion returns the rewards: the former is not called, as in slime",
+        "the conversion returns the rewards: --custom-reward-post-process-path is not called, as in slime",
         "call it in the conversion",
         refused=False,
     ),
     Combination(
         "--overlong-buffer-len without --rollout-max-response-len",
         lambda a, given: a.overlong_buffer_len is not None and a.rollout_max_response_len is None,
-        "the buffer lies before that length",
+        "the buffer is the last part of that length",
         "give both",
     ),
     Combination(

@@ -1,4 +1,4 @@
-"""Flags that do not go together: each combination is a record, which is a rule and a line of docs/algorithms.md."""
+"""Combinations of flags that are refused or noted. Each record is a rule, and a line of docs/algorithms.md."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ When = Callable[[Settings, set[str]], bool]
 
 
 def given(*flags: str) -> When:
-    """The condition that one of these flags is on the command line."""
+    """Return the condition that one of these flags is on the command line."""
     names = {attribute_name(flag) for flag in flags}
     return lambda args, given: bool(given & names)
 
 
 @dataclass(frozen=True)
 class Combination:
-    """Flags whose combination makes no sense, or has one flag too many.
+    """Flags whose combination makes no sense, or in which one flag has no effect.
 
     Attributes:
-        flags: as a user types them.
-        when: whether the combination is there, from the arguments and the attributes of the flags that were given.
+        flags: the flags as a user types them.
+        when: returns whether the combination is present, from the arguments and the attributes of the given flags.
         what: why the combination makes no sense.
         remedy: what to do.
-        refused: False: the run starts, with a note.
-        algorithms: the values of `--advantage-estimator` for which it holds (`catalog.names_where`); empty: it holds
-            for every algorithm, SFT and DPO too.
+        refused: if False, the run starts with a note.
+        algorithms: the values of `--advantage-estimator` that it applies to (`catalog.names_where`); empty: it applies
+            to every algorithm, also SFT and DPO.
     """
 
     flags: str
@@ -41,7 +41,7 @@ class Combination:
     algorithms: tuple[str, ...] = ()
 
     def __call__(self, args: Settings, given: set[str]) -> Iterator[Problem]:
-        """The combination as a rule of the validator: it yields one problem, or nothing."""
+        """Act as a rule of the validator: yield one problem, or nothing."""
         name = algorithm_of(args).name
         if (self.algorithms and name not in self.algorithms) or not self.when(args, given):
             return
@@ -50,7 +50,7 @@ class Combination:
 
 
 def needing(groups: Iterable[FlagGroup]) -> Iterator[Combination]:
-    """Flags that have no effect where all of those that they need (`Flag.needs`) are 0 or unset."""
+    """Yield combinations for flags that have no effect if all flags that they need (`Flag.needs`) are 0 or unset."""
     for flag in (flag for group in groups for flag in group.flags if flag.needs):
         needed = " or ".join(flag.needs)
         what = flag.lacks or f"has no effect without {needed}"

@@ -45,22 +45,22 @@ def size(args: Settings, given: set[str]) -> Iterator[Problem]:
 
 
 def critic(args: Args, given: set[str]) -> Iterator[Problem]:
-    """Sizes and rates of the critic that contradict those of the run."""
+    """Check the critic's sizes and learning rates against those of the run."""
     if not num_critic_gpus(args):
         return
     if args.num_rollout is not None and args.num_critic_only_steps > args.num_rollout:
         what = f"{args.num_critic_only_steps} rollouts for the critic alone, but the run has {args.num_rollout}"
-        remedy = f"use at most {args.num_rollout}, with which the actor is never trained"
+        remedy = f"use less than {args.num_rollout}: with {args.num_rollout} the actor is never trained"
         yield Problem(what, "--num-critic-only-steps", remedy)
     own = args_of_role(args, "critic")
-    ranks = f"{own.world_size} ranks of the critic, which is as parallel as the actor"
+    ranks = f"{own.world_size} ranks of the critic, which has the actor's parallel sizes"
     yield from undivided(own, ranks, "--critic-num-gpus-per-node")
     if args.train_backend == "megatron" and num_experts(known_config(args)):
         yield from undivided_experts(own, ranks, "--critic-num-gpus-per-node")
     unit = own.dp_size * (1 if args.use_dynamic_batch_size else args.micro_batch_size)
     size = args.global_batch_size
     if size is not None and (size < unit or (not args.use_dynamic_batch_size and size % unit)):
-        what = f"{size} samples a step do not divide among the critic's {own.dp_size} data-parallel ranks"
+        what = f"{size} samples per step do not divide among the critic's {own.dp_size} data-parallel ranks"
         yield Problem(what, "--critic-num-gpus-per-node", "use the actor's number")
     if own.min_lr > own.lr:
         yield Problem(f"--min-lr {own.min_lr} is above the critic's {own.lr}", "--critic-lr", "raise it")

@@ -1,4 +1,4 @@
-"""On-policy distillation: defaults of the teacher's flags, and of the reward of a run that has none."""
+"""On-policy distillation: defaults of the teacher's flags, and of the reward if a run names no reward."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _NAME_A_REWARD = ("rm_type", "custom_rm_path", "rollout_function_path", "custom_
 
 
 def opd_type(args: Settings, given: Given) -> str | None:
-    """The kind of teacher, `engine` (slime: sglang) or `model` (slime: megatron)."""
+    """Return the kind of teacher, `engine` (slime: sglang) or `model` (slime: megatron)."""
     kind = args.opd_type
     kind = "engine" if kind == "sglang" else "model" if kind == "megatron" else kind
     return kind or (("engine" if args.opd_teacher_load is None else "model") if args.use_opd else None)
 
 
 def opd_teacher_url(args: Settings, given: Given) -> str | None:
-    """The teacher's address: that of `--rm-url`, unless a reward is asked there."""
+    """Return the teacher's address; by default that of `--rm-url`, unless it is a reward server."""
     if args.use_opd and args.opd_type == "engine" and args.opd_teacher_url is None and args.rm_url is not None:
         return None if (args.rm_type or "").endswith("remote_rm") else http_address(args.rm_url)
     return args.opd_teacher_url
@@ -35,7 +35,7 @@ def custom_reward_post_process_path(args: Settings, given: Given) -> str | None:
 
 
 def _teacher_is_enough(args: Settings, given: Given) -> bool:
-    """Whether the run has no reward: none is named beside the teacher."""
+    """Return whether the run has a teacher and names no reward."""
     return args.use_opd and not any(name in given for name in _NAME_A_REWARD) and not row_names_reward(args)
 
 

@@ -1,11 +1,11 @@
-"""The flags of what is optimized: advantages, losses, KL."""
+"""The flags of the algorithm: advantages, losses, KL."""
 
 from instep.algorithms.catalog import ALGORITHMS, OFFLINE, listed, names_where
 from instep.arguments.flag import read_flags
 
 
 def _own_defaults(attribute: str) -> str:
-    """The defaults that algorithms have of their own for a flag: `0.5 with a, 2 with b`."""
+    """Return the defaults of a flag that algorithms set themselves: `0.5 with a, 2 with b`."""
     return ", ".join(f"{a.defaults[attribute]:g} with {a.name}" for a in ALGORITHMS.values() if attribute in a.defaults)
 
 

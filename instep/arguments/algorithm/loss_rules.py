@@ -1,4 +1,4 @@
-"""Flags of losses and importance corrections that do not go together."""
+"""Refused or useless combinations of flags of losses and importance corrections."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ _SMOOTH_GATE = names_where(lambda estimator, loss: loss.bounds == "nothing")
 
 
 def _corrects(args: Settings) -> bool:
-    """Whether the loss corrects the gap between the trainer's log-probs and the engine's."""
+    """Return whether the loss corrects the gap between the trainer's log-probs and the engine's."""
     return args.use_tis or args.use_rs
 
 
 def _has_older_tokens(args: Settings) -> bool:
-    """Whether older weights than those that are trained make tokens."""
+    """Return whether older weights than the trained ones may have sampled tokens."""
     return args.partial_rollout or (args.command == "train-async" and args.max_staleness != 0)
 
 
 def _always_on_policy(args: Settings) -> bool:
-    """Whether every ratio to the old policy is 1: one step per rollout, all of whose tokens the same weights make."""
+    """Return whether every ratio to the old policy is 1: one step per rollout, all tokens from the same weights."""
     makes_its_own = args.rollout_function_path == DEFAULT_ROLLOUT and args.load_debug_rollout_data is None
     same_weights = not (args.use_rollout_logprobs or _has_older_tokens(args))
     return makes_its_own and args.num_steps_per_rollout == 1 and same_weights
 
 
 def _truncates(args: Settings) -> bool:
-    """Whether engines sample from a part of the distribution."""
+    """Return whether engines sample from a truncated distribution."""
     return args.rollout_top_p < 1 or args.rollout_top_k > 0
 
 
 def _rounding_clips(args: Settings) -> bool:
-    """Whether tokens may have the engine's log-probs, rounded in bf16, as old ones under bounds as narrow as GSPO's."""
+    """Return whether old log-probs may be the engine's, rounded in bf16, under bounds as narrow as GSPO's."""
     rounded = args.precision == "bf16" or (args.precision == "auto" and args.device != "cpu")
     engines = args.use_rollout_logprobs or (_has_older_tokens(args) and not args.use_tis)
     return rounded and engines and args.eps_clip < 0.01
@@ -54,14 +54,14 @@ RULES: tuple[Combination, ...] = (
     Combination(
         "--eps-clip or --eps-clip-high of 1 or more",
         lambda a, given: max(a.eps_clip, a.eps_clip_high) >= 1,
-        "no probability moves by 1, and a KL of 1 nat is no trust region: hardly a token would be masked",
+        "no probability changes by 1, and a KL of 1 nat is no trust region: almost no token would be masked",
         "use a value below 1, such as 0.15 for the total variation or 0.05 for the KL",
         algorithms=_BOUNDED_DIVERGENCE,
     ),
     Combination(
         "--eps-clip above 1",
         lambda a, given: a.eps_clip > 1,
-        "the lower bound of a weight is 1 - eps_clip, which is 0 at least",
+        "the lower bound of a weight is 1 - eps_clip, which must be at least 0",
         "use 1 for no lower bound",
         algorithms=_BOUNDED_WEIGHT,
     ),
@@ -89,15 +89,15 @@ RULES: tuple[Combination, ...] = (
     Combination(
         "--gspo-gradient",
         given("--gspo-gradient"),
-        "has no effect without the ratio of a response",
+        "has no effect: this loss has no ratio per response",
         f"leave it out, or use {listed(_OF_RESPONSE)}",
         algorithms=names_where(lambda estimator, loss: not loss.of_response),
     ),
     Combination(
         "--partial-rollout, --use-rollout-logprobs or `instep train-async` in bf16",
         lambda a, given: _rounding_clips(a),
-        "what older weights made (everything, with the latter) has the engine's log-probs as old ones, and rounding "
-        "alone puts most responses outside bounds as narrow as these (87 % of responses of 64 tokens)",
+        "tokens of older weights (all tokens with --use-rollout-logprobs) have the engine's log-probs as old ones; "
+        "rounding alone puts most responses outside such narrow bounds (87 % of responses of 64 tokens)",
         "use --use-tis, --precision fp32, or an --eps-clip of 0.01 or more",
         refused=False,
         algorithms=_OF_RESPONSE,
@@ -112,28 +112,28 @@ RULES: tuple[Combination, ...] = (
     Combination(
         "--use-tis or --use-rs with --use-rollout-logprobs",
         lambda a, given: _corrects(a) and a.use_rollout_logprobs,
-        "with the engine's log-probs as old policy, as dppo always has them, there is nothing to correct",
+        "the engine's log-probs are the old policy (always so with dppo), so there is nothing to correct",
         "leave the correction out",
     ),
     Combination(
         "--rollout-top-p or --rollout-top-k with --use-tis, --use-rs or --use-rollout-logprobs (dppo has it)",
         lambda a, given: _truncates(a) and (_corrects(a) or a.use_rollout_logprobs),
-        "the engine's log-probs are of the truncated distribution, the trainer's of the full one: every ratio would be "
-        "biased",
+        "the engine's log-probs are of the truncated distribution, the trainer's of the full distribution: every ratio "
+        "would be biased",
         "sample from the full distribution, or leave the correction out",
     ),
     Combination(
         "--rollout-top-p or --rollout-top-k with --partial-rollout or `instep train-async`",
         lambda a, given: _truncates(a) and _has_older_tokens(a),
-        "the engine's log-probs are of the distribution that the older weights truncated, no base for a ratio: tokens "
-        "of older weights are trained as if the current ones had made them, without a correction",
+        "log-probs of a truncated distribution cannot be the base of a ratio: tokens of older weights are trained "
+        "without a correction, as if the current weights had sampled them",
         "sample from the full distribution, or only with the current weights (`instep train`, no --partial-rollout)",
         refused=False,
     ),
     Combination(
         "--tis-clip-low above --tis-clip",
         lambda a, given: a.tis_clip_low > a.tis_clip,
-        "no weight lies between the two",
+        "no weight is between the two",
         "exchange them",
     ),
     Combination(
@@ -151,7 +151,7 @@ RULES: tuple[Combination, ...] = (
     Combination(
         "--use-opsm with one step per rollout",
         lambda a, given: a.use_opsm and _always_on_policy(a),
-        "no sample is masked out: the policy is still the one that the old log-probs are of",
+        "no sample is masked: the policy is still the one of the old log-probs",
         "use --num-steps-per-rollout 2 or more, or --use-rollout-logprobs",
     ),
     # ---- users' losses ----
@@ -170,13 +170,13 @@ RULES: tuple[Combination, ...] = (
     Combination(
         "--loss-type custom_loss with --tensor-model-parallel-size",
         lambda a, given: a.loss_type == "custom_loss" and a.tensor_model_parallel_size > 1,
-        "a custom loss gets the logits of the whole vocabulary, which tensor parallelism splits",
+        "a custom loss needs the logits of the whole vocabulary, but tensor parallelism splits it",
         "use data or pipeline parallelism",
     ),
     Combination(
         "--loss-type custom_loss with --context-parallel-size",
         lambda a, given: a.loss_type == "custom_loss" and a.context_parallel_size > 1,
-        "a custom loss gets the logits of all tokens, which context parallelism splits",
+        "a custom loss needs the logits of all tokens, but context parallelism splits them",
         "use data or pipeline parallelism",
     ),
     Combination(

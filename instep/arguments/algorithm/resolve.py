@@ -1,4 +1,4 @@
-"""Defaults of the algorithm's flags: those that the algorithm has of its own, and bounds that follow from others."""
+"""Defaults of the algorithm's flags: those that the algorithm sets, and bounds that follow from other flags."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from instep.arguments.concern import Given, Settings
 
 
 def own_defaults(args: Settings, given: Given) -> dict[str, Any]:
-    """The algorithm's own defaults of flags that are not given, by attribute."""
+    """Return the algorithm's defaults for flags that are not given, by attribute."""
     algorithm = algorithm_of(args)
     defaults = {"loss_type": algorithm.loss.type, **algorithm.defaults}
     kept = {*given, "eps_clip_high"} if "eps_clip" in given else given
@@ -45,7 +45,7 @@ def tis_batch_normalize(args: Settings, given: Given) -> bool:
 
 
 def critic_load(args: Settings, given: Given) -> str | None:
-    """None before there is a first checkpoint in the folder of `--critic-save`: a run may begin with both flags."""
+    """Return the path; None if it is `--critic-save` without a checkpoint yet: a run may begin with both flags."""
     path = args.critic_load
     if path is None or args.critic_save is None or os.path.realpath(path) != os.path.realpath(args.critic_save):
         return path
