@@ -116,7 +116,7 @@ class Fleet:
         }
 
     def num_cached_tokens(self) -> float:
-        """Return the tokens that the KV caches of the policy's engines hold together; infinity if an engine says none."""
+        """Return the tokens that the KV caches of the policy's engines hold together; infinity if one is unknown."""
         engines = [engine for engine in self.of_model(self._default) if engine.role != "prefill"]
         return sum(engine.kind.num_cached_tokens(engine, ASK_SECONDS) for engine in engines) or math.inf
 
