@@ -63,7 +63,7 @@ def why_not(args: Settings, samples_multiple: int = 1) -> str:
         "a loss of the user": args.loss_type != "policy_loss",
         "a hook sees all samples": any(getattr(args, name) for name in OF_ALL),
         "a rollout function of the user": not is_own(args.rollout_function_path),
-        "router losses and biases need all tokens of the step": args.moe_aux_loss_coeff
+        "losses and biases of routers need all tokens of the step": args.moe_aux_loss_coeff
         or args.moe_z_loss_coeff
         or args.moe_router_bias_update_rate
         or any(name.startswith("moe_") for name in args.megatron_overrides),
