@@ -269,7 +269,7 @@ class Proof:
             f"(relative {gap.rms:.3g}, allowed {tolerance:.3g})"
         )
         if way in OF_ADAPTERS:
-            what += ". Its base is not --hf-checkpoint, or its alpha differs, or its requests do not use the adapter"
+            what += ". Its base is not --hf-checkpoint, or it has another alpha, or its requests do not use the adapter"
         return SyncError(
             what,
             where=engine.url,
