@@ -110,7 +110,7 @@ REFUSALS = [
     ("--actor-num-gpus-per-node 9", "9 GPUs are more than the 8 of a node"),
     ("--advantage-estimator ppo --critic-num-gpus-per-node 16", "--critic-num-gpus-per-node"),
     ("--rollout-num-gpus 24 --rollout-num-gpus-per-engine 12", "does not fill whole nodes of 8"),
-    ("--rollout-num-gpus 6 --rollout-num-gpus-per-engine 4", "no multiple of the 4 of an engine"),
+    ("--rollout-num-gpus 6 --rollout-num-gpus-per-engine 4", "not a multiple of the 4 of an engine"),
     ("--colocate --actor-num-gpus-per-node 4 --rollout-num-gpus-per-engine 8", "4 GPUs of the trainer"),
     ("--colocate --actor-num-nodes 3 --rollout-num-gpus-per-engine 6", "would cross the boundaries of nodes of 8"),
     ("--critic-num-nodes 2", "no critic without PPO"),
