@@ -127,7 +127,7 @@ def _check_nodes(layout: Parallel, num_gpus: int, per_node: int, where: str) -> 
 
 
 def has_router(args: Settings, num_engines: int) -> bool:
-    """Whether a model with `num_engines` engines has a router; a single engine may answer by itself."""
+    """Return whether a model with `num_engines` engines has a router; a single engine may answer by itself."""
     return num_engines > 1 or args.vllm_router_ip is not None or planned_kind(args).needs_router
 
 

@@ -280,7 +280,7 @@ class Ray:
                 status(f"waiting for {wanted}; Ray has {has}")
 
     def is_here(self, host: HostHandle) -> bool:
-        """Whether this process runs on the host's node."""
+        """Return whether this process runs on the host's node."""
         return host.info.node_id == self._node_id
 
     def close(self) -> None:

@@ -27,7 +27,7 @@ def main(folder: str) -> None:
 
 
 def _belongs(process: psutil.Process, folder: str) -> bool:
-    """Whether the process has a file below `folder` open; each process of Ray writes a log there."""
+    """Return whether the process has a file below `folder` open; each process of Ray writes a log there."""
     try:
         return process.pid != os.getpid() and any(file.path.startswith(folder) for file in process.open_files())
     except (psutil.Error, OSError):  # another user's process, or it has just ended

@@ -111,7 +111,7 @@ class GroupsAhead:
         """Sync while responses are generated; `rollout_id` is the round that was trained last."""
         if self._args.deterministic_mode:
             with self._controller.log.phase("wait"):
-                self._controller.call(lambda: runtime.run(self._stream.settled()), "the groups that are under way")
+                self._controller.call(lambda: runtime.run(self._stream.settled()), "the groups in progress")
         self._controller.sync_weights()
         self._open(rollout_id + 1)
 

@@ -38,7 +38,7 @@ OF_ALL = (  # hooks that see or change all samples of a rollout at once, or a st
 
 
 def scores_early(args: Settings) -> bool:
-    """Whether the trainer is idle while engines generate, has its GPUs, and may score in several calls."""
+    """Return whether the trainer is idle while engines generate, has its GPUs, and may score in several calls."""
     is_there = args.command == "train" and not (args.offload_train or args.offload_rollout)
     of_all = args.custom_megatron_before_log_prob_hook_path or args.use_routing_replay  # they need one single call
     # A sample's bits change with the other samples of its micro-batch.
@@ -99,7 +99,7 @@ class EarlyStep:
         self.seconds = 0.0
 
     def has_enough(self, lengths: list[int]) -> bool:
-        """Whether samples of these lengths are enough for one call."""
+        """Return whether samples of these lengths are enough for one call."""
         return self._actor.fills_ranks(lengths)
 
     def begin(self, num_groups: int, samples: list[Sample], batch: TokenBatch) -> None:

@@ -175,7 +175,7 @@ class Fleet:
         return [e for e in self.engines if e.update_weights and self._states[e.url] in ("serving", "ready")]
 
     def serves(self) -> bool:
-        """Whether an engine of the policy serves. Without a router an engine answers even before it should."""
+        """Return whether an engine of the policy serves. Without a router an engine answers even before it should."""
         return any(self._states[engine.url] == "serving" for engine in self.of_model(self._default))
 
     def waiting(self) -> list[Engine]:

@@ -75,7 +75,7 @@ class RoleTrainer:
         return self._dp_size * self._layout[0].micro_batch_multiple
 
     def fills_ranks(self, lengths: Sequence[int]) -> bool:
-        """Whether samples of these lengths fill a micro-batch of each rank, or are enough for an efficient one."""
+        """Return whether samples of these lengths fill a micro-batch of each rank, or suffice for an efficient one."""
         args, unit = self.args, self.samples_multiple
         if not args.use_dynamic_batch_size:
             return len(lengths) >= unit * (args.micro_batch_size or 1)

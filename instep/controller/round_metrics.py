@@ -127,7 +127,7 @@ def staleness_metrics(batch: TokenBatch, version: int) -> dict[str, float]:
 
 
 def logs_evaluation(hook_args: HookSettings, rollout_id: int, output: RolloutFnEvalOutput) -> bool:
-    """Whether the user's log function has logged an evaluation; then nothing else logs it."""
+    """Return whether the user's log function has logged an evaluation; then nothing else logs it."""
     if not (path := hook_args.custom_eval_rollout_log_function_path):
         return False
     log, where = Hook("--custom-eval-rollout-log-function-path", path), f"evaluation before rollout {rollout_id}"

@@ -238,13 +238,13 @@ def _idle(step: Mapping[str, float]) -> bool:
 
 
 def _solved(steps: Steps) -> bool:
-    """Whether the mean reward of the last steps is within `TOP` of the spread of the best reward of any sample."""
+    """Return whether the mean reward of the last steps is within `TOP` of the spread from the best reward."""
     rewards, best = _values(steps, "rollout/reward_mean"), max(_values(steps, "rollout/reward_max"), default=None)
     return best is not None and 0 < TOP * _spread(steps) >= best - fmean(rewards[-WINDOW:])
 
 
 def _rises(steps: Steps) -> bool:
-    """Whether the mean reward of the later half of the recent steps is above that of the earlier half."""
+    """Return whether the mean reward of the later half of the recent steps is above that of the earlier half."""
     recent = _values(steps, "rollout/reward_mean")[-RECENT:]
     half = len(recent) // 2
     return half > 0 and fmean(recent[half:]) - fmean(recent[:half]) > RISING * _spread(steps)

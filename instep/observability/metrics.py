@@ -12,7 +12,7 @@ SOLVED = 1.0  # the least reward of a response that solves its prompt
 
 
 def is_step(row: Iterable[str]) -> bool:
-    """Whether a row with these names is of a step: a rollout and the training on it."""
+    """Return whether a row with these names is of a step: a rollout and the training on it."""
     return any(name.startswith(("rollout/", "train/")) for name in row)
 
 

@@ -109,7 +109,7 @@ class ForkServer:
         self._early = _early(env)
 
     def fits(self, argv: Sequence[str], env: Mapping[str, str]) -> bool:
-        """Whether a program can be forked from the imported modules."""
+        """Return whether a program can be forked from the imported modules."""
         return list(argv[:2]) == [sys.executable, "-m"] and _early(env) == self._early
 
     def start(
@@ -154,7 +154,7 @@ current: ForkServer | None = None  # the fork server of this process
 
 @contextlib.contextmanager
 def beside() -> Iterator[None]:
-    """On Linux, run a fork server beside this process, which must have no other thread yet."""
+    """Run a fork server beside this process (on Linux), which must have no other thread yet."""
     global current
     if sys.platform != "linux":
         yield

@@ -11,7 +11,7 @@ _DRIVERS = ("/dev/nvidiactl", "/dev/nvmap", "/dev/dxg", "/dev/kfd")  # NVIDIA, a
 
 
 def no_driver() -> bool:
-    """Whether this host certainly has no GPU: /dev has no file of a driver. This needs no torch."""
+    """Return whether this host certainly has no GPU: /dev has no file of a driver. This needs no torch."""
     return not any(map(os.path.exists, _DRIVERS))
 
 

@@ -52,7 +52,7 @@ def family(pid: int) -> list[int]:
 
 
 def catches(pid: int, number: int) -> bool:
-    """Whether a process handles the signal `number`; otherwise the signal may end it."""
+    """Return whether a process handles the signal `number`; otherwise the signal may end it."""
     try:
         caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)  # see proc(5)
     except (FileNotFoundError, ProcessLookupError):

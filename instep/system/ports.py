@@ -78,7 +78,7 @@ def free_ports(count: int, host: str = LOOPBACK) -> int:
 
 
 def port_is_free(port: int, host: str = LOOPBACK) -> bool:
-    """Whether a server, which sets SO_REUSEADDR, could listen on the port."""
+    """Return whether a server, which sets SO_REUSEADDR, could listen on the port."""
     bound = _bound(port, host, reuse=True)
     if bound is not None:
         bound.close()

@@ -46,7 +46,7 @@ class Ending(Protocol):
     def alive(self) -> bool: ...
 
     def died_within(self, seconds: float) -> bool:
-        """Whether it ends within `seconds`; sockets of a dead process close a moment before it can be reaped."""
+        """Return whether it ends within `seconds`; sockets of a dead process close a moment before it can be reaped."""
         deadline = time.monotonic() + seconds
         while self.alive():
             if time.monotonic() > deadline:
@@ -285,7 +285,7 @@ def _hold_lifeline(line: socket.socket, partner: socket.socket | None, pulse: th
 
 
 def _beats(partner: socket.socket) -> bool:
-    """Whether the partner has sent a heartbeat since the last check; this process ends with the partner."""
+    """Return whether the partner has sent a heartbeat since the last check; this process ends with the partner."""
     try:
         if partner.recv(1 << 16, socket.MSG_DONTWAIT):
             return True

@@ -87,7 +87,7 @@ def boot_id() -> str:
 
 
 def _of_this_host(lock: str) -> bool:
-    """Whether a process of this host wrote `lock`: the host has not restarted since, or has the same name."""
+    """Return whether a process of this host wrote `lock`: the host has not restarted since, or has the same name."""
     name, _, boot = lock.partition(" on ")[2].partition(" ")
     return bool(boot) and boot == boot_id() or bool(name) and name == socket.gethostname()
 
@@ -116,7 +116,7 @@ def roots(run_dir: Path) -> list[Path]:
 
 
 def _abandoned(path: Path, *, remove: bool) -> bool:
-    """Whether the folder's owner is gone; with `remove`, remove the folder while its lock is held."""
+    """Return whether the folder's owner is gone; with `remove`, remove the folder while its lock is held."""
     with contextlib.ExitStack() as opened:
         try:
             folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

@@ -339,6 +339,6 @@ class Proof:
 
 
 def scores_alike(scores: dict[tuple[int, Text], list[float]], before: dict[tuple[int, Text], list[float]]) -> bool:
-    """Whether a replica gives all known texts the same scores as before."""
+    """Return whether a replica gives all known texts the same scores as before."""
     known = {key: own == before[key] for key, own in scores.items() if key in before}
     return any(all(same for (other, _), same in known.items() if other == replica) for replica, _ in known)

@@ -304,7 +304,7 @@ class Session:
         return answers
 
     def _gone(self, engine: Engine, seconds: float) -> bool:
-        """Whether the engine's first process of this session has ended, or ends within `seconds`.
+        """Return whether the engine's first process of this session has ended, or ends within `seconds`.
 
         A new process at the same address counts as another engine. An external engine has no process
         here: if `seconds` is not 0, its health decides.
