@@ -141,7 +141,7 @@ class RayCluster(Cluster):
                     raise ConfigError(
                         f"{self._log_dir.parent} is not the same folder on node {host.info.address}",
                         where="--run-dir",
-                        remedy="with several hosts put it, checkpoints and data on a file system that all of them see",
+                        remedy="put it, the checkpoints and the data on a file system that all hosts share",
                     )
         finally:
             probe.unlink()

@@ -2,8 +2,8 @@
 
 An engine serves while it has proven weights and is healthy: its process lives, and it answers (`health.py`).
 When an engine dies, its router sends it no more requests, and other engines get its open requests again. It is
-restarted while the run continues. It serves again once a session has brought it the current weights, or as soon as
-it is ready if its model keeps its weights. The run ends when the last engine of a model dies, or its last engine that
+restarted while the run continues. It serves again once a session has brought it the current weights; if its model
+keeps its weights, as soon as it is ready. The run ends when the last engine of a model dies, or its last engine that
 prefills or decodes.
 """
 

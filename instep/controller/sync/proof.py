@@ -107,8 +107,8 @@ class Proof:
     def prove(self, session: Session, way: str, sent: Sent) -> Proven:
         """Show that each engine of the session has the weights that were sent.
 
-        On a CPU, the first forward pass of about one process in eighty was off by 2e-5 of its log-probs, and later
-        ones exact (torch 2.13, reason unknown). So a difference is scored again: wrong weights stay wrong.
+        On a CPU, in one process of eighty the first forward pass was off by 2e-5 of its log-probs. Later passes were
+        exact (torch 2.13, reason unknown). So a difference is scored again: wrong weights stay wrong.
 
         Raises:
             SyncError: an engine does not have them; the error names it and the tensors that differ. Or it has them,
@@ -193,8 +193,8 @@ class Proof:
     ) -> None:
         """Find out why engines differ by more than the tolerance: allow more from now on, or raise.
 
-        Weights are wrong if their digests differ, or if an engine's scores change after the same version comes again
-        as a checkpoint on disk, the golden path (engines of the way `restart` are not restarted again). Otherwise
+        Weights are wrong if their digests differ. They are also wrong if an engine's scores change when it gets the
+        same version again as a checkpoint on disk: the golden path (not for the way `restart`). Otherwise
         trainer and engine compute differently. Then twice the difference is allowed from now on, if it is below
         `MOST_ALLOWED` times the effect of rounding. With adapters this limit only grows slowly: the golden path does
         not show a wrong scale.

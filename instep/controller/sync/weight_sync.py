@@ -201,7 +201,7 @@ class WeightSync:
             return SyncError(what, where=where, remedy=f"{failure.remedy}; {resume}")
         if off := [f"{e.name} at {e.url} (by {wrong[e.url].mean:.3g} nats)" for e in engines if e.url in wrong]:
             found = f"version {self.version} is not what these engines hold any more: {', '.join(off)}, by their scores"
-            remedy = "something else loaded weights into them: their logs show what calls their control routes"
+            remedy = "another process loaded weights into them: their logs show the calls of their control routes"
             return SyncError(f"{error.what}; {found} of the probe", where=where, remedy=f"{remedy}; {resume}")
         holders = ", ".join(f"{e.name} at {e.url}" for e in engines)
         return SyncError(
