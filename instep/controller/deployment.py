@@ -95,7 +95,7 @@ class Deployment:
     def start(self) -> None:
         """Start all processes, load the models, and let the engines serve the weights of `--hf-checkpoint`."""
         check_loopback()
-        self._shared()  # finds a server that has ended before anything starts
+        self._shared()  # reports a dead server before anything starts
         args, turns, line = self._args, self._turns, self._log.progress.line
         if (teacher := served_teacher(args)) is not None and not args.debug_rollout_only:
             self._bound_context(teacher.check(tokenizer_of(args)))

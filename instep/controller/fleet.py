@@ -262,7 +262,7 @@ class Fleet:
     def check_reachable(self, engine: Engine) -> None:
         """Raise EngineError for an external engine that is given up for now.
 
-        The death of an engine of this run ends a call to it; an external engine may stop without an end.
+        The death of an engine of this run ends a call to it; an external engine may just hang.
         """
         if self._ready and engine.process is None and self._states[engine.url] == "starting":
             raise EngineError(f"{engine.name} does not answer any more", where=engine.url, remedy="see its log")

@@ -167,7 +167,7 @@ class RoleTrainer:
             gap_limit, scale: see `Worker.train`.
 
         Returns:
-            A function that waits. It returns the metrics of each step, and the log-probs `[response_length]` by number of
+            A function that waits. It returns the metrics of each step, and log-probs `[response_length]` by number of
             the sample. They come from the first step's forward pass, before the policy changes. It raises TrainingError
             when too many steps in a row are skipped, and SyncError when `gap_limit` forbids a step.
         """

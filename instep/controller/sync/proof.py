@@ -194,10 +194,9 @@ class Proof:
         """Find out why engines differ by more than the tolerance: allow more from now on, or raise.
 
         Weights are wrong if their digests differ. They are also wrong if an engine's scores change when it gets the
-        same version again as a checkpoint on disk: the golden path (not for the way `restart`). Otherwise
-        trainer and engine compute differently. Then twice the difference is allowed from now on, if it is below
-        `MOST_ALLOWED` times the effect of rounding. With adapters this limit only grows slowly: the golden path does
-        not show a wrong scale.
+        same version again as a checkpoint on disk: the golden path (not for the way `restart`). Otherwise trainer and
+        engine compute differently. Then twice the difference is allowed from now on, if it is below `MOST_ALLOWED`
+        times the effect of rounding. With adapters this limit grows slowly: the golden path shows no wrong scale.
 
         Raises:
             SyncError: see `prove`.
@@ -220,7 +219,7 @@ class Proof:
             for url, after in session.each(lambda engine: self.engine_scores(engine, session)).items():
                 engine = next(e for e in session.engines if e.url == url)
                 between = difference(scores[url], after).rms
-                # With `keep`, responses run beside the probe: each time an engine rounds in another order.
+                # With `keep`, responses run beside the probe: rounding changes each time, by as much as the gap.
                 gap = self._differences(expected, {url: after})[url]
                 allowed = max(LEAST_TOLERANCE, rounding.rms)
                 allowed = max(allowed, gap.rms) if self._args.pause_mode == "keep" else allowed

@@ -87,7 +87,7 @@ class WeightSync:
         way: the way of the run.
         folder: the run's folder in the shared memory of this host.
         vocab_size, max_len: see `Proof`; only for a new proof.
-        proof: an existing proof, which may know the engines' first texts.
+        proof: an existing proof, which may have scored the weights that the engines loaded.
         start_on: see `Session`; without it no engine is restarted.
         turns: which side has the GPUs; None: each side has its own.
     """
