@@ -83,7 +83,7 @@ def plan_engines(args: Settings) -> list[EngineSpec]:
     out: list[EngineSpec] = []
     for model in served_models(args):
         for group in model.groups:
-            if group.num_engines < 1:  # a negative number: a rule reports it
+            if group.num_engines < 1:  # no engine; a rule reports a negative number
                 continue
             words = group_words(args, group)
             layout = parallel(words, group.num_gpus_per_engine, model.where)

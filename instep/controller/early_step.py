@@ -73,7 +73,7 @@ def why_not(args: Settings, samples_multiple: int = 1) -> str:
 
 
 class EarlyStep:
-    """The step of one rollout, and what is computed of it before the rollout ends.
+    """The step of one rollout; its first part is computed before the rollout ends.
 
     Args:
         num_groups: the groups of the rollout; the last ones wait for its end.

@@ -36,7 +36,7 @@ class Saves:
     """The saves of one run: `--save`, `--critic-save` and `--save-hf`.
 
     Args:
-        beginning: the first checkpoint of the run.
+        beginning: the checkpoint that the run begins with.
 
     Attributes:
         exported: the folder of the last export of this session, as `model`.
@@ -47,7 +47,7 @@ class Saves:
         self.exported: dict[str, str] = {}
         self._any = False  # in this session
         self._in_flight: Future[float] | None = None  # gives the seconds of a background save
-        self._what, self._given_up = "", ""  # what is saved; why the run stopped to wait for it
+        self._what, self._given_up = "", ""  # what is saved; why the run no longer waits for it
         self._seconds: float | None = None  # of the last finished save
         self._closed = threading.Event()
 

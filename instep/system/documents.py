@@ -17,7 +17,7 @@ _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading without waiting for a writer, as a pipe would. Raise OSError."""
+    """Open a file for reading; unlike the open of a pipe, do not wait for a writer. Raises: OSError."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
