@@ -141,7 +141,7 @@ class RayCluster(Cluster):
                     raise ConfigError(
                         f"{self._log_dir.parent} is not the same folder on node {host.info.address}",
                         where="--run-dir",
-                        remedy="put it, the checkpoints and the data on a file system that all hosts share",
+                        remedy="put the run folder, checkpoints and data on a file system that all hosts share",
                     )
         finally:
             probe.unlink()

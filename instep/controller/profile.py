@@ -166,5 +166,5 @@ def _inside(s: Span, others: Sequence[Span]) -> bool:
 
 
 def _order(s: Span) -> tuple[bool, bool, str, int]:
-    """Sort key: the controller first, then samples, then the other processes; within each by time."""
+    """Return the sort key: the controller first, then samples, then the other processes; within each by time."""
     return s.track != "controller", s.track != spans.ROLLOUT, s.track, s.begin

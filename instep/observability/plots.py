@@ -18,7 +18,7 @@ COLORS = ("#2f6fed", "#e4572e", "#17a398", "#b25ad3", "#f2a900", "#6c7a89", "#d6
 OTHER = "other"  # the seconds of a step outside all phases
 TREND = 3  # with so many evaluations a line joins them
 PHASE_ORDER = ("rollout", "wait", "train", "sync", "eval", "save")
-NOT_A_PHASE = ("step", "peak", "early_log_probs", "early_train", "reward", "log_probs")  # the last four are parts
+NOT_A_PHASE = ("step", "peak", "early_log_probs", "early_train", "reward", "log_probs")  # the last 4 are parts of one
 Curve = tuple[str, list[int], list[float], dict[str, Any]]  # label, x, y, style
 Columns = dict[str, list[float]]  # by name: a value for each row of `History.steps`
 PANELS = tomllib.loads(Path(__file__).with_name("panels.toml").read_text(encoding="utf-8"))
