@@ -1,4 +1,4 @@
-"""What the clusters of a run do alike, on one host and on several."""
+"""The common part of the clusters of a run, on one host or on several."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from instep.engines.spec import EngineSpec
 from instep.errors import EngineError
 from instep.system.processes import Process, stop_all
 
-END_SECONDS = 60.0  # until an engine that was killed has ended, perhaps on another host
+END_SECONDS = 60.0  # for a killed engine to end, perhaps on another host
 
 
 class Cluster:
     """The workers and engines of a run.
 
     Attributes:
-        workers, critic: after `start` the ranks of the actor and of PPO's critic; empty groups without such a role.
-        engines: the engines, which are not ready yet when `start` returns.
+        workers, critic: after `start` the ranks of the actor and of PPO's critic; an empty group for a missing role.
+        engines: the engines; they are not ready yet when `start` returns.
         one_host: after `start` whether this process, rank 0 of the actor and all engines that get its weights share a
             host.
-        room: after `start` the file without which no engine touches a GPU, made when the trainer has left them; None:
-            engines do not wait.
-        setup_requests: after `start` for each role the arguments of `Worker.setup`, rank by rank.
+        room: after `start` the file for which engines wait before they touch a GPU; it is made when the trainer has
+            left the GPUs. None: engines do not wait.
+        setup_requests: after `start` the arguments of `Worker.setup` for each role, rank by rank.
     """
 
     def __init__(self, args: Args, *, log_dir: Path, with_engines: bool):
@@ -47,7 +47,7 @@ class Cluster:
         raise NotImplementedError
 
     def _start_engine(self, spec: EngineSpec, port: int | None = None) -> Engine:
-        """Start an engine; `port` is that of one that is restarted."""
+        """Start an engine; `port` is the port of a restarted engine."""
         raise NotImplementedError
 
     def _role_args(self, role: str) -> Args:
@@ -58,10 +58,10 @@ class Cluster:
             self.engines.append(self._start_engine(spec))
 
     def restart_engine(self, index: int, checkpoint: Path | None = None) -> None:
-        """End what is left of an engine and start it again at its address; this replaces its `process`.
+        """End the rest of an engine and start it again at its address; this replaces its `process`.
 
         Args:
-            checkpoint: what it serves then, under the same name; None: what the plan says.
+            checkpoint: the new checkpoint, under the same name; None: the checkpoint of the plan.
         """
         engine = self.engines[index]
         assert engine.process is not None
@@ -76,6 +76,6 @@ class Cluster:
         engine.process = self._start_engine(self._specs[index].on(checkpoint), urlsplit(engine.url).port).process
 
     def close(self) -> None:
-        """End all processes, even after a `start` that failed half-way."""
+        """End all processes, also after a `start` that failed."""
         engines = [engine.process for engine in self.engines if engine.process is not None]
         stop_all([*self.workers.processes, *self.critic.processes, *engines], grace=2.0)

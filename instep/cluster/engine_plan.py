@@ -1,4 +1,4 @@
-"""Which engines and routers a run starts, where, and with which flags: a pure function of the arguments.
+"""The engines and routers of a run, their places and flags: a pure function of the arguments.
 
 `engine_start.py` starts them.
 """
@@ -39,10 +39,10 @@ class RouterSpec:
 
     Attributes:
         engines: the indices of its engines; empty for external engines.
-        disaggregated: whether prefill and decode run on engines of their own.
+        disaggregated: whether prefill and decode run on separate engines.
         external: (ip, port) of an external router (`--vllm-router-ip`).
         default: whether rollouts use it unless they name a model.
-        port: where clients of `instep serve` reach the model (`--port`); None: at a free port.
+        port: the port of the model for clients of `instep serve` (`--port`); None: a free port.
     """
 
     model: str
@@ -83,7 +83,7 @@ def plan_engines(args: Settings) -> list[EngineSpec]:
     out: list[EngineSpec] = []
     for model in served_models(args):
         for group in model.groups:
-            if group.num_engines < 1:  # less than none: a rule reports it
+            if group.num_engines < 1:  # no engine; a rule reports a negative number
                 continue
             words = group_words(args, group)
             layout = parallel(words, group.num_gpus_per_engine, model.where)
@@ -110,24 +110,24 @@ def plan_engines(args: Settings) -> list[EngineSpec]:
                 raise ConfigError(
                     f"kv_transfer_config names no connector that the router knows: {', '.join(KV_CONNECTORS)}",
                     where=f"{model.where}, {group.role} engines",
-                    remedy="leave it out for NixlConnector",
+                    remedy="use one of these connectors, or remove the setting for NixlConnector",
                 )
     return out
 
 
 def _check_nodes(layout: Parallel, num_gpus: int, per_node: int, where: str) -> None:
-    """Raise ConfigError unless each replica of an engine of several nodes lies within a node or fills whole nodes."""
+    """Raise ConfigError unless each replica of a multi-node engine fits in a node or fills whole nodes."""
     replica = num_gpus // layout.data
     if num_gpus > per_node and per_node % replica and replica % per_node:
         raise ConfigError(
-            f"its {layout.data} data-parallel replicas of {replica} GPUs do not lie evenly on nodes of {per_node}",
+            f"its {layout.data} data-parallel replicas of {replica} GPUs do not fit evenly on nodes of {per_node}",
             where=where,
             remedy="choose a data parallel size so that a replica fills a part of a node, or whole nodes",
         )
 
 
 def has_router(args: Settings, num_engines: int) -> bool:
-    """Return whether a router stands before `num_engines` engines of a model; a single one may answer by itself."""
+    """Return whether a model with `num_engines` engines has a router; a single engine may answer by itself."""
     return num_engines > 1 or args.vllm_router_ip is not None or planned_kind(args).needs_router
 
 
@@ -159,9 +159,9 @@ def plan_routers(args: Settings, engines: list[EngineSpec]) -> list[RouterSpec]:
 
 
 def describe_engines(args: Settings) -> Iterator[str]:
-    """Yield the lines that `instep plan` prints about engines and routers, if the kind of the engines shows them.
+    """Yield the lines of `instep plan` about engines and routers, if the kind of the engines shows them.
 
-    Capitals stand for addresses, which are known when a run starts.
+    Words in capitals replace addresses, which are known only when a run starts.
     """
     kind, engines = planned_kind(args), plan_engines(args)
     nowhere = Addresses("HOST", "PORT")
@@ -186,7 +186,7 @@ def describe_engines(args: Settings) -> Iterator[str]:
 
 
 def _alike(engines: list[EngineSpec]) -> list[list[EngineSpec]]:
-    """Runs of consecutive engines that differ only in place and port."""
+    """Return runs of consecutive engines that differ only in place and port."""
     return [list(alike) for _, alike in groupby(engines, lambda engine: (engine.role, engine.flags, engine.parallel))]
 
 
@@ -200,7 +200,7 @@ def _summary(alike: list[EngineSpec]) -> str:
 
 
 def gpu_sharing(args: Settings) -> Sharing:
-    """Whether the engines that get weights are on the trainer's GPUs; None: on some, or it is not known, or a CPU."""
+    """Return whether the engines that get weights share the trainer's GPUs; None: some do, unknown, or on a CPU."""
     fed = [engine for engine in plan_engines(args) if engine.update_weights]
     if args.device == "cpu" or args.rollout_external_engine_addrs or not fed:
         return None
@@ -211,7 +211,7 @@ def gpu_sharing(args: Settings) -> Sharing:
 
 
 def planned_way(args: Settings) -> str:
-    """The way of the weight syncs, where the controller is on the host of rank 0; an open device is taken for GPUs."""
+    """Return the way of the weight syncs if the controller is on the host of rank 0; an open device counts as GPUs."""
     actor = make_plan(args).actor
     hosts = {slot.node for engine in plan_engines(args) if engine.update_weights for slot in engine.slots}
     one_host = not elsewhere(args) and hosts <= {slot.node for slot in actor[:1]}
@@ -219,6 +219,6 @@ def planned_way(args: Settings) -> str:
 
 
 def elsewhere(args: Settings) -> list[str]:
-    """Return those of `--rollout-external-engine-addrs` that are on another host."""
+    """Return the addresses of `--rollout-external-engine-addrs` on other hosts."""
     addresses = args.rollout_external_engine_addrs or ()
     return [a for a in addresses if a.rpartition(":")[0] not in ("127.0.0.1", "localhost")]

@@ -1,4 +1,4 @@
-"""Starts the engines and routers of a plan on this host."""
+"""Start the engines and routers of a plan on this host."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from instep_engine.guard import KEY_VARIABLE
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
 
-RESTART_SECONDS = 5.0  # until the port of an engine that has died must be free again
+RESTART_SECONDS = 5.0  # for the port of a dead engine to become free
 
 
 def log_name(spec: EngineSpec, node_rank: int = 0) -> str:
@@ -32,7 +32,7 @@ def log_name(spec: EngineSpec, node_rank: int = 0) -> str:
 
 
 def engine_at(args: Settings, spec: EngineSpec, at: Addresses, process: Process, user: int) -> Engine:
-    """Return the engine of `spec` that `process` runs, as `user`, and that answers at `at`."""
+    """Return the engine of `spec`: `process` runs it as `user`, and it answers at `at`."""
     url = f"http://{at.host}:{at.port}"
     keys.know(url, keys.run_key(), user=user if at.host == LOOPBACK else None)
     return Engine(
@@ -57,13 +57,13 @@ def start_engine(
     port: int | None = None,
     env: Mapping[str, str] | None = None,
 ) -> Engine:
-    """Start an engine on this host, on loopback; it is not ready yet when this returns.
+    """Start an engine on this host, on loopback; it is not ready yet on return.
 
     Args:
-        port: the port of an engine that is restarted; default: the port of the plan, or a free one.
+        port: the port of a restarted engine; default: the port of the plan, or a free one.
 
     Raises:
-        ConfigError: the wanted port is taken, or the engine could not serve.
+        ConfigError: the port is taken, or the engine could not serve.
     """
     kind = kind_of(args.rollout_backend)
     kind.check_start(args, spec)
@@ -85,7 +85,7 @@ def start_router(
     """Return the router of `--vllm-router-ip/-port`, or start a vllm-router here on loopback; it is not ready yet.
 
     Args:
-        engines: the engines that may stand behind it.
+        engines: the engines that the router may have.
 
     Raises:
         ConfigError: vllm-router is not installed.
@@ -101,7 +101,7 @@ def start_router(
 
     def start(urls: Sequence[str]) -> SupervisedProcess:
         words = spec.arguments(LOOPBACK, port, prometheus_port, [(roles[url], url) for url in urls])
-        # It sends that of OPENAI_API_KEY to prefill and decode engines.
+        # It sends the key in OPENAI_API_KEY to prefill and decode engines.
         env = {"RUST_LOG": "warn", KEY_VARIABLE: key, "OPENAI_API_KEY": key}
         return SupervisedProcess(name, [sys.executable, *router_command(words)], log, env)
 
@@ -111,7 +111,7 @@ def start_router(
 
 
 def start_gate(args: Settings, spec: RouterSpec, to: str, log_dir: Path, name: str = "gate") -> Gate:
-    """Start a gate before the router or engine `to`, at `spec.port` or a free one; it is not ready yet."""
+    """Start a gate in front of the router or engine `to`, at `spec.port` or a free port; it is not ready yet."""
     port = spec.port or free_port()
     command = [sys.executable, "-m", "instep.engines.gate_main", "--host", LOOPBACK, "--port", str(port), "--to", to]
     if (user := keys.user_at(to)) is not None:

@@ -1,4 +1,4 @@
-"""Tells the fork server of a run what its processes import."""
+"""Choose the imports of a run's fork server."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 
 def preload(args: Settings, *, trainer: bool = True) -> None:
-    """Let the fork server of this process, if there is one, import what workers and engines need.
+    """Let the fork server of this process, if there is one, import the modules of workers and engines.
 
-    Only with `--device cpu`: these imports have not been tested on a GPU host, where they might initialize CUDA.
+    Only with `--device cpu`: on a GPU host these imports are not tested, and might initialize CUDA.
     """
     if fork_server.current is None or args.device != "cpu":
         return
     modules = ["instep.training.worker"] if trainer else []
-    if trainer and args.train_backend == "hf":  # Megatron's stand-ins for CUDA would reach the engines, too
+    if trainer and args.train_backend == "hf":  # Megatron's replacements for CUDA would also reach the engines
         modules.append("instep.training.hf.backend")
     if args.rollout_backend == "embedded":
         modules.append("instep.engines.embedded.scheduler")

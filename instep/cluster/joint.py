@@ -1,4 +1,4 @@
-"""The processes of an engine that spans several nodes, as one process: it lives while all of them do."""
+"""The processes of an engine on several nodes, as one process: it lives as long as all of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from instep.system.processes import Ending, Process
 
 
 class JointProcess(Ending):
-    """A `processes.Process` of several `parts`; the first is on the engine's first node, which answers for all."""
+    """A `processes.Process` of several `parts`; the first runs on the engine's first node, which answers for all."""
 
     def __init__(self, parts: Sequence[Process]):
         self.parts = list(parts)
@@ -20,7 +20,7 @@ class JointProcess(Ending):
         return self.parts[0].pid
 
     def _faulty(self) -> Process:
-        """Return the first part that has died, or the first with a fault, or the part of the first node."""
+        """Return the first dead part, else the first with a fault, else the part of the first node."""
         dead = next((part for part in self.parts if not part.alive()), None)
         return dead or next((part for part in self.parts if part.fault() is not None), self.parts[0])
 

@@ -1,4 +1,4 @@
-"""The cluster starts and ends the processes of a run; it has one interface on one host and on a Ray cluster."""
+"""Start and end the processes of a run, with one interface for one host and for a Ray cluster."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def make_cluster(
     status: Callable[[str], None],
     memory: Path | None = None,
 ) -> Cluster:
-    """Return the cluster that `--cluster` names; nothing is started yet.
+    """Return the cluster of `--cluster`; nothing is started yet.
 
     Args:
         scratch: a temporary folder on this host.
-        status: tells the user what the start waits for.
+        status: reports to the user what the start waits for.
         memory: a folder in the shared memory of this host, where engines share their weights (single-copy).
     """
     if args.cluster == "ray":
@@ -76,7 +76,7 @@ class LocalCluster(Cluster):
 
     def _start_engine(self, spec: EngineSpec, port: int | None = None) -> Engine:
         args = self._args
-        # One core is left to the controller, HTTP and rewards, which feed the engines and take their responses.
+        # Leave one core to the controller, HTTP and rewards, which feed the engines and take their responses.
         cores = self._num_threads - (self._num_threads > 2)
         threads = max(1, cores // len(self._specs))
         env = self._devices(spec) if args.device == "cuda" and kind_of(args.rollout_backend).own_gpus else {}
@@ -90,7 +90,7 @@ class LocalCluster(Cluster):
         return start_engine(args, spec, num_threads=threads, log_dir=self._log_dir, port=port, env=env)
 
     def _devices(self, spec: EngineSpec) -> dict[str, str]:
-        """Return the environment in which an engine sees exactly the GPUs that the plan gives it."""
+        """Return the environment that shows an engine exactly its planned GPUs."""
         if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
             here = visible.split(",")
         else:

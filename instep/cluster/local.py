@@ -1,6 +1,6 @@
 """The `local` cluster: one supervised subprocess per training rank, on one host, without Ray.
 
-Controller and worker talk over a socket pair that nobody else holds. A request is `(method, args)`; its answers are
+Controller and worker talk over a socket pair that no other process has. A request is `(method, args)`. Its answers are
 any number of `("event", value)`, then one `("result", value)` or `("error", exception, traceback)`.
 """
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 CONNECTION_VARIABLE = "INSTEP_WORKER_FD"
 WORKER = "instep.cluster.worker_main"
-# Signs of it in a traceback of torch or Python, on GPUs and CPUs.
+# Signs of a lack of memory in a traceback of torch or Python, on GPUs and CPUs.
 OUT_OF_MEMORY = (
     "OutOfMemoryError",
     "DefaultCPUAllocator: can't allocate memory",
@@ -49,17 +49,17 @@ def worker_env(args: Settings, num_threads: int) -> dict[str, str]:
 
 
 class Joined(Protocol):
-    """A rank of the actor that another command starts, on this host."""
+    """A rank of the actor on this host that another command starts."""
 
     def start(self, log_dir: Path, env: Mapping[str, str], heartbeat: float | None) -> tuple[Process, Connection]: ...
 
 
-JOINED: dict[int, Joined] = {}  # by rank; the group of the actor takes them
+JOINED: dict[int, Joined] = {}  # by rank; the actor's group takes them
 
 
 class Inbox:
-    """The messages of several connections. Only whole ones come out, so that nobody waits for a sender that was stopped
-    or killed in the middle of one: each connection is read in a thread of its own."""
+    """The messages of several connections. It returns only whole messages: no caller waits for a sender that was
+    stopped or killed in the middle of one. So each connection has its own thread."""
 
     def __init__(self) -> None:
         self._messages: queue.SimpleQueue[tuple[Any, bytes | None]] = queue.SimpleQueue()
@@ -76,11 +76,11 @@ class Inbox:
             self.put(key, None)
 
     def put(self, key: Any, message: bytes | None) -> None:
-        """Take a message that came in another way; None ends those of `key`."""
+        """Add a message from another source; None ends the messages of `key`."""
         self._messages.put((key, message))
 
     def next(self, seconds: float) -> tuple[Any, bytes | None] | None:
-        """The key and bytes of the next message; None for the bytes: the connection has ended; None: nothing came."""
+        """Return key and bytes of the next message; None for the bytes: the connection ended; None: no message came."""
         try:
             return self._messages.get(timeout=seconds)
         except queue.Empty:
@@ -88,9 +88,9 @@ class Inbox:
 
 
 class WorkerGroup:
-    """The workers of one role (actor or critic); every method call goes to all ranks and has a deadline."""
+    """The workers of one role (actor or critic); every call goes to all ranks and has a deadline."""
 
-    waits_for = ""  # the present call, and the ranks that have not answered it
+    waits_for = ""  # the current call, and the ranks that have not answered it
     hooks: Sequence[tuple[str, str]] = ()  # the user's functions that may run in the ranks: flag and dotted path
 
     def __init__(
@@ -103,7 +103,7 @@ class WorkerGroup:
         module: str = WORKER,
     ):
         self.role = role
-        self.watch: Callable[[], None] = self.check_alive  # called while a call waits
+        self.watch: Callable[[], None] = self.check_alive  # called again and again during a call
         self._processes: list[Process] = []
         self._connections: list[Connection] = []
         for rank in range(num_ranks):
@@ -132,7 +132,7 @@ class WorkerGroup:
         return tuple(self._processes)
 
     def call(self, method: str, *args: Any, **how: Any) -> list[Any]:
-        """`start` a call, and wait for its results."""
+        """Call `start`, and wait for the results."""
         return self.start(method, *args, **how)()
 
     def start(
@@ -143,22 +143,22 @@ class WorkerGroup:
         per_rank: Sequence[tuple[Any, ...]] | None = None,
         on_event: Callable[[Any], None] | None = None,
     ) -> Callable[[], list[Any]]:
-        """Call `method` on every rank at once; the function that is returned waits for the results, by rank.
+        """Call `method` on every rank at once; return a function that waits for the results, by rank.
 
-        The next call may begin only after that.
+        The next call may begin only after this function.
 
         Args:
-            args: the arguments of every rank; `per_rank` instead gives each rank its own.
+            args: the arguments of every rank; `per_rank` gives each rank its own arguments instead.
             timeout: seconds from now until the call fails with the stacks of all ranks.
-            on_event: gets the events that ranks send before their results.
+            on_event: gets the events of ranks before their results.
 
         Raises (the function that waits):
-            WorkerError: a rank died, was stopped, raised or did not answer in time. Named errors of a rank and what
-                `watch` raises are raised unchanged.
-            RolloutError: a rank died by a fault in one of `hooks`.
+            WorkerError: a rank died, was stopped, raised or did not answer in time. Named errors of a rank and errors
+                of `watch` are raised unchanged.
+            RolloutError: a fault in one of `hooks` ended a rank.
         """
         deadline = time.monotonic() + timeout
-        requests: dict[int, memoryview] = {}  # ranks with the same arguments share one
+        requests: dict[int, memoryview] = {}  # ranks with the same arguments share one request
         for rank, connection in enumerate(self._connections):
             own = per_rank[rank] if per_rank is not None else args
             if (request := requests.get(id(own))) is None:
@@ -200,7 +200,7 @@ class WorkerGroup:
         return results
 
     def check_alive(self) -> None:
-        """Raise WorkerError if a rank has ended, has been stopped or hangs."""
+        """Raise WorkerError if a rank has ended, was stopped or hangs."""
         for rank, process in enumerate(self._processes):
             if process.fault():
                 self._raise_death(rank)
@@ -208,10 +208,10 @@ class WorkerGroup:
     def _raise_death(self, rank: int, method: str = "") -> NoReturn:
         process = self._processes[rank]
         fault = process.fault()
-        if fault is None:  # it closed its connection, so its end is a matter of moments
+        if fault is None:  # it closed its connection, so it ends in a moment
             process.died_within(1.0)
             fault = process.fault() or "closed its connection"
-        memory = f"; a SIGKILL usually means memory: {LESS_MEMORY}" if not process.alive() else ""
+        memory = f"; a SIGKILL usually means too little memory: {LESS_MEMORY}" if not process.alive() else ""
         during = f", during '{method}'" if method else ""
         ended = process.describe()
         written = fault_of(ended)
@@ -230,7 +230,7 @@ class WorkerGroup:
                 where=f"{traceback.rstrip().splitlines()[-1]} (its log: {self._processes[rank].log_path})",
                 remedy=f"{LESS_MEMORY}; run again to resume from the last checkpoint",
             )
-        deadline = time.monotonic() + 1.0  # a rank that lost a peer answers before the peer's death is seen
+        deadline = time.monotonic() + 1.0  # a rank may report a lost peer before the peer's death is noticed
         while self.num_ranks > 1 and time.monotonic() < deadline:
             for other, process in enumerate(self._processes):
                 if other != rank and not process.alive():
@@ -239,7 +239,7 @@ class WorkerGroup:
         raise WorkerError(
             f"{self.role} rank {rank} raised in '{method}':\n{traceback}",
             where=str(self._processes[rank].log_path),
-            remedy="if this came from a hook of yours, correct it there; otherwise please report it with this text",
+            remedy="if this came from your hook, correct the hook; otherwise please report it with this text",
         )
 
     def _raise_timeout(self, ranks: list[int], method: str, timeout: float) -> None:
@@ -250,9 +250,9 @@ class WorkerGroup:
         raise WorkerError(
             f"{self.role} rank(s) {ranks} did not answer '{method}' within {timeout:.0f} s; the stacks of all ranks:\n"
             + stacks,
-            remedy="the rank whose stack differs from the others is the one they wait for; "
+            remedy="the rank with a different stack is the one that the others wait for; "
             "raise --train-timeout if the work is simply larger",
-            where="the training workers; their logs lie in RUN_DIR/logs",
+            where="the training workers; their logs are in RUN_DIR/logs",
         )
 
     def close(self, grace: float = 3.0) -> None:
@@ -284,10 +284,10 @@ def start_rank(
 
 
 def pickled(message: Any) -> memoryview:
-    """The bytes of `message`. Tensors go as arrays, whose data is copied once; torch would copy it four times."""
+    """Return the bytes of `message`. Tensors become arrays, and their data is copied once, not four times (torch)."""
     out = io.BytesIO()
     pickler = pickle.Pickler(out, protocol=5)
-    if (kind := getattr(sys.modules.get("torch"), "Tensor", None)) is not None:  # a host of Ray imports no torch
+    if (kind := getattr(sys.modules.get("torch"), "Tensor", None)) is not None:  # a Ray host does not import torch
         pickler.dispatch_table = copyreg.dispatch_table | {kind: _reduced}
     pickler.dump(message)
     return out.getbuffer()
@@ -303,7 +303,7 @@ def _reduced(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _send(connection: Connection, request: memoryview) -> None:
-    with contextlib.suppress(OSError):  # the rank is dead, which the waiting side sees
+    with contextlib.suppress(OSError):  # the rank is dead; the waiting side notices it
         connection.send_bytes(request)
 
 
@@ -314,7 +314,7 @@ class WorkerChannel:
         self._connection = Connection(int(os.environ.pop(CONNECTION_VARIABLE)))
 
     def receive(self) -> tuple[str, tuple[Any, ...]]:
-        """Return the next request; EOFError when the controller has closed the connection."""
+        """Return the next request; raise EOFError when the controller has closed the connection."""
         return pickle.loads(self._connection.recv_bytes())
 
     def event(self, value: Any) -> None:

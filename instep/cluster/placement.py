@@ -1,7 +1,7 @@
-"""The placement: which GPU each rank and each engine gets, as a pure function of the arguments.
+"""The placement: the GPU of each rank and each engine, as a pure function of the arguments.
 
 Slots are numbered node by node, `--num-gpus-per-node` on each; without GPUs a slot is a CPU process. The actor's ranks
-take the first slots, then PPO's critic, then the engines; with `--colocate` the engines take those of the trainer.
+take the first slots, then PPO's critic, then the engines. With `--colocate` the engines take the trainer's slots.
 Engines come in the order of `--vllm-config`, where a placeholder keeps slots free.
 """
 
@@ -89,7 +89,7 @@ def make_plan(args: Settings) -> Plan:
 
 
 def node_size(args: Settings) -> int:
-    """Return the number of GPUs of a node. The only node of a local cluster holds all that a run asks for."""
+    """Return the number of GPUs of a node. The only node of a local cluster has all GPUs that the run asks for."""
     if args.command == "plan" or args.cluster == "ray":
         return int(args.num_gpus_per_node)
     trainer = args.actor_num_nodes * args.actor_num_gpus_per_node + num_critic_gpus(args)
@@ -107,9 +107,9 @@ def num_critic_gpus(args: Settings) -> int:
 def _role(role: str, num_nodes: int, num_gpus: int, per_node: int) -> int:
     if num_gpus > per_node:
         raise ConfigError(
-            f"{num_gpus} GPUs of a node that has {per_node}",
+            f"{num_gpus} GPUs are more than the {per_node} of a node",
             where=f"--{role}-num-gpus-per-node",
-            remedy=f"use at most {per_node}, or say with --num-gpus-per-node that the nodes have more",
+            remedy=f"use at most {per_node}, or set --num-gpus-per-node if the nodes have more",
         )
     return num_nodes * num_gpus
 
@@ -126,18 +126,18 @@ def _check_engines(model: ServedModel, per_node: int, *, colocate: bool) -> None
         if total % size:
             whose = "GPUs of the trainer (--colocate)" if colocate else "GPUs of --rollout-num-gpus"
             raise ConfigError(
-                f"{total} {whose} are no multiple of the {size} of an engine",
+                f"{total} {whose} are not a multiple of the {size} of an engine",
                 where=model.where,
                 remedy="use a divisor" if colocate else f"use {total // size * size or size} or another size",
             )
 
 
 def _check_colocated(args: Settings, models: tuple[ServedModel, ...], num_trainer: int, per_node: int) -> None:
-    """Raise ConfigError if engines leave GPUs of the trainer unused, or if one would lie across nodes."""
+    """Raise ConfigError if engines leave GPUs of the trainer unused, or if an engine would cross a node boundary."""
     total = sum(model.num_gpus for model in models)
     if args.vllm_topology is not None and total < num_trainer:
         raise ConfigError(
-            f"its groups take {total} GPUs, but the trainer's, which engines share with --colocate, are {num_trainer}",
+            f"its groups take {total} GPUs, but the trainer, which shares with engines (--colocate), has {num_trainer}",
             where=f"--vllm-config {args.vllm_config}",
             remedy="add a placeholder group for GPUs without an engine",
         )
@@ -146,7 +146,7 @@ def _check_colocated(args: Settings, models: tuple[ServedModel, ...], num_traine
             size = group.num_gpus_per_engine
             if group.num_engines and size < per_node < total and per_node % size:
                 raise ConfigError(
-                    f"engines of {size} GPUs on the trainer's would lie across nodes of {per_node}",
+                    f"engines of {size} GPUs on the trainer's would cross the boundaries of nodes of {per_node}",
                     where=f"{model.where} with --colocate",
                     remedy=f"use a divisor of {per_node}",
                 )
@@ -166,7 +166,7 @@ def describe(plan: Plan) -> list[tuple[str, int, str]]:
 
 
 def table(plan: Plan) -> Table:
-    """Return the table that `instep plan` prints."""
+    """Return the table for `instep plan`."""
     from rich.table import Table
 
     nodes = len(plan.nodes)

@@ -1,7 +1,7 @@
-"""The `ray` cluster: the same supervised processes as on the `local` one, on the nodes of a Ray cluster.
+"""The `ray` cluster: the same supervised processes as on the `local` cluster, on the nodes of a Ray cluster.
 
 Each node of the plan has one bundle of the placement group and one actor (`ray_host.Host`). Controller and workers
-exchange the same messages as on the local cluster; `ray_remote.py` says how they travel.
+exchange the same messages as on the local cluster; `ray_remote.py` describes their path.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
     from instep.arguments.args import Args
 
 STATUS_SECONDS = 15.0
-OBJECT_STORE_BYTES = 2**30  # for a Ray that instep starts: messages pass through it, nothing stays
-# Prefixes of the variables that all processes get from the controller's environment.
+OBJECT_STORE_BYTES = 2**30  # for a Ray that instep starts: messages pass through it, and do not stay
+# Prefixes of the controller's environment variables that all processes get.
 FORWARDED = ("PYTHONPATH", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "TORCH_", "PYTORCH_", "NCCL_", "GLOO_", "NVTE_")
 
 
 class RayCluster(Cluster):
-    """A cluster with all processes on the nodes of a Ray cluster, which is joined or started here."""
+    """A cluster with all processes on the nodes of a Ray cluster, which this process joins or starts."""
 
     def __init__(self, args: Args, *, log_dir: Path, with_engines: bool, status: Callable[[str], None]):
         super().__init__(args.public(), log_dir=log_dir, with_engines=with_engines)
@@ -108,7 +108,7 @@ class RayCluster(Cluster):
         return RayWorkerGroup(role, processes)
 
     def _devices(self, gpus: Sequence[int], node: int) -> dict[str, str]:
-        """Return the environment that shows these GPUs of the plan, whose order is that of Ray's ids on the node."""
+        """Return the environment that shows these GPUs of the plan; their order is that of Ray's ids on the node."""
         if self._args.device != "cuda":
             return {}
         ids, planned = self._hosts[node].info.gpus, self._plan.nodes[node]
@@ -124,8 +124,8 @@ class RayCluster(Cluster):
                 self.one_host = self.one_host and here(host)
                 if not here(host) and args.weight_sync in ON_ONE_HOST:
                     raise ConfigError(
-                        f"rank 0 of the trainer, the engines and this process share memory in this way of a sync, but "
-                        f"node {host.info.address} is another host than this one",
+                        f"with this way of a sync, rank 0 of the trainer, the engines and this process must share "
+                        f"memory, but node {host.info.address} is on another host than this process",
                         where=f"--weight-sync {args.weight_sync} with --cluster ray",
                         remedy="use --weight-sync disk (through --run-dir, on a folder that all hosts share), or start "
                         "from a node that has the CPUs and GPUs",
@@ -141,7 +141,7 @@ class RayCluster(Cluster):
                     raise ConfigError(
                         f"{self._log_dir.parent} is not the same folder on node {host.info.address}",
                         where="--run-dir",
-                        remedy="with several hosts put it, checkpoints and data on a file system that all of them see",
+                        remedy="put the run folder, checkpoints and data on a file system that all hosts share",
                     )
         finally:
             probe.unlink()
@@ -154,7 +154,7 @@ class RayCluster(Cluster):
 
 
 class Ray:
-    """The connection to a Ray cluster, or a Ray that belongs to this run and ends with it.
+    """The connection to a Ray cluster, or a Ray of this run alone, which ends with the run.
 
     Args:
         address: `--ray-address`.
@@ -169,20 +169,20 @@ class Ray:
         self._connected = False
 
     def connect(self, *, num_cpus: int, status: Callable[[str], None]) -> None:
-        """Join Ray, or start one with at least `num_cpus` slots, which count processes and bind none to a core.
+        """Join Ray, or start one with at least `num_cpus` slots; a slot counts one process and is not bound to a core.
 
         Raises:
             ConfigError: Ray is not installed, or there is no cluster at the address.
         """
         handler = signal.getsignal(signal.SIGTERM)
-        os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"  # no new Ray when something is asked after the end
+        os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"  # a late request must not start a new Ray
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
         if self.address == "local":
             options |= self._own(num_cpus)
         import ray  # after the environment: Ray reads it now
 
         try:
-            if self.address not in ("local", "auto"):  # Ray itself would need minutes to notice that nothing is there
+            if self.address not in ("local", "auto"):  # Ray itself needs minutes to notice a missing server
                 host, _, port = self.address.rpartition(":")
                 socket.create_connection((host, int(port)), timeout=5).close()
             ray.init(self.address, **options)
@@ -195,20 +195,20 @@ class Ray:
             ) from None
         finally:
             if threading.current_thread() is threading.main_thread():
-                signal.signal(signal.SIGTERM, handler)  # Ray sets its own
+                signal.signal(signal.SIGTERM, handler)  # Ray sets its own handler
         self._connected = True
         self._node_id = ray.get_runtime_context().get_node_id()
         nodes = [node for node in ray.nodes() if node["Alive"]]
-        where = "a Ray of this run's own" if self.address == "local" else f"Ray at {self.address}"
+        where = "a Ray for this run only" if self.address == "local" else f"Ray at {self.address}"
         status(f"{where}: {len(nodes)} node(s), {_total(nodes, 'CPU'):g} CPUs, {_total(nodes, 'GPU'):g} GPUs")
 
     def _own(self, num_cpus: int) -> dict[str, Any]:
-        """Return the options of a Ray that only holders of its token on this host can reach."""
+        """Return the options of a Ray that only processes on this host with its token can reach."""
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # read at import: Ray listens on loopback only
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         if "RAY_AUTH_MODE" not in os.environ:
             os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        # Ray opens its own folder to all users, so it gets one within ours. The names are short: paths of sockets are.
+        # Ray opens its folder to all users, so it gets one inside ours. Names are short: socket paths have a limit.
         root = os.environ.get("RAY_TMPDIR")
         self._scratch = Scratch("instep-ray-", Path(root) if root else None)
         folder = self._scratch.path
@@ -219,13 +219,13 @@ class Ray:
             "include_dashboard": False,
             "object_store_memory": OBJECT_STORE_BYTES,
             "_node_ip_address": "127.0.0.1",
-            # No idle workers, one per core; and actors, hence ranks and engines, at normal priority (Ray: nice 15).
+            # No idle workers (one per core); actors, and so ranks and engines, at normal priority (Ray: nice 15).
             "_system_config": {"prestart_worker_first_driver": False, "worker_niceness": 0},
             "_temp_dir": str(folder / "r"),
         }
 
     def reserve(self, plan: Plan, *, gpus: bool, timeout: float, status: Callable[[str], None]) -> list[HostHandle]:
-        """Wait for the plan's resources, then start an actor on each node; the first node is this one if it has room.
+        """Wait for the plan's resources, then start an actor on each node. This node is the first, if it has room.
 
         Raises:
             ConfigError: the cluster does not have the resources within `timeout` seconds.
@@ -265,7 +265,7 @@ class Ray:
         while not self._group.wait(POLL_SECONDS):
             nodes = [node for node in ray.nodes() if node["Alive"]]
             has = f"{len(nodes)} node(s) with {', '.join(f'{_total([n], kind):g}' for n in nodes)} {kind}s"
-            too_few = self.address == "local" and _total(nodes, kind) < plan.num_gpus  # that will not change
+            too_few = self.address == "local" and _total(nodes, kind) < plan.num_gpus  # this does not change
             if too_few or time.monotonic() > deadline:
                 free = ray.available_resources().get(kind, 0)
                 raise ConfigError(

@@ -1,7 +1,7 @@
-"""The actor that runs on each node of a Ray cluster and owns the worker and engine processes of that node.
+"""The actor on each node of a Ray cluster, which owns the worker and engine processes of that node.
 
 Every rank and engine is a supervised subprocess of the actor, as on the `local` cluster. So exit signals and logs are
-exact; when the controller dies, Ray ends the actor, and the actor's death ends its processes.
+exact. When the controller dies, Ray ends the actor, and the actor's death ends its processes.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from instep.system.ports import choose_port, free_port, free_ports
 from instep.system.private import private_files
 from instep.system.processes import SupervisedProcess, num_usable_cpus
 
-WATCH_SECONDS = 0.2  # between two looks at the processes
+WATCH_SECONDS = 0.2  # between two checks of the processes
 
 
 @dataclass(frozen=True)
 class HostInfo:
-    """A node as its actor sees it; `gpus` are the ids that Ray has assigned, in order; `user` is the one it runs as."""
+    """A node as its actor sees it; `gpus` are the ids from Ray, in order; `user` is the id of the actor's user."""
 
     node_id: str
     address: str
@@ -42,7 +42,7 @@ class HostInfo:
 
 @dataclass(frozen=True)
 class Fault:
-    """What is wrong with a process, as `SupervisedProcess` says it; nothing follows the report of a dead one."""
+    """The fault of a process, as `SupervisedProcess` reports it; a dead process reports nothing more."""
 
     what: str
     text: str
@@ -53,11 +53,11 @@ class Fault:
 class _Child:
     def __init__(self, process: SupervisedProcess, connection: Connection | None = None):
         self.process, self.connection = process, connection
-        self.dead = False  # when it was looked at last
+        self.dead = False  # at the last check
         self._reported = False
 
     def fault(self) -> Fault | None:
-        """Return what is wrong with the process; a fault of a living one is reported once."""
+        """Return the fault of the process; report the fault of a living process only once."""
         what, dead = self.process.fault(), not self.process.alive()
         if what is None or (self._reported and not dead):
             return None
@@ -69,11 +69,11 @@ class Host:
     """The actor. Ray calls its methods from several threads.
 
     Args:
-        folder: the controller's working directory, which must be on this node, too: relative paths count from it.
+        folder: the controller's working directory. It must exist on this node, too: relative paths start there.
     """
 
     def __init__(self, folder: str):
-        self._private = contextlib.ExitStack()  # as long as the actor lives
+        self._private = contextlib.ExitStack()  # open as long as the actor lives
         self._private.enter_context(private_files())
         self._children: dict[str, _Child] = {}
         self._lock = threading.Lock()
@@ -82,7 +82,7 @@ class Host:
         self._listeners: list[socket.socket] = []
 
     def info(self) -> HostInfo:
-        """Describe this node. Raises ConfigError if the working directory is not on it."""
+        """Return the facts about this node. Raise ConfigError if the working directory does not exist on it."""
         import ray
 
         try:
@@ -104,7 +104,7 @@ class Host:
     # ---- starting ------------------------------------------------------------------------------------------------
 
     def open_rendezvous(self) -> tuple[str, int]:
-        """Open the socket at which ranks meet, on this node's address only; returns its URL and its descriptor."""
+        """Open the socket where ranks meet, only on this node's address; return its URL and its descriptor."""
         listener = socket.socket()
         listener.bind((self._address, 0))
         listener.listen(4096)
@@ -118,21 +118,22 @@ class Host:
             self._children[name] = _Child(process, connection)
         self._inbox.read(name, connection)
         for listener in self._listeners if fds else ():
-            listener.close()  # it is the rank's now
+            listener.close()  # the rank owns it now
         return process.pid
 
     def choose_ports(
         self, port: int | None, host: str, patience: float, num_side_channel_ports: int
     ) -> tuple[int, int, int, int]:
-        """The ports of an engine whose first node is this one: of its server on `host` (`ports.choose_port`), where
-        its ranks meet, where its replicas meet, and the first side channel. Raises ConfigError if one is taken."""
+        """Return the ports of an engine whose first node is this one: for its server on `host`
+        (`ports.choose_port`), for the meeting of its ranks and of its replicas, and the first side channel. Raise
+        ConfigError if one is taken."""
         chosen = choose_port(port, host, patience)
         mine = self._address
         return chosen, free_port(mine), free_port(mine), free_ports(num_side_channel_ports, mine)
 
     def start_engine(self, name: str, log: str, words: Sequence[str], env: Mapping[str, str], heartbeat: float) -> int:
         """Start an engine's process on this node, Python with the arguments `words`, and return its pid."""
-        if "VLLM_HOST_IP" in env:  # one of several that find each other
+        if "VLLM_HOST_IP" in env:  # its processes on several nodes find each other
             env = self._with_interface(env)
         process = SupervisedProcess(name, [sys.executable, *words], Path(log), env, heartbeat=heartbeat)
         with self._lock:
@@ -140,7 +141,7 @@ class Host:
         return process.pid
 
     def _with_interface(self, env: Mapping[str, str]) -> Mapping[str, str]:
-        """`env` with the network interface on which alone gloo is to listen: that of this node's address."""
+        """Return `env` with the only network interface for gloo: the one with this node's address."""
         if "GLOO_SOCKET_IFNAME" in env:
             return env
         for name, addresses in psutil.net_if_addrs().items():
@@ -155,14 +156,14 @@ class Host:
     # ---- talking -------------------------------------------------------------------------------------------------
 
     def send(self, name: str, data: bytes) -> None:
-        """Send one message to a worker; `receive` reports it if the worker has died."""
+        """Send one message to a worker; `receive` reports a dead worker."""
         connection = self._children[name].connection
         assert connection is not None
         with contextlib.suppress(OSError):
             connection.send_bytes(data)
 
     def receive(self, seconds: float) -> list[tuple[str, bytes | Fault]]:
-        """The names of processes with the messages or faults that have come; waits at most `seconds` for the first."""
+        """Return process names with their new messages or faults; wait at most `seconds` for the first."""
         deadline = time.monotonic() + seconds
         out: list[tuple[str, bytes | Fault]] = []
         while not out and time.monotonic() < deadline:
@@ -178,7 +179,7 @@ class Host:
             for name, child in children.items():
                 late, child.dead = child.dead, not child.process.alive()
                 if child.dead and not late or name in heard:
-                    continue  # its last words come first, and may be on their way
+                    continue  # its last messages come first, and may be on their way
                 if (fault := child.fault()) is not None:
                     out.append((name, fault))
                     if fault.dead:
@@ -195,6 +196,6 @@ class Host:
     # ---- one process ---------------------------------------------------------------------------------------------
 
     def call_process(self, name: str, method: str, *args: Any) -> Any:
-        """Call a method of the `SupervisedProcess` of this name; None if it has gone already."""
+        """Call a method of the `SupervisedProcess` with this name; return None if it is gone."""
         child = self._children.get(name)
         return getattr(child.process, method)(*args) if child is not None else None

@@ -1,7 +1,7 @@
-"""Ends the Ray that a run started, when its controller was killed: `python -m instep.cluster.ray_reaper FOLDER`.
+"""End the Ray that a run started, after its controller was killed: `python -m instep.cluster.ray_reaper FOLDER`.
 
 Most processes of Ray end with their driver, but its agents stay for minutes and try to report to a Ray that is gone.
-FOLDER holds the sessions of this Ray.
+FOLDER has the sessions of this Ray.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _belongs(process: psutil.Process, folder: str) -> bool:
     """Return whether the process has a file below `folder` open; each process of Ray writes a log there."""
     try:
         return process.pid != os.getpid() and any(file.path.startswith(folder) for file in process.open_files())
-    except (psutil.Error, OSError):  # it is another user's, or has just ended
+    except (psutil.Error, OSError):  # another user's process, or it has just ended
         return False
 
 

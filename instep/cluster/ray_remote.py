@@ -21,7 +21,7 @@ from instep.errors import InstepError, WorkerError
 from instep.system.processes import Ending
 
 POLL_SECONDS = 1.0
-HOST_SECONDS = 60.0  # a node is lost if its actor is silent for so long; Ray itself notices most losses sooner
+HOST_SECONDS = 60.0  # a node is lost if its actor is silent for this long; Ray notices most losses sooner
 
 
 class RayWorkerGroup(WorkerGroup):
@@ -36,8 +36,8 @@ class RayWorkerGroup(WorkerGroup):
 
 
 class RemoteProcess(Ending):
-    """A `processes.Process` on another node, which reports its faults and death, and the controller's end of its
-    connection; `deliver` gets its messages, and None at their end."""
+    """A `processes.Process` on another node, which reports its faults and death. It is also the controller's end of
+    its connection: `deliver` gets its messages, and None at their end."""
 
     def __init__(self, host: HostHandle, name: str, log_path: Path):
         self.name, self.log_path, self._host = name, log_path, host
@@ -72,7 +72,7 @@ class RemoteProcess(Ending):
 
     def wait(self, seconds: float) -> None:
         if self.alive():
-            with contextlib.suppress(WorkerError):  # its node is being lost, and the process with it
+            with contextlib.suppress(WorkerError):  # its node is lost, and the process with it
                 self._host.ask("call_process", self.name, "wait", seconds, timeout=seconds + 5)
 
     def kill(self) -> None:
@@ -82,10 +82,10 @@ class RemoteProcess(Ending):
         self._host.tell("send", self.name, bytes(message))
 
     def close(self) -> None:
-        """The connection ends with the process."""
+        """Do nothing: the connection ends with the process."""
 
     def take(self, fault: Fault) -> None:
-        """Note what its node says of it; nothing follows its death."""
+        """Record a fault that its node reports; nothing follows its death."""
         if self.alive():
             self.reported = fault
             if fault.dead:
@@ -97,7 +97,7 @@ class RemoteProcess(Ending):
 
 
 class HostHandle:
-    """The controller's side of a node's actor, with a thread that forwards what the node reports."""
+    """The controller's side of a node's actor, with a thread that forwards the node's reports."""
 
     def __init__(self, actor: Any, timeout: float):
         self._actor = actor
@@ -108,8 +108,8 @@ class HostHandle:
         self._thread.start()
 
     def start(self, method: str, name: str, log_path: Path, *args: Any) -> RemoteProcess:
-        """Start a process there by a `method` of the actor that returns its pid."""
-        process = self._processes[name] = RemoteProcess(self, name, log_path)  # it may report before it is known here
+        """Start a process there with a `method` of the actor that returns its pid."""
+        process = self._processes[name] = RemoteProcess(self, name, log_path)  # first: it may report at once
         process.pid = self.ask(method, name, str(log_path), *args)
         return process
 
@@ -117,14 +117,14 @@ class HostHandle:
         """Call a method of the actor and wait for its result.
 
         Raises:
-            InstepError: what the method raised, or a WorkerError that says why there is no answer.
+            InstepError: the error of the method, or a WorkerError that says why there is no answer.
         """
         import ray
 
         try:
             return ray.get(getattr(self._actor, method).remote(*args), timeout=timeout)
         except ray.exceptions.RayError as error:
-            cause = getattr(error, "cause", None) or error  # what the method raised
+            cause = getattr(error, "cause", None) or error  # the error of the method
             if isinstance(cause, InstepError):
                 raise cause from None
             late = isinstance(error, ray.exceptions.GetTimeoutError)
@@ -149,7 +149,7 @@ class HostHandle:
         while not self._closed:
             try:
                 news = ray.get(self._actor.receive.remote(POLL_SECONDS), timeout=HOST_SECONDS)
-            except Exception as error:  # noqa: BLE001 - a thread's border: it becomes the death of the node's processes
+            except Exception as error:  # noqa: BLE001 - a thread ends here: report it as the death of the processes
                 for name, process in self._processes.items() if not self._closed else ():
                     text = f"{name} is lost with its node {self.info.address}: {why(error)}"
                     process.take(Fault("is lost", text, "see Ray's logs and its node", dead=True))
@@ -167,5 +167,5 @@ class HostHandle:
 
 
 def why(error: Exception) -> str:
-    """Return the beginning of the text of an error of Ray, on one line."""
+    """Return the beginning of the error text of Ray, on one line."""
     return " ".join(str(error).split())[:600] or type(error).__name__

@@ -1,4 +1,4 @@
-"""A worker process, which answers the controller's requests one by one until the controller closes the connection."""
+"""A worker process: it answers the controller's requests one by one until the controller closes the connection."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
-from os import _exit  # itself, whatever `raise_for_exit` makes of its name
+from os import _exit  # the original function, even after `raise_for_exit` replaced it
 from typing import Any
 
 from instep.cluster.local import WorkerChannel
@@ -15,7 +15,7 @@ from instep.system.importing import first_import
 from instep.system.processes import follow_parent
 
 with first_import("torch"):
-    import torch  # noqa: F401 - before all that is started here
+    import torch  # noqa: F401 - before anything starts here
 
 
 def main() -> int:
@@ -29,8 +29,8 @@ def main() -> int:
 
 
 def answer(make: Callable[[Callable[[Any], None]], Any]) -> int:
-    """Call the methods of what `make` makes, as the controller asks, until it closes the connection; `make` gets a
-    function that sends it an event."""
+    """Create an object with `make` and call its methods for the controller, until it closes the connection. `make`
+    gets a function that sends an event to the controller."""
     follow_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller decides when to end
     raise_for_exit()
@@ -39,11 +39,11 @@ def answer(make: Callable[[Callable[[Any], None]], Any]) -> int:
     while True:
         try:
             method, args = channel.receive()
-        except (EOFError, OSError):  # the controller has ended, perhaps in the middle of a request
+        except (EOFError, OSError):  # the controller ended, perhaps in the middle of a request
             return 0
         try:
             result = getattr(worker, method)(*args)
-        except BaseException as error:  # noqa: BLE001 - the border, also for a hook's sys.exit(): the controller raises it
+        except BaseException as error:  # noqa: BLE001 - also a hook's sys.exit(): the controller raises it
             channel.error(error, traceback.format_exc())
         else:
             channel.result(result)

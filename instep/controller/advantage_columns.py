@@ -1,7 +1,6 @@
-"""The column `advantages` of a rollout from its rewards, as flags and hooks ask for it.
+"""Compute the column `advantages` of a rollout from its rewards, with the estimator and hooks that the flags name.
 
-Statistics over groups and over the rollout belong to the controller, because the samples of a group may lie on several
-data-parallel ranks.
+The controller computes it: statistics cover groups and the rollout, and a group may be spread over data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -35,19 +34,19 @@ def add_advantages(
 ) -> dict[str, float]:
     """Set the token column `advantages`, and `returns` where the estimator has a critic (column `values`).
 
-    Reads the sample column `rewards`, the token column `loss_mask`, with `--kl-coef` `log_probs` and `ref_log_probs`,
-    with `--use-opd` `log_probs` and `teacher_log_probs`. In this order: penalty on overlong responses, KL, comparison
-    within groups, advantages of tokens, distance to the teacher, whitening.
+    Read the sample column `rewards` and the token column `loss_mask`; with `--kl-coef` also `log_probs` and
+    `ref_log_probs`; with `--use-opd` also `log_probs` and `teacher_log_probs`. The order is: penalty on overlong
+    responses, KL, comparison within groups, advantages of tokens, distance to the teacher, whitening.
 
     Args:
-        samples: those of the batch, in its order; hooks get them.
+        samples: the samples of the batch, in its order; hooks get them.
         hook_args: the view of `args` that hooks get.
 
     Returns:
-        The metrics of the rollout that are known here, by full name.
+        The metrics of the rollout that are computed here, by full name.
 
     Raises:
-        RolloutError: no advantages can be made from the rewards, or from what a hook returned.
+        RolloutError: the rewards, or what a hook returned, give no advantages.
     """
     metrics: dict[str, float] = {}
     columns, lengths, mask = batch.token_columns, batch.response_lengths, batch.token_columns["loss_mask"]
@@ -125,7 +124,7 @@ def _compared(
 
 
 def processed_rewards(hook: Hook, answer: Any, samples: list[Sample]) -> list[float]:
-    """Return the rewards of what a `--custom-reward-post-process-path` has returned: (raw_rewards, rewards)."""
+    """Return the rewards from the answer of `--custom-reward-post-process-path`: (raw_rewards, rewards)."""
     expected = f"(raw_rewards, rewards), one of each for {len(samples)} samples"
     if not isinstance(answer, tuple) or len(answer) != 2:
         raise hook.wrong(answer, expected)
@@ -144,10 +143,10 @@ def processed_rewards(hook: Hook, answer: Any, samples: list[Sample]) -> list[fl
 def _custom(
     batch: TokenBatch, inputs: Inputs, samples: list[Sample], args: Settings, hook_args: HookSettings
 ) -> Estimate:
-    """Call `--custom-advantage-function-path`: fn(args, rollout_data) sets "advantages" (and "returns") in the latter.
+    """Call `--custom-advantage-function-path`: fn(args, rollout_data) sets "advantages" (and "returns") in the data.
 
     `rollout_data` has lists with one entry per sample, under slime's names: token columns as tensors
-    `[response_length]`, `tokens` as a tensor `[total_length]`; `samples`; sample columns, the user's own among them.
+    `[response_length]`; `tokens` as a tensor `[total_length]`; `samples`; sample columns, with those of the user.
     """
     path, lengths = str(args.custom_advantage_function_path), inputs.response_lengths
     kl = torch.zeros_like(inputs.loss_mask) if inputs.kl is None else inputs.kl
@@ -167,11 +166,11 @@ def _custom(
     hook.call(hook_args, rollout_data, where=f"rollout_data has {', '.join(sorted(rollout_data))}")
     found = [_flat(rollout_data.get(name), name, lengths, hook) for name in ("advantages", "returns")]
     if found[0] is None:
-        remedy = 'set rollout_data["advantages"], a tensor a sample'
+        remedy = 'set rollout_data["advantages"] to one tensor per sample'
         raise RolloutError("it set no advantages", where=hook.place(), remedy=remedy)
     if found[1] is None and inputs.values is not None:
-        remedy = 'set rollout_data["returns"], too: advantages + values, say'
-        raise RolloutError("it set no returns, which the critic learns", where=hook.place(), remedy=remedy)
+        remedy = 'also set rollout_data["returns"], for example advantages + values'
+        raise RolloutError("it set no returns, and the critic needs them", where=hook.place(), remedy=remedy)
     return Estimate(found[0], found[1])
 
 
@@ -192,7 +191,7 @@ def _flat(rows: Any, name: str, lengths: list[int], hook: Hook) -> Tensor | None
 
 
 def _check_finite(name: str, values: Tensor, batch: TokenBatch, args: Settings) -> None:
-    if math.isfinite(values.sum()):  # so are all; a sum of finite ones may be too large
+    if math.isfinite(values.sum()):  # then all values are finite; a sum of finite values may overflow
         return
     bad = ~values.isfinite() & (batch.token_columns["loss_mask"] > 0)
     if not bool(bad.any()):
@@ -202,7 +201,7 @@ def _check_finite(name: str, values: Tensor, batch: TokenBatch, args: Settings) 
     raise RolloutError(
         f"the {name} of {int(bad.sum())} trained tokens are not finite",
         where=f"group {group}, sample {index}; {_where(args)}",
-        remedy="look at this sample's rewards and log-probs, which they are made from",
+        remedy="look at the rewards and log-probs of this sample: the values are computed from them",
     )
 
 

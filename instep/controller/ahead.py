@@ -1,4 +1,4 @@
-"""Rollouts that are generated while the workers train: a round ahead of them, or group by group."""
+"""Rollouts that are generated while the workers train: one round ahead, or group by group."""
 
 from __future__ import annotations
 
@@ -20,17 +20,16 @@ if TYPE_CHECKING:
 
 
 class RoundsAhead:
-    """While one round is trained on, the next one is generated in a thread of its own, by any rollout function.
+    """Generate the next round in a separate thread while one round is trained, with any rollout function.
 
-    A round whose groups are finished in the ledger when it is made stands ready: a checkpoint has kept it.
-
+    If a checkpoint restored all groups of a round as finished in the ledger, that round is ready at once.
     Args:
-        num_rounds: 1, or 0: a round begins when it is taken, as in `instep train`.
+        num_rounds: 1; or 0: a round begins when it is taken, as in `instep train`.
     """
 
     def __init__(self, controller: Controller, num_rounds: int):
         self._controller, self._num_rounds = controller, num_rounds
-        self._next: Future[Rollout] | None = None  # of the round that is taken next
+        self._next: Future[Rollout] | None = None  # the round that is taken next
         first = controller.start_rollout_id
         if (groups := controller.ledger.finished) and first < controller.num_rollout:
             self._next = Future()
@@ -38,10 +37,10 @@ class RoundsAhead:
             self._next.set_result(controller.rollout_of(first, output, 0, {}))
 
     def take(self, rollout_id: int) -> Rollout:
-        """Wait for the rollout of a round, and let the next one begin.
+        """Wait for the rollout of a round, and start the next one.
 
         Raises:
-            InstepError: that of the rollout function, or of a process that has died.
+            InstepError: the rollout function failed, or a process died.
         """
         if self._next is None:
             self._begin(rollout_id)
@@ -50,10 +49,10 @@ class RoundsAhead:
         if self._num_rounds and rollout_id + 1 < self._controller.num_rollout:
             self._begin(rollout_id + 1)
         metrics = {f"async/{name}_seconds": seconds for name, seconds in rollout.seconds.items()}
-        return replace(rollout, metrics=rollout.metrics | metrics, seconds={})  # those of the waiting are the step's
+        return replace(rollout, metrics=rollout.metrics | metrics, seconds={})  # the step counts its waiting time
 
     def sync(self, rollout_id: int) -> None:
-        """Sync when no response is under way; `rollout_id` is the round that was trained last."""
+        """Sync when no response is in progress; `rollout_id` is the round that was trained last."""
         if self._next is not None:
             self._result()
         self._controller.sync_weights()
@@ -70,13 +69,13 @@ class RoundsAhead:
 
 
 class GroupsAhead:
-    """Groups are generated all the time, as many as rounds may train on whose weights are few enough versions newer.
+    """Generate groups all the time, as many as later rounds may use within `--max-staleness`.
 
-    Responses under way meet the syncs, whose `--pause-mode` says what becomes of them; in deterministic mode they end
-    before.
+    A sync may come while responses are generated: `--pause-mode` decides what happens to them. In deterministic mode
+    they end before the sync.
 
     Args:
-        syncs_after: whether a sync comes after a round.
+        syncs_after: whether a sync follows a round.
     """
 
     def __init__(self, controller: Controller, syncs_after: Callable[[int], bool]):
@@ -88,10 +87,10 @@ class GroupsAhead:
         self._open(first)
 
     def take(self, rollout_id: int) -> Rollout:
-        """Wait for the groups of a round; others may begin in their place.
+        """Wait for the groups of a round; new groups may begin in their place.
 
         Raises:
-            InstepError: that of a group, or of a process that has died.
+            InstepError: a group failed, or a process died.
         """
         controller, bound = self._controller, self._bound
         engines, trainer = controller.deployment.version, controller.deployment.trained_version
@@ -109,23 +108,23 @@ class GroupsAhead:
         return controller.rollout_of(rollout_id, output, self._num_dropped - before, {})
 
     def sync(self, rollout_id: int) -> None:
-        """Sync while responses are under way; `rollout_id` is the round that was trained last."""
+        """Sync while responses are generated; `rollout_id` is the round that was trained last."""
         if self._args.deterministic_mode:
             with self._controller.log.phase("wait"):
-                self._controller.call(lambda: runtime.run(self._stream.settled()), "the groups that are under way")
+                self._controller.call(lambda: runtime.run(self._stream.settled()), "the groups in progress")
         self._controller.sync_weights()
         self._open(rollout_id + 1)
 
     def _open(self, rollout_id: int) -> None:
-        """Let groups begin with the weights that a sync has just brought; `rollout_id` is the round that comes next."""
+        """Let groups begin with the weights of the last sync; `rollout_id` is the next round."""
         left = rollout_id < self._controller.num_rollout
         room = self._args.rollout_batch_size + self._places(rollout_id, self._bound) if left else 0
         runtime.run(self._stream.open(self._controller.deployment.version, room))
 
     def _places(self, rollout_id: int, age: int) -> int:
-        """How many groups later rounds take whose weights are at most `age` versions newer than the engines' in this.
+        """Return the number of groups that later rounds take, if trained weights are at most `age` versions newer.
 
-        Round r + 1 trains weights that are one version newer than those that the engines have when round r is taken.
+        Round r + 1 trains weights that are one version newer than the engines' weights when round r is taken.
         """
         num_rounds = 0
         while age > 0 and rollout_id + 1 < self._controller.num_rollout:
@@ -136,7 +135,7 @@ class GroupsAhead:
 
 
 def rollouts_ahead(controller: Controller, syncs_after: Callable[[int], bool]) -> RoundsAhead | GroupsAhead:
-    """As `--max-staleness` says: one round ahead without it, none with 0, else group by group."""
+    """Return the rollouts for `--max-staleness`: without it one round ahead, with 0 none, else group by group."""
     args, left = controller.args, controller.start_rollout_id < controller.num_rollout
     if args.max_staleness and args.load_debug_rollout_data is None and left:
         return GroupsAhead(controller, syncs_after)

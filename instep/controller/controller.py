@@ -1,8 +1,8 @@
-"""The controller: the one process that owns the order of a run.
+"""The controller: the one process that decides the order of a run.
 
-It holds the data source, the ledger and the run's state, and keeps the records; the weights live in the workers and the
-engines of its deployment. The schedule of a run is in `instep/train_sync.py`, which hands each round from call to call
-as a value: what is kept here belongs to the run.
+It has the data source, the ledger and the run's state, and writes the records. The weights are in the workers and
+engines of its deployment. The schedule of a run is in `instep/train_sync.py`, which passes each round from call to call
+as a value. The controller keeps only what belongs to the run.
 """
 
 from __future__ import annotations
@@ -66,18 +66,18 @@ from instep.types import RolloutFnTrainOutput
 
 
 class Controller:
-    """A run, as a context manager: leaving it ends every process that the run has started.
+    """A run, as a context manager: its exit ends every process that the run started.
 
     Args:
         title: of the run, for people.
-        with_engines: whether anything generates.
+        with_engines: whether any engine generates.
     """
 
     def __init__(self, args: Args, *, title: str, with_engines: bool = True):
         self.run_dir, self.totals = Path(args.run_dir), Totals()
         folders = {"--run-dir": args.run_dir, "--save": args.save, "--critic-save": args.critic_save}
         with ExitStack() as undo:
-            for lock in lock_folders(folders):  # in a notebook the traceback of an error would keep them
+            for lock in lock_folders(folders):  # in a notebook the traceback of an error would keep the locks
                 undo.callback(lock.release)
             undo.callback(runtime.shutdown)
             if own_hooks(args):
@@ -86,15 +86,15 @@ class Controller:
             self._undo = undo.pop_all()
 
     def _prepare(self, args: Args, title: str, with_engines: bool) -> None:
-        """Read and check all that a run needs before a process is started."""
+        """Read and check all that a run needs before a process starts."""
         self.args = args = resolve_on_machine(args, with_engines=with_engines)
         hf_config = check_hf_checkpoint(Path(args.hf_checkpoint))
         runtime_attributes: Runtime = {}
-        self.hook_args = args.view(runtime_attributes)  # what hooks get: read-only, no secrets
+        self.hook_args = args.view(runtime_attributes)  # for hooks: read-only, no secrets
         self.ledger = Ledger()
         for root in filter(None, (args.save, args.critic_save)):
             finish_renames(Path(root))
-        self._beginning = beginning(args)  # refuses before the log of the earlier session is touched
+        self._beginning = beginning(args)  # raises before the log of the earlier session changes
         resumed, self.start_rollout_id = self._beginning.state, self._beginning.rollout_id
         os.environ[STARTED] = (resumed or {}).get("started") or time.strftime("%Y-%m-%dT%H:%M:%S")
         source = load_source(args, self.hook_args, hf_config.get("text_config", hf_config)["vocab_size"])
@@ -112,7 +112,7 @@ class Controller:
         self._space = check_space(args, num_saves(args, self.num_rollout - self.start_rollout_id))
         self._trial = HookTrial(args, self.hook_args, source)
         if self._has_work:
-            self._trial.before_start()  # also before that
+            self._trial.before_start()  # also before the log changes
         self.log = RunLogger(
             self.run_dir,
             args.to_dict(),
@@ -136,7 +136,7 @@ class Controller:
 
     def __enter__(self) -> Controller:
         self._undo.callback(torch.set_num_threads, torch.get_num_threads())
-        torch.set_num_threads(1)  # those of a pool would spin between the short operations that are done here
+        torch.set_num_threads(1)  # a thread pool would spin between the short operations of the controller
         self._memory.start()
         self._undo.callback(dump_on_signal(self._dump))
         self.log.__enter__()
@@ -152,8 +152,8 @@ class Controller:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        left = isinstance(error, GeneratorExit)  # a user's own loop, which is no failure
-        with self._undo:  # also when a second Ctrl-C comes in between
+        left = isinstance(error, GeneratorExit)  # a user's loop ended early: this is not a failure
+        with self._undo:  # runs also after a second Ctrl-C
             self._undo.callback(self.log.__exit__, *((None, None, None) if left else (kind, error, traceback)))
             to_go_on, status = "", "left" if left else "interrupted"
             self._saves.last()
@@ -172,7 +172,7 @@ class Controller:
         for line in (*self._beginning.notes, *self._space):
             self.log.progress.line(line)
         if self.start_rollout_id >= self.num_rollout > 0:
-            covered = f": {self._beginning.checkpoint} covers all before it" if self._beginning.state else ""
+            covered = f": {self._beginning.checkpoint} covers all earlier ones" if self._beginning.state else ""
             what = f"the next rollout would be {self.start_rollout_id} of --num-rollout {self.num_rollout}{covered}"
             self.log.progress.line(f"nothing is left to train, {what}")
         if (state := self._beginning.state) is not None and (folder := self._beginning.checkpoint) is not None:
@@ -197,19 +197,19 @@ class Controller:
 
     @property
     def _has_work(self) -> bool:
-        """Whether anything is left to train or to evaluate."""
+        """Whether there is something left to train or to evaluate."""
         return self.start_rollout_id < self.num_rollout or self.args.eval_interval is not None
 
     # ---- what the loop calls -------------------------------------------------------------------------------------
 
     def sync_weights(self) -> None:
-        """Bring a new version of the policy to every engine; nothing happens without workers or without engines."""
+        """Bring a new version of the policy to every engine; do nothing without workers or without engines."""
         result = self.deployment.sync_weights()
         if result is not None:
             self.totals.add_sync(result)
 
     def generate(self, rollout_id: int) -> Rollout:
-        """Generate the groups of one round, with rewards; they are finished in the ledger."""
+        """Generate the groups of one round, with rewards, and finish them in the ledger."""
         runtime.set_progress_listener(lambda done, total, extra: self.log.status(f"groups {done}/{total}"))
         version, dropped_before = self.deployment.version or None, self.ledger.num_dropped
         data, early = self.data_source.of_round(rollout_id, version), None
@@ -227,7 +227,7 @@ class Controller:
         data.finish_rollout(output.samples)
         num_dropped = self.ledger.num_dropped - dropped_before
         rollout = self.rollout_of(rollout_id, output, num_dropped, {"rollout": phase.seconds})
-        if self.deployment.engines and idle < 0.99 * phase.seconds:  # else nobody asks through the client
+        if self.deployment.engines and idle < 0.99 * phase.seconds:  # else the client is not used
             rollout.metrics["perf/reward_seconds"] = idle
         return replace(rollout, early=early)
 
@@ -237,18 +237,18 @@ class Controller:
         """Record and return the rollout of one round, whose groups are finished in the ledger."""
         metrics = metrics_of_rollout(self.hook_args, rollout_id, output, seconds.get("rollout", 0.0))
         metrics["rollout/num_dropped_groups"] = float(num_dropped)
-        if rollout_id == self.start_rollout_id:  # not hours later, at the first save
+        if rollout_id == self.start_rollout_id:  # an error now is better than one at the first save, hours later
             check_savable(self.args, (sample for group in output.samples for sample in group))
         rollout = Rollout(rollout_id, output.samples, metrics, seconds)
         self._records.generated(rollout, output.metrics)
         return rollout
 
     def call(self, work: Callable[[], Any], what: str, **more: Any) -> Any:
-        """Call a rollout function in a thread that is watched; see `Watch.run`."""
+        """Call a rollout function in a watched thread; see `Watch.run`."""
         return self._watch.run(work, timeout=self.args.rollout_timeout, what=what, **more)
 
     def train(self, rollout: Rollout) -> TrainedRollout | None:
-        """Train on one rollout, which consumes its groups in the ledger; None with `--debug-rollout-only`."""
+        """Train on one rollout and consume its groups in the ledger; return None with `--debug-rollout-only`."""
         args, rollout_id, groups = self.args, rollout.rollout_id, rollout.groups
         if args.debug_rollout_only:
             return None
@@ -271,7 +271,7 @@ class Controller:
                 )
         except SyncError as error:
             raise self.deployment.accused(error, rollout_id) from error
-        finally:  # also when the training failed: then they are looked at
+        finally:  # also after a failed training: then users look at the records
             self._records.trained(rollout, batch)
         self.ledger.consume(groups)
         metrics = {**batch.metrics, **training_metrics(batch.steps), **memory, **self.deployment.memory("train")}
@@ -285,14 +285,14 @@ class Controller:
         self.deployment.stepped()
         self.totals.add_training(batch)
         if self._training.uses_reference and (n := args.ref_update_interval) and (rollout_id + 1) % n == 0:
-            self._saves.wait()  # which may copy the reference as it is
+            self._saves.wait()  # it may still copy the old reference
             self._require_trainer().refresh_reference()
         return trained
 
     def evaluate(self, rollout_id: int) -> dict[str, float]:
-        """Evaluate the policy on every evaluation data set; the metrics are kept for the summary."""
+        """Evaluate the policy on every evaluation data set, and keep the metrics for the summary."""
         if not self.deployment.engines:
-            self.log.progress.line("there is no engine: the evaluation is left out")
+            self.log.progress.line("there is no engine: the evaluation is skipped")
             return {}
         with self.log.phase("eval", rollout_id):
             call = partial(self._eval_hook.call, self.hook_args, rollout_id, self.data_source, evaluation=True)
@@ -306,20 +306,20 @@ class Controller:
         return metrics
 
     def save(self, rollout_id: int) -> None:
-        """Write the checkpoints that `--save`, `--critic-save` and `--save-hf` ask for."""
+        """Write the checkpoints of `--save`, `--critic-save` and `--save-hf`."""
         with self.log.phase("save", rollout_id) as phase:
-            self.log.sync()  # rows that the checkpoint covers
+            self.log.sync()  # the checkpoint covers these rows
             try:
                 self._saves.wait()
                 with self.deployment.trainer_at_work():
                     self._saves.write(self._require_trainer(), rollout_id, partial(self._state, rollout_id))
             except CheckpointError:
-                self.log.check()  # the better name for it, where the run's folder is gone
+                self.log.check()  # a clearer error, if the run's folder is gone
                 raise
         self.log.log(rollout_id, {"perf/save_seconds": phase.seconds, **self._saves.metrics()})
 
     def _state(self, rollout_id: int) -> dict[str, Any]:
-        """What a resume goes on with, beside the trainer's files."""
+        """Return the state that a resume needs, besides the trainer's files."""
         return {
             "rollout_id": rollout_id,
             **self.totals.state(),
@@ -332,13 +332,13 @@ class Controller:
         }
 
     def finish_step(self, rollout: Rollout, trained: TrainedRollout | None) -> dict[str, float]:
-        """Check the ledger, log the metrics of one round and return them; untrained groups are consumed here."""
+        """Check the ledger, log the metrics of one round and return them; consume untrained groups here."""
         if trained is None:
             self.ledger.consume(rollout.groups)
             trained = TrainedRollout({}, {}, 0)
         self.ledger.check()
         self._saves.check()
-        # Syncs and evaluations belong to no round: those since the last line.
+        # Syncs and evaluations belong to no round: count those since the last line.
         seconds = {**rollout.seconds, **trained.seconds, **self.log.take_seconds("sync", "eval", "wait")}
         generated = rollout.num_response_tokens if self.deployment.engines else None
         early = rollout.early.metrics() if rollout.early is not None else {}
@@ -357,7 +357,7 @@ class Controller:
         return metrics
 
     def finish(self) -> dict[str, Any]:
-        """Write summary.json and report.html, and print the table at the end; a save in flight ends before."""
+        """Write summary.json and report.html, and print the final table, after a pending save has ended."""
         self._saves.wait()
         if written := self._saves.metrics():
             self.log.log(self.num_rollout - 1, written)
@@ -368,7 +368,7 @@ class Controller:
         return self.totals.summary(self._memory.peak, self.ledger.counts(), ends) | self._saves.exported
 
     def _dump(self) -> None:
-        """Write stacks and queues of all processes into a file, as SIGUSR1 asks for."""
+        """Write stacks and queues of all processes into a file, on SIGUSR1."""
         deployment, counts = self.deployment, self.ledger.counts()
         calls = [f"{g.role}: {g.waits_for}" for g in deployment.worker_groups if g.waits_for]
         queues = {

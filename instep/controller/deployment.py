@@ -1,4 +1,4 @@
-"""The processes of a run, its workers, engines and routers: started, made ready, synced, watched and ended together."""
+"""The processes of a run: workers, engines and routers. They are started, synced, watched and ended together."""
 
 from __future__ import annotations
 
@@ -49,17 +49,17 @@ if TYPE_CHECKING:
 
 
 class Deployment:
-    """The processes of one run. `start` makes them ready; `close` ends them, also after a `start` that has failed.
+    """The processes of one run. `start` makes them ready; `close` ends them, also after a failed `start`.
 
     Args:
-        hook_args: the view of `args` that hooks get; `runtime` is its part that is known only when engines run.
+        hook_args: the view of `args` that hooks get; `runtime` is its part that is known only once engines run.
         hf_config: config.json of `--hf-checkpoint`.
-        beginning: the checkpoint that the weights come from, and the state of the run that goes on.
+        beginning: the checkpoint of the weights, and the state of a resumed run.
 
     Attributes:
-        engines: of all models; none before `start`.
-        worker_groups: the workers of the actor and of the critic, if there are any; none before `start`.
-        trainer: the workers with their models loaded; None with `--debug-rollout-only`.
+        engines: of all models; empty before `start`.
+        worker_groups: the workers of the actor and of the critic, if there are any; empty before `start`.
+        trainer: the workers with loaded models; None with `--debug-rollout-only`.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Deployment:
     def start(self) -> None:
         """Start all processes, load the models, and let the engines serve the weights of `--hf-checkpoint`."""
         check_loopback()
-        self._shared()  # a server that has ended is noticed before anything starts
+        self._shared()  # reports a dead server before anything starts
         args, turns, line = self._args, self._turns, self._log.progress.line
         if (teacher := served_teacher(args)) is not None and not args.debug_rollout_only:
             self._bound_context(teacher.check(tokenizer_of(args)))
@@ -126,14 +126,14 @@ class Deployment:
             self._log.status(
                 "top-p/top-k: the engine's log-probs are of the truncated distribution, the gap shows the difference"
             )
-        if cluster.room is not None:  # engines import until the trainer has left the GPUs
+        if cluster.room is not None:  # engines only import until the trainer has left the GPUs
             self._load_trainer(cluster)
-            if self.trainer is not None:  # its layers are compiled while the engines start
+            if self.trainer is not None:  # compile its layers while the engines start
                 self.trainer.actor.probe_log_probs(self._proof(128).probe.batch(), args.sync_timeout)
             turns.leave()
             cluster.room.touch()
             proof = self._wait_ready(fleet)
-        elif turns.sleeps:  # engines measure the memory that is free
+        elif turns.sleeps:  # engines measure the free memory
             timeout = args.worker_start_timeout + args.engine_start_timeout
             setup = cluster.setup_requests
             imports = [g.start("prepare", setup[g.role][0][0], timeout=timeout) for g in self.worker_groups]
@@ -154,9 +154,9 @@ class Deployment:
             self._sync = WeightSync(args, actor, way, self._shared(), proof=proof, start_on=fleet.start_on, turns=turns)
             if turns.are_taken:
                 self._sync.begin([engine for engine in self.engines if engine.update_weights])
-            # The first sync of a resume brings the weights of the checkpoint, which have this version already.
+            # The first sync of a resume brings the weights of the checkpoint, which already have this version.
             self._sync.version = max(0, int((self._beginning.state or {}).get("version", 0)) - 1)
-        fleet.admit(self.engines)  # with --hf-checkpoint's weights: a trial keeps nothing of what they make
+        fleet.admit(self.engines)  # with --hf-checkpoint's weights: a trial keeps nothing that they generate
         if (name := args.ref_served_model) and (reference := served_reference(args, self._hook_args)) is not None:
             self._bound_context(reference.check(tokenizer_of(args), fleet.of_model(name)[0].url))
 
@@ -180,7 +180,7 @@ class Deployment:
         return Proof(self._args, vocab_size=int(config["vocab_size"]), max_len=max_len, start=start_token(config))
 
     def _wait_ready(self, fleet: Fleet) -> Proof | None:
-        """Wait for the engines, of which one writes the first texts of the probe."""
+        """Wait for the engines; one of them writes the first texts of the probe."""
         fleet.wait_ready(self._args.engine_start_timeout)
         if not self.engines or self._args.debug_rollout_only:
             return None
@@ -189,13 +189,13 @@ class Deployment:
         return proof
 
     def _shared(self) -> Path:
-        """The folder in shared memory through which weights travel, or where a server of the user's shares them."""
+        """Return the shared-memory folder for weights; with an external server, the folder that it shares."""
         args = self._args
         external = args.weight_sync == SINGLE_COPY and args.rollout_external_engine_addrs
         return shared_folder(args.vllm_config_path) if external else self._memory.path
 
     def _chosen_way(self, cluster: Cluster) -> str:
-        """The way of the weight syncs; says what `auto` and `lora` mean here."""
+        """Return the way of the weight syncs, and report what `auto` or `lora` mean here."""
         named = self._args.weight_sync
         way, why = way_meant(named, cluster.one_host, gpu_sharing(self._args))
         if why:
@@ -204,7 +204,7 @@ class Deployment:
         return way
 
     def close(self) -> None:
-        """End all processes and remove their files that nobody needs any more."""
+        """End all processes and remove the files that no one needs any more."""
         self._fleet.close()
         if self._cluster is not None:
             self._cluster.close()
@@ -213,7 +213,7 @@ class Deployment:
         self._memory.remove()
 
     def _bound_context(self, most: int) -> None:
-        """Let responses end where the served model that scores them takes no more tokens."""
+        """End responses at the limit of the served model that scores them."""
         if (self._hook_args.rollout_max_context_len or context_of_model(self._args) or most) > most:
             self._runtime["rollout_max_context_len"] = most
             self._log.progress.line(
@@ -229,11 +229,11 @@ class Deployment:
 
     @property
     def trained_version(self) -> int:
-        """The version of the weights that the workers hold: after a step the one that the next sync brings; 0: none."""
+        """The version of the weights in the workers: after a step, the version of the next sync; 0: no version."""
         return self.version + bool(self.version and self._has_stepped)
 
     def stepped(self) -> None:
-        """The workers have taken optimizer steps: no engine holds their weights before the next sync."""
+        """Record that the workers took optimizer steps: no engine has their weights before the next sync."""
         self._has_stepped = True
 
     @property
@@ -242,12 +242,12 @@ class Deployment:
         return [*self._fleet.processes, *(p for group in self.worker_groups for p in group.processes)]
 
     def offer(self, groups: list[Group]) -> None:
-        """Let the next sync's proof score a text of these groups, too."""
+        """Let the proof of the next sync also score a text of these groups."""
         if self._sync is not None:
             self._sync.proof.probe.offer(groups)
 
     def sync_weights(self) -> SyncResult | None:
-        """Bring a new version from the workers to every engine, proven; None where one of the two is missing."""
+        """Bring a new, proven version from the workers to every engine; return None without workers or engines."""
         if self._sync is None:
             return None
         fleet = self._fleet
@@ -261,12 +261,12 @@ class Deployment:
             fleet.synced(began, result.engines)
         self._has_stepped = False
         if result.proven.first.rms > result.proven.tolerance:
-            how = f"differed by {result.proven.first.rms:.3g} at first, and agreed when they were asked again"
+            how = f"differed by {result.proven.first.rms:.3g} at first, and agreed in a second comparison"
             self._log.progress.line(f"sync {result.version}: trainer's and engine's scores of the probe {how}")
         return result
 
     def hold_engines(self) -> None:
-        """Pause the engines while the trainer writes into their memory (single-copy), or let it have their GPUs."""
+        """Pause the engines while the trainer writes into their memory (single-copy), or give their GPUs to it."""
         if self._sync is not None and (self._sync.way == SINGLE_COPY or self._turns.are_taken):
             with self._log.phase("sync"):
                 self._wait_for_starts()
@@ -274,7 +274,7 @@ class Deployment:
 
     @contextmanager
     def trainer_at_work(self) -> Iterator[None]:
-        """Let the trainer have its memory after a sync, in which it has left the GPUs to the engines."""
+        """Give the trainer its memory after a sync, when it has left the GPUs to the engines."""
         if self._sync is None or not self._turns.parks:
             yield
             return
@@ -283,24 +283,24 @@ class Deployment:
             yield
 
     def _wait_for_starts(self) -> None:
-        """Wait until no engine is starting whose memory the trainer gets next; `check_and_rejoin` alone begins one.
+        """Wait until no engine is starting whose memory the trainer gets next; only `check_and_rejoin` starts one.
 
         Raises:
-            EngineError: an engine has not become ready within --engine-start-timeout.
+            EngineError: an engine did not become ready within --engine-start-timeout.
         """
-        deadline = time.monotonic() + 1.1 * self._args.engine_start_timeout  # one that is late is ended first
+        deadline = time.monotonic() + 1.1 * self._args.engine_start_timeout  # a late engine is ended first
         while self._turns.are_taken and self._fleet.is_starting:
             self.check()
             if time.monotonic() > deadline:
                 raise EngineError(
-                    "an engine that was started anew is not ready, and the trainer waits for its GPU",
+                    "a restarted engine is not ready, and the trainer waits for its GPU",
                     where="--engine-start-timeout",
                     remedy="see the engine's log",
                 )
             time.sleep(LOOK_SECONDS)
 
     def memory(self, phase: str) -> dict[str, float]:
-        """The memory of the trainer and of its GPUs at the end of a phase, as metrics."""
+        """Return the memory of the trainer and of its GPUs at the end of a phase, as metrics."""
         if self.trainer is None:
             return {}
         return {f"memory/{phase}/{name}": value for name, value in self.trainer.actor.memory().items()}
@@ -311,30 +311,30 @@ class Deployment:
 
     @property
     def gap_limit(self) -> float:
-        """The largest mean log-prob gap of tokens that the engines have made with the version of the last sync."""
+        """The largest mean log-prob gap that is allowed for tokens of the last synced version."""
         return self._sync.proof.gap_limit if self._sync is not None else math.inf
 
     def accused(self, error: SyncError, rollout_id: int) -> SyncError:
-        """The error of a gap that is too large, with the engines that do not hold the trainer's weights."""
+        """Return the error of a too large gap, with the engines that do not have the trainer's weights."""
         assert self._sync is not None, "without a sync no token is of a version"
         return self._sync.accuse(self._fleet.available(), error, f"rollout {rollout_id}")
 
     def check(self) -> None:
-        """Raise if a worker, the router or the last engine has died, or has been stopped."""
+        """Raise if a worker, the router or the last engine died or was stopped."""
         self._fleet.check()
         for group in self.worker_groups:
             group.check_alive()
 
     def _check_call(self, engine: Engine) -> None:
-        """Check while a control call to `engine` waits, which is over as soon as the engine is known to be lost."""
+        """Check while a control call to `engine` waits; the call ends as soon as the engine is known to be lost."""
         fleet = self._fleet
         self.check()
         fleet.check_reachable(engine)
 
     def check_and_rejoin(self) -> None:
-        """Check while engines generate: those that have died are restarted.
+        """Check while engines generate, and restart those that died.
 
-        They get their weights, when they are ready, if the workers are at rest and hold that version.
+        A ready engine gets its weights if the workers are at rest and have that version.
         """
         self.check()
         self._fleet.start_dead()
@@ -343,11 +343,11 @@ class Deployment:
         fleet = self._fleet
         for engine in fleet.waiting():
             if self._turns.parks and engine.update_weights:
-                continue  # the trainer's weights are away: the next sync brings them
+                continue  # the trainer's weights are offloaded: the next sync brings them
             held = [engine]
             if self._sync is not None and engine.update_weights:
                 try:
                     self._sync.rejoin(engine)
                 except EngineGone:
-                    held = []  # the fleet sees it, too
+                    held = []  # the fleet notices it, too
             fleet.synced([engine], held)

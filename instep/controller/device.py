@@ -1,4 +1,4 @@
-"""The values `auto` of --device, --precision and --num-threads, resolved on the machine that the run is on."""
+"""Resolve the value `auto` of --device, --precision and --num-threads on the machine of the run."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from instep.engines.kind import resolve_backend
 from instep.errors import ConfigError
 from instep.system.processes import num_usable_cpus
 
-FREED = {"cuda"}  # devices whose memory trainer and engines give to each other
+FREED = {"cuda"}  # devices whose memory trainer and engines hand to each other
 
 
 def device_here() -> str:
-    """What `--device auto` means on this machine."""
+    """Return what `--device auto` means on this machine."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def resolve_on_machine(args: Args, *, with_engines: bool) -> Args:
-    """Return the arguments with what `auto` means on this machine.
+    """Return the arguments with `auto` resolved for this machine.
 
-    With `--cluster ray` it may have no GPU itself: `--device cuda` is then what the nodes of the cluster have.
+    With `--cluster ray` this machine may have no GPU: `--device cuda` then refers to the nodes of the cluster.
 
     Raises:
-        ConfigError: this machine has no CUDA device or too few cores for the ranks, or the kind of engine is not
+        ConfigError: this machine has no CUDA device or too few cores for the ranks, or the engine's kind is not
             installed.
     """
     precision, num_threads = args.precision, args.num_threads
@@ -36,11 +36,11 @@ def resolve_on_machine(args: Args, *, with_engines: bool) -> Args:
         precision = "bf16" if device == "cuda" else "fp32"
     if args.cluster == "local" or args.deterministic_mode:  # else each host uses its own cores
         num_threads = num_threads or num_usable_cpus()
-    asked = args.offload or args.device == "cpu"  # else what is left of it is the default
+    asked = args.offload or args.device == "cpu"  # else offloading is only a default
     args = args.replace(device=device, precision=precision, num_threads=num_threads)
     for rule in (cpu_cores, own_gpus, same_gpus, single_copy):
         for problem in rule(args, set()):
-            if problem.refused and args.command != "serve":  # which has no trainer
+            if problem.refused and args.command != "serve":  # serve has no trainer
                 raise ConfigError(problem.what, where=problem.where, remedy=problem.remedy)
     if device not in FREED and (args.offload_train or args.offload_rollout):
         said = ["offload has nothing to free on a CPU"] if asked else []

@@ -1,6 +1,6 @@
-"""Dumps of rollouts and of the data that was trained on, and the replay of a dumped rollout.
+"""Dumps of rollouts and of training data, and the replay of a dumped rollout.
 
-Files are torch.save of plain data only, so that `torch.load(path, weights_only=True)` reads them:
+Files are torch.save of plain data, so that `torch.load(path, weights_only=True)` reads them:
 
     rollout: {"rollout_id", "samples": [Sample.to_dict()], "metrics"}; an evaluation has "datasets", a name per sample
     train:   {"rollout_id", "rank": 0, "rollout_data": {name: one entry per sample}}
@@ -33,10 +33,10 @@ _TEMPLATES = ("chat_template*", "added_tokens.json", "tokenization_*.py")
 
 
 def save_rollout(template: str, rollout_id: int, groups: Sequence[Group], metrics: Mapping[str, float]) -> Path:
-    """Write one rollout to `template` with its {rollout_id}.
+    """Write one rollout to `template`, with {rollout_id} filled in.
 
     Raises:
-        RolloutError: a sample holds something that is no plain value.
+        RolloutError: a sample has a value that is not plain data.
         CheckpointError: the file cannot be written.
     """
     samples = [_plain_sample(s) for group in groups for s in group]
@@ -45,17 +45,17 @@ def save_rollout(template: str, rollout_id: int, groups: Sequence[Group], metric
 
 
 def save_evaluation(template: str, rollout_id: int, output: RolloutFnEvalOutput) -> Path:
-    """Write one evaluation to `template`, whose {rollout_id} becomes `eval_` and the number. Errors: `save_rollout`."""
+    """Write one evaluation to `template`; {rollout_id} becomes `eval_` and the number. Errors: see `save_rollout`."""
     pairs = [(name, _plain_sample(s)) for name, result in output.data.items() for s in result["samples"]]
     content = {"rollout_id": rollout_id, "samples": [s for _, s in pairs], "datasets": [name for name, _ in pairs]}
     return _save(Path(template.format(rollout_id=f"eval_{rollout_id}")), content)
 
 
 def load_rollout(path: Path, share: float | None = None) -> RolloutFnTrainOutput:
-    """Read what `save_rollout` wrote; with `share` only this share of its groups, the first ones, at least one.
+    """Read a file of `save_rollout`; `share` keeps only the first groups, this share of them, at least one.
 
     Raises:
-        CheckpointError: there is no such file, or it holds something else.
+        CheckpointError: there is no such file, or it has other content.
     """
     try:
         content = load_plain(path)
@@ -68,7 +68,7 @@ def load_rollout(path: Path, share: float | None = None) -> RolloutFnTrainOutput
         raise CheckpointError(
             f"the rollout cannot be replayed: {why}",
             where=str(path),
-            remedy="--load-debug-rollout-data names what --save-debug-rollout-data wrote, a file for each rollout",
+            remedy="--load-debug-rollout-data must name files of --save-debug-rollout-data, one for each rollout",
         ) from error
     kept = list(groups.values())
     if share is not None:
@@ -87,10 +87,10 @@ def replay(args: Settings) -> Callable[..., RolloutFnTrainOutput]:
 
 
 def save_train_data(template: str, rollout_id: int, trained: TrainedBatch) -> Path:
-    """Write the batch that was trained on with its computed columns, sample by sample in the order of the rollout.
+    """Write the training batch with its computed columns, sample by sample in the order of the rollout.
 
-    Besides the batch's columns: `step` (of the optimizer, within the rollout; -1: left out) and `train_log_probs`, the
-    trainer's log-probs under the weights that the round began with (None where they were not computed).
+    Besides the batch's columns: `step` (the optimizer step within the rollout; -1: left out) and `train_log_probs`:
+    the trainer's log-probs with the weights at the start of the round (None where they were not computed).
     """
     batch, lengths = trained.batch, trained.batch.response_lengths.tolist()
     data: dict[str, Any] = {
@@ -110,7 +110,7 @@ def save_train_data(template: str, rollout_id: int, trained: TrainedBatch) -> Pa
 
 
 def copy_tokenizer(checkpoint: Path, folder: Path) -> None:
-    """Copy the tokenizer's files of a Hugging Face checkpoint, so that a dump can be read without the checkpoint."""
+    """Copy the tokenizer files of a Hugging Face checkpoint, so that a dump is readable without the checkpoint."""
     folder.mkdir(parents=True, exist_ok=True)
     for pattern in (*_TOKENIZER_FILES, *_TEMPLATES, "config.json"):
         for path in glob.glob(os.path.join(glob.escape(str(checkpoint)), pattern)):
@@ -119,7 +119,7 @@ def copy_tokenizer(checkpoint: Path, folder: Path) -> None:
 
 
 def _rows(flat: torch.Tensor, lengths: list[int]) -> list[torch.Tensor]:
-    return [row.clone() for row in flat.split(lengths)]  # a view would be saved with all of its storage
+    return [row.clone() for row in flat.split(lengths)]  # a saved view would include its whole storage
 
 
 def _plain_sample(sample: Sample) -> dict[str, Any]:
@@ -129,10 +129,10 @@ def _plain_sample(sample: Sample) -> dict[str, Any]:
 
 
 def _plain(value: Any, where: str) -> Any:
-    """Convert `value` to what `torch.load(weights_only=True)` accepts; numpy's numbers and arrays become Python's.
+    """Convert `value` to data for `torch.load(weights_only=True)`; numbers and arrays of numpy become Python's.
 
     Raises:
-        RolloutError: `value` holds an object of another type.
+        RolloutError: `value` has an object of another type.
     """
     if value is None or type(value) in (bool, int, float, str, bytes):
         return value
@@ -151,7 +151,7 @@ def _plain(value: Any, where: str) -> Any:
     raise RolloutError(
         f"a {type(value).__name__} cannot be dumped",
         where=where,
-        remedy="keep numbers, strings, lists, dicts and tensors in samples, or leave --save-debug-rollout-data out",
+        remedy="keep numbers, strings, lists, dicts and tensors in samples, or remove --save-debug-rollout-data",
     )
 
 
@@ -160,7 +160,7 @@ def _save(path: Path, content: dict[str, Any]) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as part:
             torch.save(content, part)
-    except (OSError, RuntimeError) as error:  # torch.save says RuntimeError on a full disk
+    except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError on a full disk
         raise CheckpointError(
             f"a dump could not be written: {error}", where=str(path), remedy="free space or fix permissions"
         ) from error

@@ -1,10 +1,10 @@
-"""What the trainer computes of a rollout's finished groups while the engines generate the others: their log-probs, and
-where a rollout is one step, gradients (`early_step.py`).
+"""Early work of the trainer on finished groups, while the engines generate the others: log-probs, and gradients where
+a rollout is one step (`early_step.py`).
 
     engines     | # responses                                       |
     workers     | .         # groups 3, 5  .  # group 0  .  # 1, 7  | # score the rest, steps
 
-Who watches the rollout calls `Early.work` again and again, so that nothing else asks the workers meanwhile.
+The watch of the rollout calls `Early.work` again and again, so that nothing else calls the workers meanwhile.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from instep.errors import RewardError, RolloutError
 from instep.rollout.outputs import flatten
 from instep.types import Group, Schedule, TokenBatch
 
-_Key = tuple[bytes, int, float]  # all that a score depends on: tokens, how many of them respond, temperature
+_Key = tuple[bytes, int, float]  # all that a score depends on: tokens, number of response tokens, temperature
 
 
 class Early:
-    """What is known of the samples of one rollout before it has ended; the trainer's weights are those of its training.
+    """Scores of samples of one rollout, from before its end; the trainer's weights do not change until its training.
 
     Args:
         wanted: the token columns that each role computes.
         build: makes a batch of groups.
-        step: is begun with what was scored; None: groups are only scored.
+        step: begins with the scored groups; None: groups are only scored.
 
     Attributes:
-        seconds: in which the workers have scored.
+        seconds: how long the workers have scored.
     """
 
     def __init__(
@@ -50,23 +50,23 @@ class Early:
         self.seconds = 0.0
 
     def add(self, group: Group) -> None:
-        """Take a group that is going to be trained on; any thread may call it."""
+        """Take a group that will be trained on; any thread may call it."""
         self._waiting.append(group)
 
     def work(self) -> None:
-        """Score the groups that wait, and begin the step with them."""
+        """Score the waiting groups, and begin the step with them."""
         if not (groups := self._take()):
             return
         try:
             batch = self._build(groups)
         except (RewardError, RolloutError):
-            return  # that of the whole rollout raises it, if no hook repairs the sample before
+            return  # the end of the rollout raises it, unless a hook repairs the sample first
         self._score(batch)
         if self.step is not None:
             self.step.begin(len(groups), [sample for group in groups for sample in flatten(group)], batch)
 
     def _take(self) -> list[Group]:
-        """The groups that wait, without the last ones if the ranks cannot share them evenly; none if they are few."""
+        """Take the waiting groups that the ranks can share evenly, in order; take none if they are too few."""
         multiple = math.lcm(*(role.samples_multiple for role, _ in self._wanted))
         waiting, lengths, count, size = list(self._waiting), list[int](), 0, 0
         for n, group in enumerate(waiting, 1):
@@ -91,17 +91,17 @@ class Early:
                 self._rows[key][name] = row
 
     def metrics(self) -> dict[str, float]:
-        """The seconds of the workers, by name of the metric; of what is not computed early none."""
+        """Return the seconds of the workers by metric name; omit what is not computed early."""
         out = {"perf/early_log_probs_seconds": self.seconds} if any(names for _, names in self._wanted) else {}
         return out if self.step is None else {**out, "perf/early_train_seconds": self.step.seconds}
 
     def score_rest(
         self, role: RoleTrainer, batch: TokenBatch, schedule: Schedule, names: list[str]
     ) -> Callable[[], None]:
-        """`role.score`, where only what is not known yet is computed."""
+        """Begin `role.score`, but compute only the rows that are not known yet."""
         rows = [self._rows.get(key, {}) for key in _keys(batch)]
         known = [i for i, row in enumerate(rows) if row.keys() >= {*names}]
-        again = -(len(rows) - len(known)) % role.samples_multiple  # so many, for ranks to share the rest evenly
+        again = -(len(rows) - len(known)) % role.samples_multiple  # scored again: ranks then share the rest evenly
         if len(known) <= again:
             return role.score(batch, schedule, names)
         left = sorted({*range(len(rows))} - {*known[again:]})

@@ -1,11 +1,11 @@
-"""The optimizer step of a rollout, begun with the groups that are finished while the engines generate the others.
+"""The optimizer step of a rollout. It begins with finished groups while the engines generate the others.
 
     engines     | # responses                                              |
     workers     | .      # score and train 3, 5   .   # 0, 1   .           | # the rest, one step
 
-The weights do not change meanwhile, and gradients are sums: all that is not known before the rollout has ended is the
-factor that all its samples share, 1 / (their number), or 1 / (their tokens) with --calculate-per-token-loss. By it the
-gradients are multiplied then.
+The weights do not change meanwhile, and gradients are sums. Only one factor is unknown before the rollout ends: all its
+samples share 1 / (their number), or 1 / (their tokens) with --calculate-per-token-loss. The gradients are multiplied by
+it at the end.
 """
 
 from __future__ import annotations
@@ -38,32 +38,32 @@ OF_ALL = (  # hooks that see or change all samples of a rollout at once, or a st
 
 
 def scores_early(args: Settings) -> bool:
-    """Whether the trainer is there and has nothing to do while engines generate, and may score in several calls."""
+    """Return whether the trainer is idle while engines generate, has its GPUs, and may score in several calls."""
     is_there = args.command == "train" and not (args.offload_train or args.offload_rollout)
-    of_all = args.custom_megatron_before_log_prob_hook_path or args.use_routing_replay  # of the rollout's one call
-    # With other samples in its micro-batch a sample has other bits.
+    of_all = args.custom_megatron_before_log_prob_hook_path or args.use_routing_replay  # they need one single call
+    # A sample's bits change with the other samples of its micro-batch.
     return is_there and not (args.deterministic_mode or of_all or args.use_rollout_routing_replay)
 
 
 def why_not(args: Settings, samples_multiple: int = 1) -> str:
-    """Why a step cannot begin before its rollout has ended and still be the same; empty where it can.
+    """Return why a step cannot begin before the end of its rollout and stay the same; empty if it can.
 
     Args:
-        samples_multiple: so many samples the ranks share evenly.
+        samples_multiple: the ranks share this many samples evenly.
     """
     algorithm = algorithm_of(args)
     reasons = {
-        "trainer and engines take turns, or a rollout is to be one call": not scores_early(args),
+        "trainer and engines take turns, or a rollout must be one call": not scores_early(args),
         "a rollout has several steps": args.num_steps_per_rollout != 1,
         "the critic's values and returns": algorithm.has_critic,
         "advantages are whitened over the rollout": args.normalize_advantages
         or (algorithm.estimator is not None and algorithm.estimator.whitens),
         "a served model scores the rollout": args.ref_served_model is not None
         or (args.use_opd and args.opd_type != "model"),
-        "a loss of the user's": args.loss_type != "policy_loss",
+        "a loss of the user": args.loss_type != "policy_loss",
         "a hook sees all samples": any(getattr(args, name) for name in OF_ALL),
-        "a rollout function of the user's": not is_own(args.rollout_function_path),
-        "losses and biases of routers are of all tokens of the step": args.moe_aux_loss_coeff
+        "a rollout function of the user": not is_own(args.rollout_function_path),
+        "losses and biases of routers need all tokens of the step": args.moe_aux_loss_coeff
         or args.moe_z_loss_coeff
         or args.moe_router_bias_update_rate
         or any(name.startswith("moe_") for name in args.megatron_overrides),
@@ -73,15 +73,15 @@ def why_not(args: Settings, samples_multiple: int = 1) -> str:
 
 
 class EarlyStep:
-    """The step of one rollout, as far as it was begun before the rollout had ended.
+    """The step of one rollout; its first part is computed before the rollout ends.
 
     Args:
-        num_groups: of the rollout; the last ones are left for its end.
-        complete: adds the columns that the loss reads to a batch of samples with scores; weights are without the factor
-            that all samples of the step share.
+        num_groups: the groups of the rollout; the last ones wait for its end.
+        complete: adds the columns that the loss reads to a batch of scored samples; their weights do not have the
+            factor yet that all samples of the step share.
 
     Attributes:
-        seconds: in which the workers have computed it.
+        seconds: the workers' time for the early part.
     """
 
     def __init__(
@@ -99,17 +99,17 @@ class EarlyStep:
         self.seconds = 0.0
 
     def has_enough(self, lengths: list[int]) -> bool:
-        """Whether samples of these lengths are as many as are worth a call."""
+        """Return whether samples of these lengths are enough for one call."""
         return self._actor.fills_ranks(lengths)
 
     def begin(self, num_groups: int, samples: list[Sample], batch: TokenBatch) -> None:
-        """Make the gradients of finished groups, unless they are the last ones."""
+        """Compute the gradients of finished groups, unless these are the last ones."""
         if num_groups >= self._num_left:
             return
         try:
             self._complete(batch, samples)
         except RolloutError:
-            return  # that of the whole rollout raises it, if no hook repairs the samples before
+            return  # the end of the rollout raises it, unless a hook repairs the samples first
         began = time.monotonic()
         rows = self._actor.begin_step(batch, self._actor.plan(batch, num_steps=1), self._token)()
         self.seconds += time.monotonic() - began
@@ -126,9 +126,9 @@ class EarlyStep:
         keep_log_probs: Collection[int],
         gap_limit: float,
     ) -> Callable[[], tuple[list[Metrics], dict[int, torch.Tensor]]]:
-        """`RoleTrainer.train` of the whole rollout, where only what was not begun is computed.
+        """Begin `RoleTrainer.train` for the whole rollout, but compute only what is not computed yet.
 
-        What was begun is forgotten if it is not a part of the rollout as it is now: then all is computed.
+        If early samples are no longer a part of the rollout, drop the early part and compute everything.
         """
         left = self._left(batch, samples) if len(schedule) == 1 else []
         train, more = self._actor.train, (gap_limit, self._rollout_id)
@@ -137,7 +137,7 @@ class EarlyStep:
         part = batch.select(left)
         try:
             rest = self._actor.plan(part, num_steps=1)
-        except ConfigError:  # ranks cannot share it, after fan-out
+        except ConfigError:  # ranks cannot share it evenly, after fan-out
             return train(batch, schedule, num_steps_before, keep_log_probs, *more)
         place = {i: n for n, i in enumerate(left)}
         keep = {place[i] for i in keep_log_probs if i in place}
@@ -151,7 +151,7 @@ class EarlyStep:
         return finish
 
     def _left(self, batch: TokenBatch, samples: list[Sample]) -> list[int]:
-        """The samples that were not begun; none if one that was begun has gone, or has become another."""
+        """Return the samples that are not computed yet; none if an early sample is gone or has changed."""
         place = {id(sample): i for i, sample in enumerate(samples)}
         begun = [place.get(id(sample), -1) for ours, _ in self._parts for sample in ours]
         if not begun or -1 in begun:
@@ -162,7 +162,7 @@ class EarlyStep:
 
 
 def _columns(parts: list[TokenBatch], scale: float) -> dict[str, torch.Tensor]:
-    """All that the loss of the samples depends on, by name; empty where the parts have other columns."""
+    """Return all columns that the loss of the samples depends on, by name; empty if the parts have other columns."""
     found = []
     for part in parts:
         own = {"tokens": part.tokens, "lengths": part.response_lengths, "total": part.total_lengths}
@@ -179,10 +179,10 @@ def _columns(parts: list[TokenBatch], scale: float) -> dict[str, torch.Tensor]:
 def _same(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> bool:
     if before.keys() != after.keys() or any(before[name].shape != x.shape for name, x in after.items()):
         return False
-    # Among other samples a sum may be rounded otherwise; weights may be tiny.
+    # Other samples in the batch change the rounding of a sum; weights may be tiny.
     atol = {name: 0.0 if name == "loss_weights" else 1e-6 for name in after}
     return all(
-        torch.equal(before[n], x)  # a tenth of the other's time; false where there is a NaN
+        torch.equal(before[n], x)  # ten times faster than allclose; false with a NaN
         or (x.is_floating_point() and torch.allclose(before[n], x, rtol=1e-5, atol=atol[n], equal_nan=True))
         for n, x in after.items()
     )

@@ -1,10 +1,10 @@
-"""The engines of a run and their routers, one router for each model: which engines serve, have died or come back.
+"""The engines of a run and their routers, one router per model: which engines serve, died or came back.
 
-An engine serves while it holds proven weights and is healthy: its process lives, and it answers (`health.py`).
-When an engine dies, its router sends it no more requests, and those that it had are made again on other engines. It is
-restarted while the run goes on, and serves again after a session has brought it the current weights, or as soon as
-it is ready if its model keeps its weights. The death of the last engine of a model, or of its last engine that prefills
-or decodes, ends the run.
+An engine serves while it has proven weights and is healthy: its process lives, and it answers (`health.py`).
+When an engine dies, its router sends it no more requests, and other engines get its open requests again. It is
+restarted while the run continues. It serves again once a session has brought it the current weights; if its model
+keeps its weights, as soon as it is ready. The run ends when the last engine of a model dies, or its last engine that
+prefills or decodes.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from instep.system.processes import Process, in_thread, stop_all
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
 
-MAX_RESTARTS = 3  # of one engine; a fourth death is no accident
-ASK_SECONDS = 10.0  # for what an engine says about itself
-ROUTER_SECONDS = 5.0  # for a router to take or leave an engine: it may refuse one at first
+MAX_RESTARTS = 3  # of one engine; a fourth death is not an accident
+ASK_SECONDS = 10.0  # to ask an engine about itself
+ROUTER_SECONDS = 5.0  # for a router to add or remove an engine: it may refuse at first
 
 
-# dead: waits for `start_dead`; planned: a sync has restarted it, and has not brought its weights yet
+# dead: waits for `start_dead`; planned: a sync has restarted it and not brought its weights yet
 State = Literal["serving", "starting", "ready", "lost", "dead", "planned"]
 
 
@@ -48,13 +48,13 @@ class Fleet:
     """All engines of a run.
 
     Args:
-        engines: they are started, and may not be ready yet; without any the fleet does nothing.
+        engines: started, maybe not ready yet; without engines the fleet does nothing.
         restart: restarts engine `index` at its address, on another `checkpoint` if one is given; with None a dead
             engine stays away.
-        status: tells the user what happened.
-        takes_turns: engines share GPUs with a trainer: one that has died is restarted by `start_dead` alone.
+        status: reports to the user what happened.
+        takes_turns: engines share GPUs with a trainer: only `start_dead` restarts a dead engine.
         last_comes_back: the last engine of a model is restarted, too (`instep serve`: only clients wait for it).
-        with_gates: clients get a gate where they need one; False: something else stands before the engines.
+        with_gates: clients get a gate where they need one; False: the caller puts something else before the engines.
     """
 
     def __init__(
@@ -72,16 +72,16 @@ class Fleet:
         self._args, self.engines, self._restart, self._status = args, list(engines), restart, status
         self._log_dir, self._last_comes_back, self._takes_turns = log_dir, last_comes_back, takes_turns
         self._states: dict[str, State] = {engine.url: "starting" for engine in self.engines}
-        self._ready = False  # all of them have been; until then no engine is restarted or done without
+        self._ready = False  # becomes True when all were ready; before, an engine's death ends the run
         self._restarts = dict.fromkeys(self._states, 0)
         self._lock = threading.RLock()
-        self._away = set[str]()  # those that have served, and do not now
+        self._away = set[str]()  # engines that served before, but not now
         self._closed = threading.Event()
-        self._found: set[str] = set()  # behind an external router at the start: they stay there
-        self._fault: EngineError | None = None  # that another thread has found; `check` raises it
+        self._found: set[str] = set()  # engines of an external router at the start: they stay in it
+        self._fault: EngineError | None = None  # found by another thread; `check` raises it
         self._default = policy_model(served_models(args)).name if self.engines else ""
-        self.routers: dict[str, Router] = {}  # by model; none where a model has one engine that needs none
-        self.gates: dict[str, Gate] = {}  # by model; before its router or its engine
+        self.routers: dict[str, Router] = {}  # by model; a model with one engine may need no router
+        self.gates: dict[str, Gate] = {}  # by model; in front of its router or its engine
         specs = plan_routers(args, plan_engines(args)) if self.engines else []
         for spec in specs:
             mine, suffix = self.of_model(spec.model), "" if len(specs) == 1 else f"-{spec.model}"
@@ -99,7 +99,7 @@ class Fleet:
         return [engine for engine in self.engines if engine.model == model]
 
     def hook_attributes(self) -> Runtime:
-        """Return the attributes of `args` that tell hooks the addresses of routers and engines."""
+        """Return the attributes of `args` that give hooks the addresses of routers and engines."""
         addresses = {}
         for engine in self.engines:
             url = urlsplit(self._client_url(engine.model))
@@ -116,7 +116,7 @@ class Fleet:
         }
 
     def num_cached_tokens(self) -> float:
-        """Return how many tokens the KV caches of the policy's engines hold together; infinity if one does not say."""
+        """Return the tokens that the KV caches of the policy's engines hold together; infinity if one is unknown."""
         engines = [engine for engine in self.of_model(self._default) if engine.role != "prefill"]
         return sum(engine.kind.num_cached_tokens(engine, ASK_SECONDS) for engine in engines) or math.inf
 
@@ -125,13 +125,13 @@ class Fleet:
         return router.url if router is not None else self.of_model(model)[0].url
 
     def _client_url(self, model: str) -> str:
-        """Where requests of clients and hooks go."""
+        """Return the URL for requests of clients and hooks."""
         gate = self.gates.get(model)
         return gate.url if gate is not None else self._inner_url(model)
 
     @property
     def processes(self) -> list[Process]:
-        """The processes of the engines, routers and gates that this run has started."""
+        """The processes of engines, routers and gates that this run started."""
         owners: list[Engine | Router | Gate] = [*self.engines, *self.routers.values(), *self.gates.values()]
         return [owner.process for owner in owners if owner.process is not None]
 
@@ -161,41 +161,41 @@ class Fleet:
                 watch_health(engine, self._args.heartbeat_timeout, self._notice, self._is_well, self._closed)
 
     def _check_theirs(self, router: Router) -> None:
-        """Check that an external router has no engines but the run's: all of them would get requests."""
+        """Check that an external router has only this run's engines: all its engines would get requests."""
         self._found = router.listed()
         if others := sorted(self._found - self._states.keys()):
             raise EngineError(
                 f"the router has engines that are not the run's: {', '.join(others)}",
                 where=f"--vllm-router-ip and --vllm-router-port: {router.url}",
-                remedy="name them with --rollout-external-engine-addrs, or take them out (POST /remove_worker?url=...)",
+                remedy="name them with --rollout-external-engine-addrs, or remove them (POST /remove_worker?url=...)",
             )
 
     def available(self) -> list[Engine]:
-        """Return the engines that take part in the next sync: all that are healthy and get weights."""
+        """Return the engines of the next sync: all that are healthy and get weights."""
         return [e for e in self.engines if e.update_weights and self._states[e.url] in ("serving", "ready")]
 
     def serves(self) -> bool:
-        """Whether an engine of the policy serves. One that stands behind no router answers before it should, too."""
+        """Return whether an engine of the policy serves. Without a router an engine answers even before it should."""
         return any(self._states[engine.url] == "serving" for engine in self.of_model(self._default))
 
     def waiting(self) -> list[Engine]:
-        """Return the engines that are ready, but do not hold the current weights yet."""
+        """Return the engines that are ready, but do not have the current weights yet."""
         return [e for e in self.engines if self._states[e.url] == "ready"]
 
     @property
     def is_starting(self) -> bool:
-        """Whether an engine that has died is restarted now."""
+        """Whether an engine is being restarted after its death."""
         return any(self._states[e.url] == "starting" and e.process is not None for e in self.engines)
 
     def start_dead(self) -> None:
-        """Restart the engines that have died and may come back."""
+        """Restart the engines that died and may come back."""
         with self._lock:
             for engine in [e for e in self.engines if self._states[e.url] == "dead"]:
                 self._states[engine.url] = "starting"
                 in_thread(partial(self._start_anew, engine), f"restart {engine.name}")
 
     def admit(self, engines: Iterable[Engine]) -> None:
-        """Let engines serve from now on: they hold the weights that they should."""
+        """Let engines serve from now on: they have the right weights."""
         with self._lock:
             for engine in engines:
                 if self._states[engine.url] == "ready":
@@ -208,7 +208,7 @@ class Fleet:
     def start_on(self, engines: Sequence[Engine], checkpoint: Path) -> None:
         """End engines of this run, as planned, and restart them on `checkpoint`; `synced` follows.
 
-        Until then nobody looks whether they live but the caller, and they get no requests.
+        Until then only the caller checks whether they live, and they get no requests.
         """
         assert self._restart is not None
         with self._lock:
@@ -220,12 +220,12 @@ class Fleet:
             self._restart(self.engines.index(engine), checkpoint)
 
     def synced(self, began: Iterable[Engine], held: Sequence[Engine]) -> None:
-        """Take note of a sync: of the engines it `began` with, those that `held` its weights serve, the others wait."""
+        """Record a sync: of the engines it `began` with, those that `held` its weights serve, the others wait."""
         with self._lock:
             for engine in began:
                 planned = self._states[engine.url] == "planned"
                 if planned and engine not in held:
-                    self._lose(engine, "did not come back when it was started anew")
+                    self._lose(engine, "did not come back after its restart")
                 elif planned:
                     self._states[engine.url] = "ready"
                 elif engine not in held and self._states[engine.url] == "serving":
@@ -234,10 +234,10 @@ class Fleet:
             self.admit(held)
 
     def check(self) -> None:
-        """Notice engines that have died.
+        """Notice engines that died.
 
         Raises:
-            EngineError: a router has died, or the last engine of a model (or of a role in it).
+            EngineError: a router died, or the last engine of a model (or of a role in it).
         """
         if self._closed.is_set():
             return
@@ -257,24 +257,24 @@ class Fleet:
             for engine in self.engines:
                 if (engine.model, engine.role) not in left:
                     what = f"no {engine.role} engine of model {engine.model} is left"
-                    raise EngineError(what, where=str(self._log_dir), remedy="the engines' logs say why")
+                    raise EngineError(what, where=str(self._log_dir), remedy="look for the cause in the engines' logs")
 
     def check_reachable(self, engine: Engine) -> None:
-        """Raise EngineError for an external engine that has been given up for the time being.
+        """Raise EngineError for an external engine that is given up for now.
 
-        The death of an engine of this run ends a call to it anyway; an external one may just stand still.
+        The death of an engine of this run ends a call to it; an external engine may just hang.
         """
         if self._ready and engine.process is None and self._states[engine.url] == "starting":
             raise EngineError(f"{engine.name} does not answer any more", where=engine.url, remedy="see its log")
 
     def close(self) -> None:
-        """Stop routers and gates, and take the run's engines out of an external router."""
+        """Stop routers and gates, and remove the run's engines from an external router."""
         self._closed.set()
         for engine in self.engines:
             engine.lease.end()
         for router in self.routers.values():
             if self._args.vllm_router_ip is not None and router.members:
-                with contextlib.suppress(EngineError):  # the run ends, whatever becomes of its router
+                with contextlib.suppress(EngineError):  # the run ends, whatever happens to its router
                     router.set_members([url for url in router.members if url in self._found])
             router.stop()
         for gate in self.gates.values():
@@ -285,17 +285,17 @@ class Fleet:
     # ---- death and return ----------------------------------------------------------------------------------------
 
     def _notice(self, engine: Engine, fault: str, silent: bool) -> None:
-        """Lose an engine in which a thread that watches it has found a fault.
+        """Lose an engine after a thread that watches it found a fault.
 
         Args:
-            silent: requests to this engine may never be answered. They fail when its process is ended; one of an
-                external one is not ended, so that all requests on their way through the router are made again.
+            silent: requests to this engine may never be answered. They fail when its process is ended. The process of
+                an external engine is not ended: all open requests of the router are made again.
         """
         if self._states[engine.url] not in ("serving", "ready"):
             return
         try:
             process = engine.process
-            where = process.describe() if process is not None else engine.url  # with its stacks, before it is ended
+            where = process.describe() if process is not None else engine.url  # with its stacks, before its end
             with self._lock:
                 known = self._states[engine.url] in ("serving", "ready") and engine.process is process
                 if not known or self._closed.is_set():
@@ -303,7 +303,7 @@ class Fleet:
                 self._lose(engine, fault, where)
                 if silent and process is None and engine.model in self.routers:
                     self.routers[engine.model].drop_requests()
-        except Exception as error:  # noqa: BLE001 - a thread's border: nothing else would tell of it
+        except Exception as error:  # noqa: BLE001 - a thread ends here: nothing else would report it
             found = EngineError(f"{engine.name} {fault}", where=f"{engine.url}: {error!r}", remedy="see its log")
             self._fault = error if isinstance(error, EngineError) else found
 
@@ -318,17 +318,17 @@ class Fleet:
         enough = ("serving", "ready", *(["starting", "dead"] if self._last_comes_back else []))
         others = any(self._states[e.url] in enough for e in alike)
         comes_back = engine.process is None or (self._restart is not None and self._restarts[engine.url] < MAX_RESTARTS)
-        if not others and not (self._last_comes_back and comes_back):  # nobody could answer in its place
+        if not others and not (self._last_comes_back and comes_back):  # no other engine can answer in its place
             engine.check_alive()
             remedy = "it was the last engine of its kind"
             remedy += f"; {engine.process.remedy() if engine.process else 'start it again, then this run'}"
             raise EngineError(f"{engine.name} {fault}", where=where or engine.url, remedy=remedy)
         if not comes_back:
-            what = "the run goes on without it"
+            what = "the run continues without it"
             self._states[engine.url] = "lost"
-            in_thread(engine.stop, f"stop {engine.name}")  # what is left of its process, which keeps a GPU
+            in_thread(engine.stop, f"stop {engine.name}")  # the rest of its process may keep a GPU
         else:
-            what = "it is waited for" if engine.process is None else "it is started anew"
+            what = "the run waits for it" if engine.process is None else "it is restarted"
             self._states[engine.url] = "starting" if engine.process is None else "dead"
             self._away.add(engine.url)
         self._status(f"{engine.name} {fault}: {what}")
@@ -336,14 +336,14 @@ class Fleet:
         if comes_back and engine.process is not None:
             self._restarts[engine.url] += 1
             if self._takes_turns:
-                in_thread(engine.stop, f"stop {engine.name}")  # one that hangs holds those who wait for its answers
+                in_thread(engine.stop, f"stop {engine.name}")  # if it hangs, its callers wait for its answers
             else:
                 self.start_dead()
 
     def _start_anew(self, engine: Engine) -> None:
         assert self._restart is not None
         try:
-            engine.stop()  # one that hangs holds its GPU
+            engine.stop()  # an engine that hangs keeps its GPU
             if self._closed.is_set():
                 return
             self._restart(self.engines.index(engine))
@@ -353,14 +353,14 @@ class Fleet:
                 self._states[engine.url] = "ready"
                 if not engine.update_weights and not self._closed.is_set():
                     self.admit([engine])
-        except Exception as error:  # noqa: BLE001 - a thread's border: nothing else would tell of it
+        except Exception as error:  # noqa: BLE001 - a thread ends here: nothing else would report it
             engine.stop()  # before another process gets the GPU
             self._states[engine.url] = "lost"
             what = error.what if isinstance(error, InstepError) else repr(error)
             if not self._closed.is_set():
-                self._status(f"{engine.name} did not come back, the run goes on without it: {what}")
+                self._status(f"{engine.name} did not come back, the run continues without it: {what}")
             return
-        self._closed.wait()  # the kernel ends a process with the thread that has started it (`follow_parent`)
+        self._closed.wait()  # the kernel ends a process with the thread that started it (`follow_parent`)
 
     def _tell_routers(self) -> None:
         for model, router in self.routers.items():

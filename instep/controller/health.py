@@ -1,8 +1,8 @@
-"""The health of engines over HTTP: it shows what no process tells.
+"""The health of engines over HTTP: it finds faults that the end of a process does not show.
 
-That is an external engine that does not answer, and a vLLM whose core hangs. vLLM's server answers `/health`
-with 503 when its core is dead (its own end follows seconds later), but does not notice a core that hangs. So the core
-is asked as well, by a question that the server cannot answer alone.
+These are an external engine that does not answer, and a vLLM whose core hangs. vLLM's server answers `/health`
+with 503 when its core is dead (the server ends seconds later), but does not notice a core that hangs. So the core
+gets a question, too, that the server cannot answer alone.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from urllib.parse import urlsplit
 
 from instep.engines.engine import Engine
 
-LOOK_SECONDS = 0.5  # between two looks at /health
-ANSWER_SECONDS = 1.0  # for its answer
+LOOK_SECONDS = 0.5  # between two requests to /health
+ANSWER_SECONDS = 1.0  # for the answer
 CONNECT_SECONDS = 2.0
-FAILURES = 3  # in a row, after at most 4.5 s: then it counts as dead
+FAILURES = 3  # in a row, after at most 4.5 s: then the engine counts as dead
 
 
 def unreachable(urls: Iterable[str]) -> Iterator[str]:
-    """HOST:PORT of each URL at which no server accepts a connection."""
+    """Yield HOST:PORT of each URL where no server accepts a connection."""
     for at in map(urlsplit, urls):
         try:
             socket.create_connection((str(at.hostname), int(at.port or 80)), CONNECT_SECONDS).close()
@@ -41,8 +41,8 @@ def watch_health(
     """Watch one engine until `closed`, in threads.
 
     Args:
-        lost: called with the engine, what is wrong, and whether its requests may never be answered.
-        back: called when the engine answers that it is well.
+        lost: called with the engine, the fault, and whether its requests may never be answered.
+        back: called when the engine reports that it is well.
     """
     patience = engine.kind.core_patience(heartbeat_timeout)
     hangs = threading.Event()
@@ -51,11 +51,11 @@ def watch_health(
         failures = 0
         while not closed.wait(LOOK_SECONDS):
             health = engine.health(ANSWER_SECONDS)
-            late = engine.process is not None and health == "silent"  # a busy server; its process is watched
+            late = engine.process is not None and health == "silent"  # the server is busy; its process is watched
             failures = 0 if health == "well" or late else failures + 1
             if failures >= FAILURES:
                 what = f"has not answered /health with 200, {FAILURES} times in a row"
-                if health != "silent" and patience is not None:  # its server outlives its core for a while
+                if health != "silent" and patience is not None:  # its server lives a little longer than its core
                     how = "answers /health with an error" if health == "unwell" else "takes no connection any more"
                     what = f"died: its server {how}"
                 lost(engine, what, health == "silent")

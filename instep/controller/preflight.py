@@ -1,6 +1,6 @@
-"""The check of the files and modules that a command line names, before anything heavy is loaded; without torch.
+"""Check the files and modules of a command line before anything heavy is loaded; without torch.
 
-`instep.arguments` checks values; this module opens the files. Their users check them again: here an error comes sooner.
+`instep.arguments` checks values; this module opens the files. The run checks them again: here an error comes sooner.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 
 
 def check_inputs(args: Settings) -> None:
-    """Check data files row by row (100,000 at most), the checkpoint's files, --load, and import the users' hooks.
+    """Check data files row by row (at most 100,000), the checkpoint's files and --load, and import the users' hooks.
 
     Raises:
-        ConfigError, DataError, CheckpointError: the first thing found wrong.
+        ConfigError, DataError, CheckpointError: the first problem.
     """
     try:
         _check_inputs(args)
-    except OSError as error:  # a name that is too long, a disk that does not answer
+    except OSError as error:  # for example a name that is too long, or a disk that does not answer
         path = str(error.filename or "")[-200:]
         raise ConfigError(
             f"cannot be read: {error.strerror or error}", where=path, remedy="name another file"
@@ -57,16 +57,16 @@ def _check_inputs(args: Settings) -> None:
             _check_eval_file(args, dataset)
     graders = map(grader_of, filter(None, [args.rm_type, *(d.rm_type for d in args.eval_datasets)]))
     if "code" in graders and not args.unsafe_local_exec:
-        with ThreadPoolExecutor(1) as threads:  # a loop may run in this one: a notebook's
+        with ThreadPoolExecutor(1) as threads:  # this thread may already have a loop, as in a notebook
             threads.submit(asyncio.run, check_sandbox()).result()
     config = check_hf_checkpoint(args.hf_checkpoint)
-    if not (args.debug_rollout_only and args.rollout_backend == "vllm"):  # which knows best what it serves
+    if not (args.debug_rollout_only and args.rollout_backend == "vllm"):  # vLLM checks what it can serve
         quantization_of(config, args.hf_checkpoint)
     check_files(args.hf_checkpoint, needs_chat_template=args.apply_chat_template and args.chat_template is None)
     if args.save_hf:
         check_export_folder(export_folder(args.save_hf, 0))
     _check_run_dir(Path(args.run_dir))
-    check_whole(*checkpoints_read(args), digests=False)  # the run compares content, once it has its lock
+    check_whole(*checkpoints_read(args), digests=False)  # the run compares the content, once it has its lock
     for name, path in own_hooks(args):
         _import_hook(path, name)
     for dataset in args.eval_datasets:
@@ -76,14 +76,14 @@ def _check_inputs(args: Settings) -> None:
 
 
 def _check_run_dir(folder: Path) -> None:
-    """Refuse a folder that holds files of the names of a run's, and is not a run's."""
+    """Raise ConfigError for a folder that has files with a run's file names, but is not the folder of a run."""
     if config_of(folder) is not None:
         return
     if there := [name for name in RUN_FILES if (folder / name).is_file()]:
         raise ConfigError(
             f"{folder} holds {', '.join(there)}, and is not the folder of a run",
             where="--run-dir",
-            remedy="name a folder of its own",
+            remedy="name another folder, for this run only",
         )
 
 

@@ -1,4 +1,4 @@
-"""The profile of whole steps (--profile): a timeline of all processes, and a table of where the time went."""
+"""The profile of whole steps (--profile): a timeline of all processes, and a table of the time."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from instep.observability.trace import write_trace
 from instep.system import spans
 from instep.system.spans import Span
 
-MOST_SPANS = 400_000  # in a file: about 50 MB of JSON, 5 MB as it is compressed
-STOP_TIMEOUT = 300.0  # seconds that an engine has to write what it has recorded; a run can do without
-WARM_STEPS = 2  # of `instep profile`, before the step that is recorded
+MOST_SPANS = 400_000  # in a file: about 50 MB of JSON, 5 MB compressed
+STOP_TIMEOUT = 300.0  # seconds for an engine to write its recording; a run can do without it
+WARM_STEPS = 2  # of `instep profile`, before the recorded step
 CLOCK = (
-    "nanoseconds of the wall clock, less those of otherData.began_ns; processes of a host agree within microseconds, "
-    "events of torch's profiler within a tenth of a millisecond, hosts as NTP lets them"
+    "nanoseconds of the wall clock, minus otherData.began_ns; processes of a host agree within microseconds, "
+    "events of torch's profiler within a tenth of a millisecond, hosts as well as NTP allows"
 )
 
 
 def of_profile(args: Args) -> Args:
-    """The arguments of `instep profile`: a run of three steps, which keeps nothing and touches no other run."""
+    """Return the arguments of `instep profile`: a run of three steps that keeps nothing and touches no other run."""
     return args.replace(
         profile=True,
         profile_step_start=WARM_STEPS,
@@ -41,7 +41,7 @@ def of_profile(args: Args) -> Args:
         num_rollout=WARM_STEPS + 1,
         num_epoch=None,
         start_rollout_id=None,
-        finetune=args.load is not None,  # its weights, from the first rollout on
+        finetune=args.load is not None,  # use its weights, from the first rollout on
         lr_decay_style="constant",  # a schedule may be longer than this run
         num_critic_only_steps=0,
         run_dir=f"{args.run_dir.rstrip('/')}-profile",
@@ -54,7 +54,7 @@ def of_profile(args: Args) -> Args:
 
 
 class StepProfile:
-    """Records the rollouts from `--profile-step-start` to before `--profile-step-end`; nothing without `--profile`."""
+    """Record the rollouts from `--profile-step-start` to before `--profile-step-end`; nothing without `--profile`."""
 
     def __init__(self, args: Args, deployment: Deployment, log: RunLogger):
         self._args, self._deployment, self._log = args, deployment, log
@@ -64,12 +64,12 @@ class StepProfile:
         self._sync: SyncResult | None = None
 
     def note(self, rollout: Rollout, sync: SyncResult | None) -> None:
-        """What the step was about."""
+        """Remember the rollout and the sync of the step."""
         self._rollout, self._sync = rollout, sync
 
     @contextmanager
     def step(self, rollout_id: int) -> Iterator[None]:
-        """Record the block, if it is a step that is to be recorded, and write file and table."""
+        """Record the block if its step is to be recorded, and write the trace file and the table."""
         if rollout_id not in self._steps:
             yield
             return
@@ -88,7 +88,7 @@ class StepProfile:
             self._write(rollout_id, sorted(found, key=_order), begin, table)
 
     def _start(self) -> tuple[dict[str, Any], list[Engine]]:
-        """Let all processes record; returns what a rank says about its machine, and the engines that record."""
+        """Start recording in all processes; return one rank's facts about its machine, and the engines that record."""
         machines: list[dict[str, Any]] = []
         for group in self._deployment.worker_groups:
             machines += group.call("start_profile", self._args.profile_ranks, timeout=self._args.train_timeout)
@@ -97,7 +97,7 @@ class StepProfile:
             try:
                 engine.start_profile(timeout=self._args.train_timeout)
                 engines.append(engine)
-            except EngineError as error:  # it may be one of the user's, that knows of no profile
+            except EngineError as error:  # an engine of the user may have no profiler
                 self._log.progress.line(f"{engine.name} is not in the profile: {error.what}")
         return next(iter(machines), {}), engines
 
@@ -112,7 +112,7 @@ class StepProfile:
         for engine in engines:
             try:
                 of_engine = engine.stop_profile(self._folder / profile_folder(engine.name), timeout=timeout)
-            except (EngineError, OSError, ValueError) as error:  # or a trace file that is cut, by a full disk
+            except (EngineError, OSError, ValueError) as error:  # also for a trace file that a full disk cut
                 what = error.what if isinstance(error, EngineError) else error
                 self._log.progress.line(f"{engine.name} is not in the profile: {what}")
                 continue
@@ -130,7 +130,7 @@ class StepProfile:
         lora, gpus = bool(args.lora_rank), args.world_size
         early = self._rollout.early.metrics() if self._rollout.early is not None else {}
         out: dict[str, float | None] = {"optimizer": None if lora else floors.optimizer(model, peak, gpus)}
-        if not early.get("perf/early_train_seconds"):  # else a part of it is left
+        if not early.get("perf/early_train_seconds"):  # else the phase is only a part of the training
             out["forward and backward"] = floors.training(model, samples, peak, gpus, lora=lora)
         if not early.get("perf/early_log_probs_seconds"):
             out["log-probs"] = num_scored(found) * floors.scoring(model, samples, peak, gpus)
@@ -155,7 +155,7 @@ class StepProfile:
 
 
 def num_scored(found: Sequence[Span]) -> int:
-    """How many models have scored the rollout: the old policy, the reference, the teacher."""
+    """Return how many models scored the rollout: the old policy, the reference, the teacher."""
     calls = [s for s in found if s.name == "log_probs" and s.track == "actor rank 0"]
     passes = [s for s in found if s.name == "forward_only" and _inside(s, calls)]
     return sum(not _inside(s, [p for p in passes if p is not s]) for s in passes)  # a LoRA reference calls the policy
@@ -166,5 +166,5 @@ def _inside(s: Span, others: Sequence[Span]) -> bool:
 
 
 def _order(s: Span) -> tuple[bool, bool, str, int]:
-    """The controller first, then samples, then the other processes; within each by time."""
+    """Return the sort key: the controller first, then samples, then the other processes; within each by time."""
     return s.track != "controller", s.track != spans.ROLLOUT, s.track, s.begin

@@ -1,4 +1,4 @@
-"""The records of rounds and evaluations beside their metrics: lines of samples.jsonl, and dumps."""
+"""Records of rounds and evaluations besides their metrics: lines of samples.jsonl, and dumps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Records:
-    """Writes samples.jsonl and the dumps that the arguments ask for."""
+    """Write samples.jsonl and the dumps that the arguments ask for."""
 
     def __init__(self, args: Settings, hook_args: HookSettings, log: RunLogger):
         self._args = args
@@ -31,20 +31,20 @@ class Records:
         )
 
     def generated(self, rollout: Rollout, metrics: Mapping[str, float]) -> None:
-        """Record a rollout that was generated; `metrics` are those of the rollout function."""
+        """Record a generated rollout; `metrics` come from the rollout function."""
         if self._args.save_debug_rollout_data:
             dumps.save_rollout(self._args.save_debug_rollout_data, rollout.rollout_id, rollout.groups, metrics)
-        if self._args.debug_rollout_only:  # else with the trainer's log-probs
+        if self._args.debug_rollout_only:  # otherwise `trained` logs them with the trainer's log-probs
             self._log(rollout.rollout_id, rollout.groups, "train", reward_key=self._args.reward_key)
 
     def wanted(self, groups: list[Group]) -> set[int]:
-        """Return the numbers of the samples (counted through all groups) whose log-probs `trained` needs."""
+        """Return the numbers (over all groups) of the samples whose log-probs `trained` needs."""
         logged = {id(s) for s in to_log(groups, self._args.num_logged_samples, self._args.reward_key)}
         samples = [s for group in groups for s in group]
         return {i for i, s in enumerate(samples) if self._args.save_debug_train_data or id(s) in logged}
 
     def trained(self, rollout: Rollout, trained: TrainedBatch | None) -> None:
-        """Record a rollout that was trained on; `trained` is None if the training has failed."""
+        """Record a trained rollout; `trained` is None if the training failed."""
         samples = [s for group in rollout.groups for s in group]
         log_probs = {}
         if trained:

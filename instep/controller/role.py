@@ -1,7 +1,7 @@
-"""The typed facade of the workers of one role, actor or critic: every call that the controller makes to them.
+"""The typed interface to the workers of one role, actor or critic: every call from the controller to them.
 
 A batch is divided among the data-parallel ranks. `score`, `train` and the methods named `begin_...` return at
-once, each with a function that waits for the result, so that actor and critic compute at the same time.
+once, each with a function that waits for the result. So actor and critic compute at the same time.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from instep.arguments.settings import Settings
 
 logger = logging.getLogger(__name__)
-ENOUGH_TOKENS = 8192  # of a rank: no longer does a pass wait for the launches of its kernels
-MAX_SKIPPED_STEPS = 3  # in a row, before a run whose gradients are not finite is ended
+ENOUGH_TOKENS = 8192  # per rank: from here on a pass does not wait for its kernel launches
+MAX_SKIPPED_STEPS = 3  # in a row: then a run whose gradients are not finite ends
 
 Metrics = dict[str, float]
 
@@ -49,7 +49,7 @@ class _Share(NamedTuple):
 
 
 class RoleTrainer:
-    """The workers of one role: scores rollouts, trains on them, and loads, saves and publishes the weights.
+    """The workers of one role: they score rollouts, train on them, and load, save and publish the weights.
 
     Args:
         args: the arguments of the role.
@@ -71,28 +71,28 @@ class RoleTrainer:
 
     @property
     def samples_multiple(self) -> int:
-        """A multiple of so many samples always makes as many micro-batches for every rank."""
+        """Any multiple of this number of samples gives every rank the same number of micro-batches."""
         return self._dp_size * self._layout[0].micro_batch_multiple
 
     def fills_ranks(self, lengths: Sequence[int]) -> bool:
-        """Whether samples of these lengths fill a micro-batch of each rank, or are enough for an efficient one."""
+        """Return whether samples of these lengths fill a micro-batch of each rank, or suffice for an efficient one."""
         args, unit = self.args, self.samples_multiple
         if not args.use_dynamic_batch_size:
             return len(lengths) >= unit * (args.micro_batch_size or 1)
         return sum(lengths) >= unit * min(args.max_tokens_per_gpu or 0, ENOUGH_TOKENS) * self._layout[0].cp_size
 
     def plan(self, batch: TokenBatch, num_steps: int | None = None) -> Schedule:
-        """Plan the optimizer steps, which are the same for every role, and their micro-batches on this role's ranks.
+        """Plan the optimizer steps, the same for every role, and their micro-batches on this role's ranks.
 
         Args:
-            num_steps: default: as many as `--global-batch-size` makes.
+            num_steps: by default as many as `--global-batch-size` gives.
         """
         args = self.args
         place = self._layout[0]  # context-parallel ranks share the tokens of a micro-batch
         capacity = (args.max_tokens_per_gpu or 0) * place.cp_size if args.use_dynamic_batch_size else None
         plan = plan_whole_executions if algorithm_of(args).loss.of_pairs else plan_steps
         lengths, shape = batch.total_lengths.tolist(), shape_of(args.hf_checkpoint)
-        chunks = 2 * place.cp_size if place.cp_size > 1 else 1  # into which samples are padded, also short ones
+        chunks = 2 * place.cp_size if place.cp_size > 1 else 1  # samples are padded to this many chunks
         return plan(
             batch.sample_columns["execution_id"],
             [-(-n // chunks) * chunks for n in lengths],
@@ -119,13 +119,13 @@ class RoleTrainer:
         return shares
 
     def _start(self, method: str, parts: list[tuple[Any, ...]]) -> Callable[[], list[tuple[int, Any]]]:
-        """Begin a call with the arguments of each share; returns a function that waits for (dp_rank, answer)."""
-        per_rank = [parts[p.dp_rank] for p in self._layout]  # ranks of one share are sent the same bytes
+        """Begin a call with the arguments of each share; return a function that waits for (dp_rank, answer)."""
+        per_rank = [parts[p.dp_rank] for p in self._layout]  # ranks of one share get the same bytes
         wait = self.workers.start(method, timeout=self.args.train_timeout, per_rank=per_rank)
         return lambda: [(p.dp_rank, r) for p, r in zip(self._layout, wait(), strict=True) if r is not None]
 
     def score(self, batch: TokenBatch, schedule: Schedule, names: list[str]) -> Callable[[], None]:
-        """Begin to compute the token columns `names`; returns a function that waits and puts them into `batch`."""
+        """Begin to compute the token columns `names`; return a function that waits and puts them into `batch`."""
         shares = self._shares(batch, schedule)
         wait = self._start("log_probs", [(s.batch, [m for step in s.steps for m in step], names) for s in shares])
 
@@ -141,7 +141,7 @@ class RoleTrainer:
         return finish
 
     def begin_step(self, batch: TokenBatch, schedule: Schedule, token: str) -> Callable[[], dict[int, torch.Tensor]]:
-        """Begin `Worker.begin_step`; returns a function that waits for the log-probs, by number of the sample."""
+        """Begin `Worker.begin_step`; return a function that waits for the log-probs, by number of the sample."""
         shares = self._shares(batch, schedule)
         wait = self._start("begin_step", [(share.batch, share.steps[0], token) for share in shares])
 
@@ -163,13 +163,13 @@ class RoleTrainer:
         """Begin the optimizer steps of `schedule`.
 
         Args:
-            keep_log_probs: the numbers of the samples whose log-probs are wanted.
+            keep_log_probs: the numbers of the samples whose log-probs the caller wants.
             gap_limit, scale: see `Worker.train`.
 
         Returns:
-            A function that waits. It returns the metrics of each step, and by number of the sample the log-probs
-            `[response_length]` of the first step's forward pass, which is made before the policy moves; it raises
-            TrainingError when steps keep being skipped, and SyncError when `gap_limit` forbids a step.
+            A function that waits. It returns the metrics of each step, and log-probs `[response_length]` by number of
+            the sample. They come from the first step's forward pass, before the policy changes. It raises TrainingError
+            when too many steps in a row are skipped, and SyncError when `gap_limit` forbids a step.
         """
         shares = self._shares(batch, schedule)
         lrs = [self._lr.lr_at(num_steps_before + i) for i in range(len(schedule))]
@@ -196,7 +196,7 @@ class RoleTrainer:
         return finish
 
     def _check_steps(self, steps: list[Metrics]) -> None:
-        """Raise if too many steps in a row were skipped, as their gradients were not finite; a few do no harm."""
+        """Raise if too many steps in a row were skipped for gradients that are not finite; a few do no harm."""
         for step in steps:
             self._num_skipped = self._num_skipped + 1 if step["skipped_steps"] else 0
         if not self._num_skipped:
@@ -212,16 +212,16 @@ class RoleTrainer:
         logger.warning("the gradients of an optimizer step were not finite: it was skipped")
 
     def memory(self) -> dict[str, float]:
-        """The memory of the ranks by name (`Worker.memory`): the largest of all, of what is free the smallest."""
+        """Return the memory of the ranks by name (`Worker.memory`): the largest value, of free memory the smallest."""
         ranks: list[dict[str, float]] = self.workers.call("memory", timeout=self.args.train_timeout)
         return {name: (min if "free" in name else max)(rank[name] for rank in ranks) for name in ranks[0]}
 
     def offload(self, *, weights: bool) -> Callable[[], Any]:
-        """Begin `Worker.offload`; returns a function that waits."""
+        """Begin `Worker.offload`; return a function that waits."""
         return self.workers.start("offload", weights, timeout=self.args.train_timeout)
 
     def onload(self, *, optimizer: bool) -> Callable[[], Any]:
-        """Begin `TrainBackend.onload`; returns a function that waits."""
+        """Begin `TrainBackend.onload`; return a function that waits."""
         return self.workers.start("onload", optimizer, timeout=self.args.train_timeout)
 
     # ---- models and weights --------------------------------------------------------------------------------------
@@ -231,15 +231,15 @@ class RoleTrainer:
         self.workers.call("load", checkpoint, optimizer, timeout=self.args.worker_start_timeout)
 
     def load_weights(self, path: Path, *, fresh_head: bool = False) -> None:
-        """Load the weights of a Hugging Face checkpoint or one of ours; `fresh_head`: a critic's from an actor's."""
+        """Load the weights of a Hugging Face or instep checkpoint; `fresh_head`: a critic starts from an actor."""
         self.workers.call("load_weights", path, fresh_head, timeout=self.args.worker_start_timeout)
 
     def begin_save(self, folder: Path) -> Callable[[], Any]:
-        """Let every rank write its part of a checkpoint; returns a function that waits for the digests of each."""
+        """Let every rank write its part of a checkpoint; return a function that waits for the digests of each."""
         return self.workers.start("save", folder, timeout=self.args.train_timeout)
 
     def export_hf(self, path: Path) -> None:
-        """Write the weights as a Hugging Face checkpoint, or the adapter alone in peft's format (--save-hf-as)."""
+        """Write the weights as a Hugging Face checkpoint, or only the adapter in peft's format (--save-hf-as)."""
         adapter = self.args.save_hf_as == "adapter"
         self.workers.call("export_hf", path, adapter, timeout=self.args.train_timeout)
 
@@ -250,26 +250,26 @@ class RoleTrainer:
             raise TrainingError(
                 f"{len(names)} weights are not finite: {', '.join(names[:3])}",
                 where=f"the {'critic' if self.is_critic else 'policy'} in the training worker",
-                remedy="load another checkpoint (--ckpt-step, --hf-checkpoint); if it happened on the way, lower --lr",
+                remedy="load another checkpoint (--ckpt-step, --hf-checkpoint); if it happened in this run, lower --lr",
             )
 
     # ---- a sync session ------------------------------------------------------------------------------------------
 
     def publish(self, way: str, order: Order, *, timeout: float, on_event: Callable[[Any], None]) -> None:
-        """Let every rank send its part of the weights by `way`; `on_event` gets what the ranks emit meanwhile."""
+        """Let every rank send its part of the weights by `way`; `on_event` gets the events of the ranks meanwhile."""
         self.workers.call("publish", way, order, timeout=timeout, on_event=on_event)
 
     def weight_digests(self, way: str, timeout: float) -> dict[str, str]:
-        """The digest of every weight by its Hugging Face name, as the trainer holds it now."""
+        """Return the digest of every weight by its Hugging Face name, from the trainer's current weights."""
         return next(digests for digests in self.workers.call("weight_digests", way, timeout=timeout) if digests)
 
     def unwritten_weights(self, timeout: float) -> list[str]:
-        """The weights of which the memory that engines share does not hold every bit."""
+        """Return the weights that are not complete, bit for bit, in the memory that engines share."""
         found = self.workers.call("unwritten_weights", timeout=timeout)
         return sorted({name for names in found for name in names})
 
     def probe_log_probs(self, batch: TokenBatch, timeout: float) -> tuple[list[float], list[float]]:
-        """Log-probs of the response tokens of `batch`, and those after one more rounding: see `Worker.score`."""
+        """Return the log-probs of the response tokens of `batch`, also with one more rounding (`Worker.score`)."""
         results = self.workers.call("score", batch, timeout=timeout)
         plain, rounded = next(result for result in results if result is not None).tolist()
         return plain, rounded

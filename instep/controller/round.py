@@ -1,6 +1,6 @@
-"""A round as values that the loop hands on, first Rollout, then TrainedRollout; and the training on one rollout.
+"""The values of a round, which the loop passes on (Rollout, then TrainedRollout), and the training on one rollout.
 
-Nothing of a round lives in the controller, so that a rollout may run ahead of the training.
+The controller stores nothing of a round, so that a rollout may run ahead of the training.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Rollout:
-    """What `Controller.generate` returns.
+    """The result of `Controller.generate`.
 
     Attributes:
-        groups: with rewards, in the order of training; they are finished in the ledger.
-        metrics: `rollout/*` and those of the rollout function.
+        groups: with rewards, in training order; they are finished in the ledger.
+        metrics: `rollout/*` and the metrics of the rollout function.
         seconds: the duration of each phase of the rollout, by name.
-        early: what the trainer has computed meanwhile.
+        early: what the trainer computed during the rollout.
     """
 
     rollout_id: int
@@ -68,12 +68,12 @@ class Rollout:
 
 @dataclass
 class TrainedRollout:
-    """What `Controller.train` returns.
+    """The result of `Controller.train`.
 
     Attributes:
         metrics: `train/*` and `critic/*`.
         seconds: the duration of each phase of the training, by name.
-        num_tokens: tokens of prompts and responses.
+        num_tokens: the tokens of prompts and responses.
     """
 
     metrics: Metrics
@@ -83,10 +83,10 @@ class TrainedRollout:
 
 @dataclass
 class Step:
-    """A round that is finished: trained on and sent to the engines, and saved and evaluated if it was time to.
+    """A finished round: trained, sent to the engines, and saved and evaluated if its turn has come.
 
     Attributes:
-        samples: by group, with rewards, as they were trained on.
+        samples: by group, with rewards, as they were trained.
         metrics: the row of metrics.jsonl.
         evaluation: `eval/*`, if the policy was evaluated after this round.
     """
@@ -99,17 +99,16 @@ class Step:
 
 @dataclass
 class TrainedBatch:
-    """A batch that the workers have trained on, and what they computed.
+    """A trained batch, and the results of the workers.
 
     Attributes:
-        steps: the metrics of each optimizer step of the actor; none when only the critic was trained.
-        metrics: of the rollout as a whole, by full name; `critic/*` among them.
+        steps: the metrics of each optimizer step of the actor; empty if only the critic was trained.
+        metrics: of the rollout as a whole, by full name; includes `critic/*`.
         batch: all samples as the workers got them.
         step_of_sample: the optimizer step of each sample.
-        log_probs: the trainer's log-probs, float32 `[response_length]`, under the weights that the round began with, by
-            number of each sample that was wanted; a sample of a later step has them only if the rollout was scored
-            first.
-        sources: the number of each sample in the rollout; -1 for one that a conversion of the user's has made.
+        log_probs: the trainer's log-probs, float32 `[response_length]`, with the weights at the start of the round, by
+            number of each requested sample. A sample of a later step has them only if the rollout was scored first.
+        sources: the number of each sample in the rollout; -1 for a sample that the user's conversion made.
         num_critic_steps: optimizer steps of the critic.
     """
 
@@ -123,7 +122,7 @@ class TrainedBatch:
 
 
 class TrainingRound:
-    """Drives the workers of the actor, and of PPO's critic, through the optimizer steps of one rollout.
+    """Run the optimizer steps of one rollout on the workers of the actor, and of PPO's critic.
 
     Args:
         hook_args: the view of `args` that hooks get.
@@ -153,14 +152,14 @@ class TrainingRound:
 
         Args:
             num_steps_before: optimizer steps of the actor so far, in the whole run.
-            keep: numbers of the rollout's samples (counted through all groups) whose log-probs are wanted.
+            keep: numbers of the rollout's samples (over all groups) whose log-probs the caller wants.
             critic_only: the actor is not trained.
-            version: of the weights that the workers hold, as the engines have it; 0: no engine has it.
-            gap_limit: the largest mean log-prob gap of this version's tokens with which the actor is trained.
-            early: what has been computed before.
+            version: the version of the workers' weights on the engines; 0: no engine has these weights.
+            gap_limit: the largest mean log-prob gap of this version's tokens for which the actor is trained.
+            early: results that were computed during the rollout.
 
         Raises:
-            SyncError: the gap is larger.
+            SyncError: the gap is above `gap_limit`.
         """
         args = self._args
         with span("batch"):
@@ -173,7 +172,7 @@ class TrainingRound:
         out = TrainedBatch([], {}, batch, step_of_sample, {}, sources)
         critic_schedule = self._critic.plan(batch) if self._critic is not None else []
         wanted = self._scored_names(0 if critic_only else len(schedule))
-        wanted = [name for name in wanted if name not in batch.token_columns]  # a conversion may bring the teacher's
+        wanted = [name for name in wanted if name not in batch.token_columns]  # a conversion may bring them
         names, score = self._own(wanted), RoleTrainer.score if early is None else early.score_rest
         began, num_columns = time.monotonic(), len(batch.token_columns)
         scores = [score(self._actor, batch, schedule, names)] if names else []
@@ -213,8 +212,9 @@ class TrainingRound:
         return out
 
     def early(self, rollout_id: int, version: int, *, critic_only: bool = False) -> Early | None:
-        """What the workers may compute while a rollout goes on, see `scores_early` and `why_not`; None where there is
-        nothing. `rollout_id`, `version`, `critic_only`: as `run` gets them."""
+        """Return the work that the workers may do during a rollout (see `scores_early` and `why_not`), or None.
+
+        `rollout_id`, `version` and `critic_only` are those of `run`."""
         args, step = self._args, None
         names = self._own(self._scored_names(0 if critic_only else args.num_steps_per_rollout or 1))
         if not why_not(args, self._actor.samples_multiple):
@@ -228,7 +228,7 @@ class TrainingRound:
         return Early(wanted, partial(self._build, needs_reward=step is not None), step)
 
     def _complete(self, batch: TokenBatch, samples: list[Sample], *, version: int) -> None:
-        """Add what `run` adds to the whole rollout to samples with scores; see `EarlyStep`."""
+        """Add to scored samples what `run` adds to the whole rollout; see `EarlyStep`."""
         self._mark(batch, samples, version)
         self._weigh(batch, [0] * batch.num_samples)
         scales = batch.sample_columns["loss_scale"]
@@ -237,18 +237,18 @@ class TrainingRound:
         add_advantages(batch, samples, self._args, self._hook_args)
 
     def _mark(self, batch: TokenBatch, samples: list[Sample], version: int) -> None:
-        """Add the columns that say which weights have made a token."""
+        """Add the columns that say which weights generated a token."""
         if version and "rollout_log_probs" in batch.token_columns:
             batch.token_columns[FRESH] = fresh_tokens(samples, version)
         if version and self._has_rewards and bool((older := older_tokens(batch, version, samples)).any()):
             batch.token_columns["older"] = older
 
     def _own(self, names: list[str]) -> list[str]:
-        """Those of `names` that the actor's workers compute."""
+        """Return the `names` that the actor's workers compute."""
         return names if self.uses_reference else [name for name in names if name != "ref_log_probs"]
 
     def _weigh(self, batch: TokenBatch, step_of_sample: list[int]) -> None:
-        """Add the columns that make a step's loss a mean, whatever its micro-batches: `loss_weights`, `loss_scale`."""
+        """Add `loss_weights` and `loss_scale`: with them a step's loss is a mean, for any split into micro-batches."""
         mask, lengths = batch.token_columns["loss_mask"], batch.response_lengths.tolist()
         shares = mask, lengths, step_of_sample, batch.sample_columns["execution_id"]
         per_token = self._args.calculate_per_token_loss
@@ -261,7 +261,7 @@ class TrainingRound:
         batch.sample_columns["loss_scale"] = loss_scales(*shares, per_token=per_token)
 
     def _batch(self, groups: list[Group]) -> tuple[TokenBatch, list[Sample], list[int]]:
-        """The batch of a rollout, its samples, and the number of each in the rollout (`TrainedBatch.sources`)."""
+        """Return the batch of a rollout, its samples, and their numbers in the rollout (`TrainedBatch.sources`)."""
         args, samples = self._args, [sample for group in groups for sample in flatten(group)]
         if args.custom_convert_samples_to_train_data_path is None:
             return self._build(groups, needs_reward=self._has_rewards), samples, list(range(len(samples)))
@@ -285,22 +285,22 @@ class TrainingRound:
             groups,
             needs_reward=needs_reward,
             reward_key=args.reward_key,
-            default_temperature=args.rollout_temperature if self._has_rewards else 1.0,  # nothing is sampled
+            default_temperature=args.rollout_temperature if self._has_rewards else 1.0,  # without sampling
             replays=args.use_rollout_routing_replay,
             compares=" and ".join(flags_that_compare(algorithm_of(args).loss.name, args)),
         )
 
     def _ask(self, scorer: ServedScorer, batch: TokenBatch) -> torch.Tensor:
-        """Get the log-probs of a served model; a process of the run that dies meanwhile is named in the error."""
+        """Get the log-probs of a served model; if a process of the run dies meanwhile, the error names it."""
         return watched(lambda: scorer.log_probs(batch), f"asks {scorer.name}", self._actor.watch)
 
     def _scored_names(self, num_steps: int) -> list[str]:
-        """Return the log-probs that are needed. With one on-policy step the old policy is the current one."""
+        """Return the names of the needed log-probs. With one on-policy step the old policy is the current one."""
         args = self._args
         if not self._has_rewards:
             return ["ref_log_probs"] if self.uses_reference else []
         names = ["ref_log_probs"] if args.kl_coef or (args.use_kl_loss and num_steps) else []
-        # A loss of the user's may ask for old log-probs in any case.
+        # A loss of the user may always read old log-probs.
         differs = num_steps > 1 or (args.loss_type == "custom_loss" and num_steps > 0)
         shown = args.custom_advantage_function_path or args.rollout_data_postprocess_path
         compares = args.kl_coef or args.use_opd or shown

@@ -1,4 +1,4 @@
-"""The metrics of a round, from what workers and rollout functions return. docs/metrics.md lists their names."""
+"""The metrics of a round, from the results of workers and rollout functions. docs/metrics.md lists their names."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from instep.types import RolloutFnEvalOutput, RolloutFnTrainOutput, TokenBatch, 
 if TYPE_CHECKING:
     from instep.arguments.settings import HookSettings, Settings
 
-# Metrics that are not averaged over the steps of a rollout: the gap to the engine is that of the first step, before
-# the policy has moved away from the one that sampled.
+# Metrics that are not averaged over the steps of a rollout: the gap to the engine belongs to the first step. Later the
+# policy is no longer the one that sampled.
 _FIRST = (
     *("log_prob_gap_mean", "log_prob_gap_max", "engine_kl", "log_prob_gap_coverage", "log_prob_gap_fresh"),
     "effective_sample_ratio",
@@ -33,7 +33,7 @@ _FIRST = (
 def metrics_of_rollout(
     hook_args: HookSettings, rollout_id: int, output: RolloutFnTrainOutput, seconds: float
 ) -> dict[str, float]:
-    """Return `rollout/*` and the rollout function's metrics; none if the user's log function has logged them."""
+    """Return `rollout/*` and the rollout function's metrics; nothing if the user's log function logged them."""
     groups = output.samples
     if path := hook_args.custom_rollout_log_function_path:
         samples = [s for group in groups for s in flatten(group)]
@@ -50,7 +50,7 @@ def metrics_of_rollout(
 
 
 def training_metrics(steps: list[dict[str, float]]) -> dict[str, float]:
-    """Return `train/*` of one rollout from the metrics of its optimizer steps; none without steps."""
+    """Return `train/*` of one rollout from the metrics of its optimizer steps; nothing without steps."""
     if not steps:
         return {}
     names = dict.fromkeys(name for step in steps for name in step)
@@ -62,7 +62,7 @@ def training_metrics(steps: list[dict[str, float]]) -> dict[str, float]:
 
 
 def critic_metrics(steps: list[dict[str, float]], batch: TokenBatch) -> dict[str, float]:
-    """Return `critic/*` of one rollout, from its optimizer steps and the values that its advantages were made from."""
+    """Return `critic/*` of one rollout, from its optimizer steps and the values behind its advantages."""
     out = {
         "value_loss": fmean(step["loss"] for step in steps),
         "value_clipfrac": fmean(step["value_clipfrac"] for step in steps),
@@ -85,7 +85,7 @@ def speed_metrics(
     """Return `perf/*` of one round from the seconds of its phases; `num_response_tokens` is None without engines.
 
     Args:
-        early_train: seconds of the training that were in the rollout.
+        early_train: the training seconds that fell into the rollout.
     """
     out = {f"perf/{name}_seconds": s for name, s in seconds.items()}
     out["perf/step_seconds"] = sum(s for name, s in seconds.items() if name != "eval")
@@ -97,7 +97,7 @@ def speed_metrics(
 
 
 class IdleClock:
-    """Tells how much of the time each side had nothing to do."""
+    """Measure the share of time in which each side is idle."""
 
     def __init__(self) -> None:
         self._at, self._idle = time.monotonic(), admission.idle_seconds()
@@ -112,7 +112,7 @@ class IdleClock:
 
 
 def staleness_metrics(batch: TokenBatch, version: int) -> dict[str, float]:
-    """Return how many versions older than `version` the trained tokens are; none where no version is known."""
+    """Return how many versions older than `version` the trained tokens are; nothing if no version is known."""
     counts: Counter[int] = Counter()
     masks = batch.token_columns["loss_mask"].split(batch.response_lengths.tolist())
     for mask, spans in zip(masks, batch.sample_columns["weight_versions"], strict=True):
@@ -127,7 +127,7 @@ def staleness_metrics(batch: TokenBatch, version: int) -> dict[str, float]:
 
 
 def logs_evaluation(hook_args: HookSettings, rollout_id: int, output: RolloutFnEvalOutput) -> bool:
-    """Whether the user's log function has logged an evaluation, so that nothing else does."""
+    """Return whether the user's log function has logged an evaluation; then nothing else logs it."""
     if not (path := hook_args.custom_eval_rollout_log_function_path):
         return False
     log, where = Hook("--custom-eval-rollout-log-function-path", path), f"evaluation before rollout {rollout_id}"
@@ -135,7 +135,7 @@ def logs_evaluation(hook_args: HookSettings, rollout_id: int, output: RolloutFnE
 
 
 def evaluation_metrics(output: RolloutFnEvalOutput, *, pass_rate: bool = False) -> dict[str, float]:
-    """Return `eval/*` of every data set, pass@k among them if it is asked for and there are samples to count."""
+    """Return `eval/*` of every data set; with `pass_rate` also pass@k, if there are samples to count."""
     out = dict(output.metrics)
     for name, result in output.data.items():
         out[f"eval/{name}/reward_mean"] = fmean(result["rewards"])
@@ -150,10 +150,10 @@ def evaluation_metrics(output: RolloutFnEvalOutput, *, pass_rate: bool = False) 
 
 
 def evaluation_summary(evaluations: list[dict[str, float]], rollout_id: int) -> dict[str, Any]:
-    """Return the evaluations' part of summary.json: the first data set's reward before and after, and all metrics.
+    """Return the evaluations for summary.json: the first data set's reward before and after, and all metrics.
 
     Args:
-        rollout_id: of the round that would be next. "after" is an evaluation from there, "before" one from round 0.
+        rollout_id: the next round. "after" is an evaluation before this round, "before" is one before round 0.
     """
     if not evaluations:
         return {}
@@ -165,7 +165,7 @@ def evaluation_summary(evaluations: list[dict[str, float]], rollout_id: int) -> 
 
 
 def wandb_settings(args: Settings, run_id: str | None) -> dict[str, Any] | None:
-    """Return the options of a W&B run, or None without W&B. Key and host are handed on in the environment only."""
+    """Return the options of a W&B run, or None without W&B. Key and host are passed only in the environment."""
     if not args.use_wandb:
         return None
     for name, value in (("WANDB_BASE_URL", args.wandb_host), ("WANDB_API_KEY", args.wandb_key)):

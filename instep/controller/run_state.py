@@ -1,4 +1,4 @@
-"""The state that a resume goes on with: counters, ledger, data source, and the arguments that must be as before."""
+"""The state for a resume: counters, ledger, data source, and the arguments that must stay the same."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
     from instep.arguments.args import Args
     from instep.arguments.settings import Settings
 
-# What a run cannot change on its way: it would train on other data, on the same twice, or read other files.
+# A run cannot change these: it would train on other data, twice on the same data, or read other files.
 _FIXED = (
     "command max_staleness prompt_data prompt_data_weights data_source_path input_key label_key "
     "apply_chat_template chat_template_text add_bos_token rollout_max_prompt_len "
     "rollout_seed rollout_shuffle n_samples_per_prompt train_backend"
 ).split()
-# Where a run reads and writes, and what follows from other arguments, is not the run.
+# These do not identify a run: the places where it reads and writes, and values derived from other arguments.
 _PLACES = frozenset(
     "load save save_hf chat_template critic_load critic_save megatron_config_path run_dir data_cache_path "
     "ckpt_step ref_ckpt_step engine_port ray_address dp_size world_size rollout_num_engines notes".split()
 )
-# The fields of a sample with an entry per token, which are always plain.
+# The fields of a sample with an entry per token; they are always plain.
 _COLUMNS = frozenset("tokens loss_mask rollout_log_probs rollout_routed_experts weight_versions".split())
 
 
-# With these the same command would begin elsewhere.
+# With these flags the same command would begin elsewhere.
 _NOT_AGAIN = {"--ckpt-step": "ckpt_step", "--finetune": "finetune", "--start-rollout-id": "start_rollout_id"}
 
 
@@ -43,19 +43,19 @@ class Beginning(NamedTuple):
     """The checkpoint and state that a session begins with."""
 
     checkpoint: Path | None  # in `--load`
-    state: dict[str, Any] | None  # the controller's of the run that goes on, if one does
-    notes: list[str]  # lines for the user: what is set otherwise than before, and what else is not as usual
+    state: dict[str, Any] | None  # of the controller, if a run is resumed
+    notes: list[str]  # lines for the user: changed values, and other unusual facts
     rollout_id: int  # of the first round
-    run_id: str | None  # of the run that goes on, or of a new one; None for one that an earlier instep began
-    foreign_optimizer: bool = False  # whether `checkpoint` is of another framework, and its optimizer goes on
+    run_id: str | None  # of the resumed run or a new one; None if an earlier instep began the run
+    foreign_optimizer: bool = False  # whether `checkpoint` is of another framework, and its optimizer is used
 
 
 def beginning(args: Args) -> Beginning:
-    """Find where the session begins, by `--load`, `--ckpt-step`, `--finetune` and `--start-rollout-id`.
+    """Find the start of the session from `--load`, `--ckpt-step`, `--finetune` and `--start-rollout-id`.
 
     Raises:
-        CheckpointError: the checkpoint is not there, or its state is damaged.
-        ConfigError: the run cannot go on with other arguments, or in the folder of another run.
+        CheckpointError: there is no such checkpoint, or its state is damaged.
+        ConfigError: the run cannot continue with other arguments, or in the folder of another run.
     """
     found = find_checkpoint(Path(args.load) if args.load else None, args.ckpt_step)
     if found is None:
@@ -79,10 +79,10 @@ def beginning(args: Args) -> Beginning:
 
 
 def _same_run(run_dir: Path, checkpoint: Path, state: dict[str, Any]) -> str | None:
-    """The identity of the run that `checkpoint` belongs to.
+    """Return the identity of the run that wrote `checkpoint`.
 
     Raises:
-        ConfigError: `run_dir` holds the files of another run, which would be cut and continued.
+        ConfigError: `run_dir` has the files of another run; they would be cut and continued.
     """
     run_id, there = state.get("run_id"), config_of(run_dir)
     if there is None or there.get("run_id") == run_id:
@@ -97,16 +97,16 @@ def _same_run(run_dir: Path, checkpoint: Path, state: dict[str, Any]) -> str | N
 
 
 def how_to_go_on(args: Settings, run_id: str | None) -> str:
-    """How the run `run_id`, which ends now, can go on: from which checkpoint, by which command."""
-    begins = f"the same command begins anew{f' from {args.load}' if args.load else ''}"
+    """Return how the ending run `run_id` can continue: from which checkpoint, by which command."""
+    begins = f"the same command starts again{f' from {args.load}' if args.load else ''}"
     if not args.save:
         return f"nothing was saved (no --save): {begins}"
     try:
         saved = find_checkpoint(Path(args.save), None)
         if saved is not None and (read_state(saved[0]) or {}).get("run_id") != run_id:
-            saved = None  # of an earlier run
+            saved = None  # the checkpoint of an earlier run
     except CheckpointError as error:
-        return f"the checkpoints in {args.save} need a look: {error.what}"
+        return f"check the checkpoints in {args.save}: {error.what}"
     if saved is None:
         interval = "no --save-interval" if args.save_interval is None else f"--save-interval {args.save_interval}"
         return f"nothing was saved yet ({interval}): {begins}"
@@ -118,7 +118,7 @@ def how_to_go_on(args: Settings, run_id: str | None) -> str:
 
 
 def start_rollout_id(args: Settings, checkpoint: tuple[Path, int] | None, state: dict[str, Any] | None) -> int:
-    """Return the number of the first rollout: as given, or the one after the resumed `state` or the checkpoint."""
+    """Return the number of the first rollout: the given one, or the one after the resumed `state` or checkpoint."""
     if args.start_rollout_id is not None:
         return int(args.start_rollout_id)
     if state is not None:
@@ -127,7 +127,7 @@ def start_rollout_id(args: Settings, checkpoint: tuple[Path, int] | None, state:
 
 
 def changed_arguments(before: dict[str, Any], args: Args) -> list[str]:
-    """Return a line for each argument that has another value than when the checkpoint was written.
+    """Return a line for each argument whose value has changed since the checkpoint.
 
     Raises:
         ConfigError: one of them cannot change during a run.
@@ -138,14 +138,14 @@ def changed_arguments(before: dict[str, Any], args: Args) -> list[str]:
         for name in sorted(before.keys() | now.keys())
         if name not in _PLACES and before.get(name) != now.get(name) and (name in before or now[name])  # of a new flag
     }
-    # Another number of threads sums in another order.
+    # Another number of threads changes the order of sums.
     fixed = (*_FIXED, "num_threads") if args.deterministic_mode else _FIXED
     refused = [line for name, line in changed.items() if name in fixed]
     if refused:
         raise ConfigError(
             "; ".join(refused),
             where="the checkpoint in --load belongs to another run",
-            remedy="use the same values to go on with it, or --finetune to take only its weights",
+            remedy="use the same values to continue it, or --finetune to take only its weights",
         )
     return list(changed.values())
 
@@ -164,7 +164,7 @@ def source_state(source: Any, rollout_id: int) -> Any:
 
 
 def restore_source(source: Any, state: Any, rollout_id: int) -> None:
-    """Put the data source back to what `source_state` returned, or let it load its own state (`load(rollout_id)`)."""
+    """Restore the data source from `source_state`, or let it load its own state (`load(rollout_id)`)."""
     if hasattr(source, "load_state_dict"):
         source.load_state_dict(state)
     else:
@@ -172,7 +172,7 @@ def restore_source(source: Any, state: Any, rollout_id: int) -> None:
 
 
 def check_savable(args: Settings, samples: Iterable[Sample]) -> None:
-    """Raise RolloutError for a sample that a checkpoint of the run may have to hold, and cannot."""
+    """Raise RolloutError for a sample that a checkpoint may have to store, but cannot."""
     if not args.save or not (args.command == "train-async" or args.partial_rollout):
         return
     for sample in samples:
@@ -187,19 +187,19 @@ def check_savable(args: Settings, samples: Iterable[Sample]) -> None:
 
 
 def data_state(data: LedgeredDataSource, rollout_id: int) -> dict[str, Any]:
-    """Return the state of ledger and data source for a checkpoint, taken at one instant: a rollout may be running."""
+    """Return the state of ledger and data source for a checkpoint, from one instant: a rollout may be running."""
     with data.books_lock:
         return {"ledger": data.ledger.state_dict(), "data_source": source_state(data.source, rollout_id)}
 
 
 def restore_data(data: LedgeredDataSource, state: dict[str, Any], rollout_id: int, folder: Path) -> None:
-    """Go back to `data_state`. Finished groups are as they were; those issued are read again, into the source's buffer.
+    """Restore `data_state`. Finished groups return unchanged; issued groups are read again into the source's buffer.
 
-    They are fresh, so that they draw the same random numbers again. Those of a data source without `cursor()` come as
-    they were when they were issued.
+    These groups are fresh and draw the same random numbers again. Groups of a data source without `cursor()` return
+    as they were when they were issued.
 
     Raises:
-        CheckpointError: ledger or data source cannot go back to that state; `folder` is its checkpoint.
+        CheckpointError: ledger or data source cannot return to that state; `folder` is its checkpoint.
     """
     source, ledger = data.source, data.ledger
     try:
@@ -213,12 +213,12 @@ def restore_data(data: LedgeredDataSource, state: dict[str, Any], rollout_id: in
         if again:
             data.add_samples([again[group] for group in ledger.issued if group in again])
         data.give_again([[Sample.from_dict(s) for s in group] for group in state["ledger"].get("again", [])])
-        ledger.drop_outstanding("outstanding at a save")  # of an earlier instep, which kept no copies
+        ledger.drop_outstanding("outstanding at a save")  # of an earlier instep, without copies
         ledger.check()
     except (LookupError, TypeError, ValueError, AttributeError, RolloutError) as error:
         why = error.what if isinstance(error, RolloutError) else f"{type(error).__name__}: {error}"
         raise CheckpointError(
             f"the state of ledger and data source cannot be restored: {why}",
             where=str(folder / "run_state.json"),
-            remedy=f"restore the file, mend a data source of your own, or {others(folder)}",
+            remedy=f"restore the file, fix your own data source, or {others(folder)}",
         ) from error

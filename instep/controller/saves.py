@@ -1,10 +1,10 @@
-"""The end of a save: while the run waits, or with --async-save in a thread while it goes on.
+"""The end of a save: the run waits for it, or with --async-save a thread ends it while the run continues.
 
     train      | # steps  | . | # steps                | # steps  |
     workers    |          | # | # write their copies   |          |
     controller | # state  | # | # wait for them        | # files.json, its name, latest_checkpointed_iteration.txt
 
-At most one save is in flight: the next one waits for it, and so does a run that ends, also by an error or by Ctrl-C.
+At most one save is in flight. The next save waits for it, and so does the end of a run, also by an error or Ctrl-C.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from instep.system.scratch import export_folder
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.1
-CLOSE_SECONDS = 60.0  # for removing what was not completed
+CLOSE_SECONDS = 60.0  # to remove an incomplete save
 
 
 class Saves:
-    """What `--save`, `--critic-save` and `--save-hf` ask for in one run.
+    """The saves of one run: `--save`, `--critic-save` and `--save-hf`.
 
     Args:
-        beginning: the checkpoint that the run began with.
+        beginning: the checkpoint that the run begins with.
 
     Attributes:
         exported: the folder of the last export of this session, as `model`.
@@ -46,16 +46,16 @@ class Saves:
         self._args, self._beginning, self._deployment, self._tell = args, beginning, deployment, tell
         self.exported: dict[str, str] = {}
         self._any = False  # in this session
-        self._in_flight: Future[float] | None = None  # the seconds that a save in the background takes
-        self._what, self._given_up = "", ""  # it is of; why the run waits no longer for it
-        self._seconds: float | None = None  # of the last that has ended
+        self._in_flight: Future[float] | None = None  # gives the seconds of a background save
+        self._what, self._given_up = "", ""  # what is saved; why the run no longer waits for it
+        self._seconds: float | None = None  # of the last finished save
         self._closed = threading.Event()
 
     def write(self, trainer: Trainer, rollout_id: int, state: Callable[[], dict[str, Any]]) -> None:
-        """Save after `rollout_id`; with --async-save the checkpoint is in flight when this returns, the export is not.
+        """Save after `rollout_id`. With --async-save the checkpoint is still in flight on return; the export is done.
 
         Args:
-            state: the controller's; called only if it is saved.
+            state: returns the controller's state; called only if it is saved.
         """
         args = self._args
         end, began = self._begin(trainer, rollout_id, state), time.monotonic()
@@ -75,7 +75,7 @@ class Saves:
         self._any = True
 
     def _begin(self, trainer: Trainer, rollout_id: int, state: Callable[[], dict[str, Any]]) -> Callable[[], object]:
-        """Begin the checkpoints; returns a function that ends them."""
+        """Begin the checkpoints; return a function that ends them."""
         args, closed = self._args, self._closed
         if args.critic_save:
             root, earlier = Path(args.critic_save), None if self._beginning.state else self._earlier(args.critic_save)
@@ -87,7 +87,7 @@ class Saves:
         return (lambda: trainer.link_critic(root, rollout_id, whole(), earlier)) if args.critic_save else whole
 
     def _earlier(self, root: str) -> Callable[[Path], None] | None:
-        """What to call when the checkpoints that an earlier run has left in `root` were moved; None if none are."""
+        """Return the call for moved checkpoints of an earlier run in `root`; None if there is nothing to move."""
         begins = self._beginning.checkpoint if self._beginning.state is not None else None
         goes_on = begins is not None and begins.parent.resolve() == Path(root).resolve()
         if self._any or goes_on:
@@ -97,7 +97,7 @@ class Saves:
     # ---- in the background -------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise the error of a save that has failed, once."""
+        """Raise the error of a failed save, once."""
         if self._in_flight is None or not self._in_flight.done():
             return
         outcome, self._in_flight = self._in_flight, None
@@ -116,7 +116,7 @@ class Saves:
         """Wait for the save in flight, if there is one.
 
         Raises:
-            CheckpointError: it has failed, or takes too long. WorkerError: a worker has died.
+            CheckpointError: it failed, or takes too long. WorkerError: a worker died.
         """
         timeout = self._args.train_timeout
         deadline = time.monotonic() + timeout
@@ -133,10 +133,10 @@ class Saves:
         self.check()
 
     def last(self) -> None:
-        """Wait in a run that ends, also by an error or Ctrl-C; `close` says of a save that it has lost."""
+        """Wait at the end of a run, also after an error or Ctrl-C; `close` reports a lost save."""
         try:
             if self._in_flight is not None and not self._in_flight.done():
-                self._tell(f"waiting until {self._what} is on the disk; another Ctrl-C gives it up")
+                self._tell(f"waiting until {self._what} is on the disk; press Ctrl-C again to give it up")
             self.wait()
         except InstepError as error:
             self._given_up = error.what
@@ -144,7 +144,7 @@ class Saves:
             self._given_up = "interrupted"
 
     def close(self) -> None:
-        """End what is still in flight, after the workers have ended; a save that is lost gets a line."""
+        """End a save in flight after the workers have ended; report a lost save in a line."""
         self._closed.set()
         is_whole = False
         if (outcome := self._in_flight) is not None:
@@ -153,6 +153,6 @@ class Saves:
             self._tell(f"the checkpoint that was being written is lost: {self._given_up}")
 
     def metrics(self) -> dict[str, float]:
-        """The seconds of a save that has ended since the last call."""
+        """Return the seconds of a save that ended since the last call."""
         seconds, self._seconds = self._seconds, None
         return {} if seconds is None else {"perf/save_write_seconds": seconds}

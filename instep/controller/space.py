@@ -1,4 +1,4 @@
-"""Whether the disks have room for what a run saves, which follows from the number of the model's weights."""
+"""Check that the disks have room for the saves of a run, from the number of the model's weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from instep.system.scratch import export_folder
 
 
 class Saved(NamedTuple):
-    """What one flag writes at a save: at least `num_bytes`, which stay there if `kept`, else replace the last."""
+    """The output of one flag at a save: at least `num_bytes`. They stay if `kept`, else they replace the last."""
 
     flag: str
     folder: Path
@@ -26,10 +26,10 @@ class Saved(NamedTuple):
 
 
 def what_is_saved(args: Args) -> Iterator[Saved]:
-    """The least that each flag writes at a save, with `--precision` resolved.
+    """Yield the least that each flag writes at a save, with `--precision` resolved.
 
-    The `hf` backend saves float32 weights; Megatron those that it computes with, and their float32 masters with the
-    optimizer. Two moments per weight are float32. An adapter is counted as nothing.
+    The `hf` backend saves float32 weights. Megatron saves its compute weights, and their float32 masters with the
+    optimizer. Two moments per weight are float32. An adapter counts as zero.
     """
     shape = shape_of(os.path.abspath(args.hf_checkpoint))
     num = 0 if shape is None else shape.total
@@ -48,19 +48,19 @@ def what_is_saved(args: Args) -> Iterator[Saved]:
 
 
 def num_saves(args: Args, num_rounds: int) -> int:
-    """How often a run saves within that many rounds."""
+    """Return how often a run saves within `num_rounds` rounds."""
     left, interval = max(0, num_rounds), args.save_interval
     return math.ceil(left / interval) if interval else min(1, left)
 
 
 def check_space(args: Args, num_saves: int) -> list[str]:
-    """Compare the free space with what one save needs, and with what all of them need.
+    """Compare the free space with the needs of one save, and of all saves.
 
     Returns:
-        A line for each disk that has room for one save and not for `num_saves`.
+        A line for each disk that has room for one save but not for `num_saves`.
 
     Raises:
-        CheckpointError: a disk has not even room for one.
+        CheckpointError: a disk does not have room for one save.
     """
     if not num_saves:
         return []
@@ -73,20 +73,20 @@ def check_space(args: Args, num_saves: int) -> list[str]:
     for found in disks.values():
         parts, existing = [saved for saved, _ in found], found[0][1]
         size, _, free = shutil.disk_usage(existing)
-        if size == 0:  # some file systems of networks and of FUSE do not tell
+        if size == 0:  # some network and FUSE file systems do not report it
             continue
         one = sum(part.num_bytes for part in parts)
         most = sum(part.num_bytes * (num_saves if part.kept else 1) for part in parts)
         flags = " and ".join(part.flag for part in parts)
         if one > free:
             raise CheckpointError(
-                f"a save would need {_size(one)} at least, and {_size(free)} are free",
+                f"a save needs at least {_size(one)}, but only {_size(free)} are free",
                 where=f"{flags}: the disk of {existing}",
-                remedy="free space or save elsewhere; --no-save-optim saves the weights alone",
+                remedy="free space or save elsewhere; --no-save-optim saves only the weights",
             )
         if most > free:
             lines.append(
-                f"{flags}: {num_saves} saves would need {_size(most)} at least, and {_size(free)} are free on the disk "
+                f"{flags}: {num_saves} saves would need at least {_size(most)}, but {_size(free)} are free on the disk "
                 f"of {existing}, enough for {int(free // one)}"
             )
     return lines

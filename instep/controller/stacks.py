@@ -1,4 +1,4 @@
-"""SIGUSR1 writes what every process of a run is doing into RUN_DIR/logs/dump-<n>.txt; the run goes on."""
+"""On SIGUSR1, write what every process of a run is doing into RUN_DIR/logs/dump-<n>.txt; the run continues."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from instep.engines.http import get_json
 from instep.rollout import runtime
 from instep.system.processes import Process
 
-CHILD_SECONDS = 3.0  # for all children to have written their stacks
-ENGINE_SECONDS = 2.0  # for an engine to say what it holds
+CHILD_SECONDS = 3.0  # for all children to write their stacks
+ENGINE_SECONDS = 2.0  # for an engine to report its state
 
 
 def dump_on_signal(dump: Callable[[], None]) -> Callable[[], object]:
-    """Let SIGUSR1 call `dump` in a thread, and return a function that ends this. It acts in the main thread only."""
+    """Let SIGUSR1 call `dump` in a thread; return a function that ends this. Works in the main thread only."""
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
 
@@ -35,7 +35,7 @@ def dump_on_signal(dump: Callable[[], None]) -> Callable[[], object]:
         threading.Thread(target=dump, name="dump", daemon=True).start()
 
     before: Any = signal.signal(signal.SIGUSR1, begin)
-    after = signal.SIG_IGN if before in (None, signal.SIG_DFL) else before  # a late one must not kill the run's end
+    after = signal.SIG_IGN if before in (None, signal.SIG_DFL) else before  # a late signal must not kill the run's end
     return partial(signal.signal, signal.SIGUSR1, after)
 
 
@@ -43,7 +43,7 @@ def write_dump(folder: Path, queues: Mapping[str, Any], children: Sequence[Proce
     """Write the next dump-<n>.txt: queues, stacks and tasks of this process, stacks of the children, engines' answers.
 
     Args:
-        queues: what the controller knows, by name.
+        queues: the controller's facts, by name.
     """
     folder.mkdir(parents=True, exist_ok=True)
     number = 1 + max((int(n) for p in folder.glob("dump-*.txt") if (n := p.stem[5:]).isdigit()), default=-1)
@@ -68,7 +68,7 @@ def write_dump(folder: Path, queues: Mapping[str, Any], children: Sequence[Proce
             with process.log_path.open("rb") as log:
                 log.seek(start)
                 text = log.read().decode(errors="replace").rstrip()
-            silent = "it wrote nothing within the time" if process.alive() else process.describe()
+            silent = "it wrote nothing in time" if process.alive() else process.describe()
             out.write(f"==== Stacks of {process.name} (pid {process.pid})\n{text or silent}\n\n")
     return path
 
@@ -110,7 +110,7 @@ def _processes() -> Iterator[str]:
                 cpu, memory = process.cpu_times(), process.memory_info().rss / 1e9
                 yield f"{process.pid} {process.status()} cpu {cpu.user + cpu.system:.0f} s rss {memory:.2f} GB {name}"
         except psutil.Error:
-            continue  # it ended meanwhile
+            continue  # it has ended
 
 
 def _engine_state(engine: Engine) -> Iterator[str]:
@@ -126,7 +126,7 @@ def _size(path: Path) -> int:
 
 
 def _wait_for_output(processes: Sequence[Process], starts: Sequence[int]) -> None:
-    """Wait until each process has written into its log beyond `starts` bytes, and nothing more comes."""
+    """Wait until each process has written beyond `starts` bytes of its log, and the logs stop growing."""
     deadline, sizes = time.monotonic() + CHILD_SECONDS, list(starts)
     while time.monotonic() < deadline:
         time.sleep(0.3)

@@ -19,10 +19,10 @@ class Totals:
     """The sums of a run.
 
     Attributes:
-        num_steps, num_critic_steps: optimizer steps, those of earlier sessions among them.
-        evaluations: the metrics of each evaluation and its rollout_id, those of earlier sessions among them.
+        num_steps, num_critic_steps: optimizer steps, with those of earlier sessions.
+        evaluations: the metrics of each evaluation and its rollout_id, with those of earlier sessions.
         num_tokens: tokens of this session's training batches, with their prompts.
-        num_rounds: rounds that this session has finished.
+        num_rounds: the finished rounds of this session.
         last_sync: the result of the last sync of this session.
     """
 
@@ -34,16 +34,16 @@ class Totals:
     last_sync: SyncResult | None = None
     _started: float = field(default_factory=time.monotonic)
     _largest_diff: Difference = Difference(0.0, 0.0, 0.0)  # of all syncs
-    _gap_of_sync: dict[str, float] = field(default_factory=dict)  # until a step has shown it
+    _gap_of_sync: dict[str, float] = field(default_factory=dict)  # until `take_gap` returns it
     _gpu_peak: float = 0.0
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from the `state` of a checkpoint."""
+        """Continue from the `state` of a checkpoint."""
         self.num_steps, self.num_critic_steps = int(state["num_steps"]), int(state.get("num_critic_steps", 0))
         self.evaluations = state["evaluations"]
 
     def state(self) -> dict[str, Any]:
-        """The part that a checkpoint keeps."""
+        """Return the part that a checkpoint stores."""
         return {name: getattr(self, name) for name in ("num_steps", "num_critic_steps", "evaluations")}
 
     def add_sync(self, result: SyncResult) -> None:
@@ -56,18 +56,18 @@ class Totals:
         self.num_tokens += len(batch.batch.tokens)
 
     def take_gap(self) -> dict[str, float]:
-        """The gap of the last sync; empty on a second call."""
+        """Return the gap of the last sync, once; then an empty dict."""
         found, self._gap_of_sync = self._gap_of_sync, {}
         return found
 
     def gpu_peak(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """`perf/gpu_peak_bytes`, the most of any round so far, where the trainer has a GPU."""
+        """Return `perf/gpu_peak_bytes`, the maximum over all rounds so far, if the trainer has a GPU."""
         peaks = (value for name, value in metrics.items() if name.endswith("/trainer_peak_bytes"))
         self._gpu_peak = max(self._gpu_peak, *peaks, 0.0)
         return {"perf/gpu_peak_bytes": self._gpu_peak} if self._gpu_peak else {}
 
     def summary(self, peak_pss_bytes: float, ledger: Mapping[str, int], next_rollout: int) -> dict[str, Any]:
-        """The content of summary.json without the metrics of the last step; `next_rollout`: the one after the last."""
+        """Return summary.json without the metrics of the last step; `next_rollout` comes after the last rollout."""
         summary: dict[str, Any] = {
             "num_rollouts": self.num_rounds,
             "num_steps": self.num_steps,

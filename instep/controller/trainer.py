@@ -1,4 +1,4 @@
-"""The trainer of a run: the actor and PPO's critic, which weights they begin with, and the files they leave behind."""
+"""The trainer of a run: the actor and PPO's critic, their first weights, and the files that they write."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class Trainer:
     """The actor, and the critic if there is one, with all their models loaded.
 
     Args:
-        cluster: its processes are started, and have done nothing yet.
-        beginning: the checkpoint that `--load` holds, and whether the run goes on with its state.
+        cluster: its processes are started, and have not done any work.
+        beginning: the checkpoint of `--load`, and whether its run is resumed.
         num_rollout: the number of rollouts after which the learning-rate schedules end.
-        scratch: the folder in which the refreshed reference is kept.
+        scratch: the folder for the refreshed reference.
         tell: shows a line to the user.
     """
 
@@ -86,9 +86,9 @@ class Trainer:
     # ---- which weights they begin with ---------------------------------------------------------------------------
 
     def _load_actor(self, checkpoint: Path | None) -> None:
-        """Load `checkpoint`, which `--load` holds, else `--ref-load`, else `--hf-checkpoint` (slime's rule).
+        """Load `checkpoint` from `--load`, else `--ref-load`, else `--hf-checkpoint` (slime's rule).
 
-        The checkpoint of an adapter does not hold its base, which is loaded first.
+        The checkpoint of an adapter does not include its base: load the base first.
         """
         if checkpoint is None or self._args.lora_rank:
             self.actor.load_weights(first_weights(self._args))
@@ -120,10 +120,10 @@ class Trainer:
         return self._scratch / "reference"
 
     def _load_reference(self, resumed: Path | None) -> None:
-        """Load the reference that `--ref-update-interval` has refreshed, else `--ref-load`, else `--hf-checkpoint`.
+        """Load the refreshed reference of `--ref-update-interval`, else `--ref-load`, else `--hf-checkpoint`.
 
         Args:
-            resumed: the checkpoint of the run that goes on.
+            resumed: the checkpoint of the resumed run.
         """
         path = reference_folder(self._args)
         if resumed is not None and (resumed / "reference").is_dir():
@@ -131,7 +131,7 @@ class Trainer:
         self.actor.workers.call("load_reference", path, timeout=self._args.worker_start_timeout)
 
     def refresh_reference(self) -> None:
-        """Make the reference a copy of the actor as it is now."""
+        """Replace the reference by a copy of the current actor."""
         self.actor.workers.call("refresh_reference", self._refreshed, timeout=self._args.train_timeout)
 
     def _load_teacher(self) -> None:
@@ -150,8 +150,7 @@ class Trainer:
                 raise ConfigError(
                     f"the teacher has another vocabulary: {len(other)} of {len(ours)} tokens differ, token {what}",
                     where=f"--opd-teacher-load {path}",
-                    remedy="distillation compares log-probs token by token: take a teacher with the student's "
-                    "tokenizer",
+                    remedy="distillation compares log-probs token by token: use a teacher with the student's tokenizer",
                 )
         self.actor.workers.call("load_teacher", path, timeout=self._args.worker_start_timeout)
 
@@ -163,11 +162,11 @@ class Trainer:
         """Begin to write a complete checkpoint: every role's files, the refreshed reference, the controller's `state`.
 
         Args:
-            ended: is set when the run has ended, and nobody writes any more.
+            ended: set when the run has ended and no process writes any more.
 
         Returns:
-            A function that ends it and returns its folder: with --async-save a thread may call it while training goes
-            on, but for a refresh of the reference.
+            A function that ends it and returns its folder. With --async-save a thread may call it while training
+            continues, but not during a refresh of the reference.
         """
 
         def begin(folder: Path) -> Callable[[], dict[str, str]]:
@@ -188,7 +187,7 @@ class Trainer:
         return begin_checkpoint(root, iteration, lambda folder: self._save_roles(critic, folder, ended), None, earlier)
 
     def link_critic(self, root: Path, iteration: int, whole: Path, earlier: Earlier) -> None:
-        """Write a checkpoint of the critic alone, linked to that in `whole`, which has just been written."""
+        """Write a checkpoint of the critic alone, linked to the new checkpoint in `whole`."""
 
         def write(folder: Path) -> dict[str, str]:
             shutil.copytree(whole / CRITIC, folder / CRITIC, copy_function=_link_or_copy)
@@ -202,7 +201,7 @@ class Trainer:
         """Begin to write the actor's files into `folder` and the critic's into `folder/critic`, at the same time.
 
         Returns:
-            A function that waits for the digests of what the ranks have written, by name.
+            A function that waits for the digests of the ranks' files, by name.
         """
         saves = []
         for role in roles:
@@ -225,7 +224,7 @@ class Trainer:
 
 
 def first_weights(args: Settings) -> Path:
-    """Return the folder of the weights that an actor without a checkpoint begins with."""
+    """Return the folder of the first weights of an actor without a checkpoint."""
     if args.load and (Path(args.load) / "config.json").exists():
         return weights_folder(Path(args.load), None, "--load")
     return reference_folder(args)

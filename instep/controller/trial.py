@@ -1,9 +1,8 @@
-"""The users' hooks, tried on 4 prompts before anything expensive starts.
+"""Try the users' hooks on 4 prompts before anything expensive starts.
 
-Rows are the run's own, responses are made up (the label's text, and the end-of-turn token as an engine leaves it)
-unless there is a custom generate function, which is tried as soon as the engine is ready; what needs its samples is
-tried then, too. The data source is put back to where it was, and so are Python's, numpy's and torch's generators of
-random numbers.
+The rows come from the run's data. Responses are made up: the label's text, and the end-of-turn token as an engine
+leaves it. With a custom generate function the trial waits until the engine is ready, and so do hooks that need its
+samples. The data source returns to its earlier state, and so do the random generators of Python, numpy and torch.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 NUM_PROMPTS = 4
 NOT_BEGUN = "tried on 4 prompts, the run has not begun (--no-hook-trial leaves the trial out)"
-NUM_NEW_TOKENS = 32  # of a trial's response, for a generate function that follows its sampling parameters
+NUM_NEW_TOKENS = 32  # of a trial's response, if the generate function obeys its sampling parameters
 GENERATE_SECONDS = 300.0
 _HOOKS = (
     "custom_rm_path",
@@ -62,10 +61,10 @@ class HookTrial:
 
     Args:
         hook_args: the view of `args` that hooks get.
-        source: the run's data source, which no rollout uses yet.
+        source: the run's data source; no rollout uses it yet.
 
     Attributes:
-        notes: what the trial has seen that is no error.
+        notes: findings that are not errors.
     """
 
     def __init__(self, args: Settings, hook_args: HookSettings, source: Any):
@@ -76,7 +75,7 @@ class HookTrial:
         self.notes: list[str] = []
 
     def before_start(self) -> None:
-        """Try what needs no engine.
+        """Try the hooks that need no engine.
 
         Raises:
             InstepError: a hook failed; the error names hook, row and remedy.
@@ -91,19 +90,19 @@ class HookTrial:
             cause = error.__cause__
             if not (isinstance(cause, AttributeError) and any(name in str(cause) for name in RUNTIME_ATTRIBUTES)):
                 raise
-            self._needs_engine = True  # a reward, say, that asks the engine itself
+            self._needs_engine = True  # for example a reward that asks the engine
 
     def with_engine(self) -> None:
-        """Try a custom generate function and the hooks that get what it makes, and hooks that ask the engine."""
+        """Try a custom generate function, the hooks that get its samples, and hooks that ask the engine."""
         if self._wanted and self._needs_engine:
             self._run(self._generated if self._args.custom_generate_function_path else self._made_up)
 
     def _run(self, trial: Callable[[list[Group]], Coroutine[Any, Any, None]]) -> None:
-        """Try the first groups of the source, which is put back; nothing is tried if it cannot be."""
+        """Try the first groups of the source, then restore it; try nothing if it cannot be restored."""
         source, args = self._source, self._args
         if not hasattr(source, "state_dict") or not args.rollout_global_dataset:
             return
-        num_calls = NUM_PROMPTS * (3 + len(args.rollout_sample_hook_path)) + 3  # each has a bound of its own
+        num_calls = NUM_PROMPTS * (3 + len(args.rollout_sample_hook_path)) + 3  # each has its own limit
         limit = args.reward_timeout * num_calls + min(GENERATE_SECONDS, args.rollout_timeout)
         state = copy.deepcopy(source.state_dict())
         with _same_random_state():
@@ -129,12 +128,12 @@ class HookTrial:
                 f"--custom-rm-path {self._args.custom_rm_path} gives less for the label with the end-of-turn token "
                 f"{end} than without it: sample.response ends in that token, as in slime; compare "
                 f"sample.response.removesuffix({end!r}), or give --rollout-skip-special-tokens, which leaves special "
-                "tokens out of the text (the tokens that are trained on stay as they are)"
+                "tokens out of the text (the trained tokens stay the same)"
             )
         await self._rest(groups)
 
     async def _hooks_and_reward(self, group: Group, end: str) -> bool:
-        """Try one sample of a group, whose reward the others get, too; with --group-rm all samples.
+        """Try one sample of a group, and give its reward to the others; with --group-rm try all samples.
 
         Returns:
             Whether the end-of-turn token `end` takes half of the custom reward or more.
@@ -154,12 +153,12 @@ class HookTrial:
                         sample.response = sample.response.removesuffix(end)
                     await apply_rewards(self._hook_args, bare, args.reward_key)
                     rewards = [sum(reward_of(s, args.reward_key) for s in samples) for samples in (tried, bare)]
-                    lower = rewards[1] > 0 and rewards[0] <= rewards[1] / 2  # a price on length takes less
+                    lower = rewards[1] > 0 and rewards[0] <= rewards[1] / 2  # a length penalty takes less
         except InstepError as error:
             error.where += f", {_row(group[0])}"
             raise
         for n, sample in enumerate(group):
-            if args.custom_rm_path is None:  # a built-in rule needs no trial; what comes after gets rewards that differ
+            if args.custom_rm_path is None:  # a built-in rule needs no trial; later hooks get different rewards
                 sample.reward = float(n % 2)
             elif n >= num_tried:
                 sample.reward = copy.deepcopy(group[0].reward)
@@ -207,8 +206,8 @@ class HookTrial:
             raise hung from None
 
     def _check_source(self) -> None:
-        """Raise ConfigError for a data source that lacks what the run will call."""
-        # What was outstanding at a save is read again from the cursor, and put back.
+        """Raise ConfigError for a data source without the methods that the run will call."""
+        # Groups that were outstanding at a save are read again from the cursor, and put back.
         puts_back = self._args.partial_rollout or (self._args.save and hasattr(self._source, "cursor"))
         needed = ["get_samples", "add_samples"] if puts_back else ["get_samples"]
         missing = [name for name in needed if not hasattr(self._source, name)]
@@ -219,12 +218,12 @@ class HookTrial:
             raise ConfigError(
                 f"the data source has no {', '.join(missing)}",
                 where=f"--data-source-path {self._args.data_source_path}",
-                remedy="add it; instep/data/source.py says what a data source has",
+                remedy="add it; see instep/data/source.py for the methods of a data source",
             )
 
 
 def _make_up_response(args: Settings, sample: Sample, end: str) -> None:
-    """Give a sample a completed response whose text is the label and `end`: the end-of-turn token, or nothing."""
+    """Give a sample a completed response with the label as text, and `end`: the end-of-turn token, or nothing."""
     label = sample.label[0] if isinstance(sample.label, list) and sample.label else sample.label
     text = label if isinstance(label, str) and label else json.dumps(label, default=str)
     tokenizer = tokenizer_of(args)

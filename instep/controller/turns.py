@@ -1,14 +1,14 @@
-"""Who has the GPUs of a colocated run: the engines while they generate, the trainer while it computes.
+"""The turns on the GPUs of a colocated run: the engines while they generate, the trainer while it computes.
 
     rollout       engines awake                        trainer parked
     training      engines asleep                       trainer there
     sync          engines' weights awake, no KV cache  trainer's weights there; the rest is on its way to the host
     the probe     scored by the trainer, which then parks; the KV cache wakes, and the engines score it
 
-`--offload-rollout` lets engines sleep, `--offload-train` parks the trainer; with one of them the other side stays where
-it is. Engines wake in two stages, so that weights and KV cache never lie beside the whole of the trainer. One side
-leaves before the other takes its memory, never at the same time: vLLM measures what it frees. An engine that restarts
-takes memory, too: it starts in the engines' turn (`Fleet.start_dead`), and the trainer's next turn waits for it.
+`--offload-rollout` lets engines sleep, `--offload-train` parks the trainer; with only one of them the other side stays.
+Engines wake in two stages, so that weights and KV cache are never beside the whole trainer. One side leaves before the
+other takes its memory, never at the same time: vLLM measures what it frees. An engine that restarts takes memory, too:
+it starts in the engines' turn (`Fleet.start_dead`), and the trainer's next turn waits for it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from instep.weights.way import OF_ADAPTERS
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
 
-KEEP, DROP = 1, 2  # levels of sleep: what becomes of the weights
+KEEP, DROP = 1, 2  # levels of sleep: what happens to the weights
 Part = Literal["nothing", "weights", "all"]
 
 
 class Session(Protocol):
-    """The engines that take part in a turn, see `sync/session.py`."""
+    """The engines of a turn; see `sync/session.py`."""
 
     def each(self, call: Callable[[Engine], Any]) -> Any: ...
     def seconds_left(self) -> float: ...
@@ -40,13 +40,13 @@ class Session(Protocol):
 
 
 class Turns:
-    """The turns of one run. Without `--offload-train` and `--offload-rollout` nobody moves.
+    """The turns of one run. Without `--offload-train` and `--offload-rollout` neither side moves.
 
     Attributes:
-        roles: actor and critic; none until they are loaded.
+        roles: actor and critic; empty until they are loaded.
         parks: whether the trainer frees its memory.
-        sleeps: whether engines do.
-        seconds: what the moves took since `take_seconds`, by name.
+        sleeps: whether engines free theirs.
+        seconds: the time of the moves since `take_seconds`, by name.
     """
 
     def __init__(self, args: Settings):
@@ -55,27 +55,27 @@ class Turns:
         self._level = KEEP if args.weight_sync in OF_ADAPTERS else DROP  # else a sync brings every weight
         self.roles: Sequence[RoleTrainer] = ()
         self.seconds: dict[str, float] = {}
-        self._has: Part = "all"  # of the trainer's memory, on the GPUs
+        self._has: Part = "all"  # the part of the trainer's memory on the GPUs
 
     @property
     def are_taken(self) -> bool:
-        """Whether anybody moves."""
+        """Whether a side moves."""
         return self.parks or self.sleeps
 
     def take_seconds(self) -> dict[str, float]:
-        """The seconds of the moves since the last call, as metrics."""
+        """Return the seconds of the moves since the last call, as metrics."""
         seconds, self.seconds = self.seconds, {}
         return {f"turns/{name}_seconds": value for name, value in seconds.items()}
 
     # ---- the turns ---------------------------------------------------------------------------------------------------
 
     def to_trainer(self, session: Session) -> None:
-        """The engines of the session sleep, without their weights if a sync brings them; the trainer gets all."""
+        """Let the engines sleep, without their weights if a sync brings them, and give all memory to the trainer."""
         self._sleep(session, self._level)
         self._onload(optimizer=True)
 
     def to_sync(self, session: Session) -> None:
-        """Engines and trainer have their weights, and room for nothing else is taken."""
+        """Give engines and trainer memory for their weights, and for nothing else."""
         if self._has == "nothing":
             self._sleep(session, self._level)
         elif self._has == "all":
@@ -84,7 +84,7 @@ class Turns:
         self._wake(session, WEIGHTS)
 
     def to_engines(self, session: Session) -> None:
-        """The trainer parks, and the engines wake; they do not generate before the caller resumes them."""
+        """Park the trainer and wake the engines; they do not generate until the caller resumes them."""
         self._offload(weights=True)
         self._wake(session, WEIGHTS)
         self._wake(session, KV_CACHE)
@@ -94,7 +94,7 @@ class Turns:
         """Let a parked trainer compute within the engines' turn; the engines keep their weights meanwhile.
 
         Args:
-            optimizer: whether masters and moments are needed as well.
+            optimizer: whether masters and moments are needed, too.
         """
         if self._has != "nothing":
             yield
@@ -106,12 +106,12 @@ class Turns:
         session.resume()
 
     def begin(self, engines: Sequence[Engine]) -> None:
-        """Before the trainer is there: engines that are ready sleep, with the weights that they have loaded."""
+        """Let ready engines sleep with their loaded weights, before the trainer is loaded."""
         with self._timed("sleep"), ThreadPoolExecutor(len(engines)) as pool:
             list(pool.map(lambda e: e.sleep(KEEP, timeout=self._args.sync_timeout), engines))
 
     def leave(self) -> None:
-        """Before engines touch the GPUs: the trainer parks."""
+        """Park the trainer, before engines use the GPUs."""
         self._offload(weights=True)
 
     # ---- moves -------------------------------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ class Turns:
                 session.each(lambda e: e.wake(tag, timeout=session.seconds_left()))
 
     def _offload(self, *, weights: bool) -> None:
-        """Let the trainer leave; one that does not park gives back what its last passes needed, before engines wake."""
+        """Let the trainer leave. If it does not park, it frees the memory of its last passes, before engines wake."""
         if self._has == "nothing" or (self._has == "weights" and not weights) or not self.are_taken:
             return
         with self._timed("offload"):

@@ -1,7 +1,7 @@
-"""A rollout function runs in a thread of its own, while this one watches processes, memory and the clock.
+"""Run a rollout function in a separate thread, while this one watches processes, memory and the clock.
 
-A user's rollout function may block for as long as it likes; the death of an engine, an expired bound or Ctrl-C must
-still end the run in seconds.
+A user's rollout function may block for a long time. The death of an engine, an expired time limit or Ctrl-C must
+still end the run within seconds.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from instep.rollout import runtime
 from instep.system.processes import in_thread
 
 T = TypeVar("T")
-LIMIT_RATIO = 0.5  # of the memory that was available at the start: growth that ends the run, before the kernel does
+LIMIT_RATIO = 0.5  # of the free memory at the start: larger growth ends the run, before the kernel does
 
 
 class Watch:
-    """Watches what a rollout depends on.
+    """Watch the processes, memory and time limit of a rollout.
 
     Args:
-        check: raises if a process of the run has died or was stopped.
-        hooks: the names of the user's functions that run in this process, for messages.
+        check: raises if a process of the run died or was stopped.
+        hooks: the names of the user's functions in this process, for messages.
         limit_gb: the growth of this process that ends the run; None: half of the memory that is available now.
-        dying_seconds: how long an engine that does not answer may take to end, and so to be named as the cause.
+        dying_seconds: how long to wait for the end of an engine that does not answer, to name it as the cause.
     """
 
     def __init__(
@@ -44,11 +44,11 @@ class Watch:
     def run(
         self, work: Callable[[], T], *, timeout: float, what: str, meanwhile: Callable[[], None] = lambda: None
     ) -> T:
-        """Return the result of `work()`, and call `meanwhile` again and again until it is there.
+        """Return the result of `work()`; call `meanwhile` again and again until then.
 
         Raises:
             EngineError, WorkerError: an engine or a worker died or was stopped meanwhile.
-            RolloutError: `timeout` seconds have passed, or the memory of this process grows without end.
+            RolloutError: `timeout` seconds have passed, or the memory of this process grows too much.
         """
         outcome = in_thread(work, what)
         deadline = time.monotonic() + timeout
@@ -62,9 +62,9 @@ class Watch:
                         f"{what} did not end within {timeout:.0f} s",
                         where=f"--rollout-timeout; hooks: {self._hooks}",
                         remedy="look at the engines' logs and at your hooks (an async function must not block); "
-                        "raise the bound if the work is larger",
+                        "raise the limit if the work is larger",
                     )
-                if not outcome.done():  # what is left belongs to whoever takes the result
+                if not outcome.done():  # after the end the caller does the rest
                     meanwhile()
         except BaseException:  # also Ctrl-C
             runtime.cancel_all()
@@ -75,7 +75,7 @@ class Watch:
             while time.monotonic() < deadline:
                 self._check()
                 time.sleep(0.1)
-            self._check()  # a dead engine is the cause of what its clients say
+            self._check()  # clients fail because of a dead engine: report that first
         return outcome.result()
 
     def _check_memory(self, what: str) -> None:
@@ -91,9 +91,9 @@ class Watch:
 
 
 def collect_seldom() -> Callable[[], None]:
-    """Look for cycles of garbage seldom, and not among what there is now; returns a function that ends this.
+    """Search for garbage cycles rarely, and not among present objects; return a function that ends this.
 
-    With Python's thresholds (700, 10, 10) that takes a quarter of the controller's time.
+    Python's thresholds (700, 10, 10) would cost a quarter of the controller's time.
     """
     before = gc.get_threshold()
     gc.collect()

@@ -1,9 +1,9 @@
-"""Alarms find figures of a run that mean trouble, from the metrics of its steps alone.
+"""Alarms for trouble in a run, from the metrics of its steps alone.
 
-Each alarm is a pure function of the steps so far, the newest last. It returns the text to show when it is raised, ""
-when it is not, and None when its metrics are missing. `docs/metrics.md` lists the alarms. A step is a rollout and the
-training on it. The end of a solved task raises none: its entropy is low, its groups have one reward, and the reward
-stands (`_solved`).
+Each alarm is a pure function of the steps so far, the newest last. It returns a text when it is raised, "" when it is
+not, and None when its metrics are missing. `docs/metrics.md` lists the alarms. A step is a rollout and the training on
+it. The end of a solved task raises no alarm: its entropy is low, the rewards within a group are equal, and the reward
+does not change (`_solved`).
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Any
 
 from instep.algorithms.catalog import KL_IN_LOSS
 
-START = 3  # steps whose median counts as the start
-WINDOW = 3  # steps whose mean is compared with a bound
-RECENT = 20  # steps that a spike is compared with, and that a reward must be stuck for
-SPIKE = 10.0  # gradient norm over the median of the recent steps
-JUMP = 3.0  # response length over the median of the recent steps
-MASKED = 2  # steps in which nothing was trained
+START = 3  # the median of so many first steps counts as the start
+WINDOW = 3  # the mean of so many steps is compared with a limit
+RECENT = 20  # the steps for the usual value of a spike, and for a stuck reward
+SPIKE = 10.0  # gradient norm, relative to the median of the recent steps
+JUMP = 3.0  # response length, relative to the median of the recent steps
+MASKED = 2  # steps without any training
 STUCK = 1e-3  # spread of the reward
-TOP = 0.1  # of the rewards' spread: what may be missing to the best reward of a task that is solved
-RISING = 0.05  # of the rewards' spread: growth over the recent steps of a reward that rises
-_KEEP = 200  # steps that are remembered besides the first ones
+TOP = 0.1  # of the rewards' spread: a solved task may be this far from its best reward
+RISING = 0.05  # of the rewards' spread: a reward that rises grows by more over the recent steps
+_KEEP = 200  # steps in memory, besides the first ones
 
 _WEIGHT = "train/loss_weight"
-_REJECTED = {"train/rs_clipfrac": "--use-rs", "train/opsm_clipfrac": "--use-opsm"}  # shares of tokens that are left out
+_REJECTED = {"train/rs_clipfrac": "--use-rs", "train/opsm_clipfrac": "--use-opsm"}  # shares of tokens left out
 
 Steps = Sequence[Mapping[str, float]]
 
@@ -69,7 +69,7 @@ def gap_drift(steps: Steps, limits: Limits) -> str | None:
         if not values or not limits.gap:
             continue
         found = found or ""
-        start, now = median(values[:START]), abs(fmean(values[-WINDOW:]))  # that of a few tokens jumps
+        start, now = median(values[:START]), abs(fmean(values[-WINDOW:]))  # the mean: few tokens make large jumps
         if now > limits.gap or (len(values) > START and now > max(limits.gap / 10, 10 * abs(start))):
             found = (
                 f"{name} is {now:.3g} nats, it was {start:.3g} at the start: trainer and engine disagree about "
@@ -85,8 +85,8 @@ def off_policy(steps: Steps, limits: Limits) -> str | None:
     if len(values) < START or (now := fmean(values[-START:])) >= limits.effective_sample_ratio:
         return ""
     return (
-        f"train/effective_sample_ratio is {now:.2g}: the trained policy has left the one that sampled, and few tokens "
-        f"count; try a smaller --max-staleness, a lower --lr, --use-tis"
+        f"train/effective_sample_ratio is {now:.2g}: the trained policy differs too much from the one that sampled, "
+        f"and few tokens count; try a smaller --max-staleness, a lower --lr, --use-tis"
     )
 
 
@@ -95,7 +95,7 @@ def truncation(steps: Steps, limits: Limits) -> str | None:
         steps,
         "rollout/truncated_ratio",
         limits.truncated_ratio,
-        "responses are cut off; try a larger --rollout-max-response-len, a shorter task or a penalty for length",
+        "responses are cut off; try a larger --rollout-max-response-len, a shorter task or a length penalty",
     )
 
 
@@ -106,7 +106,7 @@ def zero_variance_groups(steps: Steps, limits: Limits) -> str | None:
         steps,
         "rollout/zero_std_groups_ratio",
         limits.zero_std_ratio,
-        "groups have one reward throughout and teach nothing: the task is far too easy or hard, or its reward broken; "
+        "groups have equal rewards and teach nothing: the task is far too easy or hard, or its reward is wrong; "
         "try other data, more --n-samples-per-prompt, --dynamic-sampling-filter-path",
     )
 
@@ -119,7 +119,7 @@ def grad_norm_spike(steps: Steps, limits: Limits) -> str | None:
     if not abs(now) < float("inf"):
         return f"train/grad_norm is {now}: the step was skipped; {what}"
     usual = median(before) if len(before) >= 5 else 0.0
-    at_start = max(_values(steps[:START], "train/grad_norm"), default=0.0)  # a gradient that has faded may come back
+    at_start = max(_values(steps[:START], "train/grad_norm"), default=0.0)  # a small gradient may grow again
     raised = usual > 0 and now > max(SPIKE * usual, at_start)
     return f"train/grad_norm is {now:.3g}, usual were {usual:.3g}; {what}" if raised else ""
 
@@ -146,12 +146,12 @@ def length_explosion(steps: Steps, limits: Limits) -> str | None:
         return ""
     return (
         f"rollout/response_length_mean is {values[-1]:.0f}, usual were {median(before):.0f}; try a lower --lr, and "
-        "`instep samples RUN --worst length`: a response that repeats itself misses the token that ends it"
+        "`instep samples RUN --worst length`: a response that repeats itself misses its end token"
     )
 
 
 def nothing_trained(steps: Steps, limits: Limits) -> str | None:
-    """Tell of steps whose whole weight is masked, or whose gradient is 0 although rewards differ."""
+    """Report steps whose tokens are all masked, or whose gradient is 0 although rewards differ."""
     recent = steps[-MASKED:]
     if not steps or not any(name in steps[-1] for name in (_WEIGHT, "train/grad_norm", *_REJECTED)):
         return None
@@ -160,7 +160,7 @@ def nothing_trained(steps: Steps, limits: Limits) -> str | None:
         why = f"{_WEIGHT} is 0, as every token is masked; look at loss_mask and remove_sample of your functions"
     for name, flag in _REJECTED.items():
         if all(step.get(name, 0.0) >= 1 for step in recent):
-            why = f"{name} is 1, as {flag} leaves every token out; look at train/log_prob_gap_mean, or widen its bounds"
+            why = f"{name} is 1, as {flag} leaves out every token; look at train/log_prob_gap_mean, or widen its bounds"
     still = [step.get("train/grad_norm") == 0 and step.get("rollout/zero_std_groups_ratio", 0.0) < 1 for step in recent]
     if not why and all(still) and not _solved(steps):
         why = "train/grad_norm is 0 although rewards differ; look at the masks, the advantages and --lr of your run"
@@ -177,7 +177,7 @@ class AlarmWatch:
     """The alarms of a run, step by step.
 
     Attributes:
-        first: by name of the alarm, the step at which it was raised first.
+        first: the step at which each alarm was first raised, by its name.
     """
 
     def __init__(self, limits: Limits, rows: Sequence[Mapping[str, Any]] = ()):
@@ -188,7 +188,7 @@ class AlarmWatch:
         self.first = first_raised(rows)
 
     def check(self, step: int, metrics: Mapping[str, float]) -> tuple[dict[str, float], list[str]]:
-        """Return `alarm/<name>` (0 or 1) of each alarm with metrics, and the texts of those raised first now."""
+        """Return `alarm/<name>` (0 or 1) of each alarm with metrics, and the texts of newly raised alarms."""
         self._steps.append(metrics)
         self._trained |= not _idle(self._steps[-1])
         del self._steps[START:-_KEEP]
@@ -204,7 +204,7 @@ class AlarmWatch:
         return out, new
 
     def at_end(self) -> list[str]:
-        """Say at the end that no step has trained anything, or all was cut off in a run too short for the alarm."""
+        """Return lines for the end: nothing was trained, or all was cut off in a run too short for the alarm."""
         cut, lines = _values(self._steps, "rollout/truncated_ratio"), []
         if len(cut) < WINDOW and min(cut, default=0) >= 1 and (text := truncation(self._steps * WINDOW, self._limits)):
             self.first.setdefault("truncation", len(self._steps) - 1)
@@ -212,14 +212,14 @@ class AlarmWatch:
         if self._steps and not self._trained:
             masked = all(step.get(_WEIGHT) == 0 for step in self._steps)
             even = all(step.get("rollout/zero_std_groups_ratio") == 1 for step in self._steps)
-            why = "every group had one reward" if even else "train/grad_norm was 0"
+            why = "every group had equal rewards" if even else "train/grad_norm was 0"
             why = "every token was masked" if masked else why
             lines.append(f"no step has trained anything: {why}")
         return lines
 
 
 def first_raised(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    """Return by name of the alarm the step at which it was raised first, from rows of metrics.jsonl."""
+    """Return the step at which each alarm was first raised, by its name, from rows of metrics.jsonl."""
     first: dict[str, int] = {}
     for row in rows:
         for name in ALARMS:
@@ -238,22 +238,22 @@ def _idle(step: Mapping[str, float]) -> bool:
 
 
 def _solved(steps: Steps) -> bool:
-    """Whether the mean reward of the last steps is the best reward that any sample got, but for `TOP` of the spread."""
+    """Return whether the mean reward of the last steps is within `TOP` of the spread from the best reward."""
     rewards, best = _values(steps, "rollout/reward_mean"), max(_values(steps, "rollout/reward_max"), default=None)
     return best is not None and 0 < TOP * _spread(steps) >= best - fmean(rewards[-WINDOW:])
 
 
 def _rises(steps: Steps) -> bool:
-    """Return whether the mean reward of the later half of the recent steps is above that of the former half."""
+    """Return whether the mean reward of the later half of the recent steps is above that of the earlier half."""
     recent = _values(steps, "rollout/reward_mean")[-RECENT:]
     half = len(recent) // 2
     return half > 0 and fmean(recent[half:]) - fmean(recent[:half]) > RISING * _spread(steps)
 
 
 def _spread(steps: Steps) -> float:
-    """Return by how much rewards differ: the standard deviation at the start, or what was gained since if that is more.
+    """Return the spread of rewards: the standard deviation at the start, or the gain since then if that is larger.
 
-    Extreme samples do not count, so that a rare penalty does not make all other rewards look alike.
+    Extreme samples do not count: a rare penalty must not make all other rewards look equal.
     """
     means, best = _values(steps, "rollout/reward_mean"), _values(steps, "rollout/reward_max")
     stds = _values(steps, "rollout/reward_std")[:START]

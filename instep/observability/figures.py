@@ -1,4 +1,4 @@
-"""The figures of a rollout that people are shown, which depend on what is trained; numbers and durations for people."""
+"""The figures of a rollout for people, by the kind of training; numbers and durations for people."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Figure:
     Attributes:
         label: its name on the panel, in lines and tables.
         metric: its name in metrics.jsonl.
-        digits: after the point, where the number is neither tiny nor huge.
-        in_table: whether the table at the end has its last value, too.
-        noise: what is smaller is shown as 0.
+        digits: after the point, unless the number is tiny or huge.
+        in_table: whether the final table shows its last value, too.
+        noise: smaller values are shown as 0.
     """
 
     label: str
@@ -65,5 +65,5 @@ _BY_LOSS = {
 
 
 def figures_of(args: Mapping[str, Any]) -> tuple[Figure, ...]:
-    """Return the figures of a run with these arguments: those of its loss, else those of a policy that samples."""
+    """Return the figures of a run with these arguments: by its loss, else those of a policy that samples."""
     return _BY_LOSS.get(str(args.get("loss_type")), _BY_LOSS["policy"])

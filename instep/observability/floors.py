@@ -1,8 +1,8 @@
-"""Floors: the least seconds that a part of a step can take, from what it computes and what it moves.
+"""Floors: the least seconds that a part of a step can take, from its arithmetic and its memory traffic.
 
-FLOPs of training are 6 N for each token (N: the weights that a token is multiplied with; those of the output layer for
-tokens of responses only) plus attention; recomputation does not count. Decoding reads every weight once a step, and for
-each token the keys and values of its sequence. Pure functions; a part whose floor is not known has none.
+FLOPs of training are 6 N per token plus attention (N: the weights that multiply a token; the output layer counts for
+response tokens only). Recomputation does not count. Each decoding step reads every weight once, and for each token the
+keys and values of its sequence. All functions are pure; a part with an unknown floor has no floor.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Any
 
 from instep.models.sizes import shape_in
 
-Samples = Sequence[tuple[int, int]]  # tokens of prompt and response of each
+Samples = Sequence[tuple[int, int]]  # prompt tokens and response tokens of each
 
-OPTIMIZER_BYTES = 28  # of a weight: AdamW reads gradient, weight and moments, and writes all but the gradient, in fp32
+OPTIMIZER_BYTES = 28  # per weight: AdamW reads gradient, weight and moments, and writes all but the gradient, in fp32
 
 
 @dataclass(frozen=True)
 class Peak:
-    """What a device can do at best.
+    """The peak rates of a device.
 
     Attributes:
-        flops: dense, a second, in the dtype of the weights.
-        memory: bytes a second, read and written.
-        host: bytes a second to or from the host's memory; peer: to another GPU of the host.
+        flops: dense, per second, in the dtype of the weights.
+        memory: bytes per second, read and written.
+        host: bytes per second to or from the host's memory; peer: to another GPU of the host.
     """
 
     name: str
@@ -44,7 +44,7 @@ CARDS = {
 
 
 def peak_of(machine: Mapping[str, Any]) -> Peak | None:
-    """Return the peak of the device that `machine` (of `training/profile.py`) is about; None if it is not known."""
+    """Return the peak of the device in `machine` (from `training/profile.py`); None if it is unknown."""
     if machine["card"]:
         return next((peak for name, peak in CARDS.items() if name in machine["card"]), None)
     memory = float(machine["memory"])
@@ -53,13 +53,13 @@ def peak_of(machine: Mapping[str, Any]) -> Peak | None:
 
 @dataclass(frozen=True)
 class Model:
-    """What the floors need of a decoder.
+    """The facts about a decoder that the floors need.
 
     Attributes:
-        parameters: weights, without the table that embeds tokens; of a mixture all experts.
-        active: those that one token is multiplied with; head: those of them in the output layer.
+        parameters: weights, without the token embeddings; all experts of a mixture count.
+        active: the weights that multiply one token; head: those of the output layer.
         attention: forward FLOPs of attention for a sequence, divided by its length squared.
-        kv_bytes: of keys and values, a token.
+        kv_bytes: of keys and values, per token.
     """
 
     parameters: float
@@ -71,7 +71,7 @@ class Model:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], bytes_per_weight: int) -> Model | None:
-        """Return the model of a config.json; None if it does not say what it is."""
+        """Return the model of a config.json; None if its shape is unknown."""
         if (shape := shape_in(config)) is None:
             return None
         values = shape.cached or 2 * shape.keys
@@ -92,7 +92,7 @@ class Model:
 
 
 def training(model: Model, samples: Samples, peak: Peak, num_gpus: int, *, lora: bool = False) -> float:
-    """Return the seconds of a forward and backward pass; an adapter's base gets no gradient of its weights."""
+    """Return the seconds of a forward and backward pass; with LoRA the base weights get no gradient."""
     return (2 if lora else 3) * scoring(model, samples, peak, num_gpus)
 
 
@@ -107,7 +107,7 @@ def optimizer(model: Model, peak: Peak, num_gpus: int) -> float:
 
 
 def decoding(model: Model, turns: Samples, peak: Peak, num_engines: int, gpus_per_engine: int) -> float:
-    """Return the seconds of decoding, by memory or by arithmetic, whichever takes longer; prompts are taken as read."""
+    """Return the seconds of decoding, limited by memory or by arithmetic; prompts are already read."""
     num_gpus = num_engines * gpus_per_engine
     num_steps = max((made for _, made in turns), default=0)
     weights = num_steps * model.parameters * model.bytes_per_weight / gpus_per_engine
@@ -117,7 +117,7 @@ def decoding(model: Model, turns: Samples, peak: Peak, num_engines: int, gpus_pe
 
 
 def transfer(way: str, num_bytes: float, peak: Peak) -> float | None:
-    """Return the seconds in which the weights of a sync travel by `way`, once; None for a way of no known rate."""
+    """Return the seconds to transfer the weights of a sync once by `way`; None if the way's rate is unknown."""
     rates = {"shm": peak.host, "lora": peak.host, "nccl": peak.peer}
     rates |= {way: peak.memory / 2 for way in ("ipc", "lora_ipc", "single-copy")}  # read and written on one GPU
     return num_bytes / rates[way] if way in rates else None

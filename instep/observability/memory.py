@@ -1,7 +1,7 @@
 """The memory of a whole run: the proportional set size (PSS), summed over a process and all its descendants.
 
-PSS divides each shared page by the number of its users, so that weights in shared memory, which trainer and engine both
-map, count once. The resident set size (RSS) would count them in each process.
+PSS divides each shared page by the number of its users. So shared weights of trainer and engine count once. The
+resident set size (RSS) would count them in each process.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def read_pss(pid: int) -> int | None:
-    """Return the PSS of one process in bytes; None if the system does not tell (no Linux, or not our process).
+    """Return the PSS of one process in bytes; None if the system does not report it (no Linux, or no permission).
 
     Raises:
         psutil.NoSuchProcess: the process is gone.
@@ -41,7 +41,7 @@ def tree_memory(pid: int) -> tuple[int, bool]:
             if (used := read_pss(process.pid)) is None:
                 used, all_pss = process.memory_info().rss, False
             total += used
-        except psutil.NoSuchProcess:  # it has ended since the listing
+        except psutil.NoSuchProcess:  # it ended after the listing
             continue
     return total, all_pss
 
@@ -49,13 +49,13 @@ def tree_memory(pid: int) -> tuple[int, bool]:
 class PssSampler:
     """A thread that samples the memory of this process and its descendants, from `start` to `stop` (or in a `with`).
 
-    It uses at most 2 % of one core: where reading takes long (large page tables), it reads less often than `interval`
-    seconds. A peak that lies between two samples is not seen.
+    It uses at most 2 % of one core: if reading is slow (large page tables), it reads less often than every `interval`
+    seconds. It misses a peak between two samples.
 
     Attributes:
         current: bytes at the last sample.
         peak: the largest sample so far.
-        method: "pss", or "rss" as soon as one process shows only its resident set (said once in the log).
+        method: "pss", or "rss" once a process shows only its resident set (logged once).
     """
 
     def __init__(self, interval: float = 1.0):
@@ -67,7 +67,7 @@ class PssSampler:
         self._thread = threading.Thread(target=self._loop, name="pss-sampler", daemon=True)
 
     def start(self) -> None:
-        """Take a first sample and start the thread; this can be done once only."""
+        """Take a first sample and start the thread; call it only once."""
         self.sample()
         self._thread.start()
 
@@ -78,7 +78,7 @@ class PssSampler:
             self.peak = max(self.peak, self.current)
             if not all_pss and self.method == "pss":
                 self.method = "rss"
-                logger.warning("this system tells no PSS: memory is the sum of RSS, which counts shared pages twice")
+                logger.warning("this system reports no PSS: memory is the sum of RSS, which counts shared pages twice")
             return self.current
 
     def _loop(self) -> None:

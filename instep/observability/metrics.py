@@ -12,16 +12,16 @@ SOLVED = 1.0  # the least reward of a response that solves its prompt
 
 
 def is_step(row: Iterable[str]) -> bool:
-    """Return whether a row with these names is of a step, a rollout and the training on it."""
+    """Return whether a row with these names is of a step: a rollout and the training on it."""
     return any(name.startswith(("rollout/", "train/")) for name in row)
 
 
 def rollout_metrics(groups: Sequence[Group], *, reward_key: str | None = None) -> dict[str, float]:
-    """Return the `rollout/*` metrics of the groups that are trained on.
+    """Return the `rollout/*` metrics of the trained groups.
 
     Rewards are raw (before any normalization); `reward_std` is the population's, over all samples. The ratio of groups
-    with zero reward spread counts groups of two or more rewarded samples. Tokens are those of prompts and responses;
-    masked are those that are not trained on. A metric that cannot be computed is left out.
+    with zero reward spread counts groups of two or more rewarded samples. Tokens include prompts and responses;
+    masked tokens are not trained on. A metric that cannot be computed is left out.
     """
     samples = [s for group in groups for s in group]
     if not samples:
@@ -49,21 +49,21 @@ def rollout_metrics(groups: Sequence[Group], *, reward_key: str | None = None) -
 
 
 def num_trained(sample: Sample) -> int:
-    """Return how many tokens of the sample are trained on."""
+    """Return the number of trained tokens of the sample."""
     if sample.remove_sample:
         return 0
     return sample.effective_response_length
 
 
 def pass_rates(samples: Iterable[tuple[Sample, float]]) -> dict[str, float]:
-    """Return `pass@k`: the probability that of k responses to a prompt one at least has a reward of 1 or more.
+    """Return `pass@k`: the probability that at least one of k responses to a prompt has a reward of 1 or more.
 
-    It is the mean over the prompts of 1 - C(n - c, k) / C(n, k), which is unbiased, with n responses of which c solve
-    the prompt (Chen et al., arXiv 2107.03374). Samples of one execution count as one response, which solves the prompt
-    if one of them does. k is 1, 2, 4, ... and n, the fewest responses of a prompt; nothing is returned where that is 1.
+    It is the mean over the prompts of 1 - C(n - c, k) / C(n, k), which is unbiased; c of n responses solve the prompt
+    (Chen et al., arXiv 2107.03374). Samples of one execution count as one response, which solves the prompt if one of
+    them does. k is 1, 2, 4, ... and n, the fewest responses of a prompt; the result is empty if n is 1.
 
     Args:
-        samples: with their rewards.
+        samples: samples with their rewards.
     """
     prompts: dict[int | None, dict[str | int, bool]] = defaultdict(dict)
     for number, (sample, reward) in enumerate(samples):

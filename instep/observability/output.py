@@ -1,4 +1,4 @@
-"""What a run prints goes on when nobody takes it any more: `| head` has ended, a disk is full, a terminal is closed."""
+"""Keep a run's output when its receiver is gone: `| head` ended, the disk is full, or the terminal was closed."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-lost_output: list[str] = []  # a sentence for each of stdout and stderr that was lost, and where it goes since
+lost_output: list[str] = []  # a sentence for each lost stream (stdout, stderr), with its new place
 
 
 @contextlib.contextmanager
 def lasting_output(folder: Path) -> Iterator[None]:
-    """While the block runs, stdout and stderr that cannot be written any more go on in `folder`/stdout.txt and so on.
+    """Within the block, continue a broken stdout or stderr in `folder`/stdout.txt or stderr.txt.
 
-    The descriptor itself is redirected, so that the libraries' and the interpreter's own output goes there, too.
+    The descriptor itself is redirected, so that output of libraries and of the interpreter goes there, too.
     """
     lost_output.clear()
     before = sys.stdout, sys.stderr
@@ -32,7 +32,7 @@ def lasting_output(folder: Path) -> Iterator[None]:
 
 
 class _Lasting:
-    """A text stream whose `write` and `flush` raise no OSError; all else is that of `stream`."""
+    """A text stream whose `write` and `flush` raise no OSError; the rest is from `stream`."""
 
     def __init__(self, stream: TextIO, path: Path):
         self._stream, self._path = stream, path
@@ -58,7 +58,7 @@ class _Lasting:
                     with open(path, "a", encoding="utf-8") as file:
                         print(f"{said}; from here on it is written here", file=file, flush=True)
                         os.dup2(file.fileno(), self._stream.fileno())
-                    self._stream.flush()  # what it has kept of its last lines
+                    self._stream.flush()  # its buffered last lines
                     break
             lost_output.append(f"{said}; the rest of it is in {path}")
             if self._path.stem == "stdout":

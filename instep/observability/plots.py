@@ -1,4 +1,4 @@
-"""The plots of the report, which `panels.toml` lists. Each is an SVG string; pyplot is not used."""
+"""The plots of the report, listed in `panels.toml`. Each is an SVG string; pyplot is not used."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from instep.observability.metrics import is_step
 
 INK, GRID, EDGE, REST = "#27303f", "#e6e9ef", "#b8c0cc", "#c9d1dc"
 COLORS = ("#2f6fed", "#e4572e", "#17a398", "#b25ad3", "#f2a900", "#6c7a89", "#d64550", "#3d5a80")
-OTHER = "other"  # the seconds of a step that no phase has
-TREND = 3  # evaluations from which on a line joins them
+OTHER = "other"  # the seconds of a step outside all phases
+TREND = 3  # with so many evaluations a line joins them
 PHASE_ORDER = ("rollout", "wait", "train", "sync", "eval", "save")
-NOT_A_PHASE = ("step", "peak", "early_log_probs", "early_train", "reward", "log_probs")  # the latter are parts of one
+NOT_A_PHASE = ("step", "peak", "early_log_probs", "early_train", "reward", "log_probs")  # the last 4 are parts of one
 Curve = tuple[str, list[int], list[float], dict[str, Any]]  # label, x, y, style
 Columns = dict[str, list[float]]  # by name: a value for each row of `History.steps`
 PANELS = tomllib.loads(Path(__file__).with_name("panels.toml").read_text(encoding="utf-8"))
@@ -30,14 +30,14 @@ class History:
 
     Attributes:
         steps: `[(x, row)]` of the rows with `rollout/` or `train/` metrics; rows of one rollout are merged.
-        evals: `[(x, row)]` of the rows with `eval/` metrics; each was before rollout x, with the weights of rollout x.
+        evals: `[(x, row)]` of the rows with `eval/` metrics; each ran before rollout x, with the weights of rollout x.
     """
 
     steps: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     evals: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
 
     def column(self, name: str) -> tuple[list[int], list[float]]:
-        """Return x and values of a metric, where it is known and finite."""
+        """Return x and values of a metric, where the value is finite."""
         source = self.evals if name.startswith("eval/") else self.steps
         points = [(x, float(row[name])) for x, row in source if _finite(row.get(name))]
         return [x for x, _ in points], [y for _, y in points]
@@ -54,7 +54,7 @@ def _finite(value: Any) -> bool:
 
 
 def read_history(rows: Sequence[dict[str, Any]]) -> History:
-    """Merge the rows of each rollout, in the order of the file."""
+    """Return a history with the rows of each rollout merged, in the order of the file."""
     history = History()
     by_step: dict[int, dict[str, Any]] = {}
     for row in rows:
@@ -64,7 +64,7 @@ def read_history(rows: Sequence[dict[str, Any]]) -> History:
                 by_step[step] = {}
                 history.steps.append((step, by_step[step]))
             by_step[step].update(row)
-        elif step in by_step:  # e.g. perf/ figures logged apart
+        elif step in by_step:  # e.g. perf/ figures from another row
             by_step[step].update({k: v for k, v in row.items() if not k.startswith("eval/")})
         if any(name.startswith("eval/") for name in row):
             history.evals.append((step, row))
@@ -72,7 +72,7 @@ def read_history(rows: Sequence[dict[str, Any]]) -> History:
 
 
 def plot(panel: Mapping[str, Any], history: History) -> str | None:
-    """Return the plot of a panel: its stack if it has one, and its curves; None if the run has no such metrics."""
+    """Return the plot of a panel: its stack, if any, and its curves; None if the run has no such metrics."""
     columns = STACKS[panel["stack"]](history) if "stack" in panel else {}
     left, right = (_curves(panel, side, history) for side in ("left", "right"))
     left += _evaluations(history) if panel.get("evaluations") else []
@@ -114,7 +114,7 @@ def _draw(axes: Any, curves: Sequence[Curve], colors: Iterator[str]) -> None:
 
 
 def _stack(axes: Any, x: list[int], columns: Columns, colors: Iterator[str]) -> None:
-    """Draw the columns on each other, with their names in the legend."""
+    """Draw the columns on top of each other, with their names in the legend."""
     bottom = [0.0] * len(x)
     for label, heights in columns.items():
         style = {"color": REST if label.startswith(OTHER) else next(colors), "label": label, "linewidth": 0}
@@ -127,7 +127,7 @@ def _stack(axes: Any, x: list[int], columns: Columns, colors: Iterator[str]) -> 
 
 
 def _svg(figure: Any, sides: Sequence[tuple[Any, tuple[str, ...]]]) -> str:
-    """Return the figure as text; `sides` are its axes, each with the sides of its frame that are drawn."""
+    """Return the figure as text; `sides` are its axes, each with the visible sides of its frame."""
     from matplotlib.ticker import MaxNLocator
 
     handles, labels = list[Any](), list[str]()
@@ -139,7 +139,7 @@ def _svg(figure: Any, sides: Sequence[tuple[Any, tuple[str, ...]]]) -> str:
         handles, labels = handles + found[0], labels + found[1]
     first = sides[0][0]
     low, high = first.get_xlim()
-    if high - low < 1:  # a single step: a whole tick on each side
+    if high - low < 1:  # a single step: leave one tick on each side
         first.set_xlim(round((low + high) / 2) - 1, round((low + high) / 2) + 1)
     first.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
     if len(labels) > 1:
@@ -151,7 +151,7 @@ def _svg(figure: Any, sides: Sequence[tuple[Any, tuple[str, ...]]]) -> str:
 
 
 def _colors(number: int) -> Sequence[str]:
-    """Return as many colors, none twice."""
+    """Return `number` different colors."""
     if number <= len(COLORS):
         return COLORS
     from matplotlib.colors import hsv_to_rgb, to_hex
@@ -171,12 +171,12 @@ def _curves(panel: Mapping[str, Any], side: str, history: History) -> list[Curve
 
 
 def _evaluations(history: History) -> list[Curve]:
-    """The mean reward of each evaluation set. A name that the font of plots lacks letters of becomes a number."""
+    """Return the mean reward of each evaluation set. A name with letters missing in the plot font becomes a number."""
     from matplotlib.font_manager import findfont, get_font
 
     known = get_font(findfont("DejaVu Sans")).get_charmap()
     names = history.names("eval/", "/reward_mean")
-    colors, curves = _colors(1 + len(names)), list[Curve]()  # the first is of the training rollouts
+    colors, curves = _colors(1 + len(names)), list[Curve]()  # the first color is for the training rollouts
     for i, metric in enumerate(names, 1):
         name, (x, y) = metric.removeprefix("eval/").removesuffix("/reward_mean"), history.column(metric)
         label = f"eval {name if all(ord(letter) in known for letter in name) else f'set {i}'}"
@@ -186,7 +186,7 @@ def _evaluations(history: History) -> list[Curve]:
 
 
 def phase_seconds(history: History) -> Columns:
-    """Return the seconds of each rollout by phase, known ones first; 0 where one did not run, "other" for the rest."""
+    """Return the seconds of each rollout by phase, known ones first; 0 if one did not run, "other" for the rest."""
     names = [n.removeprefix("perf/").removesuffix("_seconds") for n in history.names("perf/", "_seconds")]
     names = [n for n in names if n not in NOT_A_PHASE]
     names.sort(key=lambda n: PHASE_ORDER.index(n) if n in PHASE_ORDER else len(PHASE_ORDER))
@@ -206,7 +206,7 @@ def _phases(history: History) -> Columns:
 
 
 def _ages(history: History) -> Columns:
-    """Return the share of the trained tokens of an asynchronous run by their age."""
+    """Return the share of trained tokens by age, in an asynchronous run."""
     prefix = "async/staleness_ratio/"
     ages = sorted(int(name.removeprefix(prefix)) for name in history.names(prefix))
     rows = [row for _, row in history.steps]

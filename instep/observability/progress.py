@@ -39,11 +39,11 @@ def sparkline(values: list[float], width: int = 40, blocks: str = BLOCKS) -> str
 
 @dataclass(eq=False)
 class Phase:
-    """A part of a run that is going on, or has ended; `rollout_id` is the round that it belongs to, if any."""
+    """A part of a run, in progress or ended; `rollout_id` is its round, if it belongs to one."""
 
     name: str
     rollout_id: int | None
-    began: float  # by `time.monotonic()`, as `ended` is
+    began: float  # by `time.monotonic()`, like `ended`
     ended: float | None = None
 
     @property
@@ -56,11 +56,11 @@ class Phase:
 
 
 class Progress:
-    """Shows phases, the figures of each step, elapsed and remaining time. A step is a rollout and the training on it.
+    """Show phases, the figures of each step, elapsed and remaining time. A step is a rollout and the training on it.
 
-    Each step is a line, above the panel where there is one, as is all that this process prints or logs meanwhile.
+    Each step prints a line, above the panel if there is one, like everything that this process prints or logs.
     `stop` restores the terminal and may be called twice. The remaining time is the mean of the last 20 steps times the
-    steps that remain.
+    number of remaining steps.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Progress:
         self._seen: set[int] = set()
         self._announced: set[str] = set()
         self._start = self._last_line = now = time.monotonic()
-        self.phases = [Phase("starting", None, now, now)]  # going on; between two phases the one that ended last
+        self.phases = [Phase("starting", None, now, now)]  # in progress; between two phases the last ended one
         self._step_end: float | None = None
         self._step_seconds: list[float] = []
         self._handlers: list[tuple[logging.StreamHandler[Any], Any]] = []
@@ -93,7 +93,7 @@ class Progress:
         self._live: Live | None = None
 
     def start(self) -> None:
-        """Put the panel up, if this is a terminal."""
+        """Show the panel, if this is a terminal."""
         if self.live or not self.console.is_terminal or self.console.is_dumb_terminal:
             return
         stdout, stderr = sys.stdout, sys.stderr
@@ -117,14 +117,14 @@ class Progress:
             self.console.file.flush()
 
     def begin_phase(self, name: str, rollout_id: int | None = None) -> Phase:
-        """Begin a phase and show it. Phases may overlap, also from several threads."""
+        """Begin a phase and show it. Phases may overlap, also across threads."""
         with self._lock:
             phase = Phase(name, rollout_id, time.monotonic())
             self.phases = [p for p in self.phases if p.ended is None] + [phase]
             if self._step_end is None:
                 self._step_end = phase.began  # the first step begins with the first phase
             quiet = phase.began - self._last_line >= 15
-            announced = not self.live and (quiet or name not in self._announced)  # each name once is enough
+            announced = not self.live and (quiet or name not in self._announced)  # once for each name
             self._announced.add(name)
         if announced:
             self.line(f"{duration(self.elapsed)} | {name}")
@@ -137,17 +137,17 @@ class Progress:
 
     @property
     def phase(self) -> str:
-        """The names of the phases that are going on, with their rounds."""
+        """The names of the phases in progress, with their rounds."""
         return " + ".join(map(str, self.phases))
 
     def set_status(self, text: str) -> None:
-        """Show a note; without a panel it is printed only if nothing else was printed for 15 s."""
+        """Show a note; without a panel print it only if nothing was printed for 15 s."""
         self.status = text
         if text and not self.live and time.monotonic() - self._last_line >= 15:
             self.line(f"{duration(self.elapsed)} | {self.phase}: {text}")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show a row of metrics. Rows with `rollout/` or `train/` metrics count as a step, once for each `step`."""
+        """Show a row of metrics. Rows with `rollout/` or `train/` metrics count as one step per `step`."""
         with self._lock:
             if is_step(metrics):
                 self.last = {**(self.last if step == self._last_step else {}), **metrics}
@@ -176,17 +176,17 @@ class Progress:
         line = f"{duration(self.elapsed)} | rollout {step} ({done})"
         known = [f"  {f.label} {f.text(self.last[f.metric])}" for f in self.figures if f.metric in self.last]
         for figure in [*known, f"  left {duration(self.left)}"]:
-            if self.live and len(line + figure) > self.console.width:  # the panel has all of them
+            if self.live and len(line + figure) > self.console.width:  # the panel shows the rest
                 break
             line += figure
         self.line(line)
 
     def steps_text(self) -> str:
-        """Return how many rollouts are done; their numbers count from 0."""
+        """Return how many rollouts are done, as text; rollout numbers start at 0."""
         return f"{self.steps_done}{f' of {self.num_steps}' if self.num_steps else ''} rollouts done"
 
     def results(self) -> dict[str, float]:
-        """Return for the summary the first and the last value of the first figure, and the last of some others."""
+        """Return for the summary the first and last value of the first figure, and the last value of some others."""
         key, course = self.figures[0].key, [v for v in self.course if math.isfinite(v)]
         out = {f"{key}_first": course[0], f"{key}_last": course[-1]} if course else {}
         return out | {
@@ -195,22 +195,22 @@ class Progress:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the start of this session."""
+        """The seconds since the start of this session."""
         return time.monotonic() - self._start
 
     @property
     def left(self) -> float | None:
-        """The seconds that remain, if they can be estimated."""
+        """The remaining seconds, if they can be estimated."""
         if not self.num_steps or not self._step_seconds or self._step_end is None:
             return None
         recent = self._step_seconds[-20:]
         if len(recent) == len(self._step_seconds) > 3:
-            recent = recent[1:]  # the first step carries the warm-up
+            recent = recent[1:]  # the first step includes the warm-up
         remaining = max(self.num_steps - self.steps_done, 0) * sum(recent) / len(recent)
         return max(remaining - (time.monotonic() - self._step_end), 0.0)
 
     def render(self) -> RenderableType:
-        """Draw the panel as it is now."""
+        """Draw the current panel."""
         names = [((f" {p}", "bold cyan"), (f" {duration(p.seconds)}", "dim")) for p in self.phases]
         self._spinner.text = Text.assemble(*(part for pair in names for part in pair))
         top = Table.grid(padding=(0, 2), expand=True)
@@ -233,7 +233,7 @@ class Progress:
         return Panel(Group(*rows), title=Text(self.title, "bold"), border_style="blue", padding=(0, 1))
 
     def stop(self, *, keep_panel: bool = True) -> None:
-        """Take the panel down, or leave its last state on the screen, and restore the terminal."""
+        """Remove the panel, or leave its last state on the screen, and restore the terminal."""
         live, self._live = self._live, None
         if live is None:
             return

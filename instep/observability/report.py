@@ -23,12 +23,12 @@ TEMPLATE = Path(__file__).with_name("report.jinja")
 def make_report(run_dir: Path) -> Path:
     """Write `run_dir`/report.html from config.json, metrics.jsonl, summary.json and samples.jsonl.
 
-    Files that are missing, because the run was stopped early, are left out.
+    Missing files are left out, for example those of a run that stopped early.
     """
     run_dir = Path(run_dir)
     config, summary = read_json(run_dir / "config.json"), read_json(run_dir / "summary.json")
     history = read_history(read_json_lines(run_dir / "metrics.jsonl"))
-    samples = (row for _, row in json_lines(run_dir / "samples.jsonl"))  # in all they may be larger than memory
+    samples = (row for _, row in json_lines(run_dir / "samples.jsonl"))  # all of them may not fit into memory
     plots = [svg for plot in PLOTS.values() if (svg := plot(history)) is not None]
     versions = summary.get("versions") or config.get("versions") or {}
     html = jinja2.Environment(autoescape=True, keep_trailing_newline=True)
@@ -52,12 +52,12 @@ def make_report(run_dir: Path) -> Path:
 
 
 def headline(history: History, summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the figures that a reader looks for first, as far as they are known: `[(label, value)]`."""
+    """Return the figures that a reader looks for first, if they are known: `[(label, value)]`."""
     before, after = summary.get("eval_reward_before"), summary.get("eval_reward_after")
     sets = {n.removeprefix("eval/").removesuffix("/reward_mean"): n for n in history.names("eval/", "/reward_mean")}
     found = [row for name, metric in sets.items() for row in _course(history, f"eval {name}", metric)]
     if before is not None or after is not None:
-        name = next(iter(sets), "held-out")  # the first is the summary's
+        name = next(iter(sets), "held-out")  # the summary uses the first set
         found = [(f"{name}: reward, before \u2192 after", f"{number(before)} \u2192 {number(after)}")]
     rewarded = _course(history, "training reward", "rollout/reward_mean")
     found += rewarded or _course(history, "loss", "train/loss", 4)
@@ -104,7 +104,7 @@ def _subtitle(history: History, versions: Mapping[str, Any], summary: Mapping[st
 
 
 def _samples(rows: Iterable[dict[str, Any]], per_rollout: int = 2) -> list[dict[str, Any]]:
-    """Return what is shown of a few samples from the first and the last rollout of each split."""
+    """Return the shown fields of a few samples from the first and the last rollout of each split."""
     splits: dict[str, dict[int, list[dict[str, Any]]]] = {}
     for row in rows:
         rollouts = splits.setdefault(row["split"], {})
@@ -123,7 +123,7 @@ def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(reward, (int, float)):
         tone, head = "good" if reward > 0 else "bad", f"reward {number(float(reward))}"
     tags = [f"{row['split']}, rollout {row['rollout_id']}", f"{row.get('response_length')} tokens"]
-    if "loss" in row:  # of the data (SFT, DPO)
+    if "loss" in row:  # a sample of the data (SFT, DPO)
         head = f"{row.get('pair', '')} loss {number(row['loss'], 4)}".strip()
         tags = [tags[0], f"{row['num_tokens']} tokens, {row['num_trained']} trained on"]
     else:

@@ -1,4 +1,4 @@
-"""The folder of a run: whose it is, and which files in it are the run's own."""
+"""The folder of a run: which run it belongs to, and which of its files the run wrote."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from instep.arguments.paths import RUN_FILES
 from instep.system.atomic import free_name
 
 LOGS = "logs"
-# What a run writes into its folder of logs, which may hold a user's own ones, too (`> RUN_DIR/logs/out.txt`).
+# The logs of a run. Their folder may also have the user's own logs (`> RUN_DIR/logs/out.txt`).
 _OUR_LOGS = re.compile(
     r"((actor|critic)-rank\d+|engine-\d+(-node\d+)?|(router|gate)(-.*)?|env(-eval)?-\d+)\.log|"
     r"(dump-\d+|error|stdout|stderr)\.txt"
@@ -21,7 +21,7 @@ _OUR_LOGS = re.compile(
 
 
 def config_of(folder: Path) -> dict[str, Any] | None:
-    """Return what config.json of a run says; None where `folder` is not a run's."""
+    """Return the config.json of a run; None if `folder` is not the folder of a run."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -30,7 +30,7 @@ def config_of(folder: Path) -> dict[str, Any] | None:
 
 
 def move_run_aside(folder: Path) -> Path | None:
-    """Move the files of the run that was in `folder` to `folder/old-<n>`, config.json last; None if there was none."""
+    """Move the files of an earlier run in `folder` to `folder/old-<n>`, config.json last; None if there is no run."""
     if config_of(folder) is None:
         return None
     place = free_name(folder, "old")
@@ -41,6 +41,6 @@ def move_run_aside(folder: Path) -> Path | None:
             target = place / path.relative_to(folder)
             target.parent.mkdir(exist_ok=True)
             os.rename(path, target)
-    with contextlib.suppress(OSError):  # it holds logs of the user's
+    with contextlib.suppress(OSError):  # it has logs of the user
         (folder / LOGS).rmdir()
     return place

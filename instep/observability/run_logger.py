@@ -39,19 +39,19 @@ class RunLogger:
     """A context manager around a whole run, which writes into `run_dir`:
 
     `config.json` (arguments without secrets, versions, process), `metrics.jsonl` (one row per call of `log`),
-    `samples.jsonl`, `tensorboard/`, `wandb/` if asked for, at `finish` (also of an interrupted run) `summary.json` and
-    `report.html`, and `logs/error.txt` with message and traceback if it ends by an error.
+    `samples.jsonl`, `tensorboard/` and `wandb/` if asked for. `finish` writes `summary.json` and `report.html`, also
+    for an interrupted run. An error writes `logs/error.txt` with message and traceback.
 
-    Leaving the block always stops the display, restores the terminal and closes the files, also on an exception or
+    The exit always stops the display, restores the terminal and closes the files, also on an exception or
     Ctrl-C. `phase` and `status` may be called from any thread.
 
     Args:
         args_dict: the resolved arguments, for `config.json` and W&B.
-        num_steps: how many steps the whole run takes, if known.
+        num_steps: the number of steps of the whole run, if known.
         wandb: None, or `project`, `group`, `mode`, `team`, `run_id`, `dir`; never a key.
-        resume_from_step: None: a new run (files of an earlier one are moved to `run_dir`/old-<n>); a number goes on
-            with an earlier session's files, without their rows of that `step` (samples: `rollout_id`) and later.
-        run_id: the identity of the run, for config.json; None for one of an earlier instep.
+        resume_from_step: None: a new run (files of an earlier run move to `run_dir`/old-<n>). A number: continue the
+            files of an earlier session, without their rows of that `step` (samples: `rollout_id`) and later.
+        run_id: the identity of the run, for config.json; None for a run of an earlier instep.
     """
 
     def __init__(
@@ -72,14 +72,14 @@ class RunLogger:
             self.run_dir.mkdir(parents=True, exist_ok=True)
             self.moved = move_run_aside(self.run_dir) if resume_from_step is None else None
         self._lock = threading.Lock()
-        self._seconds: dict[str, float] = {}  # of ended phases by name
-        self._failures: list[tuple[BaseException, str]] = []  # and the phase that each has ended
+        self._seconds: dict[str, float] = {}  # of ended phases, by name
+        self._failures: list[tuple[BaseException, str]] = []  # each error with the phase that it ended
         self._failed = False
         self._close = ExitStack()
-        with ExitStack() as stack:  # closes what is open if a later one fails
+        with ExitStack() as stack:  # closes what is already open if a later step fails
             config = {"title": title, "run_id": run_id, "args": without_secrets(args_dict), "versions": versions()}
             process = {"pid": os.getpid(), "host": socket.gethostname(), "started": psutil.Process().create_time()}
-            write_json(self.run_dir / "config.json", {**config, "process": process})  # the doctor asks if it lives
+            write_json(self.run_dir / "config.json", {**config, "process": process})  # the doctor checks if it lives
             for old in ("summary.json", "logs/error.txt"):  # of an earlier session
                 (self.run_dir / old).unlink(missing_ok=True)
             done = resume_from_step or 0
@@ -99,18 +99,18 @@ class RunLogger:
             figures = figures_of(args_dict)
             self.progress = Progress(title, num_steps, steps_done=done, figures=figures, console=console)
             self.progress.course += [v for row in steps if (v := row.get(figures[0].metric)) is not None]
-            stack.callback(self.progress.stop)  # first of all when closing, so that errors show on a sane terminal
+            stack.callback(self.progress.stop)  # called first, so that errors show on a normal terminal
             self._close = stack.pop_all()
 
     @property
     def wandb_run_id(self) -> str | None:
-        """The id of the W&B run, which a checkpoint holds so that a resume goes on with the same one."""
+        """The id of the W&B run; a checkpoint stores it, so that a resume continues the same W&B run."""
         return next((sink.run_id for sink in self._sinks if isinstance(sink, WandB)), None)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Log one row of metrics of `step`. NaN and infinities become null in metrics.jsonl.
 
-        The row of a whole step gets its `alarm/*`; a line explains an alarm that is raised for the first time.
+        The row of a whole step gets its `alarm/*`; a line explains an alarm when it is first raised.
         """
         row = {name: float(value) for name, value in metrics.items()}
         if is_step(row):
@@ -135,12 +135,12 @@ class RunLogger:
         texts: Callable[[list[int]], list[str]] | None = None,
         log_probs: Mapping[int, Sequence[float]] | None = None,
     ) -> None:
-        """Write up to `limit` samples to samples.jsonl, and the extreme ones, as `to_log` picks them.
+        """Write up to `limit` samples and the extreme ones to samples.jsonl; `to_log` picks them.
 
         Args:
             rewarded: False for samples of the data, see `sample_row`.
             texts: token ids -> the text of each.
-            log_probs: the trainer's log-probs of the response tokens by `id(sample)`, where they are known.
+            log_probs: the trainer's log-probs of the response tokens by `id(sample)`, if known.
         """
         head = {"rollout_id": rollout_id, "split": split, "num_samples": sum(map(len, groups))}
         for sample in to_log(groups, limit, reward_key):
@@ -148,11 +148,11 @@ class RunLogger:
             self._samples.write({**head, **row})
 
     def check(self) -> None:
-        """Raise OutputError if the run's folder is not where it was."""
+        """Raise OutputError if the run's folder was moved or removed."""
         self._metrics.check()
 
     def sync(self) -> None:
-        """Bring all rows so far to the disk."""
+        """Write all rows so far to the disk."""
         self._metrics.sync()
         self._samples.sync()
 
@@ -163,7 +163,7 @@ class RunLogger:
         try:
             with span(name, facts=lambda: {PHASE: str(phase)}):
                 yield phase
-        except BaseException as error:  # also Ctrl-C, after which the run says where it was
+        except BaseException as error:  # also Ctrl-C: the run then reports its phase
             self._failures.append((error, str(phase)))
             raise
         finally:
@@ -172,12 +172,12 @@ class RunLogger:
                 self._seconds[name] = self._seconds.get(name, 0.0) + phase.seconds
 
     def take_seconds(self, *names: str) -> dict[str, float]:
-        """Return the seconds of those of these phases that have ended since the last call, by name."""
+        """Return by name the seconds of the given phases that ended since the last call."""
         with self._lock:
             return {name: self._seconds.pop(name) for name in names if name in self._seconds}
 
     def where(self) -> str:
-        """Describe the phases that are going on, with round and duration; between two, the one that ended last."""
+        """Describe the phases in progress, with round and duration; between two phases describe the last one."""
         return "; ".join(f"{phase}, for {phase.seconds:.1f} s" for phase in self.progress.phases)
 
     def status(self, text: str) -> None:
@@ -185,8 +185,7 @@ class RunLogger:
         self.progress.set_status(text)
 
     def ended_early(self, status: str, to_go_on: str) -> None:
-        """Say how a run can go on that has not finished: first of all, because a second Ctrl-C may end all that comes
-        after."""
+        """Print how an unfinished run can continue. This comes first, because a second Ctrl-C may end the rest."""
         self.progress.stop()
         how = "the loop was left" if status == "left" else status
         print(f"{how}, {self.progress.steps_text()}; {to_go_on}", file=sys.stderr, flush=True)
@@ -195,11 +194,11 @@ class RunLogger:
         """Write summary.json (with the first step of each alarm) and report.html, and print the final table.
 
         Args:
-            status: finished, interrupted, or left (by a loop of the user's).
-            to_go_on: how a run can that has not finished; it gets no table.
+            status: finished, interrupted, or left (by a loop of the user).
+            to_go_on: how an unfinished run can continue; it gets no table.
 
         Returns:
-            What summary.json holds.
+            The content of summary.json.
         """
         for text in self._alarms.at_end():
             self.progress.line(text)
@@ -241,12 +240,12 @@ def _write_error(path: Path, error: BaseException | None) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{str(error) or type(error).__name__}\n\n{text}")
-    except OSError as failed:  # a full disk, which may be the error itself: it must not hide that one
+    except OSError as failed:  # for example a full disk; the error itself must stay visible
         print(f"{path} could not be written: {failed}", file=sys.stderr)
 
 
 def summary_table(title: str, summary: Mapping[str, Any]) -> Table:
-    """Return a table of the scalars of a summary in readable units; nested values such as `versions` are left out."""
+    """Return a table of a summary's scalars in readable units, without nested values such as `versions`."""
     table = Table(title=title, box=box.ROUNDED, show_header=False, title_style="bold")
     table.add_column(style="dim")
     table.add_column(justify="right", style="bold")
@@ -259,7 +258,7 @@ def summary_table(title: str, summary: Mapping[str, Any]) -> Table:
 
 
 def readable(name: str, value: Any) -> str:
-    """Format a value of a summary for people, in the unit that its name tells."""
+    """Format a value of a summary for people, in the unit of its name."""
     value = jsonable(value)
     if value is None:
         return "n/a"

@@ -1,4 +1,4 @@
-"""The rows of samples.jsonl: a sample with what is known about each of its tokens."""
+"""The rows of samples.jsonl: a sample with data for each of its tokens."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 from instep.observability.metrics import num_trained
 from instep.types import Group, Sample, as_number
 
-MAX_LOGGED_TOKENS = 4096  # of a response, per sample; `response_length` says how many there are
+MAX_LOGGED_TOKENS = 4096  # of a response, per sample; `response_length` is the full length
 _KEYS = ("group_index", "index", "prompt", "response", "response_length", "reward", "label", "metadata", "status")
 
 
 def to_log(groups: Sequence[Group], limit: int, reward_key: str | None = None) -> list[Sample]:
-    """Return the samples of a rollout that are logged: the first one of each group, then the second one of each, up to
-    `limit`; and those with the lowest and the highest reward and the longest response, where they are not among these.
+    """Return the samples of a rollout to log: the first one of each group, then the second one of each, up to `limit`.
+    Add the samples with the lowest and the highest reward and the longest response.
 
     Args:
-        reward_key: the entry that counts where rewards are dicts; samples without a number count as neither.
+        reward_key: the entry to use where rewards are dicts; samples without a number have no reward here.
     """
     deepest = max((len(group) for group in groups), default=0)
     all_samples = [group[i] for i in range(deepest) for group in groups if i < len(group)]
@@ -31,7 +31,7 @@ def to_log(groups: Sequence[Group], limit: int, reward_key: str | None = None) -
 
 
 def reward_number(reward: Any, key: str | None) -> float | None:
-    """Return a reward as a number, of a dict its entry `key`; None where there is none."""
+    """Return a reward as a number (of a dict the entry `key`), or None."""
     return as_number(reward.get(key) if isinstance(reward, dict) else reward)
 
 
@@ -42,16 +42,16 @@ def sample_row(
     *,
     rewarded: bool = True,
 ) -> dict[str, Any]:
-    """Return the sample as JSON. `tokens` holds equally long lists for the first `MAX_LOGGED_TOKENS` response tokens:
+    """Return the sample as JSON. `tokens` has equally long lists for the first `MAX_LOGGED_TOKENS` response tokens:
 
-    `ids`, `texts`, `loss_mask` (as trained on: all 0 with `remove_sample`), `rollout_log_probs` (the engine's) and
-    `log_probs` (the trainer's under the weights that sampled). What is not known is null.
+    `ids`, `texts`, `loss_mask` (as in training: all 0 with `remove_sample`), `rollout_log_probs` (the engine's) and
+    `log_probs` (the trainer's, with the weights that sampled). Unknown values are null.
 
     Args:
         texts: token ids -> the text of each.
         log_probs: the trainer's `[response_length]`.
-        rewarded: False for a sample of the data (SFT, DPO), which no engine made: it has no reward, but `loss` (mean of
-            -log-prob over the tokens that are trained on), `num_tokens`, `num_trained`, and in a pair `pair`.
+        rewarded: False for a sample of the data (SFT, DPO), which no engine generated. It has no reward, but `loss`
+            (mean of -log-prob over the trained tokens), `num_tokens`, `num_trained`, and in a pair `pair`.
     """
     row = sample.to_dict()
     out = {key: row[key] for key in _KEYS}
@@ -80,7 +80,7 @@ def sample_row(
 
 
 def gaps(row: dict[str, Any]) -> list[float | None]:
-    """Return |trainer - engine| of each logged token's log-prob; None where one of them is unknown, and for tokens that
+    """Return |trainer - engine| of each logged token's log-prob; None if one of them is unknown, and for tokens that
     are not trained on (a tool's token has a placeholder)."""
     tokens = row.get("tokens") or {}
     mask = tokens.get("loss_mask") or []

@@ -1,4 +1,4 @@
-"""`instep samples` shows a run's samples in the terminal, or as plain text in a pipe."""
+"""`instep samples`: show a run's samples in the terminal, or as plain text in a pipe."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def main(words: Sequence[str], console: Console | None = None) -> int:
 
 
 def _count(rows: Sequence[dict[str, Any]], num_shown: int, one: bool) -> str:
-    """Say how many samples there are beyond those that are shown."""
+    """Return a line with the number of samples, shown and in all."""
     of, more = rows[0].get("num_samples"), "" if num_shown == len(rows) else "; --limit shows more"
     if one or of is None:
         return f"{num_shown} of {len(rows)} samples{more}"
@@ -90,7 +90,7 @@ def select(
     """Return the rows of `run_dir`/samples.jsonl of one split and one rollout (or one sample), in their order.
 
     Raises:
-        ConfigError: there are no such rows; the error says which there are.
+        ConfigError: there are no such rows; the error lists those that exist.
     """
     rows = read_json_lines(run_dir / "samples.jsonl")
     if not rows:
@@ -125,7 +125,7 @@ def render(row: dict[str, Any], *, with_tokens: bool, marks: bool) -> Iterator[T
     """Yield one sample: its facts, prompt and response, and its tokens as a table.
 
     Args:
-        marks: mark in the text what otherwise only colours show: [masked: ...] around tokens that are not trained on.
+        marks: mark in the text what else only colors show: [masked: ...] around tokens that are not trained on.
     """
     differences = gaps(row)
     known = [g for g in differences if g is not None]
@@ -143,7 +143,7 @@ def render(row: dict[str, Any], *, with_tokens: bool, marks: bool) -> Iterator[T
 
 
 def _facts(row: dict[str, Any], known: list[float]) -> list[tuple[str, str, str]]:
-    """Return name, text and style of what is known about a sample that an engine made; `known` are its gaps."""
+    """Return name, text and style of the facts about a sample of an engine; `known` are its gaps."""
     gap = f"mean {number(fmean(known), 4)}, max {number(max(known), 4)}" if known else "not available"
     return [
         ("reward", _plain(row.get("reward")), _reward_style(row.get("reward"))),
@@ -156,7 +156,7 @@ def _facts(row: dict[str, Any], known: list[float]) -> list[tuple[str, str, str]
 
 
 def _facts_of_data(row: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Return the same of a sample of the data (SFT, DPO), which has neither reward nor gap."""
+    """Return the same for a sample of the data (SFT, DPO), which has neither reward nor gap."""
     num, trained = row["num_tokens"], row["num_trained"]
     pair = [("pair", row["pair"], "green" if row["pair"] == "chosen" else "red")] if "pair" in row else []
     masked = f"{num - trained} ({1 - trained / max(1, num):.0%})"
@@ -164,7 +164,7 @@ def _facts_of_data(row: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def response(row: dict[str, Any], differences: Sequence[float | None], *, marks: bool) -> Text:
-    """Return the response token by token: green, yellow or red by its gap, dim if it is not trained on."""
+    """Return the response token by token: green, yellow or red by gap, dim if it is not trained on."""
     tokens = row.get("tokens") or {}
     texts, mask = tokens.get("texts"), tokens.get("loss_mask") or []
     if not texts:
@@ -208,14 +208,14 @@ def _largest(row: dict[str, Any], differences: Sequence[float | None], count: in
 
 
 def reward_key(run_dir: Path, split: str) -> str | None:
-    """Return the entry that counts where rewards are dicts, from the run's config.json."""
+    """Return the entry to use where rewards are dicts, from the run's config.json."""
     args = read_json(run_dir / "config.json").get("args", {})
     key = args.get("reward_key")
     return key if split == "train" else args.get("eval_reward_key") or key
 
 
 def _badness(row: dict[str, Any], by: str, key: str | None) -> float:
-    """Return a number that is larger for worse samples; samples without the figure come last."""
+    """Return a number that is larger for worse samples; samples without it come last."""
     if by == "length":
         return float(row.get("response_length") or 0)
     if by == "gap":

@@ -30,32 +30,32 @@ def jsonable(value: Any) -> Any:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON atomically: after a crash the file holds either the old or the new content."""
+    """Write JSON atomically: after a crash the file has either the old or the new content."""
     with writing(path):
         write_text(path, json.dumps(jsonable(value), indent=2, ensure_ascii=False) + "\n", flush=True)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return what `write_json` has written; {} without a file."""
+    """Return the content of a file of `write_json`; {} without a file."""
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a JSON-lines file, none without a file; see `json_lines`."""
+    """Return the rows of a JSON-lines file, an empty list without a file; see `json_lines`."""
     return [row for _, row in json_lines(path)]
 
 
 def json_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Yield line and row of a JSON-lines file, one at a time. A last line that a kill cut short is left out.
+    """Yield line and row of a JSON-lines file, one at a time. Skip an incomplete last line, which a kill cut.
 
     Raises:
-        OutputError: another line is no JSON object, or the file cannot be read.
+        OutputError: another line is not a JSON object, or the file cannot be read.
     """
     if not path.exists():
         return
     with reading(path), path.open("rb") as file:
         for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):  # it was never written to its end
+            if not line.endswith(b"\n"):  # it was not written completely
                 return
             if not line.strip():
                 continue
@@ -64,20 +64,20 @@ def json_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
             except (ValueError, RecursionError) as error:
                 raise _damaged(path, number, str(error)) from None
             if not isinstance(row, dict):
-                raise _damaged(path, number, "it is no JSON object")
+                raise _damaged(path, number, "it is not a JSON object")
             yield line, row
 
 
 def _damaged(path: Path, number: int, why: str) -> OutputError:
-    remedy = "correct or remove that line; or move the file away, and go on without the rows before the checkpoint"
+    remedy = "correct or remove that line; or move the file away, and continue without the rows before the checkpoint"
     return OutputError(f"line {number} of {path.name} is damaged: {why:.200}", where=str(path), remedy=remedy)
 
 
 class JsonLines:
-    """Appends rows to a JSON-lines file, flushes each, and notices when the file is not there any more.
+    """Append rows to a JSON-lines file, flush each, and notice when the file is no longer there.
 
-    It goes on with an earlier session's file, of which rows for which `keep(row)` is false are removed first
-    (atomically). No row stays in memory.
+    It continues an earlier session's file. First it removes (atomically) the rows for which `keep(row)` is false.
+    No row stays in memory.
     """
 
     def __init__(self, path: Path, keep: Callable[[dict[str, Any]], bool]):
@@ -97,23 +97,23 @@ class JsonLines:
         self.check()
 
     def check(self) -> None:
-        """Raise OutputError if the file is not at its place any more."""
+        """Raise OutputError if the file is no longer at its path."""
         try:
             there = os.path.samestat(os.fstat(self._file.fileno()), os.stat(self._path))
         except (FileNotFoundError, NotADirectoryError):
             there = False
-        except OSError:  # its place cannot be looked at just now; writing says if that matters
+        except OSError:  # the path cannot be checked now; a write raises if that matters
             return
         if not there:
             raise OutputError(
                 f"{self._path.name} was moved, removed or replaced while the run wrote it",
                 where=str(self._path),
-                remedy="leave the folder of a run as it is until the run has ended; begin again, with --load if a "
+                remedy="leave the folder of a run as it is until the run has ended; restart, with --load if a "
                 "checkpoint is still there",
             )
 
     def sync(self) -> None:
-        """Bring the rows to the disk."""
+        """Write the rows to the disk."""
         with writing(self._path):
             os.fsync(self._file.fileno())
 
@@ -123,9 +123,9 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Writes TensorBoard scalars, by tensorboard's own writer (which needs no torch).
+    """Write TensorBoard scalars with tensorboard's own writer (which needs no torch).
 
-    On a resume TensorBoard forgets the events of an earlier session from `resume_from_step` on.
+    On a resume TensorBoard drops the events of an earlier session from `resume_from_step` on.
     """
 
     def __init__(self, folder: Path, resume_from_step: int | None = None):
@@ -147,16 +147,16 @@ class TensorBoard:
             self._writer.flush()
 
     def close(self, failed: bool = False) -> None:
-        with contextlib.suppress(OSError):  # what could not be written was reported by `log`
+        with contextlib.suppress(OSError):  # `log` has reported what could not be written
             self._writer.close()
 
 
 class WandB:
-    """Logs to Weights & Biases. The API key comes from the environment (WANDB_API_KEY) or `wandb login` only.
+    """Log to Weights & Biases. The API key comes only from the environment (WANDB_API_KEY) or `wandb login`.
 
     Args:
         options: `project`, `group`, `team` (entity), `mode` (online, offline, disabled; default online), `run_id` (of
-            the run to go on with), `dir` (default: the run's folder).
+            the run to continue), `dir` (default: the run's folder).
 
     Raises:
         ConfigError: wandb is not installed, or the run cannot be opened.
@@ -169,11 +169,11 @@ class WandB:
             raise ConfigError(
                 "wandb is not installed",
                 where="--use-wandb",
-                remedy="pip install 'instep[wandb]', or leave the flag out",
+                remedy="pip install 'instep[wandb]', or remove the flag",
             ) from None
         folder = Path(options.get("dir") or run_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        # console="off": wandb must not wrap stdout, which the progress panel owns. Every wait is bounded.
+        # console="off": wandb must not wrap stdout, which the progress panel uses. Every wait has a limit.
         settings = wandb.Settings(console="off", silent=True, init_timeout=90, finish_timeout=300)
         try:
             self._run = wandb.init(

@@ -1,7 +1,7 @@
-"""The table of a profiled step: where its seconds went, by phase and part, and how far each part is from its floor.
+"""The table of a profiled step: its seconds by phase and part, and the distance of each part from its floor.
 
-Every instant of the step belongs to one phase, or lies between two, and within a phase to the first of its parts that
-was going on. What remains of a phase is time in which no worker computed and no engine had anything to do.
+Every instant of the step belongs to one phase or lies between two. Within a phase it belongs to the first of its parts
+that was running. The rest of a phase is time in which no worker computed and no engine had work.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from instep.system.spans import ON_GPU, ROLLOUT, Span
 
-PHASE = "phase"  # the fact by which spans of phases are known
-IDLE, BETWEEN = "nobody works", "between the phases"
-# Phase -> part -> names of the spans that it consists of.
+PHASE = "phase"  # the fact that marks spans of phases
+IDLE, BETWEEN = "idle", "between the phases"
+# Phase -> part -> names of its spans.
 PARTS: dict[str, dict[str, tuple[str, ...]]] = {
     "rollout": {
         "generate": ("turn",),
@@ -35,7 +35,7 @@ PARTS: dict[str, dict[str, tuple[str, ...]]] = {
         )
     },
 }
-MOST_GAPS, LEAST_GAP = 5, 0.005  # how many are named, and the share of the step that one must have
+MOST_GAPS, LEAST_GAP = 5, 0.005  # how many gaps are listed, and their least share of the step
 
 Intervals = list[tuple[int, int]]
 
@@ -45,8 +45,8 @@ class Row:
     """A phase, or a part of one.
 
     Attributes:
-        phase: "" for what lies between the phases; part: "" for the phase as a whole.
-        floor: in seconds; None where it is not known.
+        phase: "" for the time between the phases; part: "" for the phase as a whole.
+        floor: in seconds; None if unknown.
     """
 
     phase: str
@@ -79,7 +79,7 @@ def step_table(spans: Sequence[Span], begin: int, end: int, floors: Mapping[str,
     """Return the table of the step from `begin` to `end`, in nanoseconds of the wall clock.
 
     Args:
-        spans: of all processes.
+        spans: the spans of all processes.
         floors: seconds by the name of a part.
     """
     rows, lines, left = list[Row](), list[str](), [(begin, end)]
@@ -133,7 +133,7 @@ def _gpus(spans: Iterable[Span], phase: str, whole: Intervals) -> list[str]:
     return [f"{phase}: the GPU of {track} is busy for {b:.4f} s" for track, b in busy.items() if b]
 
 
-# ---- intervals, sorted and apart from each other ---------------------------------------------------------------------
+# ---- intervals, sorted and disjoint ----------------------------------------------------------------------------------
 
 
 def _union(intervals: Iterable[tuple[int, int]]) -> Intervals:
@@ -161,7 +161,7 @@ def _common(a: Intervals, b: Intervals) -> Intervals:
 
 
 def _without(a: Intervals, b: Intervals) -> Intervals:
-    """Return what of `a` is not in `b`."""
+    """Return the part of `a` that is not in `b`."""
     return _common(a, list(zip([0, *(end for _, end in b)], [*(begin for begin, _ in b), 2**63], strict=True)))
 
 

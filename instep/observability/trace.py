@@ -15,7 +15,7 @@ from instep.system.spans import Lane, Span
 
 
 def write_trace(path: Path, spans: Sequence[Span], begin: int, about: Mapping[str, Any]) -> None:
-    """Write `spans` into the gzipped file `path`, as microseconds since `begin`; each track is a process there."""
+    """Write `spans` into the gzipped file `path`, as microseconds since `begin`; each track becomes a process."""
     tracks = {track: number for number, track in enumerate(dict.fromkeys(s.track for s in spans), 1)}
     lanes = _lanes(spans)
     with gzip.open(path, "wt", compresslevel=4) as file:
@@ -48,7 +48,7 @@ def _named(what: str, pid: int, tid: int, args: dict[str, Any]) -> dict[str, Any
 
 
 def _lanes(spans: Sequence[Span]) -> dict[tuple[str, Lane], tuple[int, str]]:
-    """The number and the name of the row of each lane. Lanes that are numbers share rows if their times are apart."""
+    """Return number and name of the row of each lane. Numbered lanes share a row if their times do not overlap."""
     extent: dict[tuple[str, Lane], tuple[int, int]] = {}
     for s in spans:
         begin, end = extent.get((s.track, s.lane), (s.begin, s.end))

@@ -1,1 +1,1 @@
-"""Processes, files, ports and memory, as the operating system has them."""
+"""Processes, files, ports and memory of the operating system."""

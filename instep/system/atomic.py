@@ -1,4 +1,4 @@
-"""Writing files and folders completely or not at all: beside their place, then renamed into it."""
+"""Write files and folders completely or not at all: first beside their place, then renamed."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pathlib import Path
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A hidden path beside `path` for the block to write, renamed to `path` at the end of the block.
+    """Yield a hidden path beside `path` to write, and rename it to `path` at the end of the block.
 
-    After an error it is removed, and `path` stays as it was.
+    After an error it is removed, and `path` does not change.
     """
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
@@ -26,7 +26,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str, *, flush: bool = False) -> None:
-    """Write `text` as UTF-8; with `flush`, its bytes and its name are on the disk when this returns."""
+    """Write `text` as UTF-8; with `flush`, its bytes and its name are on the disk on return."""
     with replacing(path) as part, part.open("w", encoding="utf-8") as file:
         file.write(text)
         if flush:
@@ -37,7 +37,7 @@ def write_text(path: Path, text: str, *, flush: bool = False) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder to the disk, where its file system can do that."""
+    """Write the names in a folder to the disk, if its file system can do that."""
     fd = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -49,12 +49,12 @@ def sync_folder(folder: Path) -> None:
 
 
 def replace_folder(new: Path, place: Path, old: Path, keep: Path | None = None) -> None:
-    """Rename the folder `new` to `place`, and the folder that was there to `old`, which is then removed.
+    """Rename the folder `new` to `place`, and the earlier folder there to `old`, which is then removed.
 
-    If the process is killed between the two renames, only `old` exists; a later call leaves that until `new` is there.
+    If the process is killed between the two renames, only `old` exists; a later call keeps it until `new` is there.
 
     Args:
-        keep: the former content gets this name instead of being removed.
+        keep: the earlier content gets this name instead of being removed.
     """
     sync_folder(new)
     if place.exists():
@@ -68,6 +68,6 @@ def replace_folder(new: Path, place: Path, old: Path, keep: Path | None = None) 
 
 
 def free_name(folder: Path, stem: str) -> Path:
-    """Return the path `folder/<stem>-<n>` with the number after the highest that is there."""
+    """Return the path `folder/<stem>-<n>` with the number after the highest existing one."""
     numbers = [p.name[len(stem) + 1 :] for p in folder.glob(f"{glob.escape(stem)}-*")]
     return folder / f"{stem}-{1 + max((int(n) for n in numbers if n.isdigit()), default=0)}"

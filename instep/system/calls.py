@@ -1,7 +1,7 @@
-"""Calls from one process to another over a pipe: asyncio on one side, a loop that computes on the other.
+"""Calls from one process to another over a pipe: asyncio on one side, a computing loop on the other.
 
-A call is (number, name, arguments); answers are lists of (number, result, exception or `Part`), sent when they are
-ready. Messages are pickled, because both processes belong to one program.
+A call is (number, name, arguments). Answers are lists of (number, result, exception or `Part`), sent when they are
+ready. Messages are pickled: both processes belong to one program.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from instep.system.spans import span
 
 @dataclass(frozen=True)
 class Part:
-    """A part of an answer, of which any number may come before the answer itself."""
+    """A part of an answer; any number of parts may come before the answer itself."""
 
     value: Any
 
 
 class Caller:
-    """The asyncio side, whose process ends when the other one does."""
+    """The asyncio side; its process ends when the other process does."""
 
     def __init__(self, pipe: Connection):
         self._pipe = pipe
         self._numbers = itertools.count()
         self._answers: dict[int, asyncio.Future[Any]] = {}
-        self._parts: dict[int, Callable[[Any], None]] = {}  # what takes the parts of an answer
+        self._parts: dict[int, Callable[[Any], None]] = {}  # functions that take the parts of an answer
         self._listening = False
 
     def expect(self) -> tuple[int, asyncio.Future[Any]]:
@@ -54,7 +54,7 @@ class Caller:
         return future
 
     async def call_each(self, name: str, items: Sequence[Any], *, cancel: str) -> list[Any]:
-        """Make one call with all `items`, each of which gets a `number` and its own answer. Return them, in order.
+        """Make one call with all `items`, and return their answers in order; each item gets a `number`.
 
         Args:
             cancel: the function to call with the numbers if the caller is cancelled.
@@ -73,8 +73,8 @@ class Caller:
     async def stream_each(
         self, name: str, items: Sequence[Any], *, cancel: str
     ) -> AsyncGenerator[tuple[int, Part | asyncio.Future[Any]]]:
-        """One call with all `items`, as `call_each`; yields the index of an item with a part of its answer, in order,
-        and at last with the future that holds the answer."""
+        """Make one call with all `items`, like `call_each`. Yield the index of an item with each part of its answer,
+        in order, and at last with the future of the answer."""
         arrived: asyncio.Queue[tuple[int, Part | asyncio.Future[Any]]] = asyncio.Queue()
         for index, item in enumerate(items):
             item.number, future = self.expect()
@@ -92,11 +92,11 @@ class Caller:
         finally:
             for item in items:
                 del self._parts[item.number]
-            if left:  # the client has gone
+            if left:  # the client is gone
                 self.send(cancel, {items[index].number for index in left})
 
     def send(self, name: str, *given: Any) -> None:
-        """A call without an answer."""
+        """Make a call without an answer."""
         self._pipe.send((-1, name, given))
 
     def _receive(self) -> None:
@@ -110,7 +110,7 @@ class Caller:
                     self._parts[number](answer)
                 continue
             future = self._answers.pop(number, None)
-            if future is None or future.done():  # nobody waits any more
+            if future is None or future.done():  # no one waits any more
                 continue
             if isinstance(answer, Exception):
                 future.set_exception(answer)
@@ -123,10 +123,10 @@ def _put(queue: asyncio.Queue[Any], index: int, answer: Any) -> None:
 
 
 class CallQueue:
-    """The computing side, whose process ends when the other one does.
+    """The computing side; its process ends when the other process does.
 
     Args:
-        expected: exceptions of the functions that are answers as they are.
+        expected: the exceptions of the functions that are sent unchanged as answers.
         failed: makes the answer for any other exception, a fault of instep, whose stack is printed here.
     """
 
@@ -141,7 +141,7 @@ class CallQueue:
         self._queue: queue.SimpleQueue[tuple[int, str, tuple[Any, ...]]] = queue.SimpleQueue()
         threading.Thread(target=self._listen, name="calls", daemon=True).start()
 
-    def _listen(self) -> None:  # so that the caller never waits for a step of computing to hand over what it has
+    def _listen(self) -> None:  # a thread: the caller can send at any time, even during a computing step
         try:
             while True:
                 self._queue.put(self._pipe.recv())
@@ -150,7 +150,7 @@ class CallQueue:
             os._exit(1)
 
     def work(self, idle: Callable[[], bool]) -> None:
-        """Do the calls that have arrived; while `idle()`, wait for more."""
+        """Do the calls that have arrived; wait for more while `idle()` is true."""
         while True:
             pulse()
             try:
@@ -164,7 +164,7 @@ class CallQueue:
                     answer = self._functions[name](*given)
             except self._expected as error:
                 answer = error
-            except Exception as error:  # noqa: BLE001 - a process border: the caller gets it
+            except Exception as error:  # noqa: BLE001 - the caller in the other process gets it
                 traceback.print_exc()
                 answer = self._failed(f"{name} failed: {type(error).__name__}: {error}")
             if number >= 0:

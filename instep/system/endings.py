@@ -1,4 +1,4 @@
-"""How a process ended: what its output says of it, which hook was at work, and `os._exit`, which says nothing."""
+"""How a process ended: the cause in its output, the hook that ran, and `os._exit`, which reports nothing."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, NoReturn
 
 _ERROR = re.compile(r"\b(\w*Error|ERROR)\b")
-# The last line of a traceback, with vLLM's process and logger before it.
+# The last line of a traceback, after vLLM's process and logger.
 _RAISED = re.compile(r"(?:\(\w+ pid=\d+\) )*(?:ERROR [^\]]*\] )?([\w.]*(?:Error|Exception): .{1,400})")
-_NEWS = re.compile(r"\bINFO\b")  # what a process says that is well
+_NEWS = re.compile(r"\bINFO\b")  # a log line of a healthy process
 _FATAL = "Fatal Python error: "  # of Python's fault handler, which then writes the stack of each thread
 _exit = os._exit
 
 
 class Fault(NamedTuple):
-    """What Python's fault handler wrote.
+    """The output of Python's fault handler.
 
     Attributes:
-        what: the fault; empty for none.
-        text: its line and the stack of the thread that it came in.
+        what: the fault; empty without one.
+        text: its line, and the stack of its thread.
         frames: file, line and name, the innermost first.
     """
 
@@ -29,7 +29,7 @@ class Fault(NamedTuple):
     frames: list[tuple[str, str, str]]
 
     def place(self, hooks: Sequence[Sequence[str]]) -> tuple[str, str] | None:
-        """The dotted path of the one of `hooks` (flag and path) that was at work, and where; None if none was."""
+        """Return the dotted path of the hook (of `hooks`: flag, path) that ran, and its place; None if none ran."""
         for file, line, name in self.frames:
             for flag, path in hooks:
                 module = path.rpartition(".")[0].replace(".", "/")
@@ -50,7 +50,7 @@ def fault_of(output: str) -> Fault:
 
 
 def cause_in(lines: Sequence[str]) -> str:
-    """Return the first exception of the block that ends an output; those after it are often its results."""
+    """Return the first exception of the last block of an output; later ones often follow from it."""
     cause = ""
     for line in reversed(lines):
         if found := _RAISED.match(line):
@@ -61,12 +61,12 @@ def cause_in(lines: Sequence[str]) -> str:
 
 
 def last_words(lines: Sequence[str]) -> str:
-    """Return the last line of an output that names an error, else the last line."""
+    """Return the last line of an output that names an error, else its last line."""
     return next((line for line in reversed(lines) if _ERROR.search(line)), lines[-1] if lines else "")
 
 
 def raise_for_exit() -> Callable[[], None]:
-    """Let `os._exit`, which ends a process without a word, raise SystemExit. In a forked child it acts as before.
+    """Let `os._exit`, which ends a process silently, raise SystemExit. A forked child keeps the original function.
 
     Returns:
         A function that undoes it.

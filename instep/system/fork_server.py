@@ -1,10 +1,10 @@
-"""A process that has imported what takes seconds, from which workers and engines are forked.
+"""A process with slow imports already done; workers and engines are forked from it.
 
-They are `python -m MODULE ...`, and most of their start is the import of torch and transformers. The fork server
-imports these once, while the command that owns it prepares its run. It starts no thread and touches no GPU. What is
-forked from it shares the memory of what was imported; otherwise it runs as in a fresh interpreter, with its own
-environment, folder, descriptors, session, signals and command line. (multiprocessing's fork server runs functions: it
-gives them none of these.)
+Workers and engines are `python -m MODULE ...`; most of their start is the import of torch and transformers. The fork
+server imports these once, while the command that owns it prepares its run. It starts no thread and uses no GPU. Forked
+processes share the memory of the imports. Otherwise they run as in a fresh interpreter, with their own environment,
+folder, descriptors, session, signals and command line. (multiprocessing's fork server runs functions, and gives them
+none of these.)
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from os import _exit  # itself, whatever a hook puts there
+from os import _exit  # the original function, even if a hook replaces it
 from typing import NoReturn
 
 from instep.system.kernel import die_with_parent
 
-# Variables that act when Python starts or a library is imported: another value needs an interpreter of its own.
+# Variables that act when Python starts or a library is imported: another value needs a separate interpreter.
 _EARLY = re.compile(r"(PYTHON|LD_|OMP_|GOMP_|MALLOC_|PYTORCH_|TORCH_|HF_|TRANSFORMERS_)")
 # These are set after the fork; Ray sets PYTHONBREAKPOINT, which Python reads at each breakpoint().
 _IN_TIME = {"OMP_NUM_THREADS", "PYTHONBREAKPOINT", "PYTHONPATH", "PYTHONUNBUFFERED", "TORCH_COMPILE_DISABLE"}
 _CHUNK = 1 << 16
-_MOST_FDS = 32  # descriptors for one process
-_ANSWER_SECONDS = 120.0  # until the server has imported and forked, on a busy machine
+_MOST_FDS = 32  # the most descriptors for one process
+_ANSWER_SECONDS = 120.0  # for the server to import and fork, on a busy machine
 
 
 class Forked:
-    """A process that a fork server has started; see `subprocess.Popen`."""
+    """A process that a fork server started; see `subprocess.Popen`."""
 
     def __init__(self, line: socket.socket, argv: Sequence[str], pid: int):
         self._line, self.args, self.pid = line, list(argv), pid
@@ -60,7 +60,7 @@ class Forked:
         return code
 
     def kill(self) -> None:
-        """End it, unless it has ended."""
+        """End it, if it still runs."""
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
@@ -81,11 +81,11 @@ Program = subprocess.Popen[bytes] | Forked
 
 
 class ForkServer:
-    """The owner's end of a fork server. The server ends with its owner, and what it has forked ends with it.
+    """The owner's end of a fork server. The server ends with its owner, and its forked processes end with it.
 
     Args:
-        control: the other end is with `serve`.
-        pid: of the server, a child of this process.
+        control: the socket to `serve`, which has the other end.
+        pid: the pid of the server, a child of this process.
     """
 
     def __init__(self, control: socket.socket, pid: int):
@@ -104,12 +104,12 @@ class ForkServer:
         return cls(ours, pid)
 
     def preload(self, modules: Iterable[str], env: Mapping[str, str]) -> None:
-        """Let it import `modules` with the variables `env`. This call does not wait for it."""
+        """Let it import `modules` with the variables `env`, without waiting for it."""
         self._control.send(json.dumps({"modules": list(modules), "env": dict(env)}).encode())
         self._early = _early(env)
 
     def fits(self, argv: Sequence[str], env: Mapping[str, str]) -> bool:
-        """Return whether a program can be forked from what was imported."""
+        """Return whether a program can be forked from the imported modules."""
         return list(argv[:2]) == [sys.executable, "-m"] and _early(env) == self._early
 
     def start(
@@ -121,10 +121,10 @@ class ForkServer:
         new_session: bool = True,
         cwd: str | None = None,
     ) -> Forked:
-        """Run `argv` with `env` alone, in `cwd` (default: here); `stdio` are descriptors, as are `pass_fds`.
+        """Run `argv` with only the variables `env`, in `cwd` (default: here); `stdio` and `pass_fds` are descriptors.
 
         Raises:
-            OSError: the server has ended, there is no such folder, or no room for a process.
+            OSError: the server has ended, there is no such folder, or there is no room for a process.
         """
         os.umask(umask := os.umask(0o077))
         request = {"argv": list(argv), "env": dict(env), "cwd": cwd or os.getcwd(), "new_session": new_session}
@@ -143,18 +143,18 @@ class ForkServer:
         return Forked(ours, argv, int(answer[4:]))
 
     def close(self) -> None:
-        """End it, even while it imports, and all that it has forked."""
+        """End it, even during an import, and all processes forked from it."""
         self._control.close()
         os.kill(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)
 
 
-current: ForkServer | None = None  # that of this process
+current: ForkServer | None = None  # the fork server of this process
 
 
 @contextlib.contextmanager
 def beside() -> Iterator[None]:
-    """On Linux, run a fork server beside this process, which must have no other thread yet."""
+    """Run a fork server beside this process (on Linux), which must have no other thread yet."""
     global current
     if sys.platform != "linux":
         yield
@@ -175,9 +175,9 @@ def start(
     pass_fds: Sequence[int] = (),
     outlives: bool = False,
 ) -> Program:
-    """Run a program in a session of its own: a Ctrl-C in the terminal reaches its owner alone. Raises: OSError.
+    """Run a program in a new session: a Ctrl-C in the terminal reaches only its owner. Raises: OSError.
 
-    It is forked from `current` if it fits. A program that outlives this process is not: forked ones end with it.
+    Fork it from `current` if possible. A program that outlives this process is not forked: forked ones end with it.
     """
     if current is not None and not outlives and current.fits(argv, env):
         return current.start(argv, env, stdio, pass_fds)
@@ -201,20 +201,20 @@ def _readable(line: socket.socket, seconds: float | None) -> bool:
 
 
 def serve(control: socket.socket) -> NoReturn:
-    """Import and fork as the owner asks, until it closes its end of `control`. What was forked is killed then."""
+    """Import and fork for the owner until it closes its end of `control`; forked processes are killed then."""
     import setproctitle
 
     os.setsid()
     setproctitle.setproctitle("instep: fork server")
     for number in signal.valid_signals():
-        if callable(signal.getsignal(number)):  # ignored ones stay ignored, as they do for any program
+        if callable(signal.getsignal(number)):  # ignored signals stay ignored, as for any program
             signal.signal(number, signal.SIG_DFL)
     null = os.open(os.devnull, os.O_RDWR)
-    for fd in (0, 1, 2):  # else pipes of the owner would stay open after its end
+    for fd in (0, 1, 2):  # otherwise pipes of the owner would stay open after its end
         os.dup2(null, fd)
     own = [os.getcwd(), "", *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     libraries = [entry for entry in sys.path if entry not in own]
-    running: dict[int, tuple[int, socket.socket]] = {}  # the descriptor of a process: its pid, and who asked for it
+    running: dict[int, tuple[int, socket.socket]] = {}  # descriptor of a process -> its pid, and its owner's socket
     poll = select.poll()
     poll.register(control, select.POLLIN)
     while True:
@@ -248,7 +248,7 @@ def serve(control: socket.socket) -> NoReturn:
 
 def _say_code(pid: int, line: socket.socket) -> None:
     _, status = os.waitpid(pid, 0)
-    with line, contextlib.suppress(OSError):  # the owner has forgotten it
+    with line, contextlib.suppress(OSError):  # the owner no longer needs it
         line.send(str(os.waitstatus_to_exitcode(status)).encode())
 
 
@@ -263,7 +263,7 @@ def _preload(modules: Sequence[str], env: Mapping[str, str]) -> None:
 
 
 def _run_forked(line: socket.socket, fds: Sequence[int], libraries: Sequence[str]) -> NoReturn:
-    """The process that was asked for, from here to its end."""
+    """Run the requested process, from here to its end."""
     code = 1
     try:
         request = json.loads(b"".join(iter(lambda: line.recv(_CHUNK), b"")))
@@ -285,7 +285,7 @@ def _run_forked(line: socket.socket, fds: Sequence[int], libraries: Sequence[str
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
-    finally:  # never back into the server's code
+    finally:  # never return to the server's code
         _exit(code)
 
 
@@ -296,12 +296,12 @@ def _set_descriptors(have: Sequence[int], want: Sequence[int]) -> None:
         os.dup2(fd, number)
     kept = sorted(want)
     for low, high in zip([-1, *kept], [*kept, os.sysconf("SC_OPEN_MAX")], strict=True):
-        if low + 1 < high:  # of an empty range Python 3.11 closes all
+        if low + 1 < high:  # for an empty range Python 3.11 closes all
             os.closerange(low + 1, high)
 
 
 def _become(argv: Sequence[str], env: Mapping[str, str], cwd: str, libraries: Sequence[str]) -> None:
-    """What the kernel and Python do for a program that starts."""
+    """Do what the kernel and Python do for a new program."""
     import setproctitle
 
     setproctitle.setproctitle(" ".join(argv))
@@ -319,7 +319,7 @@ def _become(argv: Sequence[str], env: Mapping[str, str], cwd: str, libraries: Se
     sys.modules.pop("sitecustomize", None)
     site.execsitecustomize()
     if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed()  # else all forks draw the same numbers
+        numpy.random.seed()  # otherwise all forks draw the same numbers
     if (torch := sys.modules.get("torch")) is not None and "OMP_NUM_THREADS" in env:
         torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
     if (dynamo := sys.modules.get("torch._dynamo.config")) is not None:
@@ -327,7 +327,7 @@ def _become(argv: Sequence[str], env: Mapping[str, str], cwd: str, libraries: Se
 
 
 def _exit_code(main: Callable[[], object]) -> int:
-    """Return what the interpreter makes of the end of a program."""
+    """Return the exit code that the interpreter would give for the end of a program."""
     try:
         main()
     except SystemExit as end:
@@ -335,7 +335,7 @@ def _exit_code(main: Callable[[], object]) -> int:
             return end.code or 0
         print(end.code, file=sys.stderr)
         return 1
-    except BaseException as error:  # noqa: BLE001 - the border of the process
+    except BaseException as error:  # noqa: BLE001 - the process ends here
         sys.excepthook(type(error), error, error.__traceback__)
         return 1
     return 0

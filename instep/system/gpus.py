@@ -1,4 +1,4 @@
-"""What nvidia-smi tells of the GPUs of this host."""
+"""The GPUs of this host, as nvidia-smi reports them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import os
 import subprocess
 from dataclasses import dataclass
 
-_DRIVERS = ("/dev/nvidiactl", "/dev/nvmap", "/dev/dxg", "/dev/kfd")  # of NVIDIA, on boards and in WSL too, and of AMD
+_DRIVERS = ("/dev/nvidiactl", "/dev/nvmap", "/dev/dxg", "/dev/kfd")  # NVIDIA, also on boards and in WSL, and AMD
 
 
 def no_driver() -> bool:
-    """Return whether this host certainly has no GPU: /dev holds no file of a driver. This needs no torch."""
+    """Return whether this host certainly has no GPU: /dev has no file of a driver. This needs no torch."""
     return not any(map(os.path.exists, _DRIVERS))
 
 
@@ -26,9 +26,9 @@ class Gpu:
 
 @functools.cache
 def gpus_here() -> tuple[Gpu, ...]:
-    """Return all GPUs of this host; none where nvidia-smi is absent, fails or takes more than 30 s.
+    """Return all GPUs of this host; an empty tuple if nvidia-smi is absent, fails or takes more than 30 s.
 
-    It is asked once in a process: without the driver's persistence mode an answer takes seconds.
+    It runs once per process: without the driver's persistence mode an answer takes seconds.
     """
     query = ["nvidia-smi", "--query-gpu=index,uuid,mig.mode.current,memory.total,name"]
     try:
@@ -37,24 +37,24 @@ def gpus_here() -> tuple[Gpu, ...]:
         )
         lines = [line.split(",", maxsplit=4) for line in done.stdout.splitlines() if line.strip()]
         return tuple(Gpu(*(cell.strip() for cell in line)) for line in lines)
-    except (OSError, subprocess.SubprocessError, TypeError):  # TypeError: lines of another form
+    except (OSError, subprocess.SubprocessError, TypeError):  # TypeError: lines of another format
         return ()
 
 
 def memory_of_gpus() -> float | None:
     """Return the memory in GiB of the smallest GPU of this host that CUDA_VISIBLE_DEVICES shows.
 
-    None where nvidia-smi does not tell it, and of parts of a GPU (MIG).
+    Return None if nvidia-smi does not report it, and for parts of a GPU (MIG).
     """
     try:
         return min(float(gpu.memory_mib) for gpu in visible_gpus()) / 1024
-    except ValueError:  # none, or "[N/A]"
+    except ValueError:  # no GPU, or "[N/A]"
         return None
 
 
 def visible_gpus() -> list[Gpu]:
-    """The whole GPUs that CUDA_VISIBLE_DEVICES shows (by index or the beginning of a UUID), in its order; none where
-    that is not clear, or where one is divided (MIG)."""
+    """Return the whole GPUs that CUDA_VISIBLE_DEVICES shows (by index or the beginning of a UUID), in its order; an
+    empty list if that is not clear, or if one of them is divided (MIG)."""
     names, gpus = os.environ.get("CUDA_VISIBLE_DEVICES"), list(gpus_here())
     if names is not None:
         asked = [name.strip() for name in names.split(",")]

@@ -10,11 +10,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def first_import(module: str) -> Iterator[None]:
-    """In this block the large `module` is imported, unless it is there: then the block is as any other.
+    """Import the large `module` in this block; if it is already imported, the block runs as usual.
 
-    Python does not collect garbage meanwhile, nor looks through what there is by then later (`gc.freeze`): torch and
-    transformers make a million objects, which all stay, and looking through them again and again takes an eighth of the
-    time of their import.
+    Python collects no garbage meanwhile, and later does not search the objects that exist by then (`gc.freeze`). torch
+    and transformers make a million objects, which all stay. Searching them again and again takes an eighth of the
+    import time.
     """
     if module in sys.modules:
         yield

@@ -1,4 +1,4 @@
-"""What the kernel knows of processes: which belong together, and which are stopped."""
+"""Facts from the kernel about processes: which belong together, and which are stopped."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import signal
 import sys
 from pathlib import Path
 
-STOPPED_SECONDS = 3.0  # a process that stands stopped for so long is a fault; a shorter stop is only slow
-DESCRIPTORS = 65536  # open files of a process, where its hard limit allows so many; the default is often 1024
+STOPPED_SECONDS = 3.0  # a process that stays stopped for this long is a fault; a shorter stop is only slow
+DESCRIPTORS = 65536  # open files of a process, if its hard limit allows it; the default is often 1024
 
 
 def state_of(pid: int) -> str:
-    """psutil's word for the state of a process ("stopped": by a signal); empty for one that has ended."""
+    """Return psutil's word for the state of a process ("stopped": by a signal); empty if it has ended."""
     import psutil  # not for `--help`
 
-    with contextlib.suppress(psutil.Error):  # also one that is hidden
+    with contextlib.suppress(psutil.Error):  # also a hidden process
         return str(psutil.Process(pid).status())
     return ""
 
 
 def die_with_parent() -> None:
-    """End with the thread that has started this process (on Linux)."""
+    """End this process with the thread that started it (on Linux)."""
     parent = os.getppid()
     if sys.platform == "linux":
         PR_SET_PDEATHSIG = 1
@@ -35,7 +35,7 @@ def die_with_parent() -> None:
 
 
 def allow_descriptors() -> None:
-    """Let this process and its children have many open files, so that connections of others do not use them up."""
+    """Allow this process and its children many open files, so that connections of others do not use them up."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(DESCRIPTORS, hard)
     if 0 <= soft < most:
@@ -43,16 +43,16 @@ def allow_descriptors() -> None:
 
 
 def family(pid: int) -> list[int]:
-    """`pid` and its descendants, parents first; nothing for a process that has ended."""
+    """Return `pid` and its descendants, parents first; an empty list if the process has ended."""
     import psutil
 
-    with contextlib.suppress(psutil.Error, OSError):  # also where other users' processes are hidden
+    with contextlib.suppress(psutil.Error, OSError):  # also if other users' processes are hidden
         return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
     return []
 
 
 def catches(pid: int, number: int) -> bool:
-    """Return whether a process handles the signal `number`, which may end it otherwise."""
+    """Return whether a process handles the signal `number`; otherwise the signal may end it."""
     try:
         caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)  # see proc(5)
     except (FileNotFoundError, ProcessLookupError):

@@ -1,4 +1,4 @@
-"""Locks on files (flock) that end with their process, also where a hook has forked a child that lives on."""
+"""Locks on files (flock) that end with their process, even if a hook forked a child that still lives."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ _held: set[int] = set()  # descriptors
 
 
 def lock(fd: int) -> None:
-    """Take the lock of the file of `fd`; `close` gives both up. Raises: BlockingIOError, another process has it."""
+    """Lock the file of `fd`; `close` releases both. Raises: BlockingIOError, another process has the lock."""
     _held.add(fd)
     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def close(fd: int) -> None:
-    """Close the `fd` of a lock; in a forked child, which has none, nothing happens."""
+    """Close the `fd` of a lock; do nothing in a forked child, which has no lock."""
     if fd in _held:
         _held.remove(fd)
         os.close(fd)
 
 
 def _let_go() -> None:
-    # A lock belongs to the open file, which a child shares: it would hold it until it ends.
+    # A lock belongs to the open file, which a child shares: the child would keep the lock until it ends.
     while _held:
         os.close(_held.pop())
 

@@ -9,7 +9,7 @@ from instep.errors import ConfigError
 
 
 class OptionParser(argparse.ArgumentParser):
-    """Reports a wrong command line as a ConfigError."""
+    """A parser that reports a wrong command line as a ConfigError."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message, where=self.prog, remedy=f"`{self.prog} --help` explains it")

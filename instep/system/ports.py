@@ -1,4 +1,4 @@
-"""Free ports for the servers of a run, and who listens at a port."""
+"""Free ports for the servers of a run, and the users who listen at a port."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ TRIES = 1000
 _SOCK_DIAG, _BY_FAMILY, _DUMP, _LISTEN = 4, 20, 0x301, 10  # see sock_diag(7)
 _END, _NO_COOKIE = (2, 3), 0xFFFFFFFF  # NLMSG_ERROR and NLMSG_DONE; INET_DIAG_NOCOOKIE
 _KEPT = 256
-_given: collections.deque[socket.socket] = collections.deque()  # bound to the ports that were given last
+_given: collections.deque[socket.socket] = collections.deque()  # bound to the last returned ports
 
 
 def check_loopback() -> int:
-    """Connect to a server of our own on loopback, as engines and ranks are reached; returns the port that was tried.
+    """Connect to a test server on loopback, where engines and ranks are reached; return the port of the test.
 
     Raises:
-        ConfigError: this host lets nothing through there.
+        ConfigError: this host allows no connection there.
     """
     try:
         with socket.create_server((LOOPBACK, 0)) as server:
@@ -48,12 +48,12 @@ def free_port(host: str = LOOPBACK) -> int:
 def free_ports(count: int, host: str = LOOPBACK) -> int:
     """Return the first of `count` consecutive ports that were free a moment ago; 0 if `count` is 0.
 
-    No outgoing connection of this host gets them before the server listens, which takes vLLM seconds. On Linux neither
-    does another process that asks here, while this one lives (and has not been given 256 more): a socket is bound to
-    each, which does not listen, so that a server that sets SO_REUSEADDR may bind to it as well.
+    No outgoing connection of this host gets them before the server listens, which takes vLLM seconds. On Linux no other
+    process gets them here either, as long as this process lives (and has not got 256 more). A socket is bound to each
+    port without listening, so that a server with SO_REUSEADDR can still bind to it.
 
     Raises:
-        ConfigError: none were found after many tries.
+        ConfigError: no free ports after many tries.
     """
     if not count:
         return 0
@@ -73,7 +73,7 @@ def free_ports(count: int, host: str = LOOPBACK) -> int:
     raise ConfigError(
         f"found no {count} free ports in a row from {PORTS.start} to {PORTS.stop - 1}",
         where=host,
-        remedy="end what listens there, or name ports with --engine-port",
+        remedy="end the servers that listen there, or name ports with --engine-port",
     )
 
 
@@ -86,8 +86,8 @@ def port_is_free(port: int, host: str = LOOPBACK) -> bool:
 
 
 def _bound(port: int, host: str, reuse: bool) -> socket.socket | None:
-    """A socket that is bound to a free port; None for any other. Without `reuse` one with connections in TIME_WAIT, or
-    to which another socket is bound without listening, is not free."""
+    """Return a socket bound to a free port, or None. Without `reuse` a port is not free if it has connections in
+    TIME_WAIT, or if another socket is bound to it without listening."""
     out = socket.socket()
     out.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(reuse))
     try:
@@ -95,15 +95,15 @@ def _bound(port: int, host: str, reuse: bool) -> socket.socket | None:
     except OSError as error:
         out.close()
         if error.errno not in (errno.EADDRINUSE, errno.EACCES):
-            raise  # an address that is not of this host, say
+            raise  # for example an address that is not of this host
         return None
     return out
 
 
 def users_listening(port: int, *hosts: str) -> set[int]:
-    """Return the ids of the users whose sockets listen at `port` of one of these addresses, or of all addresses.
+    """Return the ids of the users whose sockets listen at `port` on one of these addresses, or on all addresses.
 
-    It costs a tenth of a millisecond. Nothing is found where the kernel does not tell (not Linux).
+    It takes a tenth of a millisecond. The result is empty if the kernel cannot report it (not Linux).
     """
     found = set[int]()
     wanted = {"0.0.0.0", "::", *hosts}
@@ -123,18 +123,18 @@ def users_listening(port: int, *hosts: str) -> set[int]:
                             if str(getattr(source, "ipv4_mapped", None) or source) in wanted:
                                 found.add(struct.unpack_from("=I", data, 80)[0])
                         data = data[(length + 3) & ~3 :]
-        except OSError:  # no such question here
+        except OSError:  # the kernel does not support this request
             pass
     return found
 
 
 def choose_port(port: int | None, host: str, patience: float = 0.0) -> int:
-    """`port` if it is free within `patience` seconds, otherwise raise ConfigError; for None, a free port."""
+    """Return `port` if it is free within `patience` seconds, else raise ConfigError; for None return a free port."""
     deadline = time.monotonic() + patience
     while port is not None and not port_is_free(port, host):
         if time.monotonic() > deadline:
             raise ConfigError(
-                f"port {port} is taken", where="--engine-port", remedy="name a free port, or leave the flag out"
+                f"port {port} is taken", where="--engine-port", remedy="name a free port, or remove the flag"
             )
         time.sleep(0.05)
     return port or free_port(host)

@@ -1,4 +1,4 @@
-"""What a run writes is for its user alone: the modes of files, and texts without credentials."""
+"""Only its user can read what a run writes: the modes of files, and texts without credentials."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-UMASK_VARIABLE = "INSTEP_UMASK"  # that of the user, for children
+UMASK_VARIABLE = "INSTEP_UMASK"  # the user's umask, for children
 _SECRET = re.compile(r"(wandb|api|access|secret)_?key$|password|secret|(hf|api|auth|access)_token$", re.IGNORECASE)
 _USER = re.compile(r"(?<=://)[^/@\s'\"]+(?=@)")
 _QUERY = re.compile(r"([?&](?:[\w-]*(?:key|token|secret|password|signature)|sig)=)[^&\s'\"]+", re.IGNORECASE)
@@ -17,8 +17,7 @@ _QUERY = re.compile(r"([?&](?:[\w-]*(?:key|token|secret|password|signature)|sig)
 
 @contextmanager
 def private_files() -> Iterator[None]:
-    """In the block this process, and the children that it starts, make files that nobody else can read: prompts,
-    samples, settings, logs."""
+    """Make new files of this process and its children readable by the user only: prompts, samples, settings, logs."""
     before, outer = os.umask(0o077), os.environ.get(UMASK_VARIABLE)
     os.environ[UMASK_VARIABLE] = outer or f"{before:o}"
     try:
@@ -31,7 +30,7 @@ def private_files() -> Iterator[None]:
 
 @contextmanager
 def users_files() -> Iterator[None]:
-    """In the block new files get modes by the user's umask: for caches that instep shares with other programs."""
+    """Give new files in the block the modes of the user's umask: for caches shared with other programs."""
     before = os.umask(0)
     os.umask(int(os.environ.get(UMASK_VARIABLE, f"{before:o}"), 8))
     try:
@@ -41,7 +40,7 @@ def users_files() -> Iterator[None]:
 
 
 def share(folder: Path) -> None:
-    """Give a model that is handed out, without prompts or settings, the modes that the user's own umask means."""
+    """Give an exported model, without prompts or settings, the modes of the user's own umask."""
     if (mask := os.environ.get(UMASK_VARIABLE)) is None:
         return
     for path in (folder, *folder.rglob("*")):
@@ -49,13 +48,13 @@ def share(folder: Path) -> None:
 
 
 def without_credentials(text: str) -> str:
-    """`text` without user and password, and without keys and tokens, in the URLs that it holds."""
+    """Return `text` without user, password, keys and tokens in its URLs."""
     return _QUERY.sub(r"\1***", _USER.sub("***", text))
 
 
 def without_secrets(value: Any) -> Any:
-    """Copy nested dicts and lists without the entries that their names show to be secrets (`wandb_key`, ...), and
-    without the credentials in URLs."""
+    """Copy nested dicts and lists without entries whose names mean secrets (`wandb_key`, ...), and without the
+    credentials in URLs."""
     if isinstance(value, Mapping):
         return {str(k): without_secrets(v) for k, v in value.items() if not _SECRET.search(str(k))}
     if isinstance(value, (list, tuple)):

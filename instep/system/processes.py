@@ -1,9 +1,9 @@
 """The supervisor of every subprocess that instep starts: workers, engines, routers.
 
-The output of a child goes to a log file, its death is noticed and quoted, and it never outlives its parent: the parent
-holds one end of a socket pair (the lifeline) that only its own death or `stop` closes, and on Linux the kernel kills
-the child with it. In the other direction the lifeline carries a heartbeat, which tells a child that hangs from one that
-works; a child that is stopped (SIGSTOP) is noticed sooner, by its state in the kernel.
+A child's output goes to a log file; its death is noticed and reported. It never outlives its parent: the parent has one
+end of a socket pair (the lifeline), which closes only on the parent's death or on `stop`. On Linux the kernel kills the
+child with its parent, too. In the other direction the lifeline carries a heartbeat, which shows whether a child hangs
+or works. A child that is stopped (SIGSTOP) is noticed sooner, by its state in the kernel.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from os import _exit  # itself, whatever `raise_for_exit` makes of its name
+from os import _exit  # the original function, even after `raise_for_exit` replaced it
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -29,24 +29,24 @@ from instep.system.endings import cause_in, fault_of, last_words
 from instep.system.kernel import allow_descriptors, catches, die_with_parent, family, state_of
 
 LIFELINE_VARIABLE = "INSTEP_LIFELINE_FD"
-# Engine and trainer take turns on the same cores: a thread may spin for some 50 us for its next piece of work, then it
-# sleeps. GNU's default (milliseconds) starves the other process, no spinning at all doubles a small model's step.
+# Engine and trainer take turns on the same cores: a thread may spin about 50 us for its next piece of work, then it
+# sleeps. GNU's default (milliseconds) starves the other process; no spinning doubles the step time of a small model.
 OPENMP_ENV = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "20000"}
-# Without these the libraries may choose another order of summation from one run to the next.
+# Without these the libraries may change the order of sums from one run to the next.
 DETERMINISTIC_ENV = {"MKL_CBWR": "AUTO", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
 T = TypeVar("T")
-LOOK_SECONDS = 0.2  # between two looks at the processes of the run while something waits
+LOOK_SECONDS = 0.2  # between two checks of the run's processes during a wait
 BEAT_SECONDS = 0.5
-_pulse: threading.Event | None = None  # of the thread that works, where heartbeats follow it
+_pulse: threading.Event | None = None  # of the working thread, if heartbeats depend on it
 
 
 class Ending(Protocol):
-    """What ends some time."""
+    """A process or connection that ends at some time."""
 
     def alive(self) -> bool: ...
 
     def died_within(self, seconds: float) -> bool:
-        """Whether it ends within `seconds`; the sockets of a dead process close a moment before it can be reaped."""
+        """Return whether it ends within `seconds`; sockets of a dead process close a moment before it can be reaped."""
         deadline = time.monotonic() + seconds
         while self.alive():
             if time.monotonic() > deadline:
@@ -56,7 +56,7 @@ class Ending(Protocol):
 
 
 class Process(Ending, Protocol):
-    """A child process as its owner sees it, on this host or (`cluster/ray_remote.py`) on another one."""
+    """A child process from its owner's side, on this host or (`cluster/ray_remote.py`) on another one."""
 
     name: str
     log_path: Path
@@ -83,8 +83,8 @@ class SupervisedProcess(Ending):
         log_path: the file for its stdout and stderr.
         env: variables added to the environment.
         pass_fds: further descriptors for the child.
-        heartbeat: a child that has called `follow_parent` and is silent for so many seconds is faulty; None: never.
-        outlives: it works after the end of this process, too.
+        heartbeat: a child that called `follow_parent` is faulty after this many silent seconds; None: never.
+        outlives: it continues after the end of this process.
     """
 
     def __init__(
@@ -99,9 +99,9 @@ class SupervisedProcess(Ending):
     ):
         self.name, self.log_path = name, log_path
         self._heartbeat = heartbeat
-        self._silent: float | None = None  # seconds since a heartbeat was read
-        self._stopped: float | None = None  # seconds for which it has stood stopped
-        self._looked = 0.0  # when last
+        self._silent: float | None = None  # seconds since the last heartbeat
+        self._stopped: float | None = None  # seconds since it was stopped
+        self._looked = 0.0  # time of the last check
         self._lifeline, theirs = socket.socketpair()
         self._lifeline.setblocking(False)
         with theirs, writing(log_path):
@@ -123,11 +123,11 @@ class SupervisedProcess(Ending):
         return self._process.poll() is None
 
     def fault(self) -> str | None:
-        """The child's fault, such as "died (SIGKILL)", "is stopped" or "has not answered for 60 s"; None while it runs.
+        """Return the fault, such as "died (SIGKILL)", "is stopped" or "has not answered for 60 s"; None while it runs.
 
-        It must be called repeatedly, because the duration of a state is measured from call to call. Who calls late may
-        have been stopped, too, with all processes of the run (SLURM suspends a job so), and sees them stopped or silent
-        for one more moment: the time between two calls counts as one second at most.
+        Call it repeatedly: it measures the duration of a state from call to call. If a call comes late, all processes
+        of the run may have been stopped (SLURM suspends jobs this way), and may still seem stopped or silent for a
+        moment. So the time between two calls counts as one second at most.
         """
         code = self._process.poll()
         if code is not None:
@@ -140,7 +140,7 @@ class SupervisedProcess(Ending):
         try:
             if self._lifeline.recv(1 << 16):
                 self._silent = 0.0
-        except OSError:  # no beat since the last look
+        except OSError:  # no heartbeat since the last check
             if self._silent is not None:
                 self._silent += passed
         if (self._stopped or 0.0) >= kernel.STOPPED_SECONDS:
@@ -160,20 +160,20 @@ class SupervisedProcess(Ending):
             return log.read().decode(errors="replace").splitlines()
 
     def describe(self) -> str:
-        """Tell its state, or how it ended, and the last lines of its output; of a fault of Python its stack."""
+        """Describe its state or how it ended, with the last lines of its output; for a fault of Python the stack."""
         code, num_lines = self._process.poll(), 15
         if code is None and (still := self._standing()):
             pids = " ".join(map(str, still))
-            how = f"stands stopped: SIGSTOP was sent to {pids} (kill -CONT {pids} lets it go on)"
+            how = f"is stopped: SIGSTOP was sent to {pids} (kill -CONT {pids} continues it)"
         elif code is None:
-            how = f"is running, and was last heard {self._silent or 0.0:.0f} s ago"
+            how = f"is running, and its last heartbeat came {self._silent or 0.0:.0f} s ago"
             self.dump_stacks()  # also if it hangs with the interpreter's lock held
             time.sleep(0.3)
             num_lines = 60  # enough for the stacks
         elif code < 0:
             how = f"was ended by {signal.Signals(-code).name}"
             if code == -signal.SIGKILL:
-                how += "; if nobody did so by hand, the machine may have run out of memory"
+                how += "; if no one did so by hand, the machine may have run out of memory"
             elif (fault := fault_of("\n".join(self._end_of_log(200_000)))).what:
                 return f"{self.name} (pid {self.pid}) {how}; in {self.log_path}:\n{fault.text}"
         else:
@@ -188,28 +188,28 @@ class SupervisedProcess(Ending):
         return f"see its log; run again to resume from the last checkpoint{slow}"
 
     def _standing(self) -> list[int]:
-        """Return the pids of it and of those below it that are stopped."""
+        """Return the pids of stopped processes: of it and its descendants."""
         return [pid for pid in family(self.pid) if state_of(pid) == "stopped"]
 
     def dump_stacks(self) -> None:
-        """Ask a child that called `follow_parent`, and its descendants that did, to write all stacks into its log."""
+        """Ask the child and its descendants to write all stacks into its log, if they called `follow_parent`."""
         if not self.alive():
             return
-        relatives = [pid for pid in family(self.pid) if catches(pid, signal.SIGUSR1)]  # it would end the others
+        relatives = [pid for pid in family(self.pid) if catches(pid, signal.SIGUSR1)]  # others would end
         for pid in relatives if sys.platform == "linux" else [self.pid]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)
-            time.sleep(0.1)  # they write into one log
+            time.sleep(0.1)  # they write into the same log
 
     def stop(self, grace: float = 3.0) -> None:
         """End the child and all of its process group: SIGTERM, then SIGKILL after `grace` seconds."""
         stop_all([self], grace)
 
     def terminate(self) -> None:
-        """Ask it to end, if it lives."""
+        """Ask it to end, if it is alive."""
         if self.alive():
             self._signal(signal.SIGTERM)
-            self._signal(signal.SIGCONT)  # one that is stopped would not hear of it
+            self._signal(signal.SIGCONT)  # a stopped process would not get the SIGTERM
 
     def wait(self, seconds: float) -> None:
         """Wait until it has ended, at most `seconds`."""
@@ -217,7 +217,7 @@ class SupervisedProcess(Ending):
             self._process.wait(seconds)
 
     def kill(self) -> None:
-        """End it and its own children at once."""
+        """End it and its process group at once."""
         self._signal(signal.SIGKILL)
         self._process.wait(10)
         self._lifeline.close()
@@ -242,9 +242,9 @@ def follow_parent(partner: socket.socket | None = None, *, own_pulse: bool = Fal
     """For a child's first line: die with the parent, send it heartbeats, and write stacks to stderr on SIGUSR1.
 
     Args:
-        partner: a socket with the heartbeats of a process that this one depends on: it is silent when that one is, and
-            ends when that one has ended.
-        own_pulse: heartbeats stop when the thread that works no longer calls `pulse`.
+        partner: a socket with the heartbeats of a process that this one depends on: this process is silent when the
+            partner is, and ends when the partner has ended.
+        own_pulse: heartbeats stop when the working thread no longer calls `pulse`.
     """
     global _pulse
     die_with_parent()
@@ -261,7 +261,7 @@ def follow_parent(partner: socket.socket | None = None, *, own_pulse: bool = Fal
 
 
 def pulse() -> None:
-    """A sign of life from the thread that works; it costs less than a microsecond."""
+    """Give a sign of life from the working thread; it costs less than a microsecond."""
     if _pulse is not None:
         _pulse.set()
 
@@ -285,7 +285,7 @@ def _hold_lifeline(line: socket.socket, partner: socket.socket | None, pulse: th
 
 
 def _beats(partner: socket.socket) -> bool:
-    """Return whether the partner has sent a beat since the last look; this process ends with it."""
+    """Return whether the partner has sent a heartbeat since the last check; this process ends with the partner."""
     try:
         if partner.recv(1 << 16, socket.MSG_DONTWAIT):
             return True
@@ -296,19 +296,19 @@ def _beats(partner: socket.socket) -> bool:
 
 
 def _beat(line: socket.socket) -> None:
-    with contextlib.suppress(BlockingIOError, TimeoutError):  # the parent has not looked for a long time
+    with contextlib.suppress(BlockingIOError, TimeoutError):  # the parent has not read for a long time
         line.send(b".", socket.MSG_DONTWAIT)
 
 
 class FolderLock:
-    """A lock on `folder` that this process holds until `release` or its end, however it ends (flock).
+    """A lock on `folder` until `release` or the end of this process, however it ends (flock).
 
     Args:
         flag: the flag that named the folder, for the error.
 
     Raises:
-        ConfigError: another process holds it.
-        OutputError: it cannot be written to.
+        ConfigError: another process has the lock.
+        OutputError: the folder is not writable.
     """
 
     _fd = -1
@@ -339,7 +339,7 @@ class FolderLock:
 
 
 def lock_folders(folders: Mapping[str, str | None]) -> list[FolderLock]:
-    """Lock each folder once; `folders` is flag -> path, or None for a flag that is not set."""
+    """Lock each folder once; `folders` maps each flag to its path, or to None if it is not set."""
     flags: dict[Path, str] = {}
     for flag, path in folders.items():
         if path:
@@ -348,13 +348,13 @@ def lock_folders(folders: Mapping[str, str | None]) -> list[FolderLock]:
 
 
 def in_thread(work: Callable[[], T], name: str) -> Future[T]:
-    """Start `work` in a daemon thread, which keeps no process alive, and return the future of its outcome."""
+    """Start `work` in a daemon thread, which does not keep the process alive; return the future of its outcome."""
     outcome: Future[T] = Future()
 
     def run() -> None:
         try:
             outcome.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - crosses the thread as it is
+        except BaseException as error:  # noqa: BLE001 - passed to the waiting thread unchanged
             outcome.set_exception(error)
 
     threading.Thread(target=run, name=name, daemon=True).start()
@@ -362,7 +362,7 @@ def in_thread(work: Callable[[], T], name: str) -> Future[T]:
 
 
 def watched(work: Callable[[], T], name: str, watch: Callable[[], None]) -> T:
-    """Return the outcome of `work`, whose waits must be bounded; `watch` is called meanwhile, and may raise."""
+    """Return the outcome of `work`, whose waits must have limits; call `watch` meanwhile, which may raise."""
     outcome = in_thread(work, name)
     while not wait([outcome], LOOK_SECONDS).done:
         watch()
@@ -370,5 +370,5 @@ def watched(work: Callable[[], T], name: str, watch: Callable[[], None]) -> T:
 
 
 def num_usable_cpus() -> int:
-    """Return the number of cores that this process may use (its affinity; a container's quota is not seen)."""
+    """Return the number of cores that this process may use (its affinity; a container's quota is not included)."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

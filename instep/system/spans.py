@@ -1,10 +1,10 @@
-"""What the processes of a run do, as spans on one clock. They are kept only while a profile records.
+"""The work of a run's processes as spans on one clock. Spans are kept only while a profile records.
 
-`span` marks a block of code. While nothing records it hands out one empty context, which costs less than a microsecond.
+`span` marks a block of code. Without a recording it returns one empty context, which costs less than a microsecond.
 
-The clock is nanoseconds of the wall clock. A process reads the wall clock once against its monotonic clock and measures
-with the latter, so that all processes of a host agree within microseconds; hosts agree as well as NTP lets them. Events
-of torch's profiler come with the same clock, within a tenth of a millisecond.
+The clock counts nanoseconds of the wall clock. A process compares the wall clock once with its monotonic clock, and
+measures with the latter. So all processes of a host agree within microseconds; hosts agree as well as NTP allows.
+Events of torch's profiler use the same clock, within a tenth of a millisecond.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ T = TypeVar("T")
 Facts = Callable[[], dict[str, Any]]
 Lane = str | int
 
-ROLLOUT = "rollout"  # the track of samples, which are made in the controller's process
+ROLLOUT = "rollout"  # the track of samples, which the controller's process generates
 MAIN = "main"  # the lane of a process's main thread
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 ON_CPU = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver", "overhead")
 
 
 class Span(NamedTuple):
-    """A time in which something was done.
+    """A time with one piece of work.
 
     Attributes:
-        track: the process, or the part of one, that has done it, as the profile names it.
+        track: the process, or a part of one, that did it, by its name in the profile.
         lane: a row of the track. Numbers are tasks and threads, which come and go: they share rows.
         begin, end: in nanoseconds of the wall clock.
-        facts: what is known of it; JSON can hold it. `kind` is torch's category of an event.
+        facts: facts about it, as JSON values. `kind` is torch's category of an event.
     """
 
     track: str
@@ -75,36 +75,36 @@ _NOTHING = contextlib.nullcontext()
 
 
 def start(track: str) -> None:
-    """Record from now on. Spans that name no track of their own are of `track`, the name of this process."""
+    """Record from now on. Spans without a track of their own belong to `track`, the name of this process."""
     global _recorder
     _recorder = _Recorder(track)
 
 
 def stop() -> list[Span]:
-    """End the recording; returns the spans that have ended. Without a recording there are none."""
+    """End the recording and return the spans that have ended; an empty list without a recording."""
     global _recorder
     recorder, _recorder = _recorder, None
     return recorder.spans if recorder is not None else []
 
 
 def now() -> int | None:
-    """The time, in nanoseconds of the wall clock; None while nothing records."""
+    """Return the time, in nanoseconds of the wall clock; None without a recording."""
     return _recorder.now() if _recorder is not None else None
 
 
 def span(name: str, track: str = "", facts: Facts | None = None) -> AbstractContextManager[None]:
-    """Mark the block; `facts` is asked at its end, while a profile records."""
+    """Mark the block; while a profile records, call `facts` at its end."""
     return _NOTHING if _recorder is None else _recorder.block(name, track, facts)
 
 
 def add(name: str, lane: Lane, begin: int, facts: dict[str, Any]) -> None:
-    """Record a span of this process that has begun at `begin` (see `now`) and ends now."""
+    """Record a span of this process from `begin` (see `now`) until now."""
     if (recorder := _recorder) is not None:
         recorder.spans.append(Span(recorder.track, lane, name, begin, recorder.now(), facts))
 
 
 def timed(function: Callable[P, T], name: str, settle: Callable[[], object] | None = None) -> Callable[P, T]:
-    """`function`, each call of which is a span; `settle` is called within it, after the function."""
+    """Return `function` with a span around each call; `settle` is called inside the span, after the function."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -118,8 +118,8 @@ def timed(function: Callable[P, T], name: str, settle: Callable[[], object] | No
 
 
 def _lane() -> Lane:
-    """The asyncio task that runs, else the thread."""
-    import asyncio  # a tenth of the time of `instep train --help`, which records nothing
+    """Return the running asyncio task, else the thread."""
+    import asyncio  # here: it takes a tenth of the time of `instep train --help`, which records nothing
 
     try:
         task = asyncio.current_task()
@@ -132,9 +132,9 @@ def _lane() -> Lane:
 
 
 def of_torch(path: Path, track: str) -> list[Span]:
-    """The spans of a trace that torch's profiler has written: operators, calls of CUDA, kernels and copies.
+    """Return the spans of a trace of torch's profiler: operators, calls of CUDA, kernels and copies.
 
-    Raises: ValueError: the file is cut, or not a trace.
+    Raises: ValueError: the file is incomplete, or not a trace.
     """
     try:
         with gzip.open(path, "rt") if path.suffix == ".gz" else open(path) as file:
@@ -142,7 +142,7 @@ def of_torch(path: Path, track: str) -> list[Span]:
         events = [e for e in trace["traceEvents"] if e.get("ph") == "X" and e.get("cat") in (*ON_GPU, *ON_CPU)]
         return [_span(event, int(trace.get("baseTimeNanoseconds", 0)), track) for event in events]
     except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path.name} is no whole trace: {error!r}") from error
+        raise ValueError(f"{path.name} is not a complete trace: {error!r}") from error
 
 
 def _span(event: dict[str, Any], base: int, track: str) -> Span:
@@ -153,8 +153,8 @@ def _span(event: dict[str, Any], base: int, track: str) -> Span:
 
 
 def within(spans: Iterable[Span], begin: int, end: int, most: int) -> list[Span]:
-    """At most `most` of the spans that lie between `begin` and `end`: of the CPU's operators the long ones stay, then
-    the GPU's kernels; what has no kind (see `Span`) stays before both."""
+    """Return at most `most` of the spans between `begin` and `end`. Spans without a kind (see `Span`) have priority,
+    then the GPU's kernels, then the CPU's operators; the longest first."""
     inside = [s for s in spans if begin <= s.begin and s.end <= end]
     if len(inside) > most:
         inside.sort(key=lambda s: ("kind" in s.facts, s.facts.get("kind") not in ON_GPU, s.begin - s.end))

@@ -133,7 +133,7 @@ CHECKPOINTS = {
     "--advantage-estimator ppo --critic-load {bad}/no_checkpoint": "no_checkpoint is neither|--critic-load|config.json",
     "--ref-load {bad}/no_checkpoint --use-kl-loss": "no_checkpoint is neither|--ref-load|config.json",
     "--save-hf {bad}/bert": "more than an export of instep (|config.json|--save-hf|a folder of its own",
-    "--run-dir {bad}/bert": "holds config.json, and is not the folder of a run|--run-dir|a folder of its own",
+    "--run-dir {bad}/bert": "holds config.json, and is not the folder of a run|--run-dir|for this run only",
 }
 FLAGS = {
     "--n-samples-per-prompt 1": "group of one|--n-samples-per-prompt|at least 2",

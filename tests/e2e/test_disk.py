@@ -31,7 +31,7 @@ def test_a_run_again_finished_damaged_and_anew(tiny, tmp_path):
     again = run(sft_arguments(tiny, tmp_path, "--num-rollout", "1", *load))  # finished: nothing is started
     assert again.returncode == 0, again.stderr[-3000:]
     assert "nothing is left to train, the next rollout would be 1 of --num-rollout 1" in again.stdout
-    assert f"{checkpoint} covers all before it" in again.stdout
+    assert f"{checkpoint} covers all earlier ones" in again.stdout
     now = files(tmp_path)
     for name in ("metrics.jsonl", "samples.jsonl", "actor-rank0.log"):
         assert now[name] == first[name]

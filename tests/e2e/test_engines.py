@@ -175,7 +175,7 @@ def test_an_engine_of_somebody_else_that_stands_still_costs_no_sample(tiny, tmp_
         command = [*given[:at], *given[at + 2 :], *hooks, *key_file(tmp_path), "--rollout-external-engine-addrs"]
         done = run([*command, *(e.url.removeprefix("http://") for e in engines)], 200)
         assert done.returncode == 0, done.stderr[-4000:]
-        assert "engine 1 has not answered /health with 200, 3 times in a row: it is waited for" in done.stdout
+        assert "engine 1 has not answered /health with 200, 3 times in a row: the run waits for it" in done.stdout
         nothing_lost(tmp_path)
     finally:
         for engine in engines:

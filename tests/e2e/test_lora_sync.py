@@ -324,7 +324,7 @@ def test_an_engine_with_another_base_is_named(stack, sync, tmp_path):
     engine = start_engine(other, plan_engines(other)[0], num_threads=1, log_dir=tmp_path)
     try:
         engine.wait_ready(120)
-        with pytest.raises(SyncError, match="another base than --hf-checkpoint") as caught:
+        with pytest.raises(SyncError, match="Its base is not --hf-checkpoint") as caught:
             sync.run([engine])
     finally:
         engine.stop()

@@ -148,4 +148,4 @@ def test_an_old_cache_that_is_denied_is_not_trained_on(
     assert stack.actor.weight_digests("shm", 60) == before
     accused = sync.accuse([stack.engine], caught.value, "rollout 1")
     assert f"{stack.engine.name} at {stack.engine.url}" in accused.what
-    assert "keep what it had cached under former weights" in accused.remedy
+    assert "keep cache entries of earlier weights" in accused.remedy

@@ -277,7 +277,7 @@ def kill_one(server, index):
         assert server.ask(temperature=0).choices[0].message.content == before
     server.wait_for(f"engine {index} serves again")
     assert server.ask(temperature=0).choices[0].message.content == before
-    assert f"engine {index} died (SIGKILL): it is started anew" in server.text
+    assert f"engine {index} died (SIGKILL): it is restarted" in server.text
 
 
 @pytest.mark.router

@@ -144,7 +144,7 @@ def test_one_of_two_references_that_dies_serves_again(models, tmp_path):
     done = run(served(models, tmp_path, *more, num_refs=2))
     assert done.returncode == 0, done.stderr[-4000:]
     said = done.stdout + done.stderr
-    assert "engine 2 died (SIGKILL): it is started anew" in said and "engine 2 serves again" in said
+    assert "engine 2 died (SIGKILL): it is restarted" in said and "engine 2 serves again" in said
     assert len(rows(tmp_path)) == 3
     assert {p.name for p in (tmp_path / "logs").glob("router*")} == {"router-ref.log"}  # the actor needs none
 
@@ -194,7 +194,7 @@ def test_prefill_engines_leave_their_router_and_come_back(tiny, tmp_path, monkey
         assert prefills == set(urls[:2]) and decodes == set(urls[2:])
         fleet.engines[0].process.kill()
         fleet.check()
-        assert "engine 0 died (SIGKILL): it is started anew" in said
+        assert "engine 0 died (SIGKILL): it is restarted" in said
         assert {prefill for prefill, _ in asked(host, port, 8)} == {urls[1]}
         deadline = time.monotonic() + 60
         while not fleet.waiting():

@@ -212,10 +212,10 @@ def two_engines(place: Place) -> None:
     with said.open("w") as out, place.run(*ENDLESS, "--rollout-num-gpus", "2", stdout=out.fileno()) as run:
         run.wait_steps()
         run.signal("engine", signal.SIGKILL)
-        run.recovered("one_engine_killed", "a line; its requests are made again, and it is started anew")
+        run.recovered("one_engine_killed", "a line; its requests are made again, and it is restarted")
         run.wait(lambda: "serves again" in said.read_text())
         run.signal("engine", signal.SIGSTOP)
-        run.wait(lambda: "is stopped: it is started anew" in said.read_text())
-        run.recovered("one_engine_stopped", "a line; its requests are made again, and it is started anew", 20)
+        run.wait(lambda: "is stopped: it is restarted" in said.read_text())
+        run.recovered("one_engine_stopped", "a line; its requests are made again, and it is restarted", 20)
         run.signal("router", signal.SIGKILL)
         run.error("router_killed", "EngineError: the router died (SIGKILL)", "log")

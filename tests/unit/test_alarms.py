@@ -104,7 +104,7 @@ def test_a_gradient_of_nothing_to_learn_is_no_fault_of_masks():
     "rows,what",
     [
         (series("train/loss_weight", [0.0, 0.0]), "every token was masked"),
-        ([{"train/grad_norm": 0.0, "rollout/zero_std_groups_ratio": 1.0}], "every group had one reward"),
+        ([{"train/grad_norm": 0.0, "rollout/zero_std_groups_ratio": 1.0}], "every group had equal rewards"),
         (series("train/grad_norm", [0.0] * 2), "train/grad_norm was 0"),
         (series("train/grad_norm", [0.0, 0.0, 0.0, 0.5, *[0.0] * 300]), ""),  # the one that trained is forgotten
         (series("eval/reward_mean", [0.5]), ""),

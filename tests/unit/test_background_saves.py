@@ -139,7 +139,7 @@ def test_waiting_has_a_bound_and_watches_the_workers(tmp_path):
     with pytest.raises(WorkerError):
         made.wait()
     made.last()
-    assert told[0].startswith("waiting until the checkpoint of iteration 3 is on the disk; another Ctrl-C")
+    assert told[0].startswith("waiting until the checkpoint of iteration 3 is on the disk; press Ctrl-C again")
     made.close()
     assert told[1] == "the checkpoint that was being written is lost: actor rank 0 died (SIGKILL)"
     assert made._in_flight.done()

@@ -209,7 +209,7 @@ def test_what_was_begun_with_a_sample_that_has_changed_is_computed_again() -> No
         ("--advantage-estimator ppo", "critic"),
         ("--deterministic-mode", "one call"),
         ("--colocate --device cuda", "take turns"),
-        ("--loss-type custom_loss --custom-loss-function-path tests.loss_hooks.ppo_loss", "of the user's"),
+        ("--loss-type custom_loss --custom-loss-function-path tests.loss_hooks.ppo_loss", "of the user"),
         ("--custom-reward-post-process-path tests.loss_hooks.ppo_loss", "all samples"),
         ("--rollout-function-path tests.loss_hooks.ppo_loss", "rollout function"),
         ("--rollout-sample-filter-path tests.loss_hooks.ppo_loss", "all samples"),

@@ -122,7 +122,7 @@ WRONG = [
     ("--vllm-kv-cache-memory-bytes 4X", "'4X' must be a whole number below 1e18, or one like 2k", ""),
     ("--vllm-compilation-config {x", "'{x' is not JSON", ""),
     ("--vllm-hf-overrides {x}", "'{x}' is not JSON", ""),
-    ("--router-policy fair", "'fair' is none of random, round_robin", ""),
+    ("--router-policy fair", "'fair' is not one of random, round_robin", ""),
     ("--vllm-enable-lora perhaps", "takes only true or false as value, but got 'perhaps'", ""),
     ("--vllm-enable-lora.x 1", "unknown flag", ""),
     ("--vllm-block-size", "needs a value (INT)", ""),

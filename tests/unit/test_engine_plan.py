@@ -285,7 +285,7 @@ def test_colocated_models_begin_on_the_trainers_gpus():
     behind = "vllm: [{name: actor, server_groups: [{worker_type: placeholder, num_gpus: 4}, {num_gpus: 4}]}]"
     assert [e.slots for e in engines("--colocate", behind)] == [slots(0, [gpu]) for gpu in range(4, 8)]
     text = refusal("--colocate --actor-num-nodes 2", GUIDE)
-    assert "take 12 GPUs, but the trainer's, which engines share with --colocate, are 16" in text
+    assert "take 12 GPUs, but the trainer, which shares with engines (--colocate), has 16" in text
     assert "add a placeholder group" in text
 
 

@@ -188,7 +188,7 @@ COMBINATIONS = [
         "--num-gpus-per-node 6 --actor-num-gpus-per-node 6 --rollout-num-gpus 12 --rollout-num-gpus-per-engine 12 "
         "--vllm-data-parallel-size 3",
         "",
-        "3 data-parallel replicas of 4 GPUs do not lie evenly on nodes of 6",
+        "3 data-parallel replicas of 4 GPUs do not fit evenly on nodes of 6",
     ),
 ]
 

@@ -59,7 +59,7 @@ def test_flags_of_a_provider_are_typed_and_have_defaults():
     args = parse([*argv(), *words])
     assert (args.my_scale, args.my_names, args.mine, args.my_kind) == (2.0, ["b", "c"], False, ["y", "x"])
     assert args.extra_flags == ["mine", "my_kind", "my_names", "my_scale"] and args.view({}).my_scale == 2.0
-    with pytest.raises(ConfigError, match="'z' is none of x, y(.|\n)*--my-kind"):
+    with pytest.raises(ConfigError, match="'z' is not one of x, y(.|\n)*--my-kind"):
         parse([*argv(), "--my-kind", "z"])
     with pytest.raises(ConfigError, match="'big' could not convert(.|\n)*--my-scale"):
         parse([*argv(), "--my-scale", "big"])

@@ -98,7 +98,7 @@ def test_each_flag_that_contradicts_config_json_is_named(tmp_path, monkeypatch):
     ("words", "what"),
     [
         ("--moe-aux-loss-coeff 0.1 --moe-router-load-balancing-type seq_aux_loss", "has no loss for"),
-        ("--moe-router-load-balancing-type sinkhorn", "is none of aux_loss, seq_aux_loss, none"),
+        ("--moe-router-load-balancing-type sinkhorn", "is not one of aux_loss, seq_aux_loss, none"),
         ("--moe-layer-freq [0]*3+[2]*58", "is neither a number nor a list"),
     ],
 )

@@ -107,12 +107,12 @@ def test_nodes_of_another_size():
 
 
 REFUSALS = [
-    ("--actor-num-gpus-per-node 9", "9 GPUs of a node that has 8"),
+    ("--actor-num-gpus-per-node 9", "9 GPUs are more than the 8 of a node"),
     ("--advantage-estimator ppo --critic-num-gpus-per-node 16", "--critic-num-gpus-per-node"),
     ("--rollout-num-gpus 24 --rollout-num-gpus-per-engine 12", "does not fill whole nodes of 8"),
-    ("--rollout-num-gpus 6 --rollout-num-gpus-per-engine 4", "no multiple of the 4 of an engine"),
+    ("--rollout-num-gpus 6 --rollout-num-gpus-per-engine 4", "not a multiple of the 4 of an engine"),
     ("--colocate --actor-num-gpus-per-node 4 --rollout-num-gpus-per-engine 8", "4 GPUs of the trainer"),
-    ("--colocate --actor-num-nodes 3 --rollout-num-gpus-per-engine 6", "would lie across nodes of 8"),
+    ("--colocate --actor-num-nodes 3 --rollout-num-gpus-per-engine 6", "would cross the boundaries of nodes of 8"),
     ("--critic-num-nodes 2", "no critic without PPO"),
     ("--actor-num-gpu-per-node 9", "did you mean --actor-num-gpus-per-node"),
 ]
@@ -149,7 +149,7 @@ def train(tmp_path):
             "--actor-num-gpus-per-node 8 --cluster ray --weight-sync shm",
             "engine 0 is planned on another host than rank 0",
         ),
-        ("--actor-num-gpus-per-node 9 --cluster ray", "9 GPUs of a node that has 8"),
+        ("--actor-num-gpus-per-node 9 --cluster ray", "9 GPUs are more than the 8 of a node"),
     ],
 )
 def test_train_refuses_before_anything_starts(train, words, text):

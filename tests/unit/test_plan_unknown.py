@@ -192,7 +192,7 @@ def test_an_odd_trace_ends_no_run(tmp_path):
     (tmp_path / "odd.json").write_text("[]")
     (tmp_path / "other.json").write_text('{"traceEvents": [{"ph": "X", "cat": "kernel"}]}')
     for file in (cut, tmp_path / "odd.json", tmp_path / "other.json", tmp_path / "none.json"):
-        with pytest.raises(ValueError, match="is no whole trace"):
+        with pytest.raises(ValueError, match="is not a complete trace"):
             of_torch(file, "engine 0")
     waits, lines = [], []
 
@@ -211,4 +211,4 @@ def test_an_odd_trace_ends_no_run(tmp_path):
     profile = StepProfile(args, SimpleNamespace(worker_groups=[]), log)
     engines = [engine("engine 0", lambda: of_torch(cut, "engine 0")), engine("engine 1", refuses)]
     assert profile._stop(engines, 0, 1) == [] and waits == [300.0, 300.0]
-    assert "cut.pt.trace.json.gz is no whole trace" in lines[0] and lines[1].endswith("it is gone")
+    assert "cut.pt.trace.json.gz is not a complete trace" in lines[0] and lines[1].endswith("it is gone")

@@ -218,7 +218,7 @@ def test_a_base_that_is_stored_quantized_may_differ_where_its_layers_round_what_
 
 def test_scores_that_are_no_numbers_are_never_within_the_tolerance(proof: Proof, world: Any) -> None:
     world.off = math.nan
-    with pytest.raises(SyncError, match="engine 0 computes log-probs that are no numbers with version 1"):
+    with pytest.raises(SyncError, match="engine 0 computes log-probs that are not numbers with version 1"):
         proof.prove(world, "shm", sent("a"))
     assert world.transfers == []
     world.off, world.rounding = 0.1, math.nan  # a trainer whose second pass overflows explains nothing

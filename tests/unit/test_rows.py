@@ -23,12 +23,12 @@ def deep(levels: int) -> str:
 
 
 STRANGE = {
-    '{"prompt": "x", "label": ' + "1" * 5000 + "}": "holds a whole number of more than 4300 digits at column 26",
+    '{"prompt": "x", "label": ' + "1" * 5000 + "}": "has a whole number of more than 4300 digits at column 26",
     '{"prompt": "x", "label": ' + deep(102) + "}": "nested more than 100 levels deep (in 'label')",
     '{"prompt": "x", "label": 1, "metadata": {"a": ' + deep(600) + "}}": "100 levels deep (in 'metadata')",
     deep(100_000): "nested more than 100 levels deep",
-    '{"prompt": "x\\ud800", "label": 1}': "holds \\ud800, half of a surrogate pair, no character (in 'prompt')",
-    '{"prompt": "x", "label": "\\udFFF"}': "holds \\udfff, half of a surrogate pair",
+    '{"prompt": "x\\ud800", "label": 1}': "has \\ud800, half of a surrogate pair, not a character (in 'prompt')",
+    '{"prompt": "x", "label": "\\udFFF"}': "has \\udfff, half of a surrogate pair",
     '{"prompt": "x", "label": 1, "metadata": {"\\ud800": 1}}': "half of a surrogate pair",
     '{"prompt": "x", "label": 1, "tools": "[{]"}': "'tools' is text that is not JSON: Expecting property name",
     '{"prompt": "x", "label": NaN}': "'label' of the row is nan",

@@ -234,9 +234,9 @@ def test_how_an_interrupted_run_goes_on(tmp_path):
         return how_to_go_on(args, run_id)
 
     save = str(tmp_path)
-    assert said() == "nothing was saved (no --save): the same command begins anew"
+    assert said() == "nothing was saved (no --save): the same command starts again"
     assert said(save=save, load=save, save_interval=5) == (
-        f"nothing was saved yet (--save-interval 5): the same command begins anew from {save}"
+        f"nothing was saved yet (--save-interval 5): the same command starts again from {save}"
     )
     assert "nothing was saved yet (no --save-interval): " in said(save=save)
     last = save_checkpoint(tmp_path, 3, write, {**STATE, "run_id": "ours"})

@@ -20,7 +20,7 @@ SAID = [
     ("train --beta 0.1", "TRL's beta", "use --use-kl-loss --kl-loss-coef --kl-loss-type k3"),
     ("dpo --beta 0.1", "TRL's beta", "use --dpo-beta"),
     ("train --loss_type dapo", "TRL's loss_type", "use --calculate-per-token-loss"),
-    ("train --loss-type dapo", "'dapo' is none of policy_loss", "its meaning"),
+    ("train --loss-type dapo", "'dapo' is not one of policy_loss", "its meaning"),
     ("train --learning_rate 1e-6", "TRL's learning_rate", "use --lr"),
     ("train --vllm_enable_sleep_mode", "refused", "--offload-rollout"),
     ("train --vllm_mode colocate", "TRL's vllm_mode", "use --colocate"),

@@ -30,7 +30,7 @@ SPELLING = [
     ("--vllm-max-model-len auto", "--vllm-max-model-len", "is neither a whole number nor one like 2k"),
     ("--vllm-max-model-len 0", "--vllm-max-model-len", "must be at least 1"),
     ("--engine-port 80", "--engine-port", "must be at least 1024"),
-    ("--train-backend deepspeed", "--train-backend", "is none of megatron, hf, fsdp"),
+    ("--train-backend deepspeed", "--train-backend", "is not one of megatron, hf, fsdp"),
     ("--use-tis maybe", "--use-tis", "takes only true or false as value, but got 'maybe'"),
     ("--use-tis true false", "--use-tis", "takes only true or false as value, but got 'true false'"),
     ("--num-steps-per-rollout 1e-1", "--num-steps-per-rollout", "'1e-1' is not a whole number"),

@@ -1,9 +1,9 @@
-"""The probe of a proof: the texts that trainer and engine score, and how far apart their log-probs may be.
+"""The probe of a proof: the texts that trainer and engine score, and the allowed difference of their log-probs.
 
-A log-prob of `l` nats is rounded in proportion to `l`, so each difference is divided by max(1, |l|), and the root mean
-square over the probe decides: no single token does. What rounding explains is measured, not guessed: the trainer scores
-the probe twice, the second time with half of its embeddings one unit in the last place smaller. On ten families and on
-a real model right engines differed by 0.4 to 1.8 times as much (docs/weight-sync.md, tests/distributed/margins.json).
+The rounding error of a log-prob grows with its size `l`. So each difference is divided by max(1, |l|), and the root
+mean square over the probe decides, not a single token. The effect of rounding is measured: the trainer scores the
+probe twice, the second time with half of its embeddings one unit in the last place smaller. On ten families and on
+a real model, right engines differed by 0.4 to 1.8 times as much (docs/weight-sync.md, tests/distributed/margins.json).
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ PROMPT_TOKENS = 16  # before a response
 
 @dataclass(frozen=True)
 class Text:
-    """Tokens to score; `made` says of the second to the last whether an engine has made it."""
+    """Tokens to score; `made` says for the second to the last token whether an engine generated it."""
 
     tokens: tuple[int, ...]
     made: tuple[bool, ...]
 
 
 class Difference(NamedTuple):
-    """How far the log-probs of two sides are apart.
+    """The difference between the log-probs of two sides.
 
     Attributes:
         rms: root mean square of the differences, each divided by max(1, |log-prob of the first side|).
@@ -48,10 +48,10 @@ class Difference(NamedTuple):
 
 
 def difference(expected: Sequence[float], scores: Sequence[float], counted: Sequence[bool] = (True,)) -> Difference:
-    """Compare scores, those of the replica that is furthest away; infinite where one is not a number.
+    """Return the difference of the worst replica; infinite if a score is not a number.
 
     Args:
-        scores: of each replica, one after the other.
+        scores: of all replicas, one after the other.
         counted: which tokens count for mean and largest.
     """
     size = len(expected)
@@ -70,11 +70,11 @@ def _difference(expected: Sequence[float], scores: Sequence[float], counted: Seq
 class Probe:
     """The texts that a run scores in its proofs.
 
-    They begin as random tokens. As soon as an engine serves, they are what it samples; later each sync takes a text of
-    the last rollout in the place of the older one, so that they are what the policy writes.
+    They begin as random tokens. Once an engine serves, it samples them. Later each sync replaces the oldest text by
+    one of the last rollout, so that the policy wrote them.
 
     Args:
-        max_len: most tokens of a sequence.
+        max_len: the most tokens of a sequence.
         start: the token after which an engine samples.
     """
 
@@ -94,16 +94,16 @@ class Probe:
 
     @property
     def made(self) -> list[bool]:
-        """Of each score, whether an engine has made its token."""
+        """Whether an engine generated the token, for each score."""
         return [made for text in self.texts for made in text.made]
 
     def sample(self, engines: Sequence[Engine], timeout: float) -> None:
-        """Let an engine write the first texts, once; where none of them can, the random ones stay."""
+        """Let an engine write the first texts, once; keep the random texts if no engine can."""
         if self._sampled:
             return
         self._sampled = True
         for engine in engines:
-            with contextlib.suppress(EngineError):  # the session that follows names what is wrong with it
+            with contextlib.suppress(EngineError):  # the next session reports its fault
                 made = engine.sample([self._start], self._length - 1, num=NUM_TEXTS, timeout=timeout)
                 whole = all(len(tokens) == self._length - 1 for tokens in made)
                 if whole and all(0 <= token < self._vocab_size for tokens in made for token in tokens):
@@ -111,7 +111,7 @@ class Probe:
                 return
 
     def offer(self, groups: Sequence[Group]) -> None:
-        """Make the next text of responses, one of a group and some of its prompt, until it is as long as the others."""
+        """Make the next text from responses: one per group with some of its prompt, up to the length of the others."""
         tokens, made = list[int](), list[bool]()
         for sample in (next(flatten(group)) for group in groups):
             mask = sample.loss_mask or [1] * sample.response_length
@@ -125,12 +125,12 @@ class Probe:
             self._next = Text(tuple(tokens), tuple(made[1:]))
 
     def turn(self) -> None:
-        """Let the text that was offered last take the place of the oldest one."""
+        """Replace the oldest text by the last offered text."""
         if self._next is not None:
             self.texts, self._next = [*self.texts[1:], self._next], None
 
     def batch(self) -> TokenBatch:
-        """The texts as the trainer scores them."""
+        """Return the texts as a batch for the trainer."""
         lengths = torch.tensor([len(text.tokens) for text in self.texts])
         return TokenBatch(
             tokens=torch.tensor([token for text in self.texts for token in text.tokens]),
@@ -150,7 +150,7 @@ class Probe:
 
 
 def start_token(config: dict[str, Any]) -> int:
-    """The token after which an engine samples freely: the first of a text, else what ends one, else 0."""
+    """Return the token after which an engine samples freely: the one that begins a text, or ends one, or 0."""
     for name in ("bos_token_id", "eos_token_id"):
         token = config.get(name)
         token = token[0] if isinstance(token, list) and token else token

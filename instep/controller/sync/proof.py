@@ -1,7 +1,7 @@
 """The proof of a sync: engine and trainer score the same tokens, the probe, and must agree (docs/architecture.md).
 
 The engines have compared the digests of all tensors (`Sent`) before they loaded them. The proof shows that each engine
-computes with these weights, and that its scores have changed if the weights have.
+computes with these weights, and that its scores changed if the weights did.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from instep.weights.way import GOLDEN, LORA, OF_ADAPTERS, RESTART, SINGLE_COPY, 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
 
-ALLOWED = 3.0  # times what one rounding of the embeddings does to the trainer's scores; 0.4 to 1.8 were seen
-# Where the golden path shows that the engine holds the right weights. vLLM's kernels of a CPU reach 11 in float32, and
-# the smallest fault is thousands of roundings away there.
+ALLOWED = 3.0  # times the effect of one rounding of the embeddings on the trainer's scores; 0.4 to 1.8 were measured
+# The limit if the golden path shows that the engine has the right weights. vLLM's CPU kernels reach 11 in float32; the
+# smallest fault is thousands of roundings away there.
 MOST_ALLOWED = {"bf16": 10.0, "fp32": 100.0}
-MOST_OF_CERTAIN = {"bf16": 0.03, "fp32": 1e-5}  # likewise, for texts whose few uncertain tokens explain nothing
-NUM_ROUNDINGS = 8  # proofs that are remembered
-LEAST_TOLERANCE = 1e-5  # float32 scores, which travel as text, are not better
+MOST_OF_CERTAIN = {"bf16": 0.03, "fp32": 1e-5}  # the same for texts with too few uncertain tokens to show rounding
+NUM_ROUNDINGS = 8  # the remembered proofs
+LEAST_TOLERANCE = 1e-5  # float32 scores are sent as text and are not more exact
 MOST_QUANTIZED = 0.5  # an engine that quantizes its base, or the inputs of its layers, differs by more than rounding
-GAP_FACTOR = 10.0  # the mean gap of sampled tokens over that of the probe
+GAP_FACTOR = 10.0  # the mean gap of sampled tokens, relative to the probe's
 LEAST_GAP_LIMIT, MOST_GAP_LIMIT = 1e-3, 0.5
-SAMPLE_SECONDS = 60.0  # for the first texts; a paused engine writes none
-NOT_A_NUMBER = "float values are not JSON compliant"  # what vLLM answers where a log-prob is NaN
-TRAINER = ""  # in the place of an engine's URL
-ENGINE_DIGESTS = "xxh3-128"  # the kind that `/weight_checker` gives
+SAMPLE_SECONDS = 60.0  # for the first texts; a paused engine writes no text
+NOT_A_NUMBER = "float values are not JSON compliant"  # vLLM's answer if a log-prob is NaN
+TRAINER = ""  # used instead of an engine's URL
+ENGINE_DIGESTS = "xxh3-128"  # the kind of `/weight_checker`
 
 
 class TrainerScores(NamedTuple):
@@ -49,12 +49,12 @@ class TrainerScores(NamedTuple):
 
 
 class Proven(NamedTuple):
-    """What a proof has measured.
+    """The measurements of a proof.
 
     Attributes:
-        first, last: the largest difference of an engine at first, and after the probe was scored again, if it was.
-        rounding: what one rounding of the embeddings does to the trainer's scores.
-        tolerance: the `rms` that was allowed.
+        first, last: the largest difference of an engine at first, and after a second scoring, if there was one.
+        rounding: the effect of one rounding of the embeddings on the trainer's scores.
+        tolerance: the allowed `rms`.
     """
 
     first: Difference
@@ -64,7 +64,7 @@ class Proven(NamedTuple):
 
 
 class Proof:
-    """Proves one session after another, and remembers the scores of the engines under the previous weights.
+    """Prove one session after another; remember the engines' scores with the previous weights.
 
     Args:
         args: `precision`, `sync_tolerance`, `pause_mode`.
@@ -79,25 +79,25 @@ class Proof:
         if args.weight_sync == LORA and not kind_of(args.rollout_backend).dequantizes:
             how = quantization_of(read_config(args.hf_checkpoint), args.hf_checkpoint)
             self._quantized |= how is not None and how.name not in PACKED
-        self._sent: Sent | None = None  # last proven
-        self._scores: dict[str, dict[tuple[int, Text], list[float]]] = {}  # engine url -> its scores under it
+        self._sent: Sent | None = None  # by the last proof
+        self._scores: dict[str, dict[tuple[int, Text], list[float]]] = {}  # engine url -> its scores of `_sent`
         self._allowed, self._least, self._typical_gap = ALLOWED, LEAST_TOLERANCE, 0.0
-        self._largest_ratio = 1.0  # of a difference and what rounding explains, in a proven session
+        self._largest_ratio = 1.0  # of a difference to the effect of rounding, in a proven session
         self._roundings: deque[float] = deque(maxlen=NUM_ROUNDINGS)  # of the last proofs
 
     @property
     def gap_limit(self) -> float:
-        """The largest mean gap (nats) of tokens of proven weights: ten times the mean difference of the probe, or ten
-        times what rounding explains of it; at least 1e-3, at most 0.5 or --sync-tolerance."""
+        """The largest mean gap (nats) for tokens of proven weights: ten times the probe's mean difference, or ten
+        times the effect of rounding on it; at least 1e-3, at most 0.5 or --sync-tolerance."""
         most = max(MOST_GAP_LIMIT, self._args.sync_tolerance or 0.0)
         return min(most, max(LEAST_GAP_LIMIT, GAP_FACTOR * self._typical_gap, self._args.sync_tolerance or 0.0))
 
     def begin(self, engines: Sequence[Engine]) -> None:
-        """Let one of `engines`, which serve, write the first texts of the probe; only the first call does."""
+        """Let one of the serving `engines` write the first texts of the probe; only the first call does."""
         self.probe.sample([e for e in engines if e.role != "prefill"], min(SAMPLE_SECONDS, self._args.sync_timeout))
 
     def differing(self, session: Session) -> dict[str, Difference]:
-        """Score the probe once more; returns URL -> difference of each engine that is not within the tolerance."""
+        """Score the probe again; return URL -> difference of each engine outside the tolerance."""
         expected = self._trainer_scores(session)
         session.hand_over()
         scores = session.each(lambda engine: self.engine_scores(engine, session))
@@ -105,14 +105,14 @@ class Proof:
         return {url: d for url, d in self._differences(expected, scores).items() if not d.rms <= tolerance}
 
     def prove(self, session: Session, way: str, sent: Sent) -> Proven:
-        """Show that each engine of the session holds the weights that were sent.
+        """Show that each engine of the session has the weights that were sent.
 
-        On a CPU, one first forward pass of a process in about eighty was off by 2e-5 of its log-probs, and exact from
-        then on (torch 2.13, reason unknown). So what differs is scored once more: wrong weights stay wrong.
+        On a CPU, in one process of eighty the first forward pass was off by 2e-5 of its log-probs. Later passes were
+        exact (torch 2.13, reason unknown). So a difference is scored again: wrong weights stay wrong.
 
         Raises:
-            SyncError: an engine does not; the error names it and the tensors that differ. Or it does, and computes
-                otherwise than the trainer.
+            SyncError: an engine does not have them; the error names it and the tensors that differ. Or it has them,
+                and computes differently from the trainer.
         """
         expected, scores = self._both_score(session, way)
         found = self._differences(expected, scores)
@@ -135,16 +135,16 @@ class Proof:
         return Proven(first, last, rounding, tolerance)
 
     def rounding(self, expected: TrainerScores) -> Difference:
-        """What rounding explains: as this probe shows it, or the last ones in the mean if that is more.
+        """Return the effect of rounding, from this probe or as the mean of the last ones if that is larger.
 
-        A text of which the policy is nearly certain has few tokens that show any.
+        A text with a nearly certain policy has few tokens that show rounding.
         """
         found = difference(expected.plain, expected.rounded)
         found = found if math.isfinite(found.rms) else Difference(0.0, 0.0, 0.0)
         return found._replace(rms=max(found.rms, fmean(self._roundings))) if self._roundings else found
 
     def remember(self, expected: TrainerScores) -> None:
-        """Let what rounding explains of a proven session count in the next ones."""
+        """Remember the effect of rounding in a proven session for the next ones."""
         found = difference(expected.plain, expected.rounded).rms
         if math.isfinite(found):
             self._roundings.append(found)
@@ -160,9 +160,9 @@ class Proof:
     def _check_changed(
         self, session: Session, sent: Sent, expected: TrainerScores, scores: dict[str, list[float]]
     ) -> None:
-        """Raise SyncError if tensors have changed, and an engine scores what it has scored before alike.
+        """Raise SyncError if tensors have changed, but an engine's scores have not.
 
-        Of a text of which the policy is certain both sides may: then nothing follows.
+        With a text of which the policy is certain, the trainer's scores may not change either: then this shows nothing.
         """
 
         def alike(url: str, own: list[float]) -> bool:
@@ -181,22 +181,22 @@ class Proof:
                 )
 
     def _changed(self, sent: Sent) -> list[str]:
-        """Return the names of the tensors that differ from the last proven ones; none if the digests' kinds differ."""
+        """Return the names of tensors that changed since the last proof; none if the digests' kinds differ."""
         if self._sent is None or self._sent.digest_kind != sent.digest_kind:
             return []
         before = self._sent.digests
         changed = [name for name, digest in sent.digests.items() if before.get(name) != digest]
-        return [name for name in changed if not name.endswith(".lora_A.weight")]  # without effect while B is 0
+        return [name for name in changed if not name.endswith(".lora_A.weight")]  # no effect while B is 0
 
     def _explain(
         self, session: Session, way: str, sent: Sent, expected: TrainerScores, scores: dict[str, list[float]]
     ) -> None:
         """Find out why engines differ by more than the tolerance: allow more from now on, or raise.
 
-        Wrong are weights whose digests differ, and an engine whose scores change when the same version comes once more
-        as a checkpoint on disk, the golden path; engines of the way `restart` are not started once more. Else trainer
-        and engine compute otherwise. Twice the difference is allowed from now on if it is below `MOST_ALLOWED` times
-        what rounding explains. Adapters may only move slowly: the golden path does not show a wrong scale.
+        Weights are wrong if their digests differ. They are also wrong if an engine's scores change when it gets the
+        same version again as a checkpoint on disk: the golden path (not for the way `restart`). Otherwise trainer and
+        engine compute differently. Then twice the difference is allowed from now on, if it is below `MOST_ALLOWED`
+        times the effect of rounding. With adapters this limit grows slowly: the golden path shows no wrong scale.
 
         Raises:
             SyncError: see `prove`.
@@ -211,7 +211,7 @@ class Proof:
                 raise self._wrong(session, engine, how, tolerance, wrong)
         for name, own in {"the trainer": expected.plain, **{e.name: scores[e.url] for e in session.engines}}.items():
             if not all(map(math.isfinite, own)):
-                what = f"{name} computes log-probs that are no numbers with version {session.version}"
+                what = f"{name} computes log-probs that are not numbers with version {session.version}"
                 raise SyncError(what, where=name, remedy="resume from the last checkpoint; lower the learning rate")
         if self._args.sync_tolerance is None and way != RESTART:
             session.transfer(golden(way))
@@ -219,12 +219,12 @@ class Proof:
             for url, after in session.each(lambda engine: self.engine_scores(engine, session)).items():
                 engine = next(e for e in session.engines if e.url == url)
                 between = difference(scores[url], after).rms
-                # Beside responses that go on an engine rounds otherwise each time, by what it differs from the trainer.
+                # With `keep`, responses run beside the probe: rounding changes each time, by as much as the gap.
                 gap = self._differences(expected, {url: after})[url]
                 allowed = max(LEAST_TOLERANCE, rounding.rms)
                 allowed = max(allowed, gap.rms) if self._args.pause_mode == "keep" else allowed
                 if not between <= allowed:
-                    why = "The adapter that it had was another one, or had another alpha." if way in OF_ADAPTERS else ""
+                    why = "Its previous adapter was different, or had another alpha." if way in OF_ADAPTERS else ""
                     raise self._wrong(session, engine, f"changed by {between:.3g} over the golden path", allowed, why)
         for engine in [e for e in session.engines if e.url in off]:
             gap = off[engine.url]
@@ -237,10 +237,10 @@ class Proof:
                 self._least = max(self._least, min(2 * gap.rms, self._most(way, rounding.rms)))
 
     def _most(self, way: str, rounding: float) -> float:
-        """The largest `rms` of an engine whose weights are right; what is larger is no rounding."""
+        """Return the largest `rms` of an engine with right weights; a larger one is not rounding."""
         if self._quantized:
             return MOST_QUANTIZED
-        if way in OF_ADAPTERS and self._sent is not None:  # one that is scaled wrongly is off at once
+        if way in OF_ADAPTERS and self._sent is not None:  # a wrong scale shows at once
             return max(10 * LEAST_TOLERANCE, 2 * self._largest_ratio * rounding)
         return max(MOST_OF_CERTAIN[self._args.precision], MOST_ALLOWED[self._args.precision] * rounding)
 
@@ -255,10 +255,10 @@ class Proof:
     def _otherwise(
         self, engine: Engine, way: str, gap: Difference, rounding: Difference, tolerance: float, *, shown: bool
     ) -> SyncError:
-        """Return the error of `engine`, whose scores of the probe differ by `gap` though its weights are right.
+        """Return the error of `engine`, whose scores of the probe differ by `gap` although its weights are right.
 
         Args:
-            shown: its digests or the golden path have shown that its weights are; else only that they were sent so.
+            shown: digests or the golden path showed that its weights are right; else only that they were sent right.
         """
         holds = "its weights are the trainer's" if shown else "what was sent is what the trainer has"
         times = f"{gap.rms / rounding.rms:.0f} times what rounding explains" if rounding.rms else "without any rounding"
@@ -268,16 +268,16 @@ class Proof:
             f"(relative {gap.rms:.3g}, allowed {tolerance:.3g})"
         )
         if way in OF_ADAPTERS:
-            what += ". It has another base than --hf-checkpoint or another alpha, or its requests do not use it"
+            what += ". Its base is not --hf-checkpoint, or it has another alpha, or its requests do not use the adapter"
         return SyncError(
             what,
             where=engine.url,
-            remedy="a difference that stays with --precision fp32 is no rounding; compare versions of vLLM and "
+            remedy="a difference that stays with --precision fp32 is not rounding; compare versions of vLLM and "
             f"transformers; --sync-tolerance {1.5 * gap.rms:.2g} accepts it (the loss can correct it: --use-tis)",
         )
 
     def _both_score(self, session: Session, way: str) -> tuple[TrainerScores, dict[str, list[float]]]:
-        """The scores of the trainer, and by URL those of the engines, at once unless they take turns on the GPUs."""
+        """Return the scores of the trainer, and by URL of the engines: in parallel unless they take turns on GPUs."""
         with ThreadPoolExecutor(1) as pool:
             ours = pool.submit(self._trainer_looks, session, way)
             if session.turns.are_taken:
@@ -287,7 +287,7 @@ class Proof:
             return ours.result(), scores
 
     def _trainer_looks(self, session: Session, way: str) -> TrainerScores:
-        """Its scores. By single copy it first finds each bit that it has written in the engines' memory."""
+        """Return the trainer's scores. With single copy, first check each written bit in the engines' memory."""
         if way == SINGLE_COPY and (unwritten := session.actor.unwritten_weights(session.seconds_left())):
             raise SyncError(
                 f"the memory of {', '.join(engine.name for engine in session.engines)} does not hold version "
@@ -301,7 +301,7 @@ class Proof:
         with session.turns.borrowed(session, optimizer=False):
             scores = TrainerScores(*session.actor.probe_log_probs(self.probe.batch(), session.seconds_left()))
             if not all(map(math.isfinite, scores.plain)):
-                session.actor.check_weights(session.seconds_left())  # the better name for it
+                session.actor.check_weights(session.seconds_left())  # its error is clearer
         return scores
 
     def engine_scores(self, engine: Engine, session: Session) -> list[float]:
@@ -318,7 +318,7 @@ class Proof:
         return out
 
     def _wrongly_sent(self, session: Session, way: str, sent: Sent) -> list[str]:
-        """The names of the tensors that were not sent as the trainer holds them now."""
+        """Return the names of tensors that were not sent as the trainer has them now."""
         ours, told = self._trainer_digests(session, way), sent.digests
         return sorted(name for name in {*ours, *told} if ours.get(name) != told.get(name))
 
@@ -327,7 +327,7 @@ class Proof:
             return session.actor.weight_digests(way, session.seconds_left())
 
     def _wrong_tensors(self, session: Session, engine: Engine, way: str, sent: Sent) -> str:
-        """Name the weights whose digests differ: what the trainer holds now, what was sent, what the engine holds."""
+        """Name the weights whose digests differ between trainer, sent tensors and engine."""
         if way not in OF_ADAPTERS and engine.capabilities.digests:
             ours = self._trainer_digests(session, way if sent.digest_kind == ENGINE_DIGESTS else GOLDEN)
             theirs = engine.weight_digests(timeout=session.seconds_left())
@@ -338,6 +338,6 @@ class Proof:
 
 
 def scores_alike(scores: dict[tuple[int, Text], list[float]], before: dict[tuple[int, Text], list[float]]) -> bool:
-    """Whether a replica scores all texts that it has scored before as it did then."""
+    """Return whether a replica gives all known texts the same scores as before."""
     known = {key: own == before[key] for key, own in scores.items() if key in before}
     return any(all(same for (other, _), same in known.items() if other == replica) for replica, _ in known)

@@ -1,17 +1,17 @@
-"""A session of a sync: which engines take part, one deadline, and the steps around what a way carries.
+"""A session of a sync: its engines, one deadline, and the steps around the transfer by a way.
 
     drain -> start -> workers publish -> pause when the first part is ready -> engines load -> finish (version)
     -> reset caches -> resume
 
-An adapter is not in use before `finish`: the engines receive it while they generate, and pause when all of it is there.
+An adapter is not in use before `finish`: the engines receive it while they generate, and pause when it is complete.
 
-The proof (`proof.py`) follows while the engines serve already. `--pause-mode` says what becomes of requests that are
-under way; no new one is admitted before the end of the session, nor, but with `keep`, before the proof:
+The proof (`proof.py`) follows when the engines serve again. `--pause-mode` decides what happens to open requests. No
+new request is admitted before the end of the session, nor before the proof, except with `keep`:
 
-- abort: they end with the tokens they have; the rollout continues them under the new weights.
+- abort: they end with the tokens they have; the rollout continues them with the new weights.
 - wait: the session begins when they have ended.
-- keep: the engine freezes them, and continues them with a cache that it recomputes. Tokens are made before the
-  proof; if it fails the run ends, so that none of them is trained on.
+- keep: the engine freezes them, and continues them with a recomputed cache. Tokens are generated before the
+  proof; if it fails, the run ends and none of them is trained.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ T = TypeVar("T")
 
 
 class EngineGone(EngineError):
-    """The last engine of a session has died."""
+    """The last engine of a session died."""
 
 
 class Session:
-    """One session, which brings `version` to `engines`; a way's driver sees it as its `Carriage`.
+    """One session, which brings `version` to `engines`; the driver of a way uses it as its `Carriage`.
 
     Args:
         args: `pause_mode`, `sync_timeout`, `update_weight_buffer_size`, `hf_checkpoint`, and where engines may run.
-        engines: the engines that the session begins with; one that dies meanwhile is taken out.
+        engines: the engines at the beginning of the session; one that dies leaves it.
         memory_folder: a folder in the shared memory of this host.
         start_on: ends engines of this run and starts them on a checkpoint (`Fleet.start_on`).
-        turns: who has the GPUs; None: everybody has its own.
+        turns: which side has the GPUs; None: each side has its own.
 
     Raises:
         EngineGone: no engine takes part.
@@ -69,7 +69,7 @@ class Session:
         turns: Turns | None = None,
     ):
         if not engines:
-            raise EngineGone("no engine is left that could take weights", remedy="see the messages before this one")
+            raise EngineGone("no engine is left to take the weights", remedy="see the messages before this one")
         self.args, self.actor, self.version = args, actor, str(version)
         self.turns = turns or Turns(args)
         self.engines = list(engines)
@@ -77,13 +77,13 @@ class Session:
         self.memory_folder, self._start_on = memory_folder, start_on
         self.disk_folder: Path | None = None
         self._way, self._nonce = "", ""  # of the transfer
-        self._receiving = 0  # engines of a stream, which ends with any of them
+        self._receiving = 0  # engines of a stream; it ends with any of them
         self.started = time.monotonic()
-        # By step. `paused`: how long the engines generated nothing; they stand still, too, while they read an adapter.
+        # By step. `paused`: how long the engines generated nothing, also while they read an adapter.
         self.seconds: dict[str, float] = {}
         self._paused: float | None = None  # since when
         self._on_leave: Callable[[], None] = lambda: None  # called when an engine leaves
-        self.stays_paused = False  # after a transfer: a client has paused the engines, and says when to `resume`
+        self.stays_paused = False  # after a transfer: a client paused the engines, and will call `resume`
         self.renew()
 
     def renew(self) -> None:
@@ -91,7 +91,7 @@ class Session:
         self._deadline = time.monotonic() + self.args.sync_timeout
 
     def seconds_left(self) -> float:
-        """Seconds until the deadline.
+        """Return the seconds until the deadline.
 
         Raises:
             SyncError: the deadline has passed.
@@ -101,14 +101,14 @@ class Session:
             raise SyncError(
                 "the weight sync did not end within its time",
                 where="--sync-timeout",
-                remedy="see the engines' logs for what they wait for; raise the bound if the model is large",
+                remedy="see the engines' logs for what they wait for; raise the limit if the model is large",
             )
         return left
 
     def drain(self) -> None:
-        """Wait until no request of this run is under way; with `keep` they stay, and the engines report versions."""
+        """Wait for the open requests of this run; with `keep` they stay, and the engines report versions."""
         while self.args.pause_mode != "keep" and admission.num_under_way():
-            if self.args.pause_mode == "abort":  # again and again: one may have been on its way to an engine
+            if self.args.pause_mode == "abort":  # repeatedly: a request may have been on its way to an engine
                 self.each(lambda e: e.abort_requests(timeout=self.seconds_left()))
             time.sleep(admission.LOOK_SECONDS)
             self.actor.watch()
@@ -116,7 +116,7 @@ class Session:
 
     @contextmanager
     def timed(self, step: str) -> Iterator[None]:
-        """Add the seconds of the block to those of `step`."""
+        """Add the seconds of the block to `step`."""
         began = time.monotonic()
         try:
             with span(step):
@@ -128,7 +128,7 @@ class Session:
         self.seconds[step] = self.seconds.get(step, 0.0) + time.monotonic() - began
 
     def pause(self) -> None:
-        """Let the engines generate nothing from now on; it does nothing where they are paused already."""
+        """Stop the engines' generation; do nothing if they are paused already."""
         if self._paused is None:
             began = time.monotonic()
             with self.timed("pause"):
@@ -136,7 +136,7 @@ class Session:
             self._paused = began
 
     def resume(self) -> None:
-        """Let the engines generate again, with no keys and values of former weights."""
+        """Let the engines generate again, without keys and values of earlier weights."""
         with self.timed("reset"):
             self.each(lambda e: e.reset_cache(timeout=self.seconds_left()))
         with self.timed("resume"):
@@ -146,7 +146,7 @@ class Session:
             self._paused = None
 
     def hand_over(self) -> None:
-        """Let the engines have the GPUs, and generate; without turns they do already."""
+        """Give the GPUs to the engines and let them generate; without turns they already do."""
         if self.turns.are_taken:
             self.turns.to_engines(self)
             self.resume()
@@ -154,8 +154,8 @@ class Session:
     def transfer(self, way: str) -> Sent:
         """Bring the weights to all engines by `way`; they serve the new version, unproven, after `hand_over`.
 
-        The death of one engine may break what others receive: they receive once more. So they do, once, where the
-        stream of a former session has broken: an external engine may have been restarted at its address.
+        The death of one engine may break what others receive: they receive again. The same happens, once, if the
+        stream of an earlier session broke: an external engine may have been restarted at its address.
 
         Raises:
             SyncError: an engine refused something; the message names the tensor.
@@ -179,7 +179,7 @@ class Session:
                     raise
 
     def _leave_dead(self, error: InstepError) -> bool:
-        """Whether engines have died, or die now; they leave the session."""
+        """Remove engines that died or die now from the session; return whether there are any."""
         engines = list(self.engines)
         with ThreadPoolExecutor(len(engines)) as pool:
             gone = pool.map(lambda e: self._gone(e, max(1.0, e.kind.dying_seconds)), engines)
@@ -191,7 +191,7 @@ class Session:
     def _transfer(self, way: str) -> Sent:
         self._way, self._nonce, self._receiving = way, secrets.token_hex(8), 0
         if self.args.cluster == "ray" or self.args.rollout_external_engine_addrs:
-            self.disk_folder = Path(self.args.run_dir)  # which all hosts see
+            self.disk_folder = Path(self.args.run_dir)  # all hosts see it
         try:
             if self.turns.are_taken:
                 self.pause()
@@ -206,7 +206,7 @@ class Session:
                 self.each(lambda e: e.finish_update(self.version, names, timeout=self.seconds_left()))
             for engine in self.engines:
                 engine.has_weights = True
-            # With turns the trainer scores the probe first, and leaves.
+            # With turns the trainer first scores the probe, and leaves.
             if not (self.turns.are_taken or self.stays_paused):
                 self.resume()
         except EngineRefusal as refusal:
@@ -214,7 +214,7 @@ class Session:
             raise SyncError(
                 f"version {self.version} did not arrive: {refusal.what}{tensor}",
                 where=refusal.where,
-                remedy="the run stops before a token is made with wrong weights; resume from the last checkpoint, "
+                remedy="the run stops before a token is generated with wrong weights; resume from the last checkpoint, "
                 f"and try --weight-sync {GOLDEN} if it happens again",
             ) from refusal
         return sent
@@ -255,7 +255,7 @@ class Session:
             if self._way not in OF_ADAPTERS:
                 self.pause()
             if len(self.engines) < self._receiving:
-                tell()  # for those who would wait for one that has left meanwhile
+                tell()  # others would wait for the engine that left
             with self.timed("load"):
                 self.each(load)
             if self._paused is None:  # an engine makes no step while its workers read
@@ -264,11 +264,11 @@ class Session:
             self._on_leave = lambda: None
 
     def start_anew(self, checkpoint: Path) -> list[str]:
-        """They are still the engines that the session began with; this thread starts their processes, because the
-        kernel ends them with it (`follow_parent`)."""
+        """Restart the engines of the session on `checkpoint`. This thread starts their processes: the kernel ends
+        them together with it (`follow_parent`)."""
         if self._start_on is None or any(engine.process is None for engine in self.engines):
             raise SyncError(
-                f"{self.engines[0].name} was not started by this run, and cannot be started anew by it",
+                f"{self.engines[0].name} was not started by this run, so the run cannot restart it",
                 where=self.engines[0].url,
                 remedy=f"use --weight-sync {GOLDEN}",
             )
@@ -276,7 +276,7 @@ class Session:
         self._began |= {engine.url: engine.process for engine in self.engines}
         bound = min(self.args.engine_start_timeout, self.seconds_left())
         self.each(lambda e: e.wait_ready(bound))
-        since, self._paused = self._paused, None  # the new processes are not
+        since, self._paused = self._paused, None  # the new processes are not paused
         self.pause()
         self._paused = since or self._paused
         self.each(lambda e: e.start_update(self.version, self._nonce, timeout=self.seconds_left()))
@@ -285,7 +285,7 @@ class Session:
     # ---- engines that die --------------------------------------------------------------------------------------------
 
     def each(self, call: Callable[[Engine], T]) -> dict[str, T]:
-        """Call all engines at once; returns the answers by URL. An engine that has died leaves the session."""
+        """Call all engines at once; return the answers by URL. A dead engine leaves the session."""
         for engine in [e for e in self.engines if self._gone(e, 0.0)]:
             self._leave(engine, None)
         targets = list(self.engines)
@@ -304,10 +304,10 @@ class Session:
         return answers
 
     def _gone(self, engine: Engine, seconds: float) -> bool:
-        """Whether the process that the session began with has ended, or ends within `seconds`.
+        """Return whether the engine's first process of this session has ended, or ends within `seconds`.
 
         A new process at the same address counts as another engine. An external engine has no process
-        here: with `seconds` its health decides.
+        here: if `seconds` is not 0, its health decides.
         """
         process = self._began[engine.url]
         if process is None:

@@ -1,16 +1,16 @@
 """Weight syncs bring versions of the policy to the engines.
 
-A sync is a session (`session.py`) in which a way (`weights/way.py`) carries the weights, and then the proof
-(`proof.py`) that each engine holds them:
+In a sync, a session (`session.py`) transfers the weights by a way (`weights/way.py`). Then the proof (`proof.py`)
+shows that each engine has them:
 
     close admission -> session -> proof -> open admission
 
-With `--pause-mode keep` admission opens before the proof: the engines go on with frozen requests then, and with new
-ones. What they make is in quarantine, for who waits here is who would train on it, write or evaluate it; a proof that
-fails ends the run. Otherwise the engines are quiet in the proof, whose scores then depend on the probe alone. With
-`--offload-train` admission waits for it in any case, as the engines do until the trainer has left the GPU.
+With `--pause-mode keep` admission opens before the proof: the engines continue frozen requests and take new ones.
+Their output is not used before the end of the proof: the thread that would train on it or write it waits here. A failed
+proof ends the run. In other modes the engines are quiet in the proof, and its scores depend on the probe alone.
+With `--offload-train` admission always waits for the proof, and the engines wait until the trainer has left the GPU.
 
-One deadline covers all of it. The fleet decides which engines take part.
+One deadline covers all of this. The fleet decides which engines take part.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class SyncResult:
     """The outcome of a sync.
 
     Attributes:
-        engines: the engines that provably hold the version.
-        proven: what the proof has measured.
+        engines: the engines that are proven to have the version.
+        proven: the measurements of the proof.
         parts: the seconds of the parts of the way, by name.
         seconds_of: the seconds of the session by step (`Session.seconds`), and of the `proof`.
     """
@@ -57,12 +57,12 @@ class SyncResult:
     seconds_of: dict[str, float]
 
     def gap(self) -> dict[str, float]:
-        """Return the gap of the responses that the probe holds, for a step on older tokens, which have none."""
+        """Return the gap of the probe's responses, for a step on older tokens only, which has no gap of its own."""
         found = self.proven.last
         return {"train/log_prob_gap_mean": found.mean, "train/log_prob_gap_max": found.largest}
 
     def metrics(self) -> dict[str, float]:
-        """Return `sync/*`, which the round logs that the sync ends."""
+        """Return `sync/*`; the round that ends with the sync logs them."""
         return {
             "sync/version": self.version,
             "sync/probe_rms_diff": self.proven.last.rms,
@@ -80,16 +80,16 @@ class SyncResult:
 
 
 class WeightSync:
-    """Owns the versions of the policy and the sessions that carry them to the engines.
+    """The versions of the policy, and the sessions that bring them to the engines.
 
     Args:
-        args: `pause_mode`, `sync_timeout`, `sync_tolerance`, `precision`, and how engines answer and who starts them.
+        args: `pause_mode`, `sync_timeout`, `sync_tolerance`, `precision`, and how engines answer and are started.
         way: the way of the run.
-        folder: of the run, in the shared memory of this host.
-        vocab_size, max_len: see `Proof`; only for a new one.
-        proof: one that may have scored what the engines have loaded.
+        folder: the run's folder in the shared memory of this host.
+        vocab_size, max_len: see `Proof`; only for a new proof.
+        proof: an existing proof, which may have scored the weights that the engines loaded.
         start_on: see `Session`; without it no engine is restarted.
-        turns: who has the GPUs; None: everybody has its own.
+        turns: which side has the GPUs; None: each side has its own.
     """
 
     def __init__(
@@ -115,9 +115,9 @@ class WeightSync:
         admission.reset()
 
     def hold(self, engines: Sequence[Engine]) -> None:
-        """Let `engines` answer nothing until the next `run`: `--pause-mode` says what becomes of their requests.
+        """Stop the answers of `engines` until the next `run`; `--pause-mode` decides what happens to their requests.
 
-        Engines that take turns with the trainer sleep, and it gets their memory.
+        Engines that take turns with the trainer sleep, and the trainer gets their memory.
 
         Raises:
             EngineGone: no engine is left.
@@ -131,12 +131,12 @@ class WeightSync:
         self._held = True
 
     def begin(self, engines: Sequence[Engine]) -> None:
-        """Let `engines` have the GPUs at first, with the weights that they have loaded."""
+        """Give the GPUs to `engines` at first, with the weights that they loaded."""
         self._session(engines).hand_over()
 
     @contextmanager
     def trainer_at_work(self, engines: Sequence[Engine]) -> Iterator[None]:
-        """Let a parked trainer have all of its memory for a while; requests wait, and `engines` keep their weights."""
+        """Give a parked trainer all of its memory for a while; requests wait, and `engines` keep their weights."""
         admission.close()
         session = self._session(engines)
         session.drain()
@@ -150,7 +150,7 @@ class WeightSync:
         return Session(self._args, self._actor, engines, version, self._folder, self._start_on, self._turns)
 
     def run(self, engines: Sequence[Engine], way: str | None = None) -> SyncResult:
-        """Bring a new version to `engines`, by `way` (default: that of the run).
+        """Bring a new version to `engines`, by `way` (default: the run's way).
 
         Raises:
             SyncError: the weights did not arrive, or the proof failed; the error names engine and tensor.
@@ -175,15 +175,15 @@ class WeightSync:
         admission.open_again(None if known else str(self.version))
 
     def rejoin(self, engine: Engine) -> SyncResult:
-        """Bring the current version to one engine that has been restarted, while the others serve.
+        """Bring the current version to one restarted engine, while the others serve.
 
         Raises:
-            EngineGone: the engine has died again.
+            EngineGone: the engine died again.
         """
         return self._carry(self._session([engine]), None, opens=False)
 
     def accuse(self, engines: Sequence[Engine], error: SyncError, where: str) -> SyncError:
-        """Find the engines behind a gap that is too large (`error`): the probe is scored again, nothing is sent."""
+        """Find the engines behind a too large gap (`error`): score the probe again, send nothing."""
         resume = "resume from the last checkpoint"
         try:
             session = self._session(engines)
@@ -197,19 +197,19 @@ class WeightSync:
                 session.each(lambda e: e.resume(timeout=session.seconds_left()))
             wrong = self.proof.differing(session)
         except InstepError as failure:
-            what = f"{error.what}; the engines could not be asked again: {failure.what}"
+            what = f"{error.what}; the engines could not score the probe again: {failure.what}"
             return SyncError(what, where=where, remedy=f"{failure.remedy}; {resume}")
         if off := [f"{e.name} at {e.url} (by {wrong[e.url].mean:.3g} nats)" for e in engines if e.url in wrong]:
             found = f"version {self.version} is not what these engines hold any more: {', '.join(off)}, by their scores"
-            remedy = "something else loaded weights into them: their logs show what calls their control routes"
+            remedy = "another process loaded weights into them: their logs show the calls of their control routes"
             return SyncError(f"{error.what}; {found} of the probe", where=where, remedy=f"{remedy}; {resume}")
         holders = ", ".join(f"{e.name} at {e.url}" for e in engines)
         return SyncError(
             f"{error.what}; version {self.version} is what each engine holds now ({holders})",
             where=where,
             remedy="look at `instep samples RUN_DIR --worst gap --tokens`: does a generate function record other "
-            "tokens, log-probs or sampling parameters than the engine's, or did an engine keep what it had cached "
-            f"under former weights? If the arithmetic differs by so much, raise --sync-tolerance or use --on-gap warn; "
+            "tokens, log-probs or sampling parameters than the engine's, or did an engine keep cache entries of "
+            f"earlier weights? If the arithmetic differs by so much, raise --sync-tolerance or use --on-gap warn; "
             f"{resume}",
         )
 
