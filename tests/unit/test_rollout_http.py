@@ -98,7 +98,7 @@ def test_post_takes_a_refusal_as_final(body: str, words: str) -> None:
 @pytest.mark.parametrize("body", ["<html>", "[1]", "3"])
 def test_post_wants_an_object(body: str) -> None:
     error, count, _ = posted([(200, body)])
-    assert count == 1 and isinstance(error, EngineError) and "is no JSON" in error.what
+    assert count == 1 and isinstance(error, EngineError) and "is not JSON" in error.what
 
 
 def test_post_of_an_empty_answer_and_from_a_foreign_loop() -> None:
