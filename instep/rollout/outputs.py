@@ -50,7 +50,7 @@ def check_sample(sample: Sample, hook: Hook) -> None:
     n = sample.response_length
     problem = ""
     if not 0 <= n < max(1, len(sample.tokens)):
-        problem = f"response_length {n} but {len(sample.tokens)} tokens (prompt and response)"
+        problem = f"response_length {n} with {len(sample.tokens)} tokens (prompt and response)"
     elif sample.loss_mask is not None and len(sample.loss_mask) != n:
         problem = f"loss_mask has {len(sample.loss_mask)} entries for {n} response tokens"
     elif sample.rollout_log_probs is not None and len(sample.rollout_log_probs) != n:

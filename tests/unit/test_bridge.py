@@ -85,7 +85,7 @@ def test_another_file_is_not_believed(folder: Path, text: str, what: str) -> Non
 def test_a_file_that_others_may_have_written_is_not_read(folder: Path) -> None:
     server(folder, "here")
     (folder / NAME).chmod(0o644)
-    with pytest.raises(ConfigError, match="has mode 0644.*somebody else"):
+    with pytest.raises(ConfigError, match="has mode 0644.*another user"):
         shared_folder(None)
     (folder / "link").symlink_to(folder / NAME)
     with pytest.raises(ConfigError, match="cannot be read"):

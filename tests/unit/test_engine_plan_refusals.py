@@ -169,13 +169,13 @@ COMBINATIONS = [
     ("--vllm-router-ip 10.0.0.1", "", "one without the other"),
     ("--rollout-backend embedded", GUIDE, "num_gpus_per_engine: 4 GPUs, but the embedded engine uses one"),
     ("--rollout-backend embedded", DISAGGREGATED, "worker_type: the embedded engine prefills and decodes"),
-    ("--rollout-backend embedded", DISAGGREGATED, "no such thing, only max_model_len, max_num_seqs, dtype"),
+    ("--rollout-backend embedded", DISAGGREGATED, "does not have this, only max_model_len, max_num_seqs, dtype"),
     (
         "--rollout-backend embedded",
         "vllm: [{name: a, server_groups: [{num_gpus: 1, overrides: {max_model_len: 2k}}]}]",
         "the embedded engine takes a whole number",
     ),
-    ("--rollout-backend embedded --prefill-num-servers 1", "", "the embedded engine has no such thing"),
+    ("--rollout-backend embedded --prefill-num-servers 1", "", "the embedded engine does not have this"),
     (
         "--rollout-num-gpus 2 --prefill-num-servers 1 --vllm-router-ip 10.0.0.1 --vllm-router-port 1",
         "",

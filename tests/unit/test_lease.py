@@ -353,7 +353,7 @@ def test_a_process_that_stood_still_asks_before_it_goes_on(monkeypatch):
     [
         (f"{EXPIRED}", "resume it from its last checkpoint"),
         (f"{HELD}: process 7 on host1 (5f3a)", "end that run"),
-        (UNKNOWN, "somebody else resumed the engine"),
+        (UNKNOWN, "another process resumed the engine"),
         ("the session is malformed: Session() got an unexpected keyword argument 'lease'", "the plugin of this"),
     ],
 )
