@@ -44,7 +44,7 @@ def build_batch(
 
     Raises:
         RolloutError: a sample cannot be trained on; the error gives the reason.
-                RewardError: a reward is missing or no finite number.
+        RewardError: a reward is missing or no finite number.
     """
     samples = [sample for group in groups for sample in group]
     if not samples:

@@ -30,10 +30,10 @@ class Turn:
 
     Attributes:
         index: the index of its message.
-            before: the text from the end of the previous turn in its branch to the end of its own generation prompt;
-            for the first turn of a branch the whole prompt.
-            text: the template's text after that, through the turn's end-of-turn token.
-            rest: the template's text after that token.
+        before: the text from the end of the previous turn in its branch to the end of its own generation prompt; for
+            the first turn of a branch the whole prompt.
+        text: the template's text after that, through the turn's end-of-turn token.
+        rest: the template's text after that token.
     """
 
     index: int
@@ -67,7 +67,7 @@ class Conversation:
 
         Raises:
             DataError: the template refuses a part of the conversation, or writes a turn that does not begin with its
-            own generation prompt.
+                own generation prompt.
         """
         while turns:
             branch = self._branch(turns, windows=True)

@@ -48,7 +48,7 @@ class Conversion:
     Attributes:
         samples: one for each row, in order.
         sources: for each row, the number of the rollout's sample with its tokens; -1 for a row with other tokens.
-            token_columns, sample_columns: the columns of the rows beyond those of samples.
+        token_columns, sample_columns: the columns of the rows beyond those of samples.
     """
 
     samples: list[Sample]

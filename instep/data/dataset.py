@@ -95,8 +95,8 @@ def load_dataset(
 
     Raises:
         ConfigError: a malformed path; a chat template or a limit without a suitable tokenizer.
-                DataError: file missing, unreadable, empty; an unusable row, with file and line (or, with
-                `skip_bad_rows`, no usable row at all); no prompt within the limit.
+        DataError: file missing, unreadable, empty; an unusable row, with file and line (or, with `skip_bad_rows`, no
+            usable row at all); no prompt within the limit.
         OutputError: the index cannot be written.
     """
     if apply_chat_template:

@@ -37,10 +37,10 @@ class _Entry:
     Attributes:
         state: "issued" | "finished" | "buffered" | "again" (it was under way at a save or has become too old, and waits
             for a restart).
-            rollout_id: the round that it was issued to.
-            read: how the data source gives it again, {"cursor": its state before, "groups": all fresh ones of that
-            call}; None for a group made by a rollout function, or from a data source without `cursor()`.
-            pristine: without `read`, a copy from when it was issued.
+        rollout_id: the round that it was issued to.
+        read: how the data source gives it again, {"cursor": its state before, "groups": all fresh ones of that call};
+            None for a group made by a rollout function, or from a data source without `cursor()`.
+        pristine: without `read`, a copy from when it was issued.
     """
 
     state: str
@@ -241,8 +241,8 @@ class LedgeredDataSource:
 
     Args:
         rollout_id: the round whose groups are issued through it; see `of_round`.
-            version: the engines' version in the round, if it is known.
-            under_way: whether a save may find groups under way that a source without `cursor()` cannot give again.
+        version: the engines' version in the round, if it is known.
+        under_way: whether a save may find groups under way that a source without `cursor()` cannot give again.
     """
 
     __slots__ = ("_again", "_under_way", "_version", "books_lock", "ledger", "rollout_id", "source")

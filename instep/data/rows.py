@@ -61,11 +61,10 @@ class Record:
 
     Attributes:
         prompt: as in the file (text, or messages), or rendered: a sample's `prompt`.
-            messages: the prompt as messages; None for a text that is not rendered.
-            label: for a preference pair {"chosen": ..., "rejected": ...}, both text or lists of messages, as the
-            prompt.
-            metadata: with other columns, and the tools.
-            where: file and line, for errors.
+        messages: the prompt as messages; None for a text that is not rendered.
+        label: for a preference pair {"chosen": ..., "rejected": ...}, both text or lists of messages, as the prompt.
+        metadata: with other columns, and the tools.
+        where: file and line, for errors.
     """
 
     prompt: str | list[Message]
@@ -81,8 +80,8 @@ class RawRow(NamedTuple):
 
     Attributes:
         number: of its line, from 1, or of the row of a parquet file, from 0.
-            offset: the byte of a jsonl file where its line begins; None in a parquet file, which is stored in columns.
-            read: returns the row as JSON. Raises: DataError if a row of a parquet file is not JSON.
+        offset: the byte of a jsonl file where its line begins; None in a parquet file, which is stored in columns.
+        read: returns the row as JSON. Raises: DataError if a row of a parquet file is not JSON.
     """
 
     number: int

@@ -131,8 +131,8 @@ def settle(
 
     Args:
         requests: those that the function made, for this sample or for something else.
-            wanted: the run's sampling parameters, with vLLM's names.
-            earlier: the turns of the first `before` response tokens, which the sample already had.
+        wanted: the run's sampling parameters, with vLLM's names.
+        earlier: the turns of the first `before` response tokens, which the sample already had.
     """
     params = sample.sampling_params
     own = isinstance(params, Presumed) and any(params == known for known in (wanted, *(r.params for r in requests)))

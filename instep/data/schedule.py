@@ -36,8 +36,8 @@ def plan_steps(
     Args:
         execution_ids, total_lengths: one entry per sample.
         costs: the cost to train on each sample, such as its FLOPs; its tokens if None.
-            num_steps, global_batch_size: exactly one of them: steps per rollout, or executions per step.
-            micro_batch_size, max_tokens_per_gpu: exactly one of them.
+        num_steps, global_batch_size: exactly one of them: steps per rollout, or executions per step.
+        micro_batch_size, max_tokens_per_gpu: exactly one of them.
 
     Returns:
         steps -> ranks -> micro-batches -> indices of samples; each sample occurs once.

@@ -42,11 +42,11 @@ class Engine(Server):
     Args:
         process: None for an external engine.
         kind: None for an external engine before `identify`.
-            model: the name of the model that it serves; role: regular, prefill or decode.
-            update_weights: whether it gets the trainer's weights.
-            num_replicas: the number of data-parallel replicas, each of which has the weights.
-            sleeps: whether it sleeps while the trainer works.
-            written_in_place: whether the trainer's steps write into the memory that it computes with.
+        model: the name of the model that it serves; role: regular, prefill or decode.
+        update_weights: whether it gets the trainer's weights.
+        num_replicas: the number of data-parallel replicas, each of which has the weights.
+        sleeps: whether it sleeps while the trainer works.
+        written_in_place: whether the trainer's steps write into the memory that it computes with.
     """
 
     def __init__(

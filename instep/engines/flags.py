@@ -49,7 +49,7 @@ class EngineFlag:
         kind: switch (present or not), boolean (on and off), int, size (an int, or 2k, 1.5g, 4G), float, text, json,
             json_or_text.
         choices: the accepted values; empty: any.
-            nargs: how many values it accepts: "" (one), "?", "*", "+", or a number.
+        nargs: how many values it accepts: "" (one), "?", "*", "+", or a number.
         append: each use adds a value.
         optional: it also accepts `None`.
         auto: a size that may also be `auto` or -1.

@@ -41,7 +41,7 @@ class HeldLease:
 
         Args:
             timeout: in seconds. Another run that holds the lease may have died, so this waits for it.
-                in_place: the trainer writes into the engine's memory from now on.
+            in_place: the trainer writes into the engine's memory from now on.
 
         Raises:
             EngineError: it has expired, another run holds and renews it, or the engine does not answer.

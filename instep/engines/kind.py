@@ -35,13 +35,13 @@ class Capabilities:
     Attributes:
         engine: its name in errors; version: empty for an engine that is part of instep.
         version_spans: its answers say which weight version made each token. Without that (vLLM 0.26) the client notes
-        the version. It is exact because no request is under way when it changes (`rollout/admission.py`).
+            the version. It is exact because no request is under way when it changes (`rollout/admission.py`).
         spans_in_arrays: at least its answers in arrays say it. The pause mode `keep`, which mixes versions in a
-        response, needs one of the two. In this mode tokens of other answers have unknown versions.
+            response, needs one of the two. In this mode tokens of other answers have unknown versions.
         stop_reasons: its answers say which stop token or string ended a response. Without that (vLLM 0.26) the client
-        looks for the stop string that the last token completed (`rollout/tokens.py`).
+            looks for the stop string that the last token completed (`rollout/tokens.py`).
         digests: `/weight_checker` gives a digest of every weight under its Hugging Face name. vLLM's own covers neither
-        those names nor packed weights; there a failed proof names no tensors.
+            those names nor packed weights; there a failed proof names no tensors.
         strict_requests: an unknown parameter is an error. vLLM ignores it, so the client checks the names.
         serves_nothing_unproven: the engine itself answers 503 after a failed session. instep keeps vLLM paused instead.
     """

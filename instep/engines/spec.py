@@ -66,7 +66,7 @@ class EngineSpec:
         port: of its HTTP server, by `--engine-port`; None: a free one.
         update_weights: whether it gets the trainer's weights.
         served_name: the model's name in requests, if it is not `path`.
-            sleeps: whether it frees its GPUs while the trainer works, which uses one of them.
+        sleeps: whether it frees its GPUs while the trainer works, which uses one of them.
     """
 
     index: int

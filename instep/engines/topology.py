@@ -66,7 +66,7 @@ class ServedModel:
 
     Attributes:
         path: a Hugging Face folder; None: that of `--hf-checkpoint`.
-            where: the flag, or the key in the file, that describes the model, for errors.
+        where: the flag, or the key in the file, that describes the model, for errors.
     """
 
     name: str

@@ -32,8 +32,8 @@ class GenerationRequest:
 
     Attributes:
         url: its address; model: the name of the model there ("": the only one).
-            sampling_params: the sampling parameters under vLLM's names.
-            session: the router sends requests of one session to one engine if it can.
+        sampling_params: the sampling parameters under vLLM's names.
+        session: the router sends requests of one session to one engine if it can.
     """
 
     url: str

@@ -33,7 +33,7 @@ class _Begun:
 
     Attributes:
         fresh: a copy from before it began, for a restart.
-            version: the oldest version of its tokens; until it has tokens, that of the engines when it began.
+        version: the oldest version of its tokens; until it has tokens, that of the engines when it began.
         group: None until it is finished.
     """
 

@@ -139,8 +139,8 @@ class _Talk:
 
     Attributes:
         ends: the special tokens that end a turn.
-            prompt: the text before the turn.
-            opening: the reasoning tag at the end of the prompt, if there is one.
+        prompt: the text before the turn.
+        opening: the reasoning tag at the end of the prompt, if there is one.
     """
 
     def __init__(self, args: Settings, before: list[Message], tools: Any, where: str):

@@ -178,7 +178,7 @@ class GroupRollout:
 
         Raises:
             RewardError, RolloutError: `error`, without the flag, or if too many groups failed: more than a rollout has
-            (at least `MIN_FAILURES`), and more than were finished.
+                (at least `MIN_FAILURES`), and more than were finished.
         """
         if not self.args.skip_failed_groups:
             raise error

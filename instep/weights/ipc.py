@@ -150,8 +150,8 @@ class _Stream:
 
     Attributes:
         deadline: by `time.monotonic`.
-            num_bytes: the size of a bucket.
-            emit_first: emits to the controller, on rank 0.
+        num_bytes: the size of a bucket.
+        emit_first: emits to the controller, on rank 0.
     """
 
     def __init__(self, way: Ipc, specs: list[TensorSpec], order: Order, emit: Callable[[Event], None]):

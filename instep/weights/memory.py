@@ -41,14 +41,14 @@ class EngineMemory:
 
     Args:
         workers: the manifest of each worker of each engine, with the `engine` and the `place` of the manifest.
-            locks: file descriptors that keep other trainers away until they are closed.
+        locks: file descriptors that keep other trainers away until they are closed.
 
     Attributes:
         nonces: of all workers. A nonce distinguishes a worker's memory from that of a restarted one.
-            slices: by nonce and name, of the workers whose memory is open.
-            on_gpus: whether the memory is on GPUs. Then each rank of the trainer writes that of its own.
-            crowded: whether a process may open the memory of several workers.
-            written_at: when `wait` first returned since this was None, by `time.monotonic`.
+        slices: by nonce and name, of the workers whose memory is open.
+        on_gpus: whether the memory is on GPUs. Then each rank of the trainer writes that of its own.
+        crowded: whether a process may open the memory of several workers.
+        written_at: when `wait` first returned since this was None, by `time.monotonic`.
     """
 
     def __init__(self, workers: Sequence[Mapping[str, Any]], locks: Sequence[int] = ()):

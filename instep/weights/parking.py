@@ -48,7 +48,7 @@ class Parking:
 
     Args:
         find: returns the tensors that leave; called each time, because an optimizer may have new ones.
-            drop: returns tensors whose contents are dropped; they come back as zeros.
+        drop: returns tensors whose contents are dropped; they come back as zeros.
     """
 
     def __init__(

@@ -29,8 +29,8 @@ class Written:
 
     Attributes:
         digests: by the nonce of a worker's memory, and by name.
-            specs: all weights; homes: the place of all memory, by nonce; both of the rank that emits.
-            seconds: how long the rank took to `write`, and then to `sample` the written weights.
+        specs: all weights; homes: the place of all memory, by nonce; both of the rank that emits.
+        seconds: how long the rank took to `write`, and then to `sample` the written weights.
     """
 
     digests: dict[str, dict[str, str]]

@@ -38,12 +38,12 @@ class Order:
     Attributes:
         version, nonce: the weight version and the nonce of the session.
         folder: the folder for ways that write files.
-            bucket_bytes: about how many bytes travel at a time.
-            hf_checkpoint: the folder with configuration and tokenizer of the model.
-            seconds: how long the session may still take.
-            audience: the receiving processes; num_receivers: the number of their workers.
-            host: the sender's address for other hosts; "": all are on one host.
-            device: the worker's device, as torch names it.
+        bucket_bytes: about how many bytes travel at a time.
+        hf_checkpoint: the folder with configuration and tokenizer of the model.
+        seconds: how long the session may still take.
+        audience: the receiving processes; num_receivers: the number of their workers.
+        host: the sender's address for other hosts; "": all are on one host.
+        device: the worker's device, as torch names it.
     """
 
     version: str
@@ -150,7 +150,7 @@ def auto_way(one_host: bool, sharing: Sharing = None) -> tuple[str, str]:
     Args:
         one_host: trainer, engines and controller share a host.
         sharing: "shared" if each GPU of the engines has a rank of the trainer, "apart" if none has; None: there are no
-        GPUs, or it is not known.
+            GPUs, or it is not known.
     """
     if one_host and sharing == "shared":
         if (name := expandable()) is None:

@@ -85,7 +85,7 @@ FILES = [
     ("sglang: []", "sglang", "unknown key"),
     ("vllm: {}", "vllm", "is no list of models"),
     ("- 1", "topology.yaml", "is no mapping"),
-    ("vllm: [{name: a", "topology.yaml", "is no YAML"),
+    ("vllm: [{name: a", "topology.yaml", "is not YAML"),
     ("vllm: [{name: a, server_group: []}]", "vllm[0].server_group", "did you mean server_groups?"),
     ("vllm: [{name: a, server_groups: [{num_gpu: 1}]}]", "server_groups[0].num_gpu", "did you mean num_gpus?"),
     ("vllm: [{name: a, server_groups: [{num_gpus: 0}]}]", "num_gpus", "0 is no whole number from 1 to 32768"),

@@ -189,7 +189,7 @@ def test_who_has_joined_hears_at_once_that_others_do_not_come(tmp_path):
     path.parent.mkdir(mode=0o700)
 
     def look():
-        raise StreamBroken("it was ended, as another peer has failed")
+        raise StreamBroken("it was ended because another peer has failed")
 
     with listen(path) as listener:
         (line,) = joining(path, "cpu")

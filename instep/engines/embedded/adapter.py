@@ -27,7 +27,7 @@ class Adapter:
 
         Raises:
             WeightMismatch: a tensor belongs to no layer, came twice, has another rank, shape or dtype, or is not
-            finite.
+                finite.
             KeyError, TypeError: `config` is not a configuration of peft.
         """
         rank, alpha, num = config["r"], config["lora_alpha"], config["num_tensors"]

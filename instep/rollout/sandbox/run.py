@@ -33,9 +33,9 @@ class Limits:
 
     Attributes:
         seconds: limit of wall-clock time, and of the CPU time of each process.
-            memory: bytes of address space of each process; Python itself takes some 20 MB.
-            processes: processes and threads at a time, with the first one.
-            file_bytes: limit of one file; all files together have FILES_BYTES.
+        memory: bytes of address space of each process; Python itself takes some 20 MB.
+        processes: processes and threads at a time, with the first one.
+        file_bytes: limit of one file; all files together have FILES_BYTES.
     """
 
     seconds: float = 10.0
