@@ -24,8 +24,7 @@ def is_asked(body: Any, header: str | None = None) -> bool:
 
 
 def for_router(body: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """Return the request in SGLang's form, which vllm-router knows, and the header (`sglang_form.HEADER`) with the
-    rest.
+    """Return the request in SGLang's form, which vllm-router knows, and the header `HEADER` with the rest.
 
     Raises:
         ValueError: it asks for something that is not supported.

@@ -124,8 +124,10 @@ class Conversation:
         return self._rendered[1:]
 
     def _in_window(self, before: Turn, turn: int) -> Turn | None:
-        """Return the turn `turn` as it follows `before`. None: the template does not extend that text or refuses a
-        window, or the window would be the whole conversation."""
+        """Return the turn `turn` as it follows `before`, rendered in a window; None if that is not possible.
+
+        The template may not extend that text or may refuse a window, or the window would be the whole conversation.
+        """
         messages = self._messages
         kept, earlier = window(messages, before.index)
         if len(kept) == earlier:

@@ -126,8 +126,10 @@ def tokenize_conversation(
 
 
 def _tokenized(branch: Branch, tokenizer: PreTrainedTokenizerBase, where: str, *, exact: bool) -> list[Tokens]:
-    """Return the samples of a branch: one, or, with `exact`, several if the ids of a prompt do not begin with those of
-    the turns in it. Turns are tokenized separately, as a model makes them."""
+    """Return the samples of a branch, with turns tokenized separately, as a model makes them.
+
+    There is one, or, with `exact`, several if the ids of a prompt do not begin with those of the turns in it.
+    """
 
     def encode(text: str) -> list[int]:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
@@ -150,8 +152,11 @@ def _tokenized(branch: Branch, tokenizer: PreTrainedTokenizerBase, where: str, *
 def _joined(
     branch: Branch, encode: Callable[[str], list[int]], prompt_ids: Callable[[list[int], Turn, str], list[int]]
 ) -> list[tuple[list[int], list[int], str]]:
-    """Return the ids, mask and text of a branch's turns in sequence. They restart wherever the ids of a prompt do not
-    continue the ids so far. `prompt_ids` gets the ids so far, the turn and the text of its prompt."""
+    """Return the ids, mask and text of a branch's turns in sequence.
+
+    They restart wherever the ids of a prompt do not continue the ids so far. `prompt_ids` gets the ids so far, the turn
+    and the text of its prompt.
+    """
     ids, mask, text, rest = list[int](), list[int](), "", ""
     out = []
 

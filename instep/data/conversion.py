@@ -175,8 +175,10 @@ def _whole_steps(hook: Hook, executions: Sequence[str], size: int) -> list[int]:
 
 
 def _sample(hook: Hook, row: Mapping[str, Any], i: int, source: Sample) -> tuple[Sample, bool]:
-    """Return the sample of a row, and whether it has the tokens of its source. The sample is a copy of its source, with
-    the row's fields."""
+    """Return the sample of a row, and whether it has the tokens of its source.
+
+    The sample is a copy of its source, with the row's fields.
+    """
     tokens, length = row["tokens"], row["response_lengths"]
     if not isinstance(tokens, (list, tuple)):
         raise _wrong(hook, "tokens", f"[{i}] is {said(tokens, 40)}", "return a list of token ids for each row")

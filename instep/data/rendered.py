@@ -60,8 +60,10 @@ def as_it_stands(messages: list[Message], text_of: Render, special: list[str], w
 def _in_window(
     messages: list[Message], before: int, turn: int, text_of: Render, special: list[str]
 ) -> tuple[str, str] | None:
-    """Return the text between the turns `before` and `turn`, and the text of `turn`, rendered with a few messages
-    around them. None: they cannot be found there."""
+    """Return the text between the turns `before` and `turn`, and that of `turn`; None if they cannot be found.
+
+    They are rendered with a few messages around them.
+    """
     kept, earlier = window(messages, before)
     following = [i for i in range(turn + 1, len(messages)) if messages[i]["role"] in ("user", "assistant")]
     assistant = next((i for i in following if messages[i]["role"] == "assistant"), len(messages) - 1)

@@ -184,8 +184,11 @@ def _drawn_by(sample: Sample, requests: Sequence[Request], before: int) -> tuple
 
 
 def _length_at(answer: list[int], response: list[int], left: list[bool | None], start: int) -> int:
-    """Return how many tokens of `answer` are in `response` from `start` on. It is 0 unless the answer is whole, or ends
-    where the response, its mask or another answer ends: functions cut answers at a stop string."""
+    """Return how many tokens of `answer` are in `response` from `start` on.
+
+    It is 0 unless the answer is whole, or ends where the response, its mask or another answer ends: functions cut
+    answers at a stop string.
+    """
     end = start
     while end - start < len(answer) and end < len(response) and response[end] == answer[end - start]:
         if left[end] is None:

@@ -46,8 +46,7 @@ def load_tokenizer(path: str, trust_remote_code: bool, chat_template: str | None
 
 
 def text_ids(tokenizer: Any, text: str, add_bos: bool = False) -> list[int]:
-    """Return the token ids of a text without special tokens. `add_bos` puts the begin-of-text token first if it is
-    missing.
+    """Return the token ids of a text without special tokens; `add_bos` puts a missing begin-of-text token first.
 
     Raises:
         ConfigError: the tokenizer has no such token.

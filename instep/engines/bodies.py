@@ -1,5 +1,4 @@
-"""Requests to our own servers: their bodies, which aiohttp passes on unchanged (`AS_THEY_COME`), and half-sent
-requests.
+"""Requests to our own servers: unchanged bodies (`AS_THEY_COME`), and bounds for half-sent requests.
 
 aiohttp waits for the rest of a request as long as its connection lives. Importing this module limits that in all
 servers of the process. They close the connection after `REST_SECONDS` (its head), or after these and the time for its

@@ -1,4 +1,4 @@
-"""The request gate as its owner sees it: the clients' port if the server behind it has routes they must not use.
+"""The request gate as its owner sees it: a port for clients that must not use all routes of the server behind it.
 
 `instep serve` puts one before each model. A run with `--no-api-key` puts one before its own router, which asks for a
 key on all of its routes or on none. The process is `gate_main.py`.

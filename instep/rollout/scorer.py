@@ -25,8 +25,7 @@ NUM_PROBED = 64  # entries of the vocabulary that both tokenizers must agree on
 
 
 class ServedScorer:
-    """A client of a frozen model: of an engine that serves it through vLLM's routes, or of the router before several
-    engines.
+    """A client of a frozen model that an engine serves through vLLM's routes, alone or behind a router.
 
     Args:
         name: the model's name in errors, such as "the teacher".
@@ -78,8 +77,9 @@ class ServedScorer:
             ) from error
 
     def log_probs(self, batch: TokenBatch) -> Tensor:
-        """Return log-probs of the responses, float32 `[num_response_tokens]`, at temperature 1; 0 in samples without a
-        trained token.
+        """Return log-probs of the responses, float32 `[num_response_tokens]`, at temperature 1.
+
+        Samples without a trained token have 0.
 
         Raises:
             EngineError: the model does not answer, or not with the log-probs of these tokens.

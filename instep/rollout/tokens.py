@@ -75,8 +75,7 @@ def _encode(tokenizer: Any, text: str, add_bos: bool) -> tuple[int, ...]:
 
 
 def next_turn(args: Settings, sample: Sample, messages: list[dict[str, Any]]) -> Sample:
-    """Return the sample that ends where the model's next turn begins, after `messages` (a tool's answer, a user's
-    words).
+    """Return the sample that ends where the model's next turn begins, after `messages` (such as a tool's answer).
 
     If the chat template continues the text of the model, it is `sample` with the tokens between the two turns. Blanks
     that a template changes stay the model's. Names of special tokens are removed from the contents, because they would

@@ -41,8 +41,9 @@ class Broken(NamedTuple):
 
 
 class Delivered(NamedTuple):
-    """All has been sent: the records, and the seconds of the sender. They count gathering and packing, waiting for the
-    receivers to join, and waiting for buckets to be sent.
+    """The records of all sent tensors, and the seconds of the sender.
+
+    These count gathering and packing, waiting for the receivers to join, and waiting for buckets to be sent.
     """
 
     tensors: tuple[TensorRecord, ...]

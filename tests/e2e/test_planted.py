@@ -86,7 +86,7 @@ OF_CHECKPOINT = ("stale tensor", "exchanged tensors", "transposed", "wrong shard
 IN_MEMORY: dict[str, tuple[tampering.Change, str]] = {  # on the way `shm`
     "flipped bit": (tampering.flipped_bit, UP),
     "half written": (tampering.half_written, UP),
-    "cut off": (tampering.cut_off, "layers.1|norm|lies outside"),
+    "cut off": (tampering.cut_off, "layers.1|norm|is outside"),
     "old bytes": (tampering.old_bytes, "digest of those sent"),
     "old message": (tampering.old_message, "version and nonce"),
     "removed": (tampering.removed, "cannot be read"),
@@ -123,7 +123,7 @@ STREAM = {
     "another version": "in a session of",
     "another nonce": "in a session of",
     "names exchanged": KV,
-    "offsets exchanged": f"{KV}.*lies at",
+    "offsets exchanged": f"{KV}.*is at",
     "another dtype": KV,
 }
 LORA = ("lora", "lora_ipc")

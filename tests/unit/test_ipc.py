@@ -215,7 +215,7 @@ def test_a_worker_on_another_gpu_is_refused(tmp_path, monkeypatch):
 
 def test_memory_that_cannot_be_exported_is_refused_with_a_remedy(monkeypatch):
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64, expandable_segments:True")
-    with pytest.raises(SyncError, match="take expandable_segments out of PYTORCH_CUDA_ALLOC_CONF"):
+    with pytest.raises(SyncError, match="remove expandable_segments from PYTORCH_CUDA_ALLOC_CONF"):
         ipc._refuse_expandable(torch.device("cuda"))
     ipc._refuse_expandable(torch.device("cpu"))
     assert expandable() == "PYTORCH_CUDA_ALLOC_CONF"

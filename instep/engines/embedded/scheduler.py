@@ -136,8 +136,10 @@ class Scheduler:
         return len(gone)
 
     def pause(self, mode: str, clear_cache: bool) -> None:
-        """Pause. abort ends all requests; keep freezes them (and with `clear_cache` refills the cache later); wait lets
-        running requests end."""
+        """Pause: abort ends all requests, keep freezes them, wait lets running requests end.
+
+        With `clear_cache`, keep refills the cache later.
+        """
         self.paused = mode
         if mode == "abort":
             self.abort()

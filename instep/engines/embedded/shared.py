@@ -20,8 +20,7 @@ from instep_engine.place import check_memory_folder, process_mark
 
 
 class SharedWeights(LiveWeights):
-    """Live parameters in one file in shared memory. The manifest beside it gives the place of each
-    (`weights/memory.py`).
+    """Live parameters in one file in shared memory; the manifest beside it has their places (`weights/memory.py`).
 
     Args:
         checkpoint: the model's folder.

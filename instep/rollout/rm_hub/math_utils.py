@@ -21,10 +21,9 @@ def extract_answer(passage: str) -> str | None:
 
 
 def grade_answer_verl(solution_str: str, ground_truth: Any) -> bool:
-    """Return whether the last `\\boxed{...}` of a response equals the label (--rm-type math). The label may be boxed,
-    too.
+    """Return whether the last `\\boxed{...}` of a response equals the label (--rm-type math).
 
-    If only algebra can decide, this call blocks, for milliseconds once a worker runs. `await async_rm(...)` does not
+    The label may be boxed, too. If only algebra can decide, this call blocks, for milliseconds once a worker runs. `await async_rm(...)` does not
     block.
 
     Raises:
