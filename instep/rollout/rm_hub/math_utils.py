@@ -23,8 +23,8 @@ def extract_answer(passage: str) -> str | None:
 def grade_answer_verl(solution_str: str, ground_truth: Any) -> bool:
     """Return whether the last `\\boxed{...}` of a response equals the label (--rm-type math).
 
-    The label may be boxed, too. If only algebra can decide, this call blocks, for milliseconds once a worker runs. `await async_rm(...)` does not
-    block.
+    The label may be boxed, too. If only algebra can decide, this call blocks, for milliseconds once a worker runs.
+    `await async_rm(...)` does not block.
 
     Raises:
         RewardError: a comparison took too long, or its worker failed.
