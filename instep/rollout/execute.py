@@ -236,7 +236,8 @@ def _is_generated(sample: Sample) -> bool:
 async def _run_inside(execution: Execution, sample: Sample, params: dict[str, Any], tokens: float) -> list[Sample]:
     """Run the generate function, the sample hooks and the reward for one sample; fan-out makes several samples of it.
 
-    The sample has come in with `tokens`, or is generated already."""
+    The sample has come in with `tokens`, or is generated already.
+    """
     args = execution.args
     are_siblings = False
     if _is_generated(sample):
