@@ -1,9 +1,9 @@
 """Answers to generation requests as arrays.
 
-A client asks for them with `Accept: application/vnd.instep.tokens` on vLLM's own route. Such an answer is the length of
-its header (uint32), the header, JSON with a list of choices, and then for each choice its token ids (int32), its
-log-probs (float32) and, if it has `routes` (bytes of a number, then the shape), its routed experts, all little-endian.
-A choice has `num_tokens`, and what vLLM's JSON says beside the tokens.
+A client requests them with `Accept: application/vnd.instep.tokens` on vLLM's own route. Such an answer begins with the
+length of its header (uint32) and the header, which is JSON with a list of choices. Then follow for each choice its
+token ids (int32), its log-probs (float32) and, if it has `routes` (bytes of a number, then the shape), its routed
+experts. All numbers are little-endian. A choice has `num_tokens`, and what vLLM's JSON says besides the tokens.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import numpy as np
 CONTENT_TYPE = "application/vnd.instep.tokens"
 _LENGTH = struct.Struct("<I")
 _ARRAYS = ("token_ids", "log_probs", "routed_experts")
-_SMALLEST = -9999.0  # vLLM's JSON has it in place of minus infinity
+_SMALLEST = -9999.0  # vLLM's JSON uses it for minus infinity
 
 
 def encode(choices: Sequence[dict[str, Any]]) -> bytes:
-    """The answer with `choices`, each with the lists `token_ids` and `log_probs`, as long as each other.
+    """Return the answer with `choices`. Each has the lists `token_ids` and `log_probs` of equal length.
 
     A choice may also have `routed_experts`, `[num_tokens, num_layers, experts per token]`.
     """
@@ -46,7 +46,7 @@ def encode(choices: Sequence[dict[str, Any]]) -> bytes:
 
 
 def decode(body: bytes) -> dict[str, Any]:
-    """The answer in the form of vLLM's JSON, with a list `log_probs` in each choice in place of `logprobs`.
+    """Return the answer in the form of vLLM's JSON. Each choice has a list `log_probs` instead of `logprobs`.
 
     Raises:
         ValueError: it has another form.
@@ -66,7 +66,7 @@ def decode(body: bytes) -> dict[str, Any]:
                 choice["routed_experts"] = experts
                 at += experts.nbytes
     except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"no answer in arrays: {error!r}") from error
+        raise ValueError(f"not an answer in arrays: {error!r}") from error
     if at != len(body):
-        raise ValueError(f"an answer of {len(body)} bytes, of which {at} were announced")
+        raise ValueError(f"an answer of {len(body)} bytes, but its header announces {at}")
     return {"choices": choices}

@@ -1,4 +1,4 @@
-"""ASGI, as the middlewares of engines speak it."""
+"""ASGI, as the middlewares of engines use it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
 async def body_of(receive: Receive) -> bytes | None:
-    """The whole body of a request; None if the client has gone away."""
+    """Return the whole body of a request; None if the client has gone."""
     body = b""
     while (message := await receive())["type"] == "http.request":
         body += message.get("body", b"")
@@ -25,7 +25,7 @@ async def body_of(receive: Receive) -> bytes | None:
 
 
 def with_body(body: bytes, scope: Message, receive: Receive) -> tuple[Message, Receive]:
-    """`scope` and `receive` of the same request with another body."""
+    """Return `scope` and `receive` of the same request with another body."""
     headers = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
     headers.append((b"content-length", str(len(body)).encode()))
     first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
@@ -37,7 +37,7 @@ def with_body(body: bytes, scope: Message, receive: Receive) -> tuple[Message, R
 
 
 async def reply(send: Send, status: int, answer: Any, content_type: str = "application/json") -> None:
-    """Send a whole answer: bytes, or what JSON is made of."""
+    """Send a whole answer: bytes, or a value that becomes JSON."""
     body = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
     headers = [(b"content-type", content_type.encode()), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})

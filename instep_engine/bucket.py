@@ -14,11 +14,11 @@ from instep_engine.place import NoPlace, check_checkpoint, open_bucket
 
 
 def read_bucket(manifest: BucketManifest) -> dict[str, torch.Tensor]:
-    """The tensors of a bucket, in private mapped memory, after a check of every tensor's digest.
+    """Return the tensors of a bucket, in private mapped memory, after a check of every tensor's digest.
 
     Raises:
-        WeightMismatch: the file is missing, or lies in no folder of a run of this user (`place.py`); a record
-            contradicts it or itself, a name comes twice, a digest differs.
+        WeightMismatch: the file is missing, or is not in the folder of a run of this user (`place.py`); a record
+            contradicts it or itself, a name comes twice, or a digest differs.
     """
     first = manifest.tensors[0].name if manifest.tensors else None
     try:
@@ -39,13 +39,13 @@ def read_bucket(manifest: BucketManifest) -> dict[str, torch.Tensor]:
 def read_checkpoint(
     path: str, manifest: BucketManifest | None, alive: Callable[[], None] = lambda: None
 ) -> dict[str, torch.Tensor]:
-    """The tensors of a checkpoint or an adapter on disk, compared with its manifest where one was sent.
+    """Return the tensors of a checkpoint or an adapter on disk, compared with its manifest if one was sent.
 
     Args:
         alive: called before each tensor.
 
     Raises:
-        WeightMismatch: it cannot be read, is not in the folder of a run (`place.py`), or is not what was sent.
+        WeightMismatch: it cannot be read, is not in the folder of a run (`place.py`), or differs from what was sent.
     """
     from safetensors import SafetensorError, safe_open
 

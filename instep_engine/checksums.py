@@ -13,7 +13,7 @@ _ROW_FACTOR = 0x9E3779B97F4A7C15  # odd: its powers are odd, too
 
 @functools.cache
 def _word_factors(device: torch.device) -> torch.Tensor:
-    """Int64 `[_WORDS]`: the numbers of splitmix64 from 0."""
+    """Return int64 `[_WORDS]`: the numbers of splitmix64 from 0."""
     numbers, mask = [], (1 << 64) - 1
     for i in range(1, _WORDS + 1):
         z = i * _ROW_FACTOR & mask
@@ -28,7 +28,7 @@ def _signed(number: int) -> int:
 
 
 def checksums(data: torch.Tensor, num_rows: list[int]) -> list[str]:
-    """`sums` as texts."""
+    """Return `sums` as texts."""
     return texts_of(sums(data, num_rows))
 
 
@@ -37,15 +37,15 @@ def texts_of(numbers: torch.Tensor) -> list[str]:
 
 
 def sums(data: torch.Tensor, num_rows: list[int]) -> torch.Tensor:
-    """The checksum of each tensor of a bucket, int64, computed where the bucket is; the host of a GPU does not wait.
+    """Return the checksum of each tensor of a bucket, int64, computed on its device; the host of a GPU does not wait.
 
-    Each 32-bit word is multiplied with a 64-bit number of its own; a checksum is the sum modulo 2^64 (multilinear
-    hashing, Lemire and Kaser 2014). It tells swapped, transposed, torn and stale bytes, but is no defence against
-    one who forges them.
+    Each 32-bit word is multiplied with a different 64-bit number. A checksum is the sum modulo 2^64 (multilinear
+    hashing, Lemire and Kaser 2014). It detects swapped, transposed, torn and stale bytes, but gives no protection
+    against forged ones.
 
     Args:
         data: uint8 `[sum(num_rows) * ROW_BYTES]`.
-        num_rows: of each tensor; what is left of its last row is zero.
+        num_rows: of each tensor; the rest of its last row is zero.
     """
     device, total = data.device, sum(num_rows)
     factors = _word_factors(device)
@@ -54,14 +54,14 @@ def sums(data: torch.Tensor, num_rows: list[int]) -> torch.Tensor:
     powers = torch.full((max(num_rows),), _signed(_ROW_FACTOR), dtype=torch.int64, device=device).cumprod(0)
     counts = torch.tensor([0, *num_rows]).to(device, non_blocking=True)
     ends = counts.cumsum(0)
-    starts = ends[:-1].repeat_interleave(counts[1:], output_size=total)  # the size is given: a GPU need not be asked
+    starts = ends[:-1].repeat_interleave(counts[1:], output_size=total)  # with the size given, a GPU need not be asked
     places = torch.arange(total, device=device) - starts
     totals = torch.cat([of_rows.new_zeros(1), (of_rows * powers[places]).cumsum(0)])
     return totals[ends].diff()
 
 
 def checksum(tensor: torch.Tensor) -> str:
-    """The checksum of one tensor."""
+    """Return the checksum of one tensor."""
     data = raw_bytes(tensor)
     rows = rows_of(data.numel())
     padded = data.new_zeros(rows * ROW_BYTES)
@@ -70,10 +70,10 @@ def checksum(tensor: torch.Tensor) -> str:
 
 
 def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor, without a copy if it is contiguous."""
+    """Return the bytes of a tensor, without a copy if it is contiguous."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def rows_of(num_bytes: int) -> int:
-    """The rows of a bucket that a tensor of so many bytes takes."""
+    """Return the number of rows of a bucket for a tensor of this many bytes."""
     return max(1, -(-num_bytes // ROW_BYTES))

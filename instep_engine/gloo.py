@@ -1,9 +1,9 @@
 """Groups of gloo that other users of the host cannot end.
 
-A group listens for its members as long as it lives, and aborts its process when connections of anybody have used up the
-descriptors (accept: EMFILE). But it needs its listener only until all members are connected, which is when its
-constructor returns: from then on the kernel drops what comes there. Each group has a listener of its own, so groups
-that are made later form as ever.
+A group listens for its members as long as it lives. If connections of any user have used up the descriptors (accept:
+EMFILE), it aborts its process. But it needs its listener only until all members are connected, when its constructor
+returns. From then on the kernel drops what comes there. Each group has its own listener, so groups that are made later
+can still form.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _lock = threading.Lock()
 
 
 def guard_groups() -> None:
-    """Have every group of gloo that this process makes from now on close its door when it is complete."""
+    """Let every group of gloo made in this process from now on close its listener when it is complete."""
     if sys.platform == "linux" and os.environ.get("TORCH_GLOO_LAZY_INIT", "0") == "0" and dist.is_gloo_available():
         real = dist.ProcessGroupGloo
         if not isinstance(real, _Guarded):
@@ -34,7 +34,7 @@ def guard_groups() -> None:
 
 
 def make_devices(**wanted: str) -> tuple[list[Any], set[int]]:
-    """Devices of gloo for a group of `dist.ProcessGroupGloo`, and their listeners, which `shut` closes.
+    """Return devices of gloo for a group of `dist.ProcessGroupGloo`, and their listeners, which `shut` closes.
 
     Args:
         wanted: the `hostname` or the `interface` of one; default: those of the environment, or gloo's own choice.
@@ -49,12 +49,12 @@ def make_devices(**wanted: str) -> tuple[list[Any], set[int]]:
 
 
 class _Guarded(type):
-    """A stand-in for the class `real`, which makes its objects and is asked about them."""
+    """Replaces the class `real`: it makes its objects, and answers isinstance for them."""
 
     real: Any
 
     def __call__(cls, store: dist.Store, rank: int, size: int, timeout: Any = timedelta(minutes=30)) -> Any:
-        if not isinstance(timeout, timedelta):  # options, with devices of the caller's
+        if not isinstance(timeout, timedelta):  # options, with the caller's devices
             return cls.real(store, rank, size, timeout)
         options = cls.real._Options()
         options._devices, doors = make_devices()
@@ -71,7 +71,7 @@ class _Guarded(type):
 
 
 def _listeners() -> set[int]:
-    """The descriptors of this process that are sockets which listen for TCP."""
+    """Return the descriptors of this process that are listening TCP sockets."""
     found = set[int]()
     for name in os.listdir("/proc/self/fd") if sys.platform == "linux" else []:
         try:
@@ -80,16 +80,16 @@ def _listeners() -> set[int]:
             with socket.socket(fileno=os.dup(int(name))) as one:
                 if one.type == socket.SOCK_STREAM and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                     found.add(int(name))
-        except OSError:  # closed meanwhile, by another thread
+        except OSError:  # another thread has closed it meanwhile
             continue
     return found
 
 
 def shut(listeners: set[int]) -> None:
-    """Have the kernel drop each packet for the listeners, by a filter that takes no byte of any (on Linux)."""
+    """Let the kernel drop each packet for the listeners, by a filter that accepts no byte (on Linux)."""
     drop = ctypes.create_string_buffer(struct.pack("=HBBI", RETURN, 0, 0, 0))
     for listener in listeners:
-        door = socket.socket(fileno=listener)  # no further descriptor: there may be none left
+        door = socket.socket(fileno=listener)  # not a new descriptor: there may be none left
         try:
             door.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("@HP", 1, ctypes.addressof(drop)))
         finally:

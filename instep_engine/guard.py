@@ -1,9 +1,9 @@
-"""Who may ask a server for what.
+"""Which requests a server accepts from which clients.
 
-A server finds two keys in its environment. That of `KEY_VARIABLE` opens every route. That of `GENERATE_VARIABLE` opens
-`GENERATION_ROUTES`, too; if it is `EVERYONE`, they need no key. `OPEN_ROUTES` never need one. A request that a web page
-of another host has sent (its Origin), or that came by a foreign name (its Host), is refused whatever its key is; the
-names of `HOSTS_VARIABLE`, with commas between them, are not foreign.
+A server finds two keys in its environment. The key in `KEY_VARIABLE` opens every route. The key in `GENERATE_VARIABLE`
+opens only `GENERATION_ROUTES`; if it is `EVERYONE`, they need no key. `OPEN_ROUTES` never need a key. Two kinds of
+requests are always refused: those from a web page of another host (its Origin), and those to a foreign name (its Host).
+The names in `HOSTS_VARIABLE`, separated by commas, are not foreign.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from urllib.parse import urlsplit
 KEY_VARIABLE = "INSTEP_API_KEY"
 GENERATE_VARIABLE = "INSTEP_GENERATE_KEY"
 HOSTS_VARIABLE = "INSTEP_ALLOWED_HOSTS"
-LONGEST_KEY = 1000  # characters: servers bound the size of a header
+LONGEST_KEY = 1000  # characters: servers limit the size of a header
 EVERYONE = "*"
 OPEN_ROUTES = frozenset({"/health"})
-ATROPOS_ROUTES = frozenset(  # that tell of the state of Atropos' server, which not every server of ours has
+ATROPOS_ROUTES = frozenset(  # they report the state of Atropos' server, which not every server of ours has
     "/health_generate /bridge/info /bridge/state_dict_info /bridge/is_paused /bridge/is_sleeping "
     "/bridge/list_endpoints /lora/status".split()
 )
@@ -35,16 +35,16 @@ class Guard:
     """The check of every request to one server.
 
     Args:
-        key: opens every route; generate_key: opens generation, too ("": no further key does).
-        hosts: further names and addresses by which clients may call this server.
+        key: opens every route; generate_key: also opens generation ("": no such key).
+        hosts: more names and addresses by which clients may call this server.
 
     Raises:
-        ValueError: there is no key, or one that no request could carry.
+        ValueError: there is no key, or a request could not carry it.
     """
 
     def __init__(self, key: str, generate_key: str = "", hosts: Iterable[str] = ()):
         if not key:
-            raise ValueError(f"no key: set the variable {KEY_VARIABLE}, which control routes ask for")
+            raise ValueError(f"no key: set the variable {KEY_VARIABLE}, which control routes need")
         for given in (key, *([generate_key] if generate_key not in ("", EVERYONE) else [])):
             if fault := fault_of_key(given):
                 raise ValueError(f"the key {fault}: change the variable {KEY_VARIABLE}")
@@ -58,11 +58,11 @@ class Guard:
         return cls(key, generate_key, hosts.split(","))
 
     def refusal(self, path: str, headers: Mapping[str, str], address: str) -> tuple[int, str] | None:
-        """HTTP status and message of a refused request; None for one that may pass.
+        """Return HTTP status and message of a refused request; None for one that may pass.
 
         Args:
             headers: by names in lower case, or by names of any case.
-            address: of this host, at which the request came in.
+            address: the address of this host that received the request.
         """
         for name, prefix in (("host", "//"), ("origin", "")):
             value = headers.get(name)
@@ -80,19 +80,19 @@ class Guard:
             return None
         if self._generate_key and hmac.compare_digest(sent, self._generate_key):
             return None if generates else (403, f"this key opens generation only, not {path}")
-        how = "a hook gets KEY from instep.rollout.http.api_key(url); docs/security.md says where else it is"
+        how = "a hook gets KEY from instep.rollout.http.api_key(url); docs/security.md lists its other places"
         return 401, f"{path} needs a key: send the header 'Authorization: Bearer KEY' ({how})"
 
 
 def fault_of_key(key: str) -> str:
-    """What is wrong with a key; "" if a header can carry it, and it does not stand for everyone."""
+    """Return what is wrong with a key; "" if a header can carry it, and it does not mean everyone."""
     if not key or key == EVERYONE or not key.isascii() or not key.isprintable() or " " in key:
         return "is not one line of ASCII without blanks"
     return f"has more than {LONGEST_KEY} characters" if len(key) > LONGEST_KEY else ""
 
 
 def _host(url: str) -> str | None:
-    """The host of a URL, in lower case; None if it has none."""
+    """Return the host of a URL, in lower case; None without one."""
     try:
         return urlsplit(url).hostname
     except ValueError:

@@ -1,20 +1,20 @@
-"""Buckets of weights in memory that trainer and engine both open, and the line over which they speak about them.
+"""Buckets of weights in memory that trainer and engine both open, and the line for their messages.
 
 Both ends, the trainer and the engine, use this file.
 
-A sender allocates its buckets once, and tells each receiver how they are opened: on a GPU by a CUDA IPC handle, whose
-fields travel as text, on a CPU by a file in shared memory. From then on only headers travel, as JSON over a Unix-domain
+A sender allocates its buckets once, and sends each receiver the data to open them: on a GPU a CUDA IPC handle, whose
+fields travel as text, on a CPU a file in shared memory. From then on only headers travel, as JSON over a Unix-domain
 socket in the run's folder:
 
-    receiver -> sender  {"device": UUID}                      who joins
+    receiver -> sender  {"device": UUID}                      the joining worker
     sender -> receiver  {"buckets": [HANDLE, ...]}            or {"elsewhere": PATH}, where the rank on its GPU listens
     sender -> receiver  {"slot": 0, "num_bytes": ..., "tensors": [...], "version": ..., "nonce": ...}   a full bucket
     receiver -> sender  {"free": 0}                           it has copied all that it needs
     sender -> receiver  {"end": true}
 
-The sender waits until the bytes are in the bucket before it sends the header, and the receiver until its copies are
-done before it frees the bucket. A receiver that refuses something goes on reading, so that all stay in step. Who is
-gone has closed its line.
+The sender waits until the bytes are in the bucket before it sends the header. The receiver waits until its copies are
+done before it frees the bucket. A receiver that refuses something keeps reading, so that all stay in step. A process
+that ends closes its line.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ class Line:
     """One end of a connection that carries JSON.
 
     Args:
-        look: called again and again while the line waits for its peer; it may raise.
+        look: called repeatedly while the line waits for its peer; it may raise.
     """
 
     def __init__(self, connection: socket.socket, look: Callable[[], None] = lambda: None):
         self._socket, self._look = connection, look
 
     def send(self, message: dict[str, Any], deadline: float) -> None:
-        """Raises StreamBroken if the peer is gone, or takes nothing until `deadline` (of `time.monotonic`)."""
+        """Send a message. Raises StreamBroken: the peer is gone, or takes nothing until `deadline`."""
         data = json.dumps(message).encode()
         try:
             self._socket.settimeout(max(0.001, deadline - time.monotonic()))
@@ -62,7 +62,7 @@ class Line:
             raise StreamBroken(f"a peer is gone: {error}") from error
 
     def receive(self, deadline: float) -> dict[str, Any]:
-        """The next message. Raises StreamBroken if the peer is gone, or silent until `deadline`."""
+        """Return the next message. Raises StreamBroken: the peer is gone, or silent until `deadline`."""
         (length,) = struct.unpack("<Q", self._exactly(8, deadline))
         message: dict[str, Any] = json.loads(self._exactly(length, deadline))
         return message
@@ -90,7 +90,7 @@ class Line:
 
 
 def listen(path: Path) -> socket.socket:
-    """A socket that listens at `path`."""
+    """Return a socket that listens at `path`."""
     listener = socket.socket(socket.AF_UNIX)
     _at(path, listener.bind)
     listener.listen(128)
@@ -98,19 +98,19 @@ def listen(path: Path) -> socket.socket:
 
 
 def connect(path: Path, look: Callable[[], None] = lambda: None) -> Line:
-    """A line to who listens at `path`. Raises StreamBroken if nobody does, NoPlace outside of a run's folder."""
+    """Return a line to the listener at `path`. Raises StreamBroken: there is none; NoPlace: not in a run's folder."""
     check_memory_folder(str(path.parent))
     connection = socket.socket(socket.AF_UNIX)
     try:
         _at(path, connection.connect)
     except OSError as error:
         connection.close()
-        raise StreamBroken(f"nobody listens at {path}: {error}") from error
+        raise StreamBroken(f"no process listens at {path}: {error}") from error
     return Line(connection, look)
 
 
 def _at(path: Path, call: Callable[[str], None]) -> None:
-    """Call with a short name of `path`: those of sockets have at most 107 characters."""
+    """Call with a short name of `path`, because names of sockets have at most 107 characters."""
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         call(f"/proc/self/fd/{folder}/{path.name}")
@@ -122,7 +122,7 @@ def _at(path: Path, call: Callable[[str], None]) -> None:
 
 
 def device_key(device: torch.device) -> str:
-    """By what trainer and engine know that they are on one device: the UUID of the GPU, or "cpu"."""
+    """Return the name by which trainer and engine recognize a common device: the UUID of the GPU, or "cpu"."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu"
 
 
@@ -145,19 +145,19 @@ class Bucket:
             self.data = new_file(self._path, num_bytes)
 
     def handle(self) -> dict[str, Any]:
-        """How one more process opens it."""
+        """Return the record by which one more process opens it."""
         if self._path is not None:
             return file_record(self._path, self.data.numel())
         return cuda_record(self.data.untyped_storage())
 
     def unlink(self) -> None:
-        """Let nobody else open it."""
+        """Prevent other processes from opening it."""
         if self._path is not None:
             self._path.unlink(missing_ok=True)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for what this process has begun on its current stream."""
+    """Wait for the work of this process on its current stream."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
@@ -166,13 +166,13 @@ def synchronize(device: torch.device) -> None:
 
 
 class Receiver:
-    """A worker of an engine that has joined; its line and the buckets stay open for later sessions.
+    """A worker of an engine that has joined. Its line and the buckets stay open for later sessions.
 
     Args:
-        alive: called again and again while it waits.
+        alive: called repeatedly while it waits.
 
     Raises:
-        StreamBroken: nobody listens, or no rank of the trainer is on this worker's GPU.
+        StreamBroken: no process listens, or no rank of the trainer is on this worker's GPU.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class Receiver:
     def receive(
         self, session: dict[str, str], load: Callable[[dict[str, torch.Tensor]], None], deadline: float
     ) -> None:
-        """Receive a stream, and load one bucket after another; the tensors that `load` gets are gone after it.
+        """Receive a stream, and load one bucket after another. The tensors for `load` are invalid after it returns.
 
         A bucket like the last one in its slot is given as the same dict, of the same views.
 

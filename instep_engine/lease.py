@@ -1,12 +1,12 @@
-"""The lease of an engine's pause, as its server keeps it.
+"""The lease of an engine's pause, on the side of its server.
 
-A trainer that pauses an engine which it has not started takes the lease, and renews it until the engine has resumed:
+A trainer that pauses an engine which it has not started takes the lease. It renews it until the engine has resumed:
 
     {"owner": "process 7 on host1", "seconds": 10.0, "begin": true, "in_place": false}
 
 "begin" takes the lease, otherwise it is renewed. "in_place" says that the trainer is about to write into the memory
-that the engine computes with. When nobody has renewed the lease for its seconds, its owner has died or stands still,
-and the server hears of it: it may go on, or end.
+that the engine computes with. If no request renews the lease for its seconds, its owner has died or stands still. Then
+the server is notified: it may resume, or end.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from contextlib import contextmanager
 from typing import Any
 
 HELD = "another run has paused this engine"  # trainers look for these three in an answer
-EXPIRED = "nobody renewed the lease of this pause, and the engine went on"
-UNKNOWN = "nobody holds the lease of this engine: it has resumed, or was started anew"
+EXPIRED = "no request renewed the lease of this pause, and the engine resumed"
+UNKNOWN = "no process holds the lease of this engine: it has resumed, or was restarted"
 LONGEST = 3600.0  # seconds
 LATE = 1.0  # seconds after the end at which the server itself must have stood still
 LOADED = "; some weights of the session were loaded before"  # ends the refusals of workers of which this is true
@@ -30,7 +30,7 @@ logger = logging.getLogger("vllm.instep")
 
 
 class NoLease(RuntimeError):
-    """A trainer may not do what it asks for; `what` says why, and the text is what instep reads as a refusal."""
+    """A trainer may not do what it requests; `what` says why. instep reads the text as a refusal."""
 
     def __init__(self, what: str):
         super().__init__(f"WeightMismatch[]: {what}")
@@ -41,22 +41,22 @@ class Lease:
     """The lease of one engine. All calls are made in one event loop.
 
     Args:
-        expired: called when nobody has renewed the lease; its argument says whether the owner may have written into the
+        expired: called when the lease was not renewed; its argument says whether the owner may have written into the
             weights in place.
     """
 
     def __init__(self, expired: Callable[[bool], Awaitable[None]]):
         self._tell = expired
-        self._owner = ""  # nobody
+        self._owner = ""  # no owner
         self._in_place = self._expired = False
         self._timer: asyncio.TimerHandle | None = None
-        self._told: asyncio.Future[None] | None = None  # a loop keeps no task alive by itself
+        self._told: asyncio.Future[None] | None = None  # a loop alone does not keep a task alive
 
     def ask(self, given: Any) -> None:
-        """Begin or renew the lease, as a request asks for it.
+        """Begin or renew the lease, as a request asks.
 
         Raises:
-            NoLease: another trainer holds it, it has expired, nobody has begun it, or the request has another form.
+            NoLease: another trainer holds it, it has expired, no trainer has begun it, or the request has another form.
         """
         given = given if isinstance(given, dict) else {}
         owner, seconds = given.get("owner"), given.get("seconds")
@@ -82,11 +82,11 @@ class Lease:
             raise NoLease(EXPIRED)
 
     def whole(self) -> None:
-        """Take note that the engine holds one version, whatever was written in place."""
+        """Note that the engine holds one version, whatever was written in place."""
         self._in_place = False
 
     def end(self) -> None:
-        """Take note that the engine has resumed."""
+        """Note that the engine has resumed."""
         self._owner, self._in_place = "", False
         self._stop()
 
@@ -109,43 +109,43 @@ class Lease:
 
 
 class Keeper:
-    """The lease of one engine, and what its server knows of the weights in it.
+    """The lease of one engine, and its server's knowledge of the weights in it.
 
     Args:
-        resume: lets the engine generate; end: ends it, where it may hold weights of two versions.
+        resume: lets the engine generate; end: ends it, if it may hold weights of two versions.
     """
 
     def __init__(self, resume: Callable[[], Awaitable[None]], end: Callable[[], Awaitable[None]]):
         self.lease = Lease(self._expired)
         self._resume, self._end = resume, end
-        self._version = ""  # that the session announced
+        self._version = ""  # announced by the session
         self._torn = False  # the engine may hold weights of two versions
         self._complete = False  # the last update has found all weights of its session there
-        self.num_updates, self.last_update = 0, 0.0  # sessions that were completed, and when the last one was
+        self.num_updates, self.last_update = 0, 0.0  # the number of completed sessions, and the time of the last one
 
     def begun(self, version: str) -> None:
-        """Take note of a session that was announced."""
+        """Note that a session was announced."""
         self._complete, self._version = False, version
 
     @contextmanager
     def loading(self, backend: str, several: bool) -> Iterator[None]:
-        """Take note of what becomes of an update. Raises NoLease.
+        """Note the result of an update. Raises NoLease.
 
         Args:
-            several: whether the engine has replicas, of which one may load what another refuses.
+            several: whether the engine has replicas, so that one may load what another refuses.
         """
         self.lease.check()
         before, self._complete = self._torn, False
         self._torn = before or backend not in HARMLESS
         try:
             yield
-        except Exception as error:  # whatever the engine raises: parts may be loaded
+        except Exception as error:  # any error of the engine: parts may be loaded
             self._torn = before or (several and backend not in HARMLESS) or LOADED in str(error)
             raise
         self._complete = backend == "complete"
 
     def finished(self) -> str | None:
-        """Take note of the end of a session; returns the version that it has brought, None if it was given up."""
+        """Note the end of a session. Return the version that it has brought, None if it was abandoned."""
         if not self._complete:
             return None
         self._torn = self._complete = False
@@ -155,8 +155,8 @@ class Keeper:
 
     async def _expired(self, in_place: bool) -> None:
         if in_place or self._torn:
-            logger.error("nobody renews the lease of the pause: the engine ends, its weights may be of two versions")
+            logger.error("the lease of the pause is not renewed: the engine ends, its weights may be of two versions")
             await self._end()
         else:
-            logger.warning("nobody renews the lease of the pause: the engine goes on with the weights that it had")
+            logger.warning("the lease of the pause is not renewed: the engine resumes with its earlier weights")
             await self._resume()

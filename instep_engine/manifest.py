@@ -1,6 +1,6 @@
-"""Manifests of a weight sync: one record per tensor that was sent, with a digest of its bytes.
+"""Manifests of a weight sync: one record per sent tensor, with a digest of its bytes.
 
-The controller receives a manifest from the trainer and hands it to each engine over HTTP, while the bytes travel in a
+The controller receives a manifest from the trainer and passes it to each engine over HTTP. The bytes travel in a
 shared-memory file or a checkpoint on disk. The engine compares the two before it loads anything.
 """
 
@@ -16,7 +16,7 @@ import xxhash
 
 
 class WeightMismatch(Exception):
-    """The weights are not those that were announced; `tensor` is the first one concerned.
+    """The weights are not the announced ones; `tensor` is the first wrong one.
 
     instep parses the text of an engine's answer for it.
     """
@@ -47,9 +47,9 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class BucketManifest:
-    """The manifest of one bucket; `nonce` is new in every sync, so that no old bucket is taken for a new one.
+    """The manifest of one bucket. `nonce` is new in every sync, so that an old bucket cannot pass for a new one.
 
-    `config` is that of an adapter: peft's `adapter_config.json`, and as `num_tensors` how many tensors it has.
+    `config` is that of an adapter: peft's `adapter_config.json`, with its number of tensors as `num_tensors`.
     """
 
     path: str
@@ -63,7 +63,7 @@ class BucketManifest:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> BucketManifest:
-        """Raises: KeyError, TypeError for anything but what `to_json` makes."""
+        """Read the result of `to_json`. Raises: KeyError, TypeError for anything else."""
         tensors = tuple(map(TensorRecord.from_json, data["tensors"]))
         texts = [data["path"], data["version"], data["nonce"], *(x for t in tensors for x in (t.name, t.dtype))]
         numbers = [n for t in tensors for n in (*t.shape, t.offset, t.nbytes)]
@@ -73,7 +73,7 @@ class BucketManifest:
 
 
 def tensors_of(records: Iterable[TensorRecord], data: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The tensors of a bucket by name: views of its bytes `data`, where they are aligned.
+    """Return the tensors of a bucket by name: views of its bytes `data`, if they are aligned.
 
     Raises:
         WeightMismatch: a record contradicts the bucket or itself, or a name comes twice.
@@ -86,12 +86,12 @@ def tensors_of(records: Iterable[TensorRecord], data: torch.Tensor) -> dict[str,
         if not isinstance(dtype, torch.dtype) or math.prod(t.shape) * dtype.itemsize != t.nbytes:
             raise WeightMismatch(f"{t.name}: {t.nbytes} bytes of shape {t.shape} and dtype {t.dtype}", t.name)
         if not 0 <= t.offset <= data.numel() - t.nbytes:
-            raise WeightMismatch(f"{t.name} lies outside the bucket of {data.numel()} bytes", t.name)
+            raise WeightMismatch(f"{t.name} is outside the bucket of {data.numel()} bytes", t.name)
         flat = data[t.offset : t.offset + t.nbytes]
         aligned = flat.clone() if t.offset % dtype.itemsize else flat
         try:
             tensors[t.name] = aligned.view(dtype).view(t.shape)
-        except RuntimeError as error:  # a dtype that is no plain number's
+        except RuntimeError as error:  # the dtype is not a plain number's
             raise WeightMismatch(f"{t.name}: {error}", t.name) from error
     return tensors
 
@@ -101,7 +101,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, without a copy."""
+    """Return the bytes of a contiguous CPU tensor, without a copy."""
     return memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
@@ -113,11 +113,11 @@ DIGEST_KIND = "xxh3-128"
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
-    """The xxh3-128 of the tensor's bytes, which are copied to the host if necessary."""
+    """Return the xxh3-128 of the tensor's bytes, copied to the host if necessary."""
     return digest(tensor_bytes(tensor.detach().to("cpu")))
 
 
 def record_of(name: str, tensor: torch.Tensor, offset: int = 0) -> TensorRecord:
-    """The record of a contiguous CPU tensor that lies at `offset` of its bucket."""
+    """Return the record of a contiguous CPU tensor at `offset` of its bucket."""
     data = tensor_bytes(tensor)
     return TensorRecord(name, tuple(tensor.shape), dtype_name(tensor.dtype), offset, data.nbytes, digest(data))

@@ -15,10 +15,10 @@ from instep_engine.place import open_bucket
 
 
 def new_file(path: Path, num_bytes: int) -> torch.Tensor:
-    """The bytes of a new file, uint8 `[num_bytes]`. Raises OSError: there is no room for it."""
+    """Return the bytes of a new file, uint8 `[num_bytes]`. Raises OSError: there is no room for it."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     try:
-        os.posix_fallocate(fd, 0, num_bytes)  # a file with holes would end the process when they are written
+        os.posix_fallocate(fd, 0, num_bytes)  # writing into a file with holes could end the process
         return torch.frombuffer(mmap.mmap(fd, num_bytes), dtype=torch.uint8)
     except OSError:
         path.unlink()
@@ -28,12 +28,12 @@ def new_file(path: Path, num_bytes: int) -> torch.Tensor:
 
 
 def file_record(path: Path, num_bytes: int) -> dict[str, Any]:
-    """How another process opens the file."""
+    """Return the record by which another process opens the file."""
     return {"kind": "file", "path": str(path), "bytes": num_bytes}
 
 
 def cuda_record(storage: torch.UntypedStorage) -> dict[str, Any]:
-    """How one more process opens it. torch counts who has it open, so that each needs a record of its own."""
+    """Return the record by which one more process opens it. torch counts the openers, so each needs its own record."""
     _, handle, size, offset, counter, counter_offset, event, waits = storage._share_cuda_()
     return {
         "kind": "cuda",
@@ -49,11 +49,11 @@ def cuda_record(storage: torch.UntypedStorage) -> dict[str, Any]:
 
 
 def open_memory(record: Mapping[str, Any], device: torch.device) -> torch.Tensor:
-    """The bytes of another process's memory, uint8; on a GPU by its number in this process.
+    """Return the bytes of another process's memory, uint8; on a GPU by its number in this process.
 
     Raises:
         NoPlace, OSError: a file that is not in the folder of a run, or is gone.
-        RuntimeError: CUDA does not open the handle.
+        RuntimeError: CUDA cannot open the handle.
     """
     if record["kind"] == "file":
         fd = open_bucket(record["path"], os.O_RDWR)

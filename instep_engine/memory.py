@@ -1,11 +1,11 @@
-"""An engine's worker shares the weights of its model with a trainer, and writes down what lies where.
+"""The code by which an engine's worker shares the weights of its model with a trainer, and records their places.
 
-A weight of the checkpoint lies in slices of the model's parameters (fused, and with TP a part of it). In vLLM the map
-of names to slices is recorded while its own `load_weights` copies a checkpoint into them; no model is known here.
-`record` of a slice: the memory's number, the offset in bytes, shape and stride in it, and offset and stride (in
-elements) of the same elements in the weight of the checkpoint.
+A weight of the checkpoint is in slices of the model's parameters (fused, and with TP a part of it). In vLLM the map of
+names to slices is recorded while its own `load_weights` copies a checkpoint into them; no model is known here. `record`
+of a slice: the memory's number, the offset in bytes, shape and stride in it, and offset and stride (in elements) of the
+same elements in the weight of the checkpoint.
 
-On a CPU all parameters move into one memory, a file (`file_memory`). On a GPU each parameter stays where it is, and its
+On a CPU all parameters move into one memory, a file (`file_memory`). On a GPU each parameter stays where it is. Its
 storage is a memory that other processes open by its CUDA IPC handle (`cuda_memories`). See `mapped.py`.
 """
 
@@ -27,8 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from instep_engine.mapped import cuda_record, file_record, new_file
 
 ALIGNMENT = 64  # bytes, of each parameter
-LENGTH = 4096  # elements of a sample, about
-_SETS_ALL = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)  # of rows that only pad a vocabulary
+LENGTH = 4096  # elements of a sample, approximately
+_SETS_ALL = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)  # for rows that only pad a vocabulary
 
 
 class CannotShare(Exception):
@@ -37,7 +37,7 @@ class CannotShare(Exception):
 
 @dataclass(frozen=True)
 class Memory:
-    """One memory: how it is opened, and the addresses that it has in this process."""
+    """One memory: how to open it, and its addresses in this process."""
 
     record: dict[str, Any]
     begin: int
@@ -45,33 +45,33 @@ class Memory:
 
 
 def file_memory(folder: Path, rank: int, num_bytes: int) -> tuple[Memory, torch.Tensor]:
-    """A new file in `folder`, mapped by all who open it, and its bytes as a uint8 tensor.
+    """Return a new file in `folder`, mapped by all its users, and its bytes as a uint8 tensor.
 
     Raises:
         CannotShare: there is no room for it.
     """
     for left in folder.glob(f"memory-{rank}-*.bin"):
-        left.unlink()  # of an engine that has ended; who maps it keeps it
+        left.unlink()  # of an engine that has ended; processes that map it keep it
     path = folder / f"memory-{rank}-{secrets.token_hex(8)}.bin"
     try:
         data = new_file(path, num_bytes)
     except OSError as error:
         raise CannotShare(
             f"{num_bytes / 1e9:,.2f} GB of weights do not fit into {folder}: {error.strerror}; enlarge /dev/shm "
-            "(docker: --shm-size), or --weight-sync shm"
+            "(docker: --shm-size), or use --weight-sync shm"
         ) from error
     return Memory(file_record(path, num_bytes), data.data_ptr(), data.data_ptr() + num_bytes), data
 
 
 def cuda_memories(parameters: Iterable[torch.Tensor], device: torch.device) -> list[Memory]:
-    """The storages of parameters on a GPU, each once, as another process on the same GPU opens them.
+    """Return the storages of parameters on a GPU, each once, as another process on the same GPU opens them.
 
     They must outlive the trainer: the engine never frees a parameter.
 
     Raises:
         CannotShare: the allocator's memory has no IPC handles.
     """
-    torch.cuda.synchronize(device)  # whoever opens them finds the weights
+    torch.cuda.synchronize(device)  # processes that open them must find the weights
     uuid = str(torch.cuda.get_device_properties(device).uuid)
     memories = []
     storages = [parameter.data.untyped_storage() for parameter in parameters if parameter.numel()]
@@ -87,10 +87,10 @@ def cuda_memories(parameters: Iterable[torch.Tensor], device: torch.device) -> l
 
 @dataclass(frozen=True)
 class Slice:
-    """One slice of a weight: its `view` in a worker's memory, and where its elements are in the whole weight.
+    """One slice of a weight: its `view` in a worker's memory, and the place of its elements in the whole weight.
 
     Attributes:
-        target: the number of the parameter, where `Recorder` has seen it.
+        target: the number of the parameter, if `Recorder` has seen it.
     """
 
     view: torch.Tensor
@@ -99,11 +99,11 @@ class Slice:
     target: int = -1
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """The same elements of the whole, contiguous weight."""
+        """Return the same elements of the whole, contiguous weight."""
         return whole.as_strided(self.view.shape, self.source_stride, whole.storage_offset() + self.source_offset)
 
     def held(self, whole: torch.Tensor) -> torch.Tensor:
-        """What the slice has if it holds `whole`: in its dtype, on its device."""
+        """Return the contents of the slice if it holds `whole`: in its dtype, on its device."""
         return self.of(whole.contiguous()).to(self.view.device, self.view.dtype)
 
     def record(self, memories: Sequence[Memory]) -> dict[str, Any]:
@@ -128,18 +128,18 @@ class Ranges:
         self._begins = [begin for begin, _, _ in self._ranges]
 
     def holding(self, address: int) -> int | None:
-        """The number of the tensor that has this address; None if none has it."""
+        """Return the number of the tensor that has this address; None without one."""
         place = bisect.bisect_right(self._begins, address) - 1
         return self._ranges[place][2] if place >= 0 and address < self._ranges[place][1] else None
 
 
 class Recorder(TorchDispatchMode):
-    """Sees what is written into parameters while weights are loaded, and keeps the slices of plain copies.
+    """Records writes into parameters while weights are loaded, and keeps the slices of plain copies.
 
     Attributes:
-        sources: the weights by name; slices: by name those that were copied.
+        sources: the weights by name; slices: the copied ones by name.
         written: the numbers of the parameters that were copied into, and how many elements.
-        unknown: the shapes of what was copied from elsewhere; changed: whether something was written but by a copy.
+        unknown: the shapes of copies from other sources; changed: whether anything but a copy has written.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor]):
@@ -182,8 +182,10 @@ class Recorder(TorchDispatchMode):
 
 
 class Sample:
-    """About `LENGTH` elements of each slice, spread over it; they are gathered where the slices are, without copies of
-    their own, and come to the host at once."""
+    """About `LENGTH` elements of each slice, spread over it.
+
+    They are gathered on the device of the slices, without extra copies, and come to the host at once.
+    """
 
     def __init__(self, slices: Mapping[str, Sequence[Slice]]):
         chosen = [(name, few(part.view)) for name, parts in slices.items() for part in parts]
@@ -210,12 +212,12 @@ class Sample:
 
 
 def few(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of the elements that are in the sample."""
+    """Return a view of the elements in the sample."""
     return tensor.detach()[tuple(slice(None, None, step) for step in steps(tensor.shape))]
 
 
 def steps(shape: Sequence[int]) -> list[int]:
-    """Between two elements of the sample, by dimension."""
+    """Return the distance between two elements of the sample, by dimension."""
     each = max(1, round(LENGTH ** (1 / max(1, len(shape)))))
     return [-(-size // each) or 1 for size in shape]
 
@@ -229,10 +231,10 @@ def write_manifest(
     shapes: Mapping[str, Iterable[int]],
     meet: Callable[[], object],
 ) -> str:
-    """Write `memory-RANK.json` as a whole; returns the nonce in it, by which a trainer knows an engine's new memory.
+    """Write `memory-RANK.json` as a whole. Return its nonce, by which a trainer recognizes an engine's new memory.
 
-    Rank 0's comes last, as a trainer opens the others when that one's process lives: those of an engine that has ended
-    may still be there.
+    Rank 0's comes last, because a trainer opens the others if the process of rank 0's file lives. Files of an engine
+    that has ended may still exist.
 
     Args:
         meet: returns when all ranks of the engine have called it.

@@ -1,8 +1,8 @@
-"""Where weights may lie that an engine is told to load, so that its answers tell nothing about any other file.
+"""The allowed places of weights that an engine is asked to load. So its answers reveal nothing about any other file.
 
-A place is a folder of a run (`scratch.py`): named as such, of the engine's own user, closed to all others, and no link.
-Where a file system has owners and modes of its own, it is one in which a file of the engine's looks like the folder.
-This file needs no torch.
+A place is a folder of a run (`scratch.py`): it has such a name, belongs to the engine's own user, is closed to all
+others, and is not a link. Some file systems set owners and modes themselves. There, the folder must look like a new
+file of the engine. This file needs no torch.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ SYNC, GOLDEN = "instep-sync-", "instep-golden-"  # prefixes of the folders' name
 
 
 class NoPlace(Exception):
-    """The path does not lie in the folder of a run, or another user may have put it there."""
+    """The path is not in the folder of a run, or another user may have put it there."""
 
 
 def open_bucket(path: str, flags: int = os.O_RDONLY) -> int:
     """Open a file of weights in shared memory, for reading unless `flags` says more.
 
     Raises:
-        NoPlace: it does not lie in the folder of a run.
+        NoPlace: it is not in the folder of a run.
         OSError: there is no such file.
     """
     folder, owner = _open_folder(Path(path).parent, SYNC)
@@ -40,23 +40,23 @@ def open_bucket(path: str, flags: int = os.O_RDONLY) -> int:
 
 
 def check_memory_folder(path: str) -> None:
-    """Check the folder in which an engine shares its weights. Raises NoPlace; OSError where there is no such folder."""
+    """Check the folder in which an engine shares its weights. Raises NoPlace; OSError if there is no such folder."""
     os.close(_open_folder(Path(path), SYNC)[0])
 
 
 def check_checkpoint(path: str) -> None:
-    """Check the folder of a checkpoint and all of its files. Raises NoPlace; OSError where there is no such folder."""
+    """Check the folder of a checkpoint and all of its files. Raises NoPlace; OSError if there is no such folder."""
     folder, owner = _open_folder(Path(path).parent, GOLDEN)
     os.close(folder)
     if Path(path).name == ".." or not stat.S_ISDIR(os.lstat(path).st_mode):
-        raise NoPlace(f"{path} is no folder")
+        raise NoPlace(f"{path} is not a folder")
     for entry in os.scandir(path):
         if entry.name.endswith((".safetensors", ".json")):
             _check(os.lstat(entry.path), owner, entry.path)
 
 
 def _open_folder(folder: Path, prefix: str) -> tuple[int, int]:
-    """A descriptor of the folder, and the user to whom files of ours belong there."""
+    """Return a descriptor of the folder, and the user who owns our files there."""
     if not folder.name.startswith(prefix) or not folder.is_absolute():
         raise NoPlace(f"{folder} is not the folder of a run ({prefix}*)")
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -69,12 +69,12 @@ def _open_folder(folder: Path, prefix: str) -> tuple[int, int]:
     os.close(fd)
     raise NoPlace(
         f"{folder} belongs to user {found.st_uid} and has mode {stat.S_IMODE(found.st_mode):04o}; the engine runs "
-        f"as user {os.geteuid()} and reads only folders that are its own and closed to others"
+        f"as user {os.geteuid()} and reads only its own folders, closed to others"
     )
 
 
 def _file_of_ours(folder: int) -> os.stat_result | None:
-    """What a new file of this user looks like there, where we asked for mode 0600; None if we cannot write one.
+    """Return how a new file of this user looks there with mode 0600; None if we cannot write one.
 
     A file system may have one owner and one mode for everything (CIFS, FUSE), or show root as nobody (NFS).
     """
@@ -92,11 +92,11 @@ def _file_of_ours(folder: int) -> os.stat_result | None:
 
 def _check(found: os.stat_result, owner: int, path: str) -> None:
     if not stat.S_ISREG(found.st_mode) or found.st_uid != owner or found.st_nlink != 1:
-        raise NoPlace(f"{path} is no file of its own of user {owner}")
+        raise NoPlace(f"{path} is not a regular file with one link, owned by user {owner}")
 
 
 def process_mark(pid: int) -> str:
-    """A text that no other process of this host has or will have; "" for one that has ended, or is hidden from us."""
+    """Return a text that is unique to a process of this host; "" for one that has ended, or is hidden from us."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # see proc(5)
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -106,6 +106,6 @@ def process_mark(pid: int) -> str:
 
 
 def lives(mark: str) -> bool:
-    """Whether the process of a mark lives."""
+    """Return whether the process of a mark lives."""
     pid = mark.split(" ")[1] if mark.count(" ") == 2 else ""
     return pid.isdigit() and process_mark(int(pid)) == mark

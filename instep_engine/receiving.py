@@ -1,4 +1,4 @@
-"""The weight sessions of a worker of an engine: reads and checks what a trainer sends, by every way of the weights."""
+"""The weight sessions of an engine's worker: reads and checks what a trainer sends, by every way of the weights."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from instep_engine.stream import Group, Invitation, StreamBroken, open_store, re
 
 
 class Receiving:
-    """What comes is checked here; an engine's subclass loads it, or compares what it holds.
+    """Checks what comes. An engine's subclass loads it, or compares what it holds.
 
     Attributes:
-        session: the version and the nonce of the session under way; None: there is none.
+        session: the version and the nonce of the current session; None without one.
         delivered: the names of the tensors that have come in it.
         nonce: of the memory that this worker shares with a trainer.
-        keeps: whether `load` may keep tensors; so those are copied whose memory the next bucket will have.
+        keeps: whether `load` may keep tensors. Then tensors are copied if the next bucket uses their memory.
     """
 
     nonce = ""
     keeps = True
 
     def __init__(self, device: torch.device, alive: Callable[[], None] = lambda: None):
-        """`alive` is called again and again while this waits or reads."""
+        """Store the settings. `alive` is called repeatedly while this waits or reads."""
         self.session: tuple[str | None, str | None] | None = None
         self.delivered: set[str] = set()
         self._at, self._alive = device, alive
-        self._group: Group | Receiver | None = None  # of the last stream, open for those that follow
+        self._group: Group | Receiver | None = None  # of the last stream, open for later ones
 
     def load(self, tensors: dict[str, torch.Tensor], exact: bool) -> Iterable[str]:
         """Load weights by their names in a checkpoint, and return the names of those that the model has.
@@ -46,7 +46,7 @@ class Receiving:
         raise NotImplementedError
 
     def load_adapter(self, tensors: dict[str, torch.Tensor], config: dict[str, Any], lasting: bool) -> None:
-        """Keep tensors of an adapter. `lasting`: others may come in their memory, as the same object then."""
+        """Keep tensors of an adapter. `lasting`: their memory is used again, by the same object then."""
         raise NotImplementedError
 
     def compare_start(self, path: str, tensors: dict[str, torch.Tensor]) -> None:
@@ -64,11 +64,11 @@ class Receiving:
             self._group = None
 
     def receive_weights(self, info: Mapping[str, Any]) -> None:
-        """Receive an update of the session under way.
+        """Receive an update of the current session.
 
         Raises:
-            WeightMismatch: it is not what the session or its own manifest says, or the engine does not take it.
-            KeyError, TypeError, ValueError: it is malformed, or of no known backend.
+            WeightMismatch: it differs from the session or its own manifest, or the engine cannot load it.
+            KeyError, TypeError, ValueError: it is malformed, or of an unknown backend.
         """
         backend = info["backend"]
         if backend == "memory":
@@ -109,7 +109,7 @@ class Receiving:
         self.delivered.update(tensors)
 
     def _manifest(self, info: Mapping[str, Any]) -> BucketManifest:
-        """The manifest of a bucket or checkpoint of this session."""
+        """Return the manifest of a bucket or checkpoint of this session."""
         manifest = BucketManifest.from_json(info["manifest"])
         if (got := (manifest.version, manifest.nonce)) != self.session:
             first = next((t.name for t in manifest.tensors), None)
@@ -117,7 +117,7 @@ class Receiving:
         return manifest
 
     def _files(self, info: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """The tensors of a checkpoint or an adapter on disk, compared with its manifest where one was sent."""
+        """Return the tensors of a checkpoint or an adapter on disk, compared with its manifest if one was sent."""
         return read_checkpoint(info["path"], self._manifest(info) if info.get("manifest") else None, self._alive)
 
     def _receive_stream(self, info: Mapping[str, Any]) -> None:

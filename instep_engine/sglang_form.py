@@ -1,7 +1,7 @@
-"""The form of SGLang's `/generate`, over vLLM's `/inference/v1/generate`: functions written for slime ask it.
+"""The form of SGLang's `/generate`, over vLLM's `/inference/v1/generate`. Functions written for slime use it.
 
-A server reads a request (`Asked.read`), answers its `payload` by its own route, decodes the tokens that are `shown`,
-and sends the `reply`.
+A server reads a request (`Asked.read`), answers its `payload` by its own route, decodes the `shown` tokens, and sends
+the `reply`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 PATH = "/generate"
-HEADER = "x-instep-request"  # repeats, as JSON, what vllm-router drops from a body of this form: a seed, above all
+HEADER = "x-instep-request"  # repeats, as JSON, what vllm-router drops from a body of this form, such as a seed
 DEFAULT_TOKENS = 128  # as in SGLang
 VLLM_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
 _SAMPLING = frozenset(
@@ -29,10 +29,10 @@ class Asked:
     Attributes:
         text, ids: the prompt, in one of the two forms.
         params: the sampling parameters under vLLM's names.
-        log_probs, prompt_log_probs: which log-probs are wanted.
+        log_probs, prompt_log_probs: which log-probs are requested.
         whole: the text holds all tokens. SGLang cuts the end-of-turn token and a stop string from the text unless
-            `no_stop_trim` is true; here it must be false for that, because slime's requests have it.
-        num_tokens: the most tokens of the response; 0 to have the prompt scored.
+            `no_stop_trim` is true. Here this happens only if it is false, because slime's requests set it.
+        num_tokens: the most tokens of the response; 0 to score the prompt.
     """
 
     text: str | None
@@ -47,10 +47,10 @@ class Asked:
 
     @classmethod
     def read(cls, body: Any, header: str | None = None) -> Asked:
-        """A request from its JSON, and from the header `HEADER`.
+        """Read a request from its JSON, and from the header `HEADER`.
 
         Raises:
-            ValueError: it says what cannot be done.
+            ValueError: it asks for something that is not supported.
         """
         if header and isinstance(body, dict) and isinstance(more := json.loads(header), dict):
             both = [x.get("sampling_params") or {} for x in (body, more)]
@@ -63,9 +63,9 @@ class Asked:
         _refuse_unknown("the request", body, _KEYS)
         text, ids = body.get("text"), body.get("input_ids")
         if (type(text), ids) != (str, None) and (text, type(ids)) != (None, list):
-            raise ValueError("one prompt is answered at a time: give text, a string, or input_ids, a list of integers")
+            raise ValueError("only one prompt per request: give text, a string, or input_ids, a list of integers")
         if given.get("n") not in (None, 1) or body.get("logprob_start_len") not in (None, -1, 0):
-            raise ValueError("n must be 1, logprob_start_len -1 (the response alone) or 0 (the prompt, too)")
+            raise ValueError("n must be 1, logprob_start_len -1 (only the response) or 0 (the prompt, too)")
         num = given.get("max_tokens", DEFAULT_TOKENS)
         asked = bool(body.get("return_logprob"))
         whole = given.get("no_stop_trim") is not False
@@ -79,25 +79,25 @@ class Asked:
         return self.params.get("skip_special_tokens") is not False
 
     def payload(self, ids: list[int]) -> dict[str, Any]:
-        """The request for vLLM's route; `ids` are those of the prompt."""
+        """Return the request for vLLM's route; `ids` are those of the prompt."""
         params = {**self.params, "logprobs": 0, "detokenize": bool(self.params.get("stop")), "output_kind": 2}
         if self.num_tokens is not None:
-            params["max_tokens"] = self.num_tokens or 1  # to score a prompt, one token is made and forgotten
+            params["max_tokens"] = self.num_tokens or 1  # to score a prompt, one token is made and dropped
         if self.prompt_log_probs:
             params["prompt_logprobs"] = 0
         return {"token_ids": ids, "sampling_params": params}
 
     def shown(self, answer: Mapping[str, Any]) -> list[int]:
-        """The tokens of the response's text, from the answer of vLLM's route."""
+        """Return the tokens of the response's text, from the answer of vLLM's route."""
         choice, tokens = answer["choices"][0], self._tokens(answer)
         ended = choice.get("finish_reason") == "stop" and not self.whole and not self._stops
         return tokens[:-1] if ended else tokens
 
     def reply(self, ids: Sequence[int], answer: Mapping[str, Any], text: str, seconds: float) -> dict[str, Any]:
-        """SGLang's answer.
+        """Return SGLang's answer.
 
         Args:
-            answer: of vLLM's route; text: the decoded tokens `shown`.
+            answer: of vLLM's route; text: the decoded `shown` tokens.
         """
         choice, tokens = answer["choices"][0], self._tokens(answer)
         ends = sorted((text.find(stop), stop) for stop in self._stops if stop in text)
@@ -113,7 +113,7 @@ class Asked:
             reason |= {"type": "abort", "message": f"the engine has ended the request: {kind}"}
         meta = {"id": self.rid or answer.get("request_id", ""), "finish_reason": reason, "prompt_tokens": len(ids)}
         meta |= {"completion_tokens": len(tokens), "e2e_latency": seconds}
-        if versions := choice.get("weight_versions"):  # of each token; SGLang knows one version of all
+        if versions := choice.get("weight_versions"):  # of each token; SGLang has one version for all
             meta |= {"weight_version": str(versions[-1]["version"]), "weight_versions": versions}
         if self.log_probs:
             scores = [entry["logprob"] for entry in (choice.get("logprobs") or {}).get("content") or []]
@@ -134,13 +134,13 @@ class Asked:
 
 
 def repeated(body: Mapping[str, Any]) -> str:
-    """The header `HEADER` of a request: what is short of it."""
+    """Return the header `HEADER` of a request: its short parts as JSON, without prompt and stop strings."""
     given = {n: v for n, v in (body.get("sampling_params") or {}).items() if n not in ("stop", "stop_token_ids")}
     rest = {name: value for name, value in body.items() if name not in ("text", "input_ids", "sampling_params")}
     return json.dumps({**rest, "sampling_params": given})
 
 
 def _refuse_unknown(where: str, given: Mapping[str, Any], known: frozenset[str]) -> None:
-    """Raise a ValueError for what would ask for something that is not done; null and false ask for nothing."""
+    """Raise a ValueError for unsupported keys, unless their value is null or false."""
     if unknown := sorted(name for name, value in given.items() if name not in known and value not in (None, False, -1)):
-        raise ValueError(f"{where} has {', '.join(unknown)}, which is not done here; known: {', '.join(sorted(known))}")
+        raise ValueError(f"{where} has {', '.join(unknown)}, which is not supported; known: {', '.join(sorted(known))}")

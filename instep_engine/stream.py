@@ -2,11 +2,11 @@
 
 Both ends, the trainer and the engine, use this file.
 
-First come two broadcasts, the length of a header and the header (JSON): the session, and which tensors each bucket
-holds. A bucket is one broadcast: its tensors, each from a multiple of ROW_BYTES on, and their checksums. So the next
-broadcast can be under way on both ends while a bucket is packed or loaded, and nothing waits for the host of a GPU but
-one comparison per bucket. A receiver that refuses something goes on reading until the end, so that all stay in step;
-`abort` ends a stream at once, for all that wait in it.
+First come two broadcasts, the length of a header and the header (JSON). It holds the session, and which tensors are in
+each bucket. A bucket is one broadcast: its tensors, each from a multiple of ROW_BYTES on, and their checksums. So the
+next broadcast can run on both ends while a bucket is packed or loaded. Only one comparison per bucket waits for the
+host of a GPU. A receiver that refuses something keeps reading until the end, so that all stay in step. `abort` ends a
+stream at once, for all that wait in it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ import torch.distributed as dist
 from instep_engine.checksums import ROW_BYTES, checksums, rows_of, texts_of
 from instep_engine.manifest import TensorRecord, WeightMismatch, tensors_of
 
-LOOK_SECONDS = 0.05  # between two looks whether the stream was aborted
-CONNECT_SECONDS = 120.0  # for NCCL's set-up, which takes seconds, when all members have come
+LOOK_SECONDS = 0.05  # between two checks whether the stream was aborted
+CONNECT_SECONDS = 120.0  # for NCCL's set-up after all members have come, which takes seconds
 
 
 class StreamBroken(Exception):
@@ -40,13 +40,13 @@ class StreamBroken(Exception):
 
 @dataclass(frozen=True)
 class Invitation:
-    """Where a stream's members meet.
+    """The meeting place of a stream's members.
 
     Attributes:
-        store: a file that all see ("file:PATH"), or "tcp:HOST:PORT".
-        group: the group's name, which nobody can guess.
-        size: the number of its members, the sender included.
-        config: of a stream that brings an adapter, as in `BucketManifest`.
+        store: a file that all can read ("file:PATH"), or "tcp:HOST:PORT".
+        group: the group's name, which other processes cannot guess.
+        size: the number of its members, with the sender.
+        config: for a stream with an adapter, as in `BucketManifest`.
     """
 
     store: str
@@ -56,7 +56,7 @@ class Invitation:
 
 
 def open_store(place: str, seconds: float) -> dist.Store:
-    """The store at `place`, as a client."""
+    """Return the store at `place`, as a client."""
     kind, _, where = place.partition(":")
     if kind == "file":
         store: dist.Store = dist.FileStore(where, -1)
@@ -66,18 +66,18 @@ def open_store(place: str, seconds: float) -> dist.Store:
     return dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=seconds))
 
 
-_left: list[tuple[Any, list[Any]]] = []  # groups of gloo with a broadcast under way: their end would wait for it
+_left: list[tuple[Any, list[Any]]] = []  # gloo groups with a running broadcast: ending them would wait for it
 
 
 class Group:
     """A member of the group of a stream.
 
     Args:
-        rank: None: the next that is free.
-        alive: called now and then while this waits.
+        rank: None: the next free one.
+        alive: called repeatedly while this waits.
 
     Raises:
-        StreamBroken: not all have joined within `seconds`, or another one has ended the stream.
+        StreamBroken: not all have joined within `seconds`, or another member has ended the stream.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Group:
             raise StreamBroken(f"not all have joined: {error}") from error
 
     def _connect(self, deadline: float) -> None:
-        """Set NCCL's communicator up, in a thread: NCCL itself would wait forever for a member that has died since."""
+        """Set up NCCL's communicator in a thread: NCCL itself would wait forever for a member that has died since."""
         connected: Future[None] = Future()
 
         def connect() -> None:
@@ -126,7 +126,7 @@ class Group:
         connected.result()
 
     def begin(self, tensor: torch.Tensor) -> Any:
-        """Begin to send `tensor` from rank 0, or to receive it, after all that was begun before."""
+        """Begin to send `tensor` from rank 0, or to receive it, after all earlier broadcasts."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         try:
@@ -137,7 +137,7 @@ class Group:
         return work
 
     def finish(self, work: Any, deadline: float) -> None:
-        """Wait for what was begun. Raises StreamBroken at `deadline` (of `time.monotonic`) at the latest."""
+        """Wait for a broadcast. Raises StreamBroken at `deadline` (`time.monotonic`) at the latest."""
         try:
             self._wait(work.is_completed, deadline, "a peer did not take part in time")
             work.wait()
@@ -154,7 +154,7 @@ class Group:
             if now > look:
                 self._alive()
                 if self._store.check(["aborted"]):
-                    raise StreamBroken("it was ended, as another peer has failed")
+                    raise StreamBroken("it was ended because another peer has failed")
                 look = now + LOOK_SECONDS
             time.sleep(0.0001)
 
@@ -163,7 +163,7 @@ class Group:
         return tensor
 
     def close(self) -> None:
-        """Leave the group; broadcasts that others wait in fail."""
+        """Leave the group. Broadcasts that others wait in fail."""
         self._group.abort()
         _left[:] = [(group, works) for group, works in _left if not all(w.is_completed() for w in works)]
         if not all(work.is_completed() for work in self._pending):
@@ -171,7 +171,7 @@ class Group:
 
 
 def _nccl(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
-    """A group over NCCL. By itself torch would end the process of a member in whose group another one fails or dies."""
+    """Return a group over NCCL. By default torch would end the process if another member fails or dies."""
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     before = os.environ.get(name)
     os.environ[name] = "0"
@@ -195,12 +195,12 @@ def abort(invitation: Invitation, seconds: float) -> None:
 
 
 def bytes_of(bucket: list[TensorRecord]) -> int:
-    """The bytes of the tensors of a bucket, in whole rows."""
+    """Return the bytes of the tensors of a bucket, in whole rows."""
     return bucket[-1].offset + rows_of(bucket[-1].nbytes) * ROW_BYTES
 
 
 def new_bucket(bucket: list[TensorRecord], device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Memory of a bucket: all that travels, the part of its tensors, both uint8, and of their checksums, int64."""
+    """Return the memory of a bucket: the whole, the part of its tensors, both uint8, and of their checksums, int64."""
     end = bytes_of(bucket)
     memory = torch.empty(end + 8 * len(bucket), dtype=torch.uint8, device=device)
     return memory, memory[:end], memory[end:].view(torch.int64)
@@ -209,10 +209,10 @@ def new_bucket(bucket: list[TensorRecord], device: torch.device) -> tuple[torch.
 def send_header(
     group: Group, session: dict[str, str], buckets: list[list[TensorRecord]]
 ) -> list[tuple[Any, torch.Tensor]]:
-    """Begin to tell the receivers what comes; `session`: the version and the nonce.
+    """Begin to send the receivers the contents; `session`: the version and the nonce.
 
     Returns:
-        What is to be finished (`Group.finish`), with the memory that must live until then.
+        The work to finish (`Group.finish`), with the memory that must live until then.
     """
     header = json.dumps({**session, "buckets": [[vars(t) for t in bucket] for bucket in buckets]}).encode()
     length = torch.tensor([len(header)]).to(group.device)
@@ -221,7 +221,7 @@ def send_header(
 
 
 def send_bucket(group: Group, memory: torch.Tensor) -> Any:
-    """Begin to send; `memory` must live until what this returns is finished (`Group.finish`)."""
+    """Begin to send. `memory` must live until the returned work is finished (`Group.finish`)."""
     return group.begin(memory)
 
 
@@ -232,18 +232,18 @@ def receive(
 
     Args:
         session: the version and the nonce of the stream.
-        load: may keep the tensors, whose memory is not used again.
+        load: may keep the tensors, because their memory is not used again.
 
     Raises:
-        StreamBroken: it did not come to its end.
-        Exception: what `load` raised, or WeightMismatch; nothing has been loaded since.
+        StreamBroken: it did not reach its end.
+        Exception: the error of `load`, or WeightMismatch; nothing has been loaded after it.
     """
     length = int(group.broadcast(torch.zeros(1, dtype=torch.int64, device=group.device), deadline))
     text = group.broadcast(torch.empty(length, dtype=torch.uint8, device=group.device), deadline)
     header = json.loads(text.cpu().numpy().tobytes())
     buckets = [[TensorRecord.from_json(t) for t in bucket] for bucket in header["buckets"]]
     failure: Exception | None = None
-    begun: list[tuple[Any, torch.Tensor, torch.Tensor]] = []  # the bucket that is wanted, and the next
+    begun: list[tuple[Any, torch.Tensor, torch.Tensor]] = []  # the bucket that is needed now, and the next
     for number, bucket in enumerate(buckets):
         for ahead in buckets[number + len(begun) : number + 2]:
             memory, data, sums = new_bucket(ahead, group.device)
@@ -256,7 +256,7 @@ def receive(
                 load(checked({**header, "tensors": tensors}, session, data))
             except Exception as error:  # noqa: BLE001 - raised below, when the stream has ended
                 failure = error
-        del work, data, sums  # before the bucket after the next: there are two at most
+        del work, data, sums  # before the bucket after the next: there are at most two
     if failure is not None:
         raise failure
 
@@ -266,7 +266,7 @@ class Views:
     """The tensors of a bucket by name, as views of its memory.
 
     Attributes:
-        header: what its header says of them, without the checksums.
+        header: the tensors in its header, without the checksums.
     """
 
     header: list[dict[str, Any]]
@@ -276,19 +276,19 @@ class Views:
 
 
 def checked(header: dict[str, Any], session: dict[str, str], data: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The tensors of a bucket, which are views of `data`; see `views_of`."""
+    """Return the tensors of a bucket, which are views of `data`; see `views_of`."""
     return views_of(header, session, data).tensors
 
 
 def views_of(header: dict[str, Any], session: dict[str, str], data: torch.Tensor, known: Views | None = None) -> Views:
-    """The tensors of a bucket, whose checksums are those that its header tells.
+    """Return the tensors of a bucket after a check of the checksums in its header.
 
     Args:
         header: its session, and its `tensors` (`TensorRecord`).
-        known: returned again if it is of such a bucket in the same memory: an adapter has hundreds of tensors.
+        known: returned again for the same kind of bucket in the same memory: an adapter has hundreds of tensors.
 
     Raises:
-        WeightMismatch: they are not what `header` or `session` says.
+        WeightMismatch: they contradict `header` or `session`.
     """
     plan = [{name: value for name, value in t.items() if name != "digest"} for t in header["tensors"]]
     if (got := {name: header[name] for name in session}) != session:
@@ -309,8 +309,8 @@ def _new_views(plan: list[dict[str, Any]], data: torch.Tensor) -> Views:
     end = 0
     for t in packed:
         if t.offset != end:
-            raise WeightMismatch(f"{t.name} lies at {t.offset} of its bucket, not at {end}", t.name)
+            raise WeightMismatch(f"{t.name} is at {t.offset} of its bucket, not at {end}", t.name)
         end += rows_of(t.nbytes) * ROW_BYTES
     if end != data.numel():
-        raise WeightMismatch(f"a bucket of {data.numel()} bytes, whose tensors take {end}", packed[0].name)
+        raise WeightMismatch(f"a bucket of {data.numel()} bytes, but its tensors take {end}", packed[0].name)
     return Views(plan, packed, data, tensors_of(packed, data))

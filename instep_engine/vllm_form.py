@@ -1,4 +1,4 @@
-"""The form of vLLM's first server at `/generate`, over `/inference/v1/generate`: Atropos' environments ask it.
+"""The form of vLLM's first server at `/generate`, over `/inference/v1/generate`. Atropos' environments use it.
 
 SGLang's form (`sglang_form.py`) has the same route, and no `prompt`; `read` and `reply_of` are for both.
 """
@@ -13,27 +13,27 @@ from typing import Any, ClassVar
 from instep_engine import sglang_form
 
 DEFAULT_TOKENS = 16  # as in vLLM's SamplingParams
-FINAL_ONLY = 2  # vLLM's `output_kind`: vLLM 0.26 answers without it with those of `n` responses that end last, alone
+FINAL_ONLY = 2  # vLLM's `output_kind`: without it vLLM 0.26 only answers with those of `n` responses that end last
 LONGEST_HEADER = 4000  # characters
 _KEY = "vllm_form"  # in the header: the sampling parameters of a request that came through a router
 
 
 def is_asked(body: Any, header: str | None = None) -> bool:
-    """Whether a request to `/generate` has this form, or had it before `for_router`."""
+    """Return whether a request to `/generate` has this form, or had it before `for_router`."""
     return isinstance(body, dict) and ("prompt" in body or (header is not None and f'"{_KEY}"' in header))
 
 
 def for_router(body: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """The request in the form that vllm-router knows, SGLang's, and the header (`sglang_form.HEADER`) with the rest.
+    """Return the request in SGLang's form, which vllm-router knows, and the header `HEADER` with the rest.
 
     Raises:
-        ValueError: it says what cannot be done.
+        ValueError: it asks for something that is not supported.
     """
     asked = Asked.read(body)
     prompt = {"input_ids": asked.ids} if asked.text is None else {"text": asked.text}
     header = json.dumps({_KEY: asked.params})
     if len(header) > LONGEST_HEADER:
-        raise ValueError(f"sampling parameters of {len(header)} characters; {LONGEST_HEADER} are possible")
+        raise ValueError(f"sampling parameters of {len(header)} characters; use at most {LONGEST_HEADER}")
     return prompt, header
 
 
@@ -53,10 +53,10 @@ class Asked:
 
     @classmethod
     def read(cls, body: Mapping[str, Any], header: str | None = None) -> Asked:
-        """A request from its JSON, and from the header of one that came through a router.
+        """Read a request from its JSON, and from the header if it came through a router.
 
         Raises:
-            ValueError: it says what cannot be done.
+            ValueError: it asks for something that is not supported.
         """
         if "prompt" in body:
             prompt, params = body["prompt"], {name: value for name, value in body.items() if name != "prompt"}
@@ -70,7 +70,7 @@ class Asked:
         elif not isinstance(prompt, (str, list)):
             raise ValueError('prompt must be {"prompt_token_ids": [...]} or a text')
         if params.pop("stream", None):
-            raise ValueError("stream: responses are not streamed here; /v1/completions streams them")
+            raise ValueError("stream: this route does not stream; use /v1/completions")
         text = prompt if isinstance(prompt, str) else None
         return cls(text, None if isinstance(prompt, str) else prompt, params)
 
@@ -79,18 +79,18 @@ class Asked:
         return self.params.get("skip_special_tokens") is not False
 
     def payload(self, ids: list[int]) -> dict[str, Any]:
-        """The request for vLLM's route; `ids` are those of the prompt."""
+        """Return the request for vLLM's route; `ids` are those of the prompt."""
         given = {name: value for name, value in self.params.items() if value is not None}
         own = {"detokenize": bool(given.get("stop")), "output_kind": FINAL_ONLY}
         return {"token_ids": ids, "sampling_params": {"max_tokens": DEFAULT_TOKENS, **given, **own}}
 
     @staticmethod
     def shown(answer: Mapping[str, Any]) -> list[list[int]]:
-        """The tokens of each response, from the answer of vLLM's route."""
+        """Return the tokens of each response, from the answer of vLLM's route."""
         return [list(choice.get("token_ids") or []) for choice in answer["choices"]]
 
     def reply(self, ids: Sequence[int], answer: Mapping[str, Any], prompt: str, texts: Sequence[str]) -> dict[str, Any]:
-        """The answer in this form.
+        """Return the answer in this form.
 
         Args:
             answer: of vLLM's route; prompt, texts: the decoded tokens of the prompt and of `shown`.
@@ -112,7 +112,7 @@ class Asked:
         return out
 
     def _cut(self, text: str, choice: Mapping[str, Any]) -> str:
-        """The text before the stop string that ended it."""
+        """Return the text before the stop string that ended it."""
         stop = choice.get("stop_reason")
         if isinstance(stop, str) and not self.params.get("include_stop_str_in_output") and stop in text:
             return text[: text.rindex(stop) if self.params.get("min_tokens") else text.index(stop)]
@@ -120,7 +120,7 @@ class Asked:
 
 
 def _log_probs(choice: Mapping[str, Any]) -> list[list[dict[str, float]]]:
-    """[token] lists of one {id: log-prob}, the sampled token first, then the most likely ones that were asked for."""
+    """Return [token] lists of one {id: log-prob}: the sampled token first, then the requested most likely ones."""
     entries = (choice.get("logprobs") or {}).get("content") or []
     out = []
     for token, entry in zip(choice.get("token_ids") or [], entries, strict=False):
@@ -136,7 +136,7 @@ def _log_probs(choice: Mapping[str, Any]) -> list[list[dict[str, float]]]:
 
 
 def read(body: Any, header: str | None) -> Asked | sglang_form.Asked:
-    """A request to `/generate`, in one of the two forms. Raises ValueError: it says what cannot be done."""
+    """Read a request to `/generate`, in one of the two forms. Raises ValueError: it asks for something unsupported."""
     return (Asked if is_asked(body, header) else sglang_form.Asked).read(body, header)
 
 
@@ -147,7 +147,7 @@ async def reply_of(
     seconds: float,
     decode: Callable[[Sequence[int], bool], Awaitable[str]],
 ) -> dict[str, Any]:
-    """The answer in the form of the request.
+    """Return the answer in the form of the request.
 
     Args:
         ids: of the prompt; answer: of vLLM's route.

@@ -1,4 +1,4 @@
-"""Groups of samples -> the flat columns that a trainer gets, checked for what training needs."""
+"""Groups of samples -> the flat columns of a trainer's batch, checked for what training needs."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ def build_batch(
     compares: str = "",
     replays: bool = False,
 ) -> TokenBatch:
-    """The samples of the groups, whose columns fit each other (`rollout/outputs.py`), in order.
+    """Build the columns from the samples of the groups, in order. Their own columns already fit (`rollout/outputs.py`).
 
     Token columns: `loss_mask` (1 for samples without one, 0 for those with `remove_sample`), and `rollout_log_probs` if
     any sample has them (NaN for samples without). Sample columns: `temperature` (the sample's own, else
     `default_temperature`), `rewards` (if `needs_reward`), `group_index`, `index` (-1 where unknown), and lists:
-    `execution_id` (made up for a sample without one), `status`, `weight_versions` (`Sample.version_spans`), `metadata`,
+    `execution_id` (a new one for a sample without), `status`, `weight_versions` (`Sample.version_spans`), `metadata`,
     `train_metadata`, `extra`; with `replays` also `routed_experts` (`routes.py`), a row for every token. `index` and
     `group_index` are int64, the other tensors float32.
 
     Args:
         reward_key: the entry to take from a reward that is a dict.
         needs_reward: False for supervised fine-tuning, whose samples have no reward.
-        compares: the flags that compare the engine's log-probs with the trainer's, which are of the full distribution:
-            samples that the engine drew from another one are refused.
-        replays: training takes the experts that the engine chose (--use-rollout-routing-replay).
+        compares: the flags that compare the engine's log-probs with the trainer's. The trainer's are of the full
+            distribution, so samples that the engine drew from another one are refused.
+        replays: training uses the experts that the engine chose (--use-rollout-routing-replay).
 
     Raises:
-        RolloutError: a sample that cannot be trained on, with the reason.
+        RolloutError: a sample cannot be trained on; the error gives the reason.
         RewardError: a reward is missing or no finite number.
     """
     samples = [sample for group in groups for sample in group]
@@ -76,7 +76,7 @@ def build_batch(
     if replays:
         ends = np.cumsum([s.response_length for s in samples])
         rows = [_routes(s, own) for s, own in zip(samples, np.split(mask, ends[:-1]), strict=True)]
-        if some := [r for r in rows if len(r)]:  # else nothing is trained
+        if some := [r for r in rows if len(r)]:  # otherwise nothing is trained
             sample_columns["routed_experts"] = [
                 _padded(r if len(r) else some[0][:1], len(s.tokens)) for r, s in zip(rows, samples, strict=True)
             ]
@@ -92,19 +92,19 @@ def build_batch(
 
 
 def is_older(name: str, version: int) -> bool:
-    """Whether an earlier sync brought the weights `name`; a name that no sync has given is somebody else's."""
+    """Return whether an earlier sync brought the weights `name`. A name without a sync is of another process."""
     return name.isdigit() and int(name) < version
 
 
 def older_tokens(batch: TokenBatch, version: int, samples: Sequence[Sample]) -> torch.Tensor:
-    """Which response tokens older weights than `version` have made, with the engine's log-prob known: 1 or 0.
+    """Mark response tokens from older weights than `version` whose engine log-prob is known: 1 or 0.
 
-    A partial rollout and a group from the buffer have such tokens. Those of an unknown version are as old as they can
-    be (`Sample.version_spans`). Those whose log-probs are of a truncated distribution (top-p, ...), no base for a ratio
-    of the whole one, are taken for new.
+    A partial rollout and a group from the buffer have such tokens. Tokens of an unknown version count as the oldest
+    possible (`Sample.version_spans`). Log-probs of a truncated distribution (top-p, ...) are no base for a ratio of the
+    full one, so their tokens count as new.
 
     Args:
-        samples: those of the batch, in its order.
+        samples: the samples of the batch, in its order.
 
     Returns:
         float32 `[num_response_tokens]`.
@@ -119,7 +119,7 @@ def older_tokens(batch: TokenBatch, version: int, samples: Sequence[Sample]) -> 
 
 
 def marked_tokens(samples: Sequence[Sample], spans_of: Callable[[Sample], list[VersionSpan]]) -> torch.Tensor:
-    """float32 `[num_response_tokens]`: 1 in the spans that `spans_of` returns for each sample, else 0."""
+    """Return float32 `[num_response_tokens]`: 1 in the spans that `spans_of` returns for each sample, else 0."""
     out, start = np.zeros(sum(s.response_length for s in samples), np.float32), 0
     for sample in samples:
         for span in spans_of(sample):
@@ -129,7 +129,7 @@ def marked_tokens(samples: Sequence[Sample], spans_of: Callable[[Sample], list[V
 
 
 def _masks(samples: Sequence[Sample]) -> np.ndarray:
-    """float32 `[num_response_tokens]` of all samples."""
+    """Return the loss masks of all samples, float32 `[num_response_tokens]`."""
     out, start = np.ones(sum(s.response_length for s in samples), np.float32), 0
     for sample in samples:
         given, n = sample.loss_mask, sample.response_length
@@ -138,14 +138,14 @@ def _masks(samples: Sequence[Sample]) -> np.ndarray:
         elif given is not None and not (type(given) is list and given.count(1) == n):
             if not {0, 1}.issuperset(given):
                 wrong = next((m for m in given if m not in (0, 1)), given)
-                raise _error(sample, f"loss_mask holds {wrong!r}", "a loss mask is made of 0 and 1")
+                raise _error(sample, f"loss_mask holds {wrong!r}", "use only 0 and 1 in a loss mask")
             out[start : start + n] = given
         start += n
     return out
 
 
 def _log_probs(samples: Sequence[Sample], mask: np.ndarray) -> np.ndarray:
-    """float32 `[num_response_tokens]` of all samples: NaN where all are unknown, 0 for None of an untrained token."""
+    """Return float32 `[num_response_tokens]`: NaN where all are unknown, 0 for None of an untrained token."""
     out, start = np.empty(len(mask), np.float32), 0
     for sample in samples:
         values, end = sample.rollout_log_probs, start + sample.response_length
@@ -163,7 +163,7 @@ def _log_probs(samples: Sequence[Sample], mask: np.ndarray) -> np.ndarray:
 
 
 def _mend_log_probs(samples: Sequence[Sample], mask: np.ndarray, out: np.ndarray) -> None:
-    """Put 0 in the place of None; raise where a log-prob of a trained token is no finite number."""
+    """Replace None by 0. Raise if a log-prob of a trained token is not a finite number."""
     start = 0
     for sample in samples:
         known = np.isfinite(out[start : start + sample.response_length]).all()
@@ -172,7 +172,7 @@ def _mend_log_probs(samples: Sequence[Sample], mask: np.ndarray, out: np.ndarray
                 raise _error(
                     sample,
                     f"rollout_log_probs[{t}] is {value}",
-                    "the log-prob of a trained token is a finite number; None for the whole list if they are unknown",
+                    "give a finite log-prob for each trained token, or None for the whole list if they are unknown",
                 )
             if value is None:
                 out[start + t] = 0.0
@@ -180,7 +180,7 @@ def _mend_log_probs(samples: Sequence[Sample], mask: np.ndarray, out: np.ndarray
 
 
 def _temperature(sample: Sample, default: float, compares: str) -> float:
-    """The temperature of all trained tokens of a sample, whose sampling parameters are checked."""
+    """Return the temperature of all trained tokens of a sample, and check its sampling parameters."""
     params = sample.sampling_params
     turns = sample.sampling_turns or [distribution_of({"temperature": default, **params})]
     value: Any = turns[0]["temperature"]
@@ -188,16 +188,16 @@ def _temperature(sample: Sample, default: float, compares: str) -> float:
         raise _error(
             sample,
             f"its turns were sampled at temperatures {', '.join(str(turn['temperature']) for turn in turns)}",
-            "a sample is scored at one temperature: use one for all its trained turns, append the others with "
-            "trainable=False, or set sample.sampling_params and sampling_turns to what each sample was drawn with",
+            "a sample has one temperature: use one for all its trained turns, append the others with "
+            "trainable=False, or set sample.sampling_params and sampling_turns to the values of its sampling",
         )
     truncated = truncated_by(sample)
     if truncated and compares and sample.rollout_log_probs is not None:
         raise _error(
             sample,
-            f"it was sampled with {', '.join(f'{name} {x!r:.40}' for name, x in truncated.items())}, so that the "
-            f"engine's log-probs are of another distribution than the trainer's, which {compares} compares",
-            f"sample from the full distribution, or leave {compares} out",
+            f"it was sampled with {', '.join(f'{name} {x!r:.40}' for name, x in truncated.items())}, but "
+            f"{compares} compares log-probs of the full distribution",
+            f"sample from the full distribution, or remove {compares}",
         )
     if not isinstance(value, Real) or not 0 < float(value) < math.inf:
         remedy = "train on samples of a temperature above 0: a greedy choice has no log-prob to learn from"
@@ -206,30 +206,30 @@ def _temperature(sample: Sample, default: float, compares: str) -> float:
 
 
 def _routes(sample: Sample, mask: np.ndarray) -> np.ndarray:
-    """`[_, num_layers, experts per token]` of the tokens that are known: at least all before the last trained one."""
+    """Return `[_, num_layers, experts per token]` of the known tokens: at least all before the last trained one."""
     needed = sample.prompt_length + int(mask.nonzero()[0].max()) if mask.any() else 0
     try:
         known = sample.rollout_routed_experts
         rows = as_routes(np.zeros((0, 1, 1), np.uint8) if known is None else known)
     except ValueError as error:
-        raise _error(sample, str(error), "leave rollout_routed_experts as the engine answered them") from error
+        raise _error(sample, str(error), "keep rollout_routed_experts as the engine returned them") from error
     if len(rows) < needed:
         raise _error(
             sample,
-            f"the engine's experts of {len(rows)} tokens are known, of {needed} that are needed",
-            "sample with engines that return them (--enable-return-routed-experts), and hand their rows to "
-            "sample.append_response_tokens(routed_experts=...); or leave --use-rollout-routing-replay out",
+            f"the engine's experts of {len(rows)} tokens are known, but {needed} are needed",
+            "sample with engines that return them (--enable-return-routed-experts), and pass their rows to "
+            "sample.append_response_tokens(routed_experts=...); or remove --use-rollout-routing-replay",
         )
     return rows[: len(sample.tokens)]
 
 
 def _padded(rows: np.ndarray, num_tokens: int) -> np.ndarray:
-    """The tokens behind those that are known, which nothing trained depends on, take the experts of the last one."""
+    """Pad `routes`: tokens behind the known ones get the experts of the last one. Nothing trained depends on them."""
     return np.concatenate([rows, rows[-1:].repeat(num_tokens - len(rows), 0)])
 
 
 def _tokens(samples: Sequence[Sample]) -> torch.Tensor:
-    """int64 `[num_tokens]` of all samples."""
+    """Return the token ids of all samples, int64 `[num_tokens]`."""
     out, start = np.empty(sum(len(s.tokens) for s in samples), np.int64), 0
     for sample in samples:
         end = start + len(sample.tokens)
@@ -248,18 +248,18 @@ def _ids(sample: Sample) -> torch.Tensor:
     try:
         ids = torch.tensor(sample.tokens)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise _error(sample, f"tokens are no list of ids: {error}", "set sample.tokens") from error
+        raise _error(sample, f"tokens are not a list of ids: {error}", "set sample.tokens") from error
     if ids.dtype != torch.int64 or ids.dim() != 1 or bool((ids < 0).any()):
-        raise _error(sample, f"tokens hold {ids.dtype} of at least {ids.min()}", "token ids are integers from 0")
+        raise _error(sample, f"tokens hold {ids.dtype} of at least {ids.min()}", "use integers from 0 as token ids")
     return ids
 
 
 def _check_lengths(sample: Sample) -> None:
-    """Compare them once more: rewards and filters may have changed the sample since it was generated."""
+    """Compare the lengths again: rewards and filters may have changed the sample since it was generated."""
     n = sample.response_length
     if not n:
         what = f"the response is empty (status {sample.status.value})"
-        raise _error(sample, what, "leave its group out, or let the generate function keep the end-of-text token")
+        raise _error(sample, what, "remove its group, or let the generate function keep the end-of-text token")
     if len(sample.tokens) <= n:
         what = f"{len(sample.tokens)} tokens for a response of {n}: the prompt is missing"
         raise _error(sample, what, "sample.tokens holds prompt + response ids, response_length counts the response's")

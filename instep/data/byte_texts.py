@@ -1,4 +1,4 @@
-"""Texts of byte-level tokenizers (Qwen, Llama 3, GPT-2, ...) without the tokenizer: each token stands for some bytes.
+"""Texts of byte-level tokenizers (Qwen, Llama 3, GPT-2, ...) without the tokenizer: each token is a few bytes.
 
 The tokenizer's own `decode` takes several times as long for a whole response.
 """
@@ -22,22 +22,22 @@ class ByteTexts:
         from transformers.convert_slow_tokenizer import bytes_to_unicode
 
         size, known = max(tokens, default=-1) + 1, {character: byte for byte, character in bytes_to_unicode().items()}
-        self._whole = [_bytes_of(tokens.get(i, ""), known) for i in range(size)]  # an id of no token has no text
+        self._whole = [_bytes_of(tokens.get(i, ""), known) for i in range(size)]  # an id without a token has no text
         self._without_special = [b"" if i in special else text for i, text in enumerate(self._whole)]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """The text of `ids`; bytes that are no character become U+FFFD. Raises IndexError for an id that is too big."""
+        """Return the text of `ids`; bytes that are no character become U+FFFD. Raises IndexError: an id is too big."""
         texts = self._without_special if skip_special_tokens else self._whole
         return b"".join(map(texts.__getitem__, ids)).decode("utf-8", errors="replace")
 
     def each(self, ids: Sequence[int]) -> list[str]:
-        """The text of each token, special tokens too. A character of several tokens belongs to the last of them."""
+        """Return the text of each token, special tokens too. A character of several tokens belongs to the last one."""
         decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         return [decode(self._whole[i], n == len(ids)) for n, i in enumerate(ids, 1)]
 
 
 def byte_texts(tokenizer: Any) -> ByteTexts | None:
-    """The texts of a Hugging Face tokenizer; None if it is not byte-level, or does something else to its texts."""
+    """Return the texts of a Hugging Face tokenizer; None if it is not byte-level, or changes texts in another way."""
     from tokenizers.decoders import ByteLevel
     from transformers import PreTrainedTokenizerFast
 
@@ -55,5 +55,5 @@ _METHODS = ("decode", "_decode")
 def _bytes_of(token: str, known: dict[str, int]) -> bytes:
     try:
         return bytes([known[character] for character in token])
-    except KeyError:  # an added token is itself
+    except KeyError:  # an added token is its own text
         return token.encode()

@@ -1,4 +1,4 @@
-"""Conversations -> token ids and loss masks, through the tokenizer's own chat template."""
+"""Conversations -> token ids and loss masks, through the tokenizer's chat template."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def render(
     generation_prompt: bool,
     where: str = "",
 ) -> str:
-    """The conversation as text. The template does not see `step_loss_mask`, a key of instep.
+    """Return the conversation as text. The template does not see `step_loss_mask`, a key of instep.
 
     Raises:
-        DataError: the template refuses the messages, or one has content that is no text.
+        DataError: the template refuses the messages, or the content of one is not text.
         CheckpointError: it computes too much (`template.py`).
     """
     clean = [{k: v for k, v in message.items() if k != "step_loss_mask"} for message in messages]
@@ -46,12 +46,12 @@ def render(
             **(template_kwargs or {}),
         )
     except TemplateTooLarge as error:
-        remedy = "look at its chat_template before you use this checkpoint: it computes without end"
+        remedy = "check its chat_template before you use this checkpoint: it computes without end"
         raise CheckpointError(str(error), where=where, remedy=remedy) from error
     except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
         roles = ", ".join(str(m.get("role")) for m in messages)
         what = f"the chat template refuses the messages (roles {roles}): {error}"
-        remedy = "mend the row, or use a checkpoint whose template knows these roles"
+        remedy = "fix the row, or use a checkpoint whose template knows these roles"
         raise DataError(what, where=where, remedy=remedy) from error
     return str(text)
 
@@ -65,19 +65,20 @@ def conversation_samples(
     template_kwargs: dict[str, Any] | None = None,
     where: str = "",
 ) -> list[Tokens]:
-    """The samples of a conversation: token ids, and a loss mask of the same length, 1 where a turn is trained.
+    """Return the samples of a conversation: token ids, and a loss mask of the same length, 1 where a turn is trained.
 
     The trained tokens of a turn are those that a model would generate after the generation prompt, through its
-    end-of-turn token; those before it are the very ids that an engine gets for the messages before it. A template that
-    writes a turn otherwise when others follow, or a tokenizer that joins it with them, makes several samples of a
-    conversation (`branches.py`); each turn is trained in one of them. A turn with `step_loss_mask: 0` is not trained.
+    end-of-turn token. The tokens before it are exactly the ids that an engine gets for the messages before it. A
+    conversation makes several samples if its template writes a turn differently when others follow, or its tokenizer
+    joins it with them (`branches.py`). Each turn is trained in one of them. A turn with `step_loss_mask: 0` is not
+    trained.
 
-    `loss_mask_type` has slime's names. `qwen` and `qwen3` are the above. With `qwen3_5` there is one sample, the
-    conversation as the template renders it at last, and a turn is trained as it stands there. With `distill_qwen` the
-    last message alone is trained, its content as it stands in the data, whatever the template would drop of it.
+    `loss_mask_type` has slime's names. `qwen` and `qwen3` work as above. With `qwen3_5` there is one sample, the
+    conversation as the template finally renders it, and a turn is trained as it is there. With `distill_qwen` only the
+    last message is trained. Its content is as in the data, whatever the template would drop of it.
 
     Raises:
-        DataError: no trainable token, or a template that gives no way to tell where a turn begins and ends.
+        DataError: no trainable token, or a template that hides where a turn begins and ends.
     """
     messages = text_messages(tokenizer, messages, where)
     turns = [i for i, m in enumerate(messages) if m["role"] == "assistant" and m.get("step_loss_mask", 1)]
@@ -107,32 +108,34 @@ def conversation_samples(
 def tokenize_conversation(
     messages: list[Message], tokenizer: PreTrainedTokenizerBase, tools: Any = None, *, where: str = "", **how: Any
 ) -> Tokens:
-    """The one sample of a conversation, as `conversation_samples`.
+    """Return the only sample of a conversation, as in `conversation_samples`.
 
     Raises:
-        DataError: there are several, too.
+        DataError: as there, or there are several.
     """
     samples = conversation_samples(messages, tokenizer, tools, where=where, **how)
     if len(samples) > 1:
         raise DataError(
-            f"the conversation becomes {len(samples)} samples: its chat template writes a turn otherwise when others "
+            f"the conversation becomes {len(samples)} samples: its chat template writes a turn differently when others "
             "follow, or its tokenizer joins it with them",
             where=where,
-            remedy="set step_loss_mask 0 for all turns but the last, or give --loss-mask-type qwen3_5, which takes all "
+            remedy="set step_loss_mask 0 for all turns but the last, or use --loss-mask-type qwen3_5, which takes all "
             "turns as the whole conversation shows them",
         )
     return samples[0]
 
 
 def _tokenized(branch: Branch, tokenizer: PreTrainedTokenizerBase, where: str, *, exact: bool) -> list[Tokens]:
-    """The samples of a branch: one, or, with `exact`, several where the ids of a prompt do not begin with those of the
-    turns in it. Turns are tokenized by themselves, as a model makes them."""
+    """Return the samples of a branch, with turns tokenized separately, as a model makes them.
+
+    There is one, or, with `exact`, several if the ids of a prompt do not begin with those of the turns in it.
+    """
 
     def encode(text: str) -> list[int]:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
 
     joined = _joined(branch, encode, lambda ids, turn, prompt: ids + encode(turn.before))
-    if exact and len(branch) > 1:  # the last prompt has all others in it
+    if exact and len(branch) > 1:  # the last prompt contains all others
         (ids, mask, _), last = joined[0], branch[-1]
         end = len(mask) - mask[::-1].index(1) - len(encode(last.text)) if any(mask) else 0
         if encode(whole_text(branch[:-1]) + last.before) != ids[:end]:
@@ -140,7 +143,7 @@ def _tokenized(branch: Branch, tokenizer: PreTrainedTokenizerBase, where: str, *
     for ids, mask, text in joined:
         mask[:1] = [0]  # nothing predicts the first token
         if ids != (whole := encode(text)) and tokenizer.decode(ids) != tokenizer.decode(whole):
-            what = "the conversation's turns cannot be tokenized one by one: their tokens do not spell its text"
+            what = "the conversation's turns cannot be tokenized one by one: their tokens do not give its text"
             remedy = "use a byte-level tokenizer; sentencepiece tokenizers that add a space are not supported"
             raise DataError(what, where=where, remedy=remedy)
     return [(ids, mask) for ids, mask, _ in joined]
@@ -149,8 +152,11 @@ def _tokenized(branch: Branch, tokenizer: PreTrainedTokenizerBase, where: str, *
 def _joined(
     branch: Branch, encode: Callable[[str], list[int]], prompt_ids: Callable[[list[int], Turn, str], list[int]]
 ) -> list[tuple[list[int], list[int], str]]:
-    """The ids, mask and text of the turns of a branch one after the other, begun anew wherever the ids of a prompt do
-    not go on from those so far. `prompt_ids` gets the ids so far, the turn and the text of its prompt."""
+    """Return the ids, mask and text of a branch's turns in sequence.
+
+    They restart wherever the ids of a prompt do not continue the ids so far. `prompt_ids` gets the ids so far, the turn
+    and the text of its prompt.
+    """
     ids, mask, text, rest = list[int](), list[int](), "", ""
     out = []
 
@@ -171,6 +177,6 @@ def _joined(
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The texts of all special tokens, the longest first."""
+    """Return the texts of all special tokens, the longest first."""
     added = [str(t) for t in tokenizer.added_tokens_decoder.values()]
     return sorted({*tokenizer.all_special_tokens, *added}, key=len, reverse=True)

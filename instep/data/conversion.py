@@ -1,7 +1,7 @@
-"""What a function of `--custom-convert-samples-to-train-data-path` returns, slime's dict of lists, read and checked.
+"""The result of a `--custom-convert-samples-to-train-data-path` function, slime's dict of lists, read and checked.
 
-The fields that training knows become those of samples, which `build_batch` checks like any other; a field of the user's
-own becomes a sample column of its name, which reaches custom losses as it is.
+The fields that training knows become those of samples, and `build_batch` checks them as usual. Any other field becomes
+a sample column of its name, which reaches custom losses unchanged.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _REQUIRED = ("tokens", "response_lengths", "loss_masks")
 _REWARDS = ("rewards", "raw_reward")
 _NUMBERS = (*_REWARDS, "rollout_mask_sums")
 _PER_TOKEN = ("loss_masks", "rollout_log_probs", "teacher_log_probs")
-_PLAIN = (  # fields of Python's numbers, or of lists of them
+_PLAIN = (  # fields that are Python numbers, or lists of them
     *("tokens", "response_lengths", "total_lengths", "sample_indices", "rollout_ids", "truncated"),
     *(*_NUMBERS, *_PER_TOKEN),
 )
 _OF_SAMPLES = {*_PLAIN, "rollout_routed_experts", "multimodal_train_inputs"} - {*_NUMBERS}  # no columns of their name
-_MADE = (  # columns that a batch has or gets: a field of such a name would take their place
+_MADE = (  # columns that a batch has or gets: a field of such a name would replace them
     *("loss_mask", "loss_weights", "loss_scale", "log_probs", "ref_log_probs", "values", "advantages", "returns"),
     *("temperature", "index", "group_index", "execution_id", "status", "weight_versions", "extra", "routed_experts"),
     *("older", "fresh", "unconcat_tokens", "samples", "kl"),
@@ -43,12 +43,12 @@ _MADE = (  # columns that a batch has or gets: a field of such a name would take
 
 @dataclass(frozen=True)
 class Conversion:
-    """The rows that take the place of a rollout's samples in training.
+    """The rows that replace a rollout's samples in training.
 
     Attributes:
         samples: one for each row, in order.
-        sources: the number of the rollout's sample whose tokens a row has; -1 for a row with other tokens.
-        token_columns, sample_columns: what the rows have beyond samples.
+        sources: for each row, the number of the rollout's sample with its tokens; -1 for a row with other tokens.
+        token_columns, sample_columns: the columns of the rows beyond those of samples.
     """
 
     samples: list[Sample]
@@ -60,19 +60,19 @@ class Conversion:
 def read_conversion(
     hook: Hook, answer: Any, samples: Sequence[Sample], *, needs_reward: bool, global_batch_size: int
 ) -> Conversion:
-    """Read and check what `hook` has returned: a dict of lists with one entry for each row that is trained on.
+    """Read and check the result of `hook`: a dict of lists with one entry for each row that is trained on.
 
-    `tokens`, `response_lengths` and `loss_masks` are required, and with rewards `rewards`: those that advantages are
-    made from. `sample_indices` tell the sample that each row was made from; without them there are as many rows as
-    samples. What the dict leaves out is that sample's: `truncated`, `rollout_ids` (executions), `metadata` (as
-    `train_metadata`), and for a row with its tokens `rollout_log_probs` and `rollout_routed_experts`. Executions at the
-    end that do not fill an optimizer step are left out, as in slime.
+    `tokens`, `response_lengths` and `loss_masks` are required, and with rewards also `rewards`, from which advantages
+    are computed. `sample_indices` name the sample of each row; without them there must be as many rows as samples. What
+    the dict omits comes from that sample: `truncated`, `rollout_ids` (executions), `metadata` (as `train_metadata`),
+    and for a row with its tokens `rollout_log_probs` and `rollout_routed_experts`. Executions at the end that do not
+    fill an optimizer step are left out, as in slime.
 
     Args:
-        samples: the rollout's, in order.
+        samples: the samples of the rollout, in order.
 
     Raises:
-        RolloutError: a field, which is named, is missing, has a wrong length or type, or a name that training uses.
+        RolloutError: a field is missing, has a wrong length or type, or a name that training uses. The error names it.
     """
     fields = _fields(hook, answer, _REQUIRED + (_REWARDS[:1] if needs_reward else ()))
     for name in _REWARDS[: 0 if needs_reward else 2]:
@@ -103,7 +103,7 @@ def read_conversion(
 
 
 def _fields(hook: Hook, answer: Any, required: Sequence[str]) -> dict[str, Any]:
-    """The fields by name: lists, or tensors of the user's own, of equally many entries; those that are None are out."""
+    """Return the fields by name, without those that are None: lists, or the user's tensors, all of the same length."""
     if not isinstance(answer, Mapping):
         raise hook.wrong(answer, f"a dict of lists, one entry for each sample: {', '.join(required)}, ...")
     given = {str(name): column for name, column in answer.items() if column is not None}
@@ -111,25 +111,25 @@ def _fields(hook: Hook, answer: Any, required: Sequence[str]) -> dict[str, Any]:
         if name not in given:
             raise _wrong(hook, name, "it is missing", f"return {', '.join(required)}")
     out: dict[str, Any] = {}
-    for name, column in {"tokens": given["tokens"], **given}.items():  # the others are counted by them
+    for name, column in {"tokens": given["tokens"], **given}.items():  # the other lengths are compared with it
         if name in _MADE:
             raise _wrong(hook, name, "training makes a column of this name", "give the field another name")
         with hook.reading(column, "lists with one entry for each row", f"field {name}"):
             if not isinstance(column, (list, tuple, np.ndarray, torch.Tensor)):
-                raise TypeError(f"a {type(column).__name__} is no list")
+                raise TypeError(f"a {type(column).__name__} is not a list")
             out[name] = _column(name, column)
         if len(column) != len(given["tokens"]) or not len(column):
             what = f"it has {len(column)} entries for {len(given['tokens'])} rows of tokens"
             raise _wrong(hook, name, what, "give every field one entry for each row, and return at least one row")
     if any(inputs is not None for inputs in out.get("multimodal_train_inputs", ())):
-        raise _wrong(hook, "multimodal_train_inputs", "images and audio come later", "train on text")
+        raise _wrong(hook, "multimodal_train_inputs", "images and audio are not supported yet", "train on text")
     return out
 
 
 def _column(name: str, column: Any) -> Any:
     arrays = (np.ndarray, torch.Tensor)
     if isinstance(column, arrays) and not column.ndim:
-        raise TypeError("one number is no list")
+        raise TypeError("one number is not a list")
     if name in _PLAIN:
         rows = column.tolist() if isinstance(column, arrays) else column
         return [row.tolist() if isinstance(row, (*arrays, np.generic)) else row for row in rows]
@@ -140,7 +140,7 @@ def _column(name: str, column: Any) -> Any:
 
 
 def _sources(hook: Hook, fields: Mapping[str, Any], samples: Sequence[Sample]) -> list[int]:
-    """The number of the sample that each row was made from."""
+    """Return the number of the sample that each row was made from."""
     tokens, indices = fields["tokens"], fields.get("sample_indices")
     if indices is None and len(tokens) != len(samples):
         what = f"it is missing, and there are {len(tokens)} rows for {len(samples)} samples"
@@ -161,22 +161,24 @@ def _sources(hook: Hook, fields: Mapping[str, Any], samples: Sequence[Sample]) -
 
 
 def _whole_steps(hook: Hook, executions: Sequence[str], size: int) -> list[int]:
-    """The rows of the executions that fill optimizer steps of `size`."""
+    """Return the rows of the executions that fill optimizer steps of `size`."""
     order = list(dict.fromkeys(executions))
     whole = len(order) // size * size
     if not whole:
         what = f"{len(order)} executions are fewer than the {size} of an optimizer step"
         raise _wrong(hook, "rollout_ids", what, "return more, or lower --global-batch-size")
     if whole < len(order):
-        what = "%s: %d executions are no multiple of --global-batch-size %d: the last %d are not trained on"
+        what = "%s: %d executions are not a multiple of --global-batch-size %d: the last %d are not trained on"
         logger.warning(what, hook, len(order), size, len(order) - whole)
     trained = set(order[:whole])
     return [i for i, execution in enumerate(executions) if execution in trained]
 
 
 def _sample(hook: Hook, row: Mapping[str, Any], i: int, source: Sample) -> tuple[Sample, bool]:
-    """The sample that a row stands for, a copy of the one that it was made from with the row's fields; and whether it
-    has the same tokens."""
+    """Return the sample of a row, and whether it has the tokens of its source.
+
+    The sample is a copy of its source, with the row's fields.
+    """
     tokens, length = row["tokens"], row["response_lengths"]
     if not isinstance(tokens, (list, tuple)):
         raise _wrong(hook, "tokens", f"[{i}] is {said(tokens, 40)}", "return a list of token ids for each row")
@@ -196,7 +198,7 @@ def _sample(hook: Hook, row: Mapping[str, Any], i: int, source: Sample) -> tuple
         raise _wrong(hook, "teacher_log_probs", f"[{i}] is not finite", "return the log-prob of each response token")
     out = copy.copy(source)  # with attributes that other hooks have set
     out.tokens, out.response_length = tokens if isinstance(tokens, list) else list(tokens), length
-    out.loss_mask, out.remove_sample = row["loss_masks"], False  # the mask says it
+    out.loss_mask, out.remove_sample = row["loss_masks"], False  # the mask covers this
     out.reward = row.get("raw_reward", row.get("rewards", source.reward))
     out.train_metadata = row.get("metadata", source.train_metadata)
     same = length == source.response_length and (out.tokens is source.tokens or out.tokens == source.tokens)
@@ -204,7 +206,7 @@ def _sample(hook: Hook, row: Mapping[str, Any], i: int, source: Sample) -> tuple
     for name in ("rollout_log_probs", "rollout_routed_experts"):
         setattr(out, name, row[name] if name in row else getattr(source, name) if same else None)
     if "rollout_log_probs" not in row and any(map(operator.gt, out.loss_mask, source.loss_mask or out.loss_mask)):
-        out.rollout_log_probs = None  # tokens that no engine sampled are trained on
+        out.rollout_log_probs = None  # some trained tokens were not sampled by an engine
     if "truncated" in row:
         out.truncated = bool(row["truncated"])
     return out, same
@@ -218,6 +220,6 @@ def _number(hook: Hook, name: str, i: int, value: Any) -> float:
 
 
 def _wrong(hook: Hook, field: str, what: str, remedy: str) -> RolloutError:
-    """The error of a field, whose `what` begins with the place in it, or with "it"."""
+    """Make the error of a field. `what` begins with the place in the field, or with "it"."""
     text = f"{field}{what}" if what.startswith("[") else f"{field}: {what}"
     return RolloutError(text, where=hook.place(f"field {field}"), remedy=remedy)

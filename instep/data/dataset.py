@@ -1,4 +1,4 @@
-"""Data sets of prompts from jsonl or parquet files: checked, rendered, limited in length. No torch is imported."""
+"""Data sets of prompts from jsonl or parquet files: checked, rendered, limited in length. It does not import torch."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 
 DEFAULT_FORMAT = RowFormat()
 logger = logging.getLogger(__name__)
-NUM_ROWS_CHECKED = 100_000  # check_file leaves further rows to load_dataset
+NUM_ROWS_CHECKED = 100_000  # check_file leaves the other rows to load_dataset
 TOKENIZE_AT_ONCE = 1024
-SHORT = 4  # a text is within a limit of this many times as many tokens as it has bytes, whatever a normalizer adds
+SHORT = 4  # a text has at most this many times as many tokens as bytes, with any normalizer
 
 
 @dataclass
 class Dataset(Sequence[Record]):
-    """Records in file order, and the rows that were left out: `bad_rows` (with --skip-bad-rows), `num_too_long`.
+    """Records in file order, and counts of the rows left out: `bad_rows` (with --skip-bad-rows), `num_too_long`.
 
     Attributes:
-        records: in memory, or (of a large file) read when they are asked for.
+        records: in memory, or for a large file read on request.
         digest: of the content of all usable rows, in order.
     """
 
@@ -56,9 +56,9 @@ def check_file(
     skip_bad_rows: bool = False,
     cache_path: str | None = None,
 ) -> int:
-    """The number of usable rows among the first 100,000 of a data file, checked without a tokenizer.
+    """Return the number of usable rows among the first 100,000 of a data file, checked without a tokenizer.
 
-    A large file with an index is not read again: that number is of all its rows.
+    A large file with an index is not read again. Then the number counts all its rows.
 
     Raises:
         ConfigError, DataError: as `load_dataset`.
@@ -89,12 +89,12 @@ def load_dataset(
 ) -> Dataset:
     """Load `path` or `path@[start:stop]` (jsonl or parquet).
 
-    With `apply_chat_template` a prompt becomes text that ends where the assistant's turn begins; a prompt that is text
-    is the user's turn. Prompts of more than `max_prompt_len` tokens are left out and counted. A large file gets an
-    index in `cache_path` (see `instep.data.index`), and stays on disk.
+    With `apply_chat_template` a prompt becomes text that ends where the assistant's turn begins; a text prompt is the
+    user's turn. Prompts of more than `max_prompt_len` tokens are left out and counted. A large file gets an index in
+    `cache_path` (see `instep.data.index`), and stays on disk.
 
     Raises:
-        ConfigError: a malformed path; a chat template or a limit without a tokenizer that can serve it.
+        ConfigError: a malformed path; a chat template or a limit without a suitable tokenizer.
         DataError: file missing, unreadable, empty; an unusable row, with file and line (or, with `skip_bad_rows`, no
             usable row at all); no prompt within the limit.
         OutputError: the index cannot be written.
@@ -126,7 +126,7 @@ def load_dataset(
 
 
 def options_of(args: HookSettings | Settings) -> dict[str, Any]:
-    """The keywords of `load_dataset` that flags give for all data sets of a run."""
+    """Return the keywords of `load_dataset` that flags set for all data sets of a run."""
     return {
         "apply_chat_template": args.apply_chat_template,
         "apply_chat_template_kwargs": args.apply_chat_template_kwargs,
@@ -137,24 +137,24 @@ def options_of(args: HookSettings | Settings) -> dict[str, Any]:
 
 
 def require_chat_template(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
-    """The tokenizer, if it has a chat template; otherwise raise ConfigError."""
+    """Return the tokenizer if it has a chat template; otherwise raise ConfigError."""
     if tokenizer is None or not tokenizer.chat_template:
         name = "none was given" if tokenizer is None else f"that of {tokenizer.name_or_path or 'the checkpoint'}"
         what = f"--apply-chat-template needs a tokenizer with a chat template; {name}"
-        remedy = "use an instruct checkpoint, or --chat-template FILE, or leave out --apply-chat-template"
+        remedy = "use an instruct checkpoint, or --chat-template FILE, or remove --apply-chat-template"
         raise ConfigError(what, where="--hf-checkpoint (chat_template.jinja or tokenizer_config.json)", remedy=remedy)
     return tokenizer
 
 
 def check_tokens(records: Iterable[Record], tokenizer: Any, kwargs: dict[str, Any], num_rows: int) -> None:
-    """Refuse a prompt with a token for which the model's table of `num_rows` tokens has none. Raises: DataError."""
+    """Refuse a prompt with a token id outside the model's table of `num_rows` tokens. Raises: DataError."""
     beyond = tokenizer.batch_decode([[i] for i in range(num_rows, len(tokenizer))])
     for record in records if beyond else ():
         text = _text(record, tokenizer, kwargs)
         ids = tokenizer(text, add_special_tokens=False)["input_ids"] if any(one in text for one in beyond) else []
         if (last := max(ids, default=0)) >= num_rows:
             what = f"{tokenizer.decode([last])!r} is token {last} of the tokenizer, the model has {num_rows} tokens"
-            raise DataError(what, where=record.where, remedy="mend the row, or use the tokenizer of this model")
+            raise DataError(what, where=record.where, remedy="fix the row, or use the tokenizer of this model")
 
 
 def tell_of_bos(args: HookSettings | Settings, path: str, records: Sequence[Record], tokenizer: Any) -> None:
@@ -183,14 +183,14 @@ class _Use:
         return self.rendered(parse_row(line, where, self.row_format))
 
     def rendered(self, record: Record) -> Record:
-        """The record, with the prompt that a sample gets."""
+        """Return the record with the prompt of a sample."""
         if self.template and self.tokenizer is not None:
             record.messages = record.prompt = record.messages or [{"role": "user", "content": record.prompt}]
             record.prompt = _text(record, self.tokenizer, self.kwargs)
         return record
 
     def limited_text(self, record: Record) -> str:
-        """What the limit counts the tokens of; empty without a limit."""
+        """Return the text whose tokens the limit counts; empty without a limit."""
         if self.limit is None:
             return ""
         if not isinstance(record.prompt, str):
@@ -198,7 +198,7 @@ class _Use:
         return _text(record, self.tokenizer, self.kwargs)
 
     def identity(self) -> list[Any]:
-        """What decides, with the rows, which of them are left out."""
+        """Return everything except the rows that decides which of them are left out."""
         if self.tokenizer is None or not (self.template or self.limit is not None):
             return []
         import transformers
@@ -212,7 +212,7 @@ class _Use:
 def _usable(
     path_spec: str, use: _Use, skip_bad_rows: bool, found: Found
 ) -> Iterator[list[tuple[RawRow, bytes, Record]]]:
-    """The rows that are trained on, some at a time; `found` gets the counts, and at the end the digest."""
+    """Yield the rows that are trained on, in chunks. `found` gets the counts, and at the end the digest."""
     digest = xxhash.xxh3_128()
     rows = read_rows(path_spec, use.row_format, found.bad_rows if skip_bad_rows else None)
     while some := list(islice(rows, TOKENIZE_AT_ONCE)):
@@ -242,7 +242,7 @@ def _usable(
 def _within_limit(
     texts: list[str], begins: list[int | None], tokenizer: PreTrainedTokenizerBase, limit: int
 ) -> list[bool]:
-    """Whether each text has at most `limit` tokens; `begins` are the tokens to put before them, if any."""
+    """Return whether each text has at most `limit` tokens; `begins` are the tokens put before them, if any."""
     fits = [True] * len(texts)
     unsure = [i for i, text in enumerate(texts) if SHORT * len(text.encode()) > limit]
     ids = tokenizer([texts[i] for i in unsure], add_special_tokens=False)["input_ids"] if unsure else []

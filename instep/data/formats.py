@@ -1,4 +1,4 @@
-"""The format of the rows that a command line names: its columns, and the built-in reward that grades them."""
+"""The format of the rows of a command line: its columns, and the built-in reward that grades them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EvalDataset:
-    """One data set of the evaluation. The flags `--eval-*`, else `--rollout-*`, are the defaults of its fields."""
+    """One data set of the evaluation. Its fields default to the flags `--eval-*`, then to `--rollout-*`."""
 
     name: str
     path: str
@@ -40,7 +40,7 @@ class EvalDataset:
 
 
 def row_format(args: Settings) -> RowFormat:
-    """The format of the rows of `--prompt-data`: prompts, conversations (`instep sft`) or pairs (`instep dpo`)."""
+    """Return the row format of `--prompt-data`: prompts, conversations (`instep sft`) or pairs (`instep dpo`)."""
     function = args.rollout_function_path
     pair_keys = (args.chosen_key, args.rejected_key) if function == DPO_ROLLOUT else None
     keys = (args.input_key, args.label_key, args.metadata_key, args.tool_key)
@@ -50,11 +50,11 @@ def row_format(args: Settings) -> RowFormat:
 
 
 def eval_row_format(args: HookSettings | Settings, dataset: EvalDataset) -> RowFormat:
-    """The format of the rows of a data set of the evaluation."""
+    """Return the row format of an evaluation data set."""
     keys = (dataset.input_key, dataset.label_key, dataset.metadata_key, dataset.tool_key)
     function = args.eval_function_path or args.rollout_function_path
     own = dataset.custom_generate_function_path is not None or _made_by_hooks(args)
-    # the set's own rm_type goes before the run's --custom-rm-path
+    # the set's own rm_type has priority over the run's --custom-rm-path
     custom = dataset.custom_rm_path is not None and (
         dataset.custom_rm_path != args.custom_rm_path or dataset.rm_type == args.rm_type
     )
@@ -64,5 +64,5 @@ def eval_row_format(args: HookSettings | Settings, dataset: EvalDataset) -> RowF
 
 
 def _made_by_hooks(args: HookSettings | Settings) -> bool:
-    """Whether a hook sees the samples before the reward: it may set labels, or the reward itself."""
+    """Return whether a hook sees the samples before the reward: it may set labels, or the reward itself."""
     return args.custom_generate_function_path is not None or bool(args.rollout_sample_hook_path)

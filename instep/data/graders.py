@@ -1,4 +1,4 @@
-"""The names of the built-in rewards, and what each needs of a row's label."""
+"""The names of the built-in rewards, and what each requires of a row's label."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 
 NEED_LABELS = ("math", "deepscaler", "dapo", "f1", "exact_match", "gpqa", "code")
 GRADERS = (*NEED_LABELS, "random", "remote_rm")
-_TAKE_LISTS = ("math", "deepscaler", "f1", "exact_match", "code")  # of answers, any of which is right
+_TAKE_LISTS = ("math", "deepscaler", "f1", "exact_match", "code")  # of answers; any of them is right
 
 
 def grader_of(rm_type: str) -> str:
-    """The reward behind a name, which `boxed_` may precede."""
+    """Return the reward of a name, which may begin with `boxed_`."""
     return rm_type.removeprefix("boxed_")
 
 
 def wrong_label(rm_type: str, label: Any, metadata: dict[str, Any]) -> str:
-    """What makes a label useless to a built-in reward; empty: nothing."""
+    """Return why a label is useless to a built-in reward; empty if it is not."""
     rule = grader_of(rm_type)
     if rule not in NEED_LABELS or (rule == "gpqa" and metadata.get("correct_letter")):
         return ""

@@ -1,8 +1,8 @@
 """The index of a data file that is too large for the memory: where its usable rows begin.
 
-It is built when the file is first read, which takes as long as checking, rendering and counting the tokens of all rows,
-and kept in a cache as long as file, flags and tokenizer are the same. The rows stay in the file; those of a parquet
-file, from which none can be read alone, are unpacked into the cache as JSON.
+It is built when the file is first read. This takes as long as checking, rendering and counting the tokens of all rows.
+It stays in a cache while file, flags and tokenizer do not change. The rows stay in the file. A single row of a parquet
+file cannot be read alone, so its rows are unpacked into the cache as JSON.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from instep.errors import DataError, writing
 from instep.system.atomic import write_text
 
 LARGE = {".jsonl": 64 << 20, ".json": 64 << 20, ".parquet": 16 << 20}  # bytes; below, rows are held in memory
-FORMAT = 3  # of the cache, and of what counts as a usable row
+FORMAT = 3  # of the cache, and of the definition of a usable row
 INDEX, PLACES, ROWS = "index", "places", "rows.jsonl"  # the files: digest and `Found`, places of rows, unpacked rows
 TELL_SECONDS = 30.0
 BUILD_SECONDS = 4 * 3600.0  # the longest wait for another process that builds the same index
@@ -39,9 +39,9 @@ Chunks = Callable[["Found"], Iterator[list[tuple[RawRow, bytes, Any]]]]
 
 @dataclass
 class Found:
-    """What there was in a file: rows that are used, rows left out; `digest` is of the content of all usable rows.
+    """The contents of a file: rows that are used, rows left out; `digest` is of the content of all usable rows.
 
-    `num_bytes` are those of the rows that were unpacked into the cache.
+    `num_bytes` counts the rows that were unpacked into the cache.
     """
 
     num_rows: int = 0
@@ -57,10 +57,10 @@ def is_large(path_spec: str) -> bool:
 
 
 def num_indexed(path_spec: str, checked: Any, cache_path: str | None) -> int | None:
-    """The usable rows of a file, however long, by an index that there is; None: there is none.
+    """Return the usable rows of a file of any length, from an existing index; None without one.
 
     Args:
-        checked: what decides, with the file, whether a row is usable.
+        checked: the settings that decide, with the file, whether a row is usable.
     """
     if not is_large(path_spec):
         return None
@@ -70,7 +70,7 @@ def num_indexed(path_spec: str, checked: Any, cache_path: str | None) -> int | N
 
 
 class Index(Sequence[Any]):
-    """The rows of a large file, each read when it is asked for. All methods may be called from several threads.
+    """The rows of a large file, each read on request. All methods may be called from several threads.
 
     Raises:
         DataError: the file was changed while it was read.
@@ -96,14 +96,14 @@ class Index(Sequence[Any]):
         chunks: Chunks,
         record_of: Callable[[bytes, str], Any],
     ) -> Index:
-        """The index of a file, from the cache if it is there.
+        """Return the index of a file, from the cache if it is there.
 
         Args:
-            checked: what decides, with the file, whether a row is usable.
-            kept: what decides which usable rows are left out.
-            chunks: reads the file: rows that are used, some at a time; fills a `Found`.
-            cache_path: the folder of indices; None: one among the user's caches.
-            record_of: the record of a row as JSON, with file and line.
+            checked: the settings that decide, with the file, whether a row is usable.
+            kept: the settings that decide which usable rows are left out.
+            chunks: reads the file, yields rows that are used in chunks, and fills a `Found`.
+            cache_path: the folder of indices; None: one in the user's cache folder.
+            record_of: returns the record of a JSON row with file and line.
 
         Raises:
             OutputError: the cache cannot be written.
@@ -115,7 +115,7 @@ class Index(Sequence[Any]):
         with writing(folder, "--data-cache-path"), _locked(folder):
             found = _found(folder)
             index = cls(path, folder, found or _build(path, folder, chunks), record_of)
-            if _name(path_spec, checked, kept) != name:  # to build it, or to wait for who does, takes long
+            if _name(path_spec, checked, kept) != name:  # to build it, or to wait for that, takes long
                 raise _changed(path)
             if found is None:
                 _keep(folder, index.found)
@@ -125,7 +125,7 @@ class Index(Sequence[Any]):
         return self.found.num_rows
 
     def __getitem__(self, i: Any) -> Any:
-        """The record of row `i`, read and made when it is asked for."""
+        """Return the record of row `i`, read and made on request."""
         if isinstance(i, slice):
             return [self[j] for j in range(len(self))[i]]
         i = range(len(self))[i]
@@ -147,7 +147,7 @@ def _build(path: Path, folder: Path, chunks: Chunks) -> Found:
     size = path.stat().st_size / 1e9
     print(f"{path} ({size:.1f} GB): building the index of its rows, once, in {folder} ...", file=sys.stderr, flush=True)
     found, told = Found(), time.monotonic()
-    for name in (PLACES, ROWS):  # another run may have the files of an index that is damaged now
+    for name in (PLACES, ROWS):  # another run may still use the files of an index that is now damaged
         (folder / name).unlink(missing_ok=True)
     with open(folder / PLACES, "wb") as places, open(folder / ROWS, "wb") as rows:
         for chunk in chunks(found):
@@ -163,7 +163,7 @@ def _build(path: Path, folder: Path, chunks: Chunks) -> Found:
 
 
 def _keep(folder: Path, found: Found) -> None:
-    """Make the index count, and remove those of the file as it was."""
+    """Make the index valid, and remove those of earlier states of the file."""
     errors = [[e.what, e.where, e.remedy] for e in found.bad_rows.errors]
     record = {**vars(found), "bad_rows": {"num": found.bad_rows.num, "errors": errors}}
     text = json.dumps(record)
@@ -175,7 +175,7 @@ def _keep(folder: Path, found: Found) -> None:
 
 
 def _found(folder: Path) -> Found | None:
-    """What an index in `folder` says; None: there is none, or not all of it, or it is damaged."""
+    """Return the contents of an index in `folder`; None if it is missing, incomplete or damaged."""
     try:
         digest, _, text = (folder / INDEX).read_text(encoding="utf-8").partition("\n")
         sizes = [(folder / name).stat().st_size for name in (PLACES, ROWS)]
@@ -197,7 +197,7 @@ def cache_folder(cache_path: str | None) -> Path:
 
 
 def _name(path_spec: str, checked: Any, kept: Any = None) -> str:
-    """The folder of an index; its parts stand for path and user, the file's content, the rows that are read, `kept`."""
+    """Return the folder name of an index, from path and user, content of the file, the rows read, and `kept`."""
     path, part = parse_path(path_spec)
     rows = [FORMAT, part.start, part.stop, checked]
     parts = [[os.path.realpath(path), os.getuid()], _identity(path.stat()), rows, kept]
@@ -226,8 +226,8 @@ def _wait_for(lock: int, folder: Path) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Wait until no other process builds this index; the lock ends with its process."""
-    folder.mkdir(0o700, parents=True, exist_ok=True)  # rows of a file that others may not read
+    """Wait until no other process builds this index. The lock ends with its process."""
+    folder.mkdir(0o700, parents=True, exist_ok=True)  # for rows of a file that others may not read
     with open(folder / ".lock", "wb") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,10 +1,10 @@
-"""The ledger: every group of a run is accounted for, once.
+"""The ledger: it accounts for every group of a run, once.
 
-A group is issued by the data source to a round, finished when the round's rollout has returned it, and consumed when it
-has been trained on. A checkpoint holds the samples of finished groups, which wait for that. On the way it may be
-buffered for later (from where it is issued again) or dropped with a reason. `generated = consumed + dropped + buffered
-+ outstanding (issued or finished)` is checked at every step, so that nothing is lost and nothing is trained twice.
-Rounds may overlap, in threads of their own.
+The data source issues a group to a round. The group is finished when the round's rollout has returned it, and consumed
+when it has been trained on. A checkpoint holds the samples of finished groups, which wait for the training. A group may
+also be buffered for later (and issued again from there), or dropped with a reason. `generated = consumed + dropped +
+buffered + outstanding (issued or finished)` is checked at every step, so that no group is lost or trained twice. Rounds
+may overlap, in separate threads.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class _Entry:
 
     Attributes:
         state: "issued" | "finished" | "buffered" | "again" (it was under way at a save or has become too old, and waits
-            to begin anew).
+            for a restart).
         rollout_id: the round that it was issued to.
-        read: how the data source gives it anew, {"cursor": its state before, "groups": all fresh ones of that call};
-            None for a group that a rollout function has made, and of a data source without `cursor()`.
+        read: how the data source gives it again, {"cursor": its state before, "groups": all fresh ones of that call};
+            None for a group made by a rollout function, or from a data source without `cursor()`.
         pristine: without `read`, a copy from when it was issued.
     """
 
@@ -50,7 +50,7 @@ class _Entry:
 
 
 class Ledger:
-    """States of groups by `group_index`; closed groups are kept as a low-water mark and the few above it."""
+    """The states of groups by `group_index`. Closed groups are stored as a low-water mark and the few above it."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -58,18 +58,18 @@ class Ledger:
         self._finished: dict[int, Group] = {}  # with their samples, in the order of finishing
         self._closed_below = 0
         self._closed_above: set[int] = set()
-        self.num_issued = 0  # first issues; a group that comes back from the buffer is not counted again
+        self.num_issued = 0  # first issues; a group from the buffer is not counted again
         self.num_consumed = 0
         self.dropped: Counter[str] = Counter()
 
     def issue(
         self, groups: Iterable[Any], rollout_id: int | None = None, cursor: Any = None, *, begin: bool = False
     ) -> None:
-        """Enter groups that a round takes.
+        """Record groups that a round takes.
 
         Args:
-            cursor: the state of the data source from before it gave them.
-            begin: they begin now, so that a save may find them under way.
+            cursor: the state of the data source before it gave them.
+            begin: they begin now, so a save may find them under way.
         """
         with self._lock:
             indices = group_indices(groups)
@@ -84,19 +84,19 @@ class Ledger:
                 self._open[group] = _Entry("issued", rollout_id, known, pristine)
 
     def adopt(self, groups: Iterable[Any], rollout_id: int | None = None) -> None:
-        """Issue the groups that a rollout function has made by itself; each needs a `group_index` of its own."""
+        """Issue groups that a rollout function has made itself; each needs a distinct `group_index`."""
         with self._lock:
             new = [g for g, i in zip(groups, group_indices(groups), strict=True) if self._is_new(i)]
             self.issue(new, rollout_id)
 
     def finish(self, groups: Iterable[Any]) -> None:
-        """Mark groups that the rollout function has returned: a checkpoint holds them until they are trained on."""
+        """Mark groups that the rollout function has returned. A checkpoint holds them until they are trained on."""
         with self._lock:
             self._set(groups, "finished", ("issued",))
             self._finished.update(zip(group_indices(groups), groups, strict=True))
 
     def wait_again(self, groups: Iterable[Any]) -> None:
-        """Let outstanding groups, given as they were when they were issued, wait to be issued once more."""
+        """Mark outstanding groups to be issued again. `groups` are as they were at their issue."""
         with self._lock:
             self._set(groups, "again")
             for group, samples in zip(group_indices(groups), groups, strict=True):
@@ -116,7 +116,7 @@ class Ledger:
                 self.dropped[reason] += num
 
     def drop_outstanding(self, reason: str, rollout_id: int | None = None) -> int:
-        """Drop the groups that were issued to a round and never came back; returns how many."""
+        """Drop the groups that were issued to a round and never returned. Return how many."""
         with self._lock:
             left = [g for g, e in self._open.items() if e.state == "issued" and e.rollout_id == rollout_id]
             for group in left:
@@ -175,10 +175,10 @@ class Ledger:
             }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole ledger, as values that a checkpoint holds if the samples' are.
+        """Return the whole ledger. A checkpoint can hold its values if it can hold those of the samples.
 
-        `finished` are samples; `reads` tell how the data source gives the groups anew that are issued, and `again` are
-        those of them, as they were then, that it cannot give.
+        `finished` are samples. `reads` describe how the data source gives the issued groups again. `again` are those
+        that it cannot give, as they were at their issue.
         """
         with self._lock:
             reads = {id(e.read): e.read for e in self._open.values() if e.read and e.state == "issued"}
@@ -193,7 +193,7 @@ class Ledger:
             }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go back to a `state_dict()`. Groups that were issued are so to no round: their samples are gone."""
+        """Restore a `state_dict()`. Issued groups then belong to no round: their samples are gone."""
         reads = {group: read for read in state.get("reads", []) for group in read["groups"]}
         finished = [[Sample.from_dict(s) for s in group] for group in state.get("finished", [])]
         self._finished = dict(zip(group_indices(finished), finished, strict=True))
@@ -215,7 +215,7 @@ class Ledger:
         return entry.state if entry is not None else "closed" if self._is_closed(group) else "never issued"
 
     def _set(self, groups: Iterable[Any], state: str, before: Collection[str] = OUTSTANDING) -> int:
-        """Move groups to another state, and close them if it is not a state of `_Entry`; returns how many."""
+        """Move groups to another state, and close them if it is not a state of `_Entry`. Return how many."""
         with self._lock:
             indices = group_indices(groups)
             for group in indices:
@@ -237,12 +237,12 @@ class Ledger:
 
 
 class LedgeredDataSource:
-    """The data source that rollout functions get: the run's own, with every group entered in the ledger.
+    """The data source that rollout functions get: the run's own, with every group recorded in the ledger.
 
     Args:
         rollout_id: the round whose groups are issued through it; see `of_round`.
-        version: that the engines have in the round, where it is known.
-        under_way: whether a save may find groups under way, which a source without `cursor()` cannot give anew.
+        version: the engines' version in the round, if it is known.
+        under_way: whether a save may find groups under way that a source without `cursor()` cannot give again.
     """
 
     __slots__ = ("_again", "_under_way", "_version", "books_lock", "ledger", "rollout_id", "source")
@@ -258,8 +258,8 @@ class LedgeredDataSource:
     ):
         self.source, self.ledger, self.rollout_id, self._version = source, ledger, rollout_id, version
         self._under_way = under_way
-        self._again: list[Group] = []  # come before those of the source
-        self.books_lock = threading.RLock()  # while it is held, source and ledger tell the same
+        self._again: list[Group] = []  # they come before those of the source
+        self.books_lock = threading.RLock()  # while it is held, source and ledger agree
 
     def of_round(self, rollout_id: int, version: int | None = None) -> LedgeredDataSource:
         """Return a view of this data source that issues its groups to one round."""
@@ -284,13 +284,13 @@ class LedgeredDataSource:
     __call__ = get_samples  # slime gives `--rollout-all-samples-process-path` the bound method
 
     def give_again(self, groups: list[Group]) -> None:
-        """Let groups, as they were when they were issued, come out of `get_samples` first, whatever the source can."""
+        """Let `get_samples` first return these groups, as they were at their issue, whatever the source can do."""
         with self.books_lock:
             self.ledger.wait_again(groups)
             self._again += groups
 
     def add_samples(self, groups: list[list[Sample]]) -> None:
-        """Keep groups for a later rollout, begun or finished: they come out of `get_samples` first, as they are."""
+        """Keep groups for a later rollout, begun or finished. `get_samples` returns them first, unchanged."""
         with self.books_lock:
             self.ledger.adopt(groups, self.rollout_id)
             for sample in (s for group in groups for s in _flat(group) if s.response_length):
@@ -303,8 +303,8 @@ class LedgeredDataSource:
         self.ledger.drop(groups, reason)
 
     def finish_rollout(self, groups: list[list[Sample]]) -> None:
-        """Finish the groups that the round's rollout function has returned; what else it was given is dropped."""
-        for sample in (s for group in groups for s in group if s.begun_version is None):  # its own
+        """Finish the groups that the round's rollout function has returned. Drop its other groups."""
+        for sample in (s for group in groups for s in group if s.begun_version is None):  # made by the function itself
             sample.begun_version = self._version
         self.ledger.adopt(groups, self.rollout_id)
         self.ledger.finish(groups)
@@ -313,10 +313,10 @@ class LedgeredDataSource:
     def __len__(self) -> int:
         return len(self.source)
 
-    def __getattr__(self, name: str) -> Any:  # a user's own data source may offer more
+    def __getattr__(self, name: str) -> Any:  # a user's data source may offer more
         return getattr(self.source, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:  # what a rollout function keeps here outlives its round
+    def __setattr__(self, name: str, value: Any) -> None:  # its values outlive the round
         if name in self.__slots__:
             object.__setattr__(self, name, value)
         else:
@@ -327,7 +327,7 @@ def _copied(group: int, samples: Any) -> Any:
     try:
         return copy.deepcopy(samples)
     except TypeError as error:
-        what = f"a checkpoint cannot hold a sample of the data source as it gave it: {error}"
+        what = f"a checkpoint cannot hold a sample as the data source gave it: {error}"
         raise RolloutError(what, where=f"group {group}", remedy=SAVABLE) from error
 
 
@@ -337,14 +337,14 @@ def _flat(group: Iterable[Any]) -> Iterator[Sample]:
 
 
 def group_indices(groups: Iterable[Any]) -> list[int]:
-    """`group_index` of each group; a group may nest lists (fan-out)."""
+    """Return the `group_index` of each group; a group may nest lists (fan-out)."""
     out = []
     for group in groups:
         leaf = group
         while isinstance(leaf, list):
             if not leaf:
                 what = "a rollout function returned an empty group"
-                raise RolloutError(what, where="--rollout-function-path", remedy="return no group instead")
+                raise RolloutError(what, where="--rollout-function-path", remedy="leave the group out")
             leaf = leaf[0]
         if leaf.group_index is None:
             remedy = "keep the samples that data_source.get_samples gave, or set group_index as it does"

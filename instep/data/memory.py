@@ -1,4 +1,4 @@
-"""Rows that a script has in memory, as a list, a frame, columns or a data set, and the file that they become."""
+"""Rows that a script has in memory, as a list, a frame, columns or a data set, and the file made of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FORMS = "give a list of texts, of conversations or of dicts, a dict of columns,
 
 
 def listed(given: Any, name: str) -> list[Any]:
-    """The rows of whatever has some. Raises: ConfigError, which names the keyword."""
+    """Return the rows of any object that has rows. Raises: ConfigError, which names the keyword."""
     for method, *how in (("to_dicts",), ("to_pylist",), ("to_dict", "records")):  # of polars, pyarrow and pandas
         if hasattr(given, method) and hasattr(given, "columns"):
             return list(getattr(given, method)(*how))
@@ -32,13 +32,13 @@ def listed(given: Any, name: str) -> list[Any]:
 
 
 def as_lines(rows: list[Any]) -> tuple[str, str, list[dict[str, Any]]]:
-    """The rows as JSON lines, the name of their file, which depends on what they are, and the rows as dicts.
+    """Return the rows as JSON lines, the name of their file, which depends on their content, and the rows as dicts.
 
     Raises:
-        DataError: there is none, or one that is none; it names the row.
+        DataError: there are no rows, or one is not a row; it names the row.
     """
     if not rows:
-        raise DataError("there are no rows", where="prompts or a data set", remedy="give one at least")
+        raise DataError("there are no rows", where="prompts or a data set", remedy="give at least one")
     dicts, lines = [], []
     for number, row in enumerate(rows):
         dicts.append(dict(row) if isinstance(row, Mapping) else {"prompt": row})
@@ -54,7 +54,7 @@ def as_lines(rows: list[Any]) -> tuple[str, str, list[dict[str, Any]]]:
 
 
 def _plain(value: Any) -> Any:
-    """A value of numpy's or a path, as JSON has it."""
+    """Return a numpy value or a path as JSON writes it."""
     if not isinstance(value, Path) and not hasattr(value, "tolist"):
         raise TypeError(f"{type(value).__name__} {value!r:.60}")
     return str(value) if isinstance(value, Path) else value.tolist()

@@ -1,4 +1,4 @@
-"""Messages in the forms of OpenAI's API, as chat templates expect them. No jinja, torch or transformers is imported."""
+"""Messages in the forms of OpenAI's API, as chat templates expect them. Imports no jinja, torch or transformers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ STARTED = "INSTEP_RUN_STARTED"  # in the environment: when the run began, for te
 
 
 def checked_message(message: Any, i: int, bad: Callable[[str], Exception]) -> Message:
-    """The message without its nulls, which stand for what is not there, and with content: text, or its text parts.
+    """Return the message without its nulls, which mean "absent", and with content: text, or its text parts.
 
     Raises:
-        Exception: what `bad` makes of a text that names message `i`: it is none, or has content that is no text.
+        Exception: `bad` of a text that names message `i`: it is not a message, or its content is not text.
     """
     if not isinstance(message, dict):
         raise bad(f"message {i} must be an object with role and content, not {short(message)}")
@@ -25,12 +25,12 @@ def checked_message(message: Any, i: int, bad: Callable[[str], Exception]) -> Me
     for part in content if isinstance(content, list) else ():
         if not isinstance(part, str) and not (isinstance(part, dict) and isinstance(part.get("text"), str)):
             kind = part.get("type") if isinstance(part, dict) else None
-            raise bad(f"{place} has a part that is no text: {short(kind or part)}")
+            raise bad(f"{place} has a part that is not text: {short(kind or part)}")
     return message
 
 
 def with_arguments(message: Message, change: Callable[[Any], Any]) -> Message:
-    """The message with the arguments of each tool call changed, where it has some."""
+    """Return the message with the arguments of each tool call changed, if it has any."""
 
     def changed(call: Any) -> Any:
         if not isinstance(call, dict):
@@ -44,7 +44,7 @@ def with_arguments(message: Message, change: Callable[[Any], Any]) -> Message:
 
 
 def as_object(arguments: Any) -> Any:
-    """Arguments that are JSON text, as OpenAI's API has them, as the object that it holds; others as they are."""
+    """Return arguments that are JSON text, as in OpenAI's API, as their object; others unchanged."""
     try:
         found = json.loads(arguments or "{}") if isinstance(arguments, str) or arguments is None else arguments
     except ValueError:

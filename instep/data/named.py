@@ -18,17 +18,17 @@ FOLDER = "named"  # in the cache of data
 
 
 def is_named(path_spec: str) -> bool:
-    """Whether this names a data set of the hub, with or without a slice, and neither a file nor a folder here."""
+    """Return whether this names a data set of the hub, with or without a slice, and not a local file or folder."""
     name = path_spec.partition("@[")[0]
     return NAMED.fullmatch(name) is not None and not name.endswith(ENDINGS) and not os.path.lexists(name)
 
 
 def file_of(path_spec: str, where: str, cache_path: str | None, kept: Iterable[str] = ()) -> str:
-    """The file of a named data set, with the slice of `path_spec`. A path of a file is returned unchanged.
+    """Return the file of a named data set, with the slice of `path_spec`. The path of a file is returned unchanged.
 
     Args:
         where: the flag, for errors.
-        kept: the files of the resumed run. If one holds this data set, it is used, whatever the hub has now.
+        kept: the files of the resumed run. If one holds this data set, it is used, even if the hub has changed.
 
     Raises:
         ConfigError: the data set cannot be loaded. OutputError: the cache cannot be written.
@@ -47,7 +47,7 @@ def _stem(name: str) -> str:
 
 @functools.cache
 def _fetched(name: str, where: str, folder: Path) -> str:
-    """Load the data set as the hub has it now into a file; returns its path. A process asks the hub once."""
+    """Load the data set as the hub has it now into a file, and return its path. A process asks the hub once."""
     found = NAMED.fullmatch(name)
     assert found is not None
     remedy = "give a jsonl or parquet file, or ORG/NAME:CONFIG:SPLIT as in openai/gsm8k:main:train"
@@ -63,7 +63,7 @@ def _fetched(name: str, where: str, folder: Path) -> str:
             kind = {"name": found["config"], "split": found["split"] or "train", "revision": found["revision"]}
             data = load_dataset(found["name"], **kind)
     except (DatasetsError, OSError, ValueError, RuntimeError) as error:
-        what = f"no file {name} here, and the hub gives no such data set: {' '.join(str(error).split())}"
+        what = f"no file {name} here, and the hub has no such data set: {' '.join(str(error).split())}"
         token = "a private or gated one needs your token: HF_TOKEN, or `hf auth login`"
         raise ConfigError(what, where=where, remedy=f"{remedy}; {token}") from error
     path = folder / f"{_stem(name)}-{data._fingerprint}.parquet"

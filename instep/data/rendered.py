@@ -1,6 +1,6 @@
-"""The turns of a conversation as the chat template renders all of it at last, or as they stand in the data.
+"""The turns of a conversation as the chat template finally renders it, or as they are in the data.
 
-No engine has seen the text before such a turn as it is: the template may have dropped reasoning from it since.
+No engine has seen exactly the text before such a turn: the template may have dropped reasoning from it since.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ _MARK = "\ue000"  # private use: in no conversation
 
 
 def as_rendered(messages: list[Message], turns: list[int], text_of: Render, special: list[str], where: str) -> Branch:
-    """The turns `turns` (indices of messages) of a conversation that is rendered once, as a whole.
+    """Return the turns `turns` (indices of messages) of a conversation that is rendered once, as a whole.
 
-    Where a turn stands is found out in a window of the conversation, and verified in the whole text; where that fails,
-    in the whole conversation.
+    The place of a turn is found in a window of the conversation, and verified in the whole text. If that fails, it is
+    found in the whole conversation.
 
     Raises:
         DataError: the template hides where a turn begins and ends.
@@ -30,7 +30,7 @@ def as_rendered(messages: list[Message], turns: list[int], text_of: Render, spec
             start, stop = (max(span[0], end), span[1]) if span else (0, -1)
             if stop < start:
                 what = f"the chat template hides where message {turn} (assistant) begins and ends"
-                remedy = "set step_loss_mask 0 for it, or leave --loss-mask-type qwen3_5 out"
+                remedy = "set step_loss_mask 0 for it, or remove --loss-mask-type qwen3_5"
                 raise DataError(what, where=where, remedy=remedy)
             found = text[end:start], text[start:stop]
         branch.append(Turn(turn, found[0], ended(found[1], special)[0]))
@@ -39,10 +39,9 @@ def as_rendered(messages: list[Message], turns: list[int], text_of: Render, spec
 
 
 def as_it_stands(messages: list[Message], text_of: Render, special: list[str], where: str) -> Branch:
-    """The last message after its prompt: its content, and the end-of-turn token that the template writes after it.
+    """Return the last message after its prompt: its content, and the template's end-of-turn token after it.
 
-    A tag that the generation prompt ends with, such as `<think>`, is no part of what is generated: it is taken off the
-    content.
+    The generation prompt may end with a tag such as `<think>`. It is not generated, so it is removed from the content.
     """
     prompt = text_of(messages[:-1], generation_prompt=True)
     rendered = text_of(messages, generation_prompt=False).rstrip()
@@ -51,7 +50,7 @@ def as_it_stands(messages: list[Message], text_of: Render, special: list[str], w
     opened = tag == "<think>" and "</think>" not in content
     if said.get("tool_calls") or said.get("reasoning_content") or opened:
         what = "the last message has tool calls, has its reasoning beside its content or none where the prompt opens it"
-        remedy = "write <think>...</think> into the content; or take --loss-mask-type qwen3_5"
+        remedy = "write <think>...</think> into the content; or use --loss-mask-type qwen3_5"
         raise DataError(what, where=where, remedy=remedy)
     if tag.startswith("<") and content.startswith(tag):
         content = content.removeprefix(tag).removeprefix(prompt[len(prompt.rstrip()) :])
@@ -61,8 +60,10 @@ def as_it_stands(messages: list[Message], text_of: Render, special: list[str], w
 def _in_window(
     messages: list[Message], before: int, turn: int, text_of: Render, special: list[str]
 ) -> tuple[str, str] | None:
-    """The text between the turns `before` and `turn`, and that of the second, where a few messages stand around them;
-    None: they cannot be told there."""
+    """Return the text between the turns `before` and `turn`, and that of `turn`; None if they cannot be found.
+
+    They are rendered with a few messages around them.
+    """
     kept, earlier = window(messages, before)
     following = [i for i in range(turn + 1, len(messages)) if messages[i]["role"] in ("user", "assistant")]
     assistant = next((i for i in following if messages[i]["role"] == "assistant"), len(messages) - 1)
@@ -85,11 +86,11 @@ def _in_window(
 def _turn_span(
     messages: list[Message], turn: int, text: str, text_of: Render, special: list[str]
 ) -> tuple[int, int] | None:
-    """The places in `text` where the turn's text begins and ends; None if the template hides them.
+    """Return where the turn's text begins and ends in `text`; None if the template hides it.
 
     The prefixes of the conversation give the places, unless the template renders a turn differently when others follow
-    it (as Qwen3's, which shows reasoning in the last turns only). Then the turn is replaced by a mark, and the text in
-    the place of the mark is the turn. A turn that a tool's answer stands in is hidden, too: it is not the model's.
+    it (as Qwen3's, which shows reasoning only in the last turns). Then a mark replaces the turn, and the turn is the
+    text at the mark. A turn that contains a tool's answer is hidden, too: it is not the model's.
     """
     start = _prefix_length(messages[:turn], text, text_of, generation_prompt=True)
     end = _prefix_length(messages[: turn + 1], text, text_of, generation_prompt=False)
@@ -114,10 +115,10 @@ def _turn_span(
 def _place_of(
     messages: list[Message], index: int, marked: Message, text: str, text_of: Render
 ) -> tuple[int, int] | None:
-    """The part of `text` whose place the mark takes when message `index` becomes `marked`; None: it cannot be told."""
+    """Return the part of `text` that the mark replaces when message `index` becomes `marked`; None if unknown."""
     try:
         changed = text_of([*messages[:index], marked, *messages[index + 1 :]], generation_prompt=False)
-    except DataError:  # some templates want the tool calls
+    except DataError:  # some templates need the tool calls
         return None
     before, mark, after = changed.partition(_MARK)
     if not mark or not text.startswith(before) or not text.endswith(after) or len(before + after) > len(text):

@@ -1,4 +1,4 @@
-"""The rows of a prompt file (jsonl, also named .json, or parquet), each with file and line, and the checks of a row.
+"""The rows of a prompt file (jsonl, also named .json, or parquet), each with file and line, and their checks.
 
 This module imports neither torch nor transformers, so that files can be checked together with the arguments.
 """
@@ -28,15 +28,15 @@ NAMED = re.compile(
     r"(?::(?P<split>[^@,]+))?",
     re.ASCII,
 )
-_IN_MEMORY = re.compile(r"prompts-[0-9a-f]{12}\.jsonl")  # that a script's rows were written to
+_IN_MEMORY = re.compile(r"prompts-[0-9a-f]{12}\.jsonl")  # the file of rows from a script
 
 
 @dataclass(frozen=True)
 class RowFormat:
     """The keys of a row; without `label_key`, rows need no label. Other columns become metadata.
 
-    With `conversation` the prompt is a conversation to train on: messages with an assistant turn that is not masked
-    out. With `pair_keys` a row is a preference pair, and its label holds the two responses (see `check_pair`).
+    With `conversation` the prompt is a conversation to train on: messages with at least one assistant turn that is not
+    masked. With `pair_keys` a row is a preference pair, and its label holds the two responses (see `check_pair`).
     """
 
     input_key: str = "input"
@@ -46,11 +46,11 @@ class RowFormat:
     conversation: bool = False
     pair_keys: tuple[str, str] | None = None  # of the chosen and the rejected response
     grader: str | None = None
-    asked: bool = False  # whether the model answers prompts as they are
+    asked: bool = False  # whether the model answers prompts unchanged
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The keys that a row is read by."""
+        """The keys by which a row is read."""
         named = (self.input_key, self.label_key, self.metadata_key, self.tool_key, *(self.pair_keys or ()))
         return tuple(key for key in named if key is not None)
 
@@ -62,7 +62,7 @@ class Record:
     Attributes:
         prompt: as in the file (text, or messages), or rendered: a sample's `prompt`.
         messages: the prompt as messages; None for a text that is not rendered.
-        label: of a preference pair {"chosen": ..., "rejected": ...}, both text or lists of messages, as the prompt.
+        label: for a preference pair {"chosen": ..., "rejected": ...}, both text or lists of messages, as the prompt.
         metadata: with other columns, and the tools.
         where: file and line, for errors.
     """
@@ -80,8 +80,8 @@ class RawRow(NamedTuple):
 
     Attributes:
         number: of its line, from 1, or of the row of a parquet file, from 0.
-        offset: the byte of a jsonl file where its line begins; None of a parquet file, whose rows lie in columns.
-        read: returns the row as JSON. Raises: DataError for a row of a parquet file that is none.
+        offset: the byte of a jsonl file where its line begins; None in a parquet file, which is stored in columns.
+        read: returns the row as JSON. Raises: DataError if a row of a parquet file is not JSON.
     """
 
     number: int
@@ -91,7 +91,7 @@ class RawRow(NamedTuple):
 
 @dataclass
 class BadRows:
-    """The unusable rows of a file: how many, and the errors of the first 1,000."""
+    """The unusable rows of a file: their number, and the errors of the first 1,000."""
 
     num: int = 0
     errors: list[DataError] = field(default_factory=list)
@@ -118,7 +118,7 @@ def _is_whole(file: str) -> bool:
 
 
 def parse_path(path_spec: str) -> tuple[Path, slice]:
-    """`file@[start:stop]` -> the file and a slice of its rows, with the meaning that slices have in Python."""
+    """Split `file@[start:stop]` into the file and a slice of its rows, with the meaning of Python's slices."""
     if "@[" not in path_spec:
         return Path(path_spec), slice(None)
     match = _SLICE.match(path_spec)
@@ -132,7 +132,7 @@ def parse_path(path_spec: str) -> tuple[Path, slice]:
 def read_rows(
     path_spec: str, row_format: RowFormat, bad_rows: BadRows | None = None
 ) -> Iterator[tuple[RawRow, bytes, Record]]:
-    """The rows of a file in order: as they lie there, as JSON, and checked. No more than some of them are in memory.
+    """Yield the rows of a file in order: raw, as JSON, and checked. Only some of them are in memory at a time.
 
     With `bad_rows`, the errors of unusable rows go there and are not raised.
 
@@ -168,19 +168,19 @@ def read_rows(
 
 
 def unreadable(path: Path, error: OSError) -> DataError:
-    remedy = "change its permissions" if error.errno else "write the file again"  # pyarrow's have no number
+    remedy = "change its permissions" if error.errno else "write the file again"  # errors of pyarrow have no number
     return DataError(f"cannot read the data file: {error.strerror or error}", where=str(path), remedy=remedy)
 
 
 def place(path: Path, number: int) -> str:
-    """File and line of a row, or its place in what a script gave, for errors; `number` as in `RawRow`."""
+    """Return file and line of a row, or its place in a script's data, for errors; `number` as in `RawRow`."""
     if _IN_MEMORY.fullmatch(path.name):
         return f"prompts[{number - 1}]"
     return f"{path}, {'row' if path.suffix == '.parquet' else 'line'} {number}"
 
 
 def parse_row(line: bytes, where: str, row_format: RowFormat) -> Record:
-    """The checked row of a JSON text. Raises: DataError, if it is unusable."""
+    """Return the checked row of a JSON text. Raises: DataError if it is unusable."""
     check = check_row if row_format.pair_keys is None else check_pair
     return check(_parse_json(line, where), where, row_format)
 
@@ -219,7 +219,7 @@ def _parquet(path: Path, part: slice, columns: tuple[str, ...]) -> Iterator[RawR
     except ImportError as error:
         raise ConfigError("parquet files need pyarrow", where=str(path), remedy="pip install pyarrow") from error
     try:
-        # Of a row group, which may be larger than the memory, some pages are read at a time.
+        # A row group may be larger than the memory, so only some of its pages are read at a time.
         with pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
             start, stop, _ = part.indices(file.metadata.num_rows)
             names = file.schema_arrow.names
@@ -237,34 +237,34 @@ def _parquet(path: Path, part: slice, columns: tuple[str, ...]) -> Iterator[RawR
 
 
 def _json_row(batch: Any, i: int, names: list[str], columns: tuple[str, ...], where: str) -> bytes:
-    """Row `i` of a batch, as JSON, with null for those of `names` that were not read, or that JSON cannot hold."""
+    """Return row `i` of a batch as JSON. Columns of `names` that were not read, or that JSON cannot hold, are null."""
     row = dict.fromkeys(names, "null")
     for key in batch.schema.names:
         try:
             row[key] = json.dumps(_without_nulls(batch.column(key)[i].as_py()), ensure_ascii=False)
-        except (ValueError, OverflowError, TypeError, KeyError) as error:  # no UTF-8, no date; bytes, a date, ...
+        except (ValueError, OverflowError, TypeError, KeyError) as error:  # bad UTF-8 or date; bytes, a date, ...
             if key in columns:
                 raise _bad(where, f"{key!r} holds what JSON cannot: {error}") from error
     return ("{" + ", ".join(f"{json.dumps(key)}: {value}" for key, value in row.items()) + "}").encode()
 
 
 def _without_nulls(value: Any) -> Any:
-    """A value of a parquet file without the fields that are null: each struct has those of all, as templates see."""
+    """Return a value of a parquet file without null fields: each struct has the fields of all, as templates see."""
     if isinstance(value, dict):
         return {name: _without_nulls(field) for name, field in value.items() if field is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def check_row(row: Any, where: str, keys: RowFormat) -> Record:
-    """The parts of one row; raise a DataError with row and key if it is unusable."""
+    """Return the parts of one row. Raise a DataError with row and key if it is unusable."""
     bad = partial(_bad, where)
     _check_keys(row, {"--input-key": keys.input_key, "--label-key": keys.label_key}, bad)
     prompt = _check_text(row[keys.input_key], keys.input_key, bad)
     if keys.conversation:
         _check_conversation(prompt, bad)
     elif keys.asked and isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
-        what = "the prompt ends in an assistant turn, which no template goes on with: the model would begin another"
-        raise bad(what, "drop that turn, or give the prompt as text that ends where the model shall go on")
+        what = "the prompt ends in an assistant turn, which no template continues: the model would begin another"
+        raise bad(what, "remove that turn, or give the prompt as text that ends where the model should continue")
     metadata = row.get(keys.metadata_key)
     if metadata is not None and not isinstance(metadata, dict):
         raise bad(f"{keys.metadata_key!r} must be an object, not {short(metadata)}")
@@ -285,9 +285,9 @@ def check_row(row: Any, where: str, keys: RowFormat) -> Record:
 
 
 def check_pair(row: Any, where: str, keys: RowFormat) -> Record:
-    """The parts of a preference pair: prompt, chosen and rejected, all text or all lists of messages, or a DataError.
+    """Return the parts of a preference pair: prompt, chosen and rejected, all text or all lists of messages.
 
-    In a row without a prompt, the common beginning of the conversations chosen and rejected is the prompt.
+    In a row without a prompt, the common beginning of the two conversations is the prompt. Raises: DataError.
     """
     assert keys.pair_keys is not None
     bad = partial(_bad, where)
@@ -317,22 +317,22 @@ def check_pair(row: Any, where: str, keys: RowFormat) -> Record:
     return out
 
 
-def _bad(where: str, what: str, remedy: str = "mend the row, or skip such rows with --skip-bad-rows") -> DataError:
+def _bad(where: str, what: str, remedy: str = "fix the row, or skip such rows with --skip-bad-rows") -> DataError:
     return DataError(what, where=where, remedy=remedy)
 
 
 def _check_keys(row: Any, keys: dict[str, str | None], bad: Callable[..., DataError]) -> None:
-    """Raise a DataError unless the row is an object with a value for each of `keys`, which are named by flag."""
+    """Raise a DataError unless the row is an object with a value for each of `keys`, which maps keys to flags."""
     if not isinstance(row, dict):
         raise bad(f"a row must be a JSON object, not {type(row).__name__}")
     for flag, key in keys.items():
         if key is not None and row.get(key) is None:
             what = f"the row has no {key!r}" if key not in row else f"{key!r} of the row is null"
-            raise bad(what, f"mend the row, or name another column with {flag}: it has {_names(row)}")
+            raise bad(what, f"fix the row, or name another column with {flag}: it has {_names(row)}")
 
 
 def _check_text(value: Any, key: str, bad: Callable[..., DataError]) -> str | list[Message]:
-    """The value, if it is text or a list of messages, and not empty; otherwise raise a DataError."""
+    """Return the value if it is text or a list of messages, and not empty; otherwise raise a DataError."""
     if value == "":
         raise bad(f"{key!r} is empty")
     if isinstance(value, str):
@@ -348,7 +348,7 @@ def _is_trained(message: Message) -> bool:
 
 def _check_label(label: Any, metadata: dict[str, Any], keys: RowFormat, bad: Callable[..., DataError]) -> None:
     if isinstance(label, float) and not math.isfinite(label):
-        raise bad(f"{keys.label_key!r} of the row is {label}, which no JSON file should hold")
+        raise bad(f"{keys.label_key!r} of the row is {label}, which JSON does not allow")
     if keys.grader is None:
         return
     rule = str(metadata.get("rm_type") or keys.grader)

@@ -1,9 +1,9 @@
-"""What the tokens of a response were drawn from: the sampling parameters of its requests that shape the distribution.
+"""The distribution of a response's tokens: the sampling parameters of its requests that shape it.
 
-The trainer scores a sample under softmax(logits / temperature). One temperature therefore holds for all trained tokens
-of a sample, and what else changes the distribution (top-p, a penalty, ...) biases the ratio of trainer and engine.
-A generate function may ask the policy for more than its sample, such as a verdict: only requests whose tokens stand in
-the sample count.
+The trainer scores a sample under softmax(logits / temperature). So all trained tokens of a sample need one temperature.
+Anything else that changes the distribution (top-p, a penalty, ...) biases the ratio of trainer and engine. A generate
+function may ask the policy for more than its sample, such as a verdict. Only requests whose tokens are in the sample
+count.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ from typing import Any
 
 from instep.types import Sample
 
-# With these values a parameter of vLLM changes nothing; those below 1 of top_k are the same, too.
+# With these values a parameter of vLLM changes nothing. For top_k this also holds for all values below 1.
 _NEUTRAL: dict[str, Any] = {"top_p": 1, "top_k": 0, "min_p": 0, "presence_penalty": 0, "frequency_penalty": 0}
 _NEUTRAL |= {"repetition_penalty": 1, "min_tokens": 0, "logit_bias": None, "allowed_token_ids": None}
 _NEUTRAL |= {"bad_words": None, "structured_outputs": None}
 
-Answer = list[int] | str  # token ids, or the text where the engine gave none
+Answer = list[int] | str  # token ids, or the text if the engine gave no ids
 
 
 class Presumed(dict[str, Any]):
-    """Sampling parameters that instep itself wrote into a sample whose generate function runs."""
+    """Sampling parameters that instep itself wrote into a sample while its generate function runs."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """The sampling parameters of a request to the policy, with vLLM's names, its answers, and the ids of its prompt."""
+    """A request to the policy: its sampling parameters with vLLM's names, its answers, and the ids of its prompt."""
 
     params: dict[str, Any]
     answers: list[Answer]
     prompt: list[int] | None
 
 
-# What is collected (`requests_noted`): the requests, and the parameters that OpenAI's routes take where one has none.
+# What `requests_noted` collects: the requests, and OpenAI's defaults for parameters that a request lacks.
 _Noted = tuple[list[Request], Callable[[], dict[str, Any]]]
 _requests: contextvars.ContextVar[_Noted | None] = contextvars.ContextVar("requests", default=None)
 
 
 def distribution_of(params: dict[str, Any]) -> dict[str, Any]:
-    """Those of `params` (with vLLM's names) that shape the distribution, without values that change nothing."""
+    """Return the `params` (with vLLM's names) that shape the distribution, without values that change nothing."""
     given: dict[str, Any] = {
         name: params[name] for name in _NEUTRAL if name in params and params[name] not in (None, [], {}, _NEUTRAL[name])
     }
@@ -54,7 +54,7 @@ def distribution_of(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def truncated_by(sample: Sample) -> dict[str, Any]:
-    """What, beside a temperature, changed the distribution that some of the sample's tokens were drawn from."""
+    """Return what, besides a temperature, changed the distribution of some of the sample's tokens."""
     turns = sample.sampling_turns or [distribution_of(sample.sampling_params)]
     return {name: value for turn in turns for name, value in turn.items() if name != "temperature"}
 
@@ -63,13 +63,13 @@ def truncated_by(sample: Sample) -> dict[str, Any]:
 
 
 def record_turn(sample: Sample, params: dict[str, Any]) -> None:
-    """Keep in `sample` what a request for its next tokens asks for; `params` have vLLM's names."""
+    """Record in `sample` the parameters of a request for its next tokens; `params` have vLLM's names."""
     if _requests.get() is not None:  # `settle` will see the request and its tokens
         sample.sampling_params = Presumed(params)
         return
     sample.sampling_params = dict(params)
     if not (sample.response_length and (sample.loss_mask is None or any(sample.loss_mask))):
-        sample.sampling_turns = []  # nothing of what was sampled before is trained on
+        sample.sampling_turns = []  # no earlier tokens are trained on
     turn = distribution_of(params)
     if turn not in sample.sampling_turns:
         sample.sampling_turns = [*sample.sampling_turns, turn]
@@ -77,10 +77,10 @@ def record_turn(sample: Sample, params: dict[str, Any]) -> None:
 
 @contextmanager
 def requests_noted(defaults: Callable[[], dict[str, Any]] = dict) -> Iterator[list[Request]]:
-    """Collect the requests that are noted meanwhile in this context and in tasks begun in it.
+    """Collect the requests that are noted in this context and in tasks started in it.
 
     Args:
-        defaults: what OpenAI's routes take for what a request lacks.
+        defaults: values of OpenAI's routes for what a request lacks.
     """
     noted: list[Request] = []
     token = _requests.set((noted, defaults))
@@ -91,7 +91,7 @@ def requests_noted(defaults: Callable[[], dict[str, Any]] = dict) -> Iterator[li
 
 
 def note_request(params: dict[str, Any], answers: Sequence[Answer], prompt: Any) -> None:
-    """Note a request to the policy's engines; one that only scores its prompt is left out."""
+    """Note a request to the policy's engines, except one that only scores its prompt."""
     requests = _requests.get()
     if requests is not None and params.get("prompt_logprobs") is None:
         ids = list(prompt) if isinstance(prompt, Sequence) and not isinstance(prompt, str) else None
@@ -127,18 +127,18 @@ def _answer(choice: dict[str, Any]) -> Answer:
 def settle(
     sample: Sample, requests: Sequence[Request], wanted: dict[str, Any], earlier: list[Any], before: int
 ) -> None:
-    """Set what the trained tokens of `sample` were drawn with, unless its generate function has said so.
+    """Set the sampling of the trained tokens of `sample`, unless its generate function has set it.
 
     Args:
         requests: those that the function made, for this sample or for something else.
         wanted: the run's sampling parameters, with vLLM's names.
-        earlier: the turns of the first `before` response tokens, which the sample had when the function got it.
+        earlier: the turns of the first `before` response tokens, which the sample already had.
     """
     params = sample.sampling_params
     own = isinstance(params, Presumed) and any(params == known for known in (wanted, *(r.params for r in requests)))
     if sample.sampling_turns in ([], earlier):
         if params and not own:
-            sample.sampling_turns = []  # the function's word holds for the whole sample
+            sample.sampling_turns = []  # the function's value holds for the whole sample
         else:
             found, kept = _drawn_by(sample, requests, before)
             params = found[-1].params if found else params or wanted
@@ -150,10 +150,10 @@ def settle(
 
 
 def _drawn_by(sample: Sample, requests: Sequence[Request], before: int) -> tuple[list[Request], bool]:
-    """The requests that made trained tokens of `sample`, and whether it still has trained ones of those `before`.
+    """Return the requests that made trained tokens of `sample`, and whether some of the `before` ones are trained.
 
-    An answer stands where its prompt ends, or wherever else the sample has its tokens, the longest first. Where no
-    answer stands in the sample (its function has changed every text), all requests count.
+    An answer is looked for where its prompt ends, then anywhere in the sample, the longest first. If no answer is in
+    the sample (its function has changed every text), all requests count.
     """
     tokens = list(sample.tokens)
     first = len(tokens) - sample.response_length
@@ -162,8 +162,8 @@ def _drawn_by(sample: Sample, requests: Sequence[Request], before: int) -> tuple
         trained = given is None or any(given)  # one request made it all
         return (list(requests) if trained else []), False
     mask = [bool(m) for m in given] if given is not None and len(given) == len(response) else [True] * len(response)
-    left: list[bool | None] = list(mask)  # None: an answer stands there
-    made: dict[int, bool] = {}  # of requests whose tokens stand in the sample: whether some of them are trained on
+    left: list[bool | None] = list(mask)  # None: an answer is there
+    made: dict[int, bool] = {}  # by request in the sample: whether some of its tokens are trained on
     order = [(len(a), r.params == sample.sampling_params, -i) for i, r in enumerate(requests) for a in r.answers]
     for searched in (False, True):
         for number in dict.fromkeys(-i for _, _, i in sorted(order, reverse=True) if -i not in made):
@@ -190,8 +190,11 @@ def _drawn_by(sample: Sample, requests: Sequence[Request], before: int) -> tuple
 
 
 def _length_at(answer: list[int], response: list[int], left: list[bool | None], start: int) -> int:
-    """How many tokens of `answer` stand in `response` from `start` on; 0 unless it is whole, or ends where the
-    response, its mask or another answer does: functions cut answers at a stop string."""
+    """Return how many tokens of `answer` are in `response` from `start` on.
+
+    It is 0 unless the answer is whole, or ends where the response, its mask or another answer ends: functions cut
+    answers at a stop string.
+    """
     end = start
     while end - start < len(answer) and end < len(response) and response[end] == answer[end - start]:
         if left[end] is None:
@@ -202,7 +205,7 @@ def _length_at(answer: list[int], response: list[int], left: list[bool | None], 
 
 
 def _standing(text: str, requests: Sequence[Request], made: dict[int, bool]) -> list[int]:
-    """The requests, but for those in `made`, with an answer that stands in `text`, each in a place of its own."""
+    """Return the requests outside `made` whose answer is in `text`, each in a different place."""
     answers = [(a, i) for i, r in enumerate(requests) if i not in made for a in r.answers if isinstance(a, str)]
     out = []
     for answer, number in sorted(answers, key=lambda one: len(one[0]), reverse=True):

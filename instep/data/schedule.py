@@ -24,18 +24,18 @@ def plan_steps(
     balance_by_flops: bool = False,
     micro_batch_multiple: int = 1,
 ) -> Schedule:
-    """Divide a rollout's samples into steps of equally many executions, and those over ranks and micro-batches.
+    """Divide a rollout's samples into steps with equally many executions, and each step over ranks and micro-batches.
 
-    Executions (samples with one entry in `execution_ids`; a sample with None is an execution) stay whole, in the order
-    of their first samples. A micro-batch holds at most `micro_batch_size` samples or `max_tokens_per_gpu` prompt +
-    response tokens; a longer sample is alone in one. All ranks of a step get equally many micro-batches, a multiple of
-    `micro_batch_multiple`: the largest are split until that holds. Ranks take micro-batches in turn, or with
-    `balance_data` so that their costs are about equal (Karmarkar-Karp). With `balance_by_flops` samples go, the most
-    costly first, into the cheapest of as many micro-batches as their tokens need, where there is room.
+    Executions (samples with the same entry in `execution_ids`; a sample with None is an execution) stay whole, in the
+    order of their first samples. A micro-batch holds at most `micro_batch_size` samples or `max_tokens_per_gpu` prompt
+    + response tokens. A longer sample is alone in one. All ranks of a step get equally many micro-batches, a multiple
+    of `micro_batch_multiple`: the largest are split until that holds. Ranks take micro-batches in turn, or with
+    `balance_data` so that their costs are about equal (Karmarkar-Karp). With `balance_by_flops` there are as many
+    micro-batches as the tokens need. The samples, the most costly first, go into the cheapest one with room.
 
     Args:
         execution_ids, total_lengths: one entry per sample.
-        costs: what each sample costs to train on, such as its FLOPs; its tokens if None.
+        costs: the cost to train on each sample, such as its FLOPs; its tokens if None.
         num_steps, global_batch_size: exactly one of them: steps per rollout, or executions per step.
         micro_batch_size, max_tokens_per_gpu: exactly one of them.
 
@@ -74,10 +74,10 @@ def plan_whole_executions(
     costs: Sequence[float] | None = None,
     **sizes: Any,
 ) -> Schedule:
-    """`plan_steps` for losses over all samples of an execution at once (DPO's pairs), which then share a micro-batch.
+    """Call `plan_steps` for losses over all samples of an execution at once (DPO's pairs).
 
-    `micro_batch_size` counts executions, and the tokens and costs of an execution are those of all its samples. They
-    are side by side in their micro-batch, in order.
+    The samples of an execution share a micro-batch. `micro_batch_size` counts executions. The tokens and costs of an
+    execution are those of all its samples. They are side by side in their micro-batch, in order.
     """
     members: dict[Hashable, list[int]] = {}
     for i, execution in enumerate(execution_ids):
@@ -90,7 +90,7 @@ def plan_whole_executions(
 
 
 def steps_of_samples(schedule: Schedule, num_samples: int) -> list[int]:
-    """The step of each sample; -1 for a sample that the schedule leaves out."""
+    """Return the step of each sample; -1 for a sample that the schedule leaves out."""
     out = [-1] * num_samples
     for step, ranks in enumerate(schedule):
         for micro_batches in ranks:
@@ -101,9 +101,9 @@ def steps_of_samples(schedule: Schedule, num_samples: int) -> list[int]:
 
 
 def first_fit(samples: Sequence[int], lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Each sample goes into the first bin with room for its tokens, in order; one beyond `capacity` stands alone."""
+    """Put each sample into the first bin with room for its tokens, in order. One beyond `capacity` is alone."""
     bins: list[list[int]] = []
-    room: dict[int, int] = {}  # of the bins into which at least the shortest sample fits, in order
+    room: dict[int, int] = {}  # of the bins with room for at least the shortest sample, in order
     shortest = min((lengths[i] for i in samples), default=0)
     for i in samples:
         b = next((b for b, left in room.items() if lengths[i] <= left), len(bins))
@@ -120,10 +120,10 @@ def first_fit(samples: Sequence[int], lengths: Sequence[int], capacity: int) -> 
 def even_fit(
     samples: Sequence[int], lengths: Sequence[int], costs: Sequence[float], capacity: int, multiple: int
 ) -> list[list[int]]:
-    """Each sample, the most costly first, goes into the cheapest bin with room for its tokens, or into one more.
+    """Put each sample, the most costly first, into the cheapest bin with room for its tokens, or into a new one.
 
-    There are as many bins as the tokens need, rounded up to a multiple of `multiple` where there are enough samples. A
-    sample beyond `capacity` stands alone; within a bin samples keep their order.
+    There are as many bins as the tokens need, rounded up to a multiple of `multiple` if there are enough samples. A
+    sample beyond `capacity` is alone. Within a bin samples keep their order.
     """
     needed = -(-sum(lengths[i] for i in samples) // max(1, capacity))
     bins: list[list[int]] = [[] for _ in range(min(-(-needed // multiple) * multiple, len(samples)))]
@@ -144,9 +144,9 @@ def even_fit(
 
 
 def balanced_partition(weights: Sequence[float], num_parts: int) -> list[list[int]]:
-    """Indices in `num_parts` parts of equally many, with sums as equal as the differencing method makes them.
+    """Divide indices into `num_parts` parts of equal size, with sums as equal as the differencing method makes them.
 
-    The number of weights is a multiple of `num_parts`.
+    The number of weights must be a multiple of `num_parts`.
 
     Karmarkar and Karp, "The differencing method of set partitioning" (1982), in its balanced k-way form: begin with
     tuples of items of about equal weight, one per part; merge the two tuples of largest spread, heavy onto light.
@@ -155,7 +155,7 @@ def balanced_partition(weights: Sequence[float], num_parts: int) -> list[list[in
     heap = []
     for serial, start in enumerate(range(0, len(order), num_parts)):
         parts = [(weights[i], [i]) for i in order[start : start + num_parts]]
-        heap.append((parts[0][0] - parts[-1][0], serial, parts))  # parts ascend: minus the spread
+        heap.append((parts[0][0] - parts[-1][0], serial, parts))  # parts ascend, so this is minus the spread
     heapq.heapify(heap)
     serial = len(heap)
     while len(heap) > 1:
@@ -170,7 +170,7 @@ def balanced_partition(weights: Sequence[float], num_parts: int) -> list[list[in
 def _executions_per_step(count: int, num_steps: int | None, global_batch_size: int | None) -> int:
     if not count:
         what = "there are no samples to train on"
-        raise ConfigError(what, where="schedule", remedy="return at least one group with a sample that is trained on")
+        raise ConfigError(what, where="schedule", remedy="return at least one group with a sample to train on")
     size, left = divmod(count, num_steps) if num_steps else (global_batch_size or 0, count % (global_batch_size or 1))
     if left or not size:
         flag = "--num-steps-per-rollout" if num_steps else "--global-batch-size"
@@ -191,13 +191,14 @@ def _fill_up(bins: list[list[int]], lengths: Sequence[int], unit: int, *, fan_ou
     num_samples = sum(map(len, bins))
     target = -(-len(bins) // unit) * unit
     if target > num_samples and fan_out and num_samples >= unit:
-        # With fan-out any number of samples occurs; if bins of one sample do not come out, the smallest share a bin.
+        # With fan-out any number of samples occurs. If bins of one sample are not enough, the smallest samples share a
+        # bin.
         return _join_smallest(bins, lengths, num_samples // unit * unit)
     if target > num_samples:
         below = num_samples // unit * unit
         raise ConfigError(
             f"{num_samples} samples of a step cannot make {target} micro-batches (a multiple of {unit}: data-parallel "
-            "ranks times micro-batches that a pipeline needs)",
+            "ranks times the micro-batches of a pipeline)",
             where="--global-batch-size",
             remedy=f"use {f'{below} or ' if below else ''}{below + unit} samples per step, larger micro-batches, or "
             "fewer data-parallel ranks",
@@ -213,7 +214,7 @@ def _fill_up(bins: list[list[int]], lengths: Sequence[int], unit: int, *, fan_ou
 
 
 def _halves(members: list[int], lengths: Sequence[int]) -> list[list[int]]:
-    """Two parts of about equal tokens, filled with the longest samples first; both keep the order of `members`."""
+    """Return two parts of about equal tokens, the longest samples first. Both keep the order of `members`."""
     halves: list[list[int]] = [[], []]
     sums = [0, 0]
     for i in sorted(members, key=lambda i: (-lengths[i], i)):

@@ -29,12 +29,12 @@ POP_FIRST = "instep.data.source.pop_first"
 
 
 class RolloutDataSourceWithBuffer:
-    """A source of groups of `args.n_samples_per_prompt` samples; groups that were given back come before fresh ones.
+    """A source of groups of `args.n_samples_per_prompt` samples. Groups that were given back come before fresh ones.
 
-    Each epoch passes over the whole data set, in file order or with `rollout_shuffle` in an order that depends on
-    `rollout_seed + epoch` alone; `instep.data.mixture` tells what several files are. Its state is the cursor (a few
-    numbers) and the buffered groups; the same state gives the same samples again. `sample.extra["where"]` is the file
-    and line of a prompt, for errors. All methods may be called from several threads.
+    Each epoch passes over the whole data set, in file order or with `rollout_shuffle` in an order that depends only on
+    `rollout_seed + epoch`. `instep.data.mixture` describes several files. Its state is the cursor (a few numbers) and
+    the buffered groups; the same state gives the same samples again. `sample.extra["where"]` is the file and line of a
+    prompt, for errors. All methods may be called from several threads.
 
     Args:
         tokenizer: default: that of `args.hf_checkpoint`, if one is needed.
@@ -64,15 +64,15 @@ class RolloutDataSourceWithBuffer:
         return Mixture(datasets, args.prompt_data_weights, args.rollout_seed if args.rollout_shuffle else None)
 
     def __len__(self) -> int:
-        """The number of prompts of the data set; 0 without one."""
+        """Return the number of prompts of the data set; 0 without one."""
         return 0 if self.dataset is None else len(self.dataset)
 
     def get_samples(self, num_groups: int) -> list[Group]:
-        """The next groups, buffered ones before fresh ones; a new epoch begins where the data set ends.
+        """Return the next groups, buffered ones before fresh ones. A new epoch begins where the data set ends.
 
         Raises:
-            ConfigError: without a data set, when the buffer does not hold enough.
-            RolloutError: the buffer filter returned something else than at most `num_groups` groups.
+            ConfigError: there is no data set, and the buffer does not hold enough groups.
+            RolloutError: the buffer filter did not return a list of at most `num_groups` groups.
         """
         with self._lock:
             groups = self._filter.call(self.args, None, self.buffer, num_groups) if self.buffer else []
@@ -83,22 +83,22 @@ class RolloutDataSourceWithBuffer:
             return groups + [self._fresh_group() for _ in range(num_groups - len(groups))]
 
     def add_samples(self, groups: list[Group]) -> None:
-        """Give groups back, such as aborted ones; they come out before fresh ones, in this order."""
+        """Give groups back, such as aborted ones. They come out before fresh ones, in this order."""
         checked = [checked_group(g) for g in groups]
         with self._lock:
             self.buffer.extend(checked)
 
     def cursor(self) -> dict[str, Any]:
-        """The state without the buffer, which the ledger takes before each `get_samples`.
+        """Return the state without the buffer. The ledger takes it before each `get_samples`.
 
-        From it a resume reads the groups again that were outstanding when the checkpoint was written.
+        With it a resume reads the groups again that were outstanding when the checkpoint was written.
         """
         with self._lock:
             read = list(self._counts)
             return {"num_read": read, "next_group": self._next_group, "next_sample": self._next_sample}
 
     def state_dict(self) -> dict[str, Any]:
-        """Cursor, buffered groups, and what the files hold, as values that a checkpoint holds if the samples' are."""
+        """Return the cursor, the buffered groups, and the contents of the files, as values for a checkpoint."""
         with self._lock:
             buffer = [[copy.deepcopy(s.to_dict()) for s in group] for group in self.buffer]
             return {**self.cursor(), "files": self._files(), "buffer": buffer}
@@ -116,15 +116,15 @@ class RolloutDataSourceWithBuffer:
             self.buffer = [[Sample.from_dict(copy.deepcopy(s)) for s in g] for g in state.get("buffer", [])]
 
     def check_files(self, state: dict[str, Any]) -> None:
-        """Compare the files with those of a `state_dict()`, by content. Raises: DataError, which names the first."""
+        """Compare file contents with a `state_dict()`. Raises: DataError, which names the first difference."""
         now = self._files()
         for old, new in zip(state.get("files", now), now, strict=True):
             if old["digest"] == new["digest"] and old["num_rows"] == new["num_rows"]:
                 continue
             what = f"the data set has {new['num_rows']} usable prompts, but {old['num_rows']} when the state was saved"
             if old["num_rows"] == new["num_rows"]:
-                what = f"the {new['num_rows']} usable prompts are others than when the state was saved"
-            remedy = "resume with the same data file, slice and limits; or start a run of its own with other data"
+                what = f"the {new['num_rows']} usable prompts differ from those when the state was saved"
+            remedy = "resume with the same data file, slice and limits; or start a new run with other data"
             raise DataError(what, where=new["path"], remedy=remedy)
 
     def _files(self) -> list[dict[str, Any]]:
@@ -149,19 +149,19 @@ class RolloutDataSourceWithBuffer:
 
 
 class UserSource:
-    """A data source of the user's: what its methods raise, and what they return wrongly, is an error that names it.
+    """A user's data source. If its methods raise or return something wrong, the error names the source.
 
-    Everything else is the source's own, also whether it has a method at all.
+    All else is passed through, even whether a method exists.
     """
 
     __slots__ = ("hook", "source")
 
     def __init__(self, hook: Hook, args: Any):
-        """Make the source, which gets `args`. Raises: RolloutError, ConfigError, DataError."""
+        """Make the source with `args`. Raises: RolloutError, ConfigError, DataError."""
         object.__setattr__(self, "hook", hook)
         object.__setattr__(self, "source", hook.call(args, where="when it was made"))
         if not hasattr(self.source, "get_samples"):
-            raise hook.wrong(self.source, "a data source with get_samples; instep/data/source.py says what one has")
+            raise hook.wrong(self.source, "a data source with get_samples; see instep/data/source.py for its methods")
 
     def get_samples(self, num_groups: int) -> list[Group]:
         where = f"get_samples({num_groups})"
@@ -172,7 +172,7 @@ class UserSource:
         place = self.hook.place(where)
         groups = [checked_group(group, place) for group in groups]
         if any(sample.group_index is None for group in groups for sample in group):
-            remedy = "give each group a number of its own"
+            remedy = "give each group a distinct number"
             raise RolloutError("a sample has no group_index", where=place, remedy=remedy)
         return groups
 
@@ -188,7 +188,7 @@ class UserSource:
         def called(*args: Any, **kwargs: Any) -> Any:
             with self.hook.guard(name):
                 out = value(*args, **kwargs)
-            if name in ("state_dict", "cursor"):  # which a checkpoint holds
+            if name in ("state_dict", "cursor"):  # a checkpoint holds it
                 with self.hook.reading(out, "a state that is JSON: numbers, strings, lists, dicts", name):
                     to_text(out)
             return out
@@ -200,10 +200,10 @@ class UserSource:
 
 
 def load_source(args: Settings, hook_args: Any, vocab_size: int | None = None) -> Any:
-    """The data source of a run. Raises: RolloutError, ConfigError, DataError.
+    """Return the data source of a run. Raises: RolloutError, ConfigError, DataError.
 
     Args:
-        vocab_size: the model's. instep's own sources refuse a prompt with a larger token id.
+        vocab_size: of the model. instep's own sources refuse a prompt with a larger token id.
     """
     hook = Hook("--data-source-path", args.data_source_path)
     if not is_own(hook.path):
@@ -218,14 +218,14 @@ def load_source(args: Settings, hook_args: Any, vocab_size: int | None = None) -
 
 
 def num_rollouts(args: Settings, source: Sized) -> int:
-    """The rounds of a run: `--num-rollout`, or as many whole ones as `--num-epoch` passes over its prompts take."""
+    """Return the number of rounds: `--num-rollout`, or the whole rounds in `--num-epoch` passes over the prompts."""
     if args.num_rollout is not None:
         return args.num_rollout
     return math.ceil((args.num_epoch or 0) * len(source) / args.rollout_batch_size)
 
 
 def pop_first(args: Settings, rollout_id: int | None, buffer: list[Group], num_groups: int) -> list[Group]:
-    """The default buffer filter: first in, first out. A filter removes the groups that it returns from `buffer`."""
+    """Return the first groups of the buffer (the default filter). A filter removes its result from `buffer`."""
     taken = buffer[:num_groups]
     del buffer[:num_groups]
     return taken
@@ -234,8 +234,8 @@ def pop_first(args: Settings, rollout_id: int | None, buffer: list[Group], num_g
 def checked_group(group: Any, where: str = "data_source.add_samples") -> Group:
     if not isinstance(group, list) or not group or not all(isinstance(s, Sample) for s in group):
         what = f"a group must be a list of samples, not {said(group, 80)}"
-        raise RolloutError(what, remedy="hand back whole groups, flat", where=where)
+        raise RolloutError(what, remedy="return whole groups, as flat lists", where=where)
     if len({s.group_index for s in group}) != 1:
-        what = f"samples of groups {sorted({str(s.group_index) for s in group})} stand in one group"
-        raise RolloutError(what, remedy="hand samples back in the groups they came in", where=where)
+        what = f"samples of groups {sorted({str(s.group_index) for s in group})} are in one group"
+        raise RolloutError(what, remedy="return samples in the groups they came in", where=where)
     return group

@@ -1,8 +1,8 @@
-"""Chat templates, which come with a checkpoint, render within bounds of time and memory.
+"""Chat templates from a checkpoint, rendered within bounds of time and memory.
 
-Jinja's sandbox of transformers keeps a template from code and files, not from computing for ever. Here an operation
-that would make a text or list of more than LIMIT characters is refused before it is done (each costs less than a
-microsecond to look at), and a thread ends a rendering that lasts too long or lets the process grow.
+The sandbox of transformers (Jinja's) keeps a template from code and files, but not from endless computation. Here an
+operation is refused before it makes a text or list of more than LIMIT characters. This check costs less than a
+microsecond. A thread ends a rendering that takes too long or makes the process grow too much.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from instep.system.importing import first_import
 LIMIT = 1 << 26  # characters of a text; an entry of a list counts as ENTRY
 ENTRY = 128
 BITS = 1 << 16  # of an integer
-SECONDS = 30.0  # of a rendering, which takes less than a millisecond
-GROWTH_BYTES = 4 << 30  # of the process, during a rendering that lasts longer than two looks
+SECONDS = 30.0  # of a rendering, which normally takes less than a millisecond
+GROWTH_BYTES = 4 << 30  # of the process, during a rendering that lasts longer than two checks
 LOOK_SECONDS = 0.1
 LONG, GREW = "took more than {:g} s", "let this process grow by more than {:.0f} GB"
-_PRODUCTS = frozenset(("replace", "indent", "join", "translate", "expandtabs"))  # whose result may be a product
+_PRODUCTS = frozenset(("replace", "indent", "join", "translate", "expandtabs"))  # their result may be a product
 _MARKS = "\ue004\ue005"  # private use: in no conversation
-# Filters and methods of texts and numbers whose result may be much larger than what they get.
+# Filters and methods of texts and numbers whose result may be much larger than their input.
 _GROWING = frozenset(
     "batch center expandtabs format format_map indent instep_joined join ljust replace rjust round slice to_bytes "
     "tojson translate zfill".split()
@@ -51,21 +51,21 @@ class TemplateTooLarge(jinja2.TemplateError):
 
 
 class _Stop(Exception):
-    """Raised in the thread of a rendering by the one that watches it."""
+    """Raised in the thread of a rendering by the thread that watches it."""
 
 
 def apply_template(tokenizer: Any, messages: Sequence[Any], where: str = "", /, **given: Any) -> Any:
-    """`tokenizer.apply_chat_template`, within bounds, of messages in any form of OpenAI's API.
+    """Call `tokenizer.apply_chat_template` within bounds, with messages in any form of OpenAI's API.
 
     Raises:
-        CheckpointError: the template is no Jinja.
-        DataError: content that is no text.
+        CheckpointError: the template is not valid Jinja.
+        DataError: a content is not text.
         TemplateTooLarge: it takes too much time or memory; the text names the template.
     """
     messages = text_messages(tokenizer, messages, where)
     try:
         return _bounded(tokenizer, [with_arguments(m, as_object) for m in messages], given)
-    except TypeError:  # DeepSeek's of 2024 and others join arguments with text
+    except TypeError:  # some templates, such as DeepSeek's of 2024, join arguments with text
         as_text = [
             with_arguments(m, lambda x: x if isinstance(x, str) else json.dumps(x, ensure_ascii=False))
             for m in messages
@@ -87,15 +87,15 @@ def _bounded(tokenizer: Any, messages: list[Message], given: Mapping[str, Any]) 
         raise TemplateTooLarge(f"{name} {error}") from error
     except jinja2.TemplateSyntaxError as error:
         what = f"{name} is wrong in line {error.lineno}: {error.message}"
-        remedy = "mend that of --chat-template, or its chat_template.jinja or tokenizer_config.json"
+        remedy = "fix the one of --chat-template, or its chat_template.jinja or tokenizer_config.json"
         raise CheckpointError(what, where=place, remedy=remedy) from error
 
 
 def text_messages(tokenizer: Any, messages: Sequence[Any], where: str = "") -> list[Message]:
-    """The messages with all content as text, without keys that are null.
+    """Return the messages with all content as text, without keys that are null.
 
     Raises:
-        DataError: content that is no text.
+        DataError: a content is not text.
     """
     bad = functools.partial(DataError, where=where, remedy="give text or text parts")
     checked = [checked_message(message, i, bad) for i, message in enumerate(messages)]
@@ -107,7 +107,7 @@ def text_messages(tokenizer: Any, messages: Sequence[Any], where: str = "") -> l
 
 
 def _between_parts(tokenizer: Any) -> str:
-    """The blanks that the template writes between two text parts; if it takes text alone, a line break, as vLLM."""
+    """Return the template's blanks between two text parts. If it takes only text, return a line break, as vLLM does."""
     parts = [{"type": "text", "text": mark} for mark in _MARKS]
     try:
         text = _bounded(tokenizer, [{"role": "user", "content": parts}], {"tokenize": False})
@@ -137,7 +137,7 @@ class _Watched:
     def __exit__(self, *exc: object) -> None:
         del _under_way[threading.get_ident()]
         if self.why:
-            with _lock:  # what has not been raised yet is taken back
+            with _lock:  # an exception that is not raised yet is withdrawn
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(threading.get_ident()), None)
 
     def look(self, thread: int) -> None:
@@ -176,7 +176,7 @@ def _watcher() -> threading.Thread:
 
 @functools.cache
 def _bound_environments() -> None:
-    """Have transformers compile templates for a `_Bounded` environment."""
+    """Let transformers compile templates for a `_Bounded` environment."""
     with first_import("transformers.utils.chat_template_utils"):
         from transformers.utils import chat_template_utils
 
@@ -189,7 +189,7 @@ def _refuse(size: int) -> None:
 
 
 def _size(value: Any) -> int:
-    """Characters of a value as text, about; the walk through a container ends at LIMIT."""
+    """Return about the number of characters of a value as text. The walk through a container ends at LIMIT."""
     if isinstance(value, (str, bytes)):
         return len(value)
     if not isinstance(value, (list, tuple, dict)):
@@ -208,7 +208,7 @@ def _size(value: Any) -> int:
 
 
 def _whole(values: Iterable[Any]) -> int:
-    """The largest integer among the values and the entries of tuples, whatever its sign; at least 1."""
+    """Return the largest absolute integer among the values and the entries of tuples; at least 1."""
     found = 1
     for value in values:
         if isinstance(value, tuple):
@@ -219,7 +219,7 @@ def _whole(values: Iterable[Any]) -> int:
 
 
 def _longest(values: Iterable[Any]) -> int:
-    """The length of the longest text among the values and their entries."""
+    """Return the length of the longest text among the values and their entries."""
     return max(
         (len(v) if isinstance(v, str) else _longest(v) if isinstance(v, (list, tuple)) else 0 for v in values),
         default=0,
@@ -227,7 +227,7 @@ def _longest(values: Iterable[Any]) -> int:
 
 
 def _formatted(form: Any, values: Any) -> int:
-    """The size of a text that is formatted by `form`: of its fields, and of the widths that it names."""
+    """Return the size of a text formatted by `form`: of its fields, and of the widths that it names."""
     if not isinstance(form, (str, bytes)):
         return 0
     text = form if isinstance(form, str) else form.decode(errors="replace")
@@ -236,7 +236,7 @@ def _formatted(form: Any, values: Any) -> int:
 
 
 def _check(name: str, owner: Any, values: list[Any]) -> None:
-    """Refuse a function of Python's or of Jinja's, on `owner`, whose result would be too large."""
+    """Refuse a function of Python or Jinja, on `owner`, whose result would be too large."""
     if name in ("batch", "slice"):
         return _refuse(_whole(values))
     if name in ("format", "format_map"):
@@ -248,13 +248,13 @@ def _check(name: str, owner: Any, values: list[Any]) -> None:
             size *= max(1, one)
         old = max(1, sizes[1]) if name == "replace" and sizes[1:] else 1
         return _refuse(size // (old * old))
-    if name == "tojson":  # an indent and separators stand at each entry
+    if name == "tojson":  # each entry gets an indent and separators
         return _refuse(max(_whole(values), _longest(values)) * sizes[0])
     _refuse(max(sum(sizes), _whole(values)))
 
 
 def _checked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The filter `name`, whose result is looked at before it is made."""
+    """Return the filter `name` with a check of its result's size before it runs."""
     skipped = int(getattr(function, "jinja_pass_arg", None) is not None)
 
     @functools.wraps(function)
@@ -269,10 +269,10 @@ def _checked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Checks(NodeTransformer):
-    """Makes `a ~ b` a filter, and puts one around each list, tuple or dict that is built of what is not constant.
+    """Turns `a ~ b` into a filter, and puts a check around each list, tuple or dict that is not constant.
 
-    So no container is larger than it may be, counted with all that its parts hold, and whatever compares, hashes or
-    prints one ends.
+    So no container exceeds its bound, counted with the contents of its parts. Then comparing, hashing or printing one
+    always ends.
     """
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802 - Jinja's names
@@ -294,7 +294,7 @@ def _joined(*values: Any) -> str:
 
 
 def _looked_at(value: Any) -> Any:
-    """A value that is no larger than it may be."""
+    """Return the value if it is not too large."""
     if isinstance(value, (list, tuple, dict)):
         _refuse(_size(value))
     return value
@@ -314,7 +314,7 @@ class _Bounded(ImmutableSandboxedEnvironment):
     def from_string(self, *args: Any, **kwargs: Any) -> Any:
         self.globals["strftime_now"] = _strftime_of_run
         plain = {**self.filters, "instep_joined": _joined, "instep_looked_at": _looked_at}
-        for name in ("urlize", "wordwrap", "pprint"):  # whose time is no product of sizes
+        for name in ("urlize", "wordwrap", "pprint"):  # their time is not a product of sizes
             plain.pop(name, None)
         self.filters = {name: _checked(name, f) if name in _GROWING else f for name, f in plain.items()}
         return super().from_string(*args, **kwargs)
@@ -348,7 +348,7 @@ class _Bounded(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def concat(parts: Iterable[str]) -> str:  # type: ignore[override]
-        """The text of a template, of a macro or of a block."""
+        """Return the text of a template, of a macro or of a block."""
         out: list[str] = []
         size, left = 0, iter(parts)
         while some := list(islice(left, 64)):

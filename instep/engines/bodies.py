@@ -1,8 +1,9 @@
-"""Requests to our own servers: bodies, which aiohttp leaves as they come (`AS_THEY_COME`), and what is half sent.
+"""Requests to our own servers: unchanged bodies (`AS_THEY_COME`), and bounds for half-sent requests.
 
-aiohttp waits for the rest of a request as long as its connection lives. Whoever imports this module has servers that
-close it after `REST_SECONDS` (its head), or after those and what its body may take (`BYTES_PER_SECOND`). They
-also leave out the traceback that aiohttp logs for each malformed request: strangers could fill a disk with these.
+aiohttp waits for the rest of a request as long as its connection lives. Importing this module limits that in all
+servers of the process. They close the connection after `REST_SECONDS` (its head), or after these and the time for its
+body (`BYTES_PER_SECOND`). They also suppress aiohttp's traceback for each malformed request: other users could fill a
+disk with these.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from aiohttp import web, web_server
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.web_protocol import RequestHandler
 
-REST_SECONDS = 20.0  # from the first byte of a request, or the begin of its connection, to the end of its head
-BYTES_PER_SECOND = 4e6  # of a body, at least
+REST_SECONDS = 20.0  # from the first byte of a request, or the start of its connection, to the end of its head
+BYTES_PER_SECOND = 4e6  # minimum speed of a body
 BODY_SECONDS = 300.0  # at most
-AS_THEY_COME: dict[str, Any] = {"auto_decompress": False}  # its own faults there are no answer, but a traceback
+AS_THEY_COME: dict[str, Any] = {"auto_decompress": False}  # aiohttp answers a bad body with a traceback
 
 
 class _Impatient(RequestHandler):
-    """A connection that ends when it brings half of a request's head and no more."""
+    """A connection that closes if the head of a request stays incomplete."""
 
     __slots__ = ("_rest",)
 
@@ -49,7 +50,7 @@ class _Impatient(RequestHandler):
             self._wait_for_rest()
 
     def log_exception(self, *args: Any, **kwargs: Any) -> None:
-        if not isinstance(kwargs.get("exc_info"), HttpProcessingError):  # a client's fault, which its answer names
+        if not isinstance(kwargs.get("exc_info"), HttpProcessingError):  # the client's fault; the answer names it
             super().log_exception(*args, **kwargs)
 
     def connection_lost(self, exc: BaseException | None) -> None:
@@ -61,7 +62,7 @@ web_server.RequestHandler = _Impatient  # type: ignore[misc]
 
 
 async def read_of(request: web.Request) -> bytes:
-    """The body as it comes. Raises web.HTTPRequestTimeout: it does not come."""
+    """Return the body as it comes. Raises web.HTTPRequestTimeout: it does not come."""
     length = request.content_length
     seconds = BODY_SECONDS if length is None else min(BODY_SECONDS, REST_SECONDS + length / BYTES_PER_SECOND)
     if not request.body_exists:
@@ -70,17 +71,17 @@ async def read_of(request: web.Request) -> bytes:
         async with asyncio.timeout(seconds):
             return await request.read()
     except TimeoutError:
-        request.protocol.force_close()  # aiohttp would wait for the rest, to throw it away
+        request.protocol.force_close()  # aiohttp would wait for the rest, only to discard it
         raise web.HTTPRequestTimeout(text=f"the body did not come within {seconds:.0f} s") from None
 
 
 async def body_of(request: web.Request, limit: int) -> bytes:
-    """The body, decompressed to at most `limit` bytes. Raises web.HTTPException: of what cannot be."""
+    """Return the body, decompressed to at most `limit` bytes. Raises web.HTTPException: it cannot be decompressed."""
     body, coding = await read_of(request), request.headers.get("Content-Encoding", "").strip().lower()
     if not body or coding in ("", "identity"):
         return body
     if coding not in ("gzip", "x-gzip", "deflate"):
-        raise web.HTTPUnsupportedMediaType(text=f"Content-Encoding {coding[:40]!r}: gzip and deflate are read here")
+        raise web.HTTPUnsupportedMediaType(text=f"Content-Encoding {coding[:40]!r}: use gzip or deflate")
     inflate = zlib.decompressobj(wbits=47)  # of gzip or zlib
     try:
         out = inflate.decompress(body, limit)

@@ -30,9 +30,9 @@ from instep.weights.way import SINGLE_COPY
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
 
-WEIGHTS, KV_CACHE = "weights", "kv_cache"  # vLLM's names of what sleeps
+WEIGHTS, KV_CACHE = "weights", "kv_cache"  # vLLM's names of the memory that sleep frees
 TAGS = frozenset({WEIGHTS, KV_CACHE})
-RESET_SECONDS = 3.0  # for a paused engine to let go of its KV cache
+RESET_SECONDS = 3.0  # for a paused engine to release its KV cache
 HealthAnswer = Literal["well", "unwell", "silent", "away"]
 
 
@@ -41,7 +41,7 @@ class Engine(Server):
 
     Args:
         process: None for an external engine.
-        kind: None for an external engine until `identify` has asked it.
+        kind: None for an external engine before `identify`.
         model: the name of the model that it serves; role: regular, prefill or decode.
         update_weights: whether it gets the trainer's weights.
         num_replicas: the number of data-parallel replicas, each of which has the weights.
@@ -66,15 +66,15 @@ class Engine(Server):
         self.name, self.title, self.url, self.process, self._kind = name, name, url, process, kind
         self.model, self.role, self.update_weights = model, role, update_weights
         self.num_replicas, self.sleeps, self.written_in_place = num_replicas, sleeps, written_in_place
-        self.asleep = frozenset[str]()  # which of TAGS have no memory now
+        self.asleep = frozenset[str]()  # the TAGS without memory now
         self.has_weights = True  # sleep has not dropped them since the last sync
         self.watch: Callable[[], None] = self.check_alive  # called while a control call waits
-        self.lease = HeldLease(name, self._ask_lease)  # from the first step of a session or pause until it has resumed
-        self._calls, self._last_call = set[object](), 0.0  # control calls under way, and when one has ended
+        self.lease = HeldLease(name, self._ask_lease)  # from the start of a session or pause until the resume
+        self._calls, self._last_call = set[object](), 0.0  # the running control calls, and when the last one ended
 
     @property
     def kind(self) -> EngineKind:
-        assert self._kind is not None, f"{self.name} has not been asked yet what it is"
+        assert self._kind is not None, f"{self.name} has not been identified yet"
         return self._kind
 
     @property
@@ -86,7 +86,7 @@ class Engine(Server):
 
         Raises:
             EngineError: the process ends, another program listens at its port, or `timeout` seconds are over.
-            ConfigError: it refuses to answer us (401, 403).
+            ConfigError: it refuses us (401, 403).
         """
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
@@ -110,14 +110,13 @@ class Engine(Server):
         )
 
     def healthy(self, timeout: float) -> bool:
-        """Whether `/health` answers 200 now."""
+        """Return whether `/health` answers 200 now."""
         return self.health(timeout) == "well"
 
     def health(self, timeout: float) -> HealthAnswer:
-        """Ask `/health`: well (200), unwell (an error: vLLM's core is dead), silent (no answer in time), away (no
-        connection)."""
+        """Ask `/health`: well (200), unwell (error: vLLM's core is dead), silent (no answer in time) or away."""
         try:
-            with open_without_key(self.url + "/health", timeout=timeout):  # another program may listen there first
+            with open_without_key(self.url + "/health", timeout=timeout):  # another program may listen there
                 return "well"
         except urllib.error.HTTPError:
             return "unwell"
@@ -127,14 +126,14 @@ class Engine(Server):
             return "away"
 
     def computes(self, timeout: float) -> bool:
-        """False if what computes is silent for `timeout` seconds and no control call keeps it busy.
+        """Return False if the computing process is silent for `timeout` seconds and no control call keeps it busy.
 
-        Control calls have bounds of their own. An engine that cannot be reached counts as computing.
+        Control calls have their own bounds. An engine that cannot be reached counts as computing.
         """
         return self.answers(timeout) or bool(self._calls) or time.monotonic() - self._last_call < timeout
 
     def answers(self, timeout: float) -> bool:
-        """False if what computes does not answer the kind's `core_route` within `timeout` seconds."""
+        """Return False if the computing process does not answer the kind's `core_route` within `timeout` seconds."""
         try:
             with open_directly(self.url + self.kind.core_route, timeout=timeout):
                 return True
@@ -144,21 +143,21 @@ class Engine(Server):
             return True
 
     def identify(self) -> None:
-        """Ask an external engine of which kind it is.
+        """Ask an external engine for its kind.
 
         Raises:
-            EngineError: it does not say, or is of no known kind.
-            ConfigError: it is, and instep cannot use it as it was started.
+            EngineError: it does not say, or its kind is not known.
+            ConfigError: its kind is known, but instep cannot use it as it was started.
         """
         found: list[EngineKind] = []
         known = ", ".join(kind.title for kind in all_kinds())
-        what, cause = f"{self.name} is none of the engines that instep knows: {known}", None
+        what, cause = f"{self.name} is not an engine that instep knows: {known}", None
         try:
             found = [kind for known in all_kinds() if (kind := known.identify(self)) is not None]
         except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
             what, cause = f"{self.name} does not say what it is: {error!r}", error
         if not found:
-            remedy = "is this the address of an engine? start a vLLM with instep's plugin there (docs/engines.md)"
+            remedy = "check the address, or start a vLLM with instep's plugin there (docs/engines.md)"
             raise EngineError(what, where=self.url, remedy=remedy) from cause
         self._kind = found[0]
 
@@ -171,10 +170,10 @@ class Engine(Server):
         replica: int | None = None,
         **query: Any,
     ) -> dict[str, Any]:
-        """POST JSON to a control route, while the processes of the run are watched; returns the JSON of the answer.
+        """POST JSON to a control route, and watch the processes of the run meanwhile. Return the JSON of the answer.
 
         Args:
-            replica: the data-parallel replica that is to answer; None: any of them, or all where the route means all.
+            replica: the data-parallel replica that must answer; None: any of them, or all if the route means all.
 
         Raises:
             EngineRefusal: the engine answered with an error.
@@ -190,7 +189,7 @@ class Engine(Server):
             self._calls.discard(call)
 
     def _ask_lease(self, about: dict[str, Any], timeout: float, aside: bool) -> bool:
-        """Ask for the lease of a pause. `aside`: no sign of life, and nothing is watched meanwhile."""
+        """Ask for the lease of a pause. With `aside` it is no sign of life, and nothing is watched meanwhile."""
         if self.process is not None or (call := self.kind.lease(about)) is None:
             return False
         if aside:
@@ -216,9 +215,9 @@ class Engine(Server):
             raise EngineRefusal.from_answer(self, path, error.code, text) from None
         except ValueError as error:
             raise EngineError(
-                f"{self.name} answered {path} with something that is no JSON: {error}",
+                f"{self.name} answered {path} with something that is not JSON: {error}",
                 where=url,
-                remedy="see its log; does something else answer at its address?",
+                remedy="see its log; check that no other program answers at its address",
             ) from error
         except (OSError, http.client.HTTPException) as error:
             if self.process is not None and not isinstance(error, TimeoutError):
@@ -233,25 +232,25 @@ class Engine(Server):
     # ---- control calls, as its kind makes them (see EngineKind) ------------------------------------------------------
 
     def pause(self, mode: str, *, timeout: float) -> None:
-        """Stop generating. An external engine goes on, or ends, when this process has died."""
+        """Stop generating. An external engine resumes, or ends, when this process has died."""
         self.lease.take(timeout)
         self.kind.pause(self, mode, timeout=timeout)
         if self.written_in_place:
             self.lease.take(timeout, in_place=True)
 
     def sleep(self, level: int, *, timeout: float) -> None:
-        """Free the GPU, unless that was done: with level 1 the weights wait on the host, with level 2 they are lost."""
+        """Free the GPU if it is not free yet. Level 1 keeps the weights on the host, level 2 drops them."""
         if self.sleeps and not self.asleep:
             room = "its weights need room in host memory, and " if level == 1 else ""
-            remedy = f"{room}no other process may take memory of its GPU meanwhile"
+            remedy = f"{room}no other process may use memory of its GPU meanwhile"
             with self._changing("does not fall asleep", remedy):
                 self.kind.sleep(self, level, timeout=timeout)
             self.asleep, self.has_weights = TAGS, level == 1
 
     def wake(self, tag: str, *, timeout: float) -> None:
-        """Take the memory of `tag` again; when the last one is back the engine generates."""
+        """Allocate the memory of `tag` again. When the last one is back the engine generates."""
         if tag in self.asleep:
-            rest = "the trainer and other processes leave of its GPU (the metrics memory/... tell)"
+            rest = "the trainer and other processes leave free on its GPU (see the metrics memory/...)"
             remedy = f"lower --vllm-gpu-memory-utilization or --vllm-kv-cache-memory-bytes to what {rest}"
             with self._changing(f"does not get the memory of its {tag} back", remedy):
                 self.kind.wake(self, tag, timeout=timeout)
@@ -259,7 +258,7 @@ class Engine(Server):
 
     @contextlib.contextmanager
     def _changing(self, what: str, remedy: str) -> Iterator[None]:
-        """Say what the engine does not do, and what helps, where it refuses to take or to free memory."""
+        """If the engine refuses to take or free memory, report what it does not do, and what helps."""
         try:
             yield
         except EngineRefusal as refusal:
@@ -267,17 +266,17 @@ class Engine(Server):
             raise error from refusal
 
     def begin_anew(self) -> None:
-        """Forget what the former process did: the new one is awake."""
+        """Forget the state of the former process: the new one is awake."""
         self.asleep, self.has_weights = frozenset(), True
         self.lease.begin_anew()
 
     def reset_cache(self, *, timeout: float) -> None:
-        """Drop all cached keys and values. Raises EngineRefusal if some are in use for RESET_SECONDS."""
+        """Drop all cached keys and values. Raises EngineRefusal: some are in use for RESET_SECONDS."""
         deadline = time.monotonic() + min(timeout, RESET_SECONDS)
         while self.kind.reset_cache(self, timeout=timeout) is False:
             if time.monotonic() > deadline:
                 raise EngineRefusal(
-                    f"{self.name} keeps cached keys and values of former weights",
+                    f"{self.name} keeps cached keys and values of old weights",
                     where=self.url,
                     remedy="see its log for requests that do not end",
                 )
@@ -289,7 +288,7 @@ class Engine(Server):
         self.lease.end()
 
     def abort_requests(self, *, timeout: float) -> None:
-        """End all requests of the engine; they answer with the tokens that they have."""
+        """End all requests of the engine. They return the tokens that they have."""
         self.post(self.kind.wire.abort_route, timeout=timeout)
 
     def start_update(self, version: str, nonce: str, *, timeout: float) -> None:
@@ -301,7 +300,7 @@ class Engine(Server):
         self.kind.update(self, info, timeout=timeout)
 
     def num_workers(self, timeout: float) -> int:
-        """The number of processes that hold its weights, whole or in part."""
+        """Return the number of processes that hold its weights, whole or in part."""
         return self.kind.num_workers(self, timeout)
 
     def finish_update(self, version: str, names: Sequence[str], *, timeout: float) -> None:
@@ -312,13 +311,13 @@ class Engine(Server):
         return self.kind.weight_digests(self, timeout=timeout)
 
     def prompt_log_probs(self, tokens: Sequence[int], *, timeout: float, replica: int | None = None) -> list[float]:
-        """Log-probs of the second to the last of `tokens` at temperature 1, under the engine's present weights."""
+        """Return log-probs of `tokens` from the second on, at temperature 1, under the engine's present weights."""
         wire = self.kind.wire
         answer = self.post(wire.generate_route, wire.scoring_request(tokens), timeout=timeout, replica=replica)
         return wire.prompt_log_probs(answer, tokens, f"{self.name} at {self.url}")
 
     def sample(self, tokens: Sequence[int], num_tokens: int, *, num: int, timeout: float) -> list[list[int]]:
-        """Return `num` texts of exactly `num_tokens` that it writes after `tokens`, at temperature 1; always alike."""
+        """Return `num` texts of exactly `num_tokens` after `tokens`, at temperature 1; always the same ones."""
         from instep.engines.wire import GenerationRequest  # numpy
 
         asked = {"max_tokens": num_tokens, "temperature": 1.0, "seed": 0, "ignore_eos": True}
@@ -327,7 +326,7 @@ class Engine(Server):
         async def send(payload: dict[str, Any]) -> tuple[dict[str, Any], None]:
             return self.post(self.kind.wire.generate_route, payload, timeout=timeout), None
 
-        with ThreadPoolExecutor(1) as pool:  # in a notebook this thread runs a loop already
+        with ThreadPoolExecutor(1) as pool:  # in a notebook this thread already runs a loop
             made = pool.submit(asyncio.run, self.kind.wire.complete_n(request, num, send)).result()
         return [one.token_ids for one in made]
 
@@ -338,7 +337,7 @@ class Engine(Server):
         return self.kind.stop_profile(self, folder, timeout=timeout)
 
     def stop(self) -> None:
-        """End its process; an external engine goes on, or ends, as it does when this process dies."""
+        """End its process. An external engine resumes, or ends, as when this process dies."""
         self.lease.end()
         super().stop()
 
@@ -346,7 +345,7 @@ class Engine(Server):
 class EngineRefusal(EngineError):
     """An engine answered a control call with an HTTP error, `code`.
 
-    `tensor` is the one that it names; "" if it refuses weights and names none; None for any other error.
+    `tensor` is the one that it names; "" if it refuses weights without a name; None for any other error.
     """
 
     def __init__(self, what: str, *, where: str = "", remedy: str = "", tensor: str | None = None, code: int = 400):
@@ -355,7 +354,7 @@ class EngineRefusal(EngineError):
 
     @property
     def is_deliberate(self) -> bool:
-        """Whether an engine that lives has refused the weights or the call; one that dies answers with 500, too."""
+        """Return whether a live engine has refused the weights or the call. A dying one answers with 500, too."""
         return self.code < 500 or self.tensor is not None
 
     @classmethod
@@ -368,7 +367,7 @@ class EngineRefusal(EngineError):
 
 
 def external_engines(args: Settings) -> list[Engine]:
-    """The engines of `--rollout-external-engine-addrs`; their kind is asked for when they are ready (`identify`)."""
+    """Return the engines of `--rollout-external-engine-addrs`. `identify` asks for their kind once they are ready."""
     addresses = args.rollout_external_engine_addrs or ()
     in_place = args.weight_sync == SINGLE_COPY
     engines = [Engine(f"engine {i}", f"http://{at}", written_in_place=in_place) for i, at in enumerate(addresses)]

@@ -1,7 +1,7 @@
 """Ask an installed vLLM or vllm-router for its flags: `python extract_flags.py vllm|vllm-router VERSION > TABLE.json`.
 
-This program imports nothing of instep and runs in a process of its own, which keeps the cost and the side effects of
-importing the package. It reads the actions of the package's own argparse parser.
+This program imports nothing of instep and runs in a separate process, because importing the package has costs and side
+effects. It reads the actions of the package's own argparse parser.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 
 def vllm_parser() -> argparse.ArgumentParser:
-    """The parser of `vllm serve`."""
+    """Return the parser of `vllm serve`."""
     from vllm.entrypoints.cli.serve import ServeSubcommand  # type: ignore[import-not-found]
     from vllm.utils.argparse_utils import FlexibleArgumentParser  # type: ignore[import-not-found]
 
@@ -23,7 +23,7 @@ def vllm_parser() -> argparse.ArgumentParser:
 
 
 def router_parser() -> argparse.ArgumentParser:
-    """The parser of `vllm-router`."""
+    """Return the parser of `vllm-router`."""
     from vllm_router.router_args import RouterArgs  # type: ignore[import-not-found]
 
     parser = argparse.ArgumentParser()
@@ -32,7 +32,7 @@ def router_parser() -> argparse.ArgumentParser:
 
 
 def rows(parser: argparse.ArgumentParser) -> list[dict[str, Any]]:
-    """For each optional argument the fields of an `instep.engines.flags.EngineFlag`, sorted by its name."""
+    """Return for each optional argument the fields of an `instep.engines.flags.EngineFlag`, sorted by its name."""
     found = [_row(action) for action in parser._actions if action.option_strings and action.dest != "help"]
     return sorted((row for row in found if row), key=lambda row: row["names"][0])
 
@@ -46,7 +46,7 @@ def _row(action: argparse.Action) -> dict[str, Any]:
     row: dict[str, Any] = {"names": names, "field": action.dest, "kind": _kind(action)}
     if row["kind"] == "boolean":
         row["negations"] = negative
-    if action.choices and "cpu" not in action.choices:  # kinds of devices are those of this build
+    if action.choices and "cpu" not in action.choices:  # the kinds of devices depend on this build
         row["choices"] = [str(choice) for choice in action.choices]
     if action.nargs not in (None, 0):
         row["nargs"] = str(action.nargs)
@@ -95,7 +95,7 @@ def _default(value: Any) -> str:
 if __name__ == "__main__":
     package, version = sys.argv[1:]
     sys.argv = [package]
-    out, sys.stdout = sys.stdout, sys.stderr  # what the package prints is no part of the table
+    out, sys.stdout = sys.stdout, sys.stderr  # the package's own output does not belong into the table
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     parser = vllm_parser() if package == "vllm" else router_parser()
     flags = ",\n  ".join(json.dumps(row, sort_keys=True) for row in rows(parser))

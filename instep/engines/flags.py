@@ -1,8 +1,8 @@
 """The flags of `vllm serve` and `vllm-router`: tables of them, checks of their values, and command lines.
 
-The tables come from the packages' own parsers (`extract_flags.py`). The tables in TABLES are committed, so that help
-and validation are fast and need no installed package; the table of another installed version is extracted once and
-kept in the user's cache folder.
+The tables come from the packages' own parsers (`extract_flags.py`). Those in TABLES are committed: help and validation
+are fast, and need no installed package. The table of another installed version is extracted once and stored in the
+user's cache folder.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class EngineFlag:
     Attributes:
         names: its spellings, the longest first, such as `--gpu-memory-utilization`.
         negations: the spellings that turn a boolean off.
-        field: the attribute in which its parser keeps the value; for vLLM mostly a field of EngineArgs.
+        field: the attribute in which its parser stores the value; for vLLM mostly a field of EngineArgs.
         kind: switch (present or not), boolean (on and off), int, size (an int, or 2k, 1.5g, 4G), float, text, json,
             json_or_text.
-        choices: the values that it takes; empty: any.
-        nargs: how many values it takes: "" (one), "?", "*", "+", or a number.
+        choices: the accepted values; empty: any.
+        nargs: how many values it accepts: "" (one), "?", "*", "+", or a number.
         append: each use adds a value.
-        optional: it also takes `None`.
+        optional: it also accepts `None`.
         auto: a size that may also be `auto` or -1.
         default: the default as text.
     """
@@ -73,13 +73,13 @@ class EngineFlag:
 
     @property
     def label(self) -> str:
-        """What `--help` shows for its value."""
+        """The placeholder of its value in `--help`."""
         if self.kind in ("switch", "boolean"):
             return ""
         return "|".join(self.choices) or self.kind.upper().replace("_OR_", "|")
 
     def __call__(self, text: str) -> str:
-        """`text` as the program reads it. Raises ValueError, which says what is wrong with it."""
+        """Return the value of `text` as the program reads it. Raises ValueError, which says what is wrong."""
         if self.optional and text == "None" or self.auto and text in ("auto", "-1"):
             return text
         if self.kind == "size" and _DECIMAL.fullmatch(text):
@@ -89,7 +89,7 @@ class EngineFlag:
                 number = parse_whole(text) if self.kind == "int" else float(text)
             except ValueError:
                 raise ValueError(f"is not a {'whole ' if self.kind == 'int' else ''}number") from None
-            if not abs(number) < 2**63:  # more, or no number at all
+            if not abs(number) < 2**63:  # larger, or not a number at all
                 raise ValueError("must be a number of less than 2^63")
             text = str(number) if self.kind == "int" else text
         elif self.kind == "size" and not _SIZE.fullmatch(text):
@@ -100,14 +100,14 @@ class EngineFlag:
         return parse_choice(text, self.choices) if self.choices else text
 
     def words(self, value: bool | str | list[str]) -> list[str]:
-        """The words of a command line that give the flag `value`: checked text, or for a switch whether it is on."""
+        """Return the command-line words for the flag with `value`: checked text, or for a switch whether it is on."""
         if isinstance(value, bool):
             return [self.name] if value else list(self.negations[:1])
         values = [value] if isinstance(value, str) else value
         return [word for v in values for word in (self.name, v)] if self.append else [self.name, *values]
 
     def words_of(self, value: Any) -> list[str]:
-        """The words of a command line that give the flag a value of a YAML file. Raises ValueError for a wrong type."""
+        """Return the command-line words for a value of a YAML file. Raises ValueError for a wrong type."""
         if self.kind in ("switch", "boolean"):
             if not isinstance(value, bool):
                 raise ValueError("is neither true nor false")
@@ -118,13 +118,13 @@ class EngineFlag:
 
 
 def _text(value: Any) -> str:
-    """A value of a YAML file as one would type it. Raises ValueError if it is no JSON."""
+    """Return a value of a YAML file as a user would type it. Raises ValueError if it is not JSON."""
     if not isinstance(value, dict | list | bool):
         return str(value)
     try:
         return json.dumps(value)
     except TypeError as error:
-        raise ValueError(f"is no JSON ({error})") from None
+        raise ValueError(f"is not JSON ({error})") from None
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class FlagTable:
     """The flags of one version of a package.
 
     Attributes:
-        installed: the version that is installed here, which may differ from the table's; "" if none is.
+        installed: the version that is installed here, which may differ from the table's; "" if not installed.
     """
 
     package: Package
@@ -159,13 +159,13 @@ class FlagTable:
 
 
 def release(version: str) -> tuple[int, int]:
-    """Major and minor number of a version, such as (0, 32) of "0.32.0+cpu"."""
+    """Return major and minor number of a version, such as (0, 32) of "0.32.0+cpu"."""
     major, minor = version.split("+")[0].split(".")[:2]
     return int(major), int(minor)
 
 
 def installed_version(package: Package) -> str:
-    """The installed version without the label of its build (0.32.0+cpu is 0.32.0); "" if it is not installed."""
+    """Return the installed version without the label of its build (0.32.0+cpu is 0.32.0); "" if it is not installed."""
     for name in _DISTRIBUTIONS[package]:
         try:
             return importlib.metadata.version(name).partition("+")[0]
@@ -176,13 +176,13 @@ def installed_version(package: Package) -> str:
 
 @functools.cache
 def flag_table(package: Package, *, extract: bool = True) -> FlagTable:
-    """The table of the installed version, or the newest committed table.
+    """Return the table of the installed version, or the newest committed table.
 
     Args:
-        extract: whether an installed version without a table may be asked now, which takes about 15 s once.
+        extract: whether to ask an installed version without a table now, which takes about 15 s once.
 
     Raises:
-        EngineError: the installed package could not tell its flags.
+        EngineError: the installed package could not list its flags.
         OutputError: the cache cannot be written.
     """
     version = installed_version(package)
@@ -195,17 +195,17 @@ def flag_table(package: Package, *, extract: bool = True) -> FlagTable:
 
 
 def read_table(package: Package, version: str) -> FlagTable:
-    """The committed table of `version`, one of TABLES."""
+    """Return the committed table of `version`, one of TABLES."""
     return _read(package, _committed(package, version), "")
 
 
 def nearest_name(name: str, known: Mapping[str, Any] | list[str]) -> str:
-    """The known name most like `name`; "" if none is like it."""
+    """Return the known name closest to `name`; "" if none is close."""
     return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)), "")
 
 
 def merge(*layers: Mapping[str, list[str]]) -> dict[str, list[str]]:
-    """Words by field, where later layers replace earlier ones; a field also replaces its single keys (`field.key`)."""
+    """Merge words by field. Later layers replace earlier ones; a field also replaces its single keys (`field.key`)."""
     out: dict[str, list[str]] = {}
     for layer in layers:
         for field in [f for f in out if f.partition(".")[0] in layer]:
@@ -215,7 +215,7 @@ def merge(*layers: Mapping[str, list[str]]) -> dict[str, list[str]]:
 
 
 def engine_words(args: Settings) -> dict[str, list[str]]:
-    """What `--vllm-*` flags tell all engines, by field of `vllm serve`."""
+    """Return the words of the `--vllm-*` flags for all engines, by field of `vllm serve`."""
     own = {
         "max_model_len": args.vllm_max_model_len,
         "max_num_seqs": args.vllm_max_num_seqs,
@@ -226,12 +226,12 @@ def engine_words(args: Settings) -> dict[str, list[str]]:
 
 
 def given_names(args: Settings) -> list[str]:
-    """The `--vllm-*` flags of the command line that are handed on, by instep's names."""
+    """Return the `--vllm-*` flags of the command line that are passed on, by instep's names."""
     return [PREFIXES["vllm"] + words[0].removeprefix("--") for words in args.vllm_overrides.values()]
 
 
 def router_arguments(args: Settings) -> list[str]:
-    """The flags for `vllm-router` that the command line gives as `--router-*`, with unchanged values."""
+    """Return the flags for `vllm-router` that the command line gives as `--router-*`, with unchanged values."""
     return [word for words in args.router_overrides.values() for word in words]
 
 
@@ -253,7 +253,7 @@ def _read(package: Package, path: Path, installed: str) -> FlagTable:
 
 
 def _extract(package: Package, version: str) -> Path:
-    """Ask the installed package for its flags in a process of its own, and cache the answer."""
+    """Ask the installed package for its flags in a separate process, and cache the answer."""
     print(f"reading the flags of {package} {version}, once (about 15 s) ...", file=sys.stderr, flush=True)
     script = Path(__file__).with_name("extract_flags.py")  # -P: `import vllm` must not find the file beside it
     command = [sys.executable, "-P", str(script), package, version]
@@ -262,12 +262,12 @@ def _extract(package: Package, version: str) -> Path:
     except subprocess.SubprocessError as error:
         stderr = error.stderr[-2000:] if isinstance(error, subprocess.CalledProcessError) else ""
         raise EngineError(
-            f"{package} {version} could not be asked for its flags ({type(error).__name__})",
+            f"{package} {version} did not list its flags ({type(error).__name__})",
             where=" ".join(command) + "\n" + stderr,
-            remedy=f"does `{package} --help` work here?",
+            remedy=f"check that `{package} --help` works here",
         ) from None
     path = _cache_path(package, version)
     with writing(path, "XDG_CACHE_HOME, the folder of caches"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, done.stdout)  # two runs at a time write the same
+        write_text(path, done.stdout)  # two runs at the same time write the same content
     return path

@@ -1,7 +1,7 @@
-"""A gate as its owner sees it: the port that clients get where what stands behind it has routes that they must not use.
+"""The request gate as its owner sees it: a port for clients that must not use all routes of the server behind it.
 
-`instep serve` puts one before each model, and so does a run with `--no-api-key` before a router of its own, which asks
-for a key on all of its routes or on none. The process is `gate_main.py`.
+`instep serve` puts one before each model. A run with `--no-api-key` puts one before its own router, which asks for a
+key on all of its routes or on none. The process is `gate_main.py`.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 
 def needs_gate(args: Settings, has_router: bool) -> bool:
-    """Whether clients of a model get a gate; not before an external router, which is theirs."""
+    """Return whether clients of a model get a gate. An external router has none: it belongs to the clients."""
     return args.vllm_router_ip is None and (args.command == "serve" or (args.no_api_key and has_router))
 
 
 class Gate(Server):
-    """A running gate, which listens at `url`."""
+    """A running gate. It listens at `url`."""
 
     title = "the gate"
 
@@ -34,7 +34,7 @@ class Gate(Server):
         self.url, self.process = url, process
 
     def wait_ready(self, timeout: float) -> None:
-        """Wait until it listens. Raises EngineError if its process ends, or after `timeout` seconds."""
+        """Wait until it listens. Raises EngineError: its process ends, or `timeout` seconds are over."""
         deadline, at = time.monotonic() + timeout, urlsplit(self.url)
         while True:
             self.check_alive()

@@ -1,7 +1,7 @@
-"""`python -m instep.engines.gate_main --port N --to URL`: a public port that has generation and no other route.
+"""`python -m instep.engines.gate_main --port N --to URL`: a public port with generation and no other route.
 
-It passes requests on to a router or an engine with the run's key, which its clients do not have. `guard.py` says how
-it gets this key, and the one that clients need.
+It passes requests on to a router or an engine with the run's key, which its clients do not have. `guard.py` describes
+how it gets this key, and the key for clients.
 """
 
 import argparse
@@ -23,9 +23,9 @@ from instep_engine.guard import ATROPOS_ROUTES, GENERATION_ROUTES, KEY_VARIABLE,
 
 BEGUN = "begun"
 ROUTES = (GENERATION_ROUTES - ATROPOS_ROUTES) | OPEN_ROUTES
-MAX_BODY = 256 << 20  # bytes, as an engine takes
-LIMITS = aiohttp.ClientTimeout(total=None, sock_connect=10.0)  # a response may take as long as it takes
-# Headers about one connection (RFC 9110, 7.6.1), and those that the next one sets itself.
+MAX_BODY = 256 << 20  # bytes, the same as for an engine
+LIMITS = aiohttp.ClientTimeout(total=None, sock_connect=10.0)  # no limit for a response
+# Headers of one connection (RFC 9110, 7.6.1), and those that the next one sets itself.
 _OF_CONNECTION = frozenset("connection keep-alive te trailer transfer-encoding upgrade proxy-connection".split())
 _NOT_SENT = _OF_CONNECTION | {"host", "origin", "authorization", "content-length", "content-encoding"}
 
@@ -51,7 +51,7 @@ class Gate:
 
 
 async def forward(http: aiohttp.ClientSession, request: web.Request, to: str, key: str) -> web.StreamResponse:
-    """Pass a request on to the server `to`, with its key, and its answer back."""
+    """Pass a request on to the server `to`, with its key, and return the answer."""
     headers = [(name, value) for name, value in request.headers.items() if name.lower() not in _NOT_SENT]
     headers.append(("Authorization", f"Bearer {key}"))
     query = request.rel_url.raw_query_string
@@ -68,17 +68,17 @@ async def forward(http: aiohttp.ClientSession, request: web.Request, to: str, ke
         async with http.request(request.method, url, data=body or None, **options) as answer:
             return await pass_on(request, answer)
     except aiohttp.ClientError as error:
-        if BEGUN in request:  # the client has a part, and must see that the rest is missing
+        if BEGUN in request:  # the client has a part, and must notice that the rest is missing
             if request.transport is not None:
                 request.transport.close()
             raise
         return _error(503, f"no engine answers: {error}")
     except UnicodeEncodeError:
-        return _error(400, "a header is no text")
+        return _error(400, "a header is not text")
 
 
 def _known_to_routers(body: bytes) -> tuple[bytes, list[str]]:
-    """A request to `/generate` in a form that vllm-router passes on, and its header if it needs one."""
+    """Return a `/generate` request in a form that vllm-router passes on, and its header if it needs one."""
     given = json.loads(body)
     if not vllm_form.is_asked(given):
         return body, []
@@ -87,7 +87,7 @@ def _known_to_routers(body: bytes) -> tuple[bytes, list[str]]:
 
 
 async def pass_on(request: web.Request, answer: aiohttp.ClientResponse) -> web.StreamResponse:
-    """Hand the answer on piece by piece, as it comes."""
+    """Pass the answer on piece by piece, as it comes."""
     headers = [(name, value) for name, value in answer.headers.items() if name.lower() not in _OF_CONNECTION]
     response = web.StreamResponse(status=answer.status, headers=headers)
     await response.prepare(request)
@@ -108,7 +108,7 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--to", required=True, help="http://HOST:PORT of a router or an engine")
-    parser.add_argument("--user", type=int, help="as whom it runs, if it is on this host: nobody else gets the key")
+    parser.add_argument("--user", type=int, help="the user that runs it on this host: no other user gets the key")
     args = parser.parse_args()
     gate, app = Gate(args.to, args.user), web.Application(client_max_size=MAX_BODY, handler_args=AS_THEY_COME)
     app.cleanup_ctx.append(gate.session)

@@ -1,4 +1,4 @@
-"""The lease of an external engine, as the controller holds it; `lease.py` is the engine's side."""
+"""The lease of an external engine, held by the controller; `lease.py` is the engine's side."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from instep_engine.lease import EXPIRED, HELD, UNKNOWN
 
 LEASE_SECONDS, RENEW_SECONDS = 10.0, 1.0
 _REMEDIES = {
-    HELD: "end that run, or give this one an engine of its own",
+    HELD: "end that run, or give this one another engine",
     EXPIRED: f"this run stood still for {LEASE_SECONDS:.0f} s: resume it from its last checkpoint",
-    UNKNOWN: "somebody else resumed the engine or started it anew: resume the run from its last checkpoint",
+    UNKNOWN: "another process resumed or restarted the engine: resume the run from its last checkpoint",
 }
-_OTHER = "restart the engine with the plugin of this instep and a vLLM that it supports (docs/engines.md), or leave "
-_OTHER += "--rollout-external-engine-addrs out: an engine that the run starts ends with it"
+_OTHER = "restart the engine with the plugin of this instep and a vLLM that it supports (docs/engines.md), or remove "
+_OTHER += "--rollout-external-engine-addrs: an engine that the run starts ends with it"
 
 
 _owner = ""
@@ -38,27 +38,27 @@ os.register_at_fork(after_in_child=_name_owner)
 
 
 class HeldLease:
-    """This process' lease of an engine, which a thread renews from `take` to `end`.
+    """This process' lease of an engine. A thread renews it from `take` to `end`.
 
     Args:
-        ask: sends a request of `lease.py` to the engine, with a bound in seconds, and whether it goes beside control
-            calls; returns whether this engine has leases. Engines of this run have none.
+        ask: sends a request of `lease.py` to the engine. It gets a bound in seconds, and whether the request goes
+            beside control calls. It returns whether this engine has leases. Engines of this run have none.
     """
 
     def __init__(self, name: str, ask: Callable[[dict[str, Any], float, bool], bool]):
         self._name, self._send = name, ask
-        self._begun, self._renewed = False, 0.0  # when the last request was made that renewed it
-        self._ended: threading.Event | None = None  # ends the thread that renews it
+        self._begun, self._renewed = False, 0.0  # when the last renewing request was made
+        self._ended: threading.Event | None = None  # ends the renewing thread
 
     def take(self, timeout: float, in_place: bool = False) -> None:
         """Begin the lease, or renew it if this process holds it.
 
         Args:
-            timeout: seconds; another run that holds the lease may have died, and is waited for.
+            timeout: in seconds. Another run that holds the lease may have died, so this waits for it.
             in_place: the trainer writes into the engine's memory from now on.
 
         Raises:
-            EngineError: it has expired, another run holds it and renews it, or the engine does not answer.
+            EngineError: it has expired, another run holds and renews it, or the engine does not answer.
         """
         deadline = time.monotonic() + min(timeout, 2 * LEASE_SECONDS)
         while True:
@@ -78,16 +78,16 @@ class HeldLease:
             threading.Thread(target=self._renew, args=(self._ended,), name=name, daemon=True).start()
 
     def check(self, timeout: float) -> None:
-        """Raise EngineError if this process had the lease and has lost it, as one that stood still for long."""
+        """Raise EngineError if this process has lost its lease, for example because it stood still for long."""
         if self._begun and time.monotonic() - self._renewed > LEASE_SECONDS / 2:
             self.take(timeout)
 
     def begin_anew(self) -> None:
-        """Take note that the engine may have been restarted, and knows nothing of the lease."""
+        """Note that the engine may have restarted, and then has no lease."""
         self._begun = False
 
     def end(self) -> None:
-        """Renew it no more: the engine has resumed, or is to go on by itself."""
+        """Stop renewing it: the engine has resumed, or should continue by itself."""
         self._begun = False
         if self._ended is not None:
             self._ended.set()
@@ -102,5 +102,5 @@ class HeldLease:
 
     def _renew(self, ended: threading.Event) -> None:
         while not ended.wait(RENEW_SECONDS):
-            with contextlib.suppress(EngineError):  # control calls tell of a fault
+            with contextlib.suppress(EngineError):  # control calls report a fault
                 self._ask(False, False, LEASE_SECONDS / 4, aside=True)

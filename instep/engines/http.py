@@ -19,27 +19,27 @@ _open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 
 
 def checked_socket(info: tuple[Any, ...]) -> socket.socket:
-    """For aiohttp's connectors: a socket for a connection to a server. Raises ConnectionError, as `check_listener`."""
+    """Return a socket for an aiohttp connector's server connection. Raises ConnectionError, as `check_listener`."""
     family, kind, protocol, _, address = info
     check_listener(address[0], address[1])
     return socket.socket(family, kind, protocol)
 
 
 def check_server(name: str, url: str) -> None:
-    """Raise EngineError if another user of this host listens where a server of this run should, which has just begun.
+    """Raise EngineError if another user of this host listens at the port of a server that this run has just started.
 
     Args:
-        name: of the server, for the error.
+        name: the server's name in the error.
     """
     try:
         api_key(url)
     except ConnectionError as error:
-        remedy = "end that program, or start again, which takes another port unless a flag names it"
+        remedy = "end that program, or start again: the run then uses another port unless a flag sets it"
         raise EngineError(f"{name} has lost its port: {error.strerror}", where=url, remedy=remedy) from None
 
 
 def open_directly(request: str | urllib.request.Request, *, timeout: float) -> Any:
-    """Open a URL as urllib does, with the key of its address, which does not follow a redirection."""
+    """Open a URL as urllib does, with the key of its address. Do not follow a redirection."""
     request = urllib.request.Request(request) if isinstance(request, str) else request
     for name, value in headers_for(request.full_url).items():
         request.add_unredirected_header(name, value)
@@ -47,16 +47,16 @@ def open_directly(request: str | urllib.request.Request, *, timeout: float) -> A
 
 
 def open_without_key(url: str, *, timeout: float) -> Any:
-    """Open a URL that asks for no key, without one."""
+    """Open a URL that asks for no key, without a key."""
     return _open(url, timeout=timeout)
 
 
 def get_json(url: str, timeout: float) -> Any:
-    """The JSON that answers a GET of `url`.
+    """GET `url` and return its JSON.
 
     Raises:
-        OSError: nobody answered in `timeout` seconds, or with an error (urllib.error.HTTPError).
-        ValueError: the answer is no JSON.
+        OSError: no answer in `timeout` seconds, or an error (urllib.error.HTTPError).
+        ValueError: the answer is not JSON.
         ConfigError: it asks for a key, or for another one.
     """
     with _explained(url), open_directly(url, timeout=timeout) as answer:
@@ -64,7 +64,7 @@ def get_json(url: str, timeout: float) -> Any:
 
 
 def check_open(url: str, *, timeout: float) -> None:
-    """Ask, without a key, a URL that asks for none. Raises ConfigError if it refuses (401 or 403)."""
+    """Ask, without a key, a URL that needs none. Raises ConfigError: it refuses (401 or 403)."""
     with suppress(OSError, http.client.HTTPException), _explained(url):
         open_without_key(url, timeout=timeout).close()
 
@@ -80,22 +80,22 @@ def _explained(url: str) -> Iterator[None]:
 
 
 def refusal(url: str, status: int, text: str) -> ConfigError:
-    """The error about a server that has refused a request for its key (401), its Host or its Origin (403).
+    """Return the error for a server that has refused a request for its key (401), its Host or its Origin (403).
 
     Args:
         text: the body of the answer.
     """
     if status == 403:
         what = f"it refuses to serve us: {message(text)}"
-        remedy = "call it by an address of its own, or start it with INSTEP_ALLOWED_HOSTS=NAME in its environment"
+        remedy = "use a direct address of it, or start it with INSTEP_ALLOWED_HOSTS=NAME in its environment"
         return ConfigError(what, where=url, remedy=f"{remedy} (docs/security.md)")
     what = "it does not accept the key that was sent" if key_of(url) else "it asks for a key, and none was sent"
-    remedy = "--api-key-file FILE (or the variable INSTEP_API_KEY) gives the key of servers that somebody else runs"
+    remedy = "--api-key-file FILE (or the variable INSTEP_API_KEY) sets the key of servers that another user runs"
     return ConfigError(what, where=url, remedy=remedy)
 
 
 def message(body: str) -> str:
-    """The message in an error answer of vLLM or FastAPI, else the beginning of the answer."""
+    """Return the message in an error answer of vLLM or FastAPI, else the beginning of the answer."""
     try:
         value = json.loads(body)
         error = value.get("error", value)

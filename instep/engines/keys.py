@@ -1,9 +1,9 @@
-"""Keys: of this run's own servers, and of external ones. They are nowhere on a command line.
+"""Keys: of this run's own servers, and of external ones. No command line contains them.
 
 A run makes its key itself. Its engines, routers and gates find it in their environment (`guard.py`), which other users
-of the host cannot read; on other hosts too, where it comes as an argument of an actor's method. Every request of
-instep's own gets the key of the address that it goes to, and no other address gets any: not even that of a server of
-ours, if another user of this host listens there, who was first at its port.
+of the host cannot read. This also holds on other hosts, where it comes as an argument of an actor's method. Every
+request of instep itself gets the key of its address. No other address gets a key. The address of our own server gets
+none either if another user of this host listens there, because that user took the port first.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ if TYPE_CHECKING:
     from instep.arguments.settings import Settings
 
 KEY_FILE = "api_key"  # in the run's folder
-CONTROL_FILE = "control_key"  # there, of `instep serve`: opens control routes, too
+CONTROL_FILE = "control_key"  # also in the run's folder, of `instep serve`: opens control routes, too
 _MAKE = "python -c 'import secrets; print(secrets.token_hex(32))'"
 _by_address: dict[tuple[str, int], str] = {}
-_users: dict[tuple[str, int], int] = {}  # of servers of this run on this host, by address: as whom they run
+_users: dict[tuple[str, int], int] = {}  # address of this run's server on this host -> the user that runs it
 
 
 @functools.cache
 def _made(purpose: str) -> str:
-    return secrets.token_hex(32)  # begins with no "-", so that it can be the value of any program's flag
+    return secrets.token_hex(32)  # does not begin with "-", so that it can be the value of any program's flag
 
 
 def run_key() -> str:
-    """The key of the engines, routers and gates that this process starts; it opens all of their routes."""
+    """Return the key of the engines, routers and gates that this process starts. It opens all of their routes."""
     return _made("run")
 
 
 def given_key(args: Settings) -> str:
-    """The key in `--api-key-file`, else that of the variable; "" without either.
+    """Return the key in `--api-key-file`, else that of the variable; "" without either.
 
     Raises:
-        ConfigError: the file cannot be read or other users can read it; or it, or the variable, holds no key.
+        ConfigError: the file cannot be read, other users can read it, or file or variable hold no key.
     """
     if args.api_key_file is not None:
         return _read(args.api_key_file)
@@ -54,9 +54,9 @@ def given_key(args: Settings) -> str:
 
 
 def client_key(args: Settings) -> str:
-    """The key that opens generation for clients of this run: users of `instep serve`, and hooks.
+    """Return the key that opens generation for clients of this run: users of `instep serve`, and hooks.
 
-    An external router sees it, so that it is not the run's there.
+    An external router sees it, so there it is not the run's key.
     """
     if args.command == "serve" or args.vllm_router_ip is not None:
         return given_key(args) or _made("clients")
@@ -64,27 +64,27 @@ def client_key(args: Settings) -> str:
 
 
 def router_key(args: Settings, ours: bool) -> str:
-    """The key of a router that this process starts. The router passes it on to its engines.
+    """Return the key of a router that this process starts. The router passes it on to its engines.
 
     Args:
-        ours: whether the engines are; external ones get their own key, or one that opens nothing but the
-            router.
+        ours: whether the engines are ours. External engines get their own key, or one that opens only the router.
     """
     return run_key() if ours else given_key(args) or _made("router")
 
 
 def server_environment(args: Settings) -> dict[str, str]:
-    """The environment variables with which a server of this run asks for keys."""
+    """Return the environment variables that make a server of this run ask for keys."""
     hosts = ",".join(args.allowed_hosts or ()) or os.environ.get(HOSTS_VARIABLE, "")
     generate = EVERYONE if args.no_api_key else client_key(args)
     return {KEY_VARIABLE: run_key(), GENERATE_VARIABLE: generate, HOSTS_VARIABLE: hosts}
 
 
 def know(url: str, key: str, *, user: int | None = None) -> None:
-    """Send `key` with every request to the host and port of `url` from now on; "" sends none.
+    """Send `key` with every request to the host and port of `url` from now on; "" sends no key.
 
     Args:
-        user: as whom the server runs, if it belongs to this run and is on this host; nobody else's gets the key.
+        user: the user that runs the server, if it belongs to this run and is on this host. No other user's server gets
+            the key.
     """
     _by_address[_address(url)] = key
     _users.pop(_address(url), None)
@@ -93,33 +93,33 @@ def know(url: str, key: str, *, user: int | None = None) -> None:
 
 
 def user_at(url: str) -> int | None:
-    """The `user` that `know` was given for the server."""
+    """Return the `user` that `know` got for the server."""
     return _users.get(_address(url))
 
 
 def key_of(url: str) -> str:
-    """The key that requests to `url` need, as far as this process knows; "" if it knows none."""
+    """Return the key that requests to `url` need, as far as this process knows; "" if it knows none."""
     return _by_address.get(_address(url), "")
 
 
 def api_key(url: str) -> str:
-    """`key_of(url)`, for a request that is sent now. Raises ConnectionError, as `check_listener`."""
+    """Return `key_of(url)` for a request that is sent now. Raises ConnectionError, as `check_listener`."""
     check_listener(*_address(url))
     return key_of(url)
 
 
 def bearer(key: str) -> dict[str, str]:
-    """The headers that carry `key`; none without a key."""
+    """Return the headers with `key`; empty without a key."""
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def headers_for(url: str) -> dict[str, str]:
-    """The headers that carry `api_key(url)`; none without a key."""
+    """Return the headers with `api_key(url)`; empty without a key."""
     return bearer(api_key(url))
 
 
 def check_listener(host: str, port: int) -> None:
-    """Raise ConnectionError if another user listens where a server of this run should, on this host."""
+    """Raise ConnectionError if another user of this host listens at the port of a server of this run."""
     host = _name(host)
     user = _users.get((host, port))
     if user is not None and (strangers := users_listening(port, host, "::1") - {user}):
@@ -128,18 +128,18 @@ def check_listener(host: str, port: int) -> None:
 
 
 def _address(url: str) -> tuple[str, int]:
-    """Host and port of a URL."""
+    """Return host and port of a URL."""
     parts = urlsplit(url)
     return _name(parts.hostname or ""), parts.port or (443 if parts.scheme == "https" else 80)
 
 
 def _name(host: str) -> str:
-    """Our own servers listen on 127.0.0.1, also where a hook asks for them by another name of loopback."""
+    """Return 127.0.0.1 for any name of loopback that a hook uses: our own servers listen there."""
     return LOOPBACK if host in ("localhost", "::1") else host
 
 
 def write(folder: Path, key: str, name: str = KEY_FILE) -> Path:
-    """Write `key` into a new file in `folder` that only this user can read, and return its path."""
+    """Write `key` into a new file in `folder` that only this user can read. Return its path."""
     path = folder / name
     with writing(path):
         folder.mkdir(parents=True, exist_ok=True)
@@ -149,7 +149,7 @@ def write(folder: Path, key: str, name: str = KEY_FILE) -> Path:
     return path
 
 
-@functools.cache  # it may be a pipe, which can be read once
+@functools.cache  # it may be a pipe, which can be read only once
 def _read(path: str) -> str:
     where = f"--api-key-file {path}"
     try:

@@ -17,6 +17,6 @@ def _table() -> dict[str, list[dict[str, Any]]]:
 
 
 def reserved(package: Package) -> Iterator[tuple[str, str, str]]:
-    """For each reserved flag its field, why it is reserved, and what to use instead ("" where nothing is needed)."""
+    """Return for each reserved flag its field, why it is reserved, and what to use instead ("": nothing)."""
     for row in _table()[package]:
         yield from ((field, row["why"], row.get("instead", "")) for field in row["fields"])

@@ -1,8 +1,8 @@
 """The router in front of the engines: vllm-router, or an external one. Only generation goes through it.
 
 The router proxies an unknown path to one engine of its choice, so every control call goes to each engine directly.
-Engines join when they hold proven weights and leave when they die. The client repeats a request that was on a dead
-engine; the router's own retries are off, because they would run whole generations unseen.
+Engines join when they hold proven weights and leave when they die. If an engine dies, the client repeats its requests.
+The router's own retries are off, because they would run whole generations unseen.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ START_SECONDS = 60.0  # of a restarted router, on a busy machine; it asks all en
 _DEFAULTS = {
     "policy": ["sticky_least_loaded"],  # a group's samples share their prompt, so they stay with one engine
     "disable_retries": [],
-    "disable_circuit_breaker": [],  # it would shut out an engine that is only paused for a sync
+    "disable_circuit_breaker": [],  # it would exclude an engine that is only paused for a sync
     "max_concurrent_requests": ["32768"],
     "queue_size": ["32768"],
     "worker_startup_check_interval": ["1"],
@@ -39,7 +39,7 @@ _DEFAULTS = {
     "health_failure_threshold": ["2"],
     "health_success_threshold": ["1"],
     "log_level": ["warning"],
-    "cors_allowed_origins": ["http://127.0.0.1"],  # none would mean all
+    "cors_allowed_origins": ["http://127.0.0.1"],  # an empty list would mean all
 }
 
 
@@ -47,7 +47,7 @@ Start = Callable[[Sequence[str]], SupervisedProcess]
 
 
 class Server:
-    """An engine, or a server before engines: what errors call it, its address and its process (None: external)."""
+    """An engine, or a server before engines: its name in errors, its address and its process (None: external)."""
 
     title: str
     url: str
@@ -90,7 +90,7 @@ class Router(Server):
 
         Raises:
             EngineError: its process ends, another program listens at its port, or `timeout` seconds are over.
-            ConfigError: it is external, and refuses to answer us (401, 403).
+            ConfigError: it is external, and refuses us (401, 403).
         """
         deadline = time.monotonic() + timeout
         while True:
@@ -105,19 +105,19 @@ class Router(Server):
                     raise EngineError(
                         f"the router did not answer within {timeout:.0f} s",
                         where=f"{self.url}\n{tail}",
-                        remedy="see its log" if self.process is not None else "is it at --vllm-router-ip/-port?",
+                        remedy="see its log" if self.process is not None else "check --vllm-router-ip/-port",
                     ) from None
             time.sleep(0.1)
 
     def listed(self) -> set[str]:
-        """The URLs of all engines that the router knows, whoever added them."""
+        """Return the URLs of all engines that the router knows, also from other processes."""
         return set(self._call("GET", "/list_workers")["urls"])
 
     def set_members(self, urls: Sequence[str]) -> None:
-        """Let exactly these engines, and those that others added, get requests.
+        """Send requests to exactly these engines, and to those that other processes added.
 
         Raises:
-            EngineError: the router did not take one of them.
+            EngineError: the router did not accept one of them.
         """
         with self._lock:
             known = self.listed()
@@ -129,9 +129,9 @@ class Router(Server):
             self._members = set(urls)
 
     def drop_requests(self) -> None:
-        """Restart the router at its address, in half a second; clients repeat the requests that it drops.
+        """Restart the router at its address, in half a second. Clients repeat the requests that it drops.
 
-        An external router stays as it is. Nothing may look at its process meanwhile.
+        An external router is not restarted. Its process must not be checked meanwhile.
         """
         if self.process is not None:
             self._begin(self.members)
@@ -158,7 +158,7 @@ class Router(Server):
             raise EngineError(what, where=url, remedy="see the router's log") from None
         except (OSError, http.client.HTTPException) as error:
             what = f"the router did not answer {path}: {error}"
-            raise EngineError(what, where=url, remedy="see the router's log; is it still running?") from error
+            raise EngineError(what, where=url, remedy="see the router's log; check that it is still running") from error
         try:
             return json.loads(text)
         except ValueError:
@@ -168,14 +168,14 @@ class Router(Server):
 class DisaggregatedRouter(Router):
     """The router in front of prefill and decode engines.
 
-    vllm-router adds no such engine while it runs, so it is started with all engines that serve, and restarted when one
-    joins. Engines that die are removed as from any router.
+    vllm-router cannot add such an engine while it runs. So it is started with all serving engines, and restarted when
+    one joins. Engines that die are removed as from any router.
     """
 
     _starts_empty = False
 
     def wait_ready(self, timeout: float) -> None:
-        """Return at once: the router is started with its first engines."""
+        """Return at once: the router starts with its first engines."""
 
     def set_members(self, urls: Sequence[str]) -> None:
         if not set(urls) <= set(self.members):
@@ -192,7 +192,7 @@ class DisaggregatedRouter(Router):
 
 
 def router_command(arguments: Sequence[str]) -> list[str]:
-    """The arguments of the Python interpreter that run vllm-router with `arguments`.
+    """Return the arguments of the Python interpreter that run vllm-router with `arguments`.
 
     Raises:
         ConfigError: vllm-router is not installed.
@@ -207,7 +207,7 @@ def router_command(arguments: Sequence[str]) -> list[str]:
 
 
 def router_words(args: Settings) -> list[str]:
-    """The flags of every router that instep starts: its own choices, which `--router-*` replace."""
+    """Return the flags of every router that instep starts: its own choices, which `--router-*` replace."""
     own = {**_DEFAULTS, "request_timeout_secs": [str(round(args.rollout_timeout))]}
     words = [w for f, ws in own.items() if f not in args.router_overrides for w in ("--" + f.replace("_", "-"), *ws)]
     return [*words, *router_arguments(args)]

@@ -1,7 +1,7 @@
 """`python -m instep.engines.router_main ...`: vllm-router behind a key, in a process that ends with its parent.
 
-vllm-router has no key of its own for its admin routes, but asks a URL whether the key of a request is valid, once for
-each key. A child of this process answers it. vllm-router then wants a key on every route.
+vllm-router has no key for its admin routes. But it asks a URL whether the key of a request is valid, once for each key.
+A child of this process answers that. vllm-router then requires a key on every route.
 """
 
 import hmac
@@ -29,12 +29,12 @@ class _Validator(BaseHTTPRequestHandler):
 def serve_validator(key: str) -> ThreadingHTTPServer:
     """Answer in a child process whether a request has `key`.
 
-    This process keeps the server's socket, too, so that nobody else can answer at its port if the child should end.
+    This process keeps the server's socket, too, so that no other process can answer at its port if the child ends.
     """
     _Validator.expected = f"Bearer {key}".encode()
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Validator)
     if os.fork() == 0:
-        os.environ.pop(LIFELINE_VARIABLE, None)  # it is the router's
+        os.environ.pop(LIFELINE_VARIABLE, None)  # it belongs to the router
         follow_parent()
         server.serve_forever()
     return server
@@ -47,7 +47,7 @@ def main() -> None:
 
     args = parse_router_args(sys.argv[1:])
     url = f"http://127.0.0.1:{validator.server_port}/"
-    args.api_key_validation_urls = [url]  # a parameter of the router for which its command line has no flag
+    args.api_key_validation_urls = [url]  # a parameter of the router without a command-line flag
     launch_router(args)
 
 

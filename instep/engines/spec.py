@@ -1,4 +1,4 @@
-"""One engine of the plan, of any kind: what it serves, on which GPUs, and with which flags."""
+"""One engine of the plan, of any kind: its model, its GPUs, and its flags."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 from instep.engines.topology import Parallel, ServerRole
 from instep.models.hub import name_of
 
-# Seconds that vLLM itself grants a start: a day, because the bounds that the flags of a run set to the start of its
-# engines and to each load of its trainer are the run's own, which ends its engines.
+# vLLM's own limit for a start, in seconds: a day. The flags of a run bound the start of its engines and each load
+# of its trainer. The run enforces these bounds itself, and ends its engines.
 LONGEST_START = 86_400
 _CONNECTOR_KEY = re.compile(r'"kv_connector"\s*:\s*"(\w+)"')
-# The router's names of vLLM's connectors, by which prefill engines hand the KV cache to decode engines.
+# The router's names of vLLM's connectors, by which prefill engines pass the KV cache to decode engines.
 KV_CONNECTORS = {
     "NixlConnector": "nixl",
     "NixlPullConnector": "nixl",
@@ -61,12 +61,12 @@ class EngineSpec:
         role: regular, prefill or decode.
         slots: its GPUs, node after node.
         parallel: how the GPUs share the work; the product of its degrees is `num_gpus`.
-        words: what the command line and overrides tell `vllm serve`, by field; own: what instep adds. Neither has TP,
-            addresses or nodes.
+        words: the words of command line and overrides for `vllm serve`, by field; own: what instep adds. Neither has
+            TP, addresses or nodes.
         port: of its HTTP server, by `--engine-port`; None: a free one.
         update_weights: whether it gets the trainer's weights.
-        served_name: what requests call the model, where that is not `path`.
-        sleeps: whether it frees its GPUs while the trainer, which uses one of them, works.
+        served_name: the model's name in requests, if it is not `path`.
+        sleeps: whether it frees its GPUs while the trainer works, which uses one of them.
     """
 
     index: int
@@ -83,7 +83,7 @@ class EngineSpec:
     sleeps: bool = False
 
     def on(self, checkpoint: Path | None) -> EngineSpec:
-        """The same engine with the weights of `checkpoint`, if one is given."""
+        """Return the same engine with the weights of `checkpoint`, if one is given."""
         return replace(self, path=str(checkpoint), served_name=self.path) if checkpoint is not None else self
 
     @property
@@ -108,7 +108,7 @@ class EngineSpec:
 
     @property
     def nodes(self) -> tuple[tuple[Slot, ...], ...]:
-        """Its slots, node by node; one process of the engine runs on each node."""
+        """Its slots, node by node. One process of the engine runs on each node."""
         nodes = sorted({slot.node for slot in self.slots})
         return tuple(tuple(slot for slot in self.slots if slot.node == node) for node in nodes)
 
@@ -126,5 +126,5 @@ class EngineSpec:
 
     @property
     def num_side_channel_ports(self) -> int:
-        """How many consecutive ports each node needs to hand over the KV cache: one per data-parallel replica."""
+        """How many consecutive ports each node needs to pass on the KV cache: one per data-parallel replica."""
         return self.parallel.data if self.kv_connector == "nixl" else 0

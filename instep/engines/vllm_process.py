@@ -13,11 +13,11 @@ from instep_engine import FAST_VARIABLE, PARENT_VARIABLE
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
 
-PROFILED_ITERATIONS = 1024  # steps of an engine in a profile: more are some hundred MB, and take minutes to write
+PROFILED_ITERATIONS = 1024  # steps of an engine in a profile: more would take some hundred MB, and minutes to write
 
 
 def serve_arguments(spec: EngineSpec, at: Addresses, node_rank: int = 0) -> list[str]:
-    """The arguments of `vllm serve` for the process on the engine's `node_rank`-th node."""
+    """Return the arguments of `vllm serve` for the process on the engine's `node_rank`-th node."""
     num_nodes = len(spec.nodes)
     words = [spec.path, *spec.flags, "--tensor-parallel-size", str(spec.parallel.tensor)]
     words += ["--served-model-name", *spec.names] if spec.names != [spec.path] else []
@@ -28,13 +28,13 @@ def serve_arguments(spec: EngineSpec, at: Addresses, node_rank: int = 0) -> list
             words += ["--data-parallel-rpc-port", str(at.rpc_port)]
     if node_rank:
         return [*words, "--headless"]
-    if spec.parallel.data > 1:  # vLLM's default is a server per replica, and an abort would reach one of them only
+    if spec.parallel.data > 1:  # vLLM's default is a server per replica, and an abort would reach only one of them
         words += ["--api-server-count", "1"]
     return [*words, "--host", at.host, "--port", str(at.port)]
 
 
 def profiler_config(args: Settings, spec: EngineSpec) -> dict[str, Any]:
-    """The configuration of vLLM's profiler, which records nothing until it is asked to."""
+    """Return the configuration of vLLM's profiler. It records nothing until it is asked to."""
     folder = os.path.abspath(os.path.join(args.run_dir, "profile", profile_folder(spec.name)))
     limits = {"max_iterations": PROFILED_ITERATIONS, "ignore_frontend": True}
     less = {"torch_profiler_with_stack": False, "torch_profiler_dump_cuda_time_total": False}
@@ -42,7 +42,7 @@ def profiler_config(args: Settings, spec: EngineSpec) -> dict[str, Any]:
 
 
 def node_environment(spec: EngineSpec, at: Addresses, node_host: str) -> dict[str, str]:
-    """The environment variables that depend on the addresses of the engine and of the process on `node_host`."""
+    """Return the environment variables that depend on the addresses of the engine and of the process on `node_host`."""
     env = {"VLLM_HOST_IP": node_host} if len(spec.nodes) > 1 else {}
     if spec.num_side_channel_ports:
         env["VLLM_NIXL_SIDE_CHANNEL_HOST"] = node_host
@@ -51,31 +51,32 @@ def node_environment(spec: EngineSpec, at: Addresses, node_host: str) -> dict[st
 
 
 def vllm_env(args: Settings, num_threads: int) -> dict[str, str]:
-    """The environment variables of every process of vLLM."""
+    """Return the environment variables of every process of vLLM."""
     env = {
         "VLLM_SERVER_DEV_MODE": "1",  # the control routes
         "VLLM_NO_USAGE_STATS": "1",
         PARENT_VARIABLE: "1",
-        # A constant, because it is in the key of what vLLM has compiled.
+        # A constant, because it is part of vLLM's compilation key.
         "VLLM_ENGINE_READY_TIMEOUT_S": os.environ.get("VLLM_ENGINE_READY_TIMEOUT_S", str(LONGEST_START)),
     }
     if not args.no_fast_log_probs:
         env[FAST_VARIABLE] = "1"
-    if plugins := os.environ.get("VLLM_PLUGINS"):  # only these are loaded
+    if plugins := os.environ.get("VLLM_PLUGINS"):  # vLLM loads only these
         env["VLLM_PLUGINS"] = f"{plugins},instep_engine"
     if args.device == "cpu":
         env |= {
-            "TORCH_COMPILE_DISABLE": "1",  # else the first request waits 17 s for helpers to be compiled
+            "TORCH_COMPILE_DISABLE": "1",  # otherwise the first request waits 17 s for helpers to be compiled
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # lets the CPU platform keep the `uni` executor
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # each engine would take the same cores
-            "VLLM_CPU_INT4_W4A8": "0",  # else, with AMX, layers of GPTQ and AWQ round their inputs to 8 bits
+            "VLLM_CPU_INT4_W4A8": "0",  # otherwise, with AMX, layers of GPTQ and AWQ round their inputs to 8 bits
             "OMP_NUM_THREADS": str(num_threads),
             **OPENMP_ENV,
         }
     else:
-        # Else humming, which vLLM 0.26 imports for quantized layers, builds its kernels in processes that import torch
-        # beside the start of every engine, and that outlive one that is killed. They are built when they are needed.
+        # vLLM 0.26 imports humming for quantized layers. By default humming builds its kernels beside the start of
+        # every
+        # engine, in processes that import torch and outlive a killed engine. Here they are built on demand.
         env["HUMMING_DISABLE_PARALLEL_BUILD"] = os.environ.get("HUMMING_DISABLE_PARALLEL_BUILD", "1")
         if engine_dtype(args) == "float32":
-            env["TRITON_F32_DEFAULT"] = "ieee"  # else the attention that vLLM has for float32 multiplies in TF32
+            env["TRITON_F32_DEFAULT"] = "ieee"  # otherwise vLLM's attention for float32 multiplies in TF32
     return env | (DETERMINISTIC_ENV if args.deterministic_mode else {})

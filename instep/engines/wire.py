@@ -16,14 +16,14 @@ from instep.models import routes
 from instep.types import Status, VersionSpan
 
 GENERATE = "/inference/v1/generate"
-FINAL_ONLY = 2  # vLLM's `output_kind`: whole responses only; 0.26 loses all but one of n without it
-# Sends the JSON of one request, and returns the JSON of its answer and, where the engine does not say it itself, the
+FINAL_ONLY = 2  # vLLM's `output_kind`: whole responses only; without it 0.26 loses all but one of n
+# Sends the JSON of one request. Returns the JSON of its answer and, if the engine does not say it itself, the
 # weight version of all its tokens.
 Send = Callable[[dict[str, Any]], Awaitable[tuple[dict[str, Any], str | None]]]
 
 
-# What to do where an answer has another form than vLLM's.
-_OTHER_FORM = "see the engine's log, and whether its version is one that docs/engines.md names"
+# The remedy for an answer in another form than vLLM's.
+_OTHER_FORM = "see the engine's log, and compare its version with docs/engines.md"
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class GenerationRequest:
     """A request for one response to the prompt `token_ids`.
 
     Attributes:
-        url: where it is sent; model: the name of the model there ("": its only one).
+        url: its address; model: the name of the model there ("": the only one).
         sampling_params: the sampling parameters under vLLM's names.
         session: the router sends requests of one session to one engine if it can.
     """
@@ -45,11 +45,11 @@ class GenerationRequest:
 
 @dataclass
 class Completion:
-    """One response as an engine answered it."""
+    """One response as an engine returned it."""
 
     token_ids: list[int]
     log_probs: list[float] | None  # of the sampled tokens, under the processed distribution
-    weight_versions: list[VersionSpan]  # empty when they are unknown
+    weight_versions: list[VersionSpan]  # empty if they are unknown
     finish_reason: str
     stop_reason: int | str | None
     routed_experts: np.ndarray | None = None  # `[num_tokens, num_layers, top_k]`, if the engine returns them
@@ -61,7 +61,7 @@ class Completion:
         return Status.ABORTED if self.finish_reason in ("abort", "cancelled") else Status.COMPLETED
 
     def ended(self, num_tokens: int, stop: str) -> Completion:
-        """What the engine would have answered had it stopped at the string `stop` after `num_tokens` tokens."""
+        """Return the engine's answer if it had stopped at the string `stop` after `num_tokens` tokens."""
         lost, experts = len(self.token_ids) - num_tokens, self.routed_experts
         spans = [replace(s, end=min(s.end, num_tokens)) for s in self.weight_versions if s.start < num_tokens]
         log_probs = None if self.log_probs is None else self.log_probs[:num_tokens]
@@ -73,15 +73,16 @@ class WireFormat:
     """The format of vLLM's `/inference/v1/generate`."""
 
     generate_route = GENERATE
-    abort_route = "/abort_requests"  # POST: the engine ends all its requests, which answer with what they have
+    abort_route = "/abort_requests"  # POST: the engine ends all its requests, which return their tokens
 
     async def complete_n(self, request: GenerationRequest, n: int, send: Send) -> list[Completion]:
-        """`n` responses by one request; response i is sampled with `seed + i`, as if it had a request of its own.
+        """Return `n` responses by one request. Response i is sampled with `seed + i`, as if it were a separate request.
 
-        The log-probs of the sampled tokens are always requested; text only where the engine looks for stop strings.
+        The log-probs of the sampled tokens are always requested. Text is requested only if the engine looks for stop
+        strings.
 
         Raises:
-            EngineError: the parts of an answer do not fit each other; also what `send` raises.
+            EngineError: the parts of an answer do not fit together; also the errors of `send`.
         """
         given = request.sampling_params
         own = {"logprobs": 0, "detokenize": bool(given.get("stop")), "output_kind": FINAL_ONLY}
@@ -91,23 +92,23 @@ class WireFormat:
         answer, version = await send(payload)
         choices = answer.get("choices")
         if not isinstance(choices, list) or len(choices) != n:
-            what = f"an answer of another form than {n} choices; it has {sorted(answer)}"
+            what = f"the answer does not have the form of {n} choices; it has {sorted(answer)}"
             raise EngineError(what, where=request.url, remedy=_OTHER_FORM)
         return [_completion(choice, request.url, version) for choice in choices]
 
     def scoring_request(self, tokens: Sequence[int]) -> dict[str, Any]:
-        """The JSON that requests the log-probs of `tokens` at temperature 1, as log-probs of a prompt."""
+        """Return the JSON that requests the log-probs of `tokens` at temperature 1, as log-probs of a prompt."""
         sampling_params = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
         return {"token_ids": list(tokens), "sampling_params": sampling_params}
 
     def prompt_log_probs(self, answer: dict[str, Any], tokens: Sequence[int], where: str) -> list[float]:
-        """Log-probs of the second to the last of `tokens`, each given those before it, read from an answer.
+        """Read log-probs of the second to the last of `tokens` from an answer, each given those before it.
 
         Args:
             where: the engine that answered, for errors.
 
         Raises:
-            EngineError: the answer has no log-probs, or those of other tokens.
+            EngineError: the answer has no log-probs, or they are of other tokens.
         """
         try:
             entries = answer["prompt_logprobs"]
@@ -123,10 +124,10 @@ VLLM_WIRE = WireFormat()
 
 
 def _completion(choice: dict[str, Any], url: str, version: str | None) -> Completion:
-    """One checked choice of an answer; `version` is that of all tokens where the engine does not say it."""
+    """Return one checked choice of an answer; `version` is that of all tokens if the engine does not say it."""
     try:
         ids = choice.get("token_ids") or []
-        log_probs = choice.get("log_probs")  # of an answer in arrays (answers.py): plain numbers
+        log_probs = choice.get("log_probs")  # plain numbers, in an answer in arrays (answers.py)
         if log_probs is None:
             ids = list(map(int, ids))
             content = (choice.get("logprobs") or {}).get("content")

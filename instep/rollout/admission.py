@@ -1,8 +1,8 @@
-"""The door of generation requests: a weight sync closes it, so that the weight version of every token is known.
+"""The gate of generation requests. A weight sync closes it, so that the weight version of every token is known.
 
-A request to the policy is under way from before it is sent until its answer is read. Where an engine does not report
-which weights made a token, `version` tells: it changes only while no request is under way. The door does not hold back
-requests to other models, nor those that do not go through `rollout/client.py`.
+A request to the policy is under way from before it is sent until its answer is read. Some engines do not report which
+weights made a token. For them `version` says it: it changes only while no request is under way. Two kinds of requests
+pass the gate freely: those to other models, and those that do not go through `rollout/client.py`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _under_way = 0
 _idle_since: float | None = time.monotonic()  # None: requests are under way
 _idle_seconds = 0.0
 _guarded = ""  # the beginning of the policy's URLs
-num_cached_tokens = math.inf  # that the KV caches of the policy's engines hold together; inf: it is not known
-version: str | None = None  # of the weights that make tokens now; None: engines report it, or nothing is known
+num_cached_tokens = math.inf  # the capacity of the KV caches of the policy's engines together; inf: not known
+version: str | None = None  # of the weights that make tokens now; None: engines report it, or it is not known
 
 
 @contextlib.asynccontextmanager
 async def admitted(url: str) -> AsyncIterator[None]:
-    """Wait until the door is open, then count as under way. The deadline of the sync that closed it bounds the wait."""
+    """Wait until the gate is open, then count as under way. The deadline of the sync that closed it bounds the wait."""
     if not is_guarded(url):
         yield
         return
@@ -58,13 +58,13 @@ def _count(change: int) -> None:
 
 
 def idle_seconds() -> float:
-    """How long no request to the policy was under way, since this process began."""
+    """Return for how long no request to the policy was under way, since this process began."""
     with _lock:
         return _idle_seconds + (0.0 if _idle_since is None else time.monotonic() - _idle_since)
 
 
 def guard(url: str) -> None:
-    """Let the door hold back the requests whose URL begins with `url`."""
+    """Let the gate hold back the requests whose URL begins with `url`."""
     global _guarded
     _guarded = url
 
@@ -86,14 +86,14 @@ def open_again(new_version: str | None = None) -> None:
 
 
 def reset() -> None:
-    """Restore the state of a new process, for the next run in this one."""
+    """Restore the state of a new process, for the next run in this process."""
     guard("")
     open_again()
     caches_hold(math.inf)
 
 
 def caches_hold(num_tokens: float) -> None:
-    """Let rollouts send no more samples at once than what fits into `num_tokens` (`room.py`)."""
+    """Let rollouts send at most as many samples at once as fit into `num_tokens` (`room.py`)."""
     global num_cached_tokens
     num_cached_tokens = num_tokens
 

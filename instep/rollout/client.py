@@ -20,8 +20,8 @@ from instep_engine.sglang_form import VLLM_NAMES
 if TYPE_CHECKING:
     from instep.arguments.settings import HookSettings
 
-SESSION_HEADER = "x-session-id"  # what vllm-router's sticky and hashing policies look at
-MAX_RETRIES = 8  # 21 seconds, where other engines can take over the requests of a dead one
+SESSION_HEADER = "x-session-id"  # vllm-router's sticky and hashing policies read it
+MAX_RETRIES = 8  # 21 seconds: time for other engines to take over the requests of a dead one
 
 _VLLM_NAMES = frozenset(
     "max_tokens min_tokens temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty seed "
@@ -32,7 +32,7 @@ _VLLM_NAMES = frozenset(
 
 
 def get_model_url(args: HookSettings, model_name: str | None = None, endpoint: str = GENERATE) -> str:
-    """URL of `endpoint` at the router of `model_name` (of `--vllm-config`), or at the one router when it is None.
+    """Return the URL of `endpoint` at the router of `model_name` (of `--vllm-config`); None: at the only router.
 
     Raises:
         ConfigError: no model of that name is served.
@@ -50,7 +50,7 @@ def get_model_url(args: HookSettings, model_name: str | None = None, endpoint: s
 
 
 def to_vllm(sampling_params: dict[str, Any]) -> dict[str, Any]:
-    """Sampling parameters with the names of slime and vime (`max_new_tokens`, ...) under vLLM's; None means "not set".
+    """Translate sampling parameters from the names of slime and vime (`max_new_tokens`, ...); None means "not set".
 
     Raises:
         RolloutError: a name that vLLM does not know, or two spellings with different values.
@@ -73,14 +73,14 @@ def to_vllm(sampling_params: dict[str, Any]) -> dict[str, Any]:
 
 
 def wire_of(args: HookSettings) -> WireFormat:
-    """The wire format of the policy's engines."""
+    """Return the wire format of the policy's engines."""
     return kind_of(args.rollout_engine_kind).wire
 
 
 async def complete(
     url: str, model: str, token_ids: Sequence[int], sampling_params: dict[str, Any], **how: Any
 ) -> Completion:
-    """One response to `token_ids`; `how` are keywords of `complete_n`."""
+    """Return one response to `token_ids`; `how` are keywords of `complete_n`."""
     return (await complete_n(url, model, token_ids, sampling_params, 1, **how))[0]
 
 
@@ -97,19 +97,19 @@ async def complete_n(
     session: str = "",
     arrays: bool = True,
 ) -> list[Completion]:
-    """`n` responses to `token_ids` by one request, with the log-probs of their tokens; response i has `seed + i`.
+    """Return `n` responses to `token_ids` by one request, with the log-probs of their tokens.
 
-    A request that is lost with its engine is sent again, and the router gives it to another engine. An engine that
-    runs fewer than `n` at once (--vllm-max-num-seqs) is asked one by one.
+    Response i has `seed + i`. If an engine dies, its request is sent again, and the router gives it to another engine.
+    An engine that runs fewer than `n` requests at once (--vllm-max-num-seqs) gets one request per response.
 
     Args:
         sampling_params: with vLLM's names.
         max_retries: as in `post`.
-        session: the requests of one session (those of a group) go to one engine, if the router can do so.
-        arrays: whether an engine may answer in arrays (`instep_engine/answers.py`), if it can, instead of in JSON.
+        session: the requests of one session (those of a group) go to one engine, if the router supports it.
+        arrays: whether an engine may answer in arrays (`instep_engine/answers.py`) instead of JSON, if it can.
 
     Raises:
-        EngineError: the request was refused, there was no answer, or its parts do not fit each other.
+        EngineError: the request was refused, there was no answer, or its parts do not fit together.
     """
     headers = {SESSION_HEADER: session} if session else {}
     if arrays:
@@ -138,9 +138,9 @@ async def complete_n(
 
 
 async def abort_all(engine_urls: Sequence[str], wire: WireFormat, *, timeout: float = 10.0) -> None:
-    """Ask every engine, past the router, to end all its requests, which are answered with the tokens they have.
+    """Ask every engine directly, not through the router, to end all its requests. They return the tokens they have.
 
-    An engine that does not answer is skipped if there are others: it has died, which the controller notices.
+    An engine that does not answer is skipped if there are others: it has died, and the controller notices that.
     """
     calls = (post(url + wire.abort_route, {}, max_retries=1, timeout=timeout) for url in engine_urls)
     for outcome in await asyncio.gather(*calls, return_exceptions=True):

@@ -1,4 +1,4 @@
-"""The rollout function of direct preference optimization, which takes pairs from the data source."""
+"""The rollout function of direct preference optimization. It takes pairs from the data source."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 def generate_rollout(
     args: HookSettings, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput:
-    """`--rollout-batch-size` pairs, each as a group [chosen, rejected] of one execution with the rewards [1, 0].
+    """Return `--rollout-batch-size` pairs, each as a group [chosen, rejected] of one execution with the rewards [1, 0].
 
-    The loss mask of a response of messages covers its assistant turns, as in SFT; that of a text covers all of it, with
-    the end-of-text token that is put after it. No token of the prompt is trained on.
+    For a response of messages, the loss mask covers its assistant turns, as in SFT. For a text response it covers the
+    whole text and the end-of-text token after it. No token of the prompt is trained on.
 
     Raises:
         DataError: a pair without a trainable token.
     """
     if evaluation:
-        raise RolloutError("pairs are not evaluated on", remedy="leave the evaluation out", where="instep dpo")
+        raise RolloutError("pairs cannot be used for an evaluation", remedy="remove the evaluation", where="instep dpo")
     groups = taken_from(data_source, args.rollout_batch_size)
     return RolloutFnTrainOutput([_pair(args, group[0]) for group in groups])
 
@@ -39,7 +39,7 @@ def _pair(args: HookSettings, sample: Sample) -> Group:
     where = where_of(sample)
     if not isinstance(sample.label, dict) or not {"chosen", "rejected"} <= sample.label.keys():
         remedy = 'let the data source set label = {"chosen": ..., "rejected": ...}, of the prompt\'s kind'
-        raise DataError(f"the sample's label is no pair: {said(sample.label, 80)}", where=where, remedy=remedy)
+        raise DataError(f"the sample's label is not a pair: {said(sample.label, 80)}", where=where, remedy=remedy)
     pair = []
     for name, reward in (("chosen", 1.0), ("rejected", 0.0)):
         ids, mask = _tokenized(args, sample, sample.label[name], f"{where}, {name}")
@@ -49,7 +49,7 @@ def _pair(args: HookSettings, sample: Sample) -> Group:
 
 
 def _tokenized(args: HookSettings, sample: Sample, response: Any, where: str) -> tuple[list[int], list[int]]:
-    """Token ids of prompt and response, and the loss mask."""
+    """Return the token ids of prompt and response, and the loss mask."""
     tokenizer = tokenizer_of(args)
     if isinstance(sample.prompt, list):
         return tokenize_conversation(

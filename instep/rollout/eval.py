@@ -25,21 +25,21 @@ _loaded: dict[tuple[Any, ...], list[Record]] = {}
 
 
 def read_sets(args: HookSettings) -> None:
-    """Read the evaluation sets of a run that begins, which it keeps, whatever becomes of their files.
+    """Read the evaluation sets of a new run. The run keeps them, even if their files change later.
 
-    With an evaluation function of the user's, which may read anything, the sets are read when it asks for them.
+    An evaluation function of the user may read anything, so with one the sets are read only when it asks for them.
 
     Raises:
         ConfigError, DataError, OutputError: as `load_dataset`.
     """
-    _loaded.clear()  # those of the run before, in a notebook
+    _loaded.clear()  # the sets of the previous run, in a notebook
     if is_own(str(args.eval_function_path)):
         for dataset in args.eval_datasets:
             _load(args, dataset)
 
 
 def _load(args: HookSettings, dataset: EvalDataset) -> list[Record]:
-    """The rows of a data set, which is read once in a run; an evaluation takes all of them at a time anyway."""
+    """Return the rows of a data set. It is read once in a run; an evaluation takes all rows at once anyway."""
     options: dict[str, Any] = {"row_format": eval_row_format(args, dataset), **options_of(args)}
     options["max_prompt_len"] = dataset.max_prompt_len
     key = (dataset.path, str(args.hf_checkpoint), repr(options))
@@ -64,12 +64,12 @@ def _sampling_params(args: HookSettings, dataset: EvalDataset) -> dict[str, Any]
 
 
 def _groups(args: HookSettings, dataset: EvalDataset) -> list[Group]:
-    """A group of `n_samples_per_eval_prompt` samples for every row."""
+    """Return a group of `n_samples_per_eval_prompt` samples for every row."""
     n = dataset.n_samples_per_eval_prompt
     rule = {"rm_type": dataset.rm_type} if dataset.rm_type else {}
     reward_path = dataset.custom_rm_path
     if reward_path == args.custom_rm_path and dataset.rm_type != args.rm_type:
-        reward_path = BUILT_IN  # the set's own rm_type goes before the run's --custom-rm-path
+        reward_path = BUILT_IN  # the set's own rm_type has priority over the run's --custom-rm-path
     return [
         [
             Sample(
@@ -90,10 +90,10 @@ def _groups(args: HookSettings, dataset: EvalDataset) -> list[Group]:
 def evaluate(args: HookSettings, rollout_id: int) -> RolloutFnEvalOutput:
     """Generate and reward the samples of every row of every set, in row order.
 
-    Sampling seeds do not depend on `rollout_id`, so that two evaluations differ by the policy alone.
+    Sampling seeds do not depend on `rollout_id`, so two evaluations differ only by the policy.
 
     Returns:
-        By name of the set: `rewards` (floats), `truncated` and `samples`.
+        For each set, by name: `rewards` (floats), `truncated` and `samples`.
 
     Raises:
         ConfigError: there is no evaluation set.
@@ -108,7 +108,7 @@ def evaluate(args: HookSettings, rollout_id: int) -> RolloutFnEvalOutput:
 async def run_sets(
     args: HookSettings, rollout_id: int, work: list[tuple[EvalDataset, list[Group]]]
 ) -> RolloutFnEvalOutput:
-    """As `evaluate`, of these groups of each set."""
+    """Evaluate these groups of each set, as `evaluate` does."""
     shared = new_execution(args, rollout_id, evaluation=True)
     progress = [0, sum(len(groups) for _, groups in work)]
     results = await runtime.gather([_one_set(shared, d, groups, progress) for d, groups in work])

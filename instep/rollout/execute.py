@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 
 DEFAULT_GENERATE = "instep.rollout.vllm_rollout.generate"
 SEEDS = 2**62  # engines take 63 bits; the samples of a group have consecutive seeds
-# Where room is short, one request may be for a group up to this `Execution.spread`; exponential lengths have one of
-# 2.7 in a group of 8.
+# When the KV cache is short, one request may hold a whole group if its `Execution.spread` is at most this.
+# A group of 8 with exponential lengths has 2.7.
 WIDEST = 4.0
-NO_BOUND = 2**30  # tokens, of a model whose context nothing tells
-MAX_CONTINUATIONS = 100  # of one sample whose requests others abort (a sync, the end of another rollout)
+NO_BOUND = 2**30  # tokens, for a model whose context length is not known
+MAX_CONTINUATIONS = 100  # of one sample whose requests are aborted from outside (a sync, the end of another rollout)
 
 
-# Generates the samples of a group (arguments, group, sampling parameters with the first one's seed, evaluation); it
-# returns None where one request cannot be for all.
+# Generates the samples of a group (arguments, group, sampling parameters with the first seed, evaluation).
+# It returns None where one request cannot serve all samples.
 Together = Callable[["HookSettings", Group, dict[str, Any], bool], Awaitable[None] | None]
 
 
@@ -57,24 +57,24 @@ class Execution:
     aborted: bool = False  # once it is True, nothing new is started
     num_tokens: int = 0
     expected_tokens: float = 0.0  # of a sample, with its prompt
-    expected_prompt: float = 0.0  # of those, the prompt's
-    spread: float = math.inf  # a group's longest response over the mean one, as is expected
+    expected_prompt: float = 0.0  # the prompt's part of `expected_tokens`
+    spread: float = math.inf  # the expected ratio of a group's longest response to the mean one
     lengths: Lengths = field(default_factory=lambda: Lengths())
 
     def tokens_of_group(self, num_samples: int) -> float:
-        """The expected tokens of each of a group's samples in a KV cache, which holds their prompt once."""
+        """Return the expected tokens of each sample of a group in a KV cache, which holds their prompt once."""
         return self.expected_tokens - self.expected_prompt * (1 - 1 / max(1, num_samples))
 
     def num_short(self, num_samples: int) -> int:
-        """How many of a group's samples are over, on average of the time until its longest one has ended.
+        """Return how many of a group's samples have ended on average, over the time until its longest one ends.
 
-        A group's request is answered then. So many of its samples leave at once, so that as many run as would if each
-        left when it ends.
+        The group's request is answered only then. This many samples leave the room at once, so that as many run as if
+        each left when it ends.
         """
         return min(num_samples - 1, round(num_samples * (1 - 1 / self.spread))) if self.spread <= WIDEST else 0
 
     def count(self, sample: Sample) -> None:
-        """Count a sample that was generated."""
+        """Count a generated sample."""
         self.num_tokens += sample.response_length
         self.lengths.num_samples += 1
         self.lengths.num_tokens += len(sample.tokens)
@@ -88,7 +88,7 @@ class Execution:
 
 @dataclass
 class Lengths:
-    """How long the samples of a rollout or evaluation have become, with their prompts."""
+    """The lengths of the samples of a rollout or evaluation, with their prompts."""
 
     num_samples: int = 0
     num_tokens: int = 0
@@ -102,9 +102,9 @@ _last: dict[bool, Lengths] = {}  # of the last rollout, and of the last evaluati
 def new_execution(
     args: HookSettings, rollout_id: int, *, evaluation: bool = False, is_trial: bool = False
 ) -> Execution:
-    """The state of a rollout or evaluation, whose samples are expected to be as long as those of the last one.
+    """Return the state of a new rollout or evaluation. Its samples are expected to be as long as those of the last one.
 
-    Of the first nothing is expected: a guess that is too long keeps engines idle, which costs more than a KV cache that
+    The first one has no expectation: too high a guess keeps engines idle, and that costs more than a KV cache that
     overflows. The lengths of a trial are forgotten.
     """
     room = Room(SAMPLES_PER_ENGINE * max(1, len(args.rollout_engine_urls)), admission.num_cached_tokens)
@@ -121,15 +121,15 @@ def new_execution(
 
 
 def sampling_seed(*parts: int | str | None) -> int:
-    """A 62-bit hash of `parts` (run seed, group, ...), the same in every process."""
+    """Return a 62-bit hash of `parts` (run seed, group, ...), the same in every process."""
     text = "/".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") % SEEDS
 
 
 def train_sampling_params(args: HookSettings) -> dict[str, Any]:
-    """Sampling parameters of a training rollout, with slime's names, without those that are not set.
+    """Return the sampling parameters of a training rollout that are set, with slime's names.
 
-    `max_new_tokens` always is: by default the context of the model, where engines end a response anyway.
+    `max_new_tokens` is always set: by default it is the context of the model, where engines end a response anyway.
     """
     params = {
         "temperature": args.rollout_temperature,
@@ -144,19 +144,20 @@ def train_sampling_params(args: HookSettings) -> dict[str, Any]:
 
 
 def longest_response(args: HookSettings) -> int:
-    """The bound of a response that the flags leave open."""
+    """Return the bound of a response when no flag sets one."""
     return context_of_model(args) or NO_BOUND
 
 
 async def run_group(
     execution: Execution, group: Group, params: dict[str, Any], together: Together | None = None
 ) -> Group:
-    """Generate and reward all samples of a group; the result is flat, with fan-out siblings side by side.
+    """Generate and reward all samples of a group. The result is flat: fan-out siblings are side by side.
 
-    A sample that is ABORTED because the rollout was ended early has no reward, and with --group-rm nor has its group.
+    A sample that is ABORTED because the rollout ended early has no reward. With --group-rm its group has no reward
+    either.
 
     Args:
-        together: generates a group by one request where it can, so that no sample needs a task of its own.
+        together: generates a group by one request where it can, so that samples need no separate tasks.
     """
     args = execution.args
     # All come in together, so that an engine may get one request for them.
@@ -168,7 +169,7 @@ async def run_group(
         sample.execution_id = sample.execution_id or f"{sample.group_index}.{sample.index}"
     seed = sampling_seed(f"{execution.seed_tag}{args.rollout_seed}", group[0].group_index) if group else 0
     if together is not None and new == len(group) > 1:
-        await asyncio.sleep(0)  # groups that begin now have all asked for room, so that it is known whether others wait
+        await asyncio.sleep(0)  # let all groups that begin now ask for room, so that it is known whether others wait
         if _may_go_together(execution, group):
             at_once = {**_within_context(execution, group[0], params), "seed": seed}
             await _at_once(execution, group, at_once, tokens, together)
@@ -187,9 +188,9 @@ async def run_group(
 
 
 def _may_go_together(execution: Execution, group: Group) -> bool:
-    """Whether nothing is asked for between a group's prompts and its rewards that belongs to a single sample.
+    """Return whether no step between a group's prompts and its rewards needs a single sample.
 
-    A profile, for one, shows each sample by itself.
+    For example, a profile shows each sample by itself.
     """
     args = execution.args
     if args.custom_generate_function_path or args.rollout_sample_hook_path:
@@ -202,7 +203,7 @@ def _may_go_together(execution: Execution, group: Group) -> bool:
 async def _at_once(
     execution: Execution, group: Group, params: dict[str, Any], tokens: float, together: Together
 ) -> None:
-    """Let `together` generate the group; the samples that it has not generated, if any, are still in the room."""
+    """Let `together` generate the group. Samples that it has not generated, if any, are still in the room."""
     room, short = execution.room, 0
     try:
         if (work := together(execution.args, group, params, execution.evaluation)) is None:
@@ -229,13 +230,15 @@ async def _timed_sample(execution: Execution, sample: Sample, params: dict[str, 
 
 
 def _is_generated(sample: Sample) -> bool:
-    """Whether an earlier rollout has generated it: it comes from the buffer."""
+    """Return whether an earlier rollout has generated the sample: then it comes from the buffer."""
     return sample.status in DONE and sample.response_length > 0
 
 
 async def _run_inside(execution: Execution, sample: Sample, params: dict[str, Any], tokens: float) -> list[Sample]:
-    """Run the generate function, the sample hooks and the reward for a sample that has come in with `tokens`, or that
-    is generated; fan-out makes several samples of one."""
+    """Run the generate function, the sample hooks and the reward for one sample; fan-out makes several samples of it.
+
+    The sample has come in with `tokens`, or is generated already.
+    """
     args = execution.args
     are_siblings = False
     if _is_generated(sample):
@@ -243,7 +246,7 @@ async def _run_inside(execution: Execution, sample: Sample, params: dict[str, An
     else:
         try:
             if args.skip_failed_groups:
-                await asyncio.sleep(0)  # so that all of the group have come here before one of them can fail
+                await asyncio.sleep(0)  # all samples of the group must be here before one of them can fail
             if execution.aborted:
                 sample.status = Status.ABORTED
                 return [sample]
@@ -262,7 +265,7 @@ async def _run_inside(execution: Execution, sample: Sample, params: dict[str, An
 
 
 async def _generate(execution: Execution, sample: Sample, params: dict[str, Any]) -> tuple[list[Sample], bool]:
-    """What the generate function makes of `sample`, and whether it has returned a list (fan-out)."""
+    """Return what the generate function makes of `sample`, and whether it returned a list (fan-out)."""
     args = execution.args
     own = sample.generate_function_path
     path = own or args.custom_generate_function_path or DEFAULT_GENERATE
@@ -280,7 +283,7 @@ async def _generate(execution: Execution, sample: Sample, params: dict[str, Any]
                 samples = list(flatten(output))
             except RolloutError:
                 raise hook.wrong(output, "a Sample, or a list of them", name_of(sample)) from None
-            # Aborted by others (a weight sync, the end of another rollout): the response is continued.
+            # Aborted from outside (a weight sync, the end of another rollout): the response is continued.
             if execution.aborted or path != DEFAULT_GENERATE or samples[0].status is not Status.ABORTED:
                 break
             await asyncio.sleep(0.02)
@@ -302,19 +305,19 @@ def _within_context(execution: Execution, sample: Sample, params: dict[str, Any]
         return params
     num_prompt, wanted = len(prompt_ids(execution.args, sample)), params.get("max_new_tokens")
     if num_prompt >= bound:
-        what = f"the prompt has {num_prompt} tokens and leaves no room under {bound}"
-        remedy = "set --rollout-max-prompt-len (--eval-max-prompt-len), which leaves such prompts out"
+        what = f"the prompt has {num_prompt} tokens and leaves no room for a response under {bound}"
+        remedy = "set --rollout-max-prompt-len (--eval-max-prompt-len) to skip such prompts"
         raise DataError(what, where=f"max_context_len: {name_of(sample)}", remedy=remedy)
     return {**params, "max_new_tokens": bound - num_prompt if wanted is None else min(wanted, bound - num_prompt)}
 
 
 def _accepted(path: str, **kwargs: Any) -> dict[str, Any]:
-    """Those keyword arguments that the function at `path` takes."""
+    """Return the keyword arguments that the function at `path` takes."""
     names = _parameters(path)
     return kwargs if names is None else {name: value for name, value in kwargs.items() if name in names}
 
 
-@functools.cache  # reading a signature takes longer than everything else that is done here for a sample
+@functools.cache  # to read a signature takes longer than all other work here for a sample
 def _parameters(path: str) -> frozenset[str] | None:
     parameters = inspect.signature(load_function(path)).parameters
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
@@ -322,7 +325,7 @@ def _parameters(path: str) -> frozenset[str] | None:
 
 
 async def run_sample_hooks(execution: Execution, sample: Sample) -> Sample:
-    """The sample after the functions of --rollout-sample-hook-path, each of which may return another sample."""
+    """Apply the functions of --rollout-sample-hook-path; each may return another sample."""
     for path in execution.args.rollout_sample_hook_path or []:
         hook = Hook("--rollout-sample-hook-path", path)
         kwargs = _accepted(path, rollout_id=execution.rollout_id, evaluation=execution.evaluation)

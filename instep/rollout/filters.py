@@ -19,8 +19,8 @@ class DynamicFilterOutput:
     """Whether a group is trained on, and if not, a short name of the reason.
 
     Attributes:
-        keep_when_insufficient: a group that is not kept is trained on all the same where the rollout would else have
-            to begin further groups.
+        keep_when_insufficient: a rejected group is still trained on if the rollout would otherwise have to begin more
+            groups.
     """
 
     keep: bool
@@ -42,7 +42,7 @@ def check_reward_nonzero_std(args: HookSettings, group: Any) -> DynamicFilterOut
 
 
 def check_reward_nonzero_std_with_fallback(args: HookSettings, group: Any) -> DynamicFilterOutput:
-    """Like `check_reward_nonzero_std`, but a group is dropped only where enough others are there or under way."""
+    """Like `check_reward_nonzero_std`, but drop a group only if enough others are finished or under way."""
     return replace(check_reward_nonzero_std(args, group), keep_when_insufficient=True)
 
 
@@ -53,7 +53,7 @@ async def verdict_of(hook: Hook, args: HookSettings, group: Group, where: str = 
         where: the name of the group in errors; default: its number.
 
     Raises:
-        RolloutError: it raised, or returned neither true or false nor an object with `keep` and `reason`.
+        RolloutError: the filter raised, or returned neither true or false nor an object with `keep` and `reason`.
     """
     where = where or f"group {group[0].group_index}"
     output, name = await hook.acall(args, group, where=where), hook.path.rpartition(".")[2]

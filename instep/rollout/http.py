@@ -1,6 +1,6 @@
 """JSON over HTTP with bounds: `post`, which rollout hooks also use, and `get`; both send the key of the address.
 
-A hook with an HTTP client of its own sends the header `Authorization: Bearer {api_key(url)}`.
+A hook that uses another HTTP client sends the header `Authorization: Bearer {api_key(url)}`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["api_key", "get", "headers_for", "post", "post_within"]
 
 FIRST_PAUSE = 0.2  # seconds before the second attempt; doubled for each further one
 LONGEST_PAUSE = 5.0
-TOO_MANY = 429  # requests: the server asks for patience
+TOO_MANY = 429  # requests: the server asks the client to wait
 
 
 async def post(
@@ -39,8 +39,8 @@ async def post(
 ) -> dict[str, Any]:
     """POST `payload` as JSON and return the JSON object of the answer ({} for an empty one).
 
-    A refusal (4xx, but 429) is final. After a failed connection, a 429 or a 5xx there are at most `max_retries` further
-    attempts, with growing pauses (by default 3 seconds in all). `timeout` bounds one attempt, in seconds.
+    A refusal (4xx, except 429) is final. After a failed connection, a 429 or a 5xx it tries at most `max_retries` more
+    times, with growing pauses (by default 3 seconds in all). `timeout` bounds one attempt, in seconds.
 
     Raises:
         EngineError: with the URL and the answer's own message.
@@ -60,17 +60,17 @@ async def post(
 async def post_json(
     url: str, payload: dict[str, Any], *, max_retries: int, timeout: float, headers: dict[str, str] | None
 ) -> dict[str, Any]:
-    """`post`, but the request is not noted as one of a generate function."""
+    """Do the same as `post`, but do not note the request as one of a generate function."""
     return _object(url, await _ask("POST", url, max_retries, timeout, headers, json=payload))
 
 
 async def get(url: str, *, max_retries: int = 4, timeout: float = 3600.0) -> dict[str, Any]:
-    """GET a JSON object; bounds and errors are those of `post`."""
+    """GET a JSON object. Bounds and errors are those of `post`."""
     return _object(url, await _ask("GET", url, max_retries, timeout, None))
 
 
 async def post_within(url: str, payload: dict[str, Any], seconds: float) -> Any:
-    """POST `payload` as JSON and return the answer, any JSON value; tried again, as `post` does, for `seconds` in all.
+    """POST `payload` as JSON and return the answer, any JSON value. Retry as `post` does, for `seconds` in all.
 
     Raises:
         EngineError: with the URL and the answer's own message.
@@ -81,7 +81,7 @@ async def post_within(url: str, payload: dict[str, Any], seconds: float) -> Any:
 async def _ask(
     method: str, url: str, max_retries: int | None, timeout: float, headers: dict[str, str] | None, **body: Any
 ) -> Any:
-    """The answer. `timeout` bounds each of `max_retries` + 1 attempts; without `max_retries` all of them together."""
+    """Return the answer. `timeout` bounds each of `max_retries` + 1 attempts, or all together if that is None."""
     headers, end, attempt = bearer(key_of(url)) | (headers or {}), time.monotonic() + timeout, 0
     while True:  # each new connection is checked (runtime.py)
         attempt += 1
@@ -102,7 +102,7 @@ async def _ask(
                 if answer.status in REFUSED:
                     raise refusal(url, answer.status, text)
                 if answer.status < 500 and answer.status != TOO_MANY:
-                    remedy = "correct what the message names; --rollout-max-prompt-len leaves out long prompts"
+                    remedy = "correct what the message names; --rollout-max-prompt-len skips long prompts"
                     raise EngineError(f"the request was refused with {problem}", where=url, remedy=remedy)
         except aiohttp.ClientError as error:
             problem = f"{type(error).__name__}: {error}"
@@ -129,12 +129,12 @@ def _parse(url: str, body: bytes, content_type: str) -> Any:
             return decode(body)
         return json.loads(body) if body.strip() else {}
     except ValueError:
-        what = f"the answer is no JSON: {body[:200]!r}"
+        what = f"the answer is not JSON: {body[:200]!r}"
         raise EngineError(what, where=url, remedy="is this the right address?") from None
 
 
 def _object(url: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        what = f"the answer is no JSON object: {json.dumps(value)[:200]}"
+        what = f"the answer is not a JSON object: {json.dumps(value)[:200]}"
         raise EngineError(what, where=url, remedy="is this the right address?")
     return value

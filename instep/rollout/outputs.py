@@ -24,7 +24,7 @@ DONE = (Status.COMPLETED, Status.TRUNCATED, Status.FAILED)
 
 
 def flatten(group: Any, where: str = "a group of samples") -> Iterator[Sample]:
-    """The samples of a group, which may nest lists (fan-out), in order. `where` is what made the group, for errors."""
+    """Yield the samples of a group in order. A group may nest lists (fan-out). `where` names its maker in errors."""
     if isinstance(group, Sample):
         yield group
     elif isinstance(group, (list, tuple)):
@@ -36,16 +36,16 @@ def flatten(group: Any, where: str = "a group of samples") -> Iterator[Sample]:
 
 
 def taken_from(data_source: Any, num_groups: int) -> list[Group]:
-    """The next groups of a data source. Raises: RolloutError, it has no more."""
+    """Return the next groups of a data source. Raises: RolloutError, it has no more."""
     groups = list(data_source.get_samples(num_groups))
     if not groups:
-        what, remedy = "the data source has no more groups", "add data, or fewer --num-rollout"
+        what, remedy = "the data source has no more groups", "add data, or lower --num-rollout"
         raise RolloutError(what, remedy=remedy, where="--data-source-path")
     return groups
 
 
 def check_sample(sample: Sample, hook: Hook) -> None:
-    """Raise RolloutError, which names `hook`, unless the sample's columns fit each other, as the trainer needs them."""
+    """Raise RolloutError, which names `hook`, unless the sample's columns fit together as the trainer needs them."""
     check_versions(sample, hook)
     n = sample.response_length
     problem = ""
@@ -69,7 +69,8 @@ def check_sample(sample: Sample, hook: Hook) -> None:
 def check_versions(sample: Sample, hook: Hook) -> None:
     """Make spans of `weight_versions` where a function has added numbers, as slime's functions do ("3" or 3).
 
-    A number is the version of the tokens after the last span. Several do not tell those apart: they go into `extra`.
+    A number is the version of the tokens after the last span. Several numbers do not say which tokens are whose, so
+    they go into `extra`.
 
     Raises:
         RolloutError: an entry is something else.
@@ -105,10 +106,10 @@ _ROLLOUT, _EVALUATION = Hook("--rollout-function-path", ""), Hook("--eval-functi
 
 
 def as_train_output(output: Any, hook: Hook = _ROLLOUT) -> RolloutFnTrainOutput:
-    """The result of a rollout function (RolloutFnTrainOutput or a list of groups) as flat, checked groups.
+    """Return the result of a rollout function (RolloutFnTrainOutput or a list of groups) as flat, checked groups.
 
-    Nested lists are fan-out siblings, which get a common `execution_id`; any other sample without one gets its own.
-    Samples of one group with one `execution_id` are siblings, too.
+    Samples in nested lists are fan-out siblings and get a common `execution_id`. Any other sample without an id gets
+    its own. Samples of one group with the same `execution_id` are siblings, too.
 
     Args:
         hook: the rollout function, for errors.
@@ -124,7 +125,7 @@ def as_train_output(output: Any, hook: Hook = _ROLLOUT) -> RolloutFnTrainOutput:
         raise hook.wrong(output, expected)
     groups = [_as_group(group, hook.place()) for group in output.samples]
     seen: set[int | None] = set()
-    group_of: dict[str | None, int | None] = {}  # of each execution
+    group_of: dict[str | None, int | None] = {}  # by execution id
     for group in groups:
         indices = {sample.group_index for sample in group}
         if len(indices) != 1 or indices & seen or None in indices:
@@ -136,16 +137,16 @@ def as_train_output(output: Any, hook: Hook = _ROLLOUT) -> RolloutFnTrainOutput:
             check_sample(sample, hook)
             if group_of.setdefault(sample.execution_id, sample.group_index) != sample.group_index:
                 raise RolloutError(
-                    f"execution_id {said(sample.execution_id)} stands in two groups, which it would make one execution",
+                    f"execution_id {said(sample.execution_id)} is in two groups, but an execution has only one",
                     where=f"{hook.place()}: {name_of(sample)}, and group {group_of[sample.execution_id]}",
-                    remedy="leave execution_id unset, or give each run of a generate function an id of its own, such "
+                    remedy="leave execution_id unset, or give each run of a generate function its own id, such "
                     'as f"{sample.group_index}.{sample.index}"',
                 )
     return RolloutFnTrainOutput(groups, _metrics(output.metrics, hook))
 
 
 def _metrics(metrics: Any, hook: Hook) -> dict[str, float]:
-    """The metrics of a rollout function, None for none, as numbers by name."""
+    """Return the metrics of a rollout function as numbers by name. None means no metrics."""
     metrics = {} if metrics is None else metrics
     if not isinstance(metrics, Mapping):
         raise hook.wrong(metrics, "metrics as a dict of numbers, or None", "metrics")
@@ -165,7 +166,7 @@ def _as_group(group: Any, where: str) -> Group:
         named = {s.execution_id for s in siblings if s.execution_id is not None}
         if len(named) > 1:
             what = f"fan-out siblings have several execution ids: {sorted(named)}"
-            raise RolloutError(what, where=where, remedy="set one, or none")
+            raise RolloutError(what, where=where, remedy="set one id for all, or leave all unset")
         for sample in siblings:
             sample.execution_id = next(iter(named), f"{sample.group_index}.{position}")
         out.extend(siblings)
@@ -173,7 +174,7 @@ def _as_group(group: Any, where: str) -> Group:
 
 
 def as_eval_output(output: Any, hook: Hook = _EVALUATION) -> RolloutFnEvalOutput:
-    """The result of an evaluation function (RolloutFnEvalOutput, or a dict by data set name), checked.
+    """Check the result of an evaluation function (RolloutFnEvalOutput, or a dict by data set name) and return it.
 
     Missing `rewards` (of samples whose reward is a number) and `truncated` are read from `samples`.
 
@@ -192,7 +193,7 @@ def as_eval_output(output: Any, hook: Hook = _EVALUATION) -> RolloutFnEvalOutput
         where, columns = f"data set {said(name, 60)}", ("samples", "rewards", "truncated")
         lists = isinstance(result, Mapping) and all(isinstance(result.get(c), _COLUMN) for c in columns)
         if not lists:
-            raise hook.wrong(result, 'by data set a dict of the lists "rewards", "truncated" and "samples"', where)
+            raise hook.wrong(result, 'for each data set a dict of lists "rewards", "truncated" and "samples"', where)
         samples = [leaf for item in result.get("samples") or [] for leaf in flatten(item, hook.place(where))]
         result = {**result, "samples": samples}
         if result.get("rewards") is None:
@@ -202,7 +203,7 @@ def as_eval_output(output: Any, hook: Hook = _EVALUATION) -> RolloutFnEvalOutput
         bad = [r for r in result["rewards"] if as_number(r) is None]
         if bad or not result["rewards"]:
             what = f"{where} has no rewards" if not bad else f"reward {said(bad[0], 60)} is no finite number"
-            remedy = 'return the list "rewards" of each data set, numbers, or samples with rewards'
+            remedy = 'return for each data set the list "rewards" (numbers), or samples with rewards'
             raise RolloutError(what, where=hook.place(), remedy=remedy)
         data[str(name)] = result
     return RolloutFnEvalOutput(data, _metrics(output.metrics, hook))

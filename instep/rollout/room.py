@@ -1,8 +1,8 @@
 """The room that engines have for samples that are generated at once.
 
-A vLLM engine starts every request whose prompt fits into its KV cache. When the responses grow beyond the cache, it
-throws some of them out and computes their tokens anew later, which costs up to half of its throughput
-(docs/performance.md). So a rollout sends no more than what is expected to fit; the rest waits here.
+A vLLM engine starts every request whose prompt fits into its KV cache. When the responses outgrow the cache, it drops
+some of them and computes their tokens again later. This costs up to half of its throughput (docs/performance.md). So a
+rollout sends only as much as is expected to fit; the rest waits here.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class _Turn(NamedTuple):
 
 
 class Room:
-    """Groups come in one after the other, as soon as there is room for all their samples; samples leave by themselves.
+    """Admits groups in order, as soon as there is room for all samples of a group. Samples leave one by one.
 
-    Whatever its size, a group comes in when nobody else is inside.
+    A group of any size comes in when no other one is inside.
 
     Args:
         num_samples: how many may be inside at once.
-        num_tokens: how many tokens the samples inside are expected to have at most, prompts and responses.
+        num_tokens: the bound of the expected tokens of the samples inside, prompts and responses.
     """
 
     def __init__(self, num_samples: int, num_tokens: float = math.inf):
@@ -40,7 +40,7 @@ class Room:
 
     @property
     def is_crowded(self) -> bool:
-        """Whether somebody waits."""
+        """Return whether a group waits."""
         return bool(self._waiting)
 
     async def enter(self, num_samples: int, tokens: float) -> None:
@@ -53,15 +53,15 @@ class Room:
         try:
             await turn.come
         except asyncio.CancelledError:
-            if turn.come.done() and not turn.come.cancelled():  # its turn has come meanwhile
+            if turn.come.done() and not turn.come.cancelled():  # its turn came in the meantime
                 self._take(-num_samples, tokens)
-            elif turn in self._waiting:  # else `_call` has passed it over
+            elif turn in self._waiting:  # else `_call` has skipped it
                 self._waiting.remove(turn)
             self._call()
             raise
 
     def leave(self, tokens: float, num_samples: int = 1) -> None:
-        """Let samples out, which came in with `tokens` each; fewer than none come back in, without a wait."""
+        """Let samples out that came in with `tokens` each. A negative number lets them back in without a wait."""
         self._take(-num_samples, tokens)
         self._call()
 

@@ -1,7 +1,7 @@
-"""The background event loop of a process, which runs rollouts while their caller waits with a bound.
+"""The background event loop of a process. It runs rollouts while their caller waits, with a bound.
 
-`run` may be called from any thread, and `cancel_all` ends all tasks from any thread (after the death of an engine, or
-Ctrl-C). A coroutine that blocks the loop is noticed if it was started through `bounded_steps`.
+Any thread may call `run`. `cancel_all` ends all tasks from any thread (after the death of an engine, or Ctrl-C). A
+coroutine that blocks the loop is noticed if it was started through `bounded_steps`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ T = TypeVar("T")
 ProgressListener = Callable[[int, int, dict[str, Any]], None]
 
 POLL_SECONDS = 0.25
-MAX_CONNECTIONS = 2048  # of the shared session, to all hosts; rollouts bound their own concurrency below it
+MAX_CONNECTIONS = 2048  # of the shared session, to all hosts; rollouts stay below it by their own bounds
 CONNECT_SECONDS = 10.0
 _LIMITS = aiohttp.ClientTimeout(total=3600.0, sock_connect=CONNECT_SECONDS)
 
@@ -39,7 +39,7 @@ class _Loop:
         self.loop = asyncio.new_event_loop()
         self.session: aiohttp.ClientSession | None = None
         self.closers: list[Callable[[], Awaitable[None]]] = []
-        self.step: tuple[float, InstepError] | None = None  # of the step that runs now: deadline and error
+        self.step: tuple[float, InstepError] | None = None  # deadline and error of the step that runs now
         self.ends = False  # `shutdown` stops the loop
         self.interrupts: set[concurrent.futures.Future[None]] = set()
         self.thread = threading.Thread(target=self._run, name="instep-rollout", daemon=True)
@@ -54,16 +54,16 @@ class _Loop:
             try:
                 self.loop.run_forever()
             except BaseException as raised:  # noqa: BLE001 - asyncio lets SystemExit and the like of a task end its loop
-                error, what, where = raised, f"a task of a hook's own raised {said(raised)}", raised_at(raised)
+                error, what, where = raised, f"a task that a hook started raised {said(raised)}", raised_at(raised)
             if self.ends:
                 return
             remedy = "await the tasks that the hook begins, catch what they raise, and leave the loop running"
             self.interrupt(RolloutError(what, where=where, remedy=remedy))
 
     async def close(self) -> bool:
-        """Cancel what is left. Returns whether all of it has ended."""
+        """Cancel the remaining tasks. Return whether all of them have ended."""
         others = refusing = asyncio.all_tasks(self.loop) - {asyncio.current_task()}
-        for task in others:  # cancelled already, but for those that began since
+        for task in others:  # all are cancelled already, except those that began since
             task.cancel()
         if others:
             _, refusing = await asyncio.wait(others, timeout=1.0)
@@ -79,7 +79,7 @@ class _Loop:
                 waiting.set_exception(error)
 
 
-_of_thread = threading.local()  # `home`: the loop that runs in this thread, which may have been abandoned
+_of_thread = threading.local()  # `home`: the loop that runs in this thread; it may have been abandoned
 _lock = threading.Lock()
 _current: _Loop | None = None
 _listener: ProgressListener | None = None
@@ -90,14 +90,14 @@ answers_by_form: Counter[str] = Counter()  # "arrays" and "json", of engines tha
 
 
 def take_array_share() -> dict[str, float]:
-    """Return `perf/answers_in_arrays`, the share of arrays among the answers since the last call; none without any."""
+    """Return `perf/answers_in_arrays`: the share of arrays among the answers since the last call; else nothing."""
     counts = dict(answers_by_form)
     answers_by_form.clear()
     return {"perf/answers_in_arrays": counts.get("arrays", 0) / sum(counts.values())} if counts else {}
 
 
 def _ensure() -> _Loop:
-    """The loop, started if there is none. The caller holds `_lock`."""
+    """Return the loop, and start it if none exists. The caller holds `_lock`."""
     global _current
     if _current is None:
         _current = _Loop()
@@ -124,7 +124,7 @@ def run(coro: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
             "a blocking call on the rollout loop's own thread", remedy="use `await` in async hooks", where="a hook"
         )
     interrupt: concurrent.futures.Future[None] = concurrent.futures.Future()
-    with _lock:  # `shutdown` interrupts this call, or it gets a loop of its own
+    with _lock:  # `shutdown` interrupts this call, or this call gets a new loop
         home = _ensure()
         home.interrupts.add(interrupt)
         future = asyncio.run_coroutine_threadsafe(coro, home.loop)
@@ -139,14 +139,14 @@ def run(coro: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
                 return future.result()
             step = home.step
             if step is not None and time.monotonic() > step[0]:
-                _abandon(home)  # its thread cannot be stopped, only left behind, to end what it has once it is free
+                _abandon(home)  # its thread cannot be stopped: it is abandoned, and ends its work once it is free
                 _cancel(home, step[1])
             elif deadline is not None and time.monotonic() > deadline:
                 raise RolloutError(
                     f"not done after {timeout:.0f} s", remedy="see the engines' logs", where="--rollout-timeout"
                 )
     except concurrent.futures.CancelledError:  # `cancel_all` interrupts this call first
-        what, remedy = "a hook has cancelled tasks of the rollout", "let it cancel no tasks but those that it has begun"
+        what, remedy = "a hook has cancelled tasks of the rollout", "let it cancel only tasks that it has started"
         raise RolloutError(what, where="the rollout", remedy=remedy) from None
     finally:
         home.interrupts.discard(interrupt)
@@ -154,7 +154,7 @@ def run(coro: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
 
 
 def cancel_all(error: BaseException | None = None) -> None:
-    """End every task in flight, from any thread; each waiting `run` raises `error` (default: EngineError) at once."""
+    """End every running task, from any thread. Each waiting `run` raises `error` (default: EngineError) at once."""
     home = _current
     if home is not None:
         _cancel(home, error)
@@ -171,17 +171,17 @@ def _cancel(home: _Loop, error: BaseException | None = None) -> None:
 
 
 def shutdown(timeout: float = 2.0) -> None:
-    """Cancel all tasks, close session and reward workers, and stop the loop; a later `run` starts a new one."""
+    """Cancel all tasks, close session and reward workers, and stop the loop. A later `run` starts a new one."""
     home = _current
     if home is None:
         return
-    _abandon(home)  # first, so that nothing begins on it any more
+    _abandon(home)  # first, so that no new work begins on it
     _cancel(home)
     try:
         has_ended = asyncio.run_coroutine_threadsafe(home.close(), home.loop).result(timeout)
     except concurrent.futures.TimeoutError:  # it is frozen or busy
         has_ended = False
-    if not has_ended:  # leave the daemon thread and silence it: to destroy its tasks would run their code
+    if not has_ended:  # leave the daemon thread and silence it: destroying its tasks would run their code
         home.loop.set_exception_handler(lambda loop, context: None)
         return
     home.ends = True
@@ -192,19 +192,19 @@ def shutdown(timeout: float = 2.0) -> None:
 
 
 def is_own_thread() -> bool:
-    """Whether this module runs the loop of this thread, and not a hook."""
+    """Return whether this module, not a hook, runs the loop of this thread."""
     return hasattr(_of_thread, "home")
 
 
 def at_shutdown(closer: Callable[[], Awaitable[None]]) -> None:
-    """Await `closer()` on the loop when it shuts down: that of this thread, or the one of the process."""
+    """Await `closer()` when the loop shuts down: the loop of this thread, or that of the process."""
     with _lock:
         (_of_thread.home if is_own_thread() else _ensure()).closers.append(closer)
 
 
 @contextlib.asynccontextmanager
 async def http_session() -> AsyncIterator[aiohttp.ClientSession]:
-    """The loop's shared session; on another loop (a hook's own `asyncio.run`) a session for this call only."""
+    """Yield the loop's shared session; on another loop (a hook's own `asyncio.run`) a session for this call only."""
     home = _current
     if home is None or asyncio.get_running_loop() is not home.loop:
         connector = aiohttp.TCPConnector(socket_factory=checked_socket)
@@ -218,12 +218,12 @@ async def http_session() -> AsyncIterator[aiohttp.ClientSession]:
 
 
 def background_loop() -> asyncio.AbstractEventLoop | None:
-    """The loop, if one runs; for inspection only."""
+    """Return the loop if one runs; for inspection only."""
     return _current.loop if _current is not None else None
 
 
 class bounded_steps(Awaitable[T]):  # used like a function: `await bounded_steps(coro, limit, error)`
-    """Await `coro`; if one of its steps holds the loop for more than `limit` seconds, `run` raises `error`."""
+    """Await `coro`. If one of its steps holds the loop for more than `limit` seconds, `run` raises `error`."""
 
     def __init__(self, coro: Coroutine[Any, Any, T], limit: float, error: InstepError):
         self.coro, self.limit, self.error = coro, limit, error
@@ -231,7 +231,7 @@ class bounded_steps(Awaitable[T]):  # used like a function: `await bounded_steps
     def __await__(self) -> Generator[Any, Any, T]:
         home = _current
         if home is not None and asyncio.get_running_loop() is not home.loop:
-            home = None  # of a loop that was left behind, or a hook's own: nobody looks at its steps
+            home = None  # of an abandoned loop, or a hook's own: its steps are not watched
         wake: BaseException | None = None
         while True:
             if home is not None:
@@ -262,7 +262,7 @@ def in_daemon_thread(function: Callable[..., T], *args: Any) -> asyncio.Future[T
     def work() -> None:
         try:
             outcome: tuple[Callable[[Any], None], Any] = (future.set_result, function(*args))
-        except BaseException as error:  # noqa: BLE001 - crosses the thread as it is
+        except BaseException as error:  # noqa: BLE001 - passed to the other thread unchanged
             outcome = (future.set_exception, error)
         with contextlib.suppress(RuntimeError):  # the loop may be closed by now
             loop.call_soon_threadsafe(settle, *outcome)
@@ -272,7 +272,7 @@ def in_daemon_thread(function: Callable[..., T], *args: Any) -> asyncio.Future[T
 
 
 async def gather(jobs: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results in order; at the first failure the other jobs are cancelled before it is raised."""
+    """Return the results in order. At the first failure, cancel the other jobs, then raise it."""
     if len(jobs) == 1:
         return [await jobs[0]]
     tasks = [asyncio.create_task(job) for job in jobs]
@@ -283,7 +283,7 @@ async def gather(jobs: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def cancel_tasks(tasks: Sequence[asyncio.Task[Any]], timeout: float = 5.0) -> None:
-    """Cancel the tasks that are not done and wait at most `timeout` seconds for them: a hook may refuse to end."""
+    """Cancel the unfinished tasks and wait at most `timeout` seconds for them: a hook may refuse to end."""
     left = [task for task in tasks if not task.done()]
     for task in left:
         task.cancel()
@@ -291,17 +291,17 @@ async def cancel_tasks(tasks: Sequence[asyncio.Task[Any]], timeout: float = 5.0)
         await asyncio.wait(left, timeout=timeout)
     for task in tasks:
         if task.done() and not task.cancelled():
-            task.exception()  # seen; the first failure is the one that is raised
+            task.exception()  # marks it as seen; the first failure is raised
 
 
 def set_progress_listener(listener: ProgressListener | None) -> None:
-    """Have `listener(done, total, extra)` called on the loop's thread whenever a group or evaluation sample is done."""
+    """Call `listener(done, total, extra)` on the loop's thread whenever a group or evaluation sample is done."""
     global _listener
     _listener = listener
 
 
 def set_kept_listener(listener: Callable[[Group], None] | None) -> None:
-    """Have `listener(group)` called on the loop's thread whenever a group is done that a rollout will return."""
+    """Call `listener(group)` on the loop's thread whenever a group is done that a rollout will return."""
     global _kept_listener
     _kept_listener = listener
 
@@ -312,7 +312,7 @@ def report_kept(group: Group) -> None:
 
 
 def report_progress(done: int, total: int, **extra: Any) -> None:
-    """Keep the progress of this rollout or evaluation as `last_progress`, and tell the listener."""
+    """Store the progress of this rollout or evaluation as `last_progress`, and call the listener."""
     global last_progress
     last_progress = (done, total, extra)
     if _listener is not None:

@@ -1,4 +1,4 @@
-"""A frozen model that an engine serves (a teacher or the reference): its log-probs of the policy's samples."""
+"""A frozen model on an engine (a teacher or the reference): it returns its log-probs of the policy's samples."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ NUM_PROBED = 64  # entries of the vocabulary that both tokenizers must agree on
 
 
 class ServedScorer:
-    """A client of an engine that serves a frozen model through vLLM's routes, or of the router before several.
+    """A client of a frozen model that an engine serves through vLLM's routes, alone or behind a router.
 
     Args:
         name: the model's name in errors, such as "the teacher".
-        where: the flag that gave it, for errors.
+        where: the flag that names it, for errors.
         url: `http://HOST:PORT`.
         timeout: seconds for the samples of a rollout.
         instead: the remedy for samples whose log-probs a served model cannot give.
@@ -41,13 +41,13 @@ class ServedScorer:
         self.wire = wire
 
     def check(self, tokenizer: Any, engine_url: str | None = None) -> int:
-        """Check that the model answers, and has the policy's vocabulary: a text from all over it has the same ids.
+        """Check that the model answers and has the policy's vocabulary: a text of many tokens must have the same ids.
 
         Args:
-            engine_url: one of the engines behind a router, because a router changes requests that are text.
+            engine_url: one of the engines behind a router, because a router changes text requests.
 
         Returns:
-            The most tokens of prompt and response that it can score.
+            The largest number of prompt and response tokens that it can score.
 
         Raises:
             EngineError: it does not answer, or has another vocabulary.
@@ -66,7 +66,7 @@ class ServedScorer:
         if ours not in (theirs, theirs[1:]):  # the model may put a begin-of-text token first
             differs = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), len(theirs))
             what = f"{self.name} has another vocabulary: {text!r:.60} is {theirs[: differs + 1][-3:]}..., not "
-            remedy = "log-probs are compared token by token: take a model with the trained one's tokenizer"
+            remedy = "log-probs are compared token by token: use a model with the tokenizer of the trained model"
             raise self._error(f"{what}{ours[: differs + 1][-3:]}... at token {differs}", remedy)
         models = self._run(get(f"{base}/v1/models", timeout=CHECK_SECONDS), CHECK_SECONDS)
         try:
@@ -77,15 +77,16 @@ class ServedScorer:
             ) from error
 
     def log_probs(self, batch: TokenBatch) -> Tensor:
-        """Log-probs of the responses, float32 `[num_response_tokens]`, at temperature 1; 0 in samples without a trained
-        token.
+        """Return log-probs of the responses, float32 `[num_response_tokens]`, at temperature 1.
+
+        Samples without a trained token have 0.
 
         Raises:
             EngineError: the model does not answer, or not with the log-probs of these tokens.
-            RolloutError: a sample of another temperature, or the time is over.
+            RolloutError: a sample has another temperature, or the time is over.
         """
         if bool((batch.sample_columns["temperature"] != 1).any()):
-            what = f"samples of another temperature than 1, of which {self.name} gives no log-probs where it is served"
+            what = f"samples of another temperature than 1: {self.name} gives no log-probs for them if it is served"
             raise RolloutError(what, where=self.where, remedy=f"sample at temperature 1, or {self.instead}")
         lengths = batch.response_lengths.tolist()
         samples = zip(
@@ -107,7 +108,7 @@ class ServedScorer:
         return await runtime.gather([score(*sample) for sample in samples])
 
     async def _score(self, tokens: list[int], length: int) -> list[float]:
-        """Log-probs of the last `length` tokens."""
+        """Return the log-probs of the last `length` tokens."""
         wire = self.wire
         answer = await post(self.url + wire.generate_route, wire.scoring_request(tokens), timeout=self.timeout)
         out = wire.prompt_log_probs(answer, tokens, self.url)[-length:]
@@ -128,7 +129,7 @@ class ServedScorer:
 
 
 def served_reference(args: Settings, hook_args: HookSettings) -> ServedScorer | None:
-    """The client of `--ref-served-model`, whose engines must run; None without the flag."""
+    """Return the client of `--ref-served-model`, whose engines must run; None without the flag."""
     if args.ref_served_model is None:
         return None
     url = get_model_url(hook_args, args.ref_served_model, "")
@@ -137,7 +138,7 @@ def served_reference(args: Settings, hook_args: HookSettings) -> ServedScorer | 
 
 
 def _spread_text(tokenizer: Any) -> str:
-    """A text of tokens from all over the vocabulary, of those that are whole characters."""
+    """Return a text of whole characters, with tokens from the whole vocabulary."""
     step = max(1, len(tokenizer) // NUM_PROBED)
     texts = [tokenizer.decode([i], skip_special_tokens=False) for i in range(0, len(tokenizer), step)]
     return "".join(text for text in texts[:NUM_PROBED] if "\ufffd" not in text)

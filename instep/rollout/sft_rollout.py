@@ -1,4 +1,4 @@
-"""The rollout function of supervised fine-tuning, which takes conversations from the data source."""
+"""The rollout function of supervised fine-tuning. It takes conversations from the data source."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 def generate_rollout(
     args: HookSettings, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """`--rollout-batch-size` conversations as groups, with tokens and loss mask; the reward is 0.
+    """Return `--rollout-batch-size` conversations as groups, with tokens and loss mask; the reward is 0.
 
-    A conversation is one sample, or the fan-out siblings of one execution where its turns need several
-    (`conversation_samples`); a step counts it as one in any case.
+    A conversation is one sample, or several fan-out siblings of one execution if its turns need that
+    (`conversation_samples`). A step counts it once in any case.
 
     Raises:
-        DataError: a row whose prompt is no conversation with an assistant turn to train on.
+        DataError: a prompt is not a conversation with an assistant turn to train on.
     """
     if evaluation:
         return evaluate(args, rollout_id)
@@ -35,7 +35,7 @@ def generate_rollout(
 
 def _tokenized(args: HookSettings, sample: Sample) -> Group:
     if isinstance(sample.prompt, str):
-        what, remedy = "the prompt is text, no conversation", "give messages, without --apply-chat-template"
+        what, remedy = "the prompt is text, not a conversation", "give messages, without --apply-chat-template"
         raise DataError(what, where=f"{where_of(sample)}: {sample.prompt[:80]!r}", remedy=remedy)
     samples = conversation_samples(
         sample.prompt,
@@ -49,7 +49,7 @@ def _tokenized(args: HookSettings, sample: Sample) -> Group:
 
 
 def as_completed(sample: Sample, ids: list[int], mask: list[int], reward: float) -> Sample:
-    """The sample with these token ids; its response begins at the first one that `mask` says is trained on."""
+    """Return the sample with these token ids. Its response begins at the first token with `mask` 1."""
     sample.tokens, sample.response_length = ids, len(mask) - mask.index(1)
     sample.loss_mask = mask[-sample.response_length :]
     sample.execution_id = f"{sample.group_index}.0"

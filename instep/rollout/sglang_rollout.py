@@ -1,4 +1,4 @@
-"""What slime's `slime.rollout.sglang_rollout` has for users' functions, under its name."""
+"""The name of slime's `slime.rollout.sglang_rollout`, for users' functions."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Groups that are generated one after the other, beside the training, with the default generate function or another.
+"""Groups that are generated continuously beside the training, by the default generate function or another.
 
-A group begins as soon as there is room for it: a place in one of the rounds that may still train on its tokens. It is
-taken by a round that finds it finished; the last one that may train on it waits for it. So starts are withheld, and
-finished groups are not thrown away for their age.
+A group begins as soon as there is room for it: a place in one of the rounds that may still train on its tokens. A round
+takes the group when it is finished. The last round that may train on it waits for it. So groups start later, and
+finished groups are not discarded for their age.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class _Begun:
     """A group that has begun.
 
     Attributes:
-        fresh: a copy from before it began, for beginning anew.
-        version: the oldest of its tokens; until they are there, that of the engines when it began.
+        fresh: a copy from before it began, for a restart.
+        version: the oldest version of its tokens; until it has tokens, that of the engines when it began.
         group: None until it is finished.
     """
 
@@ -43,11 +43,11 @@ class _Begun:
 
 
 class Stream(GroupRollout):
-    """The groups of all rounds. Its coroutines run on the loop of `runtime`; whoever calls them waits outside.
+    """The groups of all rounds. Its coroutines run on the loop of `runtime`; their callers wait outside.
 
     Args:
-        version: that the engines have.
-        finished: groups that stand ready from the start: a checkpoint has kept them.
+        version: the weight version of the engines.
+        finished: groups that are ready from the start, because a checkpoint has kept them.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Stream(GroupRollout):
         self._begun = {order_of(g): _Begun([], oldest_version(g, version), g) for g in finished}
         self._tasks: set[asyncio.Task[None]] = set()
         self._version, self._room = version, 0
-        self._num_wasted = 0  # tokens of groups that no round gets
+        self._num_wasted = 0  # tokens of groups that reach no round
         self._error: BaseException | None = None
         self._changed = asyncio.Event()
 
@@ -67,24 +67,24 @@ class Stream(GroupRollout):
         return sum(entry.group is not None for entry in self._begun.values())
 
     async def open(self, version: int, room: int) -> None:
-        """From now on engines have `version`, and up to `room` groups are generated or wait for a round."""
+        """Set the engines' `version`, and let up to `room` groups be generated or wait for a round."""
         self._version, self._room = version, room
         self._begin()
 
     async def settled(self) -> None:
-        """Wait until no group is being generated; all the room is taken by groups that are ready then."""
+        """Wait until no group is being generated. Then ready groups fill the whole room."""
         await self._until(lambda: not self._tasks)
 
     async def take(self, rollout_id: int, oldest: int, places: Callable[[int], int]) -> RolloutFnTrainOutput:
-        """Take the groups of a round; groups whose tokens are older than version `oldest` are not trained on.
+        """Take the groups of a round. Groups with tokens older than version `oldest` are not trained on.
 
         Args:
-            places: how many groups of a version and older ones can wait for later rounds.
+            places: how many groups of each version, and of older ones, can wait for later rounds.
         """
         await self._until(lambda: self._can_take(oldest, places))
         chosen = sorted((entry.version, key) for key, entry in self._begun.items() if entry.group is not None)
         self.kept = [group for _, key in chosen[: self.target] if (group := self._begun.pop(key).group) is not None]
-        # Tokens count in the round that takes their group: a resume, which finds it finished, changes no figure.
+        # Tokens count in the round that takes their group. So a resume, which finds it finished, changes no metric.
         self.execution.num_tokens = self._num_wasted + sum(map(num_tokens, self.kept))
         output = await self._output()
         output.metrics["async/queue_length"] = float(self.num_ready)
@@ -99,13 +99,13 @@ class Stream(GroupRollout):
         return output
 
     def _can_take(self, oldest: int, places: Callable[[int], int]) -> bool:
-        """Whether enough groups are ready, among them all that cannot wait; they are taken from the oldest on."""
+        """Return whether enough groups are ready, with all that cannot wait. The oldest are taken first."""
         for key, entry in list(self._begun.items()):
             if entry.group is not None and entry.version < oldest:
                 self._too_old(key)
         self._begin()
         entries = sorted((entry.version, key, entry.group is not None) for key, entry in self._begun.items())
-        if self.args.deterministic_mode:  # whichever end first, those that began first are taken
+        if self.args.deterministic_mode:  # the order of the starts decides, not the order of the ends
             return len(entries) >= self.target and all(ready for _, _, ready in entries[: self.target])
         num_ready = 0
         for i, (version, _, ready) in enumerate(entries):
@@ -116,10 +116,10 @@ class Stream(GroupRollout):
         return num_ready >= self.target
 
     def _too_old(self, key: tuple[int, int]) -> None:
-        """A finished group is older than the bound: somebody else has made its tokens, or the bound has changed.
+        """Issue a finished group again, or drop it, because it is older than the bound.
 
-        A checkpoint keeps a finished group as its functions have left it, and not as it was issued: after a resume with
-        a smaller bound it cannot begin anew.
+        It has tokens from another rollout, or the bound has changed. A checkpoint keeps a finished group as its
+        functions have left it, not as it was issued. So after a resume with a smaller bound it cannot restart.
         """
         entry = self._begun.pop(key)
         assert entry.group is not None
@@ -153,7 +153,7 @@ class Stream(GroupRollout):
             return self._begin()
         for sample in group:
             sample.begun_version = entry.version if sample.begun_version is None else sample.begun_version
-        if any(s.status is Status.ABORTED for s in group):  # by a sync: its own generate function has not gone on
+        if any(s.status is Status.ABORTED for s in group):  # by a sync: its own generate function has not continued
             del self._begun[key]
             self._num_wasted += num_tokens(group)
             self.counts["aborted"] += 1
@@ -194,11 +194,11 @@ class Stream(GroupRollout):
 
 
 def num_tokens(group: Group) -> int:
-    """The tokens that were generated for a group."""
+    """Return the number of tokens that were generated for a group."""
     return sum(sample.response_length for sample in flatten(group))
 
 
 def oldest_version(group: Group, otherwise: int) -> int:
-    """The oldest version of a group's tokens; `otherwise` if it has none whose version is known."""
+    """Return the oldest known version of a group's tokens; `otherwise` if no version is known."""
     known = [int(v.version) for s in group for v in s.version_spans if v.version.isdigit()]
     return min(known, default=otherwise)

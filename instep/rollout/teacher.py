@@ -1,4 +1,4 @@
-"""The teacher of on-policy distillation that an engine serves, and hooks for runs that learn from it alone."""
+"""The teacher of on-policy distillation on an engine, and hooks for runs that learn only from it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ServedTeacher(ServedScorer):
 
 
 def served_teacher(args: Settings) -> ServedTeacher | None:
-    """The client of the teacher; None without one, or if the workers hold it."""
+    """Return the client of the teacher; None without one, or if the workers hold it."""
     if not (args.use_opd and args.opd_type == "engine"):
         return None
     keys.know(str(args.opd_teacher_url), keys.given_key(args))
@@ -29,10 +29,10 @@ def served_teacher(args: Settings) -> ServedTeacher | None:
 
 
 async def no_reward(args: Settings, target: Sample | list[Sample]) -> Any:
-    """For --custom-rm-path: the reward 0, for a run without any other."""
+    """Return the reward 0 (--custom-rm-path), for a run without any other reward."""
     return 0.0 if isinstance(target, Sample) else [0.0] * len(target)
 
 
 def no_rewards(args: Settings, samples: list[Sample]) -> tuple[list[Any], list[float]]:
-    """For --custom-reward-post-process-path: rewards are reported, but training uses 0 instead."""
+    """Train on 0 instead of the rewards, which are only reported (--custom-reward-post-process-path)."""
     return [s.reward for s in samples], [0.0] * len(samples)

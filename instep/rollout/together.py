@@ -1,7 +1,7 @@
 """A group's samples by one request: what the default generate function does, without a task for each sample.
 
-Most of the controller's time in a large rollout is the tasks, calls and waits around each sample. Where nobody looks
-at them, the responses are asked for, read and put into their samples together.
+In a large rollout, the controller spends most of its time on tasks, calls and waits around each sample. If no hook sees
+single samples, their responses are requested, read and stored together.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
     from instep.arguments.settings import HookSettings
 
 _HOOK = Hook("--custom-generate-function-path", DEFAULT_GENERATE)
-GREEDY = 1e-5  # the temperature below which vLLM takes the most probable token, and refuses several responses
-MAX_TOGETHER = 64  # responses of one request
+GREEDY = 1e-5  # below this temperature vLLM takes the most probable token, and refuses several responses
+MAX_TOGETHER = 64  # responses per request
 
 
 def generate_group(
     args: HookSettings, group: Group, sampling_params: dict[str, Any], evaluation: bool = False
 ) -> Awaitable[None] | None:
-    """Generate the responses of samples that have none, which differ in nothing but their seed.
+    """Generate the responses of samples that have none and differ only in their seed.
 
-    It is None where one request cannot be for all: prompts that differ, or an engine that is asked one by one, because
-    it prefills for others and hands over one response's cache.
+    It returns None if one request cannot serve all: their prompts differ, or the engine must get single requests
+    because it prefills for others and hands over one response's cache.
 
     Args:
-        sampling_params: with slime's names; `seed` is that of the first sample, the next has the next.
+        sampling_params: with slime's names; `seed` is that of the first sample, and each next sample has the next one.
 
     Raises:
         EngineError: the engine refused the request, or did not answer.
@@ -56,7 +56,7 @@ def generate_group(
 
 
 async def _by_one_request(args: HookSettings, group: Group, params: dict[str, Any], evaluation: bool) -> None:
-    """Generate a group, whose samples have the tokens of their prompt, with vLLM's `params`."""
+    """Generate a group with vLLM's `params`. Its samples have the tokens of their prompt."""
     params |= experts_wanted(args, group[0], evaluation)
     starts, turn = range(0, len(group), MAX_TOGETHER), distribution_of(params)
     parts = [(group[i], {**params, "seed": params["seed"] + i}, len(group[i : i + MAX_TOGETHER])) for i in starts]
@@ -70,7 +70,7 @@ async def _by_one_request(args: HookSettings, group: Group, params: dict[str, An
 
 
 async def ask(args: HookSettings, sample: Sample, params: dict[str, Any], n: int = 1) -> list[Completion]:
-    """`n` continuations of the tokens of `sample` by the policy's engines; `params` have vLLM's names.
+    """Return `n` continuations of the tokens of `sample` by the policy's engines; `params` have vLLM's names.
 
     Raises:
         EngineError: as `complete_n`; it names the place of the sample's prompt in the data.
@@ -104,11 +104,11 @@ async def take(
         params: those of the request, with vLLM's names.
 
     Raises:
-        EngineError: experts were asked for, and did not come.
+        EngineError: experts were requested, but are not in the answer.
     """
     if args.use_rollout_routing_replay and out.token_ids and out.routed_experts is None:
         what = "the engine's answer has no routed experts"
-        remedy = "start your engines with --enable-return-routed-experts, or leave the flag out"
+        remedy = "start your engines with --enable-return-routed-experts, or remove the flag"
         raise EngineError(what, where="--use-rollout-routing-replay", remedy=remedy)
     experts = None if evaluation else out.routed_experts
     sample.append_plain(out.token_ids, out.log_probs, out.weight_versions, experts)
@@ -117,7 +117,7 @@ async def take(
         skip = bool(params.get("skip_special_tokens", True))
         ids = sample.tokens[-sample.response_length :]
         sample.response = await decode(args, ids, skip_special_tokens=skip)
-        told = out.stop_reason  # a token, a string, or None of an engine that does not say
+        told = out.stop_reason  # a token, a string, or None if the engine does not report it
         stops = params.get("stop") or [] if told is None else [] if isinstance(told, int) else told
         if out.finish_reason == "stop" and stops:
             stops = [stops] if isinstance(stops, str) else stops
@@ -130,21 +130,21 @@ async def take(
 async def ended_at_joint(
     args: HookSettings, sample: Sample, params: dict[str, Any], out: Completion, begun: int
 ) -> Completion:
-    """`out`, which continues `sample`, up to the token that completes a stop string begun before it, if one does.
+    """Cut `out`, which continues `sample`, after the token that completes a stop string begun before it, if any.
 
-    An engine looks for stop strings in the text of its own answer alone. As in vLLM the one that ends first counts, of
-    two that end together the first in the list, and none ends within `min_tokens`.
+    An engine looks for stop strings only in the text of its own answer. As in vLLM, the string that ends first counts.
+    If two end together, the first in the list counts. None ends within `min_tokens`.
 
     Args:
         params: those of the request, with vLLM's names.
-        begun: how many of the last tokens of `sample` an engine has begun the same turn with.
+        begun: with how many of the last tokens of `sample` an engine has begun the same turn.
     """
     stops, skip = params.get("stop") or [], bool(params.get("skip_special_tokens", True))
     ids = [*sample.tokens[len(sample.tokens) - begun :], *out.token_ids]
 
     async def length_with(num_tokens: int) -> int:
         text = await decode(args, ids[: begun + num_tokens], skip_special_tokens=skip)
-        return len(text.rstrip("\ufffd"))  # half a character is no text yet
+        return len(text.rstrip("\ufffd"))  # half a character is not text yet
 
     text = await decode(args, ids, skip_special_tokens=skip)
     joint, passed, ends = await length_with(0), await length_with(int(params.get("min_tokens", 0))), []
@@ -161,9 +161,9 @@ async def ended_at_joint(
 
 
 def experts_wanted(args: HookSettings, sample: Sample, evaluation: bool) -> dict[str, int]:
-    """The parameter that says of which tokens a request asks for routed experts; none without routing replay."""
+    """Return the parameter that names the tokens whose routed experts a request needs; empty without routing replay."""
     if not args.use_rollout_routing_replay:
         return {}
-    known = sample.routes_that_hold()  # not all that it has: vLLM 0.26 ends at a start behind the prompt
+    known = sample.routes_that_hold()  # not all of its routes: vLLM 0.26 exits if the start is behind the prompt
     start = len(sample.tokens) - 1 if evaluation else 0 if known is None else len(known)
     return {"routed_experts_prompt_start": start}

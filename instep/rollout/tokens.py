@@ -22,35 +22,35 @@ from instep.types import Sample
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
 
-_MARK = "\ue003"  # private use: stands for what follows a turn
-_OF_RESPONSE = (  # fields of a sample that another one does not share
+_MARK = "\ue003"  # private use: marks what follows a turn
+_OF_RESPONSE = (  # fields of a sample that belong to it alone
     *("response", "response_length", "reward", "loss_mask", "rollout_log_probs", "rollout_routed_experts"),
     *("weight_versions", "status", "sampling_params", "sampling_turns", "remove_sample", "non_generation_time"),
 )
-_ANYTHING: list[Message] = [{"role": "user", "content": "?"}]  # stands for a prompt that is not known
+_ANYTHING: list[Message] = [{"role": "user", "content": "?"}]  # replaces an unknown prompt
 TOKENS_BEFORE = "tokens_before"  # in `extra` of a sibling: how many of the responses it continues (for its seed)
-MAX_TOKENS_INLINE = 256  # the transfer to a thread and back takes longer than to decode so many
+MAX_TOKENS_INLINE = 256  # below this, the transfer to a thread and back takes longer than the decoding
 _decoder = ThreadPoolExecutor(1, thread_name_prefix="detokenize")
 
 
 def forget_tokenizers() -> None:
-    """Let another run in this process read its tokenizer anew: the checkpoint may have been replaced."""
+    """Let the next run in this process read its tokenizer again: the checkpoint may have been replaced."""
     for cached in (load_tokenizer, _encode, _byte_texts):
         cached.cache_clear()
 
 
 def without_end(args: Settings, response: str) -> str:
-    """The text of a response without the special tokens that it ends with (`<|im_end|>`, ...)."""
+    """Return the text of a response without the special tokens at its end (`<|im_end|>`, ...)."""
     return _without_ends(response.rstrip(), tokenizer_of(args).all_special_tokens).rstrip()
 
 
 def where_of(sample: Sample) -> str:
-    """The file and line of the sample's prompt if they are known, else its group; for errors."""
+    """Return file and line of the sample's prompt if they are known, else its group; for errors."""
     return str(sample.extra.get("where", f"group {sample.group_index}"))
 
 
 def prompt_ids(args: Settings, sample: Sample) -> list[int]:
-    """Token ids of the sample's prompt: those in `tokens`, else of its text, or of its messages by chat template."""
+    """Return the token ids of the sample's prompt: from `tokens`, its text, or its messages by chat template."""
     if sample.tokens:
         return list(sample.tokens[: sample.prompt_length])
     text, where = sample.prompt, where_of(sample)
@@ -65,7 +65,7 @@ def prompt_ids(args: Settings, sample: Sample) -> list[int]:
 
 
 def encode(args: Settings, text: str, *, add_bos: bool = False) -> list[int]:
-    """The token ids of a text (`text_ids`)."""
+    """Return the token ids of a text (`text_ids`)."""
     return list(_encode(tokenizer_of(args), text, add_bos))
 
 
@@ -75,32 +75,35 @@ def _encode(tokenizer: Any, text: str, add_bos: bool) -> tuple[int, ...]:
 
 
 def next_turn(args: Settings, sample: Sample, messages: list[dict[str, Any]]) -> Sample:
-    """The sample that ends where the model's next turn begins, after `messages` (a tool's answer, a user's words).
+    """Return the sample that ends where the model's next turn begins, after `messages` (such as a tool's answer).
 
-    It is `sample`, with the tokens between the two turns, if the chat template goes on from what the model has said;
-    blanks that a template changes are the model's. Names of special tokens are removed from the contents, because they
-    would become these tokens. `messages` may begin with the model's turn as a message (`assistant`, with its
-    `tool_calls`), which some templates want. A template may write the turn otherwise once others follow, as one
-    that drops reasoning. Then it is another sample, whose prompt is the conversation as the template writes it now: a
-    fan-out sibling, which a generate function returns in a list with those before; its prompt is tokenized anew.
+    If the chat template continues the text of the model, it is `sample` with the tokens between the two turns. Blanks
+    that a template changes stay the model's. Names of special tokens are removed from the contents, because they would
+    become these tokens. `messages` may begin with the model's turn as a message (`assistant`, with its `tool_calls`),
+    because some templates need it.
 
-    The conversation is known of samples whose prompt is one (without --apply-chat-template). It is rendered whole for a
-    sibling only: what stands before the last user's message, and before a tool's answer all turns between that message
-    and the turn before, are left out, so that all turns together take a time that is linear in their number.
+    A template may write the turn differently once others follow, for example without its reasoning. Then it returns
+    another sample, a fan-out sibling. Its prompt is the conversation as the template writes it now, tokenized again. A
+    generate function returns the sibling in a list with the earlier samples.
+
+    The conversation is known if the prompt is one (without --apply-chat-template). Only a sibling needs a full
+    rendering. Other turns leave out the text before the last user's message; before a tool's answer they also leave out
+    the turns between that message and the previous turn. So all turns together take a time that is linear in their
+    number.
 
     Raises:
-        DataError: the template refuses the messages, or does not show one of them; or a sibling would be needed, and
-            the prompt is a text.
+        DataError: the template refuses the messages, or does not show one of them; or a sibling is needed, but the
+            prompt is a text.
     """
     said, messages = _said_and_others(args, messages)
     state = sample.extra.get("next_turn") or {"start": 0, "messages": []}
     at = state["start"]
     if at and not (at <= sample.response_length and sample.loss_mask and not sample.loss_mask[at - 1]):
-        state, at = {"start": 0, "messages": []}, 0  # of a response that was begun anew since
+        state, at = {"start": 0, "messages": []}, 0  # of a response that has restarted since
     is_talk = isinstance(sample.prompt, list)
     known = [*(sample.prompt if is_talk else _ANYTHING), *state["messages"]]
     kept, earlier = window([*known, {"role": "assistant"}], len(known))
-    if any(m["role"] != "tool" for m in messages):  # which may change all turns since the last user's message
+    if any(m["role"] != "tool" for m in messages):  # they may change all turns since the last user's message
         earlier = next((i + 1 for i in reversed(range(len(known))) if known[i]["role"] == "user"), 0)
     before = [*kept, *known[earlier:]]
     talk = _Talk(args, before, sample.metadata.get("tools"), where_of(sample))
@@ -131,12 +134,12 @@ def next_turn(args: Settings, sample: Sample, messages: list[dict[str, Any]]) ->
 
 
 class _Talk:
-    """A conversation up to a turn of the model, as the chat template writes it, and what follows.
+    """A conversation up to a turn of the model, as the chat template writes it, and the text after it.
 
     Attributes:
-        ends: the special tokens, one of which ends a turn.
+        ends: the special tokens that end a turn.
         prompt: the text before the turn.
-        opening: the tag of reasoning with which that ends, if it does.
+        opening: the reasoning tag at the end of the prompt, if there is one.
     """
 
     def __init__(self, args: Settings, before: list[Message], tools: Any, where: str):
@@ -152,7 +155,7 @@ class _Talk:
         self.opening = self.prompt[at:] if self.prompt.rstrip().endswith("<think>") else ""
 
     def after(self, said: Message, messages: list[Message]) -> str:
-        """The next prompt, when `messages` follow the turn."""
+        """Return the next prompt when `messages` follow the turn."""
         return self.render([*self.before, said, *messages], generation_prompt=True)
 
     def must_show(self, said: Message, messages: list[Message]) -> None:
@@ -164,23 +167,23 @@ class _Talk:
             raise DataError(
                 f"the chat template does not show what the {lost[0]} says after a turn of the model",
                 where=self.where,
-                remedy="give the model's turn with its tool_calls as the first of the messages, if the template writes "
-                "answers where their calls are; or use a role that it shows, such as user",
+                remedy="give the model's turn with its tool_calls as the first message if the template writes "
+                "answers next to their calls; or use a role that it shows, such as user",
             )
 
     def refusal(self, messages: list[Message]) -> DataError:
         roles = ", ".join(m["role"] for m in messages)
         return DataError(
-            f"the chat template writes a turn of the model otherwise once messages ({roles}) follow, such as without "
-            "its reasoning or with another end: what the model has said is not how the next prompt begins",
+            f"the chat template writes a turn of the model differently once messages ({roles}) follow, such as without "
+            "its reasoning or with another end: the next prompt does not begin with the model's text",
             where=self.where,
-            remedy="give prompts that are conversations (without --apply-chat-template), so that a fan-out sibling can "
+            remedy="use conversations as prompts (without --apply-chat-template), so that a fan-out sibling can "
             "begin with what the template writes",
         )
 
 
 def _said_and_others(args: Settings, messages: list[Message]) -> tuple[Message | None, list[Message]]:
-    """The model's turn, if `messages` begin with it, and the others without names of special tokens."""
+    """Return the model's turn, if `messages` begin with it, and the others without names of special tokens."""
     special, messages = special_tokens(tokenizer_of(args)), text_messages(tokenizer_of(args), messages, "next_turn")
     first = messages[0] if messages and messages[0]["role"] == "assistant" else None
     others = messages if first is None else messages[1:]
@@ -188,7 +191,7 @@ def _said_and_others(args: Settings, messages: list[Message]) -> tuple[Message |
 
 
 def _without_ends(text: str, ends: Iterable[str]) -> str:
-    """`text` without the special tokens at its end, and the blanks between them."""
+    """Return `text` without the special tokens at its end and the blanks between them."""
     ends, cut, end = tuple(filter(None, ends)), len(text), len(text)
     while True:
         while text[end - 1 : end].isspace():
@@ -199,7 +202,7 @@ def _without_ends(text: str, ends: Iterable[str]) -> str:
 
 
 def _rest(text: str, beginning: str) -> str | None:
-    """What follows `beginning` in `text`, blanks aside; None: `text` begins otherwise."""
+    """Return what follows `beginning` in `text`, blanks ignored; None: `text` begins differently."""
     if text.startswith(beginning):
         return text[len(beginning) :]
     at = 0
@@ -220,7 +223,7 @@ def _without(names: list[str], text: str) -> str:
 
 
 def token_texts(args: Settings, ids: list[int]) -> list[str]:
-    """The text of each token, special ones too; a character of several tokens is the text of the last of them."""
+    """Return the text of each token, special ones too. A character of several tokens belongs to the last one."""
     if (table := _byte_texts(tokenizer := tokenizer_of(args))) is not None:
         with contextlib.suppress(IndexError):  # see `decode`
             return table.each(ids)
@@ -237,7 +240,7 @@ def token_texts(args: Settings, ids: list[int]) -> list[str]:
 
 
 async def decode(args: Settings, ids: list[int], *, skip_special_tokens: bool) -> str:
-    """The text of `ids`; many are decoded in a thread, because the tokenizer then releases the interpreter lock."""
+    """Return the text of `ids`. Many ids are decoded in a thread: the tokenizer then releases the interpreter lock."""
     if (texts := _byte_texts(tokenizer := tokenizer_of(args))) is not None:
         with contextlib.suppress(IndexError):  # a model may have more rows than its tokenizer has tokens
             return texts.decode(ids, skip_special_tokens=skip_special_tokens)

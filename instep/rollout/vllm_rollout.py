@@ -30,40 +30,40 @@ logger = logging.getLogger(__name__)
 
 __all__ = ["GenerateState", "generate", "generate_rollout", "get_model_url"]
 
-ABORT_SECONDS = 30.0  # how long requests may take to end after an abort; then they are cancelled
-MIN_FAILURES = 8  # groups: a few do not end a small rollout
-MAX_FAILURES_SHOWN = 3  # of a rollout; metrics count all of them
-MAX_WASTED_ROUNDS = 50  # more discarded groups than this times --rollout-batch-size are an error
+ABORT_SECONDS = 30.0  # time for requests to end after an abort; then they are cancelled
+MIN_FAILURES = 8  # groups: a few failures do not end a small rollout
+MAX_FAILURES_SHOWN = 3  # per rollout; metrics count all of them
+MAX_WASTED_ROUNDS = 50  # times --rollout-batch-size: more discarded groups are an error
 
 
 @dataclass(frozen=True)
 class GenerateState:
-    """slime's `GenerateState(args)`, as far as generate functions use it.
+    """slime's `GenerateState(args)`, with what generate functions use of it.
 
-    Of its `semaphore` and `aborted` there is nothing: a run bounds its requests, and ends them, by itself.
+    It has neither `semaphore` nor `aborted`: a run bounds and ends its requests by itself.
     """
 
     args: HookSettings
 
     @property
     def tokenizer(self) -> Any:
-        """That of --hf-checkpoint."""
+        """The tokenizer of --hf-checkpoint."""
         return tokenizer_of(self.args)
 
     @property
     def sampling_params(self) -> dict[str, Any]:
-        """Those of a training rollout, under slime's names, without a seed."""
+        """The sampling parameters of a training rollout, with slime's names, without a seed."""
         return train_sampling_params(self.args)
 
 
 async def generate(
     args: HookSettings, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
 ) -> Sample:
-    """Generate the response of `sample`, or continue the one that it has (a partial rollout, a further turn).
+    """Generate the response of `sample`, or continue its response (a partial rollout, a further turn).
 
-    `max_new_tokens` bounds the whole response, with its earlier turns. EOS and stop tokens stay in `tokens`; a stop
-    string is cut from `response` only, also one that an abort has parted. Routed experts, which only training reads,
-    are not kept in an `evaluation`.
+    `max_new_tokens` bounds the whole response, with its earlier turns. EOS and stop tokens stay in `tokens`. A stop
+    string is only cut from `response`, even if an abort has divided it. Only training reads routed experts, so an
+    `evaluation` does not keep them.
 
     Raises:
         EngineError: the engine refused the request, or did not answer.
@@ -78,14 +78,14 @@ async def generate(
             return sample
     if "min_tokens" in params:
         params["min_tokens"] = max(0, params["min_tokens"] - before)
-    begun = 0  # of the response's last tokens, those that an abort has left of this turn
+    begun = 0  # how many of the response's last tokens an abort has left of this turn
     if before:
         if sample.status is Status.ABORTED:
             begun = next((n for n, mask in enumerate(reversed(sample.loss_mask or ())) if not mask), before)
         if sample.status is Status.ABORTED and args.mask_offpolicy_in_partial_rollout:
             sample.loss_mask = [0] * before
     if "seed" in params and (drawn := before + sample.extra.get(TOKENS_BEFORE, 0)):
-        params["seed"] = sampling_seed(params["seed"], drawn)  # else the rest would repeat the beginning's numbers
+        params["seed"] = sampling_seed(params["seed"], drawn)  # else the first random numbers would repeat
     record_turn(sample, params)
     params |= experts_wanted(args, sample, evaluation)
     (out,) = await ask(args, sample, params)
@@ -100,7 +100,7 @@ def generate_rollout(
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
     """Generate until `--rollout-batch-size` groups are kept, or evaluate all evaluation sets. This call blocks.
 
-    Groups are returned in the order of their `group_index`. Groups that were taken but are not returned go to
+    Groups are returned in the order of their `group_index`. Groups that were taken but not returned go to
     `data_source.add_samples` (partial rollouts) or `data_source.drop(groups, reason)`.
 
     Raises:
@@ -120,9 +120,9 @@ class GroupRollout:
         self.params = train_sampling_params(args)
         self.target = int(args.rollout_batch_size)
         self.pending: dict[asyncio.Task[Group], Group] = {}
-        self.over: asyncio.Queue[asyncio.Task[Group]] = asyncio.Queue()  # of those, the ones that `_wait` has not had
+        self.over: asyncio.Queue[asyncio.Task[Group]] = asyncio.Queue()  # those that `_wait` has not returned yet
         self.kept: list[Group] = []
-        self.finished: list[Group] = []  # all that were generated to their end, also those that a filter rejects
+        self.finished: list[Group] = []  # all that were generated to their end, rejected ones too
         self.counts: Counter[str] = Counter()
         self.deadline = time.monotonic() + 0.95 * args.rollout_timeout  # before the caller's, whose error says less
 
@@ -143,12 +143,12 @@ class GroupRollout:
             wanted = self.args.over_sampling_batch_size or self.target
             for group in taken_from(self.data_source, wanted):
                 task = asyncio.create_task(run_group(self.execution, group, dict(self.params), generate_group))
-                task.add_done_callback(self.over.put_nowait)  # `asyncio.wait` would look at each of them at each wake
+                task.add_done_callback(self.over.put_nowait)  # `asyncio.wait` would check each task at each wake
                 self.pending[task] = group
 
     async def _wait(self) -> list[asyncio.Task[Group]]:
-        """The tasks of groups that are done now, in the order of their group index."""
-        # Which group is first depends on the clock; the order of all of them does not.
+        """Return the tasks of groups that are done now, in the order of their group index."""
+        # The clock decides which group is done first, but not the order of all of them.
         done, least = list[asyncio.Task[Group]](), len(self.pending) if self.args.deterministic_mode else 1
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.deadline - time.monotonic()):
@@ -160,7 +160,7 @@ class GroupRollout:
 
     def _late(self, num_kept: int, num_pending: int) -> RolloutError:
         return RolloutError(
-            f"{num_kept} of {self.target} groups stand after {self.args.rollout_timeout:.0f} s, "
+            f"{num_kept} of {self.target} groups are ready after {self.args.rollout_timeout:.0f} s, "
             f"{num_pending} are under way, {self.counts['filtered']} were filtered out",
             where="--rollout-timeout",
             remedy="see the engines' logs, and whether a custom generate function waits without a bound",
@@ -174,11 +174,11 @@ class GroupRollout:
             await self._settle(issued, task.result())
 
     def _drop_failed(self, issued: Group, error: RewardError | RolloutError) -> None:
-        """Drop a group that has failed, with --skip-failed-groups.
+        """Drop a failed group, with --skip-failed-groups.
 
         Raises:
-            RewardError, RolloutError: `error`, without it, or where more groups have failed than a rollout has (at
-                least `MIN_FAILURES`), and more than were finished.
+            RewardError, RolloutError: `error`, without the flag, or if too many groups failed: more than a rollout has
+                (at least `MIN_FAILURES`), and more than were finished.
         """
         if not self.args.skip_failed_groups:
             raise error
@@ -186,11 +186,11 @@ class GroupRollout:
         if self.counts["failed"] > max(MIN_FAILURES, self.target, len(self.finished)):
             raise error
         if self.counts["failed"] <= MAX_FAILURES_SHOWN:
-            logger.warning("a group is dropped, which has failed: %s", error)
+            logger.warning("a group is dropped, because it has failed: %s", error)
         self.data_source.drop([issued], "failed")
 
     async def _settle(self, issued: Group, group: Group) -> None:
-        """Keep one group, or give it back or drop it."""
+        """Keep one group, give it back, or drop it."""
         if any(s.status is Status.ABORTED for s in group):
             self._give_back(issued, group)
             self._check_waste()
@@ -218,7 +218,7 @@ class GroupRollout:
         if not self.execution.aborted and wasted > MAX_WASTED_ROUNDS * self.target:
             reasons = [f"{n} {k.partition('/')[2] or k}" for k, n in self.counts.items() if k != "filtered"]
             raise RolloutError(
-                f"{wasted} groups were thrown away and {len(self.kept)} of {self.target} kept: {', '.join(reasons)}",
+                f"{wasted} groups were discarded and {len(self.kept)} of {self.target} kept: {', '.join(reasons)}",
                 where=f"--dynamic-sampling-filter-path {self.args.dynamic_sampling_filter_path}",
                 remedy="the task may be solved or far too hard: change the data, the reward or the filter",
             )
@@ -231,7 +231,7 @@ class GroupRollout:
 
     def _give_back(self, issued: Group, group: Group, reason: str = "aborted") -> None:
         self.counts[reason] += 1
-        # Fan-out siblings cannot be continued; without fan-out the group consists of the samples that were issued.
+        # Fan-out siblings cannot be continued. Without fan-out the group consists of the issued samples.
         whole = len(issued) == len(group) and all(a is b for a, b in zip(issued, group, strict=True))
         if self.args.partial_rollout and whole:
             self.data_source.add_samples([group])
@@ -239,11 +239,11 @@ class GroupRollout:
             self.data_source.drop([group], reason)
 
     async def _end_the_rest(self) -> None:
-        """Abort the requests on every engine until all are answered; after `ABORT_SECONDS`, cancel the rest."""
+        """Abort the requests on every engine until all are answered. After `ABORT_SECONDS`, cancel the rest."""
         self.execution.aborted = True
         deadline = time.monotonic() + ABORT_SECONDS
         while self.pending and time.monotonic() < deadline:
-            # Repeated, because a request may arrive at an engine after the abort.
+            # Repeat it, because a request may arrive at an engine after the abort.
             await abort_all(self.args.rollout_engine_urls, wire_of(self.args))
             done, _ = await asyncio.wait(self.pending, timeout=0.2)
             for task in sorted(done, key=lambda task: order_of(self.pending[task])):

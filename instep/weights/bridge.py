@@ -1,7 +1,7 @@
 """`vllm_bridge_config.json`: where a vLLM that a user started by hand, with instep's plugin, shares its weights.
 
-The plugin writes it (`instep_engine/vllm/bridge.py`); its name, its keys and where it is looked for are those of
-Atropos' example trainer.
+The plugin writes it (`instep_engine/vllm/bridge.py`). Its name, its keys and its places are those of Atropos' example
+trainer.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ START = """start it with instep's plugin and --weight-transfer-config '{"backend
 
 
 def shared_folder(given: str | None) -> Path:
-    """The folder in which the workers of that server have written how their memory is opened.
+    """Return the folder in which the workers of that server have recorded how to open their memory.
 
     Args:
-        given: the path of the file; None: it is looked for.
+        given: the path of the file; None: search for it.
 
     Raises:
         ConfigError: there is no such file, another user may have written it, or its server has ended.
@@ -35,7 +35,7 @@ def shared_folder(given: str | None) -> Path:
         own = config["instep"]
         folder, nonce, process = Path(own["folder"]), str(own["nonce"]), str(own["process"])
     except (KeyError, TypeError) as error:
-        what = "it is no file of instep's plugin, whose server says more"
+        what = "it is not a file of instep's plugin: some keys are missing"
         raise ConfigError(what, where=str(path), remedy=START) from error
     if not lives(process):
         raise ConfigError("it is stale: the server that wrote it has ended", where=str(path), remedy=START)
@@ -44,13 +44,13 @@ def shared_folder(given: str | None) -> Path:
     except (OSError, ValueError, KeyError, TypeError):
         now = ""
     if now != nonce:
-        what = "it is stale: its server shares other memory by now, or none"
-        raise ConfigError(what, where=str(path), remedy="give the file that the server's log names as it started last")
+        what = "it is stale: its server now shares other memory, or none"
+        raise ConfigError(what, where=str(path), remedy="give the file that the server's last start logged")
     return folder
 
 
 def _found() -> Path:
-    """The first such file."""
+    """Return the first such file."""
     folders = [*map(Path, filter(None, [os.environ.get("LOGDIR")])), Path(), DEFAULT]
     for folder in folders:
         if (folder / NAME).exists():
@@ -68,7 +68,7 @@ def _read(path: Path) -> dict[str, Any]:
             about = os.fstat(file.fileno())
             if not stat.S_ISREG(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & 0o077:
                 raise ConfigError(
-                    f"it belongs to user {about.st_uid} and has mode {stat.S_IMODE(about.st_mode):04o}: somebody else "
+                    f"it belongs to user {about.st_uid} and has mode {stat.S_IMODE(about.st_mode):04o}: another user "
                     "may have written it",
                     where=str(path),
                     remedy="run server and trainer as one user; the plugin writes it with mode 0600",

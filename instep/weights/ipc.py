@@ -1,11 +1,11 @@
 """The way `ipc`: trainer and engines are on the same GPUs, and weights travel through buckets that both have open.
 
-Each rank of the trainer that shares its GPU with a worker of an engine has two buckets there (`handles.py`). Rank 0
-gathers one tensor after another, packs them, and computes the checksums on the GPU; the other ranks get a full bucket
-from it, GPU to GPU. While the engine checks and loads one bucket, the next is filled. Buckets and lines stay open for
-the next session, as long as the same processes take part. On a CPU the buckets are files in shared memory.
+Each rank of the trainer that shares its GPU with an engine's worker has two buckets there (`handles.py`). Rank 0
+gathers one tensor after another, packs them, and computes the checksums on the GPU. It sends full buckets to the other
+ranks, GPU to GPU. While the engine checks and loads one bucket, the next is filled. Buckets and lines stay open for the
+next session, while the same processes take part. On a CPU the buckets are files in shared memory.
 
-The engines pause when both buckets are full, not before; for an adapter when it has arrived (`lora_ipc.py`).
+The engines pause when both buckets are full, not before; for an adapter they pause when it has arrived (`lora_ipc.py`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NUM_BUCKETS = 2
 
 @dataclass
 class _Open:
-    """The lines of this rank, which later sessions of the same audience use, too."""
+    """The lines of this rank. Later sessions of the same audience use them, too."""
 
     audience: str
     invitation: Invitation
@@ -53,7 +53,7 @@ class Ipc(Nccl):
         super().__init__()
         self._kept: _Open | None = None
         self._buckets: list[Bucket] = []
-        self.shares = False  # whether another rank serves workers, too, and needs what rank 0 has packed
+        self.shares = False  # whether another rank serves workers, too, and needs the packed buckets of rank 0
 
     def _end(self, invitation: Invitation) -> None:
         _abort_file(invitation).touch()
@@ -61,19 +61,19 @@ class Ipc(Nccl):
     # ---- the worker --------------------------------------------------------------------------------------------------
 
     def send(self, source: WeightSource, order: Order, emit: Callable[[Event], None]) -> None:
-        """Send all weights; emits where the receivers meet when both buckets are full, and at the end what was sent.
+        """Send all weights. Emit the receivers' meeting place when both buckets are full, and at the end what was sent.
 
-        Every rank packs by the same plan, so that all know when a bucket is full.
+        Every rank packs by the same plan, so all know when a bucket is full.
 
         Raises:
-            SyncError: there is no memory for the buckets that another process could open.
+            SyncError: no memory for buckets that another process could open.
         """
         stream, kept = _Stream(self, source.specs, order, emit), self._kept
         same = kept is not None and (kept.audience, kept.num_bytes) == (order.audience, stream.num_bytes)
         if not all(_gathered(same and kept is not None and not _is_aborted(kept))):
             self.close()
         if _place()[0] == 0:
-            stream.buckets  # noqa: B018 - their memory is taken before anything waits
+            stream.buckets  # noqa: B018 - allocate their memory before anything waits
         for _, tensor in source:
             stream.add(tensor)
         stream.end()
@@ -93,17 +93,17 @@ class Ipc(Nccl):
         return self._buckets
 
     def close(self) -> None:
-        """Close the lines; workers that wait hear of it."""
+        """Close the lines. Waiting workers notice it."""
         for line in self._kept.lines if self._kept is not None else ():
             line.close()
         self._kept = None
         if self._buckets and self._buckets[0].data.device.type == "cpu":
             for bucket in self._buckets:
                 bucket.unlink()
-            self._buckets = []  # whoever joins needs a file that has a name
+            self._buckets = []  # a process that joins needs a file with a name
 
     def lines(self, stream: _Stream) -> list[Line]:
-        """The lines to the workers on this rank's GPU; collective. Emits the invitation.
+        """Open the lines to the workers on this rank's GPU (collective). Emit the invitation.
 
         Raises:
             StreamBroken: not all have joined, or one is on a GPU without a rank of the trainer.
@@ -119,11 +119,11 @@ class Ipc(Nccl):
 
         def look() -> None:
             if _is_aborted(opened):
-                raise StreamBroken("it was ended, as another peer has failed")
+                raise StreamBroken("it was ended because another peer has failed")
 
         try:
             with listen(paths[rank]) as listener:
-                keys = _gathered(device_key(stream.device))  # all listen now
+                keys = _gathered(device_key(stream.device))  # all ranks listen now
                 stream.emit_first(opened.invitation)
                 found: list[Any] = [""]
                 if rank == 0:
@@ -146,11 +146,11 @@ WAY = Ipc()
 
 
 class _Stream:
-    """What one rank sends in one session.
+    """The stream of one rank in one session.
 
     Attributes:
-        deadline: of `time.monotonic`.
-        num_bytes: of a bucket.
+        deadline: by `time.monotonic`.
+        num_bytes: the size of a bucket.
         emit_first: emits to the controller, on rank 0.
     """
 
@@ -160,12 +160,12 @@ class _Stream:
         self.deadline, self.device = time.monotonic() + order.seconds, torch.device(order.device)
         self._plan = plan(specs, order.bucket_bytes)
         self.num_bytes = max(bytes_of(bucket) for bucket in self._plan)
-        self._number = self._held = 0  # of the bucket that is filled, and how many tensors are in it
+        self._number = self._held = 0  # of the current bucket, and its number of tensors
         self._lines: list[Line] = []
         self._broken = False
         self._full: list[tuple[list[TensorRecord], int, list[str]]] = []  # bucket, slot, checksums; not sent yet
         self._sent: list[TensorRecord] = []
-        self._began, self._waited = time.monotonic(), 0.0  # and how long for the engines
+        self._began, self._waited = time.monotonic(), 0.0  # and the time spent waiting for the engines
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -177,7 +177,7 @@ class _Stream:
 
     @torch.no_grad()
     def add(self, tensor: torch.Tensor | None) -> None:
-        """Put the next tensor of the plan into its bucket, which is sent if it is full."""
+        """Put the next tensor of the plan into its bucket. Send the bucket if it is full."""
         bucket, slot = self._plan[self._number], self._number % NUM_BUCKETS
         if self._held == 0 and self._number >= NUM_BUCKETS:
             self._guarded(lambda: self._wait_free(slot))
@@ -191,13 +191,13 @@ class _Stream:
 
     @functools.cached_property
     def _data(self) -> list[torch.Tensor]:
-        """The bytes of the buckets; a rank that serves nobody takes part in what rank 0 sends to others."""
+        """The bytes of the buckets. A rank without workers takes part in rank 0's broadcasts to others."""
         if self._first or self._lines:
             return [bucket.data for bucket in self.buckets]
         return [torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device)] * NUM_BUCKETS
 
     def _fill_ended(self, bucket: list[TensorRecord], slot: int) -> None:
-        """Make the checksums of a full bucket; nothing is sent before as many are full as there is room for."""
+        """Compute the checksums of a full bucket. Nothing is sent until all slots are full."""
         sums = [""] * len(bucket)
         if self._first:
             sums = checksums(self._data[slot][: bytes_of(bucket)], [rows_of(t.nbytes) for t in bucket])
@@ -231,7 +231,7 @@ class _Stream:
                 raise StreamBroken(f"a peer answered {answer}, not that bucket {slot} is free")
 
     def _guarded(self, step: Callable[[], None]) -> None:
-        """Do a step; one that fails ends the stream of this rank, which goes on taking part with the other ranks."""
+        """Do a step. If it fails, end the stream of this rank, but keep taking part with the other ranks."""
         if self._broken:
             return
         began = time.monotonic()
@@ -260,10 +260,10 @@ class _Stream:
 def _joined(
     listener: socket.socket, count: int, look: Callable[[], None], deadline: float
 ) -> list[tuple[Line, dict[str, Any]]]:
-    """The lines of the next `count` workers, and what each says of itself.
+    """Return the lines of the next `count` workers, and what each reports about itself.
 
     Raises:
-        StreamBroken: not all have joined; those that have hear of it.
+        StreamBroken: not all have joined. Those that have joined notice it.
     """
     lines, found = list[Line](), list[tuple[Line, dict[str, Any]]]()
     listener.settimeout(LOOK_SECONDS)
@@ -291,13 +291,13 @@ def _direct(
     look: Callable[[], None],
     deadline: float,
 ) -> list[int] | str:
-    """Tell every worker where the rank on its GPU listens; `opened` gets the lines of rank 0.
+    """Send every worker the address of the rank on its GPU; `opened` gets the lines of rank 0.
 
     Args:
         keys: the device of each rank; paths: where it listens.
 
     Returns:
-        The number of workers of each rank, or why there is no stream.
+        The number of workers of each rank, or the reason why there is no stream.
     """
     counts = [0] * len(keys)
     found = list[tuple[Line, dict[str, Any]]]()
@@ -325,12 +325,12 @@ def _direct(
 
 
 def _place() -> tuple[int, int]:
-    """The rank of this process, and how many there are."""
+    """Return the rank of this process, and the number of ranks."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def _gathered(value: Any) -> list[Any]:
-    """The value of every rank (collective)."""
+    """Return the value of every rank (collective)."""
     values = [value] * _place()[1]
     if len(values) > 1:
         dist.all_gather_object(values, value)
@@ -338,14 +338,14 @@ def _gathered(value: Any) -> list[Any]:
 
 
 def _from_first(values: list[Any]) -> list[Any]:
-    """The values of rank 0 (collective)."""
+    """Return the values of rank 0 (collective)."""
     if _place()[1] > 1:
         dist.broadcast_object_list(values, src=0)
     return values
 
 
 def _abort_file(invitation: Invitation) -> Path:
-    """The file that ends the stream of an invitation."""
+    """Return the file that ends the stream of an invitation."""
     return Path(invitation.store.removeprefix(KIND)).with_name(f"{invitation.group}.abort")
 
 
@@ -354,10 +354,10 @@ def _is_aborted(opened: _Open) -> bool:
 
 
 def _refuse_expandable(device: torch.device) -> None:
-    """Raise SyncError where torch would allocate memory of which no CUDA IPC handle can be made."""
+    """Raise SyncError if torch would allocate memory without CUDA IPC handles."""
     if device.type == "cuda" and (name := expandable()):
         raise SyncError(
             "a bucket in an expandable segment cannot be opened by another process",
             where=f"--weight-sync ipc with {name}={os.environ[name]}",
-            remedy=f"take expandable_segments out of {name}, or use --weight-sync shm",
+            remedy=f"remove expandable_segments from {name}, or use --weight-sync shm",
         )

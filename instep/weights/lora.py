@@ -1,7 +1,7 @@
-"""The way `lora`: the adapter alone travels, in shared memory; the engines have the base that it belongs to.
+"""The way `lora`: only the adapter travels, in shared memory. The engines have its base.
 
-On GPUs that trainer and engines share it is `lora_ipc.py` that a run with `--weight-sync lora` uses, and for engines on
-other hosts `lora_disk.py`.
+With `--weight-sync lora`, a run uses `lora_ipc.py` if trainer and engines share GPUs, and `lora_disk.py` for engines on
+other hosts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The way `lora_disk`: engines load an adapter on disk, in peft's format, also on other hosts that see the folder.
+"""The way `lora_disk`: engines load an adapter from disk in peft's format. Other hosts only need to see the folder.
 
 The way `lora` is compared with it.
 """

@@ -1,6 +1,6 @@
-"""The way `lora` where trainer and engines are on the same GPUs: the adapter travels as all weights do by `ipc`.
+"""The way `lora` if trainer and engines are on the same GPUs: the adapter travels as all weights do by `ipc`.
 
-The buckets are as large as the adapter, if that is less than `--update-weight-buffer-size`.
+The buckets have the size of the adapter, if it is less than `--update-weight-buffer-size`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class LoraIpc(Ipc):
     name = "lora_ipc"
 
     def send(self, source: WeightSource, order: Order, emit: Callable[[Event], None]) -> None:
-        """Send the adapter; the engines get its configuration with the invitation."""
+        """Send the adapter. The engines get its configuration with the invitation."""
         config = adapter_config(source)
 
         def tell(event: Event) -> None:

@@ -1,11 +1,11 @@
-"""The memory in which engines share their weights, as the trainer maps it; the way `single-copy` writes into it.
+"""The engines' shared weight memory, as the trainer maps it. The way `single-copy` writes into it.
 
-Each worker of an engine has a manifest, `memory-RANK.json` in a folder of its own or of the run: how its memory is
-opened, and in which slices of it each weight lies, under its Hugging Face name. A rank of TP has a slice of a weight;
-what is fused in the engine (q, k and v; gate and up) is several weights, each a slice.
+Each worker of an engine has a manifest, `memory-RANK.json`, in its own folder or the run's. It says how to open its
+memory, and which slices of it hold each weight, under its Hugging Face name. A rank of TP has a slice of a weight.
+Fused weights of the engine (q, k and v; gate and up) are several weights, each a slice.
 
-On a CPU a memory is a file that all map. On a GPU it has the CUDA IPC handle of a parameter, which a rank of the
-trainer opens if it is on that GPU; it must not write into the memory of another one.
+On a CPU a memory is a file that all map. On a GPU it has the CUDA IPC handle of a parameter. A rank of the trainer
+opens it only if it is on that GPU; it must not write into the memory of another GPU.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from instep_engine.memory import Slice, few, steps
 from instep_engine.place import SYNC, NoPlace, check_memory_folder, lives
 
 SAMPLE_KIND = "xxh3-128 of a sample"
-PART = 1 << 25  # elements that are compared at a time
+PART = 1 << 25  # elements per comparison
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # by the bytes of an element
 AGAIN = "start engine and trainer from one --hf-checkpoint and in one dtype, or use --weight-sync shm"
 
@@ -44,18 +44,18 @@ class EngineMemory:
         locks: file descriptors that keep other trainers away until they are closed.
 
     Attributes:
-        nonces: of all workers; by it a worker's memory differs from that of one that was restarted.
-        slices: by nonce and name, of the workers whose memory is opened.
-        on_gpus: whether the memory is that of GPUs, of which each rank of the trainer writes its own.
+        nonces: of all workers. A nonce distinguishes a worker's memory from that of a restarted one.
+        slices: by nonce and name, of the workers whose memory is open.
+        on_gpus: whether the memory is on GPUs. Then each rank of the trainer writes that of its own.
         crowded: whether a process may open the memory of several workers.
-        written_at: when `wait` returned first since this was set to None, by `time.monotonic`.
+        written_at: when `wait` first returned since this was None, by `time.monotonic`.
     """
 
     def __init__(self, workers: Sequence[Mapping[str, Any]], locks: Sequence[int] = ()):
         self.homes: dict[str, str] = {}
         self.written_at: float | None = None
         self._locks, self._workers = list(locks), workers
-        self._engines: dict[str, tuple[str, dict[str, Any]]] = {}  # by name: what and where it is, and its tensors
+        self._engines: dict[str, tuple[str, dict[str, Any]]] = {}  # by name: its description and place, and its tensors
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
         self.slices: dict[str, dict[str, list[Slice]]] = {}
@@ -95,13 +95,13 @@ class EngineMemory:
                 raise SyncError(what, where=where, remedy=AGAIN)
 
     def whole(self, name: str) -> torch.Tensor | None:
-        """The view of a weight that lies in one piece in the only memory that is opened; None for any other."""
+        """Return the view of a weight that is one piece in the only open memory; None for any other weight."""
         return self.box(name, self.shapes[name], (0,) * len(self.shapes[name])) if len(self.slices) == 1 else None
 
     def box(self, name: str, shape: Sequence[int], offset: Sequence[int], index: int = 0) -> torch.Tensor | None:
-        """The view of a box of a weight, if it lies in one piece in the memory of opened worker `index`; else None.
+        """Return the view of a box of a weight, if it is one piece in the memory of open worker `index`; else None.
 
-        Slices whose rows follow each other are one piece: Phi-3's fused q, k and v are loaded one by one.
+        Slices with consecutive rows are one piece: Phi-3's fused q, k and v are loaded one by one.
 
         Args:
             shape, offset: the elements `[offset[0] : offset[0] + shape[0], ...]` of the weight.
@@ -127,34 +127,34 @@ class EngineMemory:
 
     @torch.no_grad()
     def write(self, name: str, whole: torch.Tensor, without: int | None = None) -> None:
-        """Write a weight into all of its slices that are opened here, except those of opened worker `without`."""
+        """Write a weight into all of its open slices, except those of open worker `without`."""
         whole = whole.detach().contiguous()
         for index, worker in enumerate(self.slices.values()):
             for part in worker.get(name, ()) if index != without else ():
                 part.view.copy_(part.of(whole))
 
     def unlike(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """Whether one of its slices that are opened here has another bit than this weight has there; 0-dim bool."""
+        """Return whether one of its open slices differs from this weight in any bit; 0-dim bool."""
         whole = whole.detach().contiguous()
         parts = [part for worker in self.slices.values() for part in worker.get(name, ())]
         found = [unlike(part.view, part.of(whole)) for part in parts]
         return torch.stack(found).any() if found else torch.zeros((), dtype=torch.bool, device=whole.device)
 
     def digest(self, name: str, whole: torch.Tensor) -> str:
-        """What `digests` has of a weight for all workers, one after another, if they hold `whole`."""
+        """Return the entries of `digests` for a weight if the workers hold `whole`, one worker after another."""
         flat, places = whole.detach().reshape(-1), self.places(name)
         return "".join(
             digests_of({nonce: raw_bytes(flat[at.to(flat.device)]) for nonce, at in places.items()}).values()
         )
 
     def samples(self, name: str, whole: torch.Tensor) -> dict[str, torch.Tensor]:
-        """By the nonce of each opened worker the bytes that its sample of this weight has, if it holds `whole`."""
+        """Return by the nonce of each open worker the sample bytes of this weight, if it holds `whole`."""
         whole = whole.detach().contiguous()
         parts = {nonce: worker[name] for nonce, worker in self.slices.items() if name in worker}
         return {nonce: torch.cat([_few(part.of(whole)) for part in found]) for nonce, found in parts.items()}
 
     def places(self, name: str) -> dict[str, torch.Tensor]:
-        """By the nonce of each worker, opened or not, which elements of the flat weight its sample has, int64."""
+        """Return by the nonce of each worker, open or not, the elements of the flat weight in its sample, int64."""
         found = {}
         for nonce, worker in zip(self.nonces, self._workers, strict=True):
             if name in worker["tensors"]:
@@ -171,7 +171,7 @@ class EngineMemory:
 
 
 def _difference(ours: Mapping[str, TensorSpec], theirs: Mapping[str, Any], engine: str) -> str:
-    """The first difference between the weights of the trainer and the tensors of an engine's manifests; "": none."""
+    """Return the first difference of the trainer's weights and an engine's manifests; "" without one."""
     for name in sorted(ours.keys() ^ theirs.keys()):
         has, lacks = ("the trainer", engine) if name in ours else (engine, "the trainer")
         return f"{has} has {name}, {lacks} has not"
@@ -184,13 +184,13 @@ def _difference(ours: Mapping[str, TensorSpec], theirs: Mapping[str, Any], engin
 
 
 def attach(folder: Path, *, lock: bool) -> EngineMemory:
-    """The memory of the engines that share their weights in `folder`.
+    """Open the memory of the engines that share their weights in `folder`.
 
     Args:
-        lock: keep other trainers away from it as long as this process lives, or until `EngineMemory.close`.
+        lock: keep other trainers away from it while this process lives, or until `EngineMemory.close`.
 
     Raises:
-        SyncError: no engine does, it cannot be opened, or another trainer is attached to it.
+        SyncError: no engine shares its weights, the memory cannot be opened, or another trainer is attached to it.
     """
     locks: list[int] = []
     try:
@@ -202,12 +202,12 @@ def attach(folder: Path, *, lock: bool) -> EngineMemory:
 
 
 def nonces_in(folder: Path) -> list[str]:
-    """The nonces of all memory that `attach` would open; nothing is opened. Raises SyncError as it does."""
+    """Return the nonces of all memory that `attach` would open, without opening it. Raises SyncError as it does."""
     return [worker["nonce"] for worker in _workers(folder, None)]
 
 
 def _workers(folder: Path, locks: list[int] | None) -> list[dict[str, Any]]:
-    """The manifests of the workers of all engines that live; `locks` gets the lock of each engine."""
+    """Return the manifests of the workers of all live engines; `locks` gets the lock of each engine."""
     workers, ended = list[dict[str, Any]](), list[tuple[str, str]]()
     for place in _places(folder):
         about = {"engine": _engine(place, folder), "place": str(place)}
@@ -229,7 +229,7 @@ def _workers(folder: Path, locks: list[int] | None) -> list[dict[str, Any]]:
 
 @contextmanager
 def _explained(engine: str, place: str) -> Iterator[None]:
-    """Say in a SyncError what is wrong with the memory of an engine."""
+    """Report in a SyncError what is wrong with the memory of an engine."""
     try:
         yield
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, NoPlace) as error:
@@ -241,17 +241,17 @@ def _explained(engine: str, place: str) -> Iterator[None]:
 
 
 def _engine(place: Path, folder: Path) -> str:
-    """The name of the engine that shares its weights in `place`: a run numbers its own, and has one of another's."""
+    """Return the name of the engine that shares its weights in `place`. A run numbers its own; an external one is 0."""
     return f"engine {place.name.removeprefix(SYNC) if place != folder else 0}"
 
 
 def _places(folder: Path) -> list[Path]:
-    """The folder of each engine: `folder` itself, or those in it."""
+    """Return the folder of each engine: `folder` itself, or those in it."""
     return sorted(path.parent for path in folder.glob(f"{SYNC}*/memory-0.json")) or [folder]
 
 
 def marks(folder: Path) -> list[tuple[str, int, int]]:
-    """What tells the manifests in `folder` from those of restarted engines; nothing is opened."""
+    """Return what distinguishes the manifests in `folder` from those of restarted engines; nothing is opened."""
     found = []
     for place in _places(folder):
         for path in sorted(place.glob("memory-*.json")):
@@ -261,7 +261,7 @@ def marks(folder: Path) -> list[tuple[str, int, int]]:
 
 
 def unlike(held: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """Whether a bit of `held` differs from `wanted` in its dtype, 0-dim bool; by parts, which take little memory."""
+    """Return whether `held` differs from `wanted` in any bit, in its dtype; 0-dim bool. Parts save memory."""
     held, wanted = torch.atleast_1d(held.detach()), torch.atleast_1d(wanted.detach())
     rows, bits = max(1, PART * len(held) // max(1, held.numel())), BITS[held.dtype.itemsize]
     parts = zip(held.split(rows), wanted.split(rows), strict=True)
@@ -269,17 +269,17 @@ def unlike(held: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 
 
 def sample_digest(tensor: torch.Tensor) -> str:
-    """The digest of a sample of a whole weight."""
+    """Return the digest of a sample of a whole weight."""
     return sample_digests({"": [tensor]})[""]
 
 
 def sample_digests(tensors: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, str]:
-    """By name the digest of a sample of each tensor (`instep_engine.memory.Sample`); one copy to the host."""
+    """Return by name the digest of a sample of each tensor (`instep_engine.memory.Sample`); one copy to the host."""
     return digests_of({name: torch.cat([_few(tensor) for tensor in found]) for name, found in tensors.items()})
 
 
 def digests_of(samples: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """By name the digest of the bytes of a sample; one copy to the host."""
+    """Return by name the digest of the bytes of a sample; one copy to the host."""
     if not samples:
         return {}
     data, at, digests = memoryview(torch.cat([*samples.values()]).cpu().numpy()), 0, {}
@@ -290,12 +290,12 @@ def digests_of(samples: Mapping[str, torch.Tensor]) -> dict[str, str]:
 
 
 def _few(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of the elements that are in the sample."""
+    """Return the bytes of the elements in the sample."""
     return raw_bytes(few(tensor))
 
 
 def _places_of(shape: Sequence[int], stride: Sequence[int], offset: int) -> torch.Tensor:
-    """Where the elements that `_few` takes of such a view lie, int64, in its order."""
+    """Return the places of the elements that `_few` takes of such a view, int64, in its order."""
     places = torch.tensor(offset)
     for size, step, by in zip(shape, steps(shape), stride, strict=True):
         places = places[..., None] + torch.arange(0, size, step) * by
@@ -306,13 +306,13 @@ def _slice(record: Mapping[str, Any], memory: torch.Tensor, dtype: torch.dtype, 
     shape, stride, offset = record["shape"], record["stride"], record["offset"]
     length = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True)) if math.prod(shape) else 0
     if not 0 <= offset <= offset + length * dtype.itemsize <= memory.numel():
-        raise ValueError(f"{name} lies outside the memory of {memory.numel()} bytes")
+        raise ValueError(f"{name} is outside the memory of {memory.numel()} bytes")
     flat = memory[offset : offset + length * dtype.itemsize].view(dtype)
     return Slice(flat.as_strided(shape, stride), record["source_offset"], tuple(record["source_stride"]))
 
 
 def _lock(path: Path, engine: str) -> int:
-    """A file descriptor that holds the lock of `path`, a file of `engine`."""
+    """Return a file descriptor that holds the lock of `path`, a file of `engine`."""
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     try:
         locks.lock(fd)
@@ -327,12 +327,12 @@ def _lock(path: Path, engine: str) -> int:
 
 
 def _gpu(worker: Mapping[str, Any]) -> str:
-    """The UUID of a worker's GPU; "" on a CPU."""
+    """Return the UUID of a worker's GPU; "" on a CPU."""
     return next((str(memory["uuid"]) for memory in worker["memories"] if memory["kind"] == "cuda"), "")
 
 
 def _reachable(memory: Mapping[str, Any]) -> bool:
-    """Whether this process may open a memory: a GPU has a number in each process, and one UUID in all of them."""
+    """Return whether this process may open a memory. A GPU has a number per process, but one UUID in all of them."""
     if memory["kind"] != "cuda":
         return True
     return torch.cuda.is_available() and str(torch.cuda.get_device_properties("cuda").uuid) == memory["uuid"]

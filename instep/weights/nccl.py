@@ -1,8 +1,8 @@
 """The way `nccl`: weights travel as a stream of buckets over a process group of trainer and engines.
 
-It is NCCL between GPUs and gloo between CPUs. The trainer's rank 0 gathers one tensor after another, packs them into
-buckets, and broadcasts one bucket to all workers of all engines while it fills the next, so that it holds two at most.
-The group outlives its session as long as the same processes take part.
+It is NCCL between GPUs and gloo between CPUs. The trainer's rank 0 gathers one tensor after another and packs them into
+buckets. It broadcasts one bucket to all workers of all engines while it fills the next, so it holds at most two. The
+group outlives its session while the same processes take part.
 """
 
 from __future__ import annotations
@@ -41,8 +41,10 @@ class Broken(NamedTuple):
 
 
 class Delivered(NamedTuple):
-    """All has been sent: what, and the seconds of the sender: gathering and packing, waiting for the receivers to come,
-    and for buckets to be sent."""
+    """The records of all sent tensors, and the seconds of the sender.
+
+    These count gathering and packing, waiting for the receivers to join, and waiting for buckets to be sent.
+    """
 
     tensors: tuple[TensorRecord, ...]
     seconds: dict[str, float]
@@ -62,7 +64,7 @@ class _Open:
 
 
 def _store_at(host: str, timeout: timedelta) -> tuple[dist.Store, str]:
-    """A store at an address of ours, and what `open_store` calls it; TCPStore itself would listen on all addresses."""
+    """Return a store at our own address, and its `open_store` name. TCPStore itself would listen on all addresses."""
     listener = socket.create_server((host, 0))
     port, given = listener.getsockname()[1], {"is_master": True, "wait_for_workers": False}
     return dist.TCPStore(host, port, timeout=timeout, master_listen_fd=listener.detach(), **given), f"tcp:{host}:{port}"
@@ -73,17 +75,17 @@ class Nccl:
     name = "nccl"
 
     def __init__(self) -> None:
-        self._open: _Open | None = None  # of the worker that sends
+        self._open: _Open | None = None  # the sending worker's
 
     # ---- the worker --------------------------------------------------------------------------------------------------
 
     def send(self, source: WeightSource, order: Order, emit: Callable[[Event], None]) -> None:
-        """Send all weights; emits first where the receivers meet, and at the end a record of each tensor."""
+        """Send all weights. Emit first where the receivers meet, and at the end a record of each tensor."""
         packer: _Packer | None = None
         broken = False
         for spec, tensor in source:
             if tensor is None or broken:
-                continue  # the other ranks gather on
+                continue  # the other ranks keep gathering
             try:
                 packer = packer or _Packer(self._group(order, tensor.device, emit), source, order)
                 packer.add(spec, tensor)
@@ -122,9 +124,9 @@ class Nccl:
     # ---- the controller ----------------------------------------------------------------------------------------------
 
     def drive(self, carriage: Carriage) -> Sent:
-        """Let the engines receive while the workers send; whoever fails ends the stream for all.
+        """Let the engines receive while the workers send. Any failure ends the stream for all.
 
-        A SyncError is from StreamBroken where the sender alone has seen its end.
+        If only the sender has noticed the end of the stream, the SyncError comes from its StreamBroken.
         """
         tensors: list[TensorRecord] = []
         seconds: dict[str, float] = {}
@@ -143,7 +145,7 @@ class Nccl:
             try:
                 carriage.deliver(info, end)
             except BaseException:
-                end()  # else the sender would wait for engines that do not come
+                end()  # otherwise the sender would wait for engines that do not come
                 raise
 
         def on_event(event: Event) -> None:
@@ -164,9 +166,9 @@ class Nccl:
             for future in loads:
                 future.result(timeout=carriage.seconds_left())
         except BaseException as error:
-            end()  # else the engines would wait for a sender that has gone
+            end()  # otherwise the engines would wait for a sender that has gone
             if isinstance(error, TimeoutError):
-                carriage.seconds_left()  # none are left, which this tells
+                carriage.seconds_left()  # the time is over, so this raises
             raise
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -188,13 +190,13 @@ WAY = Nccl()
 
 
 class _Packer:
-    """Packs tensors into buckets as planned, and sends each that is full."""
+    """Packs tensors into buckets as planned, and sends each full bucket."""
 
     def __init__(self, group: Group, source: WeightSource, order: Order):
         self._began, self._met, self._waited = time.monotonic(), 0.0, 0.0
         self._group, self._deadline = group, time.monotonic() + order.seconds
         self._plan = plan(source.specs, order.bucket_bytes)
-        self._number = self._held = 0  # of the bucket that is filled, and how many tensors are in it
+        self._number = self._held = 0  # of the current bucket, and its number of tensors
         self._sending: deque[tuple[Any, torch.Tensor]] = deque()  # with the buckets, which must live as long
         self._sums: list[torch.Tensor] = []
         self._header = send_header(group, {"version": order.version, "nonce": order.nonce}, self._plan)
@@ -217,7 +219,7 @@ class _Packer:
 
     @property
     def is_full(self) -> bool:
-        """Whether all tensors of the plan have come."""
+        """Return whether all tensors of the plan have come."""
         return self._number == len(self._plan)
 
     def end(self) -> Delivered:
@@ -229,7 +231,7 @@ class _Packer:
         return Delivered(tuple(records), {"gather": gather, "meet": self._met, "send": self._waited})
 
     def _finish(self, most: int) -> None:
-        """Wait until at most so many buckets are under way."""
+        """Wait until at most this many buckets are under way."""
         if len(self._sending) <= most:
             return
         began = time.monotonic()
@@ -253,7 +255,7 @@ def put(data: torch.Tensor, packed: TensorRecord, tensor: torch.Tensor) -> None:
 
 
 def plan(specs: list[TensorSpec], bucket_bytes: int) -> list[list[TensorRecord]]:
-    """What lies where in which bucket, in the order of `specs`; a tensor larger than `bucket_bytes` has its own."""
+    """Plan which tensor is where in which bucket, in the order of `specs`; one larger than `bucket_bytes` is alone."""
     buckets: list[list[TensorRecord]] = []
     end = 0
     for spec in specs:

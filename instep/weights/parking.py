@@ -1,12 +1,12 @@
-"""Tensors that give their GPU memory away for a while, in place: their storages are copied to the host and emptied.
+"""Tensors that free their GPU memory for a while, in place: their storages are copied to the host and emptied.
 
-No tensor object changes. So views, tied weights, the shards of FSDP2, the flat buffers of Megatron and the lists that
-an optimizer keeps all hold again when the bytes are back.
+No tensor object changes. So views, tied weights, the shards of FSDP2, the flat buffers of Megatron and the lists of an
+optimizer are all valid again when the bytes are back.
 
-    leave    copies to the host begin, on a stream of their own; the tensors may still be read
-    free     the copies have ended, and the storages are emptied; the caching allocator's memory goes back to the GPU
+    leave    copies to the host begin, on a separate stream; the tensors may still be read
+    free     the copies have ended, the storages are emptied, and the caching allocator's memory goes back to the GPU
     bring    the storages get memory again, and copies from the host begin
-    ready    what is computed from now on waits for these copies
+    ready    later computations wait for these copies
 
 The host memory is pinned, and kept for the next time, because pinning takes seconds.
 """
@@ -30,13 +30,13 @@ from torch.distributed.tensor import DTensor
 from instep.errors import TrainingError
 
 ALIGNMENT = 512  # bytes, of each storage in the pool
-BLOCK_BYTES = 256 << 20  # that are taken at a time for copies
-RESERVE_BYTES = 2 << 30  # of the host's memory, which pinning leaves to others
+BLOCK_BYTES = 256 << 20  # allocated at a time for copies
+RESERVE_BYTES = 2 << 30  # of the host's memory, which pinning must leave free
 
 
 @dataclass
 class _Place:
-    """A storage that is away, or about to go: its size in bytes, and its bytes on the host; without them: zeros."""
+    """A storage that is away, or about to leave: its size in bytes, and its bytes on the host; without them: zeros."""
 
     storage: torch.UntypedStorage
     size: int
@@ -47,8 +47,8 @@ class Parking:
     """The host memory of some tensors of one device.
 
     Args:
-        find: returns the tensors that are to leave; called each time, because an optimizer may have new ones.
-        drop: returns tensors that need not be kept, and come back as zeros.
+        find: returns the tensors that leave; called each time, because an optimizer may have new ones.
+        drop: returns tensors whose contents are dropped; they come back as zeros.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class Parking:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of host memory that are held."""
+        """The bytes of host memory in use."""
         return self._pool.numel()
 
     def leave(self) -> None:
-        """Empty what need not be kept, and begin to copy the rest to the host; no-op if that was done."""
+        """Empty the dropped tensors, and begin to copy the rest to the host. Do nothing if that is already done."""
         if self._places:
             return
         self.ready()
@@ -85,7 +85,7 @@ class Parking:
                 host.copy_(_bytes(storage), non_blocking=True)
 
     def free(self) -> None:
-        """End what `leave` began. The caller gives the memory back to the GPU (`give_back`)."""
+        """Finish what `leave` began. The caller gives the memory back to the GPU (`give_back`)."""
         self.leave()
         if self.is_away:
             return
@@ -96,7 +96,7 @@ class Parking:
 
     @torch.no_grad()
     def bring(self) -> None:
-        """Undo `leave` or `free`; before its tensors are used, `ready` is called."""
+        """Undo `leave` or `free`. Call `ready` before the tensors are used."""
         if not self._places:
             return
         self._wait_for_leaving()
@@ -119,7 +119,7 @@ class Parking:
         self._arriving = False
 
     def _beside(self) -> AbstractContextManager[object]:
-        """Copies go to the side stream, after all that was begun before; on a CPU they are made at once."""
+        """Run copies on the side stream, after all earlier work; on a CPU they are made at once."""
         if self._stream is None:
             return contextlib.nullcontext()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -130,20 +130,20 @@ class Parking:
             self._stream.synchronize()
 
     def _make_room(self, sizes: list[int]) -> list[Tensor]:
-        """Host memory for storages of these sizes, in one pool; that of the last time is used again if it fits."""
+        """Return host memory for storages of these sizes, in one pool. The last pool is used again if it fits."""
         ends = list(itertools.accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes))
         total = ends[-1] if ends else 0
         if total > self._pool.numel():
-            self._pool = torch.empty(0, dtype=torch.uint8)  # the former one goes first
+            self._pool = torch.empty(0, dtype=torch.uint8)  # free the old one first
             self._pool = host_memory(total, self._device, "--offload-train", "--no-offload-train")
         return [self._pool[start : start + size] for start, size in zip([0, *ends], sizes, strict=False)]
 
 
 class HostCopies:
-    """Copies of tensors of one device in host memory, which is kept for the next ones.
+    """Copies of tensors of one device in host memory. The memory is kept for the next copies.
 
     Args:
-        flag: what they are made for, and `without`, how to go on without them, for errors.
+        flag: the feature that needs them; without: how to continue without them. Both are for errors.
     """
 
     def __init__(self, device: torch.device, flag: str, without: str):
@@ -157,13 +157,13 @@ class HostCopies:
 
     @torch.no_grad()
     def copy(self, tensor: Tensor) -> Tensor:
-        """Begin to copy `tensor`, with its strides, after all that this thread's stream does before."""
+        """Begin to copy `tensor`, with its strides, after all earlier work of this thread's stream."""
         like = torch.empty_like(tensor, device="meta")
         room = self._room(tensor.numel() * tensor.element_size())
         return room.view(tensor.dtype).as_strided(like.shape, like.stride()).copy_(tensor, non_blocking=True)
 
     def wait(self) -> None:
-        """End the copies that were begun: what was copied may change from now on."""
+        """Finish the copies that were begun. From now on their sources may change."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
@@ -179,18 +179,18 @@ class HostCopies:
 
 
 def host_memory(size: int, device: torch.device, flag: str, without: str) -> Tensor:
-    """`size` bytes of host memory, pinned for a GPU until their tensor and its views are gone.
+    """Return `size` bytes of host memory, pinned for a GPU until their tensor and its views are gone.
 
-    They have pages of their own: CUDA pins no page twice, and malloc gives several tensors the same one. torch's own
-    pinned memory would be rounded up to a power of 2.
+    They have separate pages: CUDA pins no page twice, and malloc gives several tensors the same one. torch's own pinned
+    memory would be rounded up to a power of 2.
 
     Raises:
-        TrainingError: the host has not so much left, or CUDA does not pin it.
+        TrainingError: the host has too little memory left, or CUDA cannot pin it.
     """
     cuda, free = device.type == "cuda", psutil.virtual_memory().available
     if cuda and size + RESERVE_BYTES > free:
         raise TrainingError(
-            f"{size / 1e9:.1f} GB of weights or optimizer states are to wait on the host, which has "
+            f"{size / 1e9:.1f} GB of weights or optimizer states must be stored on the host, which has "
             f"{free / 1e9:.1f} GB left",
             where=flag,
             remedy=f"use {without}, more GPUs, or a host with more memory",
@@ -198,29 +198,29 @@ def host_memory(size: int, device: torch.device, flag: str, without: str) -> Ten
     if not cuda:
         return torch.empty(size, dtype=torch.uint8)
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory = torch.frombuffer(pages, dtype=torch.uint8).zero_()  # all threads touch it; CUDA would with one
+    memory = torch.frombuffer(pages, dtype=torch.uint8).zero_()  # all threads touch it; CUDA would use one
     runtime = torch.cuda.cudart()
     if code := int(runtime.cudaHostRegister(memory.data_ptr(), size, 1)):
         raise TrainingError(
-            f"CUDA does not pin {size / 1e9:.1f} GB of host memory (error {code})",
+            f"CUDA cannot pin {size / 1e9:.1f} GB of host memory (error {code})",
             where=flag,
             remedy=f"raise the memory of the container, or use {without}",
         )
-    weakref.finalize(pages, runtime.cudaHostUnregister, memory.data_ptr()).atexit = False  # the process ends with all
+    weakref.finalize(pages, runtime.cudaHostUnregister, memory.data_ptr()).atexit = False  # the process' end frees it
     return memory
 
 
 def give_back(device: torch.device) -> None:
-    """Give the memory that the caching allocator holds for nobody back to the GPU, for other processes."""
+    """Return the caching allocator's unused memory to the GPU, for other processes."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-        torch._C._cuda_clearCublasWorkspaces()  # some 32 MB for each thread
+        torch._C._cuda_clearCublasWorkspaces()  # about 32 MB per thread
         torch.cuda.empty_cache()
 
 
 def local_tensors(module: nn.Module) -> list[Tensor]:
-    """The parameters and buffers of `module` as this rank holds them, its shards of what is sharded."""
+    """Return the parameters and buffers of `module` as this rank holds them: its shards of sharded ones."""
     return [shard(t) for t in (*module.parameters(), *module.buffers())]
 
 
@@ -233,6 +233,6 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
 
 
 def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
-    """The storages of these tensors, each once, in order; what shares its memory (with numpy, a file) stays."""
+    """Return the storages of these tensors, each once, in order. Storages with shared memory (numpy, a file) stay."""
     found = {storage._cdata: storage for storage in (t.untyped_storage() for t in tensors)}
     return [storage for storage in found.values() if storage.nbytes() and storage.resizable()]

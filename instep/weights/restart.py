@@ -1,7 +1,7 @@
 """The way `restart`: each engine is ended, and restarted on a Hugging Face checkpoint, with all of its flags.
 
 It is for debugging, and for engines that cannot load weights while they run. An engine compares the tensors of the
-checkpoint with their digests, and the embedded one its live weights with them, too.
+checkpoint with their digests. The embedded engine compares its live weights with them, too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Restart(Disk):
         self._homes: dict[str, Scratch] = {}  # by the engine's URL: it may read files of its checkpoint at any time
 
     def drive(self, carriage: Carriage) -> Sent:
-        """Let the engines start on the complete checkpoint, then remove those on which no engine runs any more."""
+        """Let the engines start on the complete checkpoint, then remove checkpoints without a running engine."""
         root, before = Scratch(GOLDEN, carriage.disk_folder), set(self._homes.values())
         try:
             manifest = self.published(carriage, root.path / f"v{carriage.version}")

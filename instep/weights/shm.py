@@ -1,7 +1,7 @@
 """The way `shm`: weights travel as buckets in shared memory.
 
-Only the ranks that get full tensors write; the others take part in gathering them. A bucket is delivered as soon as it
-is full, so that engines load one while the next is gathered.
+Only the ranks that get full tensors write; the others take part in gathering them. A full bucket is delivered at once,
+so engines load one while the next is gathered.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Shm:
         for spec, tensor in source:
             if tensor is None:
                 continue
-            part = tensor.detach().to("cpu", copy=True).contiguous()  # a copy, as a tensor is valid until the next
+            part = tensor.detach().to("cpu", copy=True).contiguous()  # a copy: a tensor is valid until the next
             records.append(record_of(spec.name, part, offset))
             parts.append(part)
             offset += records[-1].nbytes
@@ -69,7 +69,7 @@ class Shm:
 
         def load(manifest: BucketManifest) -> None:
             try:
-                if not any(earlier.done() and earlier.exception() for earlier in loads):  # then the session is over
+                if not any(earlier.done() and earlier.exception() for earlier in loads):  # else the session is over
                     carriage.deliver({"backend": self.name, "manifest": manifest.to_json()})
             finally:
                 if not self.keeps:
@@ -86,10 +86,10 @@ class Shm:
             for future in loads:
                 future.result(timeout=carriage.seconds_left())
         except TimeoutError:
-            carriage.seconds_left()  # none are left, which this tells
+            carriage.seconds_left()  # the time is over, so this raises
             raise
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)  # an engine that hangs does not hold up an ending
+            pool.shutdown(wait=False, cancel_futures=True)  # an engine that hangs must not delay the end
             for path in () if self.keeps else paths:  # of buckets that were not delivered
                 path.unlink(missing_ok=True)
         return Sent(tuple(tensors), self.digest_kind)
@@ -108,5 +108,5 @@ def _write(path: Path, parts: list[torch.Tensor], num_bytes: int) -> None:
         raise SyncError(
             f"a bucket of {num_bytes / 1e6:,.1f} MB does not fit into shared memory: {error.strerror}",
             where=str(path),
-            remedy="enlarge /dev/shm (docker: --shm-size), lower --update-weight-buffer-size, or --weight-sync disk",
+            remedy="enlarge /dev/shm (docker: --shm-size), lower --update-weight-buffer-size or use --weight-sync disk",
         ) from error

@@ -1,11 +1,11 @@
 """The way `single-copy`: the trainer writes into the memory that the engines compute with; no byte travels.
 
-Engines share their weights when they start (`memory.py`), and the first session of a trainer attaches to them, after
-each engine has said that this memory is its own: nothing is written into that of another server. A source whose
-parameters can be views of that memory makes them so (`WeightSource.write_into`). What a session hands to the engines
-are digests of samples of the trainer's own weights, which they must find in their memory: so it is the same. On
-a CPU rank 0 tells all of them, on GPUs each rank those of the workers on its own. The proof compares every bit of it
-with the trainer's own weights (`unwritten`), while the engines serve already.
+Engines share their weights when they start (`memory.py`). The first session of a trainer attaches to them, after each
+engine has confirmed that this memory is its own. So nothing is written into the memory of another server. A source
+whose parameters can be views of that memory makes them views (`WeightSource.write_into`). A session sends the engines
+digests of samples of the trainer's own weights. They must find these in their memory, which proves that it is the same
+memory. On a CPU rank 0 sends all digests, on GPUs each rank those of the workers on its own. The proof compares every
+bit of it with the trainer's own weights (`unwritten`), while the engines already serve.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from instep_engine.manifest import TensorRecord, dtype_name
 
 @dataclass(frozen=True)
 class Written:
-    """What must be in the memory that a rank of the trainer has written.
+    """The required contents of the memory that a rank of the trainer has written.
 
     Attributes:
         digests: by the nonce of a worker's memory, and by name.
-        specs: all weights, and `homes`: by nonce where all memory is; of the rank that emits.
-        seconds: what the rank took to `write`, and then to `sample` what it has written.
+        specs: all weights; homes: the place of all memory, by nonce; both of the rank that emits.
+        seconds: how long the rank took to `write`, and then to `sample` the written weights.
     """
 
     digests: dict[str, dict[str, str]]
@@ -45,7 +45,7 @@ class SingleCopy:
     def __init__(self) -> None:
         self._memory: EngineMemory | None = None  # of the engines, while this process is a worker
         self._marks: list[tuple[str, int, int]] = []
-        self._shown: tuple[str, list[tuple[str, int, int]]] | None = None  # engines, and the memory that is theirs
+        self._shown: tuple[str, list[tuple[str, int, int]]] | None = None  # the engines, and the memory that is theirs
 
     def send(self, source: WeightSource, order: Order, emit: Callable[[Written], None]) -> None:
         """Write all weights into the engines' memory, and emit what they must find there.
@@ -76,18 +76,20 @@ class SingleCopy:
             emit(Written(digests, *about, seconds))
 
     def digests(self, source: WeightSource) -> dict[str, str]:
-        """The digests that `Sent` has if the engines hold these weights (collective); for a worker."""
+        """Return the digests that `Sent` has if the engines hold these weights (collective); for a worker."""
         memory = self._memory
         digest = memory.digest if memory is not None else lambda name, tensor: sample_digest(tensor)
         return {spec.name: digest(spec.name, tensor) for spec, tensor in source if tensor is not None}
 
     def unwritten(self, source: WeightSource) -> list[str]:
-        """The names of weights that the memory of the last session does not have as it should, in any bit of what this
-        rank has opened (collective); for a worker."""
+        """Return the names of weights that differ in any bit in the last session's memory (collective); for a worker.
+
+        It compares only the memory that this rank has opened.
+        """
         return source.unwritten(self._memory) if self._memory is not None else []
 
     def drive(self, carriage: Carriage) -> Sent:
-        """Let the trainer write, and each engine compare samples of what it computes with."""
+        """Let the trainer write, and let each engine compare samples of the weights that it computes with."""
         events: list[Written] = []
         self._show(carriage)
         carriage.pause()  # the engine computes with what the trainer writes
@@ -96,9 +98,9 @@ class SingleCopy:
         (whole,) = (event for event in events if event.specs)
         if missed := [home for nonce, home in whole.homes.items() if nonce not in digests]:
             raise SyncError(
-                f"no rank of the trainer is on the GPU of {missed[0]}, so that none can write there",
+                f"no rank of the trainer is on the GPU of {missed[0]}, so no rank can write there",
                 where="--weight-sync single-copy",
-                remedy="place a rank on each GPU of the engine (--colocate, see `instep plan`), or --weight-sync shm",
+                remedy="place a rank on each GPU of the engine (--colocate; see `instep plan`) or --weight-sync shm",
             )
         together = {s.name: "".join(digests[nonce].get(s.name, "") for nonce in whole.homes) for s in whole.specs}
         records = [TensorRecord(s.name, s.shape, dtype_name(s.dtype), 0, 0, together[s.name]) for s in whole.specs]
@@ -107,7 +109,7 @@ class SingleCopy:
         return Sent(tuple(records), self.digest_kind, seconds)
 
     def _show(self, carriage: Carriage) -> None:
-        """Let each engine say that the memory is its own, unless the same ones have said so of the same memory.
+        """Let each engine confirm that the memory is its own, unless the same engines have confirmed the same memory.
 
         Raises:
             SyncError: it is another server's, or was another's; nothing has been written there.
@@ -124,7 +126,7 @@ class SingleCopy:
                 f"{error.what}; nothing was written",
                 where=f"{error.where}, {carriage.memory_folder}",
                 remedy="give the vllm_bridge_config.json of the server at that address with --vllm-config-path (its "
-                "log names the file), or that file's server with --rollout-external-engine-addrs",
+                "log names the file), or the server of that file with --rollout-external-engine-addrs",
             ) from error
         self._shown = shown
 

@@ -1,4 +1,4 @@
-"""The weight source, through which a trainer hands its weights to a sync or an export, one by one."""
+"""The weight source, through which a trainer passes its weights to a sync or an export, one by one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from instep.weights.memory import EngineMemory
 from instep.weights.spec import TensorSpec
 
-Samples = dict[str, dict[str, torch.Tensor]]  # by the nonce of a worker's memory, and by name: bytes of a sample
+Samples = dict[str, dict[str, torch.Tensor]]  # sample bytes by the nonce of a worker's memory, and by name
 
 
 Weights = Iterable[tuple[TensorSpec, torch.Tensor | None]]
@@ -30,18 +30,19 @@ class WeightSource(Protocol):
     def __iter__(self) -> Iterator[tuple[TensorSpec, torch.Tensor | None]]: ...
 
     def write_into(self, memory: EngineMemory) -> Samples:
-        """Write all weights into the memory of the engines (collective); where they can be, the trainer's parameters
-        become views of it.
+        """Write all weights into the memory of the engines (collective).
+
+        If possible, the trainer's parameters become views of it.
 
         Returns:
-            What that memory must hold then, computed from the trainer's own weights, of the workers opened here.
+            The required contents of that memory, computed from the trainer's own weights, for the workers opened here.
         """
         samples: Samples = {nonce: {} for nonce in memory.slices}
         self._write(memory, self, samples)
         return samples
 
     def unwritten(self, memory: EngineMemory) -> list[str]:
-        """The names of weights of which the memory opened here has a bit that the trainer's have not (collective)."""
+        """Return the names of weights that differ in any bit in the memory opened here (collective)."""
         return names_of(self._unlike(memory, self))
 
     def _unlike(self, memory: EngineMemory, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
@@ -56,7 +57,7 @@ class WeightSource(Protocol):
 
 
 def _wholes(memory: EngineMemory, weights: Weights) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
-    """Weights, which rank 0 has, on the ranks that open the engines' memory (collective)."""
+    """Yield weights of rank 0 on the ranks that open the engines' memory (collective)."""
     for spec, tensor in weights:
         if memory.on_gpus and dist.get_world_size() > 1:
             if tensor is None:
@@ -68,7 +69,7 @@ def _wholes(memory: EngineMemory, weights: Weights) -> Iterator[tuple[TensorSpec
 
 
 def names_of(flags: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-    """The names whose flag, a 0-dim bool, is set; a GPU is asked once."""
+    """Return the names whose flag, a 0-dim bool, is set. A GPU is asked once."""
     names, found = [*zip(*flags, strict=True)] or [(), ()]
     return [name for name, one in zip(names, torch.stack(found).tolist(), strict=True) if one] if names else []
 
@@ -80,5 +81,5 @@ class AdapterSource(WeightSource, Protocol):
 
 
 def adapter_config(source: WeightSource) -> dict[str, Any]:
-    """The configuration of the adapter that `source` yields, with `num_tensors`: how many tensors it has."""
+    """Return the configuration of the adapter of `source`, with its number of tensors as `num_tensors`."""
     return {**cast(AdapterSource, source).config, "num_tensors": len(source.specs)}

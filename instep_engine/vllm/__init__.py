@@ -1,4 +1,4 @@
-"""What instep adds to stock vLLM through vLLM's own extension points. The plugin does not import instep.
+"""instep's additions to stock vLLM, through vLLM's own extension points. The plugin does not import instep.
 
 vLLM calls `register` in its API server, its engine core and each worker (entry point `vllm.general_plugins`).
 """
@@ -20,7 +20,7 @@ from instep_engine import FAST_VARIABLE, LORA_VARIABLE, PARENT_VARIABLE, ROOM_VA
 ENGINE = "instep_shm"  # for --weight-transfer-config '{"backend": "instep_shm"}'
 SINGLE_COPY = "instep_single_copy"  # shares its memory with the trainer
 
-_watched_by = 0  # the process that ends with its parent; not one that was forked from it
+_watched_by = 0  # the process that ends with its parent; not one forked from it
 
 
 def register() -> None:
@@ -66,12 +66,12 @@ def register() -> None:
         from instep_engine.vllm import end_tokens
 
         end_tokens.install()
-        faulthandler.register(signal.SIGUSR1, all_threads=True)  # stacks in the log, when instep asks for them
+        faulthandler.register(signal.SIGUSR1, all_threads=True)  # stacks in the log, when instep requests them
         if os.environ[PARENT_VARIABLE] != "children" or multiprocessing.parent_process() is not None:
             _die_with_parent()
         home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
-        # Else torch moves Triton's cache beside what it compiles, but not where it loads what it has compiled: the
-        # second start of an engine would build all kernels of vLLM's sampler again (20 s on an H100).
+        # Without it torch moves Triton's cache beside its compiled code, but not where it loads that code. The second
+        # start of an engine would then build all kernels of vLLM's sampler again (20 s on an H100).
         os.environ.setdefault("TRITON_CACHE_DIR", os.path.join(home, ".triton", "cache"))
     if multiprocessing.parent_process() is None:
         multiprocessing.util.register_after_fork(vllm.plugins, _forget_in_child)
@@ -80,16 +80,16 @@ def register() -> None:
 
 
 def _forget_in_child(plugins: ModuleType) -> None:
-    """In a core that was forked from its server: plugins are not loaded there, and signals are its own."""
+    """Reset a core that was forked from its server: plugins are not loaded there, and signals are its own."""
     plugins.plugins_loaded = False  # type: ignore[attr-defined]
-    signal.set_wakeup_fd(-1)  # else the server's event loop takes them for its own (Python 3.11)
+    signal.set_wakeup_fd(-1)  # otherwise the server's event loop takes its signals (Python 3.11)
 
 
 def _wait_for_room() -> None:
-    """Wait until the trainer, which loads its models while this process imports vLLM, has left the GPU.
+    """Wait until the trainer has left the GPU. It loads its models while this process imports vLLM.
 
     Raises:
-        TimeoutError: it has not, in time.
+        TimeoutError: it has not left in time.
     """
     seconds, _, path = os.environ[ROOM_VARIABLE].partition(":")
     deadline = time.monotonic() + float(seconds)
@@ -102,14 +102,14 @@ def _wait_for_room() -> None:
 
 
 def _die_with_parent() -> None:
-    """End this process with the one that has started it, however that one ends."""
+    """End this process with the one that has started it, for any end of that process."""
     global _watched_by
     if _watched_by == os.getpid():
         return
     _watched_by, parent = os.getpid(), os.getppid()
     if (starter := multiprocessing.parent_process()) is not None:  # of a core or a worker
-        parent = starter.pid or 0  # which may have ended while this one imported vLLM
-        PR_SET_PDEATHSIG = 1  # as this one may hang with the interpreter's lock held
+        parent = starter.pid or 0  # it may have ended while this one imported vLLM
+        PR_SET_PDEATHSIG = 1  # this one may hang with the interpreter's lock held
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
     def watch() -> None:

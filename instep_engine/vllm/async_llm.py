@@ -1,12 +1,12 @@
-"""The API server keeps the lease of its engine's pause (`lease.py`), by which it knows that a trainer has died.
+"""The API server keeps the lease of its engine's pause (`lease.py`), so it notices the death of a trainer.
 
     POST /init_weight_transfer_engine {"init_info": {"lease": {...}}}
 
-It also tells the engine core which version a session has brought (`fast/versions.py`).
+It also passes the version of a session to the engine core (`fast/versions.py`).
 
-It is for engines that instep has not started; those end with their trainer. When the lease expires the engine goes on
-with the weights that it had. Where it may hold some of two versions, it ends: a session has loaded some and was not
-completed, or the trainer has written in place.
+It is for engines that instep has not started; others end with their trainer. When the lease expires, the engine resumes
+with the weights that it had. But it ends if it may hold weights of two versions: an incomplete session has loaded some,
+or the trainer has written in place.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WRAPPED = ("init_weight_transfer_engine", "update_weights", "finish_weight_updat
 
 
 class Loaded:
-    """The adapter that `/lora/load` (`atropos.py`) has loaded; it serves requests that name none.
+    """The adapter that `/lora/load` (`atropos.py`) has loaded. It serves requests without an adapter.
 
     `request` is vLLM's, None without one; `count` is of all loads.
     """
@@ -50,7 +50,7 @@ async def _end_server() -> None:
 def install(llm: Any, end: Callable[[], Awaitable[None]] = _end_server) -> None:
     """Let servers with an engine of the class `llm`, vLLM's `AsyncLLM`, keep a lease. Once in a process.
 
-    A class without the methods that are known here keeps none, and its workers refuse a trainer that asks for one.
+    A class without the known methods keeps no lease, and its workers refuse a trainer that requests one.
 
     Args:
         end: ends the server with its engine.
@@ -60,7 +60,7 @@ def install(llm: Any, end: Callable[[], Awaitable[None]] = _end_server) -> None:
         return
     for name, method in zip(WRAPPED, known, strict=True):
         if not inspect.iscoroutinefunction(method):
-            logger.warning("instep: no lease of pauses, as this vLLM's AsyncLLM.%s is another", name)
+            logger.warning("instep: no lease of pauses, because this vLLM's AsyncLLM.%s is different", name)
             return
     init, update, finish, resume = known
 

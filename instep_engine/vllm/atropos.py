@@ -3,8 +3,8 @@
     GET  /health_generate /bridge/{info,state_dict_info,is_paused,is_sleeping,debug,list_endpoints} /lora/status
     POST /bridge/{pause,resume,sleep,wake_up} /lora/load {"adapter_path": DIR, "adapter_name"?: NAME} /lora/unload
 
-`/generate` is not among them. An adapter of `/lora/load` serves requests that name none, until it is unloaded or a
-trainer's session has brought another one; the engine must run with --enable-lora and INSTEP_LORA=1 (`lora.py`).
+`/generate` is not among them. An adapter of `/lora/load` serves requests without an adapter, until it is unloaded or a
+trainer's session has brought another one. The engine must run with --enable-lora and INSTEP_LORA=1 (`lora.py`).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from instep_engine.vllm.async_llm import Loaded
 
 FIRST_ID = 1001  # of an adapter; the trainer's own has 1
 MODES = ("keep", "wait", "abort")
-BUSY = "a trainer's session has paused this engine, and resumes it itself"
+BUSY = "a trainer's session has paused this engine, and will resume it"
 
 
 class Refused(Exception):
-    """A request that cannot be served: the status of the answer, and why."""
+    """A request that cannot be served: the status of the answer, and the reason."""
 
     def __init__(self, status: int, detail: str):
         super().__init__(detail)
@@ -36,7 +36,7 @@ class Refused(Exception):
 
 
 class Middleware:
-    """An ASGI middleware that answers those routes, and passes everything else on."""
+    """An ASGI middleware that answers those routes, and passes all other requests on."""
 
     def __init__(self, app: App):
         self.app = app
@@ -60,7 +60,7 @@ class Middleware:
 
 
 def _told(scope: Message, send: Send) -> Send:
-    """`send` that says in the log when the server has started, with the words of uvicorn's own line for a port."""
+    """Wrap `send` so that it logs the server's start, in the words of uvicorn's own line for a port."""
 
     async def send_on(message: Message) -> None:
         await send(message)
@@ -74,9 +74,9 @@ def _object(body: bytes) -> dict[str, Any]:
     try:
         found = json.loads(body or b"{}")
     except ValueError as error:
-        raise Refused(400, f"the body is no JSON: {error}") from None
+        raise Refused(400, f"the body is not JSON: {error}") from None
     if not isinstance(found, dict):
-        raise Refused(400, "the body is no object")
+        raise Refused(400, "the body is not an object")
     return found
 
 
@@ -84,7 +84,7 @@ Answer = dict[str, Any]
 
 
 class _Server:
-    """What the routes answer. `asked` is the query and the body of the request."""
+    """The answers of the routes. `asked` is the query and the body of the request."""
 
     def __init__(self, app: Any, engine: Any, asked: dict[str, Any]):
         self.app, self.engine, self.asked, self.model = app, engine, asked, engine.model_config
@@ -137,7 +137,7 @@ class _Server:
         return {"endpoints": own + theirs}
 
     async def pause(self) -> Answer:
-        """New requests wait; `mode` says what becomes of those under way: they stand still (keep), end, or abort."""
+        """Pause: new requests wait. Running ones stop (keep), end (wait), or are aborted, as `mode` says."""
         if (mode := self.asked.get("mode", "keep")) not in MODES:
             raise Refused(400, f"no such mode: {mode!r}; there are {', '.join(MODES)}")
         self._check_free()
@@ -184,23 +184,23 @@ class _Server:
 
     async def lora_load(self) -> Answer:
         if not self.takes_adapters:
-            raise Refused(400, f"this engine takes no adapters: start it with --enable-lora and {LORA_VARIABLE}=1")
+            raise Refused(400, f"this engine accepts no adapters: start it with --enable-lora and {LORA_VARIABLE}=1")
         path, name = self.asked.get("adapter_path"), self.asked.get("adapter_name") or f"adapter_{Loaded.count}"
         if not isinstance(path, str) or not isinstance(name, str):
-            raise Refused(422, "adapter_path and adapter_name are texts")
+            raise Refused(422, "adapter_path and adapter_name must be texts")
         try:
             config = json.loads((Path(path) / "adapter_config.json").read_text())
         except OSError:
             raise Refused(404, f"Adapter not found: {path} has no adapter_config.json") from None
         except ValueError as error:
-            raise Refused(400, f"{path}/adapter_config.json is no JSON: {error}") from None
+            raise Refused(400, f"{path}/adapter_config.json is not JSON: {error}") from None
         from vllm.lora.request import LoRARequest
 
         request = LoRARequest(name, FIRST_ID + Loaded.count, os.path.abspath(path))
         try:
             await self.engine.add_lora(request)
-        except Exception as error:  # noqa: BLE001 - the worker's, whose class the core does not keep
-            raise Refused(400, f"vLLM does not load {path}: {error}") from error
+        except Exception as error:  # noqa: BLE001 - from the worker; the core does not keep its class
+            raise Refused(400, f"vLLM cannot load {path}: {error}") from error
         Loaded.request, Loaded.count = request, Loaded.count + 1
         about = {key: config.get(key) for key in ("r", "lora_alpha", "target_modules")}
         return {

@@ -1,7 +1,8 @@
-"""A middleware that asks for a key: `--middleware instep_engine.vllm.auth.Middleware`, the last and so the outermost.
+"""A middleware that requires a key: `--middleware instep_engine.vllm.auth.Middleware`, the last and so the outermost.
 
-vLLM's own key covers generation only; its control routes, such as /update_weights or /collective_rpc, ask for nothing.
-Two routes that vLLM lacks are answered here: `POST /instep/pause?mode=abort|keep|wait` and `/generate` (`sglang.py`).
+vLLM's own key covers only generation. Its control routes, such as /update_weights or /collective_rpc, need no key. This
+middleware also answers two routes that vLLM lacks: `POST /instep/pause?mode=abort|keep|wait` and `/generate`
+(`sglang.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ PAUSE, MODES = "/instep/pause", ("abort", "keep", "wait")
 
 
 class Middleware:
-    """An ASGI middleware that passes on what `guard.Guard` lets pass.
+    """An ASGI middleware that passes on the requests that `guard.Guard` accepts.
 
     Raises:
         ValueError: the environment holds no key.
@@ -45,9 +46,9 @@ class Middleware:
 
 
 async def _pause(scope: Message, send: Send) -> None:
-    """Pause the engine core, and drop its caches, without the 20 ms that vLLM's `/pause` waits after the pause.
+    """Pause the engine core, and drop its caches. vLLM's `/pause` waits 20 ms more after the pause.
 
-    It waits them so that callers see the last answers before its own; instep counts the requests that are under way.
+    It waits so that callers see the last answers before its own. instep counts its running requests instead.
     """
     mode = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("mode", ["abort"])[-1]
     if mode not in MODES:

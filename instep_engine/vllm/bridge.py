@@ -1,7 +1,7 @@
-"""`vllm_bridge_config.json`: how a server that a user has started by hand tells a trainer where its weights are.
+"""`vllm_bridge_config.json`: how a server that a user started by hand shows a trainer where its weights are.
 
-It lies in `$LOGDIR`, or where the server was started (or is `$VLLM_BRIDGE_CONFIG_PATH`), and only its user can read it.
-The keys are those of Atropos' example trainer; `instep` names the folder in which every worker has written
+It is in `$LOGDIR`, or where the server was started (or is `$VLLM_BRIDGE_CONFIG_PATH`), and only its user can read it.
+The keys are those of Atropos' example trainer. `instep` names the folder in which every worker has written
 `memory-RANK.json`.
 """
 
@@ -24,11 +24,11 @@ from instep_engine.memory import Memory, write_private
 from instep_engine.place import SYNC, process_mark
 
 NAME = "vllm_bridge_config.json"
-LOCK = ".instep-scratch"  # by which instep knows folders whose owner was killed, and removes them
+LOCK = ".instep-scratch"  # marks folders whose owner was killed; instep removes them
 
 
 class Bridge:
-    """The folder of a server of its own, and the file that leads to it; made by the worker of rank 0."""
+    """The folder of a server without a run, and the file that points to it; made by the worker of rank 0."""
 
     def __init__(self) -> None:
         root = "/dev/shm" if os.path.isdir("/dev/shm") else None
@@ -77,7 +77,7 @@ class Bridge:
         write_private(self.path, json.dumps(config, indent=1))
 
     def remove(self) -> None:
-        """Remove the folder and the file, if it is not that of another server by now."""
+        """Remove the folder, and the file unless it now belongs to another server."""
         shutil.rmtree(self.folder, ignore_errors=True)
         try:
             ours = json.loads(self.path.read_text())["instep"]["folder"] == str(self.folder)

@@ -8,11 +8,11 @@ import torch
 
 
 class CpuPacking:
-    """Call `undo` before a reload of `model`, and `redo` after it."""
+    """Packing of `model`: call `undo` before a reload, and `redo` after it."""
 
     def __init__(self, model: torch.nn.Module):
         self._model = model
-        self._kernels: list[tuple[Any, Any]] = []  # methods of experts, and their kernels
+        self._kernels: list[tuple[Any, Any]] = []  # the methods of experts, and their kernels
 
     def undo(self) -> None:
         """Undo the packing: experts are packed only with a new kernel, and latent attention has dropped its weights."""
@@ -28,7 +28,7 @@ class CpuPacking:
             method.moe_kernel = None
 
     def redo(self) -> None:
-        """Give experts their kernels, and pack a tied lm_head again: it receives no tensor of its own."""
+        """Give experts their kernels, and pack a tied lm_head again: it receives no separate tensor."""
         from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
         for method, kernel in self._kernels:

@@ -1,8 +1,8 @@
-"""Loads weights straight into the live parameters of a model on a GPU, at the addresses that CUDA graphs know.
+"""Loads weights straight into the live parameters of a model on a GPU, at the addresses in its CUDA graphs.
 
 vLLM's own reload makes each layer again, processes it, and copies it over the old one, which takes seconds. A model
-whose weights vLLM keeps as the checkpoint has them needs none of that. The first session loads through the model's own
-`load_weights`, and records which slices of which parameters each weight is copied to; later ones copy these at once.
+whose weights stay as in the checkpoint needs none of that. The first session loads through the model's own
+`load_weights`, and records to which slices of which parameters each weight is copied. Later ones copy directly.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from instep_engine.memory import Recorder, Slice
 
 
 def loads_directly(model: nn.Module, vllm_config: Any, device: torch.device) -> bool:
-    """Whether vLLM keeps each weight of this model as the checkpoint has it: nothing is packed, quantized or fused."""
+    """Return whether vLLM keeps each weight of this model as in the checkpoint: not packed, quantized or fused."""
     from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
@@ -39,15 +39,15 @@ class DirectLoader:
 
     def __init__(self, model: nn.Module):
         self._model = model
-        self._copies: dict[str, list[tuple[str, Slice]]] = {}  # of the weights that are plain copies: into what
+        self._copies: dict[str, list[tuple[str, Slice]]] = {}  # of the weights that are plain copies: their targets
         self._written: dict[str, int] = {}
 
     def begin(self) -> None:
-        self._written = {}  # parameter -> elements that were copied into it
+        self._written = {}  # parameter -> number of elements copied into it
 
     @torch.no_grad()
     def load(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Copy weights into the parameters. Raises what the model's `load_weights` raises."""
+        """Copy weights into the parameters. Raises the errors of the model's `load_weights`."""
         if new := {name: tensor for name, tensor in tensors.items() if name not in self._copies}:
             live = {**dict(self._model.named_buffers()), **dict(self._model.named_parameters())}
             recorder, parameters = Recorder(live.values()), list(live)
@@ -75,14 +75,14 @@ class DirectLoader:
             torch._foreach_copy_(into, out_of)
 
     def check_complete(self) -> None:
-        """Raise WeightMismatch unless each parameter was written whole in this session."""
+        """Raise WeightMismatch unless each parameter was completely written in this session."""
         from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
         written = {id(p): self._written.get(name, 0) for name, p in self._model.named_parameters()}  # tied ones once
         for path, layer in self._model.named_modules():
             for parameter in layer.parameters(recurse=False):
                 here = written[id(parameter)]
-                padded = isinstance(layer, VocabParallelEmbedding) and here > 0  # to a multiple of 64 rows
+                padded = isinstance(layer, VocabParallelEmbedding) and here > 0  # padded to a multiple of 64 rows
                 if here < parameter.numel() and not padded:
                     some = f"{here} of {parameter.numel()} elements"
                     raise WeightMismatch(f"{path} was not delivered whole ({some})", path)

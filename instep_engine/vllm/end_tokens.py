@@ -1,6 +1,7 @@
-"""Which tokens end a response: the tokenizer's own, and those that the generation config lists, if they are special.
+"""The tokens that end a response: the tokenizer's own, and special ones of the generation config.
 
-vLLM takes whatever is listed. A config that nobody has set says 0, for many tokenizers an ordinary token, such as "!".
+vLLM takes all listed tokens. A config that was never set says 0, which is an ordinary token of many tokenizers, such as
+"!".
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ logger = init_logger("vllm.instep")
 
 
 def install() -> None:
-    """Let the API server of this process leave out listed tokens that are ordinary ones of its tokenizer."""
+    """Let the API server of this process ignore listed tokens that are ordinary ones of its tokenizer."""
     vllms_own = InputProcessor.__init__
     if hasattr(vllms_own, "__wrapped__"):  # plugins may be loaded twice in a process
         return
@@ -29,7 +30,7 @@ def install() -> None:
         ids = {listed} if isinstance(listed, int) else set(listed)
         special = {*self.tokenizer.added_tokens_decoder, *self.tokenizer.all_special_ids}
         if others := sorted(ids - special):
-            logger.warning("instep: token ids %s do not end a response: they are no special ones", others)
+            logger.warning("instep: token ids %s do not end a response: they are not special tokens", others)
             self.generation_config_fields["eos_token_id"] = sorted(ids & special)
 
     InputProcessor.__init__ = init  # type: ignore[method-assign]

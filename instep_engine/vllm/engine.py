@@ -13,12 +13,12 @@ A session uses vLLM's own routes:
     POST /update_weights {"update_info": {"backend": "complete", "names": [...]}}   refuses if something is missing
     POST /finish_weight_update {"weight_version": "3"}
 
-An adapter is in use from "complete" on: the engine may generate until then.
+An adapter is used from "complete" on. The engine may generate until then.
 
 Each of several workers (TP, PP) reads and checks all weights and loads its own shard. If one worker refuses, all
-refuse: they tell each other, and the last one raises. (vLLM's executor reads its workers' answers in order and stops at
-the first failure; it would take later answers for those to the next call.) A refusal ends the session. Layers that had
-arrived completely keep their new weights, other layers their old ones, so instep keeps the engine paused until a later
+refuse: they exchange their results, and the last one raises. (vLLM's executor reads its workers' answers in order and
+stops at the first failure. It would take later answers for those to the next call.) A refusal ends the session.
+Complete layers keep their new weights, other layers their old ones. So instep keeps the engine paused until a later
 session has succeeded.
 
 vLLM regards a session as active on the workers that did not raise. So a session that is announced while one is active
@@ -75,7 +75,7 @@ class ShmWeightTransferEngine(Receiving, WeightTransferEngine[WeightTransferInit
         self._reloading = False
         self._adapter = Receiver(self.vllm_config, self.model, self._shapes)
         self._direct = DirectLoader(self.model) if loads_directly(self.model, self.vllm_config, self.device) else None
-        self.keeps = self._direct is None  # vLLM's reload keeps tensors until their layer is whole
+        self.keeps = self._direct is None  # vLLM's reload keeps tensors until their layer is complete
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> Any:
         return init_dict  # checked below, where the workers agree on a failure
@@ -107,17 +107,17 @@ class ShmWeightTransferEngine(Receiving, WeightTransferEngine[WeightTransferInit
             with set_current_vllm_config(self.vllm_config):
                 self.receive_weights(update_info)
             torch.accelerator.synchronize()
-        except Exception as error:  # the border to vLLM's workers
+        except Exception as error:  # the error goes to vLLM's workers
             logger.exception("an update was refused")
             failure = str(error) if isinstance(error, WeightMismatch) else f"WeightMismatch[]: {error!r}"
         try:
             self._agree(failure, self._wrote)
         except RuntimeError:
-            self._active = False  # on this worker vLLM, too, will see that it raised
+            self._active = False  # vLLM, too, will see that this worker raised
             raise
 
     def _agree(self, failure: str | None, wrote: bool = False) -> None:
-        """If any worker has failed, end the session on all of them and raise on the last one.
+        """End the session on all workers if any has failed, and raise on the last one.
 
         Args:
             wrote: whether this worker has loaded weights of the session.
@@ -134,7 +134,7 @@ class ShmWeightTransferEngine(Receiving, WeightTransferEngine[WeightTransferInit
         if first != ACTIVE:
             self.session = None
         self._forget_partial_layers()
-        self._end_reload()  # what did not arrive whole keeps its old weights
+        self._end_reload()  # incomplete layers keep their old weights
         if get_tp_group().is_last_rank and get_pp_group().is_last_rank:
             raise RuntimeError(first + (LOADED if any(wrote for _, wrote in failures) else ""))
 
@@ -151,7 +151,7 @@ class ShmWeightTransferEngine(Receiving, WeightTransferEngine[WeightTransferInit
 
     def finish_weight_update(self) -> None:
         if not self._complete:  # refused, or left by a controller that died; instep completes its own
-            logger.warning("a session ends that was not complete")
+            logger.warning("an incomplete session ends")
             self._forget_partial_layers()
         self._end_reload()
         self.session, self._active = None, False
@@ -177,7 +177,7 @@ class ShmWeightTransferEngine(Receiving, WeightTransferEngine[WeightTransferInit
                 raise WeightMismatch(f"{name}: received shape {shape}, the model has {self._shapes[name]}", name)
 
     def compare_start(self, path: str, tensors: dict[str, torch.Tensor]) -> None:
-        """See that it is the checkpoint which vLLM has loaded by itself."""
+        """Check that it is the checkpoint that vLLM has loaded itself."""
         if os.path.realpath(path) != os.path.realpath(self.model_config.model):
             raise WeightMismatch(f"this engine was started on {self.model_config.model}, not on {path}")
         self._started = True
@@ -189,7 +189,7 @@ class ShmWeightTransferEngine(Receiving, WeightTransferEngine[WeightTransferInit
 
         if missing := sorted(set(names or ()) - self.delivered):
             raise WeightMismatch(f"{len(missing)} tensors were not delivered: {missing[:3]}", missing[0])
-        if self._adapter.tensors or self._started:  # the base stays as it is
+        if self._adapter.tensors or self._started:  # the base does not change
             return
         if not self.delivered:
             raise WeightMismatch("no tensor was delivered")
@@ -199,7 +199,7 @@ class ShmWeightTransferEngine(Receiving, WeightTransferEngine[WeightTransferInit
         for path, layer in self.model.named_modules():
             info = get_layerwise_info(layer)
             wanted = sum(p.numel() for p in layer.parameters(recurse=False))
-            if not info.can_load() or info.load_numel >= wanted:  # loaded, or nothing to load but buffers
+            if not info.can_load() or info.load_numel >= wanted:  # loaded, or only buffers to load
                 continue
             padded = isinstance(layer, VocabParallelEmbedding) and info.load_numel > 0  # to a multiple of 64 rows
             if not padded and not (self._tied and isinstance(layer, ParallelLMHead)):
@@ -236,7 +236,7 @@ class ShmWeightTransferEngine(Receiving, WeightTransferEngine[WeightTransferInit
                 self.model.load_weights((name, tensor) for name, tensor in tensors.items())
         except (KeyError, ValueError, AssertionError, RuntimeError) as error:
             first = next(iter(tensors), None)
-            raise WeightMismatch(f"the model does not take these weights: {error!r}", first) from error
+            raise WeightMismatch(f"the model cannot load these weights: {error!r}", first) from error
         return tensors
 
     def _forget_partial_layers(self) -> None:
@@ -259,7 +259,7 @@ class ShmWeightTransferEngine(Receiving, WeightTransferEngine[WeightTransferInit
 
 
 def checkpoint_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """The shapes of the tensors of a local checkpoint by name, from the file headers; empty without a checkpoint."""
+    """Return the shapes of a local checkpoint's tensors by name, from the file headers; empty without one."""
     shapes: dict[str, tuple[int, ...]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:

@@ -1,7 +1,7 @@
 """For prefill and decode engines of vLLM before 0.32: `--middleware instep_engine.vllm.kv_params.Middleware`.
 
-Their token route answers with `kv_transfer_params`, but ignores those of a request, so that the decode engine would
-silently compute every prompt again. The core reads them from the sampling parameters' `extra_args`.
+Their token route answers with `kv_transfer_params`, but ignores those of a request. So the decode engine would silently
+compute every prompt again. The core reads them from the sampling parameters' `extra_args`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from instep_engine.asgi import GENERATE, App, Message, Receive, Send, body_of, w
 
 
 class Middleware:
-    """An ASGI middleware that moves `kv_transfer_params` of a request for tokens to where the core reads them."""
+    """An ASGI middleware that moves a token request's `kv_transfer_params` to where the core reads them."""
 
     def __init__(self, app: App):
         self.app = app
@@ -26,7 +26,7 @@ class Middleware:
 
 
 def moved(body: bytes) -> bytes:
-    """The JSON of a request with its parameters moved; unchanged without them, or where vLLM will refuse it."""
+    """Return the JSON of a request with its parameters moved; unchanged without them, or if vLLM will refuse it."""
     try:
         request = json.loads(body)
         params = request.pop("kv_transfer_params", None)

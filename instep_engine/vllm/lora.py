@@ -1,8 +1,9 @@
-"""LoRA adapters from a trainer, in memory: an engine that is started with --enable-lora and INSTEP_LORA=1 takes them.
+"""LoRA adapters from a trainer, in memory, for engines started with --enable-lora and INSTEP_LORA=1.
 
-A weight session brings the adapter to every worker (`engine.py`), which keeps its tensors here. vLLM loads adapters
-when a request names them: each request that names none names the trainer's, whatever its route, and vLLM's own loader
-is given these tensors instead of files. So scheduling, CUDA graphs, caches and parallel layers see an adapter like any.
+A weight session brings the adapter to every worker (`engine.py`), which keeps its tensors here. vLLM loads an adapter
+when a request names it. Each request without an adapter gets the trainer's name here, on any route, and vLLM's own
+loader gets these tensors instead of files. So scheduling, CUDA graphs, caches and parallel layers treat it like any
+adapter.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ REQUEST = LoRARequest("instep", 1, "instep: from the trainer, in memory")
 PEFT, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 
 _held: tuple[dict[str, torch.Tensor], dict[str, Any]] | None = None  # `Receiver.tensors`, peft's configuration
-_base_stays = False  # the session that ends next has brought an adapter, and no weight of the base
+_base_stays = False  # the current session has brought an adapter, and no weight of the base
 
 
 def session_begins() -> None:
@@ -65,16 +66,16 @@ def install() -> None:
         if lora_request.lora_path != REQUEST.lora_path:
             return load(self, lora_request)
         manager = self._adapter_manager
-        if _held is None:  # no session has brought one yet: zeros leave the base as it is
+        if _held is None:  # no session has brought one yet: zeros leave the base unchanged
             rank = manager.lora_config.max_lora_rank
             return manager.create_dummy_lora(REQUEST.lora_int_id, rank, self.embedding_modules)
         return _model(manager, *_held)
 
     @functools.wraps(layers)
     def get_supported_lora_modules(model: torch.nn.Module) -> list[str]:
-        # A trainer's adapter has linear layers alone: neither table of tokens, nor experts. With an adapter's output
-        # layer vLLM would add zeros to all logits, and take those of a prompt for the rows that it samples from: on a
-        # CPU the engine would die of it.
+        # A trainer's adapter has only linear layers: neither token tables nor experts. With an adapter's output layer
+        # vLLM would add zeros to all logits, and confuse those of a prompt with the rows that it samples from. On a CPU
+        # the engine would crash.
         linear = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, LinearBase)}
         return [name for name in layers(model) if name in linear]
 
@@ -83,16 +84,16 @@ def install() -> None:
 
         @functools.wraps(about_experts)
         def as_without_adapters(self: Any) -> None:
-            self.is_lora_enabled = False  # else vLLM takes kernels that know adapters: slower ones, and none on a CPU
+            self.is_lora_enabled = False  # otherwise vLLM uses kernels for adapters: slower ones, and none on a CPU
             about_experts(self)
 
         experts.__post_init__ = as_without_adapters
 
-    if (reset := getattr(LoRAModelRunnerMixin, "reset_lora_state", None)) is not None:  # 0.32 has it, 0.26 has not
+    if (reset := getattr(LoRAModelRunnerMixin, "reset_lora_state", None)) is not None:  # 0.32 has it, 0.26 does not
 
         @functools.wraps(reset)
         def reset_lora_state(self: Any) -> None:
-            # vLLM forgets all adapters at the end of a session, as the base may be another.
+            # vLLM forgets all adapters at the end of a session, because the base may have changed.
             global _base_stays
             stays, _base_stays = _base_stays, False
             if not stays:
@@ -105,7 +106,7 @@ def install() -> None:
 
 
 class Layout(NamedTuple):
-    """Where a tensor lies: the number of the piece of memory, its first byte there, dtype and shape."""
+    """The place of a tensor: the number of the piece of memory, its first byte there, dtype and shape."""
 
     number: int
     start: int
@@ -115,12 +116,12 @@ class Layout(NamedTuple):
 
 @dataclass
 class Arrived:
-    """What has arrived of an adapter.
+    """The arrived part of an adapter.
 
     Attributes:
-        tensors: on the device; B is multiplied by alpha / rank already.
-        wholes: their memory, one piece for each of those that they came in; layout: where each tensor lies in it.
-        source: what they came in, if the next adapter may come in it: by the same object, then it has the same form.
+        tensors: on the device; B is already multiplied by alpha / rank.
+        wholes: their memory, one piece for each piece that they came in; layout: the place of each tensor in it.
+        source: the object they came in, if the next adapter may come in it. The same object then has the same form.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -131,14 +132,16 @@ class Arrived:
 
 @dataclass
 class Places:
-    """Where vLLM keeps the adapter that it has loaded. Another one of the same shape is written there, which takes a
-    tenth of the time: vLLM's loader parses hundreds of names, packs layers and clears their buffers.
+    """Where vLLM keeps the adapter that it has loaded.
+
+    Another adapter of the same shape is written there. That takes a tenth of the time: vLLM's loader parses hundreds of
+    names, packs layers and clears their buffers.
 
     Attributes:
         adapter: peft's configuration.
-        model, slot: vLLM's object of the adapter, and which of its buffers it is in.
-        arrived: what this object refers to: vLLM fills these buffers from there when it has used them for another one.
-        copies: slices of the buffers, and what of `arrived` belongs there.
+        model, slot: vLLM's object of the adapter, and the number of its buffer.
+        arrived: the tensors of this object: vLLM fills these buffers from there after it has used them for another one.
+        copies: slices of the buffers, and the parts of `arrived` for them.
     """
 
     adapter: dict[str, Any]
@@ -148,7 +151,7 @@ class Places:
     copies: list[tuple[list[torch.Tensor], list[torch.Tensor]]]
 
     def are_those_of(self, manager: Any, adapter: dict[str, Any], new: Arrived) -> bool:
-        """Whether they are still in use, and fit the adapter that has arrived."""
+        """Return whether they are still in use, and fit the adapter that has arrived."""
         return (
             manager.lora_index_to_id[self.slot] == self.model.id
             and manager.get_adapter(self.model.id) is self.model
@@ -166,10 +169,10 @@ class Places:
 
 
 class Receiver:
-    """A worker's side of a session that brings an adapter. Nothing that is in use changes before `load`.
+    """A worker's side of a session with an adapter. Nothing that is in use changes before `load`.
 
     Args:
-        shapes: those of the base's weights by name; empty where they are unknown.
+        shapes: those of the base's weights by name; empty if they are unknown.
     """
 
     def __init__(self, vllm_config: Any, model: torch.nn.Module, shapes: dict[str, tuple[int, ...]]):
@@ -183,18 +186,18 @@ class Receiver:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What has arrived in this session."""
+        """The tensors that have arrived in this session."""
         return self._arrived.tensors
 
     def receive(self, tensors: dict[str, torch.Tensor], adapter: dict[str, Any], lasting: bool = False) -> None:
         """Check tensors of the adapter that peft's configuration `adapter` describes, and keep copies of them.
 
         Args:
-            lasting: whether `tensors` are views of memory in which others may come, as the same object then.
+            lasting: whether `tensors` are views of memory that is used again, by the same object then.
 
         Raises:
-            WeightMismatch: the engine takes no adapters; a tensor belongs to no layer, has another rank or shape, is
-                not finite; `adapter` is malformed.
+            WeightMismatch: the engine does not accept adapters; a tensor belongs to no layer, has another rank or
+                shape, or is not finite; `adapter` is malformed.
         """
         rank, num = adapter.get("r"), adapter.get("num_tensors")
         if not (type(rank) is type(num) is int and rank > 0 and isinstance(adapter.get("lora_alpha"), int | float)):
@@ -202,7 +205,7 @@ class Receiver:
         lora_config = self._config.lora_config
         if lora_config is None or not os.environ.get(LORA_VARIABLE) or lora_config.max_lora_rank < rank:
             ask = f"start it with {LORA_VARIABLE}=1, --enable-lora and --max-lora-rank (at least {rank})"
-            raise WeightMismatch(f"this engine takes no adapter of rank {rank}: {ask}")
+            raise WeightMismatch(f"this engine does not accept an adapter of rank {rank}: {ask}")
         if self.tensors and adapter != self._adapter:
             raise WeightMismatch("two buckets belong to different adapters", next(iter(tensors), None))
         self._adapter = adapter
@@ -217,7 +220,7 @@ class Receiver:
             if not (name.startswith(PEFT) and name.endswith((A, B))) or (self._shapes and len(base) != 2):
                 raise WeightMismatch(f"{name} belongs to no layer of this model", name)
             if parse_fine_tuned_lora_name(name, mapper)[0].rpartition(".")[2] not in known:
-                raise WeightMismatch(f"vLLM has no adapters for {layer} (leave it out of --lora-target-modules)", name)
+                raise WeightMismatch(f"vLLM has no adapters for {layer} (remove it from --lora-target-modules)", name)
             if base:
                 shape = (rank, base[1]) if name.endswith(A) else (base[0], rank)
                 if tuple(tensor.shape) != shape:
@@ -236,13 +239,13 @@ class Receiver:
         self.tensors.update(copies)
 
     def forget_source(self) -> None:
-        """Let go of the memory that the last adapter came in."""
+        """Release the memory that the last adapter came in."""
         self._staged = None
         if self._places is not None:
             self._places.arrived.source = None
 
     def _again(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Copies in the memory that is staged, where these are the same views of the same buckets; else none."""
+        """Return copies in the staged memory, if these are the same views of the same buckets; else None."""
         staged = self._staged
         if staged is None or staged.source is not tensors:
             return {}
@@ -253,7 +256,7 @@ class Receiver:
         return staged.tensors
 
     def _copied(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Copies on the device; those of one bucket are copied at once, as there are hundreds."""
+        """Return copies on the device. Those of one bucket are copied at once, because there are hundreds."""
         device, numbers, new = self._model.lora_manager.device, dict[int, int](), self._arrived  # by address of memory
         copies: dict[str, torch.Tensor] = {}
         for name, tensor in tensors.items():
@@ -269,10 +272,10 @@ class Receiver:
         return copies
 
     def load(self) -> None:
-        """Make the adapter that has arrived the one that requests use.
+        """Let requests use the adapter that has arrived.
 
         Raises:
-            WeightMismatch: it is not whole, or vLLM does not take it.
+            WeightMismatch: it is incomplete, or vLLM cannot load it.
         """
         global _base_stays, _held
         if len(self.tensors) != self._adapter["num_tensors"]:
@@ -292,12 +295,12 @@ class Receiver:
             self._places = places
         except (KeyError, ValueError, AssertionError, RuntimeError) as error:
             _held, self._staged = before, None
-            raise WeightMismatch(f"vLLM does not take this adapter: {error!r}") from error
+            raise WeightMismatch(f"vLLM cannot load this adapter: {error!r}") from error
         self.clear()
         _base_stays = True
 
     def _load(self, manager: Any) -> Places | None:
-        """Let vLLM load the adapter; returns where it is, or None if not all of it was copied as it is."""
+        """Let vLLM load the adapter. Return where it is, or None if some of it was not copied unchanged."""
         model = _model(manager, self.tensors, self._adapter)
         manager.remove_adapter(model.id)
         manager.add_adapter(model)
@@ -309,7 +312,8 @@ class Receiver:
             manager.activate_adapter(model.id)
         if recorder.unknown or recorder.slices.keys() != self.tensors.keys():
             return None
-        # torch copies a list at once where each pair is contiguous on a GPU, and else one by one: a list for each kind.
+        # torch copies a list at once if each pair is contiguous on a GPU, and otherwise one by one: so a list for each
+        # kind.
         copies: dict[bool, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for name, parts in recorder.slices.items():
             for part in parts:
@@ -323,7 +327,7 @@ class Receiver:
 
 
 def _packed(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """The shapes of unpacked weights of GPTQ or AWQ. Packed ones have inputs first; GPTQ packs along these."""
+    """Return the shapes of unpacked weights of GPTQ or AWQ. Packed ones have inputs first; GPTQ packs along these."""
     out = {}
     for layer in [name.removesuffix("qweight") for name in shapes if name.endswith(".qweight")]:
         (rows, columns), num_out = shapes[f"{layer}qweight"], shapes[f"{layer}scales"][1]
@@ -333,7 +337,7 @@ def _packed(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
 
 
 def _model(manager: Any, tensors: dict[str, torch.Tensor], adapter: dict[str, Any]) -> LoRAModel:
-    """The adapter as vLLM's, which refers to `tensors`; its scale is 1, as B has been multiplied."""
+    """Return the adapter as vLLM's object, which refers to `tensors`; its scale is 1, because B has been multiplied."""
     logger.info("instep: an adapter of %d tensors goes through vLLM's own loader", len(tensors))
     return LoRAModel.from_lora_tensors(
         REQUEST.lora_int_id,
@@ -347,7 +351,7 @@ def _model(manager: Any, tensors: dict[str, torch.Tensor], adapter: dict[str, An
 
 
 def _mapper(model: Any) -> Any:
-    """What vLLM's own loader maps the names of adapters with."""
+    """Return the mapper of adapter names in vLLM's own loader."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     if mapper is None:
         return None
@@ -355,6 +359,6 @@ def _mapper(model: Any) -> Any:
 
 
 def _layers(manager: Any) -> set[str]:
-    """The last parts of the names of layers that adapters may have."""
+    """Return the last parts of the names of layers that adapters may have."""
     packed = manager.packed_modules_mapping
     return {part for name in manager.supported_lora_modules for part in packed.get(name, [name])}

@@ -1,6 +1,6 @@
-"""A pipeline on a CPU: an eager vLLM 0.32 makes no buffers between two stages, so the second dies of its first request.
+"""A pipeline on a CPU: an eager vLLM 0.32 makes no buffers between two stages, so the second crashes at once.
 
-vLLM makes them in the pass that warms up, which is left out there (`CPUModelRunner.warming_up_model`).
+vLLM makes them in the warm-up pass, which a CPU skips (`CPUModelRunner.warming_up_model`).
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ __all__ = ["PATH", "answer"]
 
 
 async def answer(app: App, scope: Message, receive: Receive, send: Send) -> None:
-    """Answer a request; what vLLM says to one that it refuses goes on to the client."""
+    """Answer a request. vLLM's errors go on to the client."""
     if (body := await body_of(receive)) is None:
         return
     begun, tokenizer = time.monotonic(), scope["app"].state.engine_client.get_tokenizer()
@@ -38,7 +38,7 @@ async def answer(app: App, scope: Message, receive: Receive, send: Send) -> None
     await app(*with_body(payload, inner, receive), collect)
     status = next((part["status"] for part in parts if part["type"] == "http.response.start"), 500)
     found: Any = b"".join(part.get("body", b"") for part in parts if part["type"] == "http.response.body")
-    if status == 200 and (found := json.loads(found)) is None:  # so vLLM answers one who has gone, also as it ends
+    if status == 200 and (found := json.loads(found)) is None:  # to a client that has gone, or at vLLM's end
         gone = {"message": "vLLM has ended this request", "type": "ServiceUnavailable", "code": 503}
         status, found = 503, {"error": gone}
     elif status == 200:

@@ -1,14 +1,14 @@
 """The weight-transfer engine `instep_single_copy`: the trainer writes into the weights that this engine computes with.
 
-They lie in memory that both map (`memory.py`). A session has the routes of `engine.py`; nothing is loaded in it:
+They are in memory that both map (`memory.py`). A session has the routes of `engine.py`; nothing is loaded in it:
 
     POST /update_weights {"update_info": {"backend": "memory", "memory": ["NONCE", ...]}}   before the first write
     POST /update_weights {"update_info": {"backend": "single-copy", "digests": {"NONCE": {"NAME": "..."}, ...}}}
     POST /update_weights {"update_info": {"backend": "disk", "path": DIR}}
 
 The first asks each worker whether its memory is among those that the trainer would write into. The second compares
-samples of the parameters as each worker has them with what the trainer has written into the memory of that nonce. The
-third compares a whole checkpoint with them, every byte, and writes nothing.
+samples of each worker's parameters with the values that the trainer has written into the memory of that nonce. The
+third compares every byte of a whole checkpoint with them, and writes nothing.
 """
 
 from __future__ import annotations
@@ -76,12 +76,12 @@ class SingleCopyWeightTransferEngine(ShmWeightTransferEngine):
             self._bridge.write(self.model_config.model, self.nonce, tensor_parallel, named.items(), memories)
             if self.device.type == "cuda":
                 logger.info("Exported %d IPC handles for single-copy mode", len(memories))
-            logger.info("Exported %d params to %s, by which trainers find them", len(named), self._bridge.path)
+            logger.info("Exported %d params to %s, where trainers find them", len(named), self._bridge.path)
 
     # ---- at the start --------------------------------------------------------------------------------------------
 
     def _folder(self) -> Path:
-        """The folder of the run that has started this engine; without one a new folder, the same for all workers."""
+        """Return the folder of the run that started this engine; without one a new folder, the same for all workers."""
         if folder := os.environ.get(MEMORY_VARIABLE):
             check_memory_folder(folder)
             return Path(folder)
@@ -102,7 +102,7 @@ class SingleCopyWeightTransferEngine(ShmWeightTransferEngine):
         if self.device.type not in ("cpu", "cuda"):
             reason = f"the weights are on {self.device.type}: only those on a CPU or a CUDA device can be shared"
         elif self.vllm_config.lora_config is not None:
-            reason = "LoRA layers keep weights of their own (--enable-lora)"
+            reason = "LoRA layers keep separate weights (--enable-lora)"
         elif getattr(self.model_config, "enable_sleep_mode", False):
             reason = "an engine that sleeps takes its memory from the trainer (--enable-sleep-mode)"
         elif self.vllm_config.parallel_config.pipeline_parallel_size > 1:
@@ -117,7 +117,7 @@ class SingleCopyWeightTransferEngine(ShmWeightTransferEngine):
             raise CannotShare(f"--weight-sync single-copy: {reason}; use --weight-sync shm")
 
     def _move(self, folder: Path) -> Memory:
-        """Give each parameter, as it was before vLLM packed it, a place in one memory; tied ones have one place."""
+        """Give each parameter, in its form before vLLM's packing, a place in one memory; tied ones have one place."""
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
         from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
@@ -125,7 +125,7 @@ class SingleCopyWeightTransferEngine(ShmWeightTransferEngine):
         plan: list[tuple[nn.Module, str, torch.Tensor, torch.dtype, int]] = []
         end = 0
         for layer in self.model.modules():
-            loaded = get_layerwise_info(layer).restore_metadata[0]  # without a bias, which stays as it is
+            loaded = get_layerwise_info(layer).restore_metadata[0]  # without a bias, which is not changed
             for name, parameter in layer.named_parameters(recurse=False, remove_duplicate=False):
                 like = loaded.get(name, parameter)
                 dtype = loaded["weight"].dtype if name == "bias" and "weight" in loaded else like.dtype
@@ -146,7 +146,7 @@ class SingleCopyWeightTransferEngine(ShmWeightTransferEngine):
         return memory
 
     def _record(self) -> tuple[dict[str, list[Slice]], dict[str, tuple[int, ...]]]:
-        """Load the checkpoint once more; returns its weights' slices, which are compared with it, and shapes."""
+        """Load the checkpoint once more. Return its weights' slices, which are compared with it, and shapes."""
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
         from vllm.model_executor.model_loader import get_model_loader
 
@@ -161,7 +161,7 @@ class SingleCopyWeightTransferEngine(ShmWeightTransferEngine):
         return recorder.slices, {name: tuple(recorder.sources[name].shape) for name in recorder.slices}
 
     def _check_record(self, recorder: Recorder) -> None:
-        """Each parameter must come from plain copies of the checkpoint's weights, but for padded rows of a vocabulary.
+        """Check that each parameter comes from plain copies of the checkpoint's weights, except padded vocabulary rows.
 
         Raises:
             CannotShare: the error names the parameter or the weight.
@@ -169,7 +169,7 @@ class SingleCopyWeightTransferEngine(ShmWeightTransferEngine):
         from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
         if recorder.unknown:
-            what = f"something of shape {recorder.unknown[0]} is no plain copy of a weight of the checkpoint"
+            what = f"something of shape {recorder.unknown[0]} is not a plain copy of a weight of the checkpoint"
             raise CannotShare(f"--weight-sync single-copy: {what}; use --weight-sync shm")
         for name, parts in recorder.slices.items():
             for part in parts:
@@ -207,7 +207,7 @@ class SingleCopyWeightTransferEngine(ShmWeightTransferEngine):
             raise WeightMismatch(f"{len(missing)} tensors were not delivered: {missing[:3]}", missing[0])
 
     def compare_samples(self, told: Mapping[str, str]) -> None:
-        """Raises WeightMismatch if the trainer has written into other memory, or other values."""
+        """Compare digests of samples with the memory. Raises WeightMismatch: other memory or values were written."""
         if missing := sorted(self._slices.keys() - told.keys()):
             raise WeightMismatch(f"{missing[0]} was not written", missing[0])
         live, held = Ranges(self.model.parameters()), self._sample.digests()

@@ -1,8 +1,8 @@
 """A middleware that names tokens: `--middleware instep_engine.vllm.token_names.Middleware`.
 
-From 0.32 on, vLLM answers each log-prob of its token route with a `token_id`. Before, it had `"token": "token_id:7"`,
-by which clients (the package `renderers`, for one) check that a log-prob is that of their token. Requests with
-`logprobs` of 1 or more get both.
+From 0.32 on, vLLM answers each log-prob of its token route with a `token_id`. Before, it had `"token": "token_id:7"`.
+With it clients (such as the package `renderers`) check that a log-prob is that of their token. Requests with `logprobs`
+of 1 or more get both.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from instep_engine.asgi import GENERATE, App, Message, Receive, Send, body_of, w
 
 
 class Middleware:
-    """An ASGI middleware that adds the older name of a token to those of vLLM's answers that have log-probs."""
+    """An ASGI middleware that adds the older name of a token to vLLM's answers with log-probs."""
 
     def __init__(self, app: App):
         self.app = app
@@ -29,7 +29,7 @@ class Middleware:
 
 
 class _Renaming:
-    """Holds an answer back until it is whole, and sends it with names. What is no JSON goes on as it comes."""
+    """Holds an answer back until it is complete, and sends it with names. A body that is not JSON passes unchanged."""
 
     def __init__(self, send: Send):
         self._send = send
@@ -57,16 +57,16 @@ def _is_json(message: Message) -> bool:
 
 
 def wants_names(body: bytes) -> bool:
-    """Whether a request asks for log-probs of other tokens than the sampled ones, too, as such clients do."""
+    """Return whether a request wants log-probs of other tokens than the sampled ones, too, as such clients do."""
     try:
         asked = json.loads(body)["sampling_params"]["logprobs"]
-    except (ValueError, KeyError, TypeError):  # vLLM says what is wrong
+    except (ValueError, KeyError, TypeError):  # vLLM reports what is wrong
         return False
     return type(asked) is int and asked >= 1
 
 
 def named(body: bytes) -> bytes:
-    """The JSON of an answer in which each log-prob has a `token`; null, as vLLM answers one who has gone, stays."""
+    """Return the JSON of an answer with a `token` in each log-prob. null, vLLM's answer to a lost client, is kept."""
     answer = json.loads(body)
     for choice in (answer or {}).get("choices") or ():
         entries: list[dict[str, Any]] = (choice.get("logprobs") or {}).get("content") or []

@@ -31,4 +31,4 @@ def test_a_killed_run_on_files_with_weights_is_bit_identical(tiny, tmp_path):
     write(1)
     done = run(victim.arguments)
     assert done.returncode != 0 and f"where:  {large}" in done.stderr and BUILDING in done.stderr
-    assert "the 20 usable prompts are others than when the state was saved" in done.stderr
+    assert "the 20 usable prompts differ from those when the state was saved" in done.stderr

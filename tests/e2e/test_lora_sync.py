@@ -340,7 +340,9 @@ def test_a_vllm_that_takes_no_adapters_says_how_to_start_it(stack, sync, tmp_pat
     engine = start_engine(plain, plan_engines(plain)[0], num_threads=1, log_dir=tmp_path)
     try:
         engine.wait_ready(300)
-        with pytest.raises(SyncError, match="takes no adapter of rank 4: start it with INSTEP_LORA=1, --enable-lora"):
+        with pytest.raises(
+            SyncError, match="does not accept an adapter of rank 4: start it with INSTEP_LORA=1, --enable-lora"
+        ):
             sync.run([engine])
         merged = sync.run([engine], "shm")  # merged weights do reach it
         assert merged.proven.last.largest <= 1e-5 * 10

@@ -123,7 +123,7 @@ def test_an_old_cache_is_named_in_the_sync(stack: Stack, sync: WeightSync, monke
     keeps_its_cache(monkeypatch, lies=False)
     under_way = step(stack, sync)
     began = time.monotonic()
-    with pytest.raises(SyncError, match=f"{stack.engine.name} keeps cached keys and values of former") as caught:
+    with pytest.raises(SyncError, match=f"{stack.engine.name} keeps cached keys and values of old") as caught:
         sync.run([stack.engine])
     assert (
         time.monotonic() - began < allowed(SECONDS) and caught.value.where == stack.engine.url and caught.value.remedy

@@ -164,7 +164,7 @@ LIES = {
     "shape": rf"{UP} is .* in the trainer and .* in engine 0",
     "dtype": rf"{UP} is bfloat16 in the trainer and float16 in engine 0",
     "name": r"engine 0 has .*other.weight, the trainer has not",
-    "offset": "lies outside the memory|cannot be opened",
+    "offset": "is outside the memory|cannot be opened",
     "nothing": "cannot be opened",
     "another folder": "cannot be opened",
 }

@@ -95,7 +95,7 @@ def test_a_filter_that_keeps_nothing_ends(make_args: Callable[..., Any]) -> None
         *("--dynamic-sampling-filter-path", f"{ME}.keep_nothing", "--rollout-batch-size", "1"),
         *("--rollout-max-response-len", "1"),
     )
-    with pytest.raises(RolloutError, match="51 groups were thrown away and 0 of 1 kept: 51 keep_nothing") as caught:
+    with pytest.raises(RolloutError, match="51 groups were discarded and 0 of 1 kept: 51 keep_nothing") as caught:
         generate_rollout(args, 0, source_of(args))
     assert "change the data" in caught.value.remedy
 

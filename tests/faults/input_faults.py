@@ -100,7 +100,7 @@ def generate_hangs(place: Place) -> None:
         """
     flags = ("--custom-generate-function-path", "my_hooks.generate", "--rollout-timeout", "3", "--no-hook-trial")
     with place.run(*flags, hooks=marking(hooks, "def generate")) as run:
-        words = ("RolloutError: 0 of 4 groups stand after 3 s", "--rollout-timeout", "custom generate function")
+        words = ("RolloutError: 0 of 4 groups are ready after 3 s", "--rollout-timeout", "custom generate function")
         run.error("generate_hangs", *words)
 
 

@@ -188,7 +188,7 @@ def trainer_gone(place: Place) -> None:
                 time.sleep(0.1)
             seconds = time.time() - killed
             assert engine.process is not None
-            said = "nobody renews the lease of the pause: it goes on"
+            said = "no process renews the lease of the pause: it resumes"
             assert engine.process.log_tail().count(said) == number + 1
             if fault == "trainer_gone":
                 assert engine.weight_digests(timeout=30) == before

@@ -117,7 +117,7 @@ def test_a_reward(folder: Path, ending: str, path: str) -> None:
 
 @pytest.mark.parametrize("ending", ["SystemExit", "KeyboardInterrupt", "os._exit"], indirect=True)
 def test_a_task_that_a_hook_began(folder: Path, ending: str) -> None:
-    with pytest.raises(RolloutError, match=rf"a task of a hook's own raised .*{ending}") as caught:
+    with pytest.raises(RolloutError, match=rf"a task that a hook started raised .*{ending}") as caught:
         rewarded(folder, "with_a_task")
     assert __file__ in caught.value.where
     assert runtime.run(asyncio.sleep(0, 7), timeout=100) == 7, "the loop lives"
@@ -146,7 +146,7 @@ async def sleeps():
 @pytest.mark.parametrize(
     ("path", "told"),
     [
-        ("cancels_itself", "the reward function cancelled the task that it runs in"),
+        ("cancels_itself", "the reward function cancelled its own task"),
         ("cancels_all", "a hook has cancelled tasks of the rollout"),
         ("stops_the_loop", "a hook has stopped the loop of rollouts"),
     ],

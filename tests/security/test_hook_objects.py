@@ -83,7 +83,7 @@ def test_what_a_hook_raises(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_a_task_of_a_hook_raises() -> None:
     one = Hook("--rollout-function-path", f"{ME}.task")
-    with pytest.raises(RolloutError, match="a task of a hook's own raised a EndsTheProcess") as caught:
+    with pytest.raises(RolloutError, match="a task that a hook started raised a EndsTheProcess") as caught:
         runtime.run(one.acall(), timeout=100)
     check(caught.value, "in ends")
     runtime.shutdown()

@@ -82,7 +82,7 @@ def test_the_client_takes_what_it_gets():
                 done = await complete(f"{url}/{what}{GENERATE}", "m", [1], {"max_tokens": 1}, arrays=arrays)
                 assert (done.token_ids, done.log_probs, done.finish_reason) == ([1], [-3.0], "length")
                 assert [span.version for span in done.weight_versions] == versions
-            with pytest.raises(EngineError, match="the answer is no JSON"):
+            with pytest.raises(EngineError, match="the answer is not JSON"):
                 await complete(f"{url}/broken{GENERATE}", "m", [1], {"max_tokens": 1})
 
     runtime.run(main(), timeout=30)

@@ -299,8 +299,11 @@ def test_each_hook_is_called_by_this_process_or_by_the_trainer() -> None:
         ({"rollout_stop": b"END"}, "no flag takes this bytes"),
         ({"rollout_stop": [["END"]]}, "no flag takes this list"),
         ({"apply_chat_template_kwargs": {"tools": {1}}}, "no flag takes this dict"),
-        ({"reward": [reward, "math"], "rm_type": None}, "rewards is no function, or has no weight"),
-        ({"reward": [reward], "reward_weights": [1, 2], "rm_type": None}, "rewards is no function, or has no weight"),
+        ({"reward": [reward, "math"], "rm_type": None}, "rewards is not a function, or has no weight"),
+        (
+            {"reward": [reward], "reward_weights": [1, 2], "rm_type": None},
+            "rewards is not a function, or has no weight",
+        ),
         ({"callbacks": [print]}, "`for step in instep.Run(...)` is the loop"),
         ({"eval_prompts": ["a"], "eval_prompt_data": "data.jsonl"}, "eval_prompts and eval_prompt_data say the same"),
         ({"tokenizer": reward}, "the folder of --hf-checkpoint has it"),

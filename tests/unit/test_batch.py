@@ -67,7 +67,7 @@ FAULTS = [
     ({"response_length": 0}, RolloutError, "response is empty"),
     ({"tokens": [1.5, 2.0, 3.0]}, RolloutError, "tokens hold torch.float32"),
     ({"tokens": [-1, 2, 3]}, RolloutError, "at least -1"),
-    ({"tokens": ["a", "b", "c"]}, RolloutError, "no list of ids"),
+    ({"tokens": ["a", "b", "c"]}, RolloutError, "not a list of ids"),
     ({"loss_mask": [1, 2]}, RolloutError, "loss_mask holds 2"),
     ({"rollout_log_probs": [-0.1, math.nan]}, RolloutError, r"rollout_log_probs\[1\] is nan"),
     ({"rollout_log_probs": [-0.1, None]}, RolloutError, r"rollout_log_probs\[1\] is None"),

@@ -52,7 +52,7 @@ def test_it_is_looked_for_in_the_order_of_the_seed(folder: Path, monkeypatch: py
 @pytest.mark.parametrize(
     "own,what",
     [
-        ({"nonce": "old"}, "it is stale: its server shares other memory by now"),
+        ({"nonce": "old"}, "it is stale: its server now shares other memory"),
         ({"process": "boot 1 2"}, "it is stale: the server that wrote it has ended"),
         ({"process": ""}, "it is stale: the server that wrote it has ended"),
     ],
@@ -74,7 +74,9 @@ def test_a_process_that_has_ended_does_not_live(folder: Path) -> None:
         shared_folder(None)
 
 
-@pytest.mark.parametrize("text,what", [("{", "cannot be read"), ("[]", "no file of instep's"), ("{}", "no file of")])
+@pytest.mark.parametrize(
+    "text,what", [("{", "cannot be read"), ("[]", "not a file of instep's"), ("{}", "not a file of")]
+)
 def test_another_file_is_not_believed(folder: Path, text: str, what: str) -> None:
     (folder / NAME).write_text(text)
     (folder / NAME).chmod(0o600)
@@ -85,7 +87,7 @@ def test_another_file_is_not_believed(folder: Path, text: str, what: str) -> Non
 def test_a_file_that_others_may_have_written_is_not_read(folder: Path) -> None:
     server(folder, "here")
     (folder / NAME).chmod(0o644)
-    with pytest.raises(ConfigError, match="has mode 0644.*somebody else"):
+    with pytest.raises(ConfigError, match="has mode 0644.*another user"):
         shared_folder(None)
     (folder / "link").symlink_to(folder / NAME)
     with pytest.raises(ConfigError, match="cannot be read"):

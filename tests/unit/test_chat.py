@@ -175,7 +175,7 @@ def test_tool_calls_are_trained_and_tool_answers_are_not(tokenizer: PreTrainedTo
 def test_templates_that_tell_nothing_are_refused(tokenizer: PreTrainedTokenizerFast):
     tokenizer.chat_template = "{% for m in messages|reverse %}{{ m.content|length }}{% endfor %}"
     try:
-        with pytest.raises(DataError, match="writes message 1 .assistant. otherwise"):
+        with pytest.raises(DataError, match="writes message 1 .assistant. differently"):
             tokenize_conversation(TALK, tokenizer)
         with pytest.raises(DataError, match="hides where message 1"):
             tokenize_conversation(TALK, tokenizer, loss_mask_type="qwen3_5")
@@ -211,7 +211,7 @@ def test_a_generation_prompt_that_opens_a_reasoning_which_is_not_shown(
         "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
     )
     talk = [USER, {"role": "assistant", "content": f"{thought}It is 2."}]
-    with pytest.raises(DataError, match="otherwise than after its own generation prompt") as error:
+    with pytest.raises(DataError, match="differently than after its own generation prompt") as error:
         conversation_samples(talk, tokenizer)
     assert "--loss-mask-type qwen3_5" in error.value.remedy and "distill_qwen" in error.value.remedy
     if thought:

@@ -138,5 +138,5 @@ def test_messages_in_every_form_of_openais_are_what_templates_expect(
     assert trained(tokenizer, ids, mask)[-1] == "1 +<|im_end|>" and text in tokenizer.decode(ids)
     engine = SimpleNamespace(tokenizer=tokenizer, not_of_template=set(), encode=lambda text, _: text)
     assert Scheduler.chat(engine, given, {"add_generation_prompt": False}) == text
-    with pytest.raises(HttpError, match="part that is no text: 'image_url'"):
+    with pytest.raises(HttpError, match="part that is not text: 'image_url'"):
         Scheduler.chat(engine, [{"role": "user", "content": [{"type": "image_url", "image_url": "a.png"}]}], {})

@@ -162,7 +162,7 @@ def test_last_executions_that_fill_no_step_are_left_out_with_a_line(root: Path, 
     with caplog.at_level(logging.WARNING):
         out, batch, _ = trained(root, rows(0, 1, 2, 4, 5, 6), "--global-batch-size", "4")
     assert out.sources == [0, 1, 2, 4] and batch.num_samples == 4 and out.step_of_sample == [0] * 4
-    assert "6 executions are no multiple of --global-batch-size 4: the last 2 are not trained on" in caplog.text
+    assert "6 executions are not a multiple of --global-batch-size 4: the last 2 are not trained on" in caplog.text
 
 
 def test_without_sample_indices_rows_are_told_by_their_place(root: Path) -> None:
@@ -189,7 +189,7 @@ WRONG = [
     ("loss_masks", row(4, [1, 2, 1, 1, 1]), "loss_masks[4] holds 2"),
     ("loss_masks", row(4, [1, None, 1, 1, 1]), "loss_masks[4] holds None"),
     ("tokens", row(4, 17), "tokens[4] is 17"),
-    ("tokens", row(4, ["a"] * 7), "tokens are no list of ids"),
+    ("tokens", row(4, ["a"] * 7), "tokens are not a list of ids"),
     ("rollout_log_probs", row(0, [0.0] * 4), "rollout_log_probs[0] is 4 entries for 5"),
     ("rollout_log_probs", row(0, [float("inf")] * 5), "rollout_log_probs[0] is inf"),
     ("teacher_log_probs", [None] * 8, "teacher_log_probs[0] is None for 5"),
@@ -197,7 +197,7 @@ WRONG = [
     ("mine", np.array(3), "returned array(3)"),
     ("sample_indices", row(1, 99), "sample_indices[1] is 99, the index of no sample"),
     ("rollout_ids", ["one"] * 8, "1 executions are fewer than the 8 of an optimizer step"),
-    ("multimodal_train_inputs", [{}] * 8, "images and audio come later"),
+    ("multimodal_train_inputs", [{}] * 8, "images and audio are not supported"),
     ("mine", 3, "returned 3"),
     ("mine", [1, 2], "mine: it has 2 entries for 8 rows"),
     ("advantages", [1.0] * 8, "advantages: training makes a column of this name"),

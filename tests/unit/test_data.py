@@ -178,7 +178,7 @@ BAD_ROWS = [
     ({"prompt": [USER, {"content": "x"}], "label": 1}, "message 1 has no role"),
     ({"prompt": [{"role": "user"}], "label": 1}, "message 0 (user) has no content"),
     ({"prompt": [{"role": "user", "content": 3}], "label": 1}, "content of message 0"),
-    ({"prompt": [{"role": "user", "content": [{"type": "image_url"}]}], "label": 1}, "a part that is no text: 'image_"),
+    ({"prompt": [{"role": "user", "content": [{"type": "image_url"}]}], "label": 1}, "part that is not text: 'image_"),
     (
         {"prompt": [USER, {"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}], "label": 1},
         "the arguments of a tool call of message 1 are text that is no JSON object: '{'",

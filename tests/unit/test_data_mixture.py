@@ -141,9 +141,9 @@ def test_a_changed_file_is_refused_by_name(tmp_path: Path):
     path.write_text(text.rstrip("\n"))
     source(paths).load_state_dict(state)  # nor is a last line without its end another row
     for changed, what in (
-        (text.replace('"103"', '"999"'), "the 5 usable prompts are others than when the state was saved"),
+        (text.replace('"103"', '"999"'), "the 5 usable prompts differ from those when the state was saved"),
         (text + text.splitlines()[0] + "\n", "the data set has 6 usable prompts, but 5"),
-        ("\n".join(reversed(text.splitlines())), "are others"),
+        ("\n".join(reversed(text.splitlines())), "differ from those"),
     ):
         path.write_text(changed)
         with pytest.raises(DataError, match=what) as error:

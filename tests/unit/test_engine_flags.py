@@ -133,7 +133,7 @@ WRONG = [
     ("--vllm-hf-token secret", "refused", "use the environment variable HF_TOKEN"),
     ("--router-port 3000", "refused", "--vllm-router-ip"),
     ("--router-prefill x", "refused", "use --prefill-num-servers or --vllm-config"),
-    ("--vllm-block-size 16 --rollout-backend embedded", "the embedded engine has no such thing", "backend vllm"),
+    ("--vllm-block-size 16 --rollout-backend embedded", "the embedded engine does not have this", "backend vllm"),
 ]
 
 
@@ -229,7 +229,7 @@ def test_another_version_is_asked_once_and_cached(tmp_path, monkeypatch):
     (site / "vllm_router/router_args.py").write_text("raise RuntimeError('broken package')")
     (tmp_path / "cache/instep/flags/vllm-router-9.9.9.json").unlink()
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
-    assert done.returncode and "could not be asked for its flags" in done.stderr and "broken package" in done.stderr
+    assert done.returncode and "did not list its flags" in done.stderr and "broken package" in done.stderr
 
 
 def test_help_is_fast_and_imports_no_vllm():

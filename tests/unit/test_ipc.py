@@ -189,7 +189,7 @@ def test_who_has_joined_hears_at_once_that_others_do_not_come(tmp_path):
     path.parent.mkdir(mode=0o700)
 
     def look():
-        raise StreamBroken("it was ended, as another peer has failed")
+        raise StreamBroken("it was ended because another peer has failed")
 
     with listen(path) as listener:
         (line,) = joining(path, "cpu")
@@ -215,7 +215,7 @@ def test_a_worker_on_another_gpu_is_refused(tmp_path, monkeypatch):
 
 def test_memory_that_cannot_be_exported_is_refused_with_a_remedy(monkeypatch):
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64, expandable_segments:True")
-    with pytest.raises(SyncError, match="take expandable_segments out of PYTORCH_CUDA_ALLOC_CONF"):
+    with pytest.raises(SyncError, match="remove expandable_segments from PYTORCH_CUDA_ALLOC_CONF"):
         ipc._refuse_expandable(torch.device("cuda"))
     ipc._refuse_expandable(torch.device("cpu"))
     assert expandable() == "PYTORCH_CUDA_ALLOC_CONF"

@@ -270,7 +270,7 @@ def test_after_an_expiry_the_old_session_is_refused_and_a_new_one_is_not(async_l
         while "resume" not in llm.did:
             await asyncio.sleep(0.05)
         for call in (trainer.init, trainer.update, trainer.lease, llm.finish_weight_update):
-            with pytest.raises(RuntimeError, match=r"WeightMismatch\[\]: nobody renewed the lease"):
+            with pytest.raises(RuntimeError, match=r"WeightMismatch\[\]: no request renewed the lease"):
                 await call()
         await trainer.lease(begin=True, owner="b", seconds=60.0)
         for step in (trainer.init, trainer.update):
@@ -294,7 +294,7 @@ def test_no_lease_is_kept_by_a_vllm_that_is_not_known(async_llm, caplog, change)
         llm_class.finish_weight_update = lambda self: None
     before = dict(vars(llm_class))
     async_llm.install(llm_class)
-    assert vars(llm_class) == before and caplog.text.count("no lease of pauses, as this vLLM's AsyncLLM.") == 1
+    assert vars(llm_class) == before and caplog.text.count("no lease of pauses, because this vLLM's AsyncLLM.") == 1
 
 
 # ---- in the controller -------------------------------------------------------------------------------------------
@@ -353,7 +353,7 @@ def test_a_process_that_stood_still_asks_before_it_goes_on(monkeypatch):
     [
         (f"{EXPIRED}", "resume it from its last checkpoint"),
         (f"{HELD}: process 7 on host1 (5f3a)", "end that run"),
-        (UNKNOWN, "somebody else resumed the engine"),
+        (UNKNOWN, "another process resumed or restarted the engine"),
         ("the session is malformed: Session() got an unexpected keyword argument 'lease'", "the plugin of this"),
     ],
 )

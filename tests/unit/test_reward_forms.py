@@ -125,7 +125,7 @@ def test_a_failed_generation_is_no_zero(make: Callable[..., Any], form: str, gro
     """No function is asked about it."""
     failed, args = pair(), make(*FORMS[form], *(["--group-rm"] if group else []))
     failed[1].status = Status.FAILED
-    with pytest.raises(RewardError, match="has failed, which is no reward of 0") as caught:
+    with pytest.raises(RewardError, match="has failed, so it has no reward") as caught:
         rewards(args, failed)
     assert "group 3, sample 1" in caught.value.where and FORMS[form][1] in caught.value.where
     assert failed[1].reward is None

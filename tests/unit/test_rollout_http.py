@@ -98,7 +98,7 @@ def test_post_takes_a_refusal_as_final(body: str, words: str) -> None:
 @pytest.mark.parametrize("body", ["<html>", "[1]", "3"])
 def test_post_wants_an_object(body: str) -> None:
     error, count, _ = posted([(200, body)])
-    assert count == 1 and isinstance(error, EngineError) and "is no JSON" in error.what
+    assert count == 1 and isinstance(error, EngineError) and "JSON" in error.what
 
 
 def test_post_of_an_empty_answer_and_from_a_foreign_loop() -> None:
@@ -140,7 +140,7 @@ def test_an_answer_whose_parts_do_not_fit_is_refused() -> None:
         completion({**good, "weight_versions": spans[:1]})
     with pytest.raises(EngineError, match="do not cover 2 tokens"):
         completion({**good, "weight_versions": spans[1:]})
-    with pytest.raises(EngineError, match=r"of another form than 1 choices; it has \['other'\]"):
+    with pytest.raises(EngineError, match=r"does not have the form of 1 choices; it has \['other'\]"):
         completion({})
 
 

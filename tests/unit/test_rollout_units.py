@@ -174,7 +174,7 @@ def test_train_outputs_in_every_form() -> None:
         ([[done(0, 0), done(1, 1)]], "mixed"),
         ([[done(None, 0)]], "missing"),  # type: ignore[arg-type]
         ([[[done(0, 0, execution_id="a"), done(0, 0, execution_id="b")]]], "several execution ids"),
-        ([[done(0, 0, execution_id="0")], [done(1, 1, execution_id="0")]], "'0' stands in two groups"),
+        ([[done(0, 0, execution_id="0")], [done(1, 1, execution_id="0")]], "'0' is in two groups"),
         ([[done(0, 0, loss_mask=[1])]], "loss_mask has 1 entries for 2"),
         ([[done(0, 0, rollout_log_probs=[0.0])]], "rollout_log_probs has 1 entries for 2"),
         ([[done(0, 0, rollout_log_probs=[0.0, float("nan")])]], "not all finite"),
@@ -307,7 +307,7 @@ def test_sft_rollout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         [
             talk(("user", "1+1=?", 1), ("assistant", "2", 1)),
             talk(("user", "a", 1), ("assistant", "b", 0), ("user", "c", 1), ("assistant", "de", 1)),
-            "no conversation",
+            "not a conversation",
         ]
     )
     output = as_train_output(sft_rollout.generate_rollout(args, 0, source))

@@ -68,6 +68,6 @@ def test_when_the_time_is_over_those_that_are_done_come_before_the_error(
     monkeypatch: pytest.MonkeyPatch, all_at_once: bool
 ) -> None:
     began = time.monotonic()
-    with pytest.raises(RolloutError, match=r"0 of 3 groups stand after 1 s, 1 are under way"):
+    with pytest.raises(RolloutError, match=r"0 of 3 groups are ready after 1 s, 1 are under way"):
         rounds_of(monkeypatch, [100, 1, 0], timeout=1, all_at_once=all_at_once)
     assert time.monotonic() - began < allowed(10)

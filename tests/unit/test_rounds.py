@@ -196,7 +196,7 @@ def test_groups_are_copied_only_where_a_save_may_find_them_under_way() -> None:
             return [[Sample(group_index=i, metadata={"lock": threading.Lock()})] for i in range(num_groups)]
 
     assert indices(LedgeredDataSource(Source(), Ledger(), under_way=False).get_samples(2)) == [0, 1]
-    with pytest.raises(RolloutError, match="cannot hold a sample of the data source as it gave it.*lock") as error:
+    with pytest.raises(RolloutError, match="cannot hold a sample as the data source gave it.*lock") as error:
         LedgeredDataSource(Source(), Ledger()).get_samples(2)
     assert error.value.where == "group 0" and "tensors" in error.value.remedy
 

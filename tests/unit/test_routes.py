@@ -129,11 +129,11 @@ def test_a_batch_has_a_row_for_each_token_or_says_what_is_missing():
     assert "routed_experts" not in build_batch([[alone]], replays=True).sample_columns
     sample.loss_mask[-1] = 1
     sample.rollout_log_probs[-1] = -1.0
-    with pytest.raises(RolloutError, match="of 7 tokens are known, of 9") as error:
+    with pytest.raises(RolloutError, match="of 7 tokens are known, but 9") as error:
         build_batch([[sample]], replays=True)
     assert "--enable-return-routed-experts" in error.value.remedy
     sample.rollout_routed_experts = None
-    with pytest.raises(RolloutError, match="of 0 tokens are known, of 9"):
+    with pytest.raises(RolloutError, match="of 0 tokens are known, but 9"):
         build_batch([[sample]], replays=True)
 
 
@@ -190,7 +190,7 @@ def test_the_embedded_engine_notes_the_experts_of_every_token():
         assert (noted[:, 1] == 0).all()
         for hook in hooks:
             hook.remove()
-    with pytest.raises(ValueError, match="this model has no experts"):
+    with pytest.raises(ValueError, match="this model has no routed experts"):
         config.mlp_only_layers = [0, 1, 2]
         Runner(Qwen3MoeForCausalLM(config), 8, 64, records=True)
 

@@ -224,6 +224,6 @@ def test_a_cache_that_is_not_dropped_is_waited_for(monkeypatch: pytest.MonkeyPat
     assert not answers
     monkeypatch.setattr(engines, "RESET_SECONDS", 0.2)
     answers += [False] * 100
-    with pytest.raises(EngineRefusal, match="one keeps cached keys and values of former weights") as caught:
+    with pytest.raises(EngineRefusal, match="one keeps cached keys and values of old weights") as caught:
         engine.reset_cache(timeout=60)
     assert caught.value.is_deliberate

@@ -111,7 +111,7 @@ def test_models_that_vllm_on_a_cpu_has_in_bfloat16_alone(tmp_path, key):
         if precision == "bf16":
             KIND.check_start(args, spec)
         else:
-            with pytest.raises(ConfigError, match="know bfloat16 alone"):
+            with pytest.raises(ConfigError, match="support only bfloat16"):
                 KIND.check_start(args, spec)
 
 
@@ -143,11 +143,11 @@ def test_a_flag_that_chose_an_engine_that_is_not_there_is_named(tmp_path, monkey
         resolve_backend(args)
     flags = [word for word in words.split() if word.startswith("--") and word != "--rollout-num-gpus"]
     assert caught.value.where == f"--rollout-backend vllm, which {', '.join(flags)} means"
-    assert "leave out what is vLLM's, and name --rollout-backend embedded" in caught.value.remedy
+    assert "remove vLLM's flags, and name --rollout-backend embedded" in caught.value.remedy
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
     text = refusal(f"--device cpu {words} --rollout-backend embedded")
-    assert "leave it out, or use --rollout-backend vllm" in text or "use at most 1" in text
+    assert "remove it, or use --rollout-backend vllm" in text or "use at most 1" in text
 
 
 def test_a_plugin_that_is_not_installed_is_named_before_anything_starts(monkeypatch):
@@ -157,7 +157,7 @@ def test_a_plugin_that_is_not_installed_is_named_before_anything_starts(monkeypa
     )
     KIND.check_installed("--rollout-backend vllm")
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [])  # on PYTHONPATH alone
-    with pytest.raises(ConfigError, match="is not installed: vLLM finds its plugin by the entry point") as caught:
+    with pytest.raises(ConfigError, match="is not installed: vLLM finds its plugin only by the entry point") as caught:
         KIND.check_installed("--rollout-backend vllm")
     assert "install this instep where the engine runs" in caught.value.remedy
 

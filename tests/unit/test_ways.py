@@ -307,10 +307,10 @@ def test_a_bucket_whose_offsets_lie_is_refused_by_name():
         header = {"version": "1", "nonce": "n", "tensors": tensors}
         if name is None:
             assert set(checked(header, {"version": "1"}, data)) == {"a", "b"}
-            with pytest.raises(WeightMismatch, match="whose tensors take"):
+            with pytest.raises(WeightMismatch, match="but its tensors take"):
                 checked(header, {"version": "1"}, data[: 3 * ROW_BYTES])
             continue
-        with pytest.raises(WeightMismatch, match=f"{name} lies at") as refused:
+        with pytest.raises(WeightMismatch, match=f"{name} is at") as refused:
             checked(header, {"version": "1"}, data)
         assert refused.value.tensor == name
 

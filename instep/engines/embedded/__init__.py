@@ -1,1 +1,1 @@
-"""The embedded engine: vLLM's HTTP surface over a transformers decoder, small and exact rather than fast."""
+"""The embedded engine: vLLM's HTTP routes on a transformers decoder, small and exact rather than fast."""

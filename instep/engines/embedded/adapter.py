@@ -14,7 +14,7 @@ PEFT, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 
 
 class Adapter:
-    """The adapter of the live `parameters`, by name: `W + alpha / r * B A` in place of `W`."""
+    """The adapter of the live `parameters`, by name: `W + alpha / r * B A` replaces `W`."""
 
     def __init__(self, parameters: Mapping[str, torch.Tensor]):
         self._parameters = parameters
@@ -26,8 +26,9 @@ class Adapter:
         """Check and keep tensors of the adapter that `config` describes.
 
         Raises:
-            WeightMismatch: a tensor belongs to no layer, came twice, has another rank, shape or dtype, or
-                is not finite. KeyError, TypeError: `config` is no configuration of peft's.
+            WeightMismatch: a tensor belongs to no layer, came twice, has another rank, shape or dtype, or is not
+                finite.
+            KeyError, TypeError: `config` is not a configuration of peft.
         """
         rank, alpha, num = config["r"], config["lora_alpha"], config["num_tensors"]
         if not (type(rank) is type(num) is int and rank > 0 and isinstance(alpha, int | float)):
@@ -51,10 +52,10 @@ class Adapter:
         self.received |= {name: tensor.clone() for name, tensor in tensors.items()}
 
     def merge(self) -> None:
-        """Write the received adapter into the parameters; layers that it does not have are those of the base again.
+        """Write the received adapter into the parameters. Layers outside the adapter get their base weights again.
 
         Raises:
-            WeightMismatch: not all of its tensors have arrived.
+            WeightMismatch: some of its tensors have not arrived.
         """
         received, self.received = self.received, {}
         if len(received) != self._config["num_tensors"]:
@@ -76,6 +77,6 @@ class Adapter:
             weight.copy_(base.float() + scaling * delta)
 
     def forget(self, names: Iterable[str]) -> None:
-        """The parameters `names` have got weights of their own, which are their base from now on."""
+        """Note that the parameters `names` have received full weights, which are their base from now on."""
         for name in names:
             self._base.pop(name, None)

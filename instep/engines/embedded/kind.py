@@ -1,4 +1,4 @@
-"""The kind `embedded`: the engine of this folder, which speaks vLLM's routes and uses one GPU or the CPU."""
+"""The kind `embedded`: the engine of this folder. It uses vLLM's routes, and one GPU or the CPU."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from instep.arguments.settings import Settings
     from instep.engines.wire import WireFormat
 
-_FIELDS = ("max_model_len", "max_num_seqs", "dtype")  # it shares these with vLLM's command line
+_FIELDS = ("max_model_len", "max_num_seqs", "dtype")  # names that it shares with vLLM's command line
 _DTYPES = ("float32", "bfloat16")
-_INSTEAD = "leave it out, or use --rollout-backend vllm"
+_INSTEAD = "remove it, or use --rollout-backend vllm"
 
 
 class EmbeddedKind(EngineKind):
-    """Engines of two processes: one computes and sends heartbeats, the other answers HTTP; they end together."""
+    """Engines of two processes: one computes and sends heartbeats, the other answers HTTP. They end together."""
 
     name, title, auto_device = "embedded", "the embedded engine", "cpu"
     max_num_gpus, dequantizes = 1, True
@@ -43,10 +43,10 @@ class EmbeddedKind(EngineKind):
         return VLLM_WIRE
 
     def refusals(self, args: Settings) -> Iterator[ConfigError]:
-        """Errors about flags that only vLLM has, and about what `--vllm-config` asks for and this engine lacks."""
+        """Yield errors about vLLM's own flags, and about parts of `--vllm-config` that this engine cannot serve."""
         for given in (", ".join(given_names(args)), "--prefill-num-servers" if args.prefill_num_servers else ""):
             if given:
-                yield ConfigError("the embedded engine has no such thing", where=given, remedy=_INSTEAD)
+                yield ConfigError("the embedded engine does not have this", where=given, remedy=_INSTEAD)
         for model in served_models(args) if args.vllm_topology is not None else ():
             for i, group in enumerate(model.groups):
                 where = f"{model.where}.server_groups[{i}]"
@@ -95,9 +95,9 @@ KIND = EmbeddedKind()
 
 
 def _override_problem(name: str, value: str) -> str:
-    """What is wrong with an override of `--vllm-config`; "" if nothing is."""
+    """Return what is wrong with an override of `--vllm-config`; "" if it is right."""
     if name not in _FIELDS:
-        return f"the embedded engine has no such thing, only {', '.join(_FIELDS)}"
+        return f"the embedded engine does not have this, only {', '.join(_FIELDS)}"
     if value in _DTYPES if name == "dtype" else value.isdigit():
         return ""
     return f"the embedded engine takes {' or '.join(_DTYPES) if name == 'dtype' else 'a whole number'}"

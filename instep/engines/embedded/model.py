@@ -1,4 +1,4 @@
-"""A transformers decoder with its own key/value cache, which has one row per running request and no gaps."""
+"""A transformers decoder with its own key/value cache. The cache has one row per running request and no gaps."""
 
 import functools
 import re
@@ -34,7 +34,7 @@ KINDS = {"full_attention", "sliding_attention"}  # of layers, in `layer_types` o
 
 
 def _window(module: Any) -> int | None:
-    """How many tokens a query of this layer attends to, itself included; None: all."""
+    """Return how many tokens a query of this layer attends to, with itself; None: all."""
     kinds = getattr(module.config, "layer_types", None)
     if kinds and kinds[module.layer_idx] == "full_attention":
         return None
@@ -44,8 +44,11 @@ def _window(module: Any) -> int | None:
 def _attention(
     module: Any, query: Any, key: Any, value: Any, attention_mask: Any, scaling: float | None = None, **other: Any
 ) -> tuple[torch.Tensor, None]:
-    """Attention of a causal prefill (no mask) or of a decode step with one query per row (mask `[rows, 1, 1, length]`).
-    A decode step folds the query heads that share a key head into the query axis, which saves a copy of the cache."""
+    """Compute attention of a causal prefill (no mask), or of a decode step with one query per row.
+
+    The mask of a decode step is `[rows, 1, 1, length]`. Its query heads that share a key head are folded into the query
+    axis, which saves a copy of the cache.
+    """
     pulse()
     check_plain(other)
     rows, heads, num_queries, dim = query.shape
@@ -72,7 +75,7 @@ AttentionInterface.register("instep_embedded", _attention)
 
 
 def load_model(path: str, dtype: torch.dtype, device: torch.device, max_model_len: int, trust: bool) -> PreTrainedModel:
-    """The causal model in `path`. Raises CheckpointError if weights are missing or it has another attention."""
+    """Return the causal model in `path`. Raises CheckpointError: it lacks weights, or has another attention."""
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust)
     if other := set(getattr(config, "layer_types", None) or KINDS) - KINDS:
         raise _unfit(path, f"it has layers of another kind ({', '.join(sorted(other))})")
@@ -102,7 +105,7 @@ def _unfit(path: str, why: str) -> CheckpointError:
 
 
 def _dequantized(folder: Path, config: PretrainedConfig, how: dict[str, Any]) -> PreTrainedModel:
-    """The model with dequantized weights, as the trainer reads them."""
+    """Return the model with dequantized weights, as the trainer reads them."""
     from instep.training.hf.weights import load_hf  # imports much that other models do not need
 
     vars(config).pop("quantization_config", None)
@@ -114,7 +117,7 @@ def _dequantized(folder: Path, config: PretrainedConfig, how: dict[str, Any]) ->
 
 
 class Recorder:
-    """The experts that a model chose: what the modules `...layers.N...experts` are called with.
+    """The experts that a model chose: the arguments in calls of the modules `...layers.N...experts`.
 
     Raises:
         ValueError: the model has no such module.
@@ -127,30 +130,36 @@ class Recorder:
                 module.register_forward_pre_hook(functools.partial(self._note, int(found[1])))
                 self._noted[int(found[1])] = torch.empty(0)
         if not self._noted:
-            raise ValueError("--enable-return-routed-experts: this model has no experts that tokens are routed to")
+            raise ValueError("--enable-return-routed-experts: this model has no routed experts")
 
     def _note(self, layer: int, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
         self._noted[layer] = args[1]
 
     def rows(self) -> np.ndarray:
-        """Those of the last forward pass, `[num_tokens, num_layers, top_k]`; zeros in dense layers."""
+        """Return the experts of the last forward pass, `[num_tokens, num_layers, top_k]`; zeros in dense layers."""
         some = next(iter(self._noted.values()))
         none = torch.zeros_like(some)
         return as_routes(torch.stack([self._noted.get(i, none) for i in range(self.num_layers)], dim=1).cpu().numpy())
 
 
 class Runner(Cache):
-    """Forward passes and the cache `data`, which grows by doubling: keys and values, `[layers, rows, kv_heads, length,
-    dim]` each. Of latent attention it is what transformers caches instead."""
+    """Forward passes and the cache `data`, which grows by doubling.
+
+    It holds keys and values, `[layers, rows, kv_heads, length, dim]` each. For latent attention it holds the tensors
+    that transformers caches instead.
+    """
 
     def __init__(
         self, model: PreTrainedModel, max_rows: int, max_length: int, fixed: bool = False, records: bool = False
     ):
-        """With `fixed` each decode step has all rows and the whole length, so that no row's bits depend on others; with
-        `records` the experts of each token are noted."""
+        """Create the cache.
+
+        With `fixed` each decode step has all rows and the whole length, so that no row's bits depend on others. With
+        `records` the experts of each token are noted.
+        """
         super().__init__(layers=[])
         self.recorder = Recorder(model) if records else None
-        self.routes: list[np.ndarray] = []  # for each row of the last step those of the tokens that it computed
+        self.routes: list[np.ndarray] = []  # for each row of the last step, the experts of the tokens that it computed
         self.fixed, self.prefill_tokens = fixed, 0 if fixed else 8192  # padded, per forward pass
         self.model, self.device, self.max_rows, self.max_length = model, model.device, max_rows, max_length
         config, heads = model.config, model.config.num_attention_heads
@@ -163,8 +172,8 @@ class Runner(Cache):
             self.kv_heads, dims = kept[0].shape[1], [x.shape[3] for x in kept]
         shapes = [(config.num_hidden_layers, 0, self.kv_heads, 0, dim) for dim in dims]
         self.data = [torch.zeros(shape, dtype=model.dtype, device=self.device) for shape in shapes]
-        self.source: torch.Tensor | None = None  # of a prefill: which sequence of the batch each new row holds
-        self.pick: torch.Tensor | None = None  # of a prefill: positions of the flat batch that need logits
+        self.source: torch.Tensor | None = None  # in a prefill: the sequence of the batch for each new row
+        self.pick: torch.Tensor | None = None  # in a prefill: positions of the flat batch that need logits
         model.get_output_embeddings().register_forward_pre_hook(
             lambda _, args: None if self.pick is None else (args[0].flatten(0, -2)[None, self.pick], *args[1:])
         )
@@ -185,7 +194,7 @@ class Runner(Cache):
             self.data[i][:, :old_rows, :, :old_length] = old
 
     def prefill(self, sequences: Sequence[Sequence[int]], source: Sequence[int], first_row: int) -> torch.Tensor:
-        """Fill row `first_row + i` with `sequences[source[i]]`; returns float32 logits `[len(source), vocab]`."""
+        """Fill row `first_row + i` with `sequences[source[i]]`. Return float32 logits `[len(source), vocab]`."""
         longest = max(map(len, sequences))
         self._reserve(first_row + len(source), longest)
         ids = torch.tensor([[*s, *[0] * (longest - len(s))] for s in sequences], device=self.device)
@@ -202,7 +211,7 @@ class Runner(Cache):
         return logits[rows].float()
 
     def decode(self, tokens: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
-        """Append `tokens[i]` to row i, which then has `lengths[i]` tokens; returns float32 logits `[batch, vocab]`."""
+        """Append `tokens[i]` to row i, which then has `lengths[i]` tokens. Return float32 logits `[batch, vocab]`."""
         used, longest = len(tokens), self.max_length if self.fixed else max(lengths)
         self.num_rows = self.max_rows if self.fixed else used
         self._reserve(self.num_rows, longest)
@@ -219,9 +228,9 @@ class Runner(Cache):
         return out.logits[:used, -1].float()
 
     def score(self, tokens: Sequence[int], num: int = 0) -> list[list[Ranked]]:
-        """Each of the second to last token, given those before it, and after it the `num` likeliest ones at its place.
+        """Score each token from the second on, given those before it, and find the `num` likeliest tokens at its place.
 
-        The cache is not touched.
+        The cache is not changed.
         """
         ids = torch.tensor([tokens], device=self.device)
         logits, out = self.model(ids, use_cache=False).logits[0, :-1], []
@@ -237,7 +246,7 @@ class Runner(Cache):
         return out
 
     def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Store new keys and values, and return those to attend to; the model's attention calls this."""
+        """Store new keys and values, and return those to attend to. The model's attention calls this."""
         own = [part[layer_idx] for part in self.data]
         for cache, new in zip(own, (key_states, value_states), strict=True):
             if self.source is not None:

@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 
 Ranked = tuple[int, float, int]  # a token, its log-prob, and its rank (1: the likeliest)
-MAX_DEPTH = 64  # of the JSON of a request
-MAX_RESPONSES = 16384  # to one request: prompts times n
-MAX_STOPS, MAX_STOP_LENGTH = 64, 1024  # stop strings are looked for after every token
-ADD_SPECIAL = "add_special_tokens"  # of a request: whether the tokenizer adds special tokens
+MAX_DEPTH = 64  # maximum nesting of a request's JSON
+MAX_RESPONSES = 16384  # per request: prompts times n
+MAX_STOPS, MAX_STOP_LENGTH = 64, 1024  # stop strings are searched after every token
+ADD_SPECIAL = "add_special_tokens"  # a request's key: whether the tokenizer adds special tokens
 STATUS = {"BadRequestError": 400, "Unauthorized": 401, "Forbidden": 403, "NotFoundError": 404, "SessionError": 409}
 STATUS |= {"WeightMismatch": 409, "Unavailable": 503}
 
 
 @dataclass(eq=False)
 class HttpError(Exception):
-    """An error reply whose `kind` decides its HTTP status; `tensor` names the weight that a mismatch is about."""
+    """An error reply. `kind` decides its HTTP status; `tensor` names the weight of a mismatch."""
 
     kind: str
     message: str
@@ -37,9 +37,9 @@ class HttpError(Exception):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Request:
-    """One response in the making; `eos_ids` are the model's end-of-sequence tokens, or empty to ignore them."""
+    """One response in progress. `eos_ids` are the model's end-of-sequence tokens, or empty to ignore them."""
 
-    id: str  # the client's
+    id: str  # the client's number
     number: int = -1  # ours
     prompt: list[int]
     seed: int
@@ -57,26 +57,26 @@ class Request:
     wants_text: bool
     stream: bool = False
     text: str = ""
-    token_texts: list[str] = field(default_factory=list)  # where text and log-probs are wanted
+    token_texts: list[str] = field(default_factory=list)  # if text and log-probs are requested
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
-    top: list[list[tuple[int, float]]] = field(default_factory=list)  # where `logprobs` is above 0: ids and log-probs
-    prompt_scores: list[list[Ranked]] | None = None  # from the second token on: its own, and those of likely ones
+    top: list[list[tuple[int, float]]] = field(default_factory=list)  # if `logprobs` is above 0: ids and log-probs
+    prompt_scores: list[list[Ranked]] | None = None  # from the second token on: its own, and those of likely tokens
     spans: list[tuple[str, int, int]] = field(default_factory=list)  # weight version, start, end
     finish_reason: str = ""
     stop_reason: int | str | None = None
-    num_cut: int = 0  # characters to cut: the stop string that ended it, and what follows
-    routed_experts_prompt_start: int = 0  # tokens of the prompt whose experts are not asked for
-    routes: list[np.ndarray] = field(default_factory=list)  # of the tokens that were computed, in pieces
+    num_cut: int = 0  # characters to cut: the stop string that ended it, and the rest
+    routed_experts_prompt_start: int = 0  # prompt tokens whose experts are not requested
+    routes: list[np.ndarray] = field(default_factory=list)  # of the computed tokens, in pieces
     num_routes: int = 0
-    arrived: int = 0  # while a profile records: when, by its clock
-    # Of a stream: text up to token `shown` has been sent (decoded from token `context` on), and `reported` tokens.
+    arrived: int = 0  # the time by the profile's clock, while it records
+    # For a stream: text up to token `shown` has been sent (decoded from token `context` on), and `reported` tokens.
     context: int = 0
     shown: int = 0
     reported: int = 0
 
     def add_routes(self, rows: np.ndarray) -> None:
-        """Keep the experts of the tokens that have none yet, the last ones of those that a step has computed."""
+        """Store the experts of the tokens that have none yet: the last ones that a step has computed."""
         missing = len(self.prompt) + len(self.tokens) - self.num_routes
         self.routes.append(rows[len(rows) - missing :])
         self.num_routes += missing
@@ -84,7 +84,7 @@ class Request:
 
 @dataclass(slots=True)
 class Progress:
-    """New tokens of a streamed response; `text` is what they add to it, when its last character is whole."""
+    """New tokens of a streamed response. `text` is their addition to it, once its last character is whole."""
 
     text: str
     tokens: list[int]
@@ -93,10 +93,10 @@ class Progress:
 
 
 def read_body(raw: bytes) -> dict[str, Any]:
-    """The JSON object of a request; an empty body is an empty one.
+    """Return the JSON object of a request; an empty body is an empty object.
 
     Raises:
-        HttpError: it is no JSON object, is nested too deeply, or holds half a surrogate pair, which is no text.
+        HttpError: it is not a JSON object, is nested too deeply, or holds half a surrogate pair, which is not text.
     """
     try:
         body = json.loads(text := raw.decode() or "{}")
@@ -117,7 +117,7 @@ def read_body(raw: bytes) -> dict[str, Any]:
 
 
 def streams(body: dict[str, Any]) -> tuple[bool, bool]:
-    """Whether a request asks for a stream, and for the usage at its end. Raises HttpError."""
+    """Return whether a request wants a stream, and the usage at its end. Raises HttpError."""
     stream, options = body.get("stream"), body.get("stream_options")
     usage = options.get("include_usage") if isinstance(options, dict) and options.keys() <= {"include_usage"} else None
     if type(stream or False) is not bool or (options is not None and not (stream and type(usage) is bool)):
@@ -129,7 +129,7 @@ def streams(body: dict[str, Any]) -> tuple[bool, bool]:
 
 
 def adds_special(body: dict[str, Any], default: bool) -> bool:
-    """Whether the tokenizer adds its special tokens to a text. Raises HttpError."""
+    """Return whether the tokenizer adds its special tokens to a text. Raises HttpError."""
     add = body.get(ADD_SPECIAL)
     if add not in (None, True, False):
         raise HttpError("BadRequestError", f"{ADD_SPECIAL} must be a boolean")
@@ -142,10 +142,10 @@ _RANGES |= dict(n=(int, 1, 4096), seed=(int, -_MAX, _MAX), logprobs=(int, 0, _MA
 _RANGES |= dict(routed_experts_prompt_start=(int, 0, _MAX))
 _RANGES |= dict(temperature=(float, 0, 1e9), top_p=(float, 1e-6, 1))
 _ACTING = {*_RANGES, "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens", "detokenize"}
-# vLLM's parameters that change nothing at this value or null; any other value is refused.
+# vLLM's parameters that change nothing at this value or null. Any other value is refused.
 _NEUTRAL: dict[str, Any] = dict(presence_penalty=0, frequency_penalty=0, repetition_penalty=1, min_p=0)
 _NEUTRAL |= dict(stream=False, echo=False, include_stop_str_in_output=False, spaces_between_special_tokens=True)
-# vllm-router writes these into every chat or completion that it passes on.
+# vllm-router adds these to every chat or completion request.
 _NEUTRAL |= dict(no_stop_trim=False, continue_final_message=False, separate_reasoning=True, stream_reasoning=True)
 _NEUTRAL |= dict(include_reasoning=True, return_hidden_states=False, top_logprobs=0, output_kind=2)
 _NEUTRAL |= dict.fromkeys(("logit_bias", "bad_words", "allowed_token_ids", "structured_outputs", "extra_args", "user"))
@@ -171,11 +171,11 @@ def sampling_params(given: Any, own: set[str], eos_ids: frozenset[int], vocab_si
         raise HttpError("BadRequestError", f"min_tokens={out['min_tokens']} is more than max_tokens")
     for key in ("logprobs", "prompt_logprobs") if own else ():
         if out.get(key):
-            what = f"{key}={out[key]}: this route gives that of the token itself (0); /inference/v1/generate gives more"
+            what = f"{key}={out[key]}: this route returns only the token's own (0); /inference/v1/generate returns more"
             raise HttpError("BadRequestError", what)
     out["top_k"] = max(out.get("top_k", 0), 0)
     if out.get("temperature") == 0:
-        out |= {"top_k": 0, "top_p": 1.0}  # greedy, and its log-prob is that of the whole distribution
+        out |= {"top_k": 0, "top_p": 1.0}  # greedy, with its log-prob in the whole distribution
     stop = given.get("stop") or []
     out["stop"] = stop = [stop] if isinstance(stop, str) else stop
     if not isinstance(stop, list) or not all(isinstance(s, str) and s for s in stop):

@@ -1,4 +1,4 @@
-"""Sampling of the next token from the processed distribution, with a draw that depends on (seed, position) only."""
+"""Sampling of the next token from the processed distribution. The draw depends only on (seed, position)."""
 
 import torch
 from torch import Tensor
@@ -35,25 +35,25 @@ def truncate(logits: Tensor, truncation: Limits) -> Tensor:
 
 
 def log_softmax(logits: Tensor) -> Tensor:
-    """The log-softmax of each row. On a CPU torch's own is off by 3e-5 for 262,144 float32 logits, this one by 4e-6."""
+    """Return each row's log-softmax. On a CPU torch's is off by 3e-5 for 262,144 float32 logits, this by 4e-6."""
     return logits - logits.logsumexp(-1, keepdim=True)
 
 
 def distribution(logits: Tensor, temperature: Tensor, truncation: Limits | None) -> Tensor:
-    """Log-probs float32 `[batch, vocab]` of the distribution that tokens are drawn from; see `sample`."""
+    """Return log-probs float32 `[batch, vocab]` of the distribution that tokens are drawn from; see `sample`."""
     logits = logits / temperature.masked_fill(temperature == 0, 1.0)[:, None]
     return log_softmax(logits if truncation is None else truncate(logits, truncation))
 
 
 def sample(logits: Tensor, temperature: Tensor, uniform: Tensor, truncation: Limits | None) -> tuple[Tensor, Tensor]:
-    """Tokens int64 `[batch]`, and their log-probs float32 `[batch]` in the distribution they were drawn from.
+    """Return tokens int64 `[batch]`, and their log-probs float32 `[batch]` in the distribution they were drawn from.
 
-    `logits` are float32 `[batch, vocab]`; `uniform` float64 `[batch]` in [0, 1) is inverted through the cumulative
-    distribution; temperature 0 takes the likeliest token, with its log-prob at temperature 1 (as vLLM).
+    `logits` are float32 `[batch, vocab]`. `uniform`, float64 `[batch]` in [0, 1), is inverted through the cumulative
+    distribution. Temperature 0 takes the likeliest token, with its log-prob at temperature 1 (as in vLLM).
     """
     log_probs = distribution(logits, temperature, truncation)
     cdf = log_probs.exp().cumsum(-1, dtype=torch.float64)
     tokens = torch.searchsorted(cdf, (uniform * cdf[:, -1])[:, None], right=True)[:, 0]
     tokens = torch.where(temperature == 0, logits.argmax(-1), tokens)
-    tokens.clamp_(max=logits.shape[1] - 1)  # acts on NaN logits only
+    tokens.clamp_(max=logits.shape[1] - 1)  # matters only for NaN logits
     return tokens, log_probs.gather(1, tokens[:, None])[:, 0]

@@ -1,4 +1,4 @@
-"""Continuous batching in one thread, which owns model, cache and requests; a pipe connects it with the HTTP process."""
+"""Continuous batching in one thread, which owns model, cache and requests. A pipe connects it with the HTTP process."""
 
 import inspect
 import traceback
@@ -26,7 +26,7 @@ ASLEEP = "the engine sleeps while the trainer works on its memory"
 
 
 class Scheduler:
-    """Schedules requests: `running[i]` has row i of the cache. Calls come through `pipe` between two steps."""
+    """Schedules requests: `running[i]` uses row i of the cache. Calls come through `pipe` between two steps."""
 
     def __init__(self, runner: Runner, weights: LiveWeights, tokenizer: Any, pipe: Connection):
         self.runner, self.weights, self.tokenizer = runner, weights, tokenizer
@@ -36,13 +36,13 @@ class Scheduler:
         self.paused: str | None = None
         self.sleeper = Sleep(runner)
         longest = max(map(len, tokenizer.get_vocab()), default=1)
-        self.max_characters = runner.max_length * max(16, longest)  # more cannot be few enough tokens
+        self.max_characters = runner.max_length * max(16, longest)  # a longer text has too many tokens
         named = inspect.signature(tokenizer.apply_chat_template).parameters.keys()
         self.not_of_template = named - {"tools", "documents", "add_generation_prompt", "kwargs"}
         self.queue = CallQueue(pipe, self.calls(), HttpError, partial(HttpError, "InternalServerError"))
 
     def calls(self) -> dict[str, Callable[..., Any]]:
-        """The control routes, whose functions get the JSON body, and the other calls of the HTTP process."""
+        """Return the control routes, whose functions get the JSON body, and the other calls of the HTTP process."""
         weights = self.weights
         return {
             "GET /health": lambda body: {},
@@ -81,13 +81,13 @@ class Scheduler:
                 self._attempt(0, self._decode)
 
     def _attempt(self, first: int, step: Callable[[], None]) -> None:
-        """Do a step for `running[first:]`. If it fails (memory, above all) these requests fail, and no other."""
+        """Do a step for `running[first:]`. If it fails (mostly for memory), only these requests fail."""
         try:
             with spans.span(step.__name__.strip("_"), facts=lambda: {"running": len(self.running)}):
                 step()
         except torch.AcceleratorError:
-            raise  # nothing can be computed any more: this process ends, and is restarted
-        except Exception as error:  # noqa: BLE001 - a border: the clients get it
+            raise  # nothing can be computed any more: this process ends and is restarted
+        except Exception as error:  # noqa: BLE001 - the clients get it
             traceback.print_exc()
             failure = HttpError("InternalServerError", f"the engine failed: {type(error).__name__}: {error}")
             self.queue.answer((r.number, failure) for r in self.running[first:])
@@ -116,17 +116,17 @@ class Scheduler:
         return self.tokenizer.encode(text, add_special_tokens=add_special)  # type: ignore[no-any-return]
 
     def chat(self, messages: list[Any], given: dict[str, Any], add_special: bool = False) -> list[int]:
-        """The prompt of a conversation. The template is the model's: one from a client could compute for ever."""
+        """Return the prompt of a conversation. The template is the model's: a client's could compute for ever."""
         if refused := sorted(given.keys() & self.not_of_template):
-            raise HttpError("BadRequestError", f"chat_template_kwargs: {refused} cannot be set by a request")
+            raise HttpError("BadRequestError", f"chat_template_kwargs: requests cannot set {refused}")
         try:
             text = apply_template(self.tokenizer, messages, **{"add_generation_prompt": True, **given}, tokenize=False)
-        except Exception as error:  # no template, or whatever one raises on what it was given
+        except Exception as error:  # no template, or any error of a template
             raise HttpError("BadRequestError", f"the chat template failed: {getattr(error, 'what', error)}") from error
         return self.encode(text, add_special)
 
     def abort(self, which: Any = None, reason: str = "abort") -> int:
-        """End the requests of these numbers or ids (None: all) with the tokens that they have; returns how many."""
+        """End the requests with these numbers or ids (None: all) with the tokens that they have. Return how many."""
         if not isinstance(which, (set, list, type(None))):
             raise HttpError("BadRequestError", f"request_ids must be a list of strings, got {which!r}")
         gone = {r for r in (*self.running, *self.waiting) if which is None or r.number in which or r.id in which}
@@ -136,8 +136,10 @@ class Scheduler:
         return len(gone)
 
     def pause(self, mode: str, clear_cache: bool) -> None:
-        """Pause: abort ends all requests, keep freezes them (and later refills the cache if `clear_cache`), wait lets
-        running ones end."""
+        """Pause: abort ends all requests, keep freezes them, wait lets running requests end.
+
+        With `clear_cache`, keep refills the cache later.
+        """
         self.paused = mode
         if mode == "abort":
             self.abort()
@@ -151,7 +153,7 @@ class Scheduler:
         self.sleeper.sleep(level)
 
     def wake(self, tags: list[str]) -> None:
-        """Take the memory of `tags` again; with the last of it the engine generates."""
+        """Allocate the memory of `tags` again. After the last one the engine generates."""
         self.sleeper.wake(tags)
         if not self.sleeper.asleep:
             self.paused = None
@@ -163,7 +165,7 @@ class Scheduler:
             self.abort(None, "error")
 
     def expire(self, in_place: bool) -> None:
-        """Resume without the trainer; what it may have written in place is of two versions."""
+        """Resume without the trainer. Weights that it has written in place may be of two versions."""
         if in_place:
             self.weights.failure = f"{FAILED}: the trainer that wrote into these weights stood still, or died"
         self.resume()
@@ -194,7 +196,7 @@ class Scheduler:
 
     def _check_paused(self) -> None:
         if self.paused is None:
-            raise HttpError("SessionError", "weights change under a pause only: POST /pause first")
+            raise HttpError("SessionError", "weights change only while the engine is paused: POST /pause first")
 
     def _prefill(self) -> None:
         unique: dict[tuple[int, ...], int] = {}  # equal prompts of a group are computed once
@@ -213,9 +215,9 @@ class Scheduler:
         self._step(first, partial(self.runner.prefill, list(unique), source, first))
 
     def _step(self, first: int, forward: Callable[[], torch.Tensor]) -> None:
-        """Sample a token for each of `running[first:]` from the logits of `forward`; finished requests leave."""
+        """Sample a token for each of `running[first:]` from the logits of `forward`. Finished requests leave."""
         requests, device = self.running[first:], self.runner.device
-        # On the device before the forward pass: a copy to it waits for what runs there.
+        # It is on the device before the forward pass: a later copy would wait for that pass.
         positions = [len(r.prompt) + len(r.tokens) for r in requests]
         numbers = torch.tensor([[r.seed for r in requests], positions], device=device)
         limits = [[r.temperature for r in requests], [r.top_p for r in requests]]
@@ -224,7 +226,7 @@ class Scheduler:
         if any(r.top_k or r.top_p < 1 for r in requests):
             truncation = torch.tensor([r.top_k or self.vocab_size for r in requests], device=device), top_p
         logits = forward()
-        for request, rows in zip(requests, self.runner.routes, strict=False):  # none unless they are recorded
+        for request, rows in zip(requests, self.runner.routes, strict=False):  # empty unless they are recorded
             request.add_routes(rows)
         for i, request in enumerate(requests):
             if len(request.tokens) < request.min_tokens:
@@ -237,7 +239,7 @@ class Scheduler:
         if most := max(r.logprobs or 0 for r in requests):
             best, which = distribution(logits, temperature, truncation).topk(min(most, self.vocab_size))
             for request, ids, scores in zip(requests, which.tolist(), best.tolist(), strict=True):
-                if request.logprobs:  # as vLLM's route has it: the token itself, and then the likeliest, so many in all
+                if request.logprobs:  # as in vLLM's route: the token itself, then the likeliest ones, up to this number
                     likely = {request.tokens[-1]: request.log_probs[-1]} | dict(zip(ids, scores, strict=True))
                     request.top.append(list(likely.items())[: request.logprobs])
         leaving = [i for i, request in enumerate(requests, first) if self._ends(request)]
@@ -263,7 +265,7 @@ class Scheduler:
         return [self.tokenizer.decode(part, skip_special_tokens=request.skip_special_tokens) for part in parts]
 
     def _progress(self, request: Request) -> Progress:
-        """What a stream has not sent yet. Text is decoded with what precedes it, on which its spaces depend."""
+        """Return what a stream has not sent yet. Text is decoded with the text before it, because of its spaces."""
         before, text = self._texts(request, *(request.tokens[request.context : end] for end in (request.shown, None)))
         new = ""
         if len(text) > len(before) and not text.endswith("\ufffd"):
@@ -274,7 +276,7 @@ class Scheduler:
         return Progress(new, tokens, request.log_probs[start:], texts)
 
     def _compact(self, leaving: Sequence[int]) -> None:
-        """Free the rows `leaving` (ascending); the last rows move into the gaps."""
+        """Free the rows `leaving` (ascending). The last rows move into the gaps."""
         keep = len(self.running) - len(leaving)
         sources = sorted(set(range(keep, len(self.running))).difference(leaving))
         for part in self.runner.data:
@@ -288,7 +290,7 @@ class Scheduler:
             request.spans.append((self.weights.version, start, len(request.tokens)))
 
     def _finish(self, requests: Collection[Request], reason: str | None = None) -> None:
-        """Answer `requests`; with the reason "error" they get the failure of the weights."""
+        """Answer `requests`. With the reason "error" they get the failure of the weights."""
         for request in requests:
             self._close_span(request)
             request.finish_reason = reason or request.finish_reason
@@ -304,7 +306,7 @@ class Scheduler:
 
 
 class Sleep:
-    """The sleep of a runner's model and cache. At level 1 the weights wait on the host, at level 2 they are lost."""
+    """The sleep of a runner's model and cache. Level 1 keeps the weights on the host, level 2 drops them."""
 
     def __init__(self, runner: Runner):
         self._runner, model = runner, runner.model
@@ -319,7 +321,7 @@ class Sleep:
         if self.asleep:
             return
         for tensor in (*self._runner.model.parameters(), *self._runner.model.buffers()):
-            if not tensor.untyped_storage().resizable():  # it lies in the file that it was read from
+            if not tensor.untyped_storage().resizable():  # it is in the file that it was read from
                 tensor.data = tensor.data.clone()
         self._levels[level].free()
         self._runner.empty()
@@ -327,7 +329,7 @@ class Sleep:
         self.asleep = frozenset(TAGS)
 
     def wake(self, tags: list[str]) -> None:
-        """Take the memory of `tags` again."""
+        """Allocate the memory of `tags` again."""
         if unknown := set(tags) - set(TAGS):
             raise HttpError("BadRequestError", f"tags={sorted(unknown)}: {' and '.join(TAGS)}")
         if "weights" in self.asleep & set(tags):

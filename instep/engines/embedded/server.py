@@ -1,4 +1,4 @@
-"""The HTTP server, a process without torch that parses and formats while the engine's process computes."""
+"""The HTTP server: a process without torch. It parses and formats while the engine's process computes."""
 
 import asyncio
 import functools
@@ -29,7 +29,7 @@ _OPENAI = f"{_OWN} stream stream_options {protocol.ADD_SPECIAL}"
 
 
 class Server:
-    """The routes to the engine (`scheduler.Scheduler`) at the other end of `pipe`; `calls` are the calls it takes."""
+    """The routes to the engine (`scheduler.Scheduler`) at the other end of `pipe`; `calls` are the calls it accepts."""
 
     def __init__(
         self, pipe: Connection, names: list[str], calls: set[str], max_model_len: int, vocab_size: int, eos_ids: Any
@@ -47,7 +47,7 @@ class Server:
         self._lease = Lease(self._expired)
 
     async def handle(self, http: web.Request) -> web.StreamResponse:
-        """Answer a request to any route with JSON; refusals have vLLM's form."""
+        """Answer a request to any route with JSON. Errors have vLLM's form."""
         try:
             address = http.transport.get_extra_info("sockname")[0] if http.transport is not None else ""
             if (refused := self.guard.refusal(http.path, http.headers, address)) is not None:
@@ -74,7 +74,7 @@ class Server:
             raise HttpError(
                 "BadRequestError", f"priority: {body['priority']!r:.50}, but requests are served as they come"
             )
-        given = body.get("sampling_params") or {}  # a cache_salt parts caches of prefixes: none outlives its requests
+        given = body.get("sampling_params") or {}  # cache_salt separates prefix caches; none outlives its requests here
         return await self._run("generate-tokens", http, [body.get("token_ids")], body, given, "")
 
     async def sglang(self, http: web.Request, body: Body) -> Body:
@@ -111,7 +111,7 @@ class Server:
     async def _run(
         self, kind: str, http: web.Request, prompts: list[Any], body: Body, given: Any, own: str
     ) -> Body | web.StreamResponse:
-        """The reply of all three routes, with n choices per prompt, in order; `given` may also have the keys `own`."""
+        """Return the reply of all three routes, n choices per prompt in order; `given` may also have the keys `own`."""
         params = protocol.sampling_params(given, {*own.split()}, self.eos_ids, self.vocab_size)
         streamed, with_usage = protocol.streams(body) if own else (False, False)
         num, seed, limit = params.pop("n", 1), params.pop("seed", None), params.pop("max_tokens", self.max_model_len)
@@ -200,12 +200,12 @@ class Server:
         return {}
 
     async def _expired(self, in_place: bool) -> None:
-        """Go on; what was loaded of a session, or written in place, is served to nobody until one has succeeded."""
-        print("embedded engine: nobody renews the lease of the pause: it goes on", flush=True)
+        """Resume. Weights of a session, or written in place, are not served until a session has succeeded."""
+        print("embedded engine: no process renews the lease of the pause: it resumes", flush=True)
         await self.engine.call("expire", in_place)
 
     async def session(self, http: web.Request, body: Body) -> Body:
-        """A step of a weight session."""
+        """Do a step of a weight session."""
         self._lease.check()
         answer: Body = await self.engine.call(f"POST {http.path}", body)
         if http.path == "/finish_weight_update":
@@ -224,12 +224,12 @@ def serve(sock: socket.socket, pipe: Connection, names: list[str]) -> None:
     try:
         app.router.add_route("*", "/{route:.*}", Server(pipe, names, **pipe.recv()).handle)
     except EOFError:
-        os._exit(1)  # the engine's process has ended, and said why
+        os._exit(1)  # the engine's process has ended, and reported why
     asyncio.run(_serve(app, sock))
 
 
 async def _serve(app: web.Application, sock: socket.socket) -> None:
-    # Nobody sends compressed requests, but for one that would fill the memory.
+    # No client sends compressed requests, except one that wants to fill the memory.
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True, auto_decompress=False)
     await runner.setup()
     await web.SockSite(runner, sock, backlog=4096).start()

@@ -1,4 +1,4 @@
-"""An engine whose weights lie in memory that the trainer writes into (`--weight-sync single-copy`)."""
+"""An engine whose weights are in memory that the trainer writes into (`--weight-sync single-copy`)."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from instep_engine.place import check_memory_folder, process_mark
 
 
 class SharedWeights(LiveWeights):
-    """Live parameters in one file in shared memory; the manifest beside it says where each lies (`weights/memory.py`).
+    """Live parameters in one file in shared memory; the manifest beside it has their places (`weights/memory.py`).
 
     Args:
         checkpoint: the model's folder.
-        folder: of the run, as `place.py` asks for.
+        folder: a folder of the run, as `place.py` requires.
 
     Raises:
-        NoPlace, OSError: it is no such folder.
+        NoPlace, OSError: it is not such a folder.
         EngineError: there is no room for the weights.
-        ValueError: a weight of the checkpoint does not lie in one piece in the model.
+        ValueError: a weight of the checkpoint is not one piece in the model.
     """
 
     def __init__(self, model: PreTrainedModel, checkpoint: Path, folder: Path):

@@ -13,14 +13,14 @@ from instep.system.calls import Part
 
 Body = dict[str, Any]
 TIMEOUT = 1800  # seconds, for every request and control call
-STREAM_TIMEOUT = TIMEOUT - 5  # so that a stream can tell that it ends
+STREAM_TIMEOUT = TIMEOUT - 5  # so that a stream can report that it ends
 
 
 def log_probs(
     kind: str, tokens: list[int], scores: list[float], texts: list[str], top: Sequence[list[tuple[int, float]]] = ()
 ) -> Body:
-    """The log-probs of a choice, in OpenAI's form (`texts` are none without text); `top` are those of other tokens."""
-    scores = [max(-9999.0, p) for p in scores]  # in this order also for NaN, which JSON lacks
+    """Return a choice's log-probs in OpenAI's form (without text `texts` is empty); `top` has other tokens."""
+    scores = [max(-9999.0, p) for p in scores]  # this order also removes NaN, which JSON lacks
     if kind == "cmpl":
         return {"tokens": texts, "token_logprobs": scores}
     content = [_named(token, p) for token, p in zip(tokens, scores, strict=True)]
@@ -32,12 +32,12 @@ def log_probs(
 
 
 def _named(token: int, log_prob: float) -> Body:
-    """With vLLM's name of a token without a text, by which clients check that a log-prob is that of their token."""
+    """Add vLLM's name of a token without text. With it clients check that a log-prob is that of their token."""
     return {"token": f"token_id:{token}", "token_id": token, "logprob": log_prob}
 
 
 class _Choice:
-    """One response, of which `sent` characters and `num_tokens` tokens are on their way to the client."""
+    """One response. `sent` characters and `num_tokens` tokens have gone to the client."""
 
     def __init__(self, kind: str, index: int, request: Request, return_token_ids: bool):
         self._kind, self._index, self._prompt = kind, index, request.prompt
@@ -46,7 +46,7 @@ class _Choice:
         self._text, self._sent, self._num_tokens = "", 0, 0
 
     def progress(self, new: Progress) -> Body | None:
-        """The choice of a chunk; None where there is nothing to tell yet."""
+        """Return the choice of a chunk; None while there is nothing to send."""
         self._text += new.text
         end = max(self._sent, len(self._text) - self._held)
         text = self._text[self._sent : end]
@@ -87,7 +87,7 @@ async def stream(
         usage: makes the usage of a last chunk from the finished requests; None: no such chunk.
 
     Raises:
-        HttpError: the first answer is one; a later one is sent in the stream, and ends it.
+        HttpError: it is the first answer. A later one is sent in the stream, and ends it.
     """
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     choices = [_Choice(kind, i, request, return_token_ids) for i, request in enumerate(requests)]

@@ -22,8 +22,8 @@ FAILED, NOT_STARTED = "the last weight update failed", "no weight update was sta
 class LiveWeights(Receiving):
     """The live weights by the names of their checkpoint, written in place; tied weights appear once.
 
-    Tensors that make one weight together, such as the experts of a layer, wait in `pending` for the last of them.
-    `failure` says why nothing may be generated: a session failed, and the parameters may be of two weight versions.
+    Tensors that form one weight together, such as the experts of a layer, wait in `pending` for the last of them.
+    `failure` says why generation is blocked: a session failed, so the parameters may be of two weight versions.
     """
 
     def __init__(self, model: PreTrainedModel, folder: Path):
@@ -46,24 +46,24 @@ class LiveWeights(Receiving):
         self.adapter.received = {}
 
     def update(self, info: Any) -> int:
-        """Check and load a bucket or checkpoint; returns its number of tensors. A WeightMismatch fails the session."""
+        """Check and load a bucket or checkpoint. Return its number of tensors. A WeightMismatch fails the session."""
         if self.session is None:
             raise HttpError("SessionError", NOT_STARTED)
         before = len(self.delivered)
         try:
             self.receive_weights(info)
-        except (KeyError, TypeError, AttributeError, ValueError) as error:  # also a backend that is none
+        except (KeyError, TypeError, AttributeError, ValueError) as error:  # also an unknown backend
             raise HttpError("BadRequestError", f"update_info is malformed: {error!r}") from error
         except WeightMismatch as error:
             if info["backend"] != "memory":
                 self.session = None
-                if info["backend"] not in OF_ADAPTERS:  # which write nothing before `finish`
+                if info["backend"] not in OF_ADAPTERS:  # adapters write nothing before `finish`
                     self.failure = f"{FAILED}: {error.what}"
             raise HttpError("WeightMismatch", error.what, error.tensor) from error
         return len(self.delivered) - before
 
     def finish(self, version: str | None) -> str:
-        """End the session and return the new version. Raises WeightMismatch if a tensor was not delivered."""
+        """End the session and return the new version. Raises WeightMismatch: a tensor was not delivered."""
         if self.session is None:
             raise HttpError("SessionError", NOT_STARTED)
         started = self.session[0]
@@ -81,13 +81,13 @@ class LiveWeights(Receiving):
         return version or started or self.version
 
     def abandon(self) -> None:
-        """Drop an unfinished session; if it has written weights already, this is a failure."""
+        """Drop an unfinished session. If it has already written weights, this is a failure."""
         if self.session is not None and self.delivered and not self.adapter.received:
             self.failure = f"{FAILED}: it was not finished"
         self.session = None
 
     def digests(self) -> dict[str, str]:
-        """The xxh3-128 of the bytes of each live weight, as in a manifest."""
+        """Return the xxh3-128 of the bytes of each live weight, as in a manifest."""
         digests = {}
         for group in self.names.groups:
             live = {name: self.weights[name].detach() for name in group.model}
@@ -135,6 +135,6 @@ class LiveWeights(Receiving):
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors of one dtype are equal bit for bit, also where they are not numbers."""
+    """Return whether two tensors of one dtype are equal bit for bit, NaN too."""
     bits = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b)]
     return a.shape == b.shape and torch.equal(*bits)

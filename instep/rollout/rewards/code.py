@@ -1,7 +1,7 @@
 """Code against tests: the last fenced block of a response, each test in its own sandbox (`instep.rollout.sandbox`).
 
-A program that is wrong, too slow or too large has the reward 0. That the sandbox itself does not start is no reward,
-but an error.
+A program that is wrong, too slow or too large has the reward 0. If the sandbox itself does not start, that is an error,
+not a reward.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from instep.rollout.sandbox import Limits, run_python
 
 LIMITS = Limits(seconds=10.0, memory=512 << 20, processes=1)  # of each test
 NUM_TRIES = 3  # of a sandbox that does not start
-_BLOCK = re.compile(r"```([^\n`]*)\n(.*?)```", re.DOTALL)  # all of them, so that no end is taken for a beginning
+_BLOCK = re.compile(r"```([^\n`]*)\n(.*?)```", re.DOTALL)  # every block, so that a closing fence opens none
 _LANGUAGES = ("", "python", "python3", "py")
 _PROGRAM = """\
 import builtins, sys
@@ -38,18 +38,18 @@ class Case(NamedTuple):
 
 
 def last_block(response: str) -> str | None:
-    """The content of the last fenced block of a response that is in Python or says no language; None without one."""
+    """Return the content of the last fenced block that is in Python or names no language; None without one."""
     blocks = [content for language, content in _BLOCK.findall(response) if language.strip().lower() in _LANGUAGES]
     return blocks[-1] if blocks else None
 
 
 def read_tests(label: Any) -> list[Case]:
-    """The tests of a label: `{"inputs": [...], "outputs": [...]}`, a list of statements, or a text of them.
+    """Read the tests of a label: `{"inputs": [...], "outputs": [...]}`, a list of statements, or a text of statements.
 
-    Text that is JSON of the first two forms is read as such.
+    A text that is JSON of the first two forms is read as such.
 
     Raises:
-        ValueError: another form, or no test.
+        ValueError: another form, or there are no tests.
     """
     if isinstance(label, str) and label.lstrip()[:1] in ("{", "["):
         try:
@@ -66,17 +66,17 @@ def read_tests(label: Any) -> list[Case]:
     if not isinstance(statements, list) or not all(isinstance(s, str) and s.strip() for s in statements):
         raise ValueError("is neither a text of tests, nor a list of them, nor inputs and outputs")
     if not statements:
-        raise ValueError("holds no test")
+        raise ValueError("holds no tests")
     return [Case("\n".join(statements))]
 
 
 async def passes_all(
     response: str, label: Any, *, unsafe: bool, limits: Limits = LIMITS, where: str = "--rm-type code"
 ) -> float:
-    """1.0 if the last block of the response passes all tests of the label, else 0.0.
+    """Return 1.0 if the last block of the response passes all tests of the label, else 0.0.
 
     Args:
-        unsafe: run without a sandbox where there can be none (`--unsafe-local-exec`).
+        unsafe: run without a sandbox where none is possible (`--unsafe-local-exec`).
         where: what is graded, for errors.
 
     Raises:
@@ -95,7 +95,7 @@ async def passes_all(
 async def _passes(code: str, test: Case, unsafe: bool, limits: Limits, where: str) -> bool:
     said = ""
     for _ in range(NUM_TRIES):
-        begin, end = (secrets.token_hex(16) for _ in range(2))  # a program cannot end early and seem to have passed
+        begin, end = (secrets.token_hex(16) for _ in range(2))  # a program that ends early must not pass
         program = _PROGRAM.format(begin=begin, end=end, code=code, tests=test.tests)
         outcome = await run_python(program, test.stdin, limits=limits, unsafe=unsafe)
         if outcome.stdout.startswith(begin):
@@ -109,5 +109,5 @@ async def _passes(code: str, test: Case, unsafe: bool, limits: Limits, where: st
 
 
 def _lines(text: str) -> list[str]:
-    """The lines of an output without blanks at their ends, and without empty ones at its end."""
+    """Return the lines of an output without blanks at their ends, and without empty lines at its end."""
     return [line.rstrip() for line in text.rstrip().split("\n")]

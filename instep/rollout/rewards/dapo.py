@@ -1,7 +1,7 @@
 """DAPO's grader: the integer in the last `Answer:` line. This module imports nothing heavy.
 
 The answer is brought into the normal form of Minerva's evaluation (Lewkowycz et al., arXiv:2206.14858, appendix on
-MATH), which is what slime (`rm_hub`) and verl (`math_dapo`) compare, and compared as text: `42.0`, `3.` and `50%` are
+MATH). slime (`rm_hub`) and verl (`math_dapo`) compare the same form. It is compared as text: `42.0`, `3.` and `50%` are
 not the integers 42, 3 and 50.
 """
 
@@ -10,10 +10,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
-TAIL_CHARS = 300  # only the end of a response is looked at
+TAIL_CHARS = 300  # only the end of a response is read
 _LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 
-# In this order, each everywhere in the text: `old -> new`, then words that are dropped. A `_` stands for a space.
+# In this order, each everywhere in the text: first `old -> new`, then words that are dropped. A `_` means a space.
 _CHANGED = r"an_-> a_-> .$->$ \$-> \_-> _-> mbox->text ,\text{and}->, \text{and}->, \text{m}->\text{}"
 _DROPPED = r"""
     square ways integers dollars mph inches hours km units \ldots sue points feet minutes digits cents degrees cm gm
@@ -22,11 +22,11 @@ _DROPPED = r"""
 """
 _REPLACED = [
     *((old.replace("_", " "), new) for old, _, new in (rule.partition("->") for rule in _CHANGED.split())),
-    # `^` inside of \text{} stands for a line break
+    # `^` inside of \text{} means a line break
     *((re.sub(r"^\\text\{\^", r"\\text{\n", word), "") for word in _DROPPED.split()),
 ]
 _REWRITTEN = [
-    (re.compile(r"(?m)^.*?\$(.*?)\$.*"), r"$\1$"),  # the first formula between dollars of a line; linear by its ^
+    (re.compile(r"(?m)^.*?\$(.*?)\$.*"), r"$\1$"),  # the first formula between dollars of a line; `^` keeps it linear
     *((re.compile(rf"\\{name}\{{(.*?)\}}"), r"\1") for name in ("text", "textbf", "overline")),
     (re.compile(r"\\boxed\{(.*)\}"), r"\1"),
     (re.compile(r"frac([^{])(.)"), r"frac{\1}{\2}"),
@@ -35,7 +35,7 @@ _REWRITTEN = [
 
 
 def normal_form(answer: str) -> str:
-    """The answer without its left-hand side, units, text and dollars; an integer has no commas."""
+    """Return the answer without its left-hand side, units, text and dollars; an integer has no commas."""
     out = answer.rsplit("=", 1)[-1]
     for old, new in _REPLACED:
         out = out.replace(old, new)
@@ -49,8 +49,8 @@ def normal_form(answer: str) -> str:
 def dapo(response: str, label: Any) -> dict[str, Any]:
     """Grade the last `Answer:` line of the last 300 characters; `score` is +1 or -1 (arXiv:2503.14476, eq. 7).
 
-    A label such as `42.0` is the integer 42. One that is no integer is compared by its normal form, as in verl (slime
-    cuts it to an integer, or raises).
+    A label such as `42.0` is the integer 42. A label that is not an integer is compared by its normal form, as in verl
+    (slime cuts it to an integer, or raises).
     """
     lines = _LINE.findall(response[-TAIL_CHARS:])
     pred = normal_form(lines[-1]) if lines else "[INVALID]"

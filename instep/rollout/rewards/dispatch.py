@@ -1,4 +1,4 @@
-"""The reward of a sample or a group, by custom functions or built-in rules, with a bound and named errors."""
+"""The reward of a sample or a group, by custom functions or built-in rules, with time limits and named errors."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ if TYPE_CHECKING:
     from instep.arguments.settings import HookSettings
 
 T = TypeVar("T")
-BUILT_IN = "built-in"  # as a sample's custom_rm_path: the rule of its rm_type instead of --custom-rm-path
+BUILT_IN = "built-in"  # as a sample's custom_rm_path: use the rule of its rm_type, not --custom-rm-path
 
 
 async def apply_rewards(
     args: HookSettings, samples: Group, reward_key: str | None, *, are_siblings: bool = False
 ) -> None:
-    """Set `reward` on the samples that have none; with --group-rm on all samples, in one call.
+    """Set `reward` on the samples without one; with --group-rm on all samples, in one call.
 
-    In a reward that is a dict, the entry `reward_key` must be a finite number. Numbers become Python's.
+    If a reward is a dict, its entry `reward_key` must be a finite number. Numbers become Python numbers.
 
     Args:
-        are_siblings: they come from one run of a generate function that returned a list: a function whose second
-            parameter is `samples`, or a list by its annotation, gets those without a reward in one call, as in slime.
+        are_siblings: the samples come from one run of a generate function that returned a list. A function whose second
+            parameter is `samples`, or is annotated as a list, gets those without a reward in one call, as in slime.
 
     Raises:
         RewardError: with the names of function, group and sample.
@@ -66,7 +66,7 @@ async def apply_rewards(
 
 
 async def _rewards(args: HookSettings, samples: Group) -> list[Any]:
-    """The reward of each sample; one that a rule decides at once needs no task."""
+    """Return the reward of each sample. A reward that a rule decides at once needs no task."""
     quick = spans.now() is None  # a profile shows each
     found = [_by_rule(args, s) if quick and _path_of(args, s) in (None, BUILT_IN) else _Later(None) for s in samples]
     late = [i for i, reward in enumerate(found) if isinstance(reward, _Later)]
@@ -77,7 +77,7 @@ async def _rewards(args: HookSettings, samples: Group) -> list[Any]:
 
 
 def _plain(reward: Any) -> Any:
-    """A reward with Python's own numbers in the place of tensors and numpy's."""
+    """Return a reward with Python numbers in place of tensors and numpy numbers."""
     if isinstance(reward, dict):
         return {name: _plain(value) for name, value in reward.items()}
     number = None if isinstance(reward, (int, float)) else as_number(reward)
@@ -86,7 +86,7 @@ def _plain(reward: Any) -> Any:
 
 @functools.cache
 def takes_lists(path: str | None) -> bool:
-    """Whether the function says that it takes several samples: `samples`, or an annotation such as `list[Sample]`."""
+    """Return whether the function declares several samples: `samples`, or an annotation such as `list[Sample]`."""
     if path in (None, BUILT_IN):
         return False
     if is_trls(str(path)):
@@ -96,10 +96,10 @@ def takes_lists(path: str | None) -> bool:
 
 
 async def compute_reward(args: HookSettings, target: Sample | Group) -> Any:
-    """The reward of a sample (a number or a dict), or a list of the rewards of a group.
+    """Return the reward of a sample (a number or a dict), or a list of the rewards of a group.
 
-    The first that is set decides: the sample's `custom_rm_path`, --custom-rm-path, `metadata["rm_type"]`, --rm-type.
-    A custom function gets `target` as it is.
+    The first of these that is set decides: the sample's `custom_rm_path`, --custom-rm-path, `metadata["rm_type"]`,
+    --rm-type. A custom function gets `target` unchanged.
 
     Raises:
         ConfigError: no reward is chosen, or an unknown one.
@@ -123,16 +123,16 @@ async def compute_reward(args: HookSettings, target: Sample | Group) -> Any:
 def _refuse_failed(args: HookSettings, sample: Sample) -> None:
     """Raise a RewardError for a FAILED sample, unless its generate function has given it a reward."""
     if sample.status is Status.FAILED and sample.reward is None:
-        what = "the generation of this sample has failed, which is no reward of 0"
-        remedy = "set sample.reward in the generate function if it is to be trained, or give --skip-failed-groups"
+        what = "the generation of this sample has failed, so it has no reward (not even 0)"
+        remedy = "set sample.reward in the generate function to train on it, or use --skip-failed-groups"
         raise RewardError(what, where=f"{_function_of(args, sample)}: {name_of(sample)}", remedy=remedy)
 
 
 def _one_each(args: HookSettings, path: str, samples: Group, out: Any) -> list[Any]:
-    """The rewards that a function has returned for several samples: a list, a tuple, an array or a tensor."""
+    """Return the rewards that a function has returned for several samples: a list, a tuple, an array or a tensor."""
     try:
         rewards = [] if isinstance(out, (str, dict)) else list(out)
-    except Exception:  # noqa: BLE001 - the border to a user's object, which may be no list
+    except Exception:  # noqa: BLE001 - the object is the user's and may not be a list
         rewards = []
     if len(rewards) != len(samples):
         what = f"it returned {said(out, 80)} for a group of {len(samples)} samples"
@@ -176,7 +176,7 @@ def _guard(where: str, function: Callable[..., Any]) -> Iterator[None]:
         yield
     except InstepError:
         raise
-    except BaseException as error:  # the border to the user's code; its sys.exit() would end the loop's thread
+    except BaseException as error:  # noqa: BLE001 - this is the user's code; its sys.exit() would end the loop's thread
         if is_from_outside(error):
             raise
         fits = "correct that line; with --skip-failed-groups a sample that has no reward costs its group"
@@ -186,14 +186,14 @@ def _guard(where: str, function: Callable[..., Any]) -> Iterator[None]:
 
 
 async def _bounded(awaitable: Awaitable[T], limit: float, error: RewardError) -> T:
-    """The result, or `error` after `limit` seconds; unlike `wait_for` it does not wait for the end of a hung task."""
+    """Return the result, or raise `error` after `limit` seconds. Do not wait for the end of a hung task."""
     task = asyncio.ensure_future(awaitable)
     try:
         await asyncio.wait([task], timeout=limit)
         if not task.done():
             raise error
         if task.cancelled():
-            what, remedy = "the reward function cancelled the task that it runs in", "let it return, or raise an error"
+            what, remedy = "the reward function cancelled its own task", "let it return, or raise an error"
             raise RewardError(what, where=error.where, remedy=remedy)
         return task.result()
     finally:
@@ -201,14 +201,14 @@ async def _bounded(awaitable: Awaitable[T], limit: float, error: RewardError) ->
 
 
 def rm_type_of(args: HookSettings, sample: Sample) -> str:
-    """The name of a sample's built-in reward, checked."""
+    """Return the name of a sample's built-in reward, checked."""
     name = (sample.metadata or {}).get("rm_type") or args.rm_type
     if not name:
         raise ConfigError("no reward is chosen", where=name_of(sample), remedy="give --rm-type or --custom-rm-path")
     if grader_of(str(name)) not in GRADERS:
         known = ", ".join(GRADERS)
         raise ConfigError(
-            f"unknown reward {name!r}", where="--rm-type", remedy=f"one of {known}; boxed_ may precede it"
+            f"unknown reward {name!r}", where="--rm-type", remedy=f"use one of {known}, also with boxed_ before it"
         )
     return str(name)
 
@@ -223,13 +223,13 @@ def _function_of(args: HookSettings, sample: Sample) -> str:
 
 
 def _named(args: HookSettings, path: str) -> str:
-    """The flag that a custom reward comes from, the function and where it is defined."""
+    """Return the flag that a custom reward comes from, the function and where it is defined."""
     flag = "--custom-rm-path" if path == args.custom_rm_path else "--eval-config, custom_rm_path"
     return ", ".join(filter(None, (f"{flag} {path}", defined_at(path))))
 
 
 class _Later(NamedTuple):
-    """A reward that is waited for: the rest of a rule's work, if a rule has begun it."""
+    """A reward that must be awaited: the rest of a rule's work, if a rule has begun it."""
 
     work: Callable[[], Coroutine[Any, Any, Any]] | None
 
@@ -240,7 +240,7 @@ async def _built_in(args: HookSettings, sample: Sample) -> Any:
 
 
 def _by_rule(args: HookSettings, sample: Sample) -> Any:
-    """The reward by the built-in rule of `sample`, or a `_Later` where something else has to do the work."""
+    """Return the reward by the built-in rule of `sample`, or a `_Later` where something else has to do the work."""
     name = rm_type_of(args, sample)
     _refuse_failed(args, sample)
     rule, response = name.removeprefix("boxed_"), sample.response
@@ -266,10 +266,10 @@ def _by_rule(args: HookSettings, sample: Sample) -> Any:
 
 
 async def _code(args: HookSettings, sample: Sample, response: str) -> float:
-    """1.0 if the program passes the label's tests, else 0.0; as many at a time as there are reward workers."""
+    """Return 1.0 if the program passes the label's tests, else 0.0. As many run at once as there are reward workers."""
     where = f"--rm-type code: {name_of(sample)}"
     try:
-        # A test that is too slow fails by itself; so the bound is for sandboxes that do not start.
+        # A test that is too slow fails by itself. So this bound is only for sandboxes that do not start.
         limit = args.reward_timeout + len(read_tests(sample.label)) * LIMITS.seconds
         remedy = "give fewer tests, or raise --reward-timeout"
         hung = RewardError(f"the tests took more than {limit:g} s", where=where, remedy=remedy)
@@ -277,7 +277,7 @@ async def _code(args: HookSettings, sample: Sample, response: str) -> float:
             graded = passes_all(response, sample.label, unsafe=args.unsafe_local_exec, where=where)
             return await _bounded(graded, limit, hung)
     except ValueError as error:
-        what, remedy = f"the label {error}", "see docs/rewards.md for what it may be"
+        what, remedy = f"the label {error}", "see docs/rewards.md for the accepted forms"
         raise RewardError(what, where=where, remedy=remedy) from error
 
 
@@ -290,7 +290,7 @@ async def _algebra(args: HookSettings, sample: Sample, graded: Algebra) -> float
 
 
 async def _remote(args: HookSettings, sample: Sample, response: str) -> Any:
-    """POST {prompt, response, label} to --rm-url; the answer is the reward, a number or a dict, or {"reward": ...}."""
+    """POST {prompt, response, label} to --rm-url. The answer is the reward: a number, a dict, or {"reward": ...}."""
     if not args.rm_url:
         raise ConfigError("no address of the reward server", where="--rm-type remote_rm", remedy="give --rm-url")
     payload = {"prompt": sample.prompt, "response": response, "label": sample.label}

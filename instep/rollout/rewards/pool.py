@@ -1,7 +1,7 @@
 """A pool of reward workers: small processes beside the event loop.
 
-They keep nothing from one job to the next. One whose job takes too long is replaced; one that was killed is replaced,
-too, and its job given to another.
+Workers keep nothing from one job to the next. A worker is replaced when its job takes too long, or when it was killed.
+In the second case another worker gets its job.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from instep.system.processes import OPENMP_ENV, num_usable_cpus
 
 logger = logging.getLogger(__name__)
 NUM_THREADS = 8
-LINE_BYTES = 1 << 24  # of a worker's answer, at most
-NUM_TRIES = 3  # of a job whose worker ends: the third death is the job's own fault
+LINE_BYTES = 1 << 24  # at most, of a worker's answer
+NUM_TRIES = 3  # of a job whose worker dies: after the third death the job itself is at fault
 START_SECONDS = 60.0  # for a worker to start and import math-verify on a busy machine
 PATIENCE_SECONDS = 0.5  # before one more worker is started
 
@@ -34,8 +34,8 @@ PATIENCE_SECONDS = 0.5  # before one more worker is started
 class Worker:
     """A process and the event loop's end of the socket that is its stdin and stdout.
 
-    asyncio's own subprocesses hang when they are cancelled at their start, and write tracebacks when their loop is
-    closed before it has seen them end (Python 3.11).
+    asyncio's own subprocesses hang when they are cancelled at their start. They also write tracebacks when their loop
+    closes before it has seen them end (Python 3.11).
     """
 
     process: Program
@@ -44,12 +44,12 @@ class Worker:
 
     @classmethod
     async def start(cls) -> Worker:
-        """Raises OSError: no process could be started."""
+        """Start a worker. Raises OSError: no process could be started."""
         ours, theirs = socket.socketpair()
         with theirs:
             reader, writer = await asyncio.open_connection(sock=ours, limit=LINE_BYTES)
             command, end = [sys.executable, "-m", "instep.rollout.rewards.worker"], theirs.fileno()
-            try:  # a Ctrl-C in the terminal is the controller's to handle
+            try:  # the controller handles a Ctrl-C in the terminal
                 process = start(command, {**os.environ, **OPENMP_ENV}, (end, end, 2))
             except OSError:
                 writer.close()
@@ -65,7 +65,7 @@ class Worker:
         return self.process.poll() is not None
 
     async def ask(self, job: dict[str, Any]) -> dict[str, Any]:
-        """The answer, or {} if it has died."""
+        """Return the answer, or {} if the worker has died."""
         try:
             self.writer.write(json.dumps(job).encode() + b"\n")
             await self.writer.drain()
@@ -84,11 +84,11 @@ class Worker:
 class RewardPool:
     """At most `num_workers` worker processes, for one event loop.
 
-    A worker takes seconds to start and milliseconds for most jobs: a job waits for the first free worker, and another
-    worker is started only when that takes long.
+    A worker takes seconds to start and milliseconds for most jobs. So a job waits for the first free worker, and
+    another worker is started only when that takes long.
 
     Args:
-        lasting: somebody closes it; else it ends with its loop, that of a hook's own `asyncio.run`.
+        lasting: the user closes the pool; otherwise it ends with its loop, for example a hook's own `asyncio.run`.
     """
 
     def __init__(self, num_workers: int, lasting: bool = True) -> None:
@@ -102,12 +102,12 @@ class RewardPool:
         self._until_end = None if lasting else asyncio.create_task(self._close_with_loop())
 
     def warm(self) -> None:
-        """Start a worker if there is none."""
+        """Start a worker if none exists."""
         if not self._all and (self._warming is None or self._warming.done()):
             self._warming = asyncio.create_task(self._warm())
 
     async def equal(self, answer: str, label: str, *, timeout: float, where: str) -> bool:
-        """Whether two answers are equal as mathematics.
+        """Return whether two answers are equal as mathematics.
 
         Raises:
             RewardError: it took more than `timeout` seconds (the worker is killed), or the worker failed.
@@ -128,7 +128,7 @@ class RewardPool:
             finally:
                 if result:
                     self._ready.put_nowait(worker)
-                else:  # also when this task is cancelled: its worker is in the middle of a job
+                else:  # also when this task is cancelled: its worker has not finished the job
                     self._kill(worker)
             if result:
                 break
@@ -142,7 +142,7 @@ class RewardPool:
         return bool(result["is"])
 
     async def _free_worker(self) -> Worker:
-        """The first that is free. Raises OSError: none is, and none starts."""
+        """Return the first free worker. Raises OSError: none is free, and none starts."""
         while True:
             self.warm()
             try:
@@ -154,7 +154,7 @@ class RewardPool:
                 continue
             if not worker.ended:
                 return worker
-            self._kill(worker)  # it ended with nothing to do
+            self._kill(worker)  # it ended while it was idle
 
     async def _warm(self) -> None:
         async with self._starting:
@@ -200,7 +200,7 @@ _pool: tuple[asyncio.AbstractEventLoop, RewardPool] | None = None
 
 
 def shared_pool(num_workers: int | None = None) -> RewardPool:
-    """The pool of the running loop, by default with a worker for every two cores, at most 8."""
+    """Return the pool of the running loop, by default with a worker for every two cores, at most 8."""
     global _pool
     loop = asyncio.get_running_loop()
     if _pool is None or _pool[0] is not loop:

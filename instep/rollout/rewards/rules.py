@@ -11,14 +11,14 @@ MAX_ALGEBRA_CHARS = 1000  # a longer answer is compared as text only
 
 
 class Algebra(NamedTuple):
-    """What text does not decide: whether `answer` equals one of `labels` as mathematics."""
+    """A question that text alone does not decide: whether `answer` equals one of `labels` as mathematics."""
 
     answer: str
     labels: list[str]
 
 
 def grade(name: str, response: str, label: Any, metadata: dict[str, Any]) -> float | dict[str, Any] | Algebra:
-    """The reward by the rule that `--rm-type` calls `name`; its time is linear in the length of the response."""
+    """Grade a response by the rule that `--rm-type` calls `name`, in time linear in the length of the response."""
     if name.startswith("boxed_"):
         name, response = name.removeprefix("boxed_"), text.last_boxed(response) or ""
     if name == "exact_match":
@@ -35,7 +35,7 @@ def grade(name: str, response: str, label: Any, metadata: dict[str, Any]) -> flo
 
 
 def _math(answer: str | None, label: Any) -> float | Algebra:
-    """1.0 if the boxed answer equals the label (or one of several), else 0.0."""
+    """Return 1.0 if the boxed answer equals the label (or one of several), else 0.0."""
     if answer is None:
         return 0.0
     hard = []

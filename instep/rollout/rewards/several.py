@@ -1,4 +1,4 @@
-"""Several rewards of a run as one: a dict of them by name, with their weighted sum."""
+"""Several rewards of a run as one reward: a dict of them by name, with their weighted sum."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from instep.errors import ConfigError
 from instep.types import Sample
 
 Function = Callable[..., Any]
-SUM = "reward"  # the entry of a reward that is trained on
+SUM = "reward"  # the entry that is trained on
 
 
 def name_of(function: Function) -> str:
@@ -19,7 +19,7 @@ def name_of(function: Function) -> str:
 
 
 def names_of(functions: Sequence[Function]) -> list[str]:
-    """The functions' names; a second one of a name has its number, too."""
+    """Return the functions' names. A name that occurs again gets its number, too."""
     names: list[str] = []
     for number, function in enumerate(functions):
         name = name_of(function)
@@ -31,11 +31,11 @@ def one_of(functions: Sequence[Function], weights: Sequence[float] | None) -> Fu
     """Combine several rewards `(args, sample)` into one: a dict of them by name, with their weighted sum as `SUM`.
 
     Raises:
-        ConfigError: one is no function, or there are not as many weights.
+        ConfigError: one is not a function, or the number of weights differs.
     """
     named = dict(zip(names_of(functions), functions, strict=True))
     if not named or not all(map(callable, functions)) or len(weights or functions) != len(functions):
-        what = f"one of these {len(functions)} rewards is no function, or has no weight"
+        what = f"one of these {len(functions)} rewards is not a function, or has no weight"
         remedy = "give functions (args, sample), and with reward_weights a number for each"
         raise ConfigError(what, where="reward=[...]", remedy=remedy)
 

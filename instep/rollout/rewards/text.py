@@ -17,15 +17,15 @@ _FRACTION = re.compile(r"([-+]?)\\[dt]?frac\{(\d+)\}\{(\d+)\}")
 
 
 def first_box(text: str) -> int:
-    """Where the first `\\boxed{` (or `\\fbox{`) begins; the end of the text without one."""
+    """Return where the first `\\boxed{` (or `\\fbox{`) begins; the end of the text without one."""
     return min((at for at in map(text.find, _BOXES) if at >= 0), default=len(text))
 
 
 def last_boxed(text: str) -> str | None:
-    """The content of the last `\\boxed{...}` (or `\\fbox{...}`) whose braces close; None if there is none."""
+    """Return the content of the last `\\boxed{...}` (or `\\fbox{...}`) whose braces close; None without one."""
     open_braces: list[tuple[bool, int]] = []
     best: tuple[int, int] | None = None
-    for token in _BRACE.finditer(text, first_box(text)):  # what is before does not count
+    for token in _BRACE.finditer(text, first_box(text)):  # text before it does not matter
         if token[0] != "}":
             open_braces.append((len(token[0]) > 1, token.end()))
         elif open_braces:
@@ -35,9 +35,9 @@ def last_boxed(text: str) -> str | None:
     return None if best is None else text[best[0] : best[1]].strip()
 
 
-@functools.lru_cache(512)  # answers within a group are often equal, and have one label
+@functools.lru_cache(512)  # answers within a group are often equal and share their label
 def normalize(answer: str) -> str:
-    """The answer without marks that do not change its meaning: spaces, dollars, `\\left`, `\\text`, ..."""
+    """Remove marks that do not change the meaning of an answer: spaces, dollars, `\\left`, `\\text`, ..."""
     out = answer.strip().strip("$").strip()
     out = _WRAPPED.sub(r"\1", out)
     for old, new in (("\\left", ""), ("\\right", ""), ("\\!", ""), ("\\,", ""), ("\\ ", ""), ("\\$", ""), ("\\%", "")):
@@ -50,7 +50,7 @@ def normalize(answer: str) -> str:
 
 @functools.lru_cache(512)
 def as_exact_number(text: str) -> Fraction | None:
-    """A plain integer, decimal or fraction (`3/4`, `\\frac{3}{4}`) as an exact number."""
+    """Return a plain integer, decimal or fraction (`3/4`, `\\frac{3}{4}`) as an exact number."""
     text = _FRACTION.sub(r"\1\2/\3", text)
     if not _NUMBER.fullmatch(text):
         return None
@@ -61,7 +61,7 @@ def as_exact_number(text: str) -> Fraction | None:
 
 
 def quick_equal(answer: str, label: str) -> bool | None:
-    """Whether two answers are equal as text or as exact numbers; None if only algebra can tell."""
+    """Return whether two answers are equal as text or as exact numbers; None if only algebra can decide."""
     a, b = normalize(answer), normalize(label)
     if a == b:
         return bool(a)
@@ -72,7 +72,7 @@ def quick_equal(answer: str, label: str) -> bool | None:
 
 
 def after_thinking(response: str) -> str | None:
-    """The text after `</think>` or `###Response` (the deepscaler format); None without either."""
+    """Return the text after `</think>` or `###Response` (the deepscaler format); None without either."""
     for mark in ("</think>", "###Response"):
         if mark in response:
             return response.rsplit(mark, 1)[1]
@@ -80,17 +80,17 @@ def after_thinking(response: str) -> str | None:
 
 
 def exact(response: str, label: Any) -> float:
-    """1.0 if the response, after its thinking, is one of the labels word for word; blanks count as one space."""
+    """Return 1.0 if the response, after its thinking, equals one of the labels; several blanks count as one space."""
     said = " ".join((after_thinking(response) or response).split())
     labels = label if isinstance(label, list) else [label]
     return float(said in (" ".join(str(one).split()) for one in labels))
 
 
 def f1(response: str, label: Any) -> float:
-    """Token F1 as in HotpotQA's evaluation (arXiv:1809.09600), the best over the labels.
+    """Return the token F1 as in HotpotQA's evaluation (arXiv:1809.09600), the best over the labels.
 
-    Text is compared in lower case, without punctuation and articles. `yes`, `no` and `noanswer` are right as a whole or
-    not at all, and without a common word the result is 0, also where nothing was to be said.
+    Text is compared in lower case, without punctuation and articles. `yes`, `no` and `noanswer` are right only as a
+    whole. Without a common word the result is 0, even where the right answer is empty.
     """
     labels, said = label if isinstance(label, list) else [label], _words(response)
     return max((_f1(said, _words(str(x))) for x in labels), default=0.0)
@@ -111,7 +111,7 @@ def _f1(prediction: list[str], truth: list[str]) -> float:
 
 
 def gpqa(response: str, label: Any, metadata: dict[str, Any]) -> float:
-    """Multiple choice: the last letter that is boxed, or stands alone after "answer", or alone on the last line.
+    """Grade multiple choice: the last letter that is boxed, or follows "answer", or is alone on the last line.
 
     `label` is a letter, or the text of an option in `metadata["choices"]` (a list, or a dict by letter).
     """

@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 @cache
 def is_trls(path: str) -> bool:
-    """Whether the function is in TRL's form: it has a parameter `completions`."""
+    """Return whether the function is in TRL's form: it has a parameter `completions`."""
     return "completions" in inspect.signature(load_function(path)).parameters
 
 
 def arguments(args: HookSettings, samples: Group) -> dict[str, Any]:
-    """The keywords of a call: lists with an entry per sample.
+    """Return the keywords of a call: lists with an entry per sample.
 
-    `completions` are texts without the special tokens at their end; where prompts are conversations, lists of one
-    message. `prompts` are as the engine got them, `completion_ids` the tokens. The labels stand under the name of their
-    column (`--label-key`) and as `label`, every key of the metadata is a column.
+    `completions` are texts without the special tokens at their end; if prompts are conversations, lists of one message.
+    `prompts` are as the engine got them, `completion_ids` the tokens. The labels are under the name of their column
+    (`--label-key`) and under `label`. Every key of the metadata is a column.
     """
     texts = [without_end(args, s.response) for s in samples]
     chats = bool(args.apply_chat_template) or not all(isinstance(s.prompt, str) for s in samples)

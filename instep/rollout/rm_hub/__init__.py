@@ -1,4 +1,4 @@
-"""What slime's `slime.rollout.rm_hub` has for users' functions, under its names."""
+"""The names of slime's `slime.rollout.rm_hub`, for users' functions."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["async_rm", "batched_async_rm", "grade_answer_verl"]
 
 
 async def async_rm(args: HookSettings, sample: Sample) -> Any:
-    """The reward of a sample by --custom-rm-path or --rm-type. Raises: as `compute_reward`."""
+    """Return the reward of a sample by --custom-rm-path or --rm-type. Raises: as `compute_reward`."""
     return await compute_reward(args, sample)
 
 
 async def batched_async_rm(args: HookSettings, samples: Group) -> list[Any]:
-    """The rewards of samples; a function of --custom-rm-path gets all in one call. Raises: as `compute_reward`."""
+    """Return the rewards of samples; a function of --custom-rm-path gets all at once. Raises: as `compute_reward`."""
     rewards: list[Any] = await compute_reward(args, samples) if samples else []
     return rewards

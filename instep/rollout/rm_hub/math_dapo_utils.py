@@ -11,11 +11,11 @@ BOX_CHARS = 100  # only the end of a response is searched for a box
 
 
 def compute_score(solution_str: str, ground_truth: Any, strict_box_verify: bool = False) -> dict[str, Any]:
-    """`score` (+1 or -1), `acc` and `pred` of a response, by its last `Answer:` line (--rm-type dapo).
+    """Return `score` (+1 or -1), `acc` and `pred` of a response, by its last `Answer:` line (--rm-type dapo).
 
     Args:
-        strict_box_verify: by the last `\\boxed{...}` of the last 100 characters, which must be the label word for word;
-            `pred` is None if there is none.
+        strict_box_verify: grade the last `\\boxed{...}` of the last 100 characters, which must equal the label exactly;
+            `pred` is None without a box.
     """
     if not strict_box_verify:
         return dapo(solution_str, ground_truth)

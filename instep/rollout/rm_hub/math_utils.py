@@ -16,14 +16,15 @@ ALGEBRA_SECONDS = 10.0  # of a worker, for one comparison
 
 
 def extract_answer(passage: str) -> str | None:
-    """The content of the last `\\boxed{...}`; None if there is none."""
+    """Return the content of the last `\\boxed{...}`; None without one."""
     return last_boxed(passage)
 
 
 def grade_answer_verl(solution_str: str, ground_truth: Any) -> bool:
-    """Whether the last `\\boxed{...}` of a response equals the label (--rm-type math), which may be boxed, too.
+    """Return whether the last `\\boxed{...}` of a response equals the label (--rm-type math).
 
-    It blocks where only algebra can tell, for milliseconds once a worker runs; `await async_rm(...)` does not.
+    The label may be boxed, too. If only algebra can decide, this call blocks, for milliseconds once a worker runs.
+    `await async_rm(...)` does not block.
 
     Raises:
         RewardError: a comparison took too long, or its worker failed.
@@ -42,14 +43,14 @@ def grade_answer_verl(solution_str: str, ground_truth: Any) -> bool:
         return graded.result(seconds)
     except TimeoutError:
         graded.cancel()
-        what = f"no worker has graded {answer!r:.40} within {seconds:.0f} s"
-        remedy = "look for a lack of memory or of processes; `await async_rm(...)` waits for no other caller"
+        what = f"no worker graded {answer!r:.40} within {seconds:.0f} s"
+        remedy = "check the free memory and the process limit; `await async_rm(...)` waits for no other caller"
         raise RewardError(what, where="grade_answer_verl", remedy=remedy) from None
 
 
 @functools.cache
 def _grader() -> tuple[asyncio.AbstractEventLoop, RewardPool]:
-    """A worker beside the rollout's own, and its loop: the caller may stand on the rollout's."""
+    """Return a separate worker and its loop, because the caller may run on the rollout's loop."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="instep-grader", daemon=True).start()
     return loop, RewardPool(1)

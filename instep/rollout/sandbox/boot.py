@@ -1,8 +1,9 @@
 """The first program in a sandbox: `python -I -S -c TEXT SETTINGS`, with the code at the beginning of its input.
 
-It sets limits and allows system calls, which the code cannot undo, reads the code, and becomes it. What is not in
-`system_calls.txt` is forbidden: keys of the kernel, bpf, io_uring, tracing, mounts, and all that makes memory that no
-limit of a process counts (System V, files without a name). Its session keyring is new: the user's holds secrets.
+It sets limits and a list of allowed system calls, which the code cannot undo. Then it reads the code and becomes it.
+Every call that is not in `system_calls.txt` is forbidden: kernel keys, bpf, io_uring, tracing, mounts, and all calls
+that make memory outside the limits of a process (System V, files without a name). It gets a new session keyring,
+because the user's keyring holds secrets.
 """
 
 import ctypes
@@ -13,24 +14,24 @@ import resource
 import struct
 import sys
 
-NEWEST = 462  # a later call is unknown to this list: "not there", so that libraries take an older one
-# Per machine: its number (AUDIT_ARCH), the place of its numbers in `system_calls.txt`, and the call keyctl.
+NEWEST = 462  # a later call fails as "not there", so that libraries use an older one
+# Per machine: its number (AUDIT_ARCH), the column of its numbers in `system_calls.txt`, and the call keyctl.
 MACHINES = {
     "x86_64": (0xC000003E, 1, 250),
     "aarch64": (0xC00000B7, 2, 219),
 }
-CLONE3 = 435  # its flags lie in memory, where a filter does not look; libraries take clone instead
+CLONE3 = 435  # its flags are in memory, where a filter cannot look; libraries use clone instead
 LOAD, IF_EQUAL, IF_LEAST, IF_SET, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # see seccomp(2) and linux/filter.h
 ALLOW, KILL, ERRNO = 0x7FFF0000, 0x80000000, 0x50000
 NR, ARCH, FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data
-NAMESPACES = 0x7E020000  # CLONE_NEW*: in a user namespace of its own it could mount more
-FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6: others (AF_VSOCK) are in no network namespace
+NAMESPACES = 0x7E020000  # CLONE_NEW*: in a new user namespace the code could mount more
+FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6: others (AF_VSOCK) ignore network namespaces
 NO_NEW_PRIVS, SECCOMP, FILTER = 38, 22, 2
 JOIN_SESSION_KEYRING = 1
 
 
 def steps_for(machine: str, allowed_calls: str) -> list[tuple[int, int, int, int]]:
-    """The filter's instructions: code, steps to skip if true, if false, operand.
+    """Return the filter's instructions: code, steps to skip if true, if false, operand.
 
     Args:
         allowed_calls: `name:number on x86_64:number on aarch64`, separated by blanks; a number may be missing.
@@ -48,19 +49,19 @@ def steps_for(machine: str, allowed_calls: str) -> list[tuple[int, int, int, int
     steps += [(IF_EQUAL, len(FAMILIES) - i, 0, family) for i, family in enumerate(FAMILIES)]
     steps += [(RETURN, 0, 0, ERRNO | errno.EAFNOSUPPORT), (RETURN, 0, 0, ALLOW)]
     allowed = set(numbers.values())
-    for number in range(NEWEST + 2):  # where a range of numbers ends, and one that is treated otherwise begins
+    for number in range(NEWEST + 2):  # where a range ends, and the next range with another treatment begins
         if (number in allowed) != (number - 1 in allowed):
             steps += [(IF_LEAST, 1, 0, number), (RETURN, 0, 0, ALLOW) if number - 1 in allowed else forbidden]
     return [*steps, forbidden]
 
 
 def forbid(machine: str, allowed_calls: str) -> None:
-    """Allow these calls alone to this process and its children, for ever. Raises OSError where that cannot be."""
+    """Allow only these calls to this process and its children, for ever. Raises OSError where that is not possible."""
     if machine not in MACHINES:
         raise OSError(errno.ENOSYS, f"the numbers of system calls are not known for {machine}")
     libc = ctypes.CDLL(None, use_errno=True)
-    # A container may forbid it, or the kernel have no keys: then the user's keyring stays, and the calls that reach it
-    # are forbidden below all the same.
+    # A container may forbid it, or the kernel may have no keys. Then the user's keyring stays, but the calls that reach
+    # it are forbidden below.
     libc.syscall(MACHINES[machine][2], JOIN_SESSION_KEYRING, None)
     steps = steps_for(machine, allowed_calls)
     program = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *step) for step in steps))
@@ -70,7 +71,7 @@ def forbid(machine: str, allowed_calls: str) -> None:
 
 
 def read(size: int) -> bytes:
-    """So many bytes of the standard input, of which nothing more is taken: the rest is the program's."""
+    """Read so many bytes of the standard input and no more: the rest is the program's."""
     parts = []
     while size and (part := os.read(0, size)):
         parts.append(part)

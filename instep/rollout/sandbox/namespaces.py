@@ -1,10 +1,10 @@
-"""Runs a command in namespaces of its own: `python -I -S namespaces.py PARENT BINDS COMMAND...` (no package needed).
+"""Runs a command in new namespaces: `python -I -S namespaces.py PARENT BINDS COMMAND...` (no package needed).
 
-With BINDS null it has no namespaces, and only dies with its parent.
+If BINDS is null it makes no namespaces, and the command only dies with its parent.
 
-The command is process 1 of a PID namespace, so that everything it has started dies with it. It has no network and no
-/proc; of the files of the host it sees BINDS, read-only, and /tmp is a small file system of its own. A user who is not
-root does this in a user namespace; root gives up being root first, so that limits hold for the command.
+The command is process 1 of a PID namespace, so everything that it has started dies with it. It has no network and no
+/proc. It sees only BINDS of the host's files, read-only. /tmp is a separate small file system. A user who is not root
+does this in a user namespace. Root first gives up its rights, so that limits hold for the command.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import sys
 LIBC = ctypes.CDLL(None, use_errno=True)
 NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = (0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000)
 RDONLY, NOSUID, NODEV, REMOUNT, BIND, REC, PRIVATE = (1, 2, 4, 32, 4096, 16384, 1 << 18)
-KEPT = 2 | 4 | 8 | 1024 | 2048  # nosuid, nodev, noexec, noatime, nodiratime: a user namespace may not take them away
+KEPT = 2 | 4 | 8 | 1024 | 2048  # nosuid, nodev, noexec, noatime, nodiratime: a user namespace may not remove them
 DETACH = 2
 MOUNT_SETATTR, RECURSIVE = 442, 0x8000
 PDEATHSIG, DUMPABLE, NO_NEW_PRIVS = 1, 4, 38
@@ -40,7 +40,7 @@ def mount(source: str, target: str, kind: str | None, flags: int, data: str = ""
 
 
 def own_user_namespace(flags: int, proc: int, uid: int, gid: int) -> None:
-    """Enter a user namespace, and those of `flags`, in which `uid` and `gid` are what they are outside."""
+    """Enter a user namespace and those of `flags`. `uid` and `gid` are the same in it as outside."""
     call("unshare", NEWUSER | flags)
     for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
         file = os.open(name, os.O_WRONLY, dir_fd=proc)
@@ -56,18 +56,18 @@ def make_read_only(target: str, more: int) -> None:
     number = ctypes.get_errno()
     with open("/proc/self/mountinfo") as mounts:
         below = [line for line in mounts if line.split()[4].startswith(f"{target}/")]
-    if number != errno.ENOSYS or below:  # before Linux 5.12 only the top can be made so
+    if number != errno.ENOSYS or below:  # before Linux 5.12 only the top can be made read-only
         raise OSError(number, f"mount_setattr of {target}: {os.strerror(number)}")
     kept = os.statvfs(target).f_flag & KEPT
     mount("none", target, None, BIND | REMOUNT | RDONLY | NOSUID | more | kept)
 
 
 def make_root(binds: list[str]) -> None:
-    """Make a file system that holds `binds` alone, and make it the root."""
+    """Make a file system that holds only `binds`, and make it the root."""
     sources = {path: os.open(path, os.O_PATH) for path in binds if not os.path.islink(path)}
     links = {path: os.readlink(path) for path in binds if os.path.islink(path)}
     mount("none", "/", None, REC | PRIVATE)
-    new = "/tmp"  # only here: what lies below it on the host is reached by `sources`
+    new = "/tmp"  # only inside: files below /tmp of the host are reached by `sources`
     mount("tmpfs", new, "tmpfs", NOSUID | NODEV, f"size={TMP_BYTES},mode=755")
     for path, source in sources.items():
         target = new + path
@@ -92,10 +92,10 @@ def make_root(binds: list[str]) -> None:
 
 
 def end_as(child: int) -> None:
-    """Wait for the end of a child, and end likewise."""
+    """Wait until a child ends, and end in the same way."""
     _, status = os.waitpid(child, 0)
     if os.WIFSIGNALED(status):
-        if os.getpid() == 1:  # which no signal ends
+        if os.getpid() == 1:  # no signal ends process 1
             os._exit(128 + os.WTERMSIG(status))
         os.kill(os.getpid(), os.WTERMSIG(status))
     os._exit(os.waitstatus_to_exitcode(status))
@@ -110,7 +110,7 @@ def die_with(parent: int) -> None:
 def main() -> None:
     parent, binds, command = int(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3:]
     die_with(parent)
-    os.umask(0o022)  # not that of a run, which keeps its files to itself: the command is another user's
+    os.umask(0o022)  # not the umask of a run, which hides its files: the command runs as another user
     if binds is None:
         os.execve(command[0], command, ENVIRONMENT)
     apart = NEWNS | NEWPID | NEWNET | NEWIPC | NEWUTS
@@ -132,8 +132,8 @@ def main() -> None:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
-        call("prctl", DUMPABLE, 1, 0, 0, 0)  # else its files in /proc stay root's
-        own_user_namespace(0, proc, NOBODY, NOBODY)  # whose processes are counted for themselves
+        call("prctl", DUMPABLE, 1, 0, 0, 0)  # otherwise its files in /proc belong to root
+        own_user_namespace(0, proc, NOBODY, NOBODY)  # its processes are counted separately
     os.close(proc)
     call("prctl", NO_NEW_PRIVS, 1, 0, 0, 0)
     call("prctl", PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -143,7 +143,7 @@ def main() -> None:
         os._exit(1)  # the parent died before it was watched
     except BlockingIOError:
         os.close(alive)
-    program = os.fork()  # process 1 stays ours: its end is the end of all, and the program cannot change what ends it
+    program = os.fork()  # process 1 stays ours: its end ends all, and the program cannot prevent that
     if program:
         call("prctl", DUMPABLE, 0, 0, 0, 0)
         end_as(program)

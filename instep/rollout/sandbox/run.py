@@ -1,7 +1,7 @@
 """Python code in a sandbox: without network, files and processes of the host, within limits of memory and time.
 
-bubblewrap makes the sandbox where it is installed and the user is not root; else `namespaces.py` does. Where neither
-can, nothing runs, unless the user says `--unsafe-local-exec`: then only the limits hold.
+bubblewrap makes the sandbox if it is installed and the user is not root; else `namespaces.py` does. If neither can,
+nothing runs, unless the user sets `--unsafe-local-exec`: then only the limits hold.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import NamedTuple
 from instep.errors import ConfigError
 
 LAUNCHER, BOOT, CALLS = map(Path(__file__).with_name, ("namespaces.py", "boot.py", "system_calls.txt"))
-END_SECONDS = 5.0  # until a process that was killed must have gone
+END_SECONDS = 5.0  # until a killed process must be gone
 FILES_BYTES = 16 << 20  # of all files of a sandbox
-OUTPUT_BYTES = 1 << 20  # of standard output, and of standard error: what comes after is cut, and ends the code
+OUTPUT_BYTES = 1 << 20  # of standard output, and of standard error: more is cut, and ends the code
 _SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/etc/ld.so.cache", "/dev/null", "/dev/urandom")
 
 
@@ -32,10 +32,10 @@ class Limits:
     """What the code may use.
 
     Attributes:
-        seconds: of wall-clock time, and of CPU time of each process.
+        seconds: limit of wall-clock time, and of the CPU time of each process.
         memory: bytes of address space of each process; Python itself takes some 20 MB.
-        processes: processes and threads at a time, the first one among them.
-        file_bytes: of one file; all files together have FILES_BYTES.
+        processes: processes and threads at a time, with the first one.
+        file_bytes: limit of one file; all files together have FILES_BYTES.
     """
 
     seconds: float = 10.0
@@ -45,11 +45,10 @@ class Limits:
 
 
 class Outcome(NamedTuple):
-    """What became of the code.
+    """The result of the code.
 
     Attributes:
-        status: its exit status; below 0 or above 128: a signal ended it; None: it was ended, as its time or its
-            output was over.
+        status: its exit status. Below 0 or above 128: a signal ended it. None: it was ended for its time or its output.
     """
 
     stdout: str
@@ -58,42 +57,42 @@ class Outcome(NamedTuple):
 
 
 async def run_python(code: str, stdin: str = "", *, limits: Limits = Limits(), unsafe: bool = False) -> Outcome:  # noqa: B008
-    """Run a Python program in a sandbox of its own and return what it has written.
+    """Run a Python program in a new sandbox and return what it has written.
 
     Args:
-        unsafe: run without a sandbox where there can be none (`args.unsafe_local_exec`), within the limits alone.
+        unsafe: run without a sandbox where none is possible (`args.unsafe_local_exec`), only within the limits.
 
     Raises:
-        ConfigError: there can be no sandbox on this host.
+        ConfigError: no sandbox is possible on this host.
     """
     means = None if unsafe and (await _available())[0] is None else await check_sandbox()
     return await _in_sandbox(means or "none", code, stdin, limits)
 
 
 async def check_sandbox() -> str:
-    """What makes sandboxes on this host. Raises: ConfigError, nothing does."""
+    """Return what makes sandboxes on this host. Raises: ConfigError, nothing can make one."""
     means, reason = await _available()
     if means is None:
         raise ConfigError(
             f"this host has no sandbox for the code of a model: {reason}",
             where="instep.rollout.sandbox",
             remedy="install bubblewrap, or allow user namespaces (sysctl kernel.unprivileged_userns_clone=1; a "
-            "container with CAP_SYS_ADMIN); --unsafe-local-exec runs the code with all rights of yours",
+            "container with CAP_SYS_ADMIN); --unsafe-local-exec runs the code with all your rights",
         )
     return means
 
 
-_found: tuple[str | None, str] | None = None  # what makes sandboxes here, and why nothing does
+_found: tuple[str | None, str] | None = None  # what makes sandboxes here, and why nothing can
 
 
 async def _available() -> tuple[str | None, str]:
-    """Try once what makes a sandbox on this host."""
+    """Try once what can make a sandbox on this host."""
     global _found
     if _found is None:
         reasons = []
         for means in ("bubblewrap", "namespaces"):
             if means == "bubblewrap" and (os.geteuid() == 0 or shutil.which("bwrap") is None):
-                continue  # for root it would limit no processes
+                continue  # for root it would not limit processes
             outcome = await _in_sandbox(means, "print(6 * 7)", "", Limits(seconds=30))
             if outcome.stdout == "42\n":
                 _found = (means, "")
@@ -112,7 +111,7 @@ async def _in_sandbox(means: str, code: str, stdin: str, limits: Limits) -> Outc
         "RLIMIT_NOFILE": 64,
         "RLIMIT_CORE": 0,
     }
-    if means != "none":  # there it would count all processes of the user
+    if means != "none":  # without a sandbox it would count all processes of the user
         limited["RLIMIT_NPROC"] = limits.processes + 1  # and process 1 of the namespace
     program = code.encode(errors="replace")
     settings = {"limits": limited, "sandbox": means != "none", "calls": CALLS.read_text(), "size": len(program)}
@@ -135,7 +134,7 @@ def _bubblewrap_flags(binds: list[str]) -> list[str]:
             words += ["--symlink", os.readlink(path), path]
         elif not path.startswith("/dev/"):
             words += ["--ro-bind", path, path]
-    # Its /dev is a file system of its own, of any size.
+    # Its /dev is a separate file system without a size limit.
     return [*words, "--dev", "/dev", "--remount-ro", "/dev", "--chdir", "/tmp", "--remount-ro", "/"]
 
 
@@ -152,12 +151,12 @@ async def _run(words: list[str], data: bytes, seconds: float) -> Outcome:
             tasks.create_task(_read(process.stdout, out))
             tasks.create_task(_read(process.stderr, err))
             tasks.create_task(process.wait())
-    except (TimeoutError, ExceptionGroup):  # too slow; or `_read` says that it is too much
+    except (TimeoutError, ExceptionGroup):  # too slow, or `_read` reports too much output
         over = True
     finally:  # also when the rollout was cancelled
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        with contextlib.suppress(TimeoutError):  # without a sandbox, what has left its session may hold a pipe
+        with contextlib.suppress(TimeoutError):  # without a sandbox, a process that left its session may hold a pipe
             async with asyncio.timeout(END_SECONDS):
                 while any([await stream.read(OUTPUT_BYTES) for stream in (process.stdout, process.stderr)]):
                     pass  # asyncio sees its end only when the pipes are empty

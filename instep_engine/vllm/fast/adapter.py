@@ -1,14 +1,14 @@
 """One adapter at little cost: base and A in one matrix product, B and the sum in one kernel.
 
-vLLM computes W x, then A x in a kernel that knows many adapters, then adds B A x in another one; each adapted layer
-clears a buffer besides. For the one adapter of a trainer the rows of A lie below those of W in one memory here:
+vLLM computes W x, then A x in a kernel for many adapters, then adds B A x in another one. Each adapted layer also
+clears a buffer. For the one adapter of a trainer, the rows of A are below those of W in one memory here:
 
     y = [W; A] x          one product, which reads W and A once
     out = y_W + B y_A     one kernel, for the tokens that have the adapter (of each slice, where layers are packed)
 
-vLLM's own loader fills A and B as ever: its buffers (`lora_a_stacked`, `lora_b_stacked`) are views of these memories.
-`--additional-config '{"instep_adapter": 1}'` asks for it, as that is in the key of what vLLM has compiled; the number
-is to count up when what is compiled changes. Layers that do not fit stay vLLM's.
+vLLM's own loader fills A and B as usual: its buffers (`lora_a_stacked`, `lora_b_stacked`) are views of these memories.
+`--additional-config '{"instep_adapter": 1}'` enables it, because that is part of vLLM's compilation key. Increase the
+number when the compiled code changes. Layers that do not fit stay vLLM's.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from instep_engine.vllm.fast import VERSIONS, minor_version
 logger = init_logger("vllm.instep")
 CONFIG = "instep_adapter"  # in vLLM's additional configuration
 FORM = 1
-RANKS = (16, 32, 64, 128)  # that the kernel multiplies with
-COLUMNS = 64  # that a program of the kernel computes, of one slice
-_MEMORY = "_instep_rows"  # attribute of a base layer: the memory that its weight is the first rows of
+RANKS = (16, 32, 64, 128)  # the ranks of the kernel
+COLUMNS = 64  # computed by a program of the kernel, for one slice
+_MEMORY = "_instep_rows"  # attribute of a base layer: the memory whose first rows are its weight
 
 
 def install() -> None:
-    """Let layers have room for A, and join those of an engine that asks for it. Once in each process that computes."""
+    """Give layers room for A, and join those of an engine that requests it. Once in each process that computes."""
     from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
     from vllm.lora.model_manager import LoRAModelManager
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
@@ -80,7 +80,7 @@ def install() -> None:
 
 
 def obstacles(config: Any) -> list[str]:
-    """Why the layers of an engine with this configuration all stay vLLM's; nothing if they do not."""
+    """Return why no layer of an engine with this configuration can be joined; empty if they can."""
     from vllm import envs
     from vllm.platforms import current_platform
     from vllm.version import __version__
@@ -92,7 +92,7 @@ def obstacles(config: Any) -> list[str]:
         f"vLLM {__version__}": minor_version() not in VERSIONS,
         f"{lora.max_loras} adapters at once": lora.max_loras != 1,
         "fully sharded adapters": lora.fully_sharded_loras,
-        "adapters on a stream of their own": envs.VLLM_LORA_ENABLE_DUAL_STREAM,
+        "adapters on a separate stream": envs.VLLM_LORA_ENABLE_DUAL_STREAM,
         "batch invariance": envs.VLLM_BATCH_INVARIANT,
         "another device": not on_gpu and not current_platform.is_cpu(),
         "no Triton": on_gpu and not HAS_TRITON,
@@ -102,7 +102,7 @@ def obstacles(config: Any) -> list[str]:
 
 
 def _rows_of_a(method: Any, layer: torch.nn.Module, num_slices: int) -> int:
-    """How many rows more the weight of this layer is to have in memory."""
+    """Return how many extra rows of memory the weight of this layer needs."""
     from vllm.config import get_current_vllm_config_or_none
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
@@ -116,7 +116,7 @@ def _rows_of_a(method: Any, layer: torch.nn.Module, num_slices: int) -> int:
 
 @functools.cache
 def _pairs() -> dict[type, type]:
-    """vLLM's layers with adapters, and the layers below them that are known here."""
+    """Yield vLLM's layers with adapters, and the layers below them that are known here."""
     from vllm.lora import layers as lora
     from vllm.model_executor.layers import linear
 
@@ -130,13 +130,13 @@ def _pairs() -> dict[type, type]:
 
 
 def join_all(manager: Any) -> None:
-    """Join the layers of a model that fit, and say in the log how many these are, or why none."""
+    """Join the layers of a model that fit, and log their number, or why there are none."""
     from vllm.config import get_current_vllm_config_or_none
 
     config = get_current_vllm_config_or_none()
     reasons = obstacles(config) if config is not None else ["no configuration"]
     if reasons:
-        logger.info("instep: vLLM's own kernels for adapters, as there is %s", ", ".join(reasons))
+        logger.info("instep: vLLM's own kernels for adapters, because there is %s", ", ".join(reasons))
         return
     refusals = {name: refusal for name, layer in manager.modules.items() if (refusal := join(layer))}
     num = len(manager.modules)
@@ -150,7 +150,7 @@ def join_all(manager: Any) -> None:
 
 
 def join(layer: Any) -> str:
-    """Make A of a layer rows of its base's memory, and its B one tensor; or return why that cannot be."""
+    """Make A of a layer rows of its base's memory, and its B one tensor; or return why that is not possible."""
     base = getattr(layer, "base_layer", None)
     memory = getattr(base, _MEMORY, None)
     a, b = getattr(layer, "lora_a_stacked", ()), getattr(layer, "lora_b_stacked", ())
@@ -182,7 +182,7 @@ def join(layer: Any) -> str:
 
 
 def _holds(base: Any, memory: torch.Tensor) -> bool:
-    """Whether the base's weight still is the first rows of its memory, and torch's product is what vLLM computes."""
+    """Return whether the base's weight is still the first rows of its memory, and vLLM computes torch's product."""
     from vllm.model_executor.layers import utils
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
@@ -198,8 +198,10 @@ def _holds(base: Any, memory: torch.Tensor) -> bool:
 
 
 def _spare_metadata(wrapper: Any) -> None:
-    """Make none of the tables that only vLLM's kernels read: each time that a request begins or ends, the GPU would be
-    waited for."""
+    """Skip the tables that only vLLM's kernels read.
+
+    Otherwise each start or end of a request would wait for the GPU.
+    """
     for name in ("token_mapping_meta", "prompt_mapping_meta"):
         if (meta := getattr(wrapper, name, None)) is not None:
             meta.prepare_tensors = lambda mapping: None
@@ -211,7 +213,7 @@ def _spare_metadata(wrapper: Any) -> None:
 def add_adapter(
     y: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, tokens: torch.Tensor, slices: list[int], rank: int
 ) -> torch.Tensor:
-    """`y_W + bias + B y_A` for the tokens that have the adapter, `y_W + bias` for others.
+    """Return `y_W + bias + B y_A` for the tokens that have the adapter, `y_W + bias` for others.
 
     Args:
         y: `[num_tokens, sum(slices) + len(slices) * rank]`, the products with W and with A of each slice.

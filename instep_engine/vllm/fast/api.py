@@ -1,8 +1,8 @@
 """Answers in arrays: `--middleware instep_engine.vllm.fast.api.Middleware` (`answers.py` has their form).
 
-vLLM's own route makes a `Logprob`, two models and some JSON of each token, which keeps its server busy. A client that
-accepts arrays gets them from here, at the same route and for the same JSON. What a request may ask for here stands in
-`TAKEN`; one that asks for more, or that vLLM would refuse, goes on to vLLM's own route, which answers in JSON.
+vLLM's own route makes a `Logprob`, two models and some JSON for each token, which keeps its server busy. A client that
+accepts arrays gets them here, by the same route and the same JSON. `TAKEN` lists the parameters that this supports. A
+request with others, or one that vLLM would refuse, goes to vLLM's own route, which answers in JSON.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TAKEN = frozenset(
     "stop_token_ids ignore_eos allowed_token_ids logprobs detokenize output_kind skip_special_tokens "
     "spaces_between_special_tokens routed_experts_prompt_start".split()
 )
-RANK = b"x-data-parallel-rank"  # of the replica that is to answer
+RANK = b"x-data-parallel-rank"  # the number of the replica that must answer
 
 
 class Middleware:
@@ -36,14 +36,14 @@ class Middleware:
         if self._is_on:
             logger.info("instep: answers in arrays for clients that accept %s", answers.CONTENT_TYPE)
         else:
-            logger.info("instep: no answers in arrays, as this version of vLLM is not tested (%s)", RANGE)
+            logger.info("instep: no answers in arrays, because this version of vLLM is not tested (%s)", RANGE)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         ours = self._is_on and scope["type"] == "http" and scope["path"] == GENERATE and scope["method"] == "POST"
         if not ours or not _accepted(scope):
             await self.app(scope, receive, send)
             return
-        if (body := await body_of(receive)) is None:  # the client went away
+        if (body := await body_of(receive)) is None:  # the client has gone
             return
         taken = _take(scope, body)
         answer = await _unless_left(_answer(scope, *taken), receive) if taken is not None else None
@@ -58,7 +58,7 @@ def _accepted(scope: Message) -> bool:
 
 
 def _take(scope: Message, body: bytes) -> tuple[list[int], list[Any]] | None:
-    """The prompt of a request and the sampling parameters of its samples; None for one that is not for here."""
+    """Return the prompt of a request and the sampling parameters of its samples; None for one that is not for here."""
     import msgspec
     from vllm import SamplingParams, envs
 
@@ -69,7 +69,7 @@ def _take(scope: Message, body: bytes) -> tuple[list[int], list[Any]] | None:
         model, prompt = payload.get("model"), payload["token_ids"]
         if (
             not set(payload) <= {"model", "token_ids", "sampling_params", "stream"}
-            or payload.get("stream")  # vllm-router writes "stream": false into what it hands on
+            or payload.get("stream")  # vllm-router adds "stream": false
             or not given.keys() <= TAKEN
             or given.get("logprobs") != 0
             or given.get("detokenize", True)
@@ -87,11 +87,11 @@ def _take(scope: Message, body: bytes) -> tuple[list[int], list[Any]] | None:
         seeds = [{} if seed is None else {"seed": seed + i} for i in range(n)]
         return prompt, [msgspec.convert(given | own, SamplingParams) for own in seeds]
     except (ValueError, KeyError, TypeError, AttributeError, msgspec.ValidationError):
-        return None  # vLLM says what is wrong
+        return None  # vLLM reports what is wrong
 
 
 async def _answer(scope: Message, prompt: list[int], params: Sequence[Any]) -> bytes | None:
-    """The body of the answer; None if vLLM refuses the request, or its core has died: its own route will say it."""
+    """Return the body of the answer; None if vLLM refuses the request or its core has died (its route reports it)."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
     rank = next((int(value) for name, value in scope["headers"] if name == RANK and value.isdigit()), None)
@@ -110,7 +110,7 @@ async def _answer(scope: Message, prompt: list[int], params: Sequence[Any]) -> b
 
 
 async def _sample(engine: Any, prompt: list[int], params: Any, request_id: str, rank: int | None) -> dict[str, Any]:
-    """One response, as a choice of `answers.py`. If it is cancelled, vLLM aborts the request."""
+    """Return one response, as a choice of `answers.py`. If it is cancelled, vLLM aborts the request."""
     from vllm.inputs import tokens_input
 
     inputs = tokens_input(prompt_token_ids=prompt)
@@ -118,7 +118,7 @@ async def _sample(engine: Any, prompt: list[int], params: Any, request_id: str, 
         result = final.outputs[0]
     if result.finish_reason == "error":
         raise RuntimeError(f"vLLM has ended request {request_id} with an error")
-    flat = result.logprobs  # in a position there may be those of other tokens, which other requests have asked for
+    flat = result.logprobs  # it may also hold those of other tokens, for other requests
     log_probs = [flat.logprobs[start] for start in flat.start_indices]
     choice = {"token_ids": result.token_ids, "log_probs": log_probs}
     told = getattr(result, "weight_versions", None)  # from 0.32 on
@@ -126,13 +126,13 @@ async def _sample(engine: Any, prompt: list[int], params: Any, request_id: str, 
         choice["weight_versions"] = [{"version": s.version, "start": s.start, "end": s.end} for s in told]
     elif spans := versions.spans([flat.ranks[start] for start in flat.start_indices]):
         choice["weight_versions"] = spans
-    if result.routed_experts is not None:  # of an engine that returns them (--enable-return-routed-experts)
+    if result.routed_experts is not None:  # of an engine with --enable-return-routed-experts
         choice["routed_experts"] = result.routed_experts
     return {**choice, "finish_reason": result.finish_reason, "stop_reason": result.stop_reason}
 
 
 async def _unless_left(work: Any, receive: Receive) -> bytes | None:
-    """What `work` returns, which is cancelled when the client leaves."""
+    """Return the result of `work`; cancel it when the client leaves."""
 
     async def left() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -142,7 +142,7 @@ async def _unless_left(work: Any, receive: Receive) -> bytes | None:
     try:
         await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
         if not answer.done():
-            return b""  # nobody reads it
+            return b""  # no client reads it
         body: bytes | None = answer.result()
         return body
     finally:

@@ -1,8 +1,8 @@
-"""A pause lets out what the scheduler holds back, while the weights that made it are still the engine's.
+"""A pause sends the tokens that the scheduler holds back while the engine still has the weights that made them.
 
-`abort`: before the requests end, so that they end with all that they have. `keep` and `wait`: when the last step is
-done; a request that was preempted outlives a `wait`, too. vLLM 0.32 writes its weight version into each message, and
-here it is written, too; for older ones there is `versions.py`.
+`abort` does so before the requests end, so that they end with all their tokens. `keep` and `wait` do so after the last
+step; a preempted request outlives a `wait`, too. vLLM 0.32 writes its weight version into each message, and so does
+this module; for older versions there is `versions.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def install() -> None:
         if mode != "abort" and paused is None:
             flush(self)
         elif mode != "abort":
-            paused.add_done_callback(lambda _: flush(self))  # before the one that answers the caller
+            paused.add_done_callback(lambda _: flush(self))  # before the callback that answers the caller
         return paused
 
     EngineCoreProc.pause_scheduler = pause_scheduler
@@ -39,7 +39,7 @@ def install() -> None:
 
 
 def flush(core: EngineCoreProc) -> None:
-    """Send what is held back of all requests."""
+    """Send the held-back tokens of all requests."""
     messages: dict[int, EngineCoreOutputs] = {}
     version = getattr(core, "_weight_version", None)  # from 0.32 on
     for client, output in core.scheduler.flush():

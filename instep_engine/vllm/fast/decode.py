@@ -1,12 +1,12 @@
 """Shorter loops for vLLM 0.26's scheduler, in steps in which each running request decodes one token.
 
-Such steps are most of a rollout, and in them vLLM's own loops take longer than the GPU: they ask for each request
-whether its blocks suffice, which only one in `block_size` steps needs, and make an object for each token. What is
-written here is what `Scheduler.schedule`, `AsyncScheduler._update_after_schedule` and `Scheduler.update_from_output`
-leave behind after such a step. In any other step, version or configuration vLLM's own methods run.
+These are most steps of a rollout. In them vLLM's own loops take longer than the GPU: they check for each request
+whether its blocks suffice, which only one in `block_size` steps needs, and make an object for each token. The code here
+has the same result as `Scheduler.schedule`, `AsyncScheduler._update_after_schedule` and `Scheduler.update_from_output`
+after such a step. In any other step, version or configuration vLLM's own methods run.
 
-A step that also begins a prompt has no CUDA graph of the whole and takes two to three times as long. Where the engine
-is full, each response that ends would make one; so prompts wait for each other, for a bounded number of steps.
+A step that also begins a prompt has no full CUDA graph and takes two to three times as long. In a full engine, each
+response that ends would cause one. So prompts wait for each other, for a bounded number of steps.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from instep_engine.vllm.fast.hold_back import Held, HoldBack
 
 logger = init_logger("vllm.instep")
 RUNNING = RequestStatus.RUNNING
-STATISTICS_STEPS = 16  # of steps in which nothing else leaves, every that many sends statistics
+STATISTICS_STEPS = 16  # if nothing else leaves, every so many steps send statistics
 TOGETHER = 16  # prompts begin when 1 / that of the slots are free, or as many as there are prompts
 LONGEST_WAIT = 32  # steps
 
@@ -36,10 +36,10 @@ class QuickScheduler(HoldBack, AsyncScheduler):
         super().__init__(*args, **kwargs)
         self._obstacles = obstacles(self)
         self._num_quiet_steps = 0
-        self._num_put_off = 0  # steps with free slots since waiting requests were looked at
-        self._most_running = self.max_num_running_reqs + 1  # with so many there was no room for the first of them
+        self._num_put_off = 0  # steps with free slots since waiting requests were last checked
+        self._most_running = self.max_num_running_reqs + 1  # with so many there was no room for the next one
         if self._obstacles:
-            logger.info("instep: vLLM's own loops, as there is %s", ", ".join(self._obstacles))
+            logger.info("instep: vLLM's own loops, because there is %s", ", ".join(self._obstacles))
         else:
             logger.info("instep: short loops for steps that decode only")
 
@@ -60,7 +60,7 @@ class QuickScheduler(HoldBack, AsyncScheduler):
         return output
 
     def _admits(self) -> bool:
-        """Whether waiting requests are to be looked at in this step."""
+        """Return whether this step must check waiting requests."""
         if not self.waiting or self.skipped_waiting:
             return bool(self.skipped_waiting)
         slots = self.max_num_running_reqs
@@ -72,7 +72,7 @@ class QuickScheduler(HoldBack, AsyncScheduler):
         return self._num_put_off > LONGEST_WAIT or (num_free >= together and len(self.running) < self._most_running)
 
     def _decoding(self) -> list[Request]:
-        """The running requests that decode one token in this step; none if anything else is to be done in it."""
+        """Return the running requests that decode one token in this step; empty if the step must do anything else."""
         manager, blocks = self.kv_cache_manager, self._group.req_to_blocks
         block_size, last = self._group.block_size, self.max_model_len - 1
         decoding, num_new_blocks = [], 0
@@ -86,7 +86,7 @@ class QuickScheduler(HoldBack, AsyncScheduler):
                 or request.structured_output_request is not None
             ):
                 return []
-            # The step under way brings its last token, or fills the context.
+            # The current step brings its last token, or fills the context.
             length = request.num_prompt_tokens + request.max_tokens
             if (expected and computed + 2 - expected >= length) or computed >= last:
                 continue
@@ -170,7 +170,7 @@ class QuickScheduler(HoldBack, AsyncScheduler):
         return messages
 
     def _all_fast(self, scheduler_output: SchedulerOutput, result: Any) -> bool:
-        """Whether the step brought at most one token of each request, to fast requests alone, and nothing else."""
+        """Return whether the step brought only fast requests at most one token each, and nothing else."""
         if (
             not result.sampled_token_ids
             or result.pooler_output
@@ -197,7 +197,7 @@ class QuickScheduler(HoldBack, AsyncScheduler):
     def _update(
         self, scheduler_output: SchedulerOutput, result: Any
     ) -> tuple[dict[int, list[EngineCoreOutput]], set[Request]]:
-        """Add the sampled tokens to their requests; returns what leaves, by client, and which requests have ended."""
+        """Add the sampled tokens to their requests. Return what leaves, by client, and which requests have ended."""
         manager, hash_size, block_size = self.kv_cache_manager, self.hash_block_size, self._group.block_size
         sampled, rows = result.sampled_token_ids, result.req_id_to_index
         log_probs = result.logprobs.logprobs[:, 0].tolist()
@@ -211,7 +211,7 @@ class QuickScheduler(HoldBack, AsyncScheduler):
             if request.status is not RUNNING:  # it has ended
                 continue
             row = rows[request_id]
-            if not sampled[row]:  # a part of its prompt
+            if not sampled[row]:  # only a part of its prompt
                 continue
             token, held = sampled[row][0], self._held[request_id]
             request._output_token_ids.append(token)
@@ -248,12 +248,12 @@ class QuickScheduler(HoldBack, AsyncScheduler):
 
     @property
     def _group(self) -> Any:
-        """The one group of layers that share their blocks."""
+        """Return the only group of layers that share their blocks."""
         return self.kv_cache_manager.coordinator.single_type_managers[0]
 
 
 def obstacles(scheduler: AsyncScheduler) -> list[str]:
-    """What this scheduler has to do beside what the short loops do."""
+    """Return the features of this scheduler that the short loops lack."""
     managers, parallel = scheduler.kv_cache_manager.coordinator.single_type_managers, scheduler.parallel_config
     one_kind = len(managers) == 1 and type(managers[0]) is FullAttentionManager
     found = {

@@ -1,4 +1,4 @@
-"""What a fast request has made leaves the engine core in bunches (`scheduler.py`)."""
+"""The tokens of a fast request leave the engine core in bunches (`scheduler.py`)."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from instep_engine.vllm.fast.versions import UNKNOWN
 
 
 class Held:
-    """What a fast request has made and not sent; the tokens themselves are in vLLM's request.
+    """The unsent results of a fast request; the tokens themselves are in vLLM's request.
 
     Attributes:
-        offset: spreads the sending steps of the requests; num_sent: tokens that were sent.
-        log_probs: of the tokens that were not sent; routes: the routed experts that were not, in pieces.
+        offset: spreads the sending steps of the requests; num_sent: the number of sent tokens.
+        log_probs: of the unsent tokens; routes: the unsent routed experts, in pieces.
         stops: the tokens that may end it; max_tokens: the length from which on it may end by its length.
     """
 
@@ -36,11 +36,11 @@ class Held:
         self.max_tokens = 0 if params.repetition_detection is not None else request.max_tokens
 
     def is_due(self, count: int) -> bool:
-        """Whether a request with `count` tokens sends them now."""
+        """Return whether a request with `count` tokens sends them now."""
         return (count + self.offset) % BUNCH == 0
 
     def fill(self, output: EngineCoreOutput, mark: int) -> EngineCoreOutput:
-        """Put all that was not sent into `output`. In the place of ranks, which nobody asked for, it says `mark`."""
+        """Put all unsent results into `output`. No request needs the ranks, so they hold `mark` instead."""
         tokens = self.request.output_token_ids[self.num_sent :]
         self.num_sent += len(tokens)
         output.new_token_ids = tokens
@@ -54,10 +54,10 @@ class Held:
 
 
 class HoldBack:
-    """A mixin in front of a scheduler of vLLM. It changes what leaves the engine core when, and nothing else.
+    """A mixin in front of a scheduler of vLLM. It only changes when results leave the engine core.
 
     Attributes:
-        mark: what `versions.py` puts in the place of ranks: which weights make tokens now.
+        mark: the value of `versions.py` in place of ranks: which weights make tokens now.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -68,10 +68,10 @@ class HoldBack:
 
     def add_request(self, request: Request) -> None:
         super().add_request(request)  # type: ignore[misc]
-        self._of(request)  # here, as one that ends with its first token is not known any more when that leaves
+        self._of(request)  # here, because a request that ends with its first token is unknown when that leaves
 
     def _of(self, request: Request | None) -> Held | None:
-        """What is held of a request; None for one that is not fast."""
+        """Return the held results of a request; None for one that is not fast."""
         if request is None:
             return None
         held = self._held.get(request.request_id)
@@ -87,7 +87,7 @@ class HoldBack:
         return result
 
     def _leaves(self, output: EngineCoreOutput) -> bool:
-        """Whether `output` leaves now, with all that is held of its request; it is held back otherwise."""
+        """Return whether `output` leaves now, with all held results of its request; otherwise hold it back."""
         requests: dict[str, Request] = self.requests  # type: ignore[attr-defined]
         held = self._held.get(output.request_id) or self._of(requests.get(output.request_id))
         if held is None:
@@ -112,7 +112,7 @@ class HoldBack:
         return ended
 
     def flush(self) -> Iterator[tuple[int, EngineCoreOutput]]:
-        """All that is held back, with the index of the client that it is for."""
+        """Return all held results, with the index of their client."""
         for request_id, held in self._held.items():
             if len(held.request.output_token_ids) > held.num_sent:
                 output = held.fill(EngineCoreOutput(request_id=request_id, new_token_ids=[]), self.mark)

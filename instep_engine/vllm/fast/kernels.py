@@ -1,7 +1,7 @@
 """The log-prob of one token per row of logits, in one pass over them.
 
-log_softmax(x)[t] = x[t] - m - log(sum exp(x - m)), m = max x. A program per row would leave most of a GPU idle, so each
-row is cut into parts: the first kernel writes the maximum and the sum of each, the second joins them.
+log_softmax(x)[t] = x[t] - m - log(sum exp(x - m)), m = max x. One program per row would leave most of a GPU idle. So
+each row is cut into parts: the first kernel writes the maximum and the sum of each part, the second joins them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from vllm.triton_utils import tl, triton
 
-PART = 4096  # logits that one program reads
+PART = 4096  # logits per program
 
 
 @triton.jit
@@ -19,7 +19,7 @@ def _reduce_parts(tops, sums, logits, row_stride, vocab_size, num_parts, SIZE: t
     columns = part * SIZE + tl.arange(0, SIZE)
     x = tl.load(logits + row * row_stride + columns, mask=columns < vocab_size, other=float("-inf")).to(tl.float32)
     top = tl.max(x, axis=0)
-    exps = tl.where(x == float("-inf"), 0.0, tl.exp(x - top))  # of minus infinity alone the difference is NaN
+    exps = tl.where(x == float("-inf"), 0.0, tl.exp(x - top))  # if all are minus infinity the difference is NaN
     tl.store(tops + row * num_parts + part, top)
     tl.store(sums + row * num_parts + part, tl.sum(exps, axis=0))
 
@@ -39,9 +39,9 @@ def _join_parts(out, tops, sums, logits, row_stride, tokens, num_parts, SIZE: tl
 
 
 def token_log_probs(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """The log-probs `[num_rows]`, float32, of `token_ids [num_rows]` under `logits [num_rows, vocab_size]`.
+    """Return the log-probs `[num_rows]`, float32, of `token_ids [num_rows]` under `logits [num_rows, vocab_size]`.
 
-    Sums are in float32, whatever the dtype of the logits, of which only the last dimension must be contiguous.
+    Sums are in float32 for any dtype of the logits. Only their last dimension must be contiguous.
     """
     num_rows, vocab_size = logits.shape
     out = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
@@ -75,7 +75,7 @@ def add_low_rank(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """`adapter.add_adapter`: a program computes ROWS tokens and COLUMNS outputs of one slice."""
+    """Compute `adapter.add_adapter`: a program computes ROWS tokens and COLUMNS outputs of one slice."""
     begin = tl.program_id(0) * COLUMNS
     part = (begin >= second).to(tl.int32) + (begin >= third).to(tl.int32)
     columns = begin + tl.arange(0, COLUMNS)

@@ -1,7 +1,7 @@
-"""On the GPU: log-probs of the sampled tokens alone, where no request of a step asks for more (`logprobs: 0`).
+"""On the GPU: only the log-probs of the sampled tokens, if no request of a step needs more (`logprobs: 0`).
 
-vLLM's sampler walks all logits three times with one program a row: for the maximum, for the sum, and for the token's
-rank, which its server shows nowhere. Here they are read once, by many programs, and the rank is given as 0.
+vLLM's sampler reads all logits three times with one program per row: for the maximum, for the sum, and for the token's
+rank, which its server never shows. Here many programs read them once, and the rank is set to 0.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ logger = init_logger("vllm.instep")
 def install() -> None:
     """Use the kernel in the sampler of vLLM 0.26's model runner V2. Once in each process that may sample."""
     if not is_known() or not HAS_TRITON:
-        logger.info("instep: vLLM's own log-prob kernels, as this is not vLLM 0.26 with Triton")
+        logger.info("instep: vLLM's own log-prob kernels, because this is not vLLM 0.26 with Triton")
         return
     from vllm.v1.outputs import LogprobsTensors
     from vllm.v1.worker.gpu.sample import sampler

@@ -1,8 +1,8 @@
-"""The weight version of each token of a fast request, in versions of vLLM that do not tell it (before 0.32).
+"""The weight version of each token of a fast request, in versions of vLLM that do not report it (before 0.32).
 
-The API server tells the engine core which version a session has brought, while the engine is paused. The core, which
-lets no token of the former weights wait beyond a pause (`core.py`), marks every token with it: by a negative number in
-the place of its rank, which fast requests do not ask for.
+The API server passes the version of a session to the engine core, while the engine is paused. In the core no token of
+the former weights waits beyond a pause (`core.py`). It marks every token with the version: by a negative number in
+place of its rank, which fast requests do not need.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 
 from instep_engine.vllm.fast import VERSIONS, minor_version
 
-UNKNOWN = 0  # the mark of tokens of weights that no session has brought
-TOLD_BY_VLLM = 32  # from this minor version on
+UNKNOWN = 0  # marks tokens of weights that no session has brought
+TOLD_BY_VLLM = 32  # vLLM reports it from this minor version on
 LARGEST = 2**31 - 2
-SCHEDULER = "instep_engine.vllm.fast.scheduler.make"  # as `--scheduler-cls` names it; it installs what is called here
+SCHEDULER = "instep_engine.vllm.fast.scheduler.make"  # as in `--scheduler-cls`; it installs what is called here
 _METHOD = "instep_set_version"  # of the engine core
 
 
@@ -28,7 +28,7 @@ async def tell(llm: Any, version: str) -> None:
 
 
 def install(core: type) -> None:
-    """Let an engine core hear of versions."""
+    """Let an engine core receive versions."""
     setattr(core, _METHOD, _set_version)
 
 
@@ -38,7 +38,7 @@ def _set_version(core: Any, version: str) -> None:
 
 
 def spans(marks: Sequence[int | None]) -> list[dict[str, Any]]:
-    """The spans of a response by the marks of its tokens; none if a version is not known."""
+    """Return the spans of a response by the marks of its tokens; empty if a version is not known."""
     if any(mark is None or mark >= 0 for mark in marks):
         return []
     out, start = list[dict[str, Any]](), 0
