@@ -1,4 +1,5 @@
 """`instep convert`: Hugging Face folders to Megatron's `torch_dist` and back, and quantized folders to bfloat16.
+
 One parameter is in memory at a time. The source is read once, through mapped memory. Each written tensor is read back,
 and its digest is compared with that of its source. Only then does the folder get its final name. A conversion that is
 killed leaves a hidden folder; the next conversion removes it.
@@ -163,6 +164,7 @@ def hf_to_megatron(source: Path, save: Path, shape: ModelShape, console: Console
 
 def megatron_to_hf(folder: Path, hf: Path, save: Path, shape: ModelShape, console: Console) -> dict[str, str]:
     """Convert the checkpoint `folder` to the Hugging Face folder `save`, with the configuration and tokenizer of `hf`.
+
     Returns, raises: as `hf_to_megatron`.
     """
     checkpoint = MegatronCheckpoint(folder, shape)
@@ -223,8 +225,10 @@ def fp8_to_bf16(source: Path, save: Path, console: Console) -> dict[str, str]:
 
 class HuggingFace:
     """A context manager: the weights of the Hugging Face folder `folder`; quantized weights are read as bfloat16.
+
     Args:
         shape: the shape of their model; None: each tensor is an entry.
+
     Raises:
         CheckpointError: files are missing or damaged; or tensors are missing, unknown or of another shape.
     """

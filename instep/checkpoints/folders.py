@@ -51,7 +51,9 @@ def iteration_folder(root: Path, iteration: int) -> Path:
 def latest_iteration(root: Path | None) -> int | None:
     """Return the number in `latest_checkpointed_iteration.txt`; `RELEASE`; or None if there is neither file nor
     checkpoint.
+
     Without the file (a kill during the first save), return the newest complete checkpoint.
+
     Raises:
         CheckpointError: the file holds no number; or it is missing, and no folder is complete.
     """
@@ -81,6 +83,7 @@ def latest_iteration(root: Path | None) -> int | None:
 
 def find_checkpoint(root: Path | None, step: int | None) -> tuple[Path, int] | None:
     """Return the folder and the iteration of checkpoint `step`, by default the latest; None if there is none.
+
     Raises:
         CheckpointError: the checkpoint in the tracker or `--ckpt-step` does not exist, or `root` is itself a
             checkpoint.
@@ -264,6 +267,7 @@ def has_optimizer(folder: Path) -> bool:
 def weights_folder(path: Path, step: int | None, flag: str) -> Path:
     """Return the folder of the weights that `flag` names: the Hugging Face checkpoint `path`, or instep's checkpoint in
     it.
+
     Raises:
         ConfigError: `path` holds neither.
         CheckpointError: the checkpoint in the tracker does not exist.
@@ -298,6 +302,7 @@ def teacher_folder(args: Settings) -> Path:
 
 def checkpoints_read(args: Settings) -> list[Path]:
     """Return the checkpoints that a run starts from, each once; not Hugging Face folders, which users may edit.
+
     Raises:
         ConfigError, CheckpointError: one of them does not exist.
     """

@@ -47,6 +47,7 @@ _TEMPLATES = ("chat_template.*", "additional_chat_templates/*", "tekken.json", "
 
 def check_causal_lm(config: dict[str, Any], *, where: str, folder: Path | None = None) -> None:
     """Refuse a configuration in `folder` that is not a decoder-only language model.
+
     Raises:
         ConfigError: the model is an encoder-decoder, or not a causal language model.
     """
@@ -168,6 +169,7 @@ def _read_json(path: Path, remedy: str) -> dict[str, Any]:
 
 def check_export_folder(path: str | Path, flag: str = "--save-hf", kind: Kind = "export") -> None:
     """Refuse a folder for a result of `kind` if it holds more than an earlier result that no one has added to.
+
     Raises:
         ConfigError: it holds other files, which would be replaced.
     """
@@ -202,8 +204,10 @@ def export_hf(weight_source: WeightSource, src_checkpoint: Path, dst: Path, chat
 
 def exporting(weight_source: WeightSource, dst: Path, write: Callable[[Iterator[Any], Path], None]) -> None:
     """Call `write` with the tensors of `weight_source` and a new folder, which becomes `dst`.
+
     This is collective; the rank that emits writes. `dst` is replaced only when everything is on the disk. Only an
     earlier export is replaced: any other content of `dst` is kept beside it.
+
     Raises:
         CheckpointError: the writing rank could not write, for example on a full disk; `dst` keeps its former content.
     """
@@ -220,6 +224,7 @@ def exporting(weight_source: WeightSource, dst: Path, write: Callable[[Iterator[
 @contextmanager
 def new_export(dst: Path, kind: Kind = "export") -> Iterator[Path]:
     """Yield a new folder that becomes `dst` at the end of the block. Remove what a killed process left of one.
+
     Raises:
         CheckpointError: it could not be written, for example on a full disk; `dst` keeps its former content.
     """
@@ -243,6 +248,7 @@ def new_export(dst: Path, kind: Kind = "export") -> Iterator[Path]:
 
 def write_weights(specs: Sequence[TensorSpec], weights: Iterable[torch.Tensor], folder: Path) -> None:
     """Write the tensors, in the order of `specs`, into files of at most 5 GB; a larger tensor gets its own file.
+
     One tensor is in memory at a time.
     """
     import torch

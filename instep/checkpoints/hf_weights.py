@@ -1,7 +1,9 @@
 """The tensors of a Hugging Face checkpoint, read whole or in parts; quantized tensors are dequantized.
+
 Block-quantized FP8 is DeepSeek-V3's format (arXiv 2412.19437, section 3.3.2). `X` holds float8_e4m3fn. `X_scale_inv`
 holds a factor for each block of 128 x 128 elements of `X`. Others (llm-compressor, ModelOpt) have one factor `X_scale`
 for all of `X`, and scales of activations, which are not read.
+
 GPTQ (arXiv 2210.17323) and AWQ (arXiv 2306.00978) store integers `[in, out]`, with a zero and a scale for each group of
 inputs and each output. The weight is (integer - zero) * scale. An int32 holds several integers, the first in its lowest
 bits: in GPTQ's `qweight` neighbouring inputs, otherwise neighbouring outputs. AWQ's have a special order.
@@ -89,6 +91,7 @@ class TensorQuantized(StoredTensor):
 @dataclass(frozen=True, kw_only=True)
 class PackedTensor(StoredTensor):
     """A matrix packed by GPTQ or AWQ. `parts` are its tensors, by the last part of their names.
+
     Scales are rounded to `dtype` first, as in an engine that computes in it.
     """
 
@@ -129,8 +132,10 @@ def _unpacked(words: Tensor, places: Sequence[int]) -> Tensor:
 @contextmanager
 def opened_weights(folder: Path, dtype: torch.dtype) -> Iterator[dict[str, StoredTensor]]:
     """Yield the tensors of the checkpoint `folder` by name, in the order of its index, while all its files are open.
+
     Args:
         dtype: the dtype of dequantized tensors. Their scales are not listed as tensors.
+
     Raises:
         CheckpointError: a file is missing or damaged; or a tensor that belongs to a quantized one, such as its scale,
             is missing or has another shape.

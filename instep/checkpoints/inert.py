@@ -1,4 +1,5 @@
 """Read a pickle as data: names in it stay names. Nothing in it is imported, called or given an attribute.
+
 A pickle calls and changes only objects that it names. Here each name becomes a class that keeps its arguments.
 """
 
@@ -22,6 +23,7 @@ class NoData(ValueError):
 
 class Made:
     """What a pickle would have made.
+
     Attributes:
         of: the name of its class, or of the function that would have been called.
         args: the arguments of that call.
@@ -59,6 +61,7 @@ class _Unpickler(pickle.Unpickler):
 def read(data: bytes) -> Any:
     """Return the value of a pickle: numbers, texts, bytes, tuples, lists and dicts, and in them `Made` and their
     classes.
+
     Raises NoData if it is damaged.
     """
     try:

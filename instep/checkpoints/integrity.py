@@ -1,5 +1,7 @@
 """The list of a folder's files with their sizes and digests, which is written last.
+
 It shows that the folder is complete, that instep has written it, and whether a byte has changed since.
+
 {"written_by": "instep", "kind": "checkpoint", "digest": "xxh3-128", "files": {NAME: [BYTES, DIGEST], ...}}
 """
 
@@ -103,6 +105,7 @@ def is_ours(folder: Path, kind: Kind) -> bool:
 def put_in_place(new: Path, place: Path, old: Path, kind: Kind, keep: Path | None = None) -> None:
     """Rename `new` to `place`. Former content of `place` is removed if instep has written it; otherwise it is kept
     beside it.
+
     `old` is the name of that content while both names exist (see `replace_folder`). `keep` is its final name.
     """
     harmless = not os.path.lexists(place) or is_ours(place, kind) or (place.is_dir() and not any(place.iterdir()))
@@ -115,9 +118,11 @@ def put_in_place(new: Path, place: Path, old: Path, kind: Kind, keep: Path | Non
 
 def check_whole(*folders: Path, digests: bool = True, tell: Callable[[str], None] = lambda line: None) -> None:
     """Compare checkpoints with their lists of files; checkpoints of other frameworks do not have one.
+
     Args:
         digests: read all files and compare their content: xxh3 runs at the speed of the disk or the page cache.
         tell: shows a line to the user, if this takes seconds.
+
     Raises:
         CheckpointError: a file is missing or differs; the remedy names the complete checkpoints beside it.
     """
@@ -234,6 +239,7 @@ def _read_digests(
     paths: Sequence[Path], *, sync: bool = False, tell: Callable[[str], None] = lambda line: None
 ) -> list[str]:
     """Return the digests of files, which threads read in parallel; a file with several names is read once.
+
     With `sync` their content is on the disk afterwards. `tell` gets a line after 1, 3, 7, ... seconds.
     """
     stats = [path.stat() for path in paths]

@@ -88,10 +88,13 @@ class Part:
 
 class MegatronCheckpoint:
     """The weights of the checkpoint `folder` (`iter_0000010`, `release`) for a model of this shape.
+
     Args:
         fresh_head: the output layer is not read.
+
     Attributes:
         mtp: names of tensors of multi-token prediction, which are not read.
+
     Raises:
         CheckpointError: another format, a missing file, or the checkpoint of another model.
     """
@@ -150,9 +153,11 @@ class MegatronCheckpoint:
 
     def local(self, entry: WeightEntry, rank: int, size: int, rows: int, prefix: str = "") -> Tensor:
         """Return the Megatron parameter of `entry` on rank `rank` of `size`, in its stored type.
+
         Args:
             rows: number of rows of the result; rows beyond the vocabulary are zeros.
             prefix: of the names: "" for weights, `optimizer_prefix(...)` for a state of the optimizer.
+
         Raises:
             CheckpointError: it is missing, or its file is damaged.
         """
@@ -205,6 +210,7 @@ class MegatronCheckpoint:
 
     def optimizer_prefix(self, entry: WeightEntry, name: str) -> str:
         """Return the prefix of the names of the optimizer's state `name`: `exp_avg`, `exp_avg_sq` or `master`.
+
         Raises:
             CheckpointError: it is missing, or only the ranks that wrote it can read its layout.
         """
@@ -263,6 +269,7 @@ def _check_backend(folder: Path) -> None:
 
 def _steps(node: Any, seen: set[int], name: str = "") -> Iterator[float]:
     """Return the step counts in a state of Megatron's optimizers: per group, or for all parameters.
+
     Args:
         seen: ids of visited objects: a file may hold the same object many times, or an object that contains itself.
     """

@@ -1,4 +1,5 @@
 """Write weights as Megatron's `torch_dist`, with the names of Transformer-Engine models, one parameter at a time.
+
 torch's own writer of the format keeps the tensors of a file in memory until the file is complete.
 """
 
@@ -183,6 +184,7 @@ def _no_scales() -> Tensor:
 
 class _Filled:
     """The file as `torch.save` sees it without data: where it would leave a hole, write the parts of the tensor.
+
     Nothing is copied, and no memory is taken: to find pages takes the kernel as long as to write them.
     """
 

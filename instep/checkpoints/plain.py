@@ -1,4 +1,5 @@
 """Read checkpoints as data: a checkpoint from an untrusted source cannot run code here.
+
 The index `.metadata` of a distributed checkpoint is a pickle. It is read once, as data (`inert.py`), and torch's
 `Metadata` is made from it. torch itself reads no index and no entry.
 """
@@ -44,7 +45,9 @@ MAX_BYTES = 512 * 2**20  # of an index; an index of a million chunks has 160 MB
 
 def read_index(folder: Path) -> Metadata:
     """Read the index of the distributed checkpoint `folder`, and check that its files exist with the lengths in it.
+
     The result is what a reader needs: where tensors are stored in the files, without the writers' plans.
+
     Raises:
         CheckpointError: the index is missing or damaged, or a file is missing.
     """
@@ -160,6 +163,7 @@ def refuse_others(path: Path, index: Metadata, names: set[str]) -> None:
 
 def load_tensors(state: dict[str, Any], folder: Path, index: Metadata) -> None:
     """Read the tensors of `state`, a dict of dicts, in place from `folder`; collective, if there are ranks.
+
     Raises:
         CheckpointError: one is missing or damaged, has another shape, or is not a tensor.
     """
@@ -233,6 +237,7 @@ def random_state() -> dict[str, Any]:
 
 def set_random_state(path: Path) -> None:
     """Restore the result of `random_state` from its file.
+
     Raises:
         CheckpointError: the file holds something else.
     """

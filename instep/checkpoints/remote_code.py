@@ -16,8 +16,10 @@ if TYPE_CHECKING:
 @contextmanager
 def own_code_named(folder: str, what: str) -> Iterator[None]:
     """Turn transformers' refusal of a checkpoint's own code into an error that names the flag.
+
     Args:
         what: the purpose of the code.
+
     Raises:
         CheckpointError: the checkpoint needs its own code.
     """
@@ -35,6 +37,7 @@ def own_code_named(folder: str, what: str) -> Iterator[None]:
 
 def load_config(folder: str, trust_remote_code: bool) -> PretrainedConfig:
     """Return the configuration of the model in a folder; embeddings are untied if the output layer is not their copy.
+
     Raises:
         CheckpointError: the checkpoint needs its own code. Errors of transformers pass through.
     """

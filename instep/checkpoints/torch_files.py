@@ -27,6 +27,7 @@ _DAMAGED = (*DAMAGED, OSError, RuntimeError, struct.error)
 def load_plain(path: Path) -> dict[Any, Any]:
     """Return the dict that `torch.save` has written to `path`: tensors (in mapped memory), numbers, texts, lists,
     dicts.
+
     Raises:
         CheckpointError: the file is missing or damaged, or holds something else.
     """
@@ -70,6 +71,7 @@ class TensorFiles:
 
     def _read(self, name: str, offset: int, length: int) -> Tensor:
         """Return the tensor, in mapped memory: only the parts in use are read from the file.
+
         Raises ValueError if the tensor is missing or incomplete.
         """
         try:

@@ -1,4 +1,5 @@
 """A run's state as JSON text that keeps arrays, tensors and bytes; nothing in it is a pickle.
+
 A tensor is `{"instep": "tensor", "dtype": "bfloat16", "shape": [2, 3], "base64": "..."}`; an array is numpy's.
 """
 
@@ -16,6 +17,7 @@ _FIELDS = {"instep", "dtype", "shape", "base64"}
 
 def to_text(value: Any) -> str:
     """Return the text of `value`. Its tensors come back on the CPU; as in JSON, tuples become lists and keys strings.
+
     Raises:
         TypeError, ValueError: an object in it is not a plain value, array or dense tensor.
     """

@@ -22,6 +22,7 @@ MAX_ELEMENTS = 1 << 63  # torch counts them in an int64, an empty dimension as 1
 
 def weight_files(folder: Path) -> dict[str, Path]:
     """Return the file of each tensor of a checkpoint, by the tensor's name; read the index or the only file's header.
+
     Raises:
         CheckpointError: the file is missing or damaged.
     """

@@ -1,4 +1,5 @@
 """How ranks that write a checkpoint in the background report that they are done: with one file each, in its folder.
+
 Meanwhile training uses their connection to the controller and their process group, so they cannot use either.
 """
 
@@ -33,9 +34,11 @@ def wait_written(
     folder: Path, ranks: Iterable[int], deadline: float, stop: threading.Event | None = None
 ) -> dict[int, dict[str, Any]]:
     """Wait until all `ranks` have reported. Return what each has reported; no file is removed.
+
     Args:
         deadline: by the monotonic clock.
         stop: ends the wait when it is set.
+
     Raises:
         CheckpointError: a rank could not write its part, or has not reported in time.
     """

@@ -22,6 +22,7 @@ from instep.models.mtp import mtp_names, num_mtp_layers
 
 def named_weights(model: nn.Module) -> dict[str, Tensor]:
     """Return the model's parameters and persistent buffers under their module names, tied ones once.
+
     LoRA adapters (`training/hf/lora.py`) are not included.
     """
     seen: set[int] = set()
@@ -134,6 +135,7 @@ class CheckpointNames:
 
     def to_model(self, group: Group, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return the model's weights of a group from the checkpoint's tensors, in the order of `group.checkpoint`.
+
         Raises:
             ValueError, RuntimeError: their shapes do not fit together.
         """

@@ -18,6 +18,7 @@ _EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
 
 def weight_map(folder: Path) -> dict[str, str]:
     """Return the file name of each tensor, by the tensor's name, from the index of a Hugging Face folder.
+
     Raises: OSError, ValueError.
     """
     index = read_json(folder / INDEX)
@@ -31,6 +32,7 @@ def weight_map(folder: Path) -> dict[str, str]:
 
 def safetensors_header(path: Path) -> dict[str, Any]:
     """Return the header of a safetensors file, by tensor name; a wrong length in the file cannot cause an allocation.
+
     Raises: OSError, ValueError.
     """
     with open_regular(path) as file:

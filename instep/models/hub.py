@@ -43,6 +43,7 @@ def at_commit(given: str, folder: str | None) -> str:
 
 def folder_of(given: str, flag: str, *, weights: bool = True) -> str:
     """Return the folder for `given`: a name is downloaded, anything else is already a folder.
+
     Raises:
         ConfigError: the download failed.
     """

@@ -1,4 +1,5 @@
 """Rotary positions whose frequencies depend on the longest sequence of a batch in transformers (`dynamic`, `longrope`).
+
 Trainer and engines fix them for the whole run, as vLLM does, so no log-prob depends on the other samples of a batch.
 """
 
@@ -20,8 +21,10 @@ _AMBIGUOUS = {"short_mscale", "long_mscale", "attention_factor", "max_trained_po
 
 def context_length(config: Mapping[str, Any], max_model_len: int | None) -> int | None:
     """Return the most tokens of a sequence: `max_model_len`, or vLLM's default for a model; None if both are unknown.
+
     The default of a `longrope` model is its first training length, which its short factors are for. Flags, trainer and
     the embedded engine all use this function.
+
     Args:
         config: the entries of config.json, or those of a transformers configuration.
     """
@@ -54,9 +57,11 @@ def _rope_type(rope: Mapping[str, Any]) -> str:
 
 def fix_rope(model: PreTrainedModel, max_model_len: int | None) -> None:
     """Give every rotary embedding of `model` fixed frequencies.
+
     `longrope`: its long factors if sequences may exceed the original length (`context_length`), otherwise the short
         ones.
     `dynamic`: those of its own length, `max_position_embeddings`. Source: vLLM 0.32, `rotary_embedding`.
+
     Raises:
         ConfigError: rotary positions of these kinds that cannot be fixed, or that vLLM interprets differently.
     """

@@ -1,4 +1,5 @@
 """The experts that an engine chose for each token, which training can replay (router replay, arXiv 2510.11370).
+
 Routes are an array `[num_tokens, num_layers, experts per token]` of small integers. It has a row for each token that
 the engine computed, dense layers included: all tokens of a sample but the last, which was sampled but not read.
 """
@@ -14,6 +15,7 @@ import numpy as np
 
 def as_routes(rows: Any) -> np.ndarray:
     """Convert rows of any type to `uint8`, or `int16` where a layer has more than 256 experts.
+
     Raises:
         ValueError: they are not whole numbers >= 0, in three dimensions.
     """
@@ -40,7 +42,9 @@ def decode(text: str) -> np.ndarray:
 
 def extended(known: Any, rows: Any, num_tokens: int) -> np.ndarray:
     """Return the routes of all but the last of `num_tokens` tokens: `known`, then the last of `rows`.
+
     `known` routes stay even if the engine computed those tokens again: the tokens were sampled with these routes.
+
     Raises:
         ValueError: there are fewer `rows` than tokens without a route, or more `known` than tokens, or they belong to
             another model.

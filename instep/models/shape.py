@@ -29,6 +29,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
 
 def check_types(config: Mapping[str, Any]) -> None:
     """Refuse a config.json with entries of wrong types, if they decide anything before a model is made.
+
     Raises: ValueError.
     """
     names, how = config.get("architectures"), config.get("quantization_config")
@@ -51,6 +52,7 @@ def check_types(config: Mapping[str, Any]) -> None:
 def as_stored(config: dict[str, Any], folder: str | Path) -> dict[str, Any]:
     """Return `config`, corrected by the other files of its folder: add the `quantization_config` that ModelOpt writes
     into hf_quant_config.json; untie the embeddings if the output layer differs from them.
+
     Raises: OSError, ValueError.
     """
     if config.get("tie_word_embeddings") and has_own_head(str(folder)):
@@ -69,6 +71,7 @@ def as_stored(config: dict[str, Any], folder: str | Path) -> dict[str, Any]:
 @dataclass(frozen=True)
 class Family:
     """The differences between model families, except for the numbers of `ModelShape`.
+
     Attributes:
         latent: multi-head latent attention (`LatentAttention`), with norms on both latents.
         sigmoid: experts are chosen by sigmoids with a bias, not by a softmax (`Experts`).
@@ -175,6 +178,7 @@ class ModelShape:
 
 def model_shape(hf_config: Any) -> ModelShape:
     """Return the shape of `hf_config` (a transformers 5 `PreTrainedConfig`).
+
     Raises:
         ConfigError: a family that is not in `FAMILIES`, or options that the Megatron model does not have, all at once.
     """

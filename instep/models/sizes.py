@@ -83,6 +83,7 @@ class Shape:
 @lru_cache(maxsize=16)
 def shape_of(folder: str | None) -> Shape | None:
     """Return the shape of the model in a Hugging Face folder; None if config.json is missing or describes no decoder.
+
     Parameters are counted in the headers of the safetensors files, which takes milliseconds. Without these files, and
     with packed or additional weights (quantized or multimodal models), they follow from config.json.
     """
@@ -171,6 +172,7 @@ def _latent_attention(config: Mapping[str, Any], hidden: int, heads: int, kv_ran
 
 def _counted(folder: Path, shape: Shape) -> tuple[int, int] | None:
     """Count the elements of all tensors in the model's safetensors files, and of experts; None if this is not clear.
+
     It is not clear for quantized models, without files, and with damaged files, which other checks report. Layers of
     multi-token prediction, behind the model's own, do not count.
     """

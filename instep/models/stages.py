@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
 def stage_layers(args: Settings, num_layers: int) -> list[int]:
     """Return the layers of each pipeline stage: the first and the last by their flags, the others in equal numbers.
+
     Raises ValueError with what does not divide.
     """
     stages = args.pipeline_model_parallel_size

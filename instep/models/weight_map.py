@@ -1,4 +1,5 @@
 """Hugging Face weights <-> Megatron-Core parameters of a decoder, for any tensor-parallel size.
+
 One rule is used for loading and exporting. Each Hugging Face tensor of an entry is cut along `split_dim` into equal
 parts, one per tensor-parallel rank. `fuse` makes a rank's Megatron parameter from its parts; `unfuse` is the inverse.
 """
@@ -34,6 +35,7 @@ class Kind(StrEnum):
 class WeightEntry:
     """A Megatron parameter (its name counts layers over all stages, and experts over all ranks) and its Hugging Face
     tensors. Parameters of an expert are split over expert-tensor-parallel ranks.
+
     Attributes:
         keep_fp32: the tensors are float32 in any model: a buffer that no gradient changes.
     """

@@ -1,4 +1,5 @@
 """The protocol between the backend-neutral worker and a train backend. Each process (rank) has one backend.
+
 A loss gets the log-probs and the entropy of response tokens (logits only if a user's own loss needs them). So no
 backend needs its own losses. Gradients are *summed* over micro-batches and data-parallel ranks. The loss weighs each
 token with the denominators of the whole optimizer step (`TokenBatch.token_columns["loss_weights"]`). So nothing depends
@@ -120,12 +121,15 @@ class Frozen(Protocol):
 
 class TrainBackend(Frozen, Protocol):
     """The interface of a train backend for `training/worker.py`. All ranks call every method in the same order.
+
     Both backends call `loss_fn` once per micro-batch, in the order of `micro_batches`; so the worker knows the samples
     of a call. `hf` loops over them. Megatron's schedules (0.16: no pipelining, 1F1B with and without interleaving) run
     the forward passes of a stage's last chunk in that order. The order of other chunks and of backward passes may
     differ. The loss belongs to the forward pass of the last stage, on each of its tensor- and context-parallel ranks.
     Activation recomputation repeats layers and the output layer, never the loss.
+
     A critic has an output layer of one row, without bias. It returns `TokenOutputs.values` instead of log-probs.
+
     Attributes:
         left_out: a line about weights of the source that were not read; otherwise empty.
     """
@@ -161,6 +165,7 @@ class TrainBackend(Frozen, Protocol):
     def remark(self) -> str:
         """Return lines for the user: a slower mode in which this model trains, and `left_out`; otherwise empty.
         Collective.
+
         Raises:
             ConfigError: the model cannot be trained.
         """
@@ -173,6 +178,7 @@ class TrainBackend(Frozen, Protocol):
 
     def earlier(self, path: Path) -> Frozen | None:
         """Return the frozen model in `path` as this model with another adapter; None if it needs separate weights.
+
         Args:
             path: the base of this model's adapter, or a folder that `export_adapter` wrote.
         """

@@ -11,6 +11,7 @@ from instep.training.gap import FreshGap
 @dataclass
 class BegunStep:
     """The gradients of some samples, which the backend holds, and the sums of their losses.
+
     Attributes:
         token: identifies the step; a repeated step has another one.
         gap: of the tokens so far.

@@ -1,4 +1,5 @@
 """Context parallelism: ranks share each sample's tokens, and exchange keys and values.
+
 A sample is padded to 2 x CP chunks of equal length. Rank r has its chunks r and 2 x CP - 1 - r, so all ranks have the
 same work in causal attention ("zigzag"). A chunk is a segment of packed attention; its queries are the last tokens of
 what they see. Keys and values of all tokens are gathered for a few heads at a time, in the forward pass and again in
@@ -172,6 +173,7 @@ def _gathered(
     q: Tensor, k: Tensor, v: Tensor, copies: Tensor, group: Any
 ) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
     """Yield heads of queries, their heads of keys, and these keys and values of all segments, in the order of segments.
+
     The next heads are in transfer while these attend.
     """
     per_key, step = q.shape[1] // k.shape[1], _heads_at_a_time(q, k)
@@ -197,6 +199,7 @@ def _gathered(
 
 def _reduced(grads: list[Tensor], copies: Tensor, num_local: int, group: Any) -> tuple[Tensor, ...]:
     """Return the gradients of this rank's keys and values, summed over all ranks, from those of all segments.
+
     A token is in at most two segments of a rank, so the order of additions on a GPU changes nothing.
     """
     _, num_heads, width = grads[0].shape

@@ -1,4 +1,5 @@
 """The log-prob gap as a proof: engine and trainer must give tokens of the current weights the same log-probs.
+
 Between two syncs nothing else shows which weights an engine holds. The tokens of a round do: the engine's log-probs
 came with them, and the trainer computes its own in any case. Both must be of the proven version.
 """
@@ -20,8 +21,10 @@ COLUMN = "fresh"
 
 def fresh_tokens(samples: Sequence[Sample], version: int) -> torch.Tensor:
     """Mark the response tokens that weight version `version` made; both sides must give them the same log-probs.
+
     Not marked: tokens of an older version or without a version, and samples with sampling parameters that change the
     distribution of the engine's log-probs (top-p, penalties, ...).
+
     Returns:
         float32 `[num_response_tokens]` of 0 and 1.
     """

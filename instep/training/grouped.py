@@ -12,8 +12,10 @@ from torch.nn.functional import grouped_mm
 
 def grouped_linear(x: Tensor, ends: Tensor, weights: Sequence[Tensor]) -> Tensor:
     """Compute `x[ends[i - 1] : ends[i]] @ weights[i].T` of each group i: `[num_rows, in]` -> `[num_rows, out]`.
+
     Each pass concatenates the weights `[out, in]` for the kernel and does not keep the result: it would be a second
     copy of the model.
+
     Args:
         ends: int32 `[num_groups]`, on the device of x, ascending; a group may be empty.
     """

@@ -1,4 +1,5 @@
 """Log-probs and entropy of given tokens from logits, also with the vocabulary split over tensor-parallel ranks.
+
 Also the values of a critic, whose output layer is one row.
 """
 
@@ -46,6 +47,7 @@ def _grad_of_logits(
 
 class _CompiledLogProbs(torch.autograd.Function):
     """`_LogProbsAndEntropy` of a whole vocabulary as compiled code; it reads bfloat16 logits and keeps nothing else.
+
     Its formulas are those of the eager version.
     """
 
@@ -73,6 +75,7 @@ class _CompiledLogProbs(torch.autograd.Function):
 
 def _run(function: Callable[..., Any], *args: Any) -> Any:
     """Run `function(*args)`, compiled once for any number of rows of its tensors; the tensors must not be views.
+
     The compiler specializes on sizes of 1, and on the place of a tensor in its storage.
     """
     tensors = [x for x in args if isinstance(x, Tensor)]
@@ -91,6 +94,7 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 class _LogProbsAndEntropy(torch.autograd.Function):
     """Log-probs and entropy; keeps the logits unchanged, and needs float32 copies only of one block of rows.
+
     With z = logits / temperature, p = softmax(z), y the target: log p_y = z_y - logsumexp(z) and H = -sum p log p, so d
     log p_y / dz = 1_y - p and dH / dz = -p (log p + H). Every tensor-parallel rank runs the same loss on the same
     (all-reduced) values, so the gradient of its own columns needs no more reduction.
@@ -138,6 +142,7 @@ def _over_vocabulary(
     logits: Tensor, scale: Tensor, local: Tensor, here: Tensor, group: Any, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return logsumexp `[num_tokens, 1]`, log-probs of targets and entropy over the columns of this and other ranks.
+
     This takes two all-reduces: of the maximum, then of (sum exp, target, sum exp * z) together.
     """
     num_tokens, kept = logits.shape
@@ -171,9 +176,11 @@ def in_chunks(
     plain: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute log-probs and entropy by `head(hidden, targets, temperature, with_entropy)` for chunks of rows.
+
     A chunk has `num_logits` logits. The first chunks keep their logits for the backward pass, in the type of `hidden`,
     at most 8 bytes for each of `num_logits`. Later chunks are computed again. If the head is not `plain`, it may keep
     more than the logits; then only the first chunk keeps them.
+
     The logits of a chunk, their gradients and float32 copies need as much; a sixteenth is for copies.
     """
     size = max(1, num_logits * 15 // (16 * vocab_size))
@@ -224,6 +231,7 @@ def log_probs_and_entropy(
 
 def values(hidden: Tensor, weight: Tensor) -> Tensor:
     """Compute values of states: `[num_tokens, width]` by a head `[1, width]` -> `[num_tokens]`.
+
     float32 (float64 for float64). A bfloat16 result would have steps of 0.4 %, too coarse for advantages.
     """
     dtype = torch.float64 if hidden.dtype is torch.float64 else torch.float32

@@ -1,4 +1,5 @@
 """Users' functions inside a loss, with slime's signatures: importance correction, reducer, whole losses.
+
 A hook gets a micro-batch as lists of one tensor per sample, without `loss_weights`. Its reduced results are multiplied
 by `loss_scale`: 1 / (executions of the step), or 1 / (its tokens) with `--calculate-per-token-loss`, as in slime.
 `instep.training.slime_api` has the functions that such hooks import from slime's trainer.

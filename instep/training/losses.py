@@ -93,9 +93,11 @@ def sft_loss_fn() -> LossFn:
 
 def dpo_loss_fn(beta: float, label_smoothing: float = 0.0) -> LossFn:
     """Return the DPO loss (`algorithms.losses.dpo.dpo_loss`): the mean over the pairs of a step.
+
     The samples alternate (chosen, rejected, chosen, ...); the two samples of a pair have the same `execution_id`. The
     loss reads `loss_mask`, `ref_log_probs` and the sample column `loss_scale`, which is 1 / (number of pairs in the
     step).
+
     Raises (when called):
         RolloutError: half of a pair is missing, or there are no `ref_log_probs`.
     """
@@ -131,6 +133,7 @@ def dpo_loss_fn(beta: float, label_smoothing: float = 0.0) -> LossFn:
 
 def value_loss_fn(value_clip: float) -> LossFn:
     """Return the critic's loss (`algorithms.losses.value.value_loss`), weighted by `loss_weights`.
+
     It reads the columns `values` (from which the advantages were made) and `returns`.
     """
 
@@ -172,6 +175,7 @@ def metrics_of_step(outputs: list[LossOutput], parallel: ParallelInfo) -> dict[s
 
 def finish_metrics(sums: dict[str, float], maxes: dict[str, float]) -> dict[str, float]:
     """Compute the metrics of a step from its `sums` and `maxes` over all micro-batches and data-parallel ranks.
+
     A metric that is a mean over tokens is divided by the sum of the weights. The trainer-engine gap becomes the mean
     over the tokens with engine log-probs. If no token has one, its metrics are left out ("not available"), and only
     `log_prob_gap_coverage` = 0 remains. The effective sample size (Kish: the squared sum of the importance weights over

@@ -73,6 +73,7 @@ def attention_and_sums(
     q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scale: float | None, window: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Compute causal attention within each segment, without a gradient, and the sums that `attention_backward` needs.
+
     On a GPU these are the logsumexp of each query's scores, float32 `[num_heads, num_queries]`; otherwise undefined.
     """
     if _is_fused(q):

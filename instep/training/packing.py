@@ -1,4 +1,5 @@
 """Positions in the packed stream of a `TokenBatch`. All results are on the device of the batch.
+
 They are computed on the host if the batch came from there, so that no process waits for a GPU to return a length.
 """
 
@@ -34,6 +35,7 @@ class SharedPrefixes:
 
 def shared_prefixes(batch: TokenBatch) -> SharedPrefixes | None:
     """Return the tokens to compute: a group's prompt, and other common prefixes, once; None if few are common.
+
     Prefixes are found by content: in lexicographic order, each sample shares its longest prefix with the one before it.
     """
     host = batch.on_host

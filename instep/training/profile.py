@@ -98,6 +98,7 @@ class Profiled:
 
 def machine(device: torch.device) -> dict[str, Any]:
     """Return the base of floors: the name of the GPU, or measured FLOP/s (float32) and bytes/s of a CPU.
+
     Bytes are bytes read and written.
     """
     if device.type == "cuda":

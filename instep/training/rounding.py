@@ -14,6 +14,7 @@ UNITS = {"bf16": 2.0**-8, "fp32": 2.0**-24}  # the distance from 1 to the next s
 @contextlib.contextmanager
 def rounded_embedding(embedding: torch.nn.Module | None, unit: float) -> Iterator[None]:
     """Move a random half of the outputs of `embedding` one unit in the last place towards 0.
+
     Args:
         embedding: None on a rank without it.
         unit: the unit of the precision (`UNITS`).

@@ -1,4 +1,5 @@
 """How a backend saves with `torch.distributed.checkpoint`: at once or, with --async-save, in a thread.
+
 With --async-save the ranks plan the save together, as always, and each copies its tensors to host memory. Then training
 continues, and a thread of each rank writes the same files as without the flag. It needs no other rank, except that the
 first rank lists all files in `.metadata`. So ranks report to each other by files (`written.py`).
@@ -66,6 +67,7 @@ class Saver:
 
     def finish(self, path: Path, rank: int, num_ranks: int, timeout: float) -> dict[str, str]:
         """Finish `save`. Return the digests of the files that this rank has written into `path`, by name.
+
         With --async-save a thread starts to write the copies, within `timeout` seconds. Then there are no digests yet:
         `wait_written` has them when the files are on the disk.
         """

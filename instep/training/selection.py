@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Selection:
     """The weights to train, by regular expressions that are searched in their names.
+
     Attributes:
         only: train only the weights that match; otherwise freeze them.
     """
@@ -35,6 +36,7 @@ class Selection:
 
     def apply(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Set for each parameter of this rank, by name, whether it needs a gradient (collective).
+
         Raises:
             ConfigError: a pattern matches no weight of any rank, or a rank has nothing to train.
         """

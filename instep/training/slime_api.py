@@ -1,4 +1,5 @@
 """The functions that losses and corrections for slime import from its trainer.
+
 Context parallelism is not supported here: a rank has all tokens of its samples. So both slice functions return their
 input.
 """
@@ -37,8 +38,10 @@ def get_log_probs_and_entropy(
     **_: Any,
 ) -> tuple[Tensor, dict[str, list[Tensor]]]:
     """Compute log-probs (and entropy) of the response tokens at `--rollout-temperature`, with gradient.
+
     Args:
         logits: `[1, num_tokens, vocab_size]`, as a custom loss gets them.
+
     Returns:
         An empty tensor, and a dict: `log_probs` and `entropy` each have one `[response_length]` tensor per sample.
     """

@@ -1,4 +1,5 @@
 """The backend-neutral training worker: what one rank does for each call of the controller.
+
 The controller calls the same method on all ranks at once; tensors arrive and leave on the CPU.
 """
 
@@ -236,8 +237,10 @@ class Worker(Profiled, WorkerWeights):
     ) -> dict[int, torch.Tensor] | None:
         """Compute the gradients of some samples of a rollout's only optimizer step; more may follow, with the same
         token.
+
         Their `loss_weights` do not have the factor common to all samples of the step. `train` gets this factor, and
         finishes the step. A step with another token is dropped.
+
         Returns:
             By index the log-probs `[response_length]` of all samples, None except on the output rank.
         """
@@ -351,6 +354,7 @@ class Worker(Profiled, WorkerWeights):
     def score(self, batch: TokenBatch) -> torch.Tensor | None:
         """Score a sync's probe, first normally, then with embeddings that are rounded once more; all ranks score all of
         it.
+
         Returns:
             Log-probs, float32 `[2, num_response_tokens]`; None except on an output rank.
         """
@@ -363,6 +367,7 @@ class Worker(Profiled, WorkerWeights):
 
     def memory(self) -> dict[str, float]:
         """Return the memory of this rank and of its GPU in bytes, by name; the peak is since the last call.
+
         The used GPU memory outside of this rank belongs to the engines, and to the CUDA contexts of all processes.
         """
         out = {"trainer_host_bytes": float(psutil.Process().memory_info().rss)}

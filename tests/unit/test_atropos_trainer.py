@@ -165,7 +165,7 @@ def test_layers_become_names_of_the_models_modules(model: Path) -> None:
         (["--single-copy", "--weight-bridge-mode", "lora_only"], "leave one of the two out"),
         (["--trainer-rank", "2", "--world-size", "2"], "count from 0"),
         (["--training-step", "3"], "did you mean --training-steps"),
-        (["--training-steps", "0"], "no integer above 0"),
+        (["--training-steps", "0"], "not an integer above 0"),
         (["--weight-bridge-mode", "ipc"], "invalid choice"),
     ],
 )
@@ -323,7 +323,7 @@ def test_a_pipeline_takes_adapters_and_does_not_share_its_weights(tmp_path, monk
     assert argv[argv.index("--pipeline-parallel-size") + 1] == "2"
     assert main(["atropos-serve", "--model", str(model), "--port", str(free_port()), *stages]) == 2
     error = capsys.readouterr().err
-    assert "do not share their weights" in error and "`--tensor-parallel-size 2`, or `--enable-lora`" in error
+    assert "cannot share their weights" in error and "`--tensor-parallel-size 2`, or `--enable-lora`" in error
     monkeypatch.setenv("VLLM_ENABLE_SHARED_WEIGHTS", "0")
     assert json.dumps({"backend": "instep_shm"}) in served(model, *stages)[0]
 

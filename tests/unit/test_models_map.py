@@ -181,7 +181,7 @@ def test_arguments_that_contradict_are_named_together(changes, words):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (dict(expert_model_parallel_size=3), "4 experts are no multiple"),
+        (dict(expert_model_parallel_size=3), "4 experts are not a multiple"),
         (dict(expert_tensor_parallel_size=16), "the width 8 of experts"),
     ],
     ids=["experts", "width"],

@@ -61,7 +61,7 @@ def test_saving_again_replaces(tmp_path):
 
 def test_wrong_trackers_are_named(tmp_path):
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("newest")
-    with pytest.raises(CheckpointError, match="'newest' is no iteration, nor `release`"):
+    with pytest.raises(CheckpointError, match="'newest' is neither an iteration nor `release`"):
         find_checkpoint(tmp_path, None)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
     with pytest.raises(CheckpointError, match="there is no checkpoint `release`"):
@@ -99,7 +99,7 @@ def test_a_damaged_checkpoint_is_named_with_the_complete_ones(tmp_path):
     folder, _ = find_checkpoint(tmp_path, None)
     check_whole(folder)
     (folder / "weights.bin").write_bytes(b"x" * 50 + b"y" + b"x" * 49)
-    with pytest.raises(CheckpointError, match=r"weights\.bin has another content than was written"):
+    with pytest.raises(CheckpointError, match=r"weights\.bin has different content than was written"):
         check_whole(folder)
     (folder / "weights.bin").write_bytes(b"x" * 99)
     with pytest.raises(CheckpointError, match=r"weights\.bin has 99 bytes instead of 100") as caught:
@@ -122,7 +122,7 @@ def test_a_damaged_checkpoint_is_named_with_the_complete_ones(tmp_path):
     (folder / "files.json").unlink()
     with pytest.raises(CheckpointError, match=r"its list of files is missing; there is run_state\.json"):
         check_whole(folder)
-    with pytest.raises(CheckpointError, match=r"it is not complete, \.metadata is missing; there is nothing any more"):
+    with pytest.raises(CheckpointError, match=r"it is not complete, \.metadata is missing; there is nothing"):
         check_whole(tmp_path / "iter_0000004")  # deleted under us
 
 

@@ -104,7 +104,7 @@ def test_errors_name_the_command_that_was_typed():
         ("--revision", "needs one value"),
         ("--config file.yaml", "as flags"),
         ("--dtype int8", "'int8' is not served"),
-        ("--tensor_parallel_size 0", "no whole number above 0"),
+        ("--tensor_parallel_size 0", "not a whole number above 0"),
         ("--enforce_eager maybe", "neither true nor false"),
         ("--host 0.0.0.0", "give --api-key-file FILE"),
         ("--host", "needs one value"),
@@ -301,7 +301,7 @@ def test_names_of_the_checkpoint_are_taken_once_with_their_shape(layout):
     incoming = Incoming(layout)
     name, place = next(iter(layout.places.items()))
     assert incoming.announce(name, "torch.bfloat16", place.shape).served == "float32"
-    wrong = [(name, "float32", place.shape, "came twice"), ("model.x", "float32", (1,), "no weight of this model")]
+    wrong = [(name, "float32", place.shape, "came twice"), ("model.x", "float32", (1,), "not a weight of this model")]
     wrong += [("model.norm.weight", "float32", (3,), r"has shape \[3\], the model's has \[64\]")]
     wrong += [("model.norm.weight", "int8", (64,), "is of int8"), ("model.norm.weight", "word", (64,), "no dtype")]
     for name, dtype, shape, says in wrong:
@@ -351,7 +351,7 @@ def test_a_server_that_takes_no_weights_says_why(checkpoint, tmp_path):
     for more, says in (
         ({"quantization_config": {}}, ""),
         ({"quantization_config": {"a": 1}}, "are quantized"),
-        ({"model_type": "of_nobody"}, "transformers does not make"),
+        ({"model_type": "of_nobody"}, "transformers cannot build"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(config | more))
         shutil.copy(checkpoint / "model.safetensors", tmp_path)

@@ -1,4 +1,5 @@
 """The `hf` train backend: `AutoModelForCausalLM`, plain on one rank and with FSDP2 on several.
+
 Precision: master weights, gradients and moments are float32. On several ranks FSDP2 shards them, casts each layer to
 `dtype` for computing, and reduces gradients in float32. On one float32 rank the masters are the model's own parameters.
 On one bf16 rank, forward and backward passes use a second model in `dtype`. It is written once per step, and the

@@ -29,6 +29,7 @@ _SIGNS = ("DefaultCPUAllocator", "gloo/", "CUDA error", "NCCL error")
 @dataclass(frozen=True)
 class Layout:
     """One layout of samples.
+
     Attributes:
         attention: the name of the attention in transformers.
         packed: all samples are one row.
@@ -157,6 +158,7 @@ def run_rows(
     model: PreTrainedModel, tokens: Tensor, cu_seqlens: Tensor, batched: bool, num_passes: Callable[[int], int]
 ) -> Tensor:
     """Return the hidden states of a stream `[num_tokens, width]`, with samples as rows.
+
     Args:
         num_passes: returns the most passes of any rank, from this rank's number. Sharded layers are gathered in every
             pass, so ranks with fewer passes add idle ones.

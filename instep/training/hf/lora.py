@@ -1,4 +1,5 @@
 """LoRA (arXiv:2106.09685): a linear layer computes `W x + alpha / rank * B A x`, and only A and B are trained.
+
 The adapted layer keeps the name of its weight. So loading, sharding and syncing of the base do not depend on adapters.
 """
 
@@ -116,6 +117,7 @@ class AdapterSource(WeightSource):
 
 def merged(model: nn.Module) -> Callable[[str], Tensor | None]:
     """Return a function from a weight's name to its layer's `alpha / rank * B A`, in float32; collective.
+
     The function returns None for weights without an adapter.
     """
     layers = {f"{name}.weight": (name, layer.scaling) for name, layer in adapted(model).items()}
@@ -134,6 +136,7 @@ def merged(model: nn.Module) -> Callable[[str], Tensor | None]:
 
 class Earlier:
     """The policy with its adapter off, or with an earlier one: a reference that needs no second copy of the base.
+
     Args:
         forward_only: the method of the backend.
     """

@@ -26,9 +26,11 @@ Piece = tuple[str, Tensor, Tensor]  # a name, the model's tensor, and its master
 
 class Mirror:
     """Float32 masters, which the optimizer steps, and a model in the serving dtype that follows them.
+
     The first session makes that model's parameters views of the engine's memory. From then on forward and backward
     passes read the engine's weights, and `refresh` writes the masters into them, each rank its shard. It does so in a
     session, and between two optimizer steps of a rollout, when the engine is paused (`WeightSync.hold`).
+
     Args:
         masters: plain, or sharded over all ranks; its parameters' gradients are set here.
         compute: the model of forward and backward passes; `masters` itself where one float32 rank needs no second copy.
@@ -101,6 +103,7 @@ class Mirror:
 
     def _pieces(self) -> tuple[list[Piece], list[Piece]]:
         """Return this rank's tensors of the model and their masters: pieces with equal division, and pieces to gather.
+
         They are found once for each memory: a search of hundreds of DTensors takes longer than writing them.
         """
         if self._is_one:

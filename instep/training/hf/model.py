@@ -54,11 +54,14 @@ def _refuse(name: str, why: str, cause: Exception | None = None) -> NoReturn:
 
 class Policy(nn.Module):
     """The model. It computes log-probs only of response tokens, with the logits of one chunk of them at a time.
+
     `recompute` is None, "full" (the backward pass computes each layer again) or "selective" (except for its matrix
     products and attention). With `compiles`, the layers of packed samples run as compiled code, the same for any number
     and division of tokens.
+
     A critic (`value_head`) has an output layer of one row, and its outputs are values. The model is one root module, so
     FSDP2's hooks see one forward pass per micro-batch. `max_model_len` is that of the engines: see `models.rope`.
+
     Attributes:
         layout: how samples run; packed until `choose_layout` has chosen.
         remark: a line for the user if the layout is a slower one, otherwise empty.
@@ -132,6 +135,7 @@ class Policy(nn.Module):
         with_logits: bool = False,
     ) -> tuple[Tensor | None, ...]:
         """Compute the fields of `TokenOutputs` for `targets`, as a tuple, which FSDP2 supports.
+
         Args:
             shared: common prefixes of samples run through the model once; only their keys and values are copied.
             check: run `choose_layout` first.
@@ -196,6 +200,7 @@ class Policy(nn.Module):
     @torch.compiler.set_stance("force_eager")
     def choose_layout(self, device: torch.device) -> None:
         """Choose the first layout that gives the same hidden states as each sample alone in the model's own attention.
+
         Raises:
             ConfigError: the model is not causal, or its logits do not follow from its last hidden states.
         """
@@ -254,6 +259,7 @@ def _build(config: PretrainedConfig, attention: str, dtype: torch.dtype, trust_r
 
 def _differ(states: Tensor, expected: Tensor) -> bool:
     """Return whether more than a quarter of the tokens `[num_tokens, width]` differ by more than rounding.
+
     A few may: near a tie, rounding sends a token to another expert of a mixture.
     """
     if not expected.isfinite().all():
@@ -265,6 +271,7 @@ def _differ(states: Tensor, expected: Tensor) -> bool:
 
 def _recompute_layers(model: PreTrainedModel, **options: Any) -> None:
     """Make each layer keep only its inputs, and compute the rest again in the backward pass; names do not change.
+
     Args:
         options: of `torch.utils.checkpoint.checkpoint`; its `context_fn` may keep more.
     """

@@ -1,9 +1,11 @@
 """AdamW (arXiv:1711.05101), whose moments may be kept in 8 bits, in pinned host memory, or both.
+
 Moments in 8 bits follow arXiv:2110.02861: blocks of 256 numbers with one scale each; a number is one of 256 values,
 which are denser near 0. Two details differ. First, the scale is the block's largest number with its sign, which is then
 exactly 1. So numbers that are read and written again do not change: a checkpoint holds moments in float32 for any kind,
 and any kind can resume from it. Second, a second moment above zero never becomes zero: that would make the step of its
 weight a thousand times too large.
+
 On a GPU a step with 8 bits is one compiled kernel, which reads and writes weights and codes once and needs no memory.
 """
 
@@ -35,6 +37,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 def adamw_of(policy: nn.Module, args: Settings) -> torch.optim.AdamW:
     """Return the optimizer of the trained parameters: decoupled weight decay, except for biases and other 1-D ones.
+
     Moments exist from the start. So a checkpoint has them before the first step, and memory does not grow later.
     """
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}  # a fused step takes tensors of one mesh
@@ -157,6 +160,7 @@ class PiecewiseAdamW(torch.optim.AdamW):
 
     def _brought(self, pieces: Iterable[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
         """Yield each piece on the device, and copy its results back afterwards.
+
         Two streams copy in and out while a third computes; three slots of buffers are used in turn.
         """
         if not self.offload:
@@ -337,6 +341,7 @@ def _step_plain(pieces: list[_Piece], clip: float) -> None:
 
 def _rates(group: dict[str, Any], steps: Tensor, clip: float) -> Tensor:
     """Return the numbers that `_kernel` needs of a group and of each parameter's step count: float32 [params, 12].
+
     They are on the device, rounded once: a new learning rate compiles nothing, and no step waits for the device.
     """
     (beta1, beta2), lr, steps = group["betas"], group["lr"], steps.double() + 1

@@ -15,6 +15,7 @@ from instep.weights.source import Samples
 
 class Sampler:
     """Finds the elements of the masters on this rank that are in the samples of a memory's workers.
+
     Args:
         masters: by the names of the memory, in one order on all ranks.
     """
@@ -57,6 +58,7 @@ class Sampler:
 
 class _Group:
     """Masters of one dtype whose weights also have one dtype: one kernel per master takes their elements.
+
     Args:
         pieces: masters, and flat elements here.
         own: their bytes within all samples.

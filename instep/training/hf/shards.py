@@ -1,4 +1,5 @@
 """A weight that several ranks share: the part here, the whole, and the place of this rank's part in the whole.
+
 Tensor parallelism (mesh dimension `tp`) cuts a weight along one dimension. FSDP2 (`dp`) cuts the part of each of those
 ranks along dimension 0. Weights without tensor parallelism are the same on its ranks.
 """

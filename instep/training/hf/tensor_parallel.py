@@ -1,4 +1,5 @@
 """Tensor parallelism of a transformers model (arXiv:1909.08053): ranks share each layer.
+
 A linear layer is cut by its outputs (columns) or its inputs (rows), as the plan in the model's configuration says
 (`base_model_tp_plan`), otherwise by its name; embeddings and output layer are cut by the vocabulary. Between a layer by
 columns and the next one by rows, a rank has its own heads or its own part of the MLP; elsewhere all ranks have the
@@ -44,10 +45,13 @@ _HEADS = {  # layers whose outputs are heads, and the attributes of attentions f
 
 class TensorParallel:
     """Cuts `model` over the ranks of `mesh` (one dimension); then each rank has its own part in memory.
+
     Attributes:
         splits_vocabulary: each rank has the logits of its own part of the vocabulary.
+
     Args:
         head: whether the output layer is one over the vocabulary.
+
     Raises:
         ConfigError: the model has no plan, or its sizes cannot be divided.
     """
@@ -152,6 +156,7 @@ class TensorParallel:
 
     def _part_of_heads(self, name: str, layer: nn.Linear) -> Part | None:
         """Return the outputs of a layer for a rank that shares its key heads with others; None: its own slice.
+
         Set the new number of heads in the layer's attention.
         """
         parent, _, last = name.rpartition(".")

@@ -24,6 +24,7 @@ Groups = list[tuple[Group, list[TensorSpec]]]
 
 class HfWeightSource(WeightSource):
     """A `WeightSource` over a plain or a sharded model. Rank 0 emits; the others take part in the gathering.
+
     Parameters are sent as `dtype`, the trainer's type; buffers unchanged. `more` returns what is added to the weight of
     a name, in float32, or None; collective.
     """

@@ -287,6 +287,7 @@ class MegatronBackend:
 
     def _grad_norm(self) -> float:
         """Return the norm over the whole model, in which a parameter on several ranks counts once.
+
         Experts have their own distribution over ranks. A stage without experts has no optimizer for them.
         """
         from megatron.core import parallel_state as ps

@@ -1,8 +1,10 @@
 """Save model and optimizer as a Megatron checkpoint, `torch_dist` or `torch`, and load them, also those of others.
+
 A checkpoint loads in any layout and with either kind of optimizer. `optimizer.sharded_state_dict` is not used: it
 differs between the plain and the distributed optimizer, and loading it into the latter is broken in 0.16.x with torch's
 AdamW. Here every parameter has its moments (and a float32 master, if it is not float32) under one name and in its own
 shape.
+
 Imports `megatron.core`: only after `cpu_platform.install()`, see there.
 """
 
@@ -99,6 +101,7 @@ def masters(optimizer: Any) -> dict[Tensor, Master]:
 
 class InProcessSave(TorchDistSaveShardedStrategy):
     """Megatron's `torch_dist` strategy, but this process itself writes the files.
+
     The original starts a multiprocessing manager (3 s, and a main guard in the user's script), forks writers from a
     process with threads, and waits for them without a limit.
     """
@@ -154,6 +157,7 @@ def whole_states(
     optimizer: Any, parameters: Sequence[torch.nn.Parameter]
 ) -> Iterator[tuple[torch.nn.Parameter, str, Tensor | None]]:
     """Yield each parameter with the name and the value of each of its states; collective.
+
     The value has the parameter's shape on the first rank with a copy of it; on others it is None.
     """
     distributed = any(isinstance(opt, DistributedOptimizer) for opt in optimizer.chained_optimizers)

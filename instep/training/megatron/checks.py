@@ -34,6 +34,7 @@ def padded_vocab_size(vocab_size: int, args: Settings) -> int:
 
 def check_arguments(args: Settings, shape: ModelShape) -> None:
     """Raise one ConfigError that names all options that this backend does not support for a model of this shape.
+
     The rules of the command line check the rest, and the same options for the policy; a teacher may have another shape.
     """
     problems, experts = refused_by_model(args, shape), shape.experts.num if shape.experts else 0

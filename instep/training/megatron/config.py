@@ -1,4 +1,5 @@
 """Megatron-Core's configuration objects, from instep's arguments and the Hugging Face configuration.
+
 Imports `megatron.core`: only after `cpu_platform.install()`, see there.
 """
 
@@ -28,6 +29,7 @@ def configs(
 ) -> tuple[TransformerConfig, DistributedDataParallelConfig, OptimizerConfig]:
     """Return the configurations of model, data parallelism and optimizer. `args.megatron_overrides` replaces their
     fields, and so does a flag of `train.py` or of a modified Megatron with a field's name.
+
     Raises:
         ConfigError: an override is not a field, or megatron-core refuses the values.
     """

@@ -63,6 +63,7 @@ class _Stream:
 
 def install() -> None:
     """Install the replacements; once per process, later calls do nothing.
+
     Raises:
         ConfigError: CUDA is available.
     """
@@ -110,6 +111,7 @@ def install() -> None:
 
 def _gather_any_sizes(mappings: Any) -> None:
     """Replace Megatron's collectives over parts of different sizes, which experts on several ranks need.
+
     Megatron's own collectives still handle parts of one size.
     """
     gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim

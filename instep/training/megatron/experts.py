@@ -25,6 +25,7 @@ def _activated(x: Tensor, probs: Tensor) -> Tensor:
 
 class OnOneRank(MoEAlltoAllTokenDispatcher):
     """Megatron's dispatcher if a rank has all experts, whole: sort tokens by expert, and restore their order.
+
     Unlike Megatron's own, it does not wait for the device to count tokens. Tokens are copied once instead of twice, and
     results are summed in float32 in a fixed order, not by atomic additions in the weights' type.
     """
@@ -94,6 +95,7 @@ class GroupedExperts(SequentialMLP):
 
     def forward(self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """Compute `[num_tokens, hidden]`, in the order of experts, and counts per expert -> `[num_tokens, hidden]`.
+
         Without any rows, the experts compute the product themselves.
         """
         if not len(hidden):

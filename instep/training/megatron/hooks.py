@@ -33,6 +33,7 @@ _building: list[Provider] = []  # while a user's function builds
 
 def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> PolicyModel:
     """Return instep's own model, for the function of `--custom-model-provider-path` to change: a Megatron `GPTModel`.
+
     Raises:
         RuntimeError: no model is being built.
     """
@@ -46,6 +47,7 @@ def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage
 @dataclass(frozen=True)
 class MegatronHooks:
     """The functions that a rank of the megatron backend calls.
+
     Attributes:
         args: the arguments in the form that the functions get.
         init: f(args), once Megatron's process groups exist, before the model is built.
@@ -55,6 +57,7 @@ class MegatronHooks:
             are zero then; the scheduler is None: the controller sets the learning rate.
         provider: f(pre_process, post_process[, vp_stage]) builds the model, from the result of `model_provider`.
         spec: f(args, config[, vp_stage]) makes the spec of the layers; `config` is Megatron's.
+
     `model` is a list of this rank's modules, as Megatron has wrapped them.
     """
 
@@ -86,8 +89,10 @@ class MegatronHooks:
         self, kind: type[Any], own: Provider, pre_process: bool, post_process: bool, vp_stage: int | None
     ) -> PolicyModel:
         """Return the model of the user's function, or of `own`.
+
         Args:
             kind: the class that it must have.
+
         Raises:
             RolloutError: the function raised, or returned another object.
         """
@@ -106,8 +111,10 @@ class MegatronHooks:
 
     def layers(self, read: Callable[[Any], T], config: Any, vp_stage: int | None) -> T | None:
         """Return the result of `read` for the spec that the user's function returns; None if there is no function.
+
         Args:
             read: raises TypeError or ValueError for an invalid spec.
+
         Raises:
             RolloutError: the function raised, or returned another object.
         """

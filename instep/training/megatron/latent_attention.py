@@ -1,7 +1,9 @@
 """Multi-head latent attention (DeepSeek-AI 2024, arXiv 2412.19437, section 2.1.1) on a packed stream.
+
 Parameters have the names and layouts of Megatron's own module with Transformer Engine: projections to latent vectors
 are whole on every tensor-parallel rank. Megatron's module without Transformer Engine splits them. Its gradient of the
 rotary part of the keys, which all heads share, covers only each rank's own heads.
+
 Imports `megatron.core`: only after `cpu_platform.install()`, see there.
 """
 
@@ -27,6 +29,7 @@ from instep.training.megatron.rotary import rotate
 
 def latent_attention(core: type, norm: type) -> ModuleSpec:
     """Return the module of a layer's attention.
+
     Args:
         core: of rotated queries and keys, and values, `[num_tokens, heads, dim]` each.
         norm: of the latent vectors.

@@ -91,6 +91,7 @@ def expert_tensor_parallel_size(args: Settings) -> int:
 
 def initialise(args: Settings, shape: ModelShape, device: torch.device) -> tuple[Placement, ParallelInfo]:
     """Make Megatron's process groups, once per process for all its models. Return the place of this rank in them.
+
     Raises:
         ConfigError: the groups of an earlier model have other sizes.
     """

@@ -1,4 +1,5 @@
 """Megatron's optimizer with 8-bit AdamW moments (--optimizer adamw_8bit), or in host memory (--optimizer-cpu-offload).
+
 Both flags also work together. Megatron's own offload (HybridDeviceOptimizer) steps copies of the masters on the CPU.
 Values loaded into the masters, from a checkpoint or Hugging Face weights, do not reach these copies. Here the inner
 AdamW is that of the hf backend. It unpacks moments, or copies them to the GPU, a piece at a time; masters stay on the

@@ -1,4 +1,5 @@
 """Router replay: the routers of a micro-batch's forward pass use the experts that an engine chose for each token.
+
 These experts travel with the micro-batch through the layers. So a layer that is computed again in the backward pass, or
 between layers of other micro-batches in a pipeline, gets those of its own tokens.
 """
@@ -22,6 +23,7 @@ _REMEDY = "serve the model that is trained; vLLM returns routes for each layer w
 
 class Replay:
     """Replaces the top-k choice of Megatron's router; without given experts, the router's own scores decide.
+
     Attributes:
         experts: whole numbers `[num_tokens, experts per token]`.
         noted: stores the router's own choices, if they are kept, under `layer`.
@@ -47,9 +49,11 @@ class Replay:
 def routes_of(batch: TokenBatch, shape: ModelShape, rows: Tensor, share: tuple[int, int]) -> Tensor | None:
     """Return the experts of a rank's tokens, `[num_tokens, num_layers, experts per token]` on the batch's device; None
     if each router chooses itself.
+
     Args:
         rows: for each token of the context-parallel rank, its position in the stream of the batch.
         share: the part of them that this rank routes, and the number of parts (sequence parallelism).
+
     Raises:
         RolloutError: they belong to another model, or a token has an expert twice.
     """
@@ -70,6 +74,7 @@ def routes_of(batch: TokenBatch, shape: ModelShape, rows: Tensor, share: tuple[i
 
 def has_twice(routes: np.ndarray) -> bool:
     """Return whether a token has an expert twice in a layer: `[num_tokens, num_layers, experts per token]`.
+
     Pairs of columns are compared: this takes a tenth of the time of sorting the experts of each token.
     """
     columns = np.ascontiguousarray(routes.reshape(-1, routes.shape[-1]).T)

@@ -15,7 +15,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 class Rope:
     """Rotary positions with Hugging Face's own frequencies (Su et al. 2021, arXiv 2104.09864, and its scalings).
+
     Megatron's are not used: they loop over the packed sequences in every layer, and support fewer scalings.
+
     Attributes:
         interleaved: the two numbers of a rotated pair are neighbours, (0, 1), (2, 3), ...; otherwise they come from the
             two halves of a head.

@@ -1,4 +1,5 @@
 """The Megatron-Core GPTModel of instep: packed sequences without Transformer Engine or apex.
+
 Imports `megatron.core`: without CUDA, only after `cpu_platform.install()`.
 """
 
@@ -85,6 +86,7 @@ def pack(
     cp: tuple[int, int] = (0, 1),
 ) -> PackedInput:
     """Return `batch` (on its device) as Megatron's input; a separate segment pads the stream to `multiple`.
+
     Args:
         cp: context-parallel rank and size; the result is this rank's share of the stream.
     """
@@ -207,8 +209,10 @@ _PLAIN = (DotProductAttention, MLASelfAttention, LNImpl, WrappedTorchNorm, TopKR
 
 def users_block(own: TransformerBlockSubmodules, theirs: Any) -> TransformerBlockSubmodules:
     """Return the layers of the user's spec, in which modules of `own` replace Megatron's plain ones.
+
     Args:
         theirs: a spec of every layer, or one spec for all.
+
     Raises:
         TypeError, ValueError: it is not a spec, or has another number of layers.
     """

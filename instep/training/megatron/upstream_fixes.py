@@ -1,4 +1,5 @@
 """Fixes for faults in Megatron-Core 0.16.x that also occur on a GPU without Transformer Engine.
+
 Two more faults are avoided, not patched. `checkpoint.py` has its own optimizer checkpoint instead of
 `DistributedOptimizer.state_dict` / `load_state_dict`, which fail with torch's AdamW (KeyError 'step'; one `step` tensor
 shared by all parameters). `optimizer_step` of `backend.py` computes the norm without waiting for the device per tensor.

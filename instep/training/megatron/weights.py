@@ -54,9 +54,11 @@ def local_parameters(chunks: Sequence[torch.nn.Module], placement: Placement) ->
 
 def check_parameters(names: Collection[str], shape: ModelShape, placement: Placement, where: str) -> None:
     """Check that a model built by user functions has the parameters of its checkpoint on this rank.
+
     Args:
         names: of `local_parameters`.
         where: the flags that name the functions.
+
     Raises:
         ConfigError: names parameters that are missing, and those that no checkpoint has.
     """
@@ -190,10 +192,13 @@ def load_hf(
 
 def check_tensors(path: Path, shape: ModelShape, tensors: Mapping[str, StoredTensor]) -> list[str]:
     """Check that all tensors of the model are in the checkpoint with their shapes, and no others except unread ones.
+
     Args:
         tensors: of the checkpoint. The output layer of a model that has none, or of a critic, is not checked.
+
     Returns:
         The names of tensors of multi-token prediction, which checkpoints hold as layers behind the model's own.
+
     Raises:
         CheckpointError: names all that are missing, unknown or of another shape.
     """
