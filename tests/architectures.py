@@ -45,7 +45,7 @@ PACKED = (
 ).split()
 # What it trains padded, as right, by a part of the reason.
 PADDED = {
-    "hidden states depend on other segments": "bloom codegen falcon_mamba jamba lfm2 mamba minimax nemotron_h openai-gpt "
+    "depend on other segments": "bloom codegen falcon_mamba jamba lfm2 mamba minimax nemotron_h openai-gpt "
     "qwen3_5_text qwen3_next recurrent_gemma rwkv xglm",
     "its attention cannot be replaced": "falcon gpt_neo gptj",
     "do not pass the packed segments": "nemotron stablelm",

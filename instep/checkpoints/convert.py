@@ -117,7 +117,7 @@ def _check_apart(save: Path, *sources: Path) -> None:
     for source in sources:
         ours, read = (Path(os.path.realpath(path)) for path in (save, source))
         if ours == read or ours in read.parents or read in ours.parents:
-            how = "is" if ours == read else "contains" if ours in read.parents else "lies in"
+            how = "is" if ours == read else "contains" if ours in read.parents else "is inside"
             what = f"{save} {how} {source}, which is read"
             raise ConfigError(what, where="--save", remedy="name another folder, outside of what is converted")
 

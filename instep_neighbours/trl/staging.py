@@ -243,7 +243,7 @@ class Incoming:
                     remedy="train the same model: tie_word_embeddings is true in the served config.json",
                 )
 
-    # ---- whole, it stands where a session has a trainer's workers ----------------------------------------------------
+    # ---- a whole version takes the place of a session's workers ------------------------------------------------------
 
     def watch(self) -> None:
         """Do nothing: there is no process to watch, all is in memory."""

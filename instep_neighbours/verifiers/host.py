@@ -74,9 +74,7 @@ def main() -> None:
         fail(f"{sys.executable} has no verifiers from 0.4 on ({error}): pip install 'verifiers>=0.4', or --env-python")
     print(f"verifiers {verifiers.__version__}", flush=True)
     if unknown := given["serve"].keys() - {"max_concurrent"}:
-        fail(
-            f"serve: {', '.join(sorted(unknown))}: of [serve] only max_concurrent acts (else --env-num-servers)"
-        )
+        fail(f"serve: {', '.join(sorted(unknown))}: of [serve] only max_concurrent acts (else --env-num-servers)")
     config = resolve_env_config(given["env"])
     if given["tasks"]:
         write_tasks(config, given["select"], given["tasks"])

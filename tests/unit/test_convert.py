@@ -273,11 +273,11 @@ def test_what_is_read_is_never_replaced(models, tmp_path, capsys):
     for call, args, said in [
         (to_hf, (m, models / "untied", m), "is"),
         (to_hf, (m, models / "untied", tmp_path / "link"), "is"),
-        (to_hf, (m, models / "untied", m / "hf"), "lies in"),
+        (to_hf, (m, models / "untied", m / "hf"), "is inside"),
         (to_hf, (m, hf, hf), "is"),
         (to_megatron, (hf, hf), "is"),
         (to_megatron, (hf, tmp_path), "contains"),
-        (to_megatron, (hf, hf / "m"), "lies in"),
+        (to_megatron, (hf, hf / "m"), "is inside"),
         (to_megatron, (hf, run), "holds more than a conversion"),
     ]:
         assert call(*args) == 2
