@@ -75,7 +75,7 @@ def latest_iteration(root: Path | None) -> int | None:
     if text == "release" or (text.isdecimal() and len(text) < 19):
         return RELEASE if text == "release" else int(text)
     raise CheckpointError(
-        f"{text!r:.60} is neither an iteration nor `release`",
+        f"{text!r:.60} is neither an iteration nor 'release'",
         where=str(root / TRACKER),
         remedy=f"write the number of a complete folder into it, or {others(root / TRACKER)}",
     )

@@ -336,10 +336,10 @@ def test_a_chunk_that_is_no_tensor_is_one_error(models, tmp_path, garbage):
 @pytest.mark.parametrize(
     ("changes", "what", "remedy"),
     [
-        ({"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}, "Gemma2ForCausalLM", "nothing has to be"),
+        ({"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}, "Gemma2ForCausalLM", "needs no conversion"),
         ({"attention_bias": True}, "attention_bias=true", "--train-backend hf needs no conversion"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, "no readable config.json", "config.json of the model"),
-        ({"hidden_size": "big"}, "no readable config.json", "config.json of the model"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "config.json cannot be read", "config.json of the model"),
+        ({"hidden_size": "big"}, "config.json cannot be read", "config.json of the model"),
     ],
 )
 def test_a_model_that_megatron_does_not_know_is_one_error(models, tmp_path, capsys, changes, what, remedy):
@@ -354,6 +354,6 @@ def test_wrong_folders_and_iterations_are_said(models, tmp_path, capsys):
     assert to_megatron(models / "untied", tmp_path / "m") == 0
     words = ["convert", "megatron-to-hf", "--load", str(tmp_path / "m"), "--save", str(tmp_path / "hf")]
     assert main([*words, "--hf-checkpoint", str(models / "untied"), "--ckpt-step=-1"]) == 2
-    assert "'-1' is no iteration" in capsys.readouterr().err
+    assert "'-1' is not an iteration" in capsys.readouterr().err
     assert main([*words, "--hf-checkpoint", "/nonexistent"]) == 2
-    assert "/nonexistent is no folder" in capsys.readouterr().err
+    assert "/nonexistent is not a folder" in capsys.readouterr().err

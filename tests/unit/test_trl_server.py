@@ -303,7 +303,10 @@ def test_names_of_the_checkpoint_are_taken_once_with_their_shape(layout):
     assert incoming.announce(name, "torch.bfloat16", place.shape).served == "float32"
     wrong = [(name, "float32", place.shape, "came twice"), ("model.x", "float32", (1,), "not a weight of this model")]
     wrong += [("model.norm.weight", "float32", (3,), r"has shape \[3\], the model's has \[64\]")]
-    wrong += [("model.norm.weight", "int8", (64,), "is of int8"), ("model.norm.weight", "word", (64,), "not a torch dtype")]
+    wrong += [
+        ("model.norm.weight", "int8", (64,), "is of int8"),
+        ("model.norm.weight", "word", (64,), "not a torch dtype"),
+    ]
     for name, dtype, shape, says in wrong:
         with pytest.raises(WrongTensor, match=says):
             incoming.announce(name, dtype, shape)
