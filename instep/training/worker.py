@@ -290,8 +290,8 @@ class Worker(Profiled, WorkerWeights):
             keep_log_probs: indices into `batch` of the samples whose log-probs are returned.
             gap_limit: the largest mean gap of fresh tokens (`gap.py`) that allows training; measured over the rollout
                 if it was scored first, otherwise over the first step.
-            scale: `batch` is the rest of the step of `begin_step`, and the loss of that part is multiplied by `scale`;
-                None: drop that part.
+            scale: `batch` is the rest of a step that `begin_step` has started; the started part's loss is multiplied by
+                it. None: drop the started part.
 
         Returns:
             The metrics of each step; by index the log-probs `[response_length]` of the `keep_log_probs` samples of the
