@@ -62,7 +62,7 @@ class Part:
         return self.shape[0] if self.shape else 0
 
     def read(self, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """The box at `offsets` with `sizes`. Raises LookupError if the chunks do not cover it."""
+        """Read the box at `offsets` with `sizes`. Raises LookupError if the chunks do not cover it."""
         if not math.prod(sizes):  # a rank whose rows of the vocabulary are padding
             return torch.empty(tuple(sizes), dtype=self.stored.dtype)
         lead = len(self.index)

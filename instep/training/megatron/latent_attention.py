@@ -67,7 +67,7 @@ class LatentAttention(MultiLatentAttention):
         self.linear_kv_up_proj = self._up(config.kv_lora_rank, heads * (config.qk_head_dim + config.v_head_dim))
 
     def _up(self, inputs: int, outputs: int) -> ColumnParallelLinear:
-        """A projection from the input of all tensor-parallel ranks to the heads of each."""
+        """Build a projection from the input of all tensor-parallel ranks to the heads of each."""
         return ColumnParallelLinear(
             inputs,
             outputs,
