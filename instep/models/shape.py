@@ -201,8 +201,8 @@ _COUNTS = (
 
 
 def shape_in_file(config: Mapping[str, Any]) -> ModelShape | None:
-    """Return the shape in a config.json; None if Megatron cannot train the model because defaults of transformers
-    replace missing entries, or if an entry is not a number (the check of the checkpoint names it)."""
+    """Return the shape in a config.json. Return None if Megatron cannot train the model, if an entry is missing (then
+    transformers has a default), or if a number is invalid (the check of the checkpoint names it)."""
     family = FAMILIES.get(config.get("model_type", ""))
     try:
         if family is None or unsupported(config) or any(type(config[n]) is not int or config[n] < 1 for n in _COUNTS):
