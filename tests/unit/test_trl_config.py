@@ -318,7 +318,7 @@ def test_what_is_given_besides_is_checked(checkpoint: Path) -> None:
     assert "not the dotted path" in wrong(reward_funcs="org/a-reward-model").what
     assert "2 functions" in wrong(reward_funcs=[right, short], reward_weights=[1.0]).what
     assert "needs trainer_state" in wrong(reward_funcs=lambda completions, trainer_state: [1.0]).what
-    assert "reward and reward_funcs have the same meaning" in wrong(reward_funcs=right, reward="math").what
+    assert "reward and reward_funcs say the same" in wrong(reward_funcs=right, reward="math").what
     assert "of GRPO, not of 'sft'" in wrong(command="sft").what
     assert "has no rows in order" in wrong(train_dataset="rows.jsonl", reward_funcs=right).what
     assert wrong(train_dataset=[{"text": "a"}], reward_funcs=right).where == "train_dataset[0]"
