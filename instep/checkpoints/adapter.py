@@ -160,7 +160,7 @@ def check_layout(folder: Path, lora: Lora | None, modules: list[str], base: Base
             if name == "modules":
                 there, here = len(there), len(modules)
                 remedy = f"give {flag} {' '.join(sorted({n.rpartition('.')[2] for n in found[name]}))}"
-            what = f"its adapter differs: {name} is {there} there, {here} here"
+            what = f"its adapter differs: {name} {there} there, {here} here"
             raise CheckpointError(what, where=str(folder), remedy=remedy)
     if theirs.digest != base.digest:
         raise CheckpointError(

@@ -40,9 +40,9 @@ def test_a_checkpoint_belongs_to_its_adapter_and_base(tmp_path, base):
     save_file({"w": torch.arange(4.0) + 1}, tmp_path / "base" / "model.safetensors")
     for lora, modules, theirs, words in (
         (LORA, MODULES, base_of(tmp_path / "base"), "another base"),
-        (Lora(4, 6, None), MODULES, base, "rank is 2 there, 4 here"),
-        (Lora(2, 2, None), MODULES, base, "alpha is 6 there, 2 here"),
-        (LORA, MODULES[:1], base, "modules is 2 there, 1 here"),
+        (Lora(4, 6, None), MODULES, base, "rank 2 there, 4 here"),
+        (Lora(2, 2, None), MODULES, base, "alpha 6 there, 2 here"),
+        (LORA, MODULES[:1], base, "modules 2 there, 1 here"),
         (None, [], None, "holds only a LoRA adapter of"),
         (LORA, MODULES, None, "holds only a LoRA adapter of"),
     ):
