@@ -1,4 +1,4 @@
-"""What lets programs of other projects work with instep unmodified; the core names none of it."""
+"""Support for unmodified programs of other projects; the core does not name them."""
 
 from instep.hooks.neighbours import Addition, Command
 
@@ -17,7 +17,7 @@ TRL = Addition(
 ATROPOS = Addition(
     commands={
         "env-api": Command(
-            "the API through which Atropos' environments feed a run", "instep_neighbours.atropos.env_api:main"
+            "the API from which a run gets groups of Atropos' environments", "instep_neighbours.atropos.env_api:main"
         ),
         "atropos-train": Command(
             "Atropos' example trainer, with its command line, as a run", "instep_neighbours.atropos.trainer:main"

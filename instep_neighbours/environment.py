@@ -30,46 +30,50 @@ def data_source_path(args: Settings, given: Given) -> str:
 GROUPS = (ENVIRONMENT,)
 RESOLVERS = (rollout_function_path, custom_generate_function_path, data_source_path)
 
-_OWN = {  # what an environment does itself
+_OWN = {  # handled by the environment itself
     "data": ("prompt_data", "data_source_path", "eval_prompt_data", "eval_config"),
     "turns": ("custom_generate_function_path", "eval_function_path"),
     "rewards": ("rm_type", "custom_rm_path", "group_rm"),
 }
 _LENGTH = "the length of an episode is the environment's"
 _REFUSED = {
-    "partial_rollout": ("an episode cannot be continued", "leave it out: what is left at a rollout's end is dropped"),
+    "partial_rollout": ("an episode cannot be continued", "remove it: open episodes at a rollout's end are dropped"),
     "rollout_max_context_len": (_LENGTH, "--env-args agent.max_total_tokens"),
     "eval_max_context_len": (_LENGTH, "--env-eval-args agent.max_total_tokens"),
     "rollout_stop_token_ids": (
         "the renderer names the tokens that end a turn",
         "give --rollout-stop or --env-renderer",
     ),
-    "use_rollout_routing_replay": ("verifiers reads routed experts in another form than vLLM's", "leave it out"),
+    "use_rollout_routing_replay": ("verifiers reads routed experts in another format than vLLM's", "remove it"),
 }
 
 
 def environment(args: Settings, given: set[str]) -> Iterator[Problem]:
-    """What goes with `--env`, and what goes with nothing else."""
+    """Yield problems with flags that need `--env`, or that do not work with it."""
     if args.env is None:
         for name in sorted({flag.attribute for flag in ENVIRONMENT.flags} & given):
-            yield Problem("acts only with --env", flag_name(name), "name an environment, or leave it out")
+            yield Problem("acts only with --env", flag_name(name), "name an environment, or remove it")
         if args.rollout_function_path == ROLLOUT:
             yield Problem("needs the name of an environment", f"--rollout-function-path {ROLLOUT}", "give --env NAME")
         return
     if args.rollout_function_path != ROLLOUT:
-        what = "has a rollout function of its own"
-        yield Problem(what, "--env", f"leave --rollout-function-path out, or give {ROLLOUT}")
+        what = "has its own rollout function"
+        yield Problem(what, "--env", f"remove --rollout-function-path, or give {ROLLOUT}")
     for whose, names in _OWN.items():
         for name in names:
             if name in given:
-                yield Problem(f"the {whose} are the environment's", f"{flag_name(name)} with --env", "leave one out")
+                yield Problem(
+                    f"the {whose} are the environment's", f"{flag_name(name)} with --env", "remove one of them"
+                )
     for name, (what, remedy) in _REFUSED.items():
         if name in given and getattr(args, name):
             yield Problem(what, f"{flag_name(name)} with --env", remedy)
     if args.env_address is not None and not args.env_address.startswith(("tcp://", "ipc://")):
-        yield Problem("is no address of ZeroMQ", f"--env-address {args.env_address}", "such as tcp://127.0.0.1:5000")
+        yield Problem(
+            "is not an address of ZeroMQ", f"--env-address {args.env_address}", "such as tcp://127.0.0.1:5000"
+        )
     if args.env_address is not None and args.env_num_servers > 1:
-        yield Problem("starts servers, and there is one already", "--env-num-servers with --env-address", "give one")
+        yield Problem("starts servers, but one is running already", "--env-num-servers with --env-address", "give one")
 
 
 RULES = (environment,)

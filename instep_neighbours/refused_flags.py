@@ -1,4 +1,4 @@
-"""Flags of Atropos' example trainer and of TRL's server, which their users may try in instep."""
+"""Flags of Atropos' example trainer and of TRL's server that their users may try in instep."""
 
 from instep.arguments.flag import read_flags
 
@@ -7,10 +7,10 @@ GROUPS = (
     read_flags(
         __file__,
         atropos="a flag of Atropos' example trainer, which `instep atropos-train` takes",
-        server="a flag of a generation server; `instep vllm-serve` takes those of TRL's as they are",
+        server="a flag of a generation server; `instep vllm-serve` accepts those of TRL unchanged",
     ),
 )
-# The beginnings of flags: why, what instead.
+# The first parts of flags: why, and the replacement.
 FAMILIES = (
     ("--openai.", *_ENVIRONMENT),
     ("--env.", *_ENVIRONMENT),

@@ -1,6 +1,6 @@
-"""What settings of TRL, verl and OpenRLHF are here: the tables of docs/migration.md.
+"""The meaning of settings of TRL, verl and OpenRLHF in instep: the tables of docs/migration.md.
 
-The names of slime, vime, Atropos and Megatron need no table: they are flags, with a status of their own.
+The names of slime, vime, Atropos and Megatron need no table: they are flags with their own status.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Row:
     """One setting of another framework.
 
     Attributes:
-        name: its names, with a comma between them; one value of it may follow the name.
+        name: its names, with a comma between them; one value may follow the name.
         default: its default there.
-        here: instep's flags, as one would type them; empty if there is none.
+        here: instep's flags, as in a command line; empty without one.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Row:
 
     @property
     def names(self) -> list[tuple[str, str, str]]:
-        """Each of its names in full, the value of it that the row is about ("": any), and what that is here."""
+        """Yield each of its full names, the value that the row is about ("": any), and its meaning here."""
         first, *others = re.split(r", | or ", self.name)
         prefix = "" if " or " in self.name else first.partition(" ")[0].rpartition(".")[0]
         words = [first, *(w if "." in w.lstrip(".") or not prefix else f"{prefix}.{w.lstrip('.')}" for w in others)]
@@ -61,13 +61,13 @@ def _table(name: str) -> tuple[Row, ...]:
 
 _TOML = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 TRL, TRL_DPO, VERL, OPENRLHF = map(_table, ("TRL", "TRL_DPO", "VERL", "OPENRLHF"))
-# By the framework whose names they are; those before are looked up first.
+# By the framework of the names; earlier ones are looked up first.
 _TABLES = {"OpenRLHF": OPENRLHF, "verl": VERL, "TRL": TRL}
 
 
 @cache
 def settings(command: str) -> list[tuple[str, str, Found]]:
-    """The names of all tables, lower case; those of `TRL_DPO` replace the same ones of the others for `instep dpo`."""
+    """Return the names of all tables, in lower case; for `instep dpo` those of `TRL_DPO` replace equal names."""
     own = {"TRL": TRL_DPO} if command == "dpo" else {}
     replaced = {name for row in own.get("TRL", ()) for name, _, _ in row.names}
     return [

@@ -1,4 +1,4 @@
-"""What users' functions import from slime and vime, or name in a flag, and where it is here."""
+"""What users' functions import from slime and vime, or name in a flag, and where instep has it."""
 
 from __future__ import annotations
 

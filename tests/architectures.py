@@ -45,12 +45,12 @@ PACKED = (
 ).split()
 # What it trains padded, as right, by a part of the reason.
 PADDED = {
-    "are not those that it has alone": "bloom codegen falcon_mamba jamba lfm2 mamba minimax nemotron_h openai-gpt "
+    "depend on other segments": "bloom codegen falcon_mamba jamba lfm2 mamba minimax nemotron_h openai-gpt "
     "qwen3_5_text qwen3_next recurrent_gemma rwkv xglm",
-    "its attention cannot be exchanged": "falcon gpt_neo gptj",
-    "do not hand the packed segments on": "nemotron stablelm",
-    "caps scores|has sinks|has a mask of its own": "doge gemma2 gpt_oss llama4_text vaultgemma",
-    "transformers cannot run it so": "axk2 mpt",
+    "its attention cannot be replaced": "falcon gpt_neo gptj",
+    "do not pass the packed segments": "nemotron stablelm",
+    "caps scores|has sinks|uses its own mask": "doge gemma2 gpt_oss llama4_text vaultgemma",
+    "transformers cannot run it like this": "axk2 mpt",
 }
 REASONS = {name: reason for reason, names in PADDED.items() for name in names.split()}
 # What tensor parallelism splits, as right; it refuses the others by name.

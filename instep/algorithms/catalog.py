@@ -1,8 +1,8 @@
-"""The algorithms, one record each: all that flags, rules, documents and the plan of a run know of an algorithm.
+"""The algorithms, one record each: all information on an algorithm for flags, rules, documents and the plan of a run.
 
-This module imports no torch. The formulas of a record are found by its keys: `Estimator.name` in
-`advantages.ESTIMATORS`, `Loss.name` in `losses.policy.FORMS`, `Loss.type` in `training.losses.LOSSES`.
-A new algorithm is one record here; a new formula is also one file, and one line in its registry.
+This module imports no torch. The keys of a record lead to its formulas: `Estimator.name` in `advantages.ESTIMATORS`,
+`Loss.name` in `losses.policy.FORMS`, `Loss.type` in `training.losses.LOSSES`. A new algorithm is one record here. A new
+formula is also one file, and one line in its registry.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Estimator:
-    """How the advantages of tokens are made from the rewards of a rollout.
+    """How the advantages of tokens are computed from the rewards of a rollout.
 
     Attributes:
         name: the key of its functions in `advantages.ESTIMATORS`.
-        compared: what a reward is compared with, in the words of the documentation.
-        compares_group: whether rewards are compared within their group, which therefore needs two executions.
-        comparison_optional: whether the comparison may be left out (`--disable-rewards-normalization`).
+        compared: what a reward is compared with, as text for the documentation.
+        compares_group: whether rewards are compared within their group, so a group needs two executions.
+        comparison_optional: whether the comparison may be disabled (`--disable-rewards-normalization`).
         divides_by_std: whether the comparison divides by the group's std (unless `--disable-grpo-std-normalization`).
         kl_on_tokens: whether `--kl-coef` acts on each token; otherwise it acts on a sample's reward, before the
             comparison.
         whitens: whether advantages are whitened over the rollout even without `--normalize-advantages`.
-        discounts: whether the advantage of a token is a sum over the tokens to come, so that `--gamma` acts.
-        has_critic: whether it reads the values of a critic, so that `--lambd` acts.
-        takes_success_rates: whether rewards must be rates of success, so that no penalty or KL may be subtracted.
+        discounts: whether the advantage of a token is a sum over later tokens, so `--gamma` acts.
+        has_critic: whether it reads the values of a critic, so `--lambd` acts.
+        takes_success_rates: whether rewards must be success rates, so no penalty or KL may be subtracted.
     """
 
     name: str
@@ -50,15 +50,15 @@ class Loss:
     """The loss that an algorithm minimizes.
 
     Attributes:
-        name: of a policy loss, its form, a key of `losses.policy.FORMS`; other losses have one form.
-        of_token: the loss of a token (of a pair), in the words of the documentation.
+        name: for a policy loss its form, a key of `losses.policy.FORMS`; other losses have one form.
+        of_token: the loss of a token (of a pair), as text for the documentation.
         type: the value of `--loss-type`, a key of `training.losses.LOSSES`.
         bounds: what `--eps-clip` and `--eps-clip-high` bound: the ratio (`--eps-clip-c` acts, too), a weight, whose
-            lower bound may be 0, the divergence from the policy that sampled (`--eps-clip-c` bounds the ratio), or
-            nothing (a policy loss then has a smooth gate, `--sapo-tau-pos`).
-        of_response: whether its ratio is one of a whole response, so that `--gspo-gradient` acts.
+            lower bound may be 0, the divergence from the sampling policy (`--eps-clip-c` bounds the ratio), or nothing
+            (a policy loss then has a smooth gate, `--sapo-tau-pos`).
+        of_response: whether its ratio belongs to a whole response, so `--gspo-gradient` acts.
         reads_reference: whether it reads the reference's log-probs even without a KL.
-        of_pairs: whether it is a loss of pairs, whose samples must share a micro-batch.
+        of_pairs: whether it is a loss of pairs; the samples of a pair must share a micro-batch.
     """
 
     name: str
@@ -72,15 +72,15 @@ class Loss:
 
 @dataclass(frozen=True)
 class Algorithm:
-    """An algorithm of `instep train`, or one that samples nothing and has its own command.
+    """An algorithm of `instep train`, or an algorithm without sampling, which has its own command.
 
     Attributes:
-        name: the value of `--advantage-estimator`; for an algorithm that samples nothing, the command.
-        title: its name as papers write it.
+        name: the value of `--advantage-estimator`; for an algorithm without sampling, the command.
+        title: its name in papers.
         paper: the arXiv number; empty without a paper.
-        estimator: how advantages are made; None without rewards and advantages.
-        defaults: the defaults that it changes, by name of the argument. That of `eps_clip_high` holds only if
-            `--eps-clip` is not given either.
+        estimator: how advantages are computed; None without rewards and advantages.
+        defaults: the defaults that it changes, by argument name. That of `eps_clip_high` is used only if `--eps-clip`
+            is not given either.
     """
 
     name: str
@@ -130,11 +130,11 @@ _DPPO_KL = Loss("dppo_kl", "log-prob times the ratio, masked beyond a KL", bound
 _SFT = Loss("sft", "-log-prob", "sft_loss")
 _DPO = Loss("dpo", "-log sigmoid of the pair's margin", "dpo_loss", reads_reference=True, of_pairs=True)
 
-# The KL to the reference that alarms and remedies recommend, which pulls the policy back to it: as a loss, k1 (the
-# default of --kl-loss-type) has a gradient of expectation 0.
+# The KL to the reference that alarms and remedies recommend; it pulls the policy back to the reference. As a loss, k1
+# (the default of --kl-loss-type) has a gradient of expectation 0.
 KL_IN_LOSS = "--use-kl-loss --kl-loss-coef 1e-3 --kl-loss-type low_var_kl"
 
-# What `--advantage-estimator` may name; the first is the default.
+# The values of `--advantage-estimator`; the first is the default.
 ALGORITHMS: dict[str, Algorithm] = {
     algorithm.name: algorithm
     for algorithm in (
@@ -165,9 +165,9 @@ ALGORITHMS: dict[str, Algorithm] = {
 DEFAULT_ROLLOUT = "instep.rollout.vllm_rollout.generate_rollout"
 SFT_ROLLOUT = "instep.rollout.sft_rollout.generate_rollout"
 DPO_ROLLOUT = "instep.rollout.dpo_rollout.generate_rollout"
-# The commands of reinforcement learning: one round after the other, or rollouts beside the training.
+# The commands of reinforcement learning: rounds in sequence, or rollouts during the training.
 ONLINE = ("train", "train-async")
-# The commands that sample nothing, because the data hold the responses: no engine, no reward, no critic.
+# The commands without sampling, because the data hold the responses: no engine, no reward, no critic.
 OFFLINE: dict[str, Algorithm] = {
     "sft": Algorithm("sft", "SFT", "", None, _SFT, {"n_samples_per_prompt": 1, "rollout_function_path": SFT_ROLLOUT}),
     "dpo": Algorithm(
@@ -182,22 +182,23 @@ OFFLINE: dict[str, Algorithm] = {
 
 
 def algorithm_of(args: Settings) -> Algorithm:
-    """The algorithm of a run: that of its command if it samples nothing, else that of `--advantage-estimator`."""
+    """Return the algorithm of a run: by its command if it samples nothing, otherwise by `--advantage-estimator`."""
     return OFFLINE.get(args.command) or ALGORITHMS[args.advantage_estimator]
 
 
 def uses_reference(args: Settings) -> bool:
-    """Whether the workers of the actor score with the reference model."""
+    """Return whether the workers of the actor score with the reference model."""
     algorithm = algorithm_of(args)
     kl = algorithm.has_rewards and bool(args.use_kl_loss or args.kl_coef)
     return (kl or algorithm.loss.reads_reference) and args.ref_served_model is None
 
 
 def names_where(holds: Callable[[Estimator, Loss], bool]) -> tuple[str, ...]:
-    """The values of `--advantage-estimator` for which `holds(estimator, loss)` is true, in the catalog's order."""
+    """Return the values of `--advantage-estimator` for which `holds(estimator, loss)` is true, in the catalog's
+    order."""
     return tuple(a.name for a in ALGORITHMS.values() if a.estimator is not None and holds(a.estimator, a.loss))
 
 
 def listed(names: Sequence[str], last: str = "or") -> str:
-    """The names in a sentence: `a, b or c`."""
+    """Return the names as text: `a, b or c`."""
     return f" {last} ".join(filter(None, (", ".join(names[:-1]), names[-1])))

@@ -5,16 +5,16 @@ from __future__ import annotations
 from torch import Tensor
 
 KL_TYPES = ("k1", "k2", "k3", "low_var_kl")
-MAX_EXPONENT = 60.0  # exp(60) is finite in float32: an overflow would make its gradient NaN even where it is clamped
+MAX_EXPONENT = 60.0  # exp(60) is finite in float32: an overflow would make its gradient NaN even if it is clamped
 LOW_VAR_CLAMP = 10.0
 
 
 def approx_kl(log_probs: Tensor, base_log_probs: Tensor, kind: str, *, old_log_probs: Tensor | None = None) -> Tensor:
-    """KL(policy || base) of each sampled token, with d = log_probs - base_log_probs.
+    """Estimate KL(policy || base) of each sampled token, with d = log_probs - base_log_probs.
 
-    k1: d. k2: d^2 / 2. k3: exp(-d) - 1 + d. low_var_kl: k3, clamped to [-10, 10].
-    `old_log_probs` (`--use-unbiased-kl`) multiplies by the importance weight exp(log_probs - old_log_probs), with its
-    gradient, before the clamp: the samples are the old policy's, and the gradient then is that of the KL itself.
+    k1: d. k2: d^2 / 2. k3: exp(-d) - 1 + d. low_var_kl: k3, clamped to [-10, 10]. `old_log_probs` (`--use-unbiased-kl`)
+    multiplies by the importance weight exp(log_probs - old_log_probs), with its gradient, before the clamp: the samples
+    come from the old policy, and the gradient is then that of the KL itself.
 
     Args: all `[num_tokens]`; `kind` is one of KL_TYPES.
 

@@ -1,4 +1,4 @@
-"""The reduction of token losses to one number per optimizer step, whatever the micro-batches and ranks."""
+"""The reduction of token losses to one number per optimizer step, independent of micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ def loss_weights(
     constant_length: int | None = None,
     tokens_of_execution: Tensor | None = None,
 ) -> Tensor:
-    """Mask over the denominator of the sample's optimizer step, so that the step's loss is sum(weights * token_loss).
+    """Divide the mask by the denominator of the optimizer step; the step's loss is sum(weights * token_loss).
 
     Default: 1 / (G * tokens of the execution), where G counts the executions of the step (fully masked ones too) and
     the tokens are those with mask 1 of all samples of the execution: the mean over executions of token means (GRPO,
     arXiv:2402.03300, eq. 3). `per_token`: 1 / (all tokens with mask 1 of the step) (DAPO, arXiv:2503.14476, eq. 8).
-    `constant_length` L: 1 / (G * L), so that a token weighs the same in a long response as in a short one, in every
-    step (Dr. GRPO, arXiv:2503.20783, listing 1).
+    `constant_length` L: 1 / (G * L), so a token has the same weight in long and short responses, in every step (Dr.
+    GRPO, arXiv:2503.20783, listing 1).
 
     Args:
         loss_mask: `[num_response_tokens]`, 0 or 1, samples in order.
         response_lengths: of each sample.
         step_of_sample: the optimizer step of each sample; -1 for a sample of no step, whose weights are 0.
-        execution_ids: of each sample; fan-out siblings share one, None stands for an execution of its own.
-        tokens_of_execution: `[num_samples]`, of each sample's execution, where they are not to be counted: a conversion
-            of the user's may leave samples of it out.
+        execution_ids: of each sample; fan-out siblings share one, None is a separate execution.
+        tokens_of_execution: `[num_samples]`, of each sample's execution; needed if they must not be counted here: a
+            user's conversion may drop samples of it.
 
     Returns:
         `[num_response_tokens]` in the dtype of `loss_mask`.
 
     Raises:
-        ValueError: lengths that do not fit, an execution that is split over steps, or two reductions at once.
+        ValueError: lengths do not fit, an execution is split over steps, or two reductions are set.
     """
     if constant_length is not None and (per_token or constant_length < 1):
-        raise ValueError(f"constant_length {constant_length} is to be positive, and not together with per_token")
+        raise ValueError(f"constant_length {constant_length} must be positive, and not used with per_token")
     lengths = [int(n) for n in response_lengths]
     counts = _counts(loss_mask, lengths, step_of_sample, execution_ids)
 
@@ -60,7 +60,7 @@ def loss_weights(
     counted = [counts.tokens_of_execution[execution] for execution in counts.execution_of_sample]
     counted = counted if tokens_of_execution is None else tokens_of_execution.tolist()
     scales = [scale(tokens, step) for tokens, step in zip(counted, step_of_sample, strict=True)]
-    # Rounded before it is multiplied with 0 or 1, which gives the same in a third of the memory.
+    # Rounded before the multiplication by 0 or 1: the result is the same, in a third of the memory.
     per_sample = torch.tensor(scales, dtype=torch.float64).to(loss_mask)
     return per_sample.repeat_interleave(torch.tensor(lengths, device=loss_mask.device).long()).mul_(loss_mask)
 
@@ -73,10 +73,10 @@ def loss_scales(
     *,
     per_token: bool = False,
 ) -> Tensor:
-    """The factor of `loss_weights` that all samples of a step share, for losses that users reduce themselves.
+    """Return the factor of `loss_weights` that all samples of a step share, for losses that users reduce themselves.
 
-    It is 1 / G, with `per_token` 1 / (all tokens with mask 1 of the step), and 0 for a sample of no step. The arguments
-    are those of `loss_weights`.
+    It is 1 / G, with `per_token` 1 / (all tokens with mask 1 of the step), and 0 for a sample without a step. The
+    arguments are those of `loss_weights`.
 
     Returns:
         `[num_samples]`, float32.

@@ -9,25 +9,26 @@ from torch import Tensor
 
 
 def owners(response_lengths: Sequence[int] | Tensor, like: Tensor) -> Tensor:
-    """int64 `[num_tokens]`: the sample of each entry of `like`.
+    """Return int64 `[num_tokens]`: the sample of each entry of `like`.
 
     Raises:
-        ValueError: lengths that do not add up to the entries of `like`.
+        ValueError: the sum of the lengths differs from the entries of `like`.
     """
     lengths = torch.as_tensor(response_lengths, device=like.device)
     found = torch.arange(lengths.numel(), device=like.device).repeat_interleave(lengths)
     if found.numel() != like.numel():
-        raise ValueError(f"{like.numel()} tokens for response lengths that add up to {found.numel()}")
+        raise ValueError(f"{like.numel()} tokens for response lengths with the sum {found.numel()}")
     return found
 
 
 def segment_sum(values: Tensor, mask: Tensor, response_lengths: Sequence[int] | Tensor) -> Tensor:
-    """sum_t m_t x_t of each sample, added up in float64: `[num_tokens]` -> `[num_samples]` in the dtype of `values`.
+    """Compute sum_t m_t x_t of each sample, summed in float64: `[num_tokens]` -> `[num_samples]` in the dtype of
+    `values`.
 
-    Values where the mask is 0 (NaN too) are left out; a sample without tokens, or fully masked, gives 0.
+    Values where the mask is 0 (NaN too) are ignored; a sample without tokens, or fully masked, gives 0.
 
     Raises:
-        ValueError: a mask or lengths that do not fit.
+        ValueError: mask or lengths do not fit.
     """
     if mask.shape != values.shape:
         raise ValueError(f"a mask of {mask.numel()} entries for {values.numel()} tokens")
@@ -37,11 +38,11 @@ def segment_sum(values: Tensor, mask: Tensor, response_lengths: Sequence[int] | 
 
 
 def segment_mean(values: Tensor, mask: Tensor, response_lengths: Sequence[int] | Tensor) -> Tensor:
-    """sum_t m_t x_t / max(sum_t m_t, 1) of each sample; see `segment_sum`."""
+    """Compute sum_t m_t x_t / max(sum_t m_t, 1) of each sample; see `segment_sum`."""
     count = segment_sum((mask > 0).to(values.dtype), mask, response_lengths)
     return segment_sum(values, mask, response_lengths) / count.clamp(min=1)
 
 
 def expand(per_sample: Tensor, response_lengths: Sequence[int] | Tensor) -> Tensor:
-    """`[num_samples]` -> `[num_tokens]`: each sample's value at each of its response tokens."""
+    """Expand `[num_samples]` -> `[num_tokens]`: each sample's value at each of its response tokens."""
     return per_sample.repeat_interleave(torch.as_tensor(response_lengths, device=per_sample.device))

@@ -1,4 +1,4 @@
-"""LoRA adapters as files: peft's format, and which base model an adapter belongs to.
+"""LoRA adapters as files: peft's format, and the base model of an adapter.
 
 DIR/adapter_config.json         peft's: rank, alpha, the names of the adapted layers
 DIR/adapter_model.safetensors   the tensors, under peft's names, in float32
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from instep.weights.source import WeightSource
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-LAYOUT = "lora.json"  # in a checkpoint that holds an adapter and not its base
+LAYOUT = "lora.json"  # in a checkpoint that holds an adapter without its base
 
 
 @dataclass(frozen=True)
 class Lora:
-    """What `--lora-rank` and its companions ask for. `targets` are names, or last parts of names, of layers."""
+    """The values of `--lora-rank` and its companion flags. `targets` are names of layers, or last parts of names."""
 
     rank: int
     alpha: int
@@ -41,7 +41,7 @@ class Lora:
         return self.alpha / self.rank
 
     def config(self, modules: list[str], base: str) -> dict[str, Any]:
-        """The content of peft's `adapter_config.json` for the adapted `modules` of the model `base`."""
+        """Return the content of peft's `adapter_config.json` for the adapted `modules` of the model `base`."""
         return {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -57,7 +57,7 @@ class Lora:
 
 
 def lora_of(args: Settings) -> Lora | None:
-    """The adapter that the arguments ask for; None where all weights are trained."""
+    """Return the adapter that the arguments ask for; None if all weights are trained."""
     if not args.lora_rank:
         return None
     return Lora(args.lora_rank, args.lora_alpha or 2 * args.lora_rank, tuple(args.lora_target_modules or ()) or None)
@@ -67,7 +67,7 @@ def lora_of(args: Settings) -> Lora | None:
 
 
 def export_adapter(source: WeightSource, config: dict[str, Any], dst: Path) -> None:
-    """Write the adapter that `source` yields as the folder `dst`, collectively; see `export_hf`."""
+    """Write the adapter that `source` yields as the folder `dst`; collective. See `export_hf`."""
 
     def write(weights: Iterator[Any], new: Path) -> None:
         from safetensors.torch import save_file
@@ -80,7 +80,7 @@ def export_adapter(source: WeightSource, config: dict[str, Any], dst: Path) -> N
 
 
 def read_adapter(folder: Path) -> dict[str, torch.Tensor]:
-    """The tensors of an adapter by peft's names. Raises CheckpointError if there is no readable one."""
+    """Return the tensors of an adapter by peft's names. Raises CheckpointError if there is no readable adapter."""
     with opened(folder / TENSORS) as file:
         return {name: file.get_tensor(name) for name in file.keys()}
 
@@ -90,14 +90,14 @@ def read_adapter(folder: Path) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class Base:
-    """The identity of a base model: where it lay, and a digest of its files of weights."""
+    """The identity of a base model: its path when the run read it, and a digest of its files of weights."""
 
     path: str
     digest: str
 
 
 def base_of(folder: Path) -> Base:
-    """The identity of the base in a Hugging Face folder, or in a checkpoint that instep saved."""
+    """Return the identity of the base in a Hugging Face folder, or in a checkpoint that instep saved."""
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.distcp"))
     return Base(str(folder), folder_digest(files))
 
@@ -108,7 +108,7 @@ def write_layout(folder: Path, lora: Lora, modules: list[str], base: Base) -> No
 
 
 def read_layout(folder: Path) -> dict[str, Any] | None:
-    """What a checkpoint says of its adapter; None for one that holds all weights.
+    """Return what a checkpoint says about its adapter; None if it holds all weights.
 
     Raises:
         CheckpointError: the file cannot be read.
@@ -130,25 +130,25 @@ def read_layout(folder: Path) -> dict[str, Any] | None:
 
 
 def check_layout(folder: Path, lora: Lora | None, modules: list[str], base: Base | None) -> bool:
-    """Compare what the checkpoint `folder` holds with the model that is to read it.
+    """Compare what the checkpoint `folder` holds with the model that will read it.
 
     Args:
         lora, modules: the adapter of the model; None if it has none.
-        base: the base that the model has read; None before that.
+        base: the base that the model has read; None before it is read.
 
     Returns:
-        Whether the checkpoint holds an adapter; else all weights.
+        True if the checkpoint holds an adapter, False if it holds all weights.
 
     Raises:
-        CheckpointError: it holds an adapter of another rank, alpha, layers or base, or one where weights are needed.
+        CheckpointError: its adapter has another rank, alpha, layers or base; or the model needs all weights.
     """
     found = read_layout(folder)
     if found is None:
         return False
     theirs = Base(**found["base"])
     if lora is None or base is None:
-        what = f"it holds a LoRA adapter of {theirs.path} alone"
-        remedy = "give a merged export (--save-hf); to train this adapter on, --load it with the flags of its run"
+        what = f"it holds only a LoRA adapter of {theirs.path}"
+        remedy = "give a merged export (--save-hf); or continue the adapter: --load it with the flags of its run"
         raise CheckpointError(what, where=str(folder), remedy=remedy)
     for name, ours, flag in (
         ("rank", lora.rank, "--lora-rank"),
@@ -160,7 +160,7 @@ def check_layout(folder: Path, lora: Lora | None, modules: list[str], base: Base
             if name == "modules":
                 there, here = len(there), len(modules)
                 remedy = f"give {flag} {' '.join(sorted({n.rpartition('.')[2] for n in found[name]}))}"
-            what = f"its adapter is another one: {name} {there} there, {here} here"
+            what = f"its adapter differs: {name} {there} there, {here} here"
             raise CheckpointError(what, where=str(folder), remedy=remedy)
     if theirs.digest != base.digest:
         raise CheckpointError(

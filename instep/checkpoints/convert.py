@@ -1,9 +1,8 @@
-"""`instep convert`: Hugging Face folders to Megatron's `torch_dist` and back, and quantized ones to bfloat16, with one
-parameter in memory at a time.
+"""`instep convert`: Hugging Face folders to Megatron's `torch_dist` and back, and quantized folders to bfloat16.
 
-The source is read once, and written from where it is mapped. What is written is read back, and each tensor's digest is
-compared with that of its source; only then it gets its name: a conversion that is killed leaves a hidden folder, which
-the next one removes.
+One parameter is in memory at a time. The source is read once, through mapped memory. Each written tensor is read back,
+and its digest is compared with that of its source. Only then does the folder get its final name. A conversion that is
+killed leaves a hidden folder; the next conversion removes it.
 """
 
 from __future__ import annotations
@@ -50,28 +49,28 @@ from instep.training.megatron.weights import check_tensors
 from instep.weights.spec import TensorSpec
 
 TO_MEGATRON, TO_HF, TO_BF16 = "hf-to-megatron", "megatron-to-hf", "fp8-to-bf16"
-Tell = Callable[[int], None]  # of how many bytes are done
+Tell = Callable[[int], None]  # receives how many bytes are done
 Tensors = Callable[[WeightEntry], list[Tensor]]  # the Hugging Face tensors of an entry
-Digest = tuple[torch.dtype, torch.Size, bytes]  # type, shape, xxh3 of 128 bits of what lies in memory
+Digest = tuple[torch.dtype, torch.Size, bytes]  # type, shape, xxh3 (128 bits) of the bytes in memory
 
 
 def _iteration(word: str) -> int:
     if not word.isdecimal():
-        raise argparse.ArgumentTypeError(f"{word!r} is no iteration: 0, 1, ...")
+        raise argparse.ArgumentTypeError(f"{word!r} is not an iteration: give 0, 1, ...")
     return int(word)
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line of `instep convert`."""
+    """Return the command line of `instep convert`."""
     top = OptionParser("instep convert", description="Convert weights, read them back, and compare all digests.")
     ways = top.add_subparsers(dest="way", required=True, metavar=f"{TO_MEGATRON} | {TO_HF} | {TO_BF16}")
     to_megatron = ways.add_parser(TO_MEGATRON, help="SAVE/release in Megatron's format torch_dist, for any layout")
     to_megatron.add_argument("--hf-checkpoint", type=Path, required=True, help="a folder, or ORG/NAME of the hub")
-    to_hf = ways.add_parser(TO_HF, help="a Hugging Face folder of a torch_dist or torch checkpoint of any layout")
+    to_hf = ways.add_parser(TO_HF, help="a Hugging Face folder from a torch_dist or torch checkpoint of any layout")
     to_hf.add_argument("--load", type=Path, required=True, help=f"the folder with {TRACKER}")
-    to_hf.add_argument("--ckpt-step", type=_iteration, help="which iteration of --load; default: the latest")
-    to_hf.add_argument("--hf-checkpoint", type=Path, required=True, help="whose config.json and tokenizer it gets")
-    to_bf16 = ways.add_parser(TO_BF16, help="a Hugging Face folder in bfloat16 of one in FP8, GPTQ or AWQ")
+    to_hf.add_argument("--ckpt-step", type=_iteration, help="the iteration of --load; default: the latest")
+    to_hf.add_argument("--hf-checkpoint", type=Path, required=True, help="its config.json and tokenizer are copied")
+    to_bf16 = ways.add_parser(TO_BF16, help="a Hugging Face folder in bfloat16 from one in FP8, GPTQ or AWQ")
     to_bf16.add_argument("--hf-checkpoint", type=Path, required=True, help="a folder, or ORG/NAME of the hub")
     for way in (to_megatron, to_hf, to_bf16):
         way.add_argument("--save", type=Path, required=True, help="the new folder")
@@ -102,7 +101,7 @@ def main(words: Sequence[str]) -> int:
         found = find_checkpoint(options.load, options.ckpt_step)
         if found is None:
             what = f"{options.load} has no {TRACKER}"
-            raise ConfigError(what, where="--load", remedy="name the folder in which iter_* or release lie")
+            raise ConfigError(what, where="--load", remedy="name the folder that contains iter_* or release")
         check_whole(found[0], tell=console.print)
         rows = megatron_to_hf(found[0], options.hf_checkpoint, options.save, shape, console)
     table = Table(show_header=False)
@@ -114,13 +113,13 @@ def main(words: Sequence[str]) -> int:
 
 
 def _check_apart(save: Path, *sources: Path) -> None:
-    """Refuse a `--save` that would replace, or lie in, what is read. Raises ConfigError."""
+    """Refuse a `--save` that would replace what is read, or is inside it. Raises ConfigError."""
     for source in sources:
         ours, read = (Path(os.path.realpath(path)) for path in (save, source))
         if ours == read or ours in read.parents or read in ours.parents:
-            how = "is" if ours == read else "contains" if ours in read.parents else "lies in"
+            how = "is" if ours == read else "contains" if ours in read.parents else "is inside"
             what = f"{save} {how} {source}, which is read"
-            raise ConfigError(what, where="--save", remedy="name a folder of its own, outside of what is converted")
+            raise ConfigError(what, where="--save", remedy="name another folder, outside of what is converted")
 
 
 def _shape(folder: Path, trusted: bool) -> ModelShape:
@@ -128,27 +127,27 @@ def _shape(folder: Path, trusted: bool) -> ModelShape:
 
     remedy = "give a folder with the config.json of the model"
     if not folder.is_dir():
-        raise ConfigError(f"{folder} is no folder", where="--hf-checkpoint", remedy=remedy)
-    read_hf_config(folder)  # transformers would say less of what is wrong with it
+        raise ConfigError(f"{folder} is not a folder", where="--hf-checkpoint", remedy=remedy)
+    read_hf_config(folder)  # transformers would explain less of what is wrong
     try:
         config = load_config(str(folder), trusted)
     except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
-        raise ConfigError(f"no readable config.json: {error}", where="--hf-checkpoint", remedy=remedy) from error
+        raise ConfigError(f"config.json cannot be read: {error}", where="--hf-checkpoint", remedy=remedy) from error
     try:
         return model_shape(config)
     except ConfigError as error:
-        remedy = "nothing has to be converted for --train-backend hf, which reads and writes Hugging Face folders"
+        remedy = "--train-backend hf needs no conversion: it reads and writes Hugging Face folders"
         raise ConfigError(error.what, where=error.where, remedy=f"{remedy}; for megatron {KNOWN}") from error
 
 
 def hf_to_megatron(source: Path, save: Path, shape: ModelShape, console: Console) -> dict[str, str]:
-    """Convert the Hugging Face folder `source`: `save` gets a `release` folder and the file that points to it.
+    """Convert the Hugging Face folder `source`: write a `release` folder and its tracker into `save`.
 
     Returns:
-        What was done, for people.
+        A summary for the user.
 
     Raises:
-        CheckpointError: unreadable or unknown weights, no room on the disk, or a comparison that failed.
+        CheckpointError: weights are unreadable or unknown, the disk is full, or a comparison failed.
     """
     with HuggingFace(source, shape) as weights, _new_folder(save, weights.num_bytes) as new:
         source_of = _Digested(weights.tensors)
@@ -164,7 +163,7 @@ def hf_to_megatron(source: Path, save: Path, shape: ModelShape, console: Console
 
 
 def megatron_to_hf(folder: Path, hf: Path, save: Path, shape: ModelShape, console: Console) -> dict[str, str]:
-    """Convert the checkpoint `folder` to the Hugging Face folder `save`, with configuration and tokenizer of `hf`.
+    """Convert the checkpoint `folder` to the Hugging Face folder `save`, with the configuration and tokenizer of `hf`.
 
     Returns, raises: as `hf_to_megatron`.
     """
@@ -192,7 +191,7 @@ def _left_out(names: Sequence[str]) -> dict[str, str]:
 def _write(
     specs: Sequence[TensorSpec], entries: Sequence[WeightEntry], read: Tensors, folder: Path, console: Console
 ) -> None:
-    """Write what `read` returns for the entries into the files of a Hugging Face folder."""
+    """Write the tensors that `read` returns for the entries into the files of a Hugging Face folder."""
 
     def weights(tell: Tell) -> Iterator[Tensor]:
         for tensors in _ahead(read, entries):
@@ -209,7 +208,8 @@ def _num_bytes(specs: Sequence[TensorSpec]) -> int:
 
 
 def fp8_to_bf16(source: Path, save: Path, console: Console) -> dict[str, str]:
-    """Convert the Hugging Face folder `source` to `save`: quantized tensors become bfloat16, others stay as they are.
+    """Convert the Hugging Face folder `source` to `save`: quantized tensors become bfloat16, other tensors stay
+    unchanged.
 
     Returns, raises: as `hf_to_megatron`.
     """
@@ -224,13 +224,13 @@ def fp8_to_bf16(source: Path, save: Path, console: Console) -> dict[str, str]:
 
 
 class HuggingFace:
-    """A context manager: the weights of the Hugging Face folder `folder`, quantized ones as bfloat16.
+    """A context manager: the weights of the Hugging Face folder `folder`; quantized weights are read as bfloat16.
 
     Args:
-        shape: of the model whose weights they are; None: all tensors are entries of their own.
+        shape: the shape of their model; None: each tensor is an entry.
 
     Raises:
-        CheckpointError: files are missing or damaged, or tensors are missing, unknown or of another shape.
+        CheckpointError: files are missing or damaged; or tensors are missing, unknown or of another shape.
     """
 
     def __init__(self, folder: Path, shape: ModelShape | None = None):
@@ -256,17 +256,18 @@ class HuggingFace:
         self._stack.close()
 
     def tensors(self, entry: WeightEntry) -> list[Tensor]:
-        """The tensors of `entry`, in the order of its names; the kernel begins to read the file of the first one."""
+        """Return the tensors of `entry`, in the order of its names. The kernel starts to read the first one's file
+        ahead."""
         path = self._stored[entry.names[0]].path
         if path not in self._advised:
             self._advised.add(path)
-            self._advice.submit(_read_ahead, path)  # page by page it would be slow
+            self._advice.submit(_read_ahead, path)  # reading page by page would be slow
         return [self._stored[name].read() for name in entry.names]
 
     def _dtype(self, name: str) -> torch.dtype:
         stored = self._stored[name]
         if stored.dtype is None:
-            what, remedy = f"{name} is of a type that is not converted", "save it in bfloat16, float16 or float32"
+            what, remedy = f"{name} has a type that cannot be converted", "save it in bfloat16, float16 or float32"
             raise CheckpointError(what, where=str(stored.path), remedy=remedy)
         return stored.dtype
 
@@ -278,10 +279,10 @@ def _read_ahead(path: Path) -> None:
 
 @contextmanager
 def _new_folder(save: Path, num_bytes: int) -> Iterator[Path]:
-    """`new_export`, refused where there is no room for `num_bytes`."""
+    """Make a folder with `new_export`, or raise an error where there is no room for `num_bytes`."""
     disk = next(p for p in Path(os.path.realpath(save)).parents if p.is_dir())
     if (free := shutil.disk_usage(disk).free) < num_bytes * 1.02:
-        what = f"{num_bytes / 1e9:.2f} GB are to be written, and {free / 1e9:.2f} GB are free"
+        what = f"{num_bytes / 1e9:.2f} GB must be written, and {free / 1e9:.2f} GB are free"
         raise CheckpointError(what, where=str(save), remedy="free space, or name a folder on another disk")
     with new_export(save, "conversion") as new:
         yield new
@@ -289,7 +290,7 @@ def _new_folder(save: Path, num_bytes: int) -> Iterator[Path]:
 
 @contextmanager
 def _on_disk(folder: Path) -> Iterator[None]:
-    """Bring the files of a folder to the disk while the block reads them. Raises OSError."""
+    """Flush the files of a folder to the disk while the block reads them. Raises OSError."""
     with ThreadPoolExecutor(1) as pool:
         flushed = [pool.submit(sync_folder, path) for path in (*folder.rglob("*"), folder)]  # files, too
         yield
@@ -306,7 +307,7 @@ def _bar(console: Console, title: str, num_bytes: int) -> Iterator[Tell]:
 
 
 def _ahead(read: Tensors, entries: Sequence[WeightEntry]) -> Iterator[list[Tensor]]:
-    """What `read` returns for each entry, read by a thread while the one before it is in use."""
+    """Yield what `read` returns for each entry. A thread reads the next one while the caller uses the current one."""
     with ThreadPoolExecutor(1) as pool:
         coming = pool.submit(read, entries[0])
         for entry in entries[1:]:
@@ -316,7 +317,7 @@ def _ahead(read: Tensors, entries: Sequence[WeightEntry]) -> Iterator[list[Tenso
 
 
 class _Digested:
-    """`read`, which notes the type, shape and digest of each tensor."""
+    """Wraps `read`, and keeps the type, shape and digest of each tensor."""
 
     def __init__(self, read: Tensors):
         self._read = read
@@ -331,15 +332,15 @@ class _Digested:
 
 
 def _compare(entries: Sequence[WeightEntry], source: Mapping[str, Digest], written: Tensors, tell: Tell) -> None:
-    """Read each tensor back, and compare its type, shape and digest. Raises CheckpointError: one of them differs."""
+    """Read each tensor back, and compare its type, shape and digest. Raises CheckpointError if one differs."""
     read = _Digested(written)
     for entry, tensors in zip(entries, _ahead(read, entries), strict=True):
         for name, tensor in zip(entry.names, tensors, strict=True):
             if read.digests[name] != source[name]:
                 raise CheckpointError(
-                    f"{name} was read back with other bits than were written",
+                    f"{name} was read back with different bits than were written",
                     where=entry.megatron,
-                    remedy="convert again; if it happens again, the disk or the memory of this host is at fault",
+                    remedy="convert again; if it happens again, the disk or the memory of this host is faulty",
                 )
             tell(tensor.nbytes)
 

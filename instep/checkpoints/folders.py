@@ -1,15 +1,15 @@
 """The checkpoints of a run: one folder per save, either complete or absent.
 
-    SAVE/latest_checkpointed_iteration.txt      the number of the newest checkpoint, as Megatron writes it, or `release`
+    SAVE/latest_checkpointed_iteration.txt      the number of the newest checkpoint (Megatron's file), or `release`
     SAVE/iter_0000010/                          the trainer's files (`.distcp` and others), `rng_<rank>.pt`
     SAVE/iter_0000010/critic/                   the files of PPO's critic
     SAVE/iter_0000010/run_state.json            ledger, data cursor, buffered samples, counters, configuration
-    SAVE/iter_0000010/files.json                sizes and digests of the others; see `integrity.py`
-    SAVE/release/                               weights that were converted, no step of a run
-    SAVE/old-1/                                 the checkpoints of an earlier run, moved aside by a new one's first
+    SAVE/iter_0000010/files.json                sizes and digests of the other files; see `integrity.py`
+    SAVE/release/                               converted weights; not a step of a run
+    SAVE/old-1/                                 checkpoints of an earlier run, moved at a new run's first save
 
-A save writes a hidden folder and renames it when it is complete, so that a crash or a full disk never harms the last
-good checkpoint.
+A save writes a hidden folder and renames it when it is complete. So a crash or a full disk never damages the last good
+checkpoint.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from instep.arguments.settings import Settings
 
 CRITIC = "critic"  # the critic's folder within a checkpoint
-# What a resume needs in run_state.json; `ledger` and `data_source` are checked by whom they belong to.
+# What a resume needs in run_state.json. The owners of `ledger` and `data_source` check these two entries.
 _STATE = {"rollout_id": int, "num_steps": int, "version": int, "ledger": dict, "evaluations": list, "args": dict}
-RELEASE = -1  # the iteration of the folder `release`: rollouts begin at 0
+RELEASE = -1  # the iteration of the folder `release`: numbers of rollouts start at 0
 
 
 def iteration_folder(root: Path, iteration: int) -> Path:
@@ -49,12 +49,13 @@ def iteration_folder(root: Path, iteration: int) -> Path:
 
 
 def latest_iteration(root: Path | None) -> int | None:
-    """The number in `latest_checkpointed_iteration.txt`; `RELEASE`; None where neither this file nor a checkpoint is.
+    """Return the number in `latest_checkpointed_iteration.txt`; `RELEASE`; or None if there is neither file nor
+    checkpoint.
 
-    Without the file (a kill during the very first save) it is the newest complete checkpoint.
+    Without the file (a kill during the first save), return the newest complete checkpoint.
 
     Raises:
-        CheckpointError: the file holds no number, or is missing beside folders of which none is complete.
+        CheckpointError: the file holds no number; or it is missing, and no folder is complete.
     """
     if root is None or not root.is_dir():
         return None
@@ -64,7 +65,7 @@ def latest_iteration(root: Path | None) -> int | None:
             raise CheckpointError(
                 f"{TRACKER} is missing, and no complete checkpoint of instep is there, but {contents(root)}",
                 where=str(root),
-                remedy="write the number of the one to load into that file or into --ckpt-step; or name another folder",
+                remedy="write the number of a checkpoint into that file, or set --ckpt-step; or name another folder",
             )
         return max(complete(root), default=None)
     try:
@@ -74,17 +75,18 @@ def latest_iteration(root: Path | None) -> int | None:
     if text == "release" or (text.isdecimal() and len(text) < 19):
         return RELEASE if text == "release" else int(text)
     raise CheckpointError(
-        f"{text!r:.60} is no iteration, nor `release`",
+        f"{text!r:.60} is neither an iteration nor 'release'",
         where=str(root / TRACKER),
         remedy=f"write the number of a complete folder into it, or {others(root / TRACKER)}",
     )
 
 
 def find_checkpoint(root: Path | None, step: int | None) -> tuple[Path, int] | None:
-    """The folder and the iteration of checkpoint `step`, by default the latest; None if there is none.
+    """Return the folder and the iteration of checkpoint `step`, by default the latest; None if there is none.
 
     Raises:
-        CheckpointError: the tracker or `--ckpt-step` names a checkpoint that does not exist, or `root` is one itself.
+        CheckpointError: the checkpoint in the tracker or `--ckpt-step` does not exist, or `root` is itself a
+            checkpoint.
     """
     if root is not None and is_checkpoint(root):
         number = "" if root.name == "release" else ", and its number by --ckpt-step (--ref-ckpt-step for --ref-load)"
@@ -109,12 +111,12 @@ def find_checkpoint(root: Path | None, step: int | None) -> tuple[Path, int] | N
 
 
 def _replaced(folder: Path) -> Path:
-    """The name of a checkpoint while another one takes its place."""
+    """Return the name of a checkpoint while another one takes its place."""
     return folder.with_name(f".{folder.name}.old")
 
 
 def finish_renames(root: Path) -> None:
-    """Put back what a killed save has left renamed, and remove what it had not completed; `root` is locked."""
+    """Restore what a killed save left renamed, and remove what it did not complete; `root` is locked."""
     for partial in root.glob(".iter_*.partial"):
         shutil.rmtree(partial, ignore_errors=True)
     for replaced in root.glob(".iter_*.old"):
@@ -129,7 +131,7 @@ def save_checkpoint(
     state: dict[str, Any] | None,
     earlier: Callable[[Path], None] | None = None,
 ) -> Path:
-    """Write one checkpoint atomically and return its folder; see `begin_checkpoint`, whose `begin` is done at once."""
+    """Write one checkpoint atomically and return its folder; see `begin_checkpoint`, whose `begin` finishes at once."""
 
     def write_now(folder: Path) -> Callable[[], Mapping[str, str]]:
         known = write(folder)
@@ -145,19 +147,19 @@ def begin_checkpoint(
     state: dict[str, Any] | None,
     earlier: Callable[[Path], None] | None = None,
 ) -> Callable[[], Path]:
-    """Begin to write a checkpoint; returns a function that ends it, in any thread, and returns its folder.
+    """Start to write a checkpoint. Return a function that finishes it, in any thread, and returns its folder.
 
-    Until then it is hidden. `state` may change when this has returned.
+    Until then the folder is hidden. `state` may change after this function has returned.
 
     Args:
-        begin: begins to write the trainer's files into the folder that it is given. What it returns waits for them, and
-            returns the digests that it knows of those that are on the disk, by name.
-        state: the controller's part, as JSON; None for a folder from which no run continues (--critic-save).
-        earlier: the checkpoints that are in `root` belong to an earlier run: they are moved to `root/old-<n>` when this
-            one is in place, and this is called with that folder.
+        begin: starts to write the trainer's files into the folder that it gets. It returns a function that waits for
+            them, and returns the known digests of files on the disk, by name.
+        state: the controller's part, as JSON; None for a folder that no run resumes from (--critic-save).
+        earlier: set if the checkpoints in `root` belong to an earlier run. They are moved to `root/old-<n>` when this
+            one is in place; then this function is called with that folder.
 
     Raises:
-        CheckpointError: it could not be written; nothing of it is left, and the last good checkpoint is untouched.
+        CheckpointError: it could not be written. Its files are removed, and the last good checkpoint is untouched.
     """
     final = iteration_folder(root, iteration)
     partial = root / f".{final.name}.partial"
@@ -165,7 +167,7 @@ def begin_checkpoint(
     try:
         text = None if state is None else to_text(state)
     except (TypeError, ValueError) as error:
-        what = f"something in the run's state cannot be saved: {error}"
+        what = f"the run's state cannot be saved: {error}"
         raise CheckpointError(what, where=str(place), remedy=SAVABLE) from error
     with _whole_or_nothing(root, iteration, partial):
         root.mkdir(parents=True, exist_ok=True)
@@ -195,16 +197,16 @@ def begin_checkpoint(
 
 @contextmanager
 def _whole_or_nothing(root: Path, iteration: int, partial: Path) -> Iterator[None]:
-    """Remove the hidden folder of a checkpoint if the block fails, and say in the error what is left."""
+    """Remove the hidden folder of a checkpoint if the block fails, and name the remaining checkpoints in the error."""
     with ExitStack() as unless_whole:  # also after Ctrl-C
         unless_whole.callback(shutil.rmtree, partial, ignore_errors=True)
         try:
             yield
         except (OSError, CheckpointError) as error:
             free, done = "", complete(root)
-            with suppress(OSError):  # the folder is missing or not accessible, as the error itself says
+            with suppress(OSError):  # the folder is missing or not accessible: the error itself says so
                 free = f" ({shutil.disk_usage(root).free / 1e6:,.1f} MB are free)"
-            left = f"iteration {done[-1]} is complete in {root}, a resume goes on from it" if done else ""
+            left = f"iteration {done[-1]} is complete in {root}, and a resume starts from it" if done else ""
             raise CheckpointError(
                 f"the checkpoint of iteration {iteration} could not be written{free}: {getattr(error, 'what', error)}",
                 where=str(root),
@@ -214,7 +216,7 @@ def _whole_or_nothing(root: Path, iteration: int, partial: Path) -> Iterator[Non
 
 
 def _aside(root: Path) -> Path:
-    """A new folder for the checkpoints of an earlier run, with the number of its newest one."""
+    """Return a new folder for the checkpoints of an earlier run, with the number of its newest checkpoint."""
     place = free_name(root, "old")
     place.mkdir()
     if (root / TRACKER).exists():
@@ -223,10 +225,10 @@ def _aside(root: Path) -> Path:
 
 
 def read_state(folder: Path) -> dict[str, Any] | None:
-    """The controller's part of a checkpoint; None if another framework wrote it.
+    """Return the controller's part of a checkpoint; None if another framework wrote it.
 
     Raises:
-        CheckpointError: it cannot be read, or an entry is missing or of another type.
+        CheckpointError: it cannot be read, or an entry is missing or has another type.
     """
     path = folder / "run_state.json"
     if not path.exists():
@@ -248,12 +250,12 @@ def read_state(folder: Path) -> dict[str, Any] | None:
 
 
 def has_optimizer(folder: Path) -> bool:
-    """Whether a checkpoint of Megatron's holds a state of the optimizer.
+    """Return whether a Megatron checkpoint holds an optimizer state.
 
     Raises:
         CheckpointError: it cannot be read.
     """
-    from instep.checkpoints.plain import METADATA, read_index  # they import torch
+    from instep.checkpoints.plain import METADATA, read_index  # torch is imported only here
     from instep.checkpoints.torch_files import load_data
 
     if (folder / METADATA).is_file():
@@ -263,44 +265,46 @@ def has_optimizer(folder: Path) -> bool:
 
 
 def weights_folder(path: Path, step: int | None, flag: str) -> Path:
-    """The folder of the weights that `flag` names: the Hugging Face checkpoint `path`, or one of instep's within it.
+    """Return the folder of the weights that `flag` names: the Hugging Face checkpoint `path`, or instep's checkpoint in
+    it.
 
     Raises:
-        ConfigError: `path` holds neither. CheckpointError: the tracker names a checkpoint that does not exist.
+        ConfigError: `path` holds neither.
+        CheckpointError: the checkpoint in the tracker does not exist.
     """
     if (path / "config.json").exists():
         return path
     found = find_checkpoint(path, step)
     if found is None:
         raise ConfigError(
-            f"{path} is neither a Hugging Face checkpoint nor holds one of instep's",
+            f"{path} is not a Hugging Face checkpoint and holds no instep checkpoint",
             where=flag,
-            remedy="name a folder with config.json, or one with latest_checkpointed_iteration.txt",
+            remedy="name a folder with config.json or with latest_checkpointed_iteration.txt",
         )
     return found[0]
 
 
 def critic_folder(args: Settings) -> Path:
-    """The checkpoint that `--critic-load` names."""
+    """Return the checkpoint that `--critic-load` names."""
     return weights_folder(Path(args.critic_load or ""), None, "--critic-load")
 
 
 def reference_folder(args: Settings) -> Path:
-    """The checkpoint of the reference policy: `--ref-load`, by default `--hf-checkpoint`."""
+    """Return the checkpoint of the reference policy: `--ref-load`, by default `--hf-checkpoint`."""
     step = args.ref_ckpt_step if args.ref_load else None
     return weights_folder(Path(args.ref_load or args.hf_checkpoint), step, "--ref-load")
 
 
 def teacher_folder(args: Settings) -> Path:
-    """The checkpoint that `--opd-teacher-load` names."""
+    """Return the checkpoint that `--opd-teacher-load` names."""
     return weights_folder(Path(args.opd_teacher_load or ""), args.opd_teacher_ckpt_step, "--opd-teacher-load")
 
 
 def checkpoints_read(args: Settings) -> list[Path]:
-    """The checkpoints that a run begins with, each once; not those of Hugging Face, which may be edited.
+    """Return the checkpoints that a run starts from, each once; not Hugging Face folders, which users may edit.
 
     Raises:
-        ConfigError, CheckpointError: one of them is not there.
+        ConfigError, CheckpointError: one of them does not exist.
     """
     loaded = find_checkpoint(Path(args.load), args.ckpt_step) if args.load else None
     folders = [loaded[0]] if loaded is not None else []

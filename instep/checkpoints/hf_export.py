@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 MAX_SHARD_BYTES = 5 * 10**9
 _OF_WEIGHTS = (".index.json", "quant_config.json", "quantize_config.json")  # not copied beside others
 _COPIED = {".json", ".txt", ".model", ".jinja", ".py", ".tiktoken"}
-_HOLD_A_CAUSAL_LM = {"qwen3_5", "qwen3_5_moe"}  # beside images' layers; AutoModelForCausalLM loads it alone
+_HOLD_A_CAUSAL_LM = {"qwen3_5", "qwen3_5_moe"}  # AutoModelForCausalLM loads the language model without image layers
 
-DTYPES = {  # safetensors' names of torch's types
+DTYPES = {  # safetensors' names of torch types
     "torch.float64": "F64", "torch.float32": "F32", "torch.bfloat16": "BF16", "torch.float16": "F16",
     "torch.float8_e4m3fn": "F8_E4M3", "torch.float8_e5m2": "F8_E5M2", "torch.float8_e8m0fnu": "F8_E8M0",
     "torch.int64": "I64", "torch.int32": "I32", "torch.int16": "I16", "torch.int8": "I8",
@@ -46,10 +46,10 @@ _TEMPLATES = ("chat_template.*", "additional_chat_templates/*", "tekken.json", "
 
 
 def check_causal_lm(config: dict[str, Any], *, where: str, folder: Path | None = None) -> None:
-    """Refuse the configuration of anything but a decoder-only language model, of a checkpoint in `folder`.
+    """Refuse a configuration in `folder` that is not a decoder-only language model.
 
     Raises:
-        ConfigError: the model is an encoder-decoder, or no causal language model.
+        ConfigError: the model is an encoder-decoder, or not a causal language model.
     """
     architectures = config.get("architectures") or []
     kind = f"{'/'.join(architectures) or 'no architecture'}, model_type {config.get('model_type')!r}"
@@ -70,19 +70,19 @@ def _without_images(folder: Path) -> str:
         f"t.AutoTokenizer.from_pretrained({old}).save_pretrained({new})",
     )
     command = shlex.join(["python", "-c", "; ".join(lines)])
-    return f"write a checkpoint of its language model alone: `{command}`; and give that, with --train-backend hf"
+    return f"write a checkpoint of only its language model: `{command}`; and give that, with --train-backend hf"
 
 
 def check_hf_checkpoint(path: str | Path) -> dict[str, Any]:
-    """Check that a folder is a checkpoint of a causal model, without torch or weights; returns its `config.json`.
+    """Check that a folder is a checkpoint of a causal model, without torch or weights. Return its `config.json`.
 
     Raises:
-        ConfigError: folder, config.json or weights are missing or bad, or the model is not decoder-only.
+        ConfigError: the folder, config.json or weights are missing or bad, or the model is not decoder-only.
     """
     path = Path(path)
     remedy = "give a folder with config.json and safetensors weights, as save_pretrained writes it"
     if not path.is_dir():
-        raise ConfigError("this Hugging Face checkpoint is no folder", where=str(path), remedy=remedy)
+        raise ConfigError("this Hugging Face checkpoint is not a folder", where=str(path), remedy=remedy)
     config = read_hf_config(path)
     check_causal_lm(config, where=str(path / "config.json"), folder=path)
     files = [path / SINGLE]
@@ -99,18 +99,18 @@ def check_hf_checkpoint(path: str | Path) -> dict[str, Any]:
 
 
 def check_regular(folder: Path) -> None:
-    """Refuse a folder with pipes, sockets and devices: whoever reads one waits for ever. Raises ConfigError."""
+    """Refuse a folder with pipes, sockets or devices: a process that reads one waits forever. Raises ConfigError."""
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if path.exists() and not path.is_file() and not path.is_dir():
-            what, remedy = f"{path.name} is no file, but a pipe, a socket or a device", "copy the checkpoint again"
+            what, remedy = f"{path.name} is not a file, but a pipe, a socket or a device", "copy the checkpoint again"
             raise ConfigError(what, where=str(path), remedy=remedy)
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
-    """The config.json of a Hugging Face folder, corrected by its other files (`as_stored`).
+    """Return the config.json of a Hugging Face folder, corrected by its other files (`as_stored`).
 
     Raises:
-        ConfigError: it is missing or no JSON object, or hf_quant_config.json cannot be read.
+        ConfigError: it is missing or not a JSON object, or hf_quant_config.json cannot be read.
     """
     check_regular(folder)
     place, remedy = folder / "config.json", "give a folder with config.json and safetensors weights"
@@ -140,7 +140,7 @@ def check_files(path: str | Path, *, needs_chat_template: bool) -> None:
             with safe_open(file, framework="np"):
                 pass
         except (SafetensorError, OSError) as error:
-            what = f"this file of weights is damaged: {error}"
+            what = f"this weight file is damaged: {error}"
             raise ConfigError(what, where=str(file), remedy="copy or download the checkpoint again") from error
     if not any(any(path.glob(name)) for name in _TOKENIZERS):
         what = "the checkpoint has no tokenizer"
@@ -149,9 +149,9 @@ def check_files(path: str | Path, *, needs_chat_template: bool) -> None:
         settings = path / "tokenizer_config.json"
         if not settings.exists() or not _read_json(settings, "copy it again").get("chat_template"):
             raise ConfigError(
-                "--apply-chat-template needs a tokenizer with a chat template, and this one has none",
+                "--apply-chat-template needs a tokenizer with a chat template; this one does not have one",
                 where=f"{path} (chat_template.jinja or tokenizer_config.json)",
-                remedy="use an instruct checkpoint, or --chat-template FILE, or leave out --apply-chat-template",
+                remedy="use an instruct checkpoint, or --chat-template FILE, or remove --apply-chat-template",
             )
 
 
@@ -163,15 +163,15 @@ def _read_json(path: Path, remedy: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path.name} cannot be read: {error}", where=str(path), remedy=remedy) from error
     if not isinstance(data, dict):
-        raise ConfigError(f"{path.name} holds no JSON object", where=str(path), remedy=remedy)
+        raise ConfigError(f"{path.name} is not a JSON object", where=str(path), remedy=remedy)
     return data
 
 
 def check_export_folder(path: str | Path, flag: str = "--save-hf", kind: Kind = "export") -> None:
-    """Refuse a folder for what is of `kind` if it holds anything but an earlier one, which nobody has added to.
+    """Refuse a folder for a result of `kind` if it holds more than an earlier result that no one has added to.
 
     Raises:
-        ConfigError: it does, and would be replaced.
+        ConfigError: it holds other files, which would be replaced.
     """
     path = Path(path)
     if os.path.lexists(path) and not (path.is_dir() and (not any(path.iterdir()) or is_ours(path, kind))):
@@ -180,7 +180,7 @@ def check_export_folder(path: str | Path, flag: str = "--save-hf", kind: Kind = 
             f"{path} holds more than {'an' if kind == 'export' else 'a'} {kind} of instep ({there}), and "
             f"each {kind} would replace it",
             where=flag,
-            remedy="name a folder of its own; or move what is there away",
+            remedy="name another folder; or move its content away",
         )
 
 
@@ -190,7 +190,7 @@ def export_hf(weight_source: WeightSource, src_checkpoint: Path, dst: Path, chat
     See `exporting`.
 
     Args:
-        chat_template: the text of one in place of that of `src_checkpoint`.
+        chat_template: the text that replaces the template of `src_checkpoint`.
     """
 
     def write(weights: Iterator[Any], new: Path) -> None:
@@ -203,13 +203,13 @@ def export_hf(weight_source: WeightSource, src_checkpoint: Path, dst: Path, chat
 
 
 def exporting(weight_source: WeightSource, dst: Path, write: Callable[[Iterator[Any], Path], None]) -> None:
-    """Let `write` put what `weight_source` yields into a new folder, which becomes `dst`.
+    """Call `write` with the tensors of `weight_source` and a new folder, which becomes `dst`.
 
-    This is collective; the rank that emits writes. `dst` is replaced only when everything is on disk, and only an
-    earlier export is: anything else that lies there is kept beside it.
+    This is collective; the rank that emits writes. `dst` is replaced only when everything is on the disk. Only an
+    earlier export is replaced: any other content of `dst` is kept beside it.
 
     Raises:
-        CheckpointError: the writing rank could not write, such as on a full disk; `dst` keeps its former content.
+        CheckpointError: the writing rank could not write, for example on a full disk; `dst` keeps its former content.
     """
     weights = iter(weight_source)
     try:
@@ -217,16 +217,16 @@ def exporting(weight_source: WeightSource, dst: Path, write: Callable[[Iterator[
             with new_export(dst) as new:
                 write(weights, new)
     finally:
-        for _ in weights:  # this rank must take part in the gathering to the end, as the others do
+        for _ in weights:  # this rank must take part in the gathering to the end, like the others
             pass
 
 
 @contextmanager
 def new_export(dst: Path, kind: Kind = "export") -> Iterator[Path]:
-    """A new folder that becomes `dst` at the end of the block; what a killed process has left of one is removed.
+    """Yield a new folder that becomes `dst` at the end of the block. Remove what a killed process left of one.
 
     Raises:
-        CheckpointError: it could not be written, such as on a full disk; `dst` keeps its former content.
+        CheckpointError: it could not be written, for example on a full disk; `dst` keeps its former content.
     """
     from safetensors import SafetensorError
 
@@ -247,7 +247,7 @@ def new_export(dst: Path, kind: Kind = "export") -> Iterator[Path]:
 
 
 def write_weights(specs: Sequence[TensorSpec], weights: Iterable[torch.Tensor], folder: Path) -> None:
-    """Write the tensors, in the order of `specs`, into files of at most 5 GB, or of one larger tensor.
+    """Write the tensors, in the order of `specs`, into files of at most 5 GB; a larger tensor gets its own file.
 
     One tensor is in memory at a time.
     """
@@ -278,14 +278,14 @@ def write_weights(specs: Sequence[TensorSpec], weights: Iterable[torch.Tensor], 
 
 
 def _header(shard: Sequence[TensorSpec]) -> bytes:
-    """What a safetensors file begins with (https://github.com/huggingface/safetensors#format): a length and JSON."""
+    """Return the start of a safetensors file (https://github.com/huggingface/safetensors#format): a length and JSON."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for spec in shard:
         start, end = end, end + _num_bytes(spec)
         header[spec.name] = {"dtype": DTYPES[str(spec.dtype)], "shape": list(spec.shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # tensors begin at multiples of 8
+    text += b" " * (-len(text) % 8)  # tensors start at multiples of 8
     return struct.pack("<Q", len(text)) + text
 
 
@@ -294,7 +294,8 @@ def _num_bytes(spec: TensorSpec) -> int:
 
 
 def copy_companions(src: Path, folder: Path, specs: Sequence[TensorSpec]) -> None:
-    """Give the weights in `folder` the configuration, with their type, tokenizer and templates of `src`."""
+    """Copy the configuration (with the type of the weights), tokenizer and templates of `src` beside the weights in
+    `folder`."""
     for file in sorted(src.iterdir()):
         if file.is_file() and file.suffix in _COPIED and not file.name.endswith(_OF_WEIGHTS):
             shutil.copyfile(file, folder / file.name)
@@ -302,11 +303,11 @@ def copy_companions(src: Path, folder: Path, specs: Sequence[TensorSpec]) -> Non
     if templates.is_dir():
         shutil.copytree(templates, folder / templates.name)
     config = json.loads((src / "config.json").read_text())
-    config.pop("quantization_config", None)  # of the weights of `src`
+    config.pop("quantization_config", None)  # it describes the weights of `src`
     if any(spec.name.endswith("lm_head.weight") for spec in specs):
         config["tie_word_embeddings"] = False
     largest = max((spec for spec in specs if spec.dtype.is_floating_point), key=_num_bytes)
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(largest.dtype).removeprefix("torch.")
     if not mtp_names((spec.name for spec in specs), config.get("num_hidden_layers") or 0, num_mtp_layers(config)):
-        config |= {key: 0 for key in KEYS if config.get(key)}  # else engines would look for these layers
+        config |= {key: 0 for key in KEYS if config.get(key)}  # otherwise engines would look for these layers
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

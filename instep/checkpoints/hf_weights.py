@@ -1,12 +1,12 @@
-"""The tensors of a Hugging Face checkpoint, read whole or in parts; quantized ones are dequantized.
+"""The tensors of a Hugging Face checkpoint, read whole or in parts; quantized tensors are dequantized.
 
-Block-quantized FP8 is how DeepSeek-V3 is published (arXiv 2412.19437, section 3.3.2): `X` holds float8_e4m3fn,
-`X_scale_inv` a number for each block of 128 x 128 of its elements, with which these are multiplied. Others
-(llm-compressor, ModelOpt) have one number `X_scale` for all of `X`, and scales of activations, which are passed over.
+Block-quantized FP8 is DeepSeek-V3's format (arXiv 2412.19437, section 3.3.2). `X` holds float8_e4m3fn. `X_scale_inv`
+holds a factor for each block of 128 x 128 elements of `X`. Others (llm-compressor, ModelOpt) have one factor `X_scale`
+for all of `X`, and scales of activations, which are not read.
 
-GPTQ (arXiv 2210.17323) and AWQ (arXiv 2306.00978) keep integers `[in, out]`, with a zero and a scale for each group of
-inputs and each output: (integer - zero) * scale is the weight. An int32 holds several of them, the first in its lowest
-bits: in GPTQ's `qweight` neighbouring inputs, else neighbouring outputs, AWQ's in an order of its own.
+GPTQ (arXiv 2210.17323) and AWQ (arXiv 2306.00978) store integers `[in, out]`, with a zero and a scale for each group of
+inputs and each output. The weight is (integer - zero) * scale. An int32 holds several integers, the first in its lowest
+bits: in GPTQ's `qweight` neighbouring inputs, otherwise neighbouring outputs. AWQ's have a special order.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ _TYPES = {name: getattr(torch, of_torch.removeprefix("torch.")) for of_torch, na
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of an open checkpoint. `dtype` is what it is read as; None: a type that instep does not write."""
+    """A tensor of an open checkpoint. `dtype` is the type that it is read as; None: a type that instep does not
+    write."""
 
     name: str
     path: Path
@@ -44,7 +45,7 @@ class StoredTensor:
     dtype: torch.dtype | None
 
     def read(self, dim: int = 0, start: int = 0, stop: int | None = None) -> Tensor:
-        """Its part [start, stop) along `dim`, 0 or 1; by default all of it."""
+        """Return the part [start, stop) along `dim`, 0 or 1; by default all."""
         if start == 0 and stop is None:
             tensor: Tensor = self.file.get_tensor(self.name)
         else:
@@ -55,7 +56,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockQuantized(StoredTensor):
-    """A matrix in FP8; `scale` is that of its blocks, each of `block` rows and columns (fewer at the ends)."""
+    """A matrix in FP8; `scale` has one entry per block of `block` rows and columns (fewer at the ends)."""
 
     scale: StoredTensor
     block: tuple[int, int]
@@ -64,10 +65,10 @@ class BlockQuantized(StoredTensor):
         stop, size = self.shape[dim] if stop is None else stop, self.block[dim]
         weight = super().read(dim, start, stop)
         scale = self.scale.read(dim, start // size, -(-stop // size)).float()
-        before = [start % size if d == dim else 0 for d in range(2)]  # of the first block's rows and columns, left out
+        before = [start % size if d == dim else 0 for d in range(2)]  # skipped in the first block
         wide = scale.repeat_interleave(self.block[1], 1)[:, before[1] : before[1] + weight.shape[1]]
         out = torch.empty(weight.shape, dtype=self.dtype)
-        for i, of_row in enumerate(wide):  # a row of blocks at a time is in float32
+        for i, of_row in enumerate(wide):  # one row of blocks at a time is in float32
             rows = slice(max(0, i * self.block[0] - before[0]), (i + 1) * self.block[0] - before[0])
             out[rows] = weight[rows].float() * of_row
         return out
@@ -89,7 +90,7 @@ class TensorQuantized(StoredTensor):
 
 @dataclass(frozen=True, kw_only=True)
 class PackedTensor(StoredTensor):
-    """A matrix that GPTQ or AWQ has packed. `parts` are its tensors, by the last part of their names.
+    """A matrix packed by GPTQ or AWQ. `parts` are its tensors, by the last part of their names.
 
     Scales are rounded to `dtype` first, as in an engine that computes in it.
     """
@@ -104,7 +105,7 @@ class PackedTensor(StoredTensor):
         num_in, num_groups = self.shape[1], scales.shape[1]
         group = parts.get("g_idx", torch.arange(num_in) // -(-num_in // num_groups)).long()
         if not bool(((0 <= group) & (group < num_groups)).all()):
-            raise _unreadable(self.parts["g_idx"], f"names groups of inputs that are not 0 to {num_groups - 1}")
+            raise _unreadable(self.parts["g_idx"], f"names groups of inputs outside of 0 to {num_groups - 1}")
         top, bottom, columns = (start, stop, slice(None)) if dim == 0 else (0, self.shape[0], slice(start, stop))
         out = torch.empty(bottom - top, len(group[columns]), dtype=self.dtype)
         for first in range(top // ROWS * ROWS, bottom, ROWS):
@@ -130,15 +131,15 @@ def _unpacked(words: Tensor, places: Sequence[int]) -> Tensor:
 
 @contextmanager
 def opened_weights(folder: Path, dtype: torch.dtype) -> Iterator[dict[str, StoredTensor]]:
-    """The tensors of the checkpoint `folder` by name, in the order of its index, while all its files are open.
+    """Yield the tensors of the checkpoint `folder` by name, in the order of its index, while all its files are open.
 
     Args:
         dtype: the dtype of dequantized tensors. Their scales are not listed as tensors.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or a quantized tensor lacks one that belongs to it, such as its
-            scale, or has one of another shape.
-        ConfigError: no readable config.json; its weights are quantized in another way.
+        CheckpointError: a file is missing or damaged; or a tensor that belongs to a quantized one, such as its scale,
+            is missing or has another shape.
+        ConfigError: config.json cannot be read, or its quantization is not supported.
     """
     how, files = quantization_of(read_hf_config(folder), str(folder)), weight_files(folder)
     block = how.block if how is not None and how.name not in PACKED else None
@@ -176,7 +177,7 @@ def _packed(name: str, parts: Mapping[str, StoredTensor], how: Quantization | No
 
 
 def _packed_shape(parts: Mapping[str, StoredTensor], awq: bool) -> tuple[int, int] | None:
-    """The shape `[out, in]` of the unpacked weight; None if the parts do not fit together."""
+    """Return the shape `[out, in]` of the unpacked weight; None if the parts do not fit together."""
     shapes = {end: part.shape for end, part in parts.items()}
     integers = all(part.dtype is torch.int32 for end, part in parts.items() if end != "scales")
     if not integers or len(shapes["qweight"]) != 2:
@@ -198,7 +199,7 @@ def _quantized(
     if block and len(weight.shape) == 2:
         wanted = tuple(-(-n // size) for n, size in zip(weight.shape, block, strict=True))
     if block is None:
-        problem = "config.json has no quantization_config of FP8, nor is there a hf_quant_config.json"
+        problem = "config.json has no quantization_config of FP8, and there is no hf_quant_config.json"
     elif scale is None:
         problem = f"{weight.name}{SCALES[0 if block else 1]} is missing"
     elif not block:

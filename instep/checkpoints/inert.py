@@ -1,6 +1,6 @@
-"""Reads a pickle as data: what it names stays a name, and nothing of it is imported, called or given an attribute.
+"""Read a pickle as data: names in it stay names. Nothing in it is imported, called or given an attribute.
 
-A pickle calls and changes only what it names. Each name becomes a class here that keeps what it is given.
+A pickle calls and changes only objects that it names. Here each name becomes a class that keeps its arguments.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import pickle
 from typing import Any
 
 MAX_NAME = 1000  # characters of a tensor's or a file's name
-# What Python raises for a pickle that is damaged.
+# What Python raises for a damaged pickle.
 DAMAGED = (
     pickle.UnpicklingError, ArithmeticError, AssertionError, AttributeError, EOFError, LookupError, MemoryError,
     TypeError, ValueError,
@@ -18,7 +18,7 @@ DAMAGED = (
 
 
 class NoData(ValueError):
-    """Says what in a pickle is no data, or damaged."""
+    """Says what in a pickle is not data, or damaged."""
 
 
 class Made:
@@ -26,8 +26,8 @@ class Made:
 
     Attributes:
         of: the name of its class, or of the function that would have been called.
-        args: with which it would have been called.
-        state: what it would have been given; None: nothing.
+        args: the arguments of that call.
+        state: the state that the object would have got; None if there is none.
     """
 
     of = ""
@@ -42,14 +42,14 @@ class Made:
     def __setstate__(self, state: Any) -> None:
         self.state = state
 
-    # Of lists and dicts of other classes nothing is needed.
+    # The content of other classes of lists and dicts is not needed.
     def __setitem__(self, key: Any, value: Any) -> None: ...
     def append(self, item: Any) -> None: ...
     def extend(self, items: Any) -> None: ...
 
 
 def class_for(name: str) -> type[Made]:
-    """A class in the place of what a pickle names so. Raises ValueError: it is no name."""
+    """Return a class that replaces the object of this name in a pickle. Raises ValueError if it is not a name."""
     return type(name, (Made,), {"of": name})
 
 
@@ -59,9 +59,10 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read(data: bytes) -> Any:
-    """The value of a pickle: numbers, texts, bytes, tuples, lists and dicts, and in them `Made` and their classes.
+    """Return the value of a pickle: numbers, texts, bytes, tuples, lists and dicts, and in them `Made` and their
+    classes.
 
-    Raises NoData: it is damaged.
+    Raises NoData if it is damaged.
     """
     try:
         return _Unpickler(io.BytesIO(data)).load()

@@ -1,7 +1,8 @@
-"""The list of a folder's files with their sizes and digests, written as its last file: it shows that the folder is
-complete, that instep has written it, and whether a byte has changed since.
+"""The list of a folder's files with their sizes and digests, which is written last.
 
-    {"written_by": "instep", "kind": "checkpoint", "digest": "xxh3-128", "files": {NAME: [BYTES, DIGEST], ...}}
+It shows that the folder is complete, that instep has written it, and whether a byte has changed since.
+
+{"written_by": "instep", "kind": "checkpoint", "digest": "xxh3-128", "files": {NAME: [BYTES, DIGEST], ...}}
 """
 
 from __future__ import annotations
@@ -26,24 +27,25 @@ MANIFEST = "files.json"
 TRACKER = "latest_checkpointed_iteration.txt"
 DIGEST = "xxh3-128"
 TELL_SECONDS = 1.0  # until a line says that files are read
-SEEN_SECONDS = 60.0  # until a host sees the names that others have written: NFS may keep a listing so long (acdirmax)
+SEEN_SECONDS = 60.0  # until a host sees names that others have written: NFS may cache a listing so long (acdirmax)
 LOOK_SECONDS = 0.2
-# A run's checkpoint; its weights in Hugging Face's format; what `instep convert` writes.
+# A run's checkpoint; its weights in Hugging Face's format; the result of `instep convert`.
 Kind = Literal["checkpoint", "export", "conversion"]
 logger = logging.getLogger(__name__)
 
 
 def write_manifest(folder: Path, kind: Kind = "checkpoint", known: Mapping[str, str] | None = None) -> None:
-    """List the files in `folder`, to which nothing may be added afterwards.
+    """List the files in `folder`. Nothing may be added to it afterwards.
 
-    A checkpoint is on the disk when this returns; the others, whose files a user may edit, get no digests.
+    A checkpoint is on the disk when this returns. The other kinds get no digests: users may edit their files.
 
     Args:
-        known: digests of files that are on the disk, by name, also of those that other hosts have written: the others
-            are read here.
+        known: digests by name of files that are on the disk, also of files written by other hosts. All other files are
+            read here.
 
     Raises:
-        CheckpointError: a file of `known` is not here. OSError.
+        CheckpointError: a file of `known` is not here.
+        OSError: a file cannot be read or written.
     """
     paths = _listed(folder, known or {})
     durable = kind == "checkpoint"
@@ -59,7 +61,7 @@ def write_manifest(folder: Path, kind: Kind = "checkpoint", known: Mapping[str, 
 
 
 def _listed(folder: Path, known: Mapping[str, str]) -> dict[str, Path]:
-    """The files in `folder` by name; waits until those of `known` are among them."""
+    """Return the files in `folder` by name, once those of `known` are among them."""
     deadline = time.monotonic() + SEEN_SECONDS
     while True:
         paths = {str(p.relative_to(folder)): p for p in sorted(folder.rglob("*")) if p.is_file()}
@@ -77,19 +79,21 @@ def _listed(folder: Path, known: Mapping[str, str]) -> dict[str, Path]:
 
 
 def digests_of_rank(folder: Path, rank: int) -> dict[str, str]:
-    """The digests, by name, of the files that `rank` has written into `folder`; they are on the disk afterwards."""
+    """Return the digests by name of the files that `rank` has written into `folder`, and flush these files to the
+    disk."""
     paths = [p for pattern in (f"__{rank}_*.distcp", f"rng_{rank}.pt") for p in sorted(folder.glob(pattern))]
     return {p.name: digest for p, digest in zip(paths, _read_digests(paths, sync=True), strict=True)}
 
 
 def linked_digests(folder: Path, whole: Path) -> dict[str, str]:
-    """The digests, by name, of the files of `folder` that are links to those of the complete checkpoint `whole`."""
+    """Return the digests by name of the files of `folder` that are links to files of the complete checkpoint
+    `whole`."""
     there = {name: digest for name, (_, digest) in _read_manifest(whole)[1].items() if (folder / name).exists()}
     return {name: d for name, d in there.items() if d is not None and os.path.samefile(folder / name, whole / name)}
 
 
 def is_ours(folder: Path, kind: Kind) -> bool:
-    """Whether instep has written this folder, as one of this kind, and nobody has put anything into it since."""
+    """Return whether instep has written this folder, as this kind, and no one has added anything to it since."""
     try:
         found, files = _read_manifest(folder)
     except (OSError, ValueError):
@@ -99,30 +103,30 @@ def is_ours(folder: Path, kind: Kind) -> bool:
 
 
 def put_in_place(new: Path, place: Path, old: Path, kind: Kind, keep: Path | None = None) -> None:
-    """Rename `new` to `place`, whose former content is removed if instep has written it, else kept beside it.
+    """Rename `new` to `place`. Former content of `place` is removed if instep has written it; otherwise it is kept
+    beside it.
 
-    `old` is the name of that content while both names exist, see `replace_folder`, and `keep` the one that it gets
-    for good.
+    `old` is the name of that content while both names exist (see `replace_folder`). `keep` is its final name.
     """
     harmless = not os.path.lexists(place) or is_ours(place, kind) or (place.is_dir() and not any(place.iterdir()))
     if keep is None and not harmless:
         aside = free_name(place.parent, f"{place.name}.old")
         os.rename(place, aside)
-        logger.warning("%s held something that instep has not written; it is %s now", place, aside)
+        logger.warning("%s held files that instep has not written; they are in %s now", place, aside)
     replace_folder(new, place, old, keep)
 
 
 def check_whole(*folders: Path, digests: bool = True, tell: Callable[[str], None] = lambda line: None) -> None:
-    """Compare checkpoints with their lists of files; one of another framework has none.
+    """Compare checkpoints with their lists of files; checkpoints of other frameworks do not have one.
 
     Args:
-        digests: read all files and compare their content: xxh3 takes what disk or page cache gives.
-        tell: shows a line to the user, while that takes seconds.
+        digests: read all files and compare their content: xxh3 runs at the speed of the disk or the page cache.
+        tell: shows a line to the user, if this takes seconds.
 
     Raises:
-        CheckpointError: a file is missing or another one; the remedy names the complete checkpoints beside it.
+        CheckpointError: a file is missing or differs; the remedy names the complete checkpoints beside it.
     """
-    written: dict[Path, tuple[Path, str]] = {}  # file -> its folder, and its digest
+    written: dict[Path, tuple[Path, str]] = {}  # file -> its folder and its digest
     for folder in folders:
         if (problem := _problem(folder)) is not None:
             raise _damaged(folder, *problem)
@@ -136,7 +140,7 @@ def check_whole(*folders: Path, digests: bool = True, tell: Callable[[str], None
         raise _damaged(path.parent, path, f"{path.name} cannot be read: {error.strerror or error}") from error
     for (path, (folder, digest)), now in zip(written.items(), found, strict=True):
         if digest != now:
-            raise _damaged(folder, path, f"{path.relative_to(folder)} has another content than was written")
+            raise _damaged(folder, path, f"{path.relative_to(folder)} has different content than was written")
 
 
 def _damaged(folder: Path, where: Path, what: str) -> CheckpointError:
@@ -148,23 +152,23 @@ def _damaged(folder: Path, where: Path, what: str) -> CheckpointError:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether the folder is one checkpoint, of Megatron's format `torch_dist` or `torch`."""
+    """Return whether the folder is one checkpoint, in Megatron's format `torch_dist` or `torch`."""
     return (folder / ".metadata").is_file() or any(folder.glob("mp_rank_*/model_optim_rng.pt"))
 
 
 def has_digests(folder: Path) -> bool:
-    """False for a checkpoint of an earlier instep, which lists sizes alone. For one that passed `check_whole`."""
+    """Return False for a checkpoint of an earlier instep, which lists only sizes. It must have passed `check_whole`."""
     return not (folder / MANIFEST).exists() or None not in (d for _, d in _read_manifest(folder)[1].values())
 
 
 def complete(root: Path) -> list[int]:
-    """The iterations of the checkpoints in `root` that instep has written completely, by their files' sizes."""
+    """Return the iterations of the checkpoints in `root` that instep has written completely, by their files' sizes."""
     folders = [p for p in sorted(root.glob("iter_*")) if p.is_dir() and (p / MANIFEST).exists()]
     return [int(number) for p in folders if (number := p.name[5:]).isdigit() and not _problem(p)]
 
 
 def others(folder: Path) -> str:
-    """The remedy that names the complete checkpoints beside `folder`."""
+    """Return the remedy that names the complete checkpoints beside `folder`."""
     numbers = [n for n in complete(folder.parent) if f"iter_{n:07d}" != folder.name]
     foreign = [
         p.name for p in sorted(folder.parent.glob("[!.]*")) if p != folder and is_checkpoint(p) and not _problem(p)
@@ -172,25 +176,25 @@ def others(folder: Path) -> str:
     if not numbers and foreign:  # of another framework, or `release`
         return f"write another into {folder.parent / TRACKER}: {', '.join(foreign[-5:])} (its number, or `release`)"
     if not numbers:
-        return "begin anew without --load: there is no other"
+        return "start again without --load: there is no other checkpoint"
     return f"take another with --ckpt-step: {', '.join(map(str, numbers[-5:]))}"
 
 
 def contents(folder: Path) -> str:
-    """What is in a folder, for errors."""
+    """Return what is in a folder, for errors."""
     try:
         names = sorted(os.listdir(folder))
     except FileNotFoundError:
-        return "nothing any more"
+        return "nothing"
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "") or "nothing"
 
 
 def _problem(folder: Path) -> tuple[Path, str] | None:
-    """What is wrong with a checkpoint by its list of files and their sizes: at which file, and what."""
+    """Return the wrong file of a checkpoint, and what is wrong, by its list of files and their sizes."""
     manifest = folder / MANIFEST
     if not manifest.exists():
         if any(folder.glob("rng_*")) or (folder / "run_state.json").exists():
-            return manifest, f"it is one of instep's, and its list of files is missing; there is {contents(folder)}"
+            return manifest, f"instep has written it, and its list of files is missing; there is {contents(folder)}"
         if not is_checkpoint(folder):
             return folder, f"it is not complete, .metadata is missing; there is {contents(folder)}"
         return None
@@ -212,10 +216,11 @@ def _problem(folder: Path) -> tuple[Path, str] | None:
 
 
 def _read_manifest(folder: Path) -> tuple[str, dict[str, tuple[int, str | None]]]:
-    """The kind, and size and digest by name; an earlier instep listed sizes alone. Raises: OSError, ValueError."""
+    """Return the kind, and size and digest by name; an earlier instep listed only sizes. Raises: OSError,
+    ValueError."""
     content = read_json(folder / MANIFEST)
     if not isinstance(content, dict):
-        raise ValueError("it holds no JSON object")
+        raise ValueError("it is not a JSON object")
     if content.get("written_by") != "instep":
         sizes = {name: [size, None] for name, size in content.items()}
         content = {"kind": "checkpoint", "digest": DIGEST, "files": sizes}
@@ -224,7 +229,7 @@ def _read_manifest(folder: Path) -> tuple[str, dict[str, tuple[int, str | None]]
         raise ValueError(f"it has no files with digests of the kind {DIGEST}")
     for name, entry in files.items():
         if not (isinstance(entry, list) and [type(x) for x in entry] in ([int, str], [int, type(None)])):
-            raise ValueError(f"the entry of {name} is no size and digest")
+            raise ValueError(f"the entry of {name} is not a size and a digest")
         if (path := Path(name)).is_absolute() or ".." in path.parts:
             raise ValueError(f"it lists {name!r:.80}, which is not in its folder")
     return str(content.get("kind")), {name: (entry[0], entry[1]) for name, entry in files.items()}
@@ -233,7 +238,7 @@ def _read_manifest(folder: Path) -> tuple[str, dict[str, tuple[int, str | None]]
 def _read_digests(
     paths: Sequence[Path], *, sync: bool = False, tell: Callable[[str], None] = lambda line: None
 ) -> list[str]:
-    """The digests of files, which threads read at the same time; one that has several names is read once.
+    """Return the digests of files, which threads read in parallel; a file with several names is read once.
 
     With `sync` their content is on the disk afterwards. `tell` gets a line after 1, 3, 7, ... seconds.
     """
@@ -261,6 +266,6 @@ def _digest(path: Path, sync: bool, read: list[int]) -> str:
 
 
 def folder_digest(files: Sequence[Path]) -> str:
-    """One digest of several files: of their names and contents."""
+    """Return one digest of several files: of their names and contents."""
     lines = [f"{path.name} {digest}" for path, digest in zip(files, _read_digests(files), strict=True)]
     return xxhash.xxh3_128_hexdigest("\n".join(lines).encode())

@@ -1,14 +1,14 @@
 """Megatron's checkpoints, as instep, slime, vime and Megatron-LM write them, read one slice of one tensor at a time.
 
-Two formats, which differ by what lies in the folder:
+Two formats, which differ in the files of the folder:
 
-- `torch_dist`: `.metadata` says for each tensor in which file its chunks begin; any layout of ranks wrote them;
-- `torch`: `mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt`, what each tensor-, pipeline- and expert-parallel rank held.
+- `torch_dist`: `.metadata` says where the chunks of each tensor start in the files, for any layout of ranks;
+- `torch`: `mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt`, the state of each tensor-, pipeline- and expert-parallel rank.
 
-Nothing of Megatron is imported, nothing that a checkpoint names is called. A tensor is found under each of the names
-that Megatron's models give it: layers in one tensor (`decoder.layers.mlp.linear_fc2.weight`, `[layers, ...]`) or by
-number; experts in one tensor or by number, their gate and up rows apart or not; norms by themselves, or fused into the
-layer after them as Transformer Engine has them (`self_attention.linear_qkv.layer_norm_weight`).
+Nothing of Megatron is imported, and nothing that a checkpoint names is called. A tensor is found under all names that
+Megatron's models use: layers in one tensor (`decoder.layers.mlp.linear_fc2.weight`, `[layers, ...]`) or by number;
+experts in one tensor or by number, with separate or joined gate and up rows; separate norms, or norms fused into the
+layer after them as in Transformer Engine (`self_attention.linear_qkv.layer_norm_weight`).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Part:
         return self.shape[0] if self.shape else 0
 
     def read(self, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """The box at `offsets` with `sizes`. Raises LookupError: the chunks do not cover it."""
+        """Read the box at `offsets` with `sizes`. Raises LookupError if the chunks do not cover it."""
         if not math.prod(sizes):  # a rank whose rows of the vocabulary are padding
             return torch.empty(tuple(sizes), dtype=self.stored.dtype)
         lead = len(self.index)
@@ -87,16 +87,16 @@ class Part:
 
 
 class MegatronCheckpoint:
-    """The weights of the checkpoint `folder` (`iter_0000010`, `release`), which are those of a model of this shape.
+    """The weights of the checkpoint `folder` (`iter_0000010`, `release`) for a model of this shape.
 
     Args:
-        fresh_head: the output layer is not looked at.
+        fresh_head: the output layer is not read.
 
     Attributes:
         mtp: names of tensors of multi-token prediction, which are not read.
 
     Raises:
-        CheckpointError: another layout; a file is missing; the checkpoint of another model.
+        CheckpointError: another format, a missing file, or the checkpoint of another model.
     """
 
     def __init__(self, folder: Path, shape: ModelShape, *, fresh_head: bool = False):
@@ -108,13 +108,13 @@ class MegatronCheckpoint:
         elif any(folder.glob(f"mp_rank_*/{RANK_FILE}")):
             self.stored = torch_tensors(folder, self.entries)
             if shape.tied:
-                self.stored.pop(HEAD, None)  # the last stage's copy of the embedding
+                self.stored.pop(HEAD, None)  # the copy of the embedding in the last stage
         else:
             raise CheckpointError(
-                "no Megatron checkpoint: neither .metadata (torch_dist) nor mp_rank_*/model_optim_rng.pt (torch)",
+                "not a Megatron checkpoint: neither .metadata (torch_dist) nor mp_rank_*/model_optim_rng.pt (torch)",
                 where=str(folder),
                 remedy="name a checkpoint that instep, slime, vime or Megatron-LM saved in one of the two formats; "
-                "convert others to Hugging Face's where they were written",
+                "convert others to Hugging Face format with the framework that wrote them",
             )
         self.mtp = sorted(name for name in self.stored if name.startswith("mtp."))
         self._check([e for e in self.entries if not (fresh_head and e.megatron == HEAD)])
@@ -140,7 +140,7 @@ class MegatronCheckpoint:
                     )
         weights = ("embedding.", "decoder.", "output_layer.")
         head = {HEAD} if len(entries) < len(self.entries) else set()
-        problems += [f"{key} is no tensor of this model" for key in self.stored
+        problems += [f"{key} is not a tensor of this model" for key in self.stored
                      if key.startswith(weights) and key not in used | head]  # fmt: skip
         if problems:
             problems = list(dict.fromkeys(problems))
@@ -152,14 +152,14 @@ class MegatronCheckpoint:
             )
 
     def local(self, entry: WeightEntry, rank: int, size: int, rows: int, prefix: str = "") -> Tensor:
-        """The Megatron parameter of `entry` on rank `rank` of `size`, in the type that it is stored in.
+        """Return the Megatron parameter of `entry` on rank `rank` of `size`, in its stored type.
 
         Args:
-            rows: of the result; more than a vocabulary has are zeros.
+            rows: number of rows of the result; rows beyond the vocabulary are zeros.
             prefix: of the names: "" for weights, `optimizer_prefix(...)` for a state of the optimizer.
 
         Raises:
-            CheckpointError: it is not there, or its file is damaged.
+            CheckpointError: it is missing, or its file is damaged.
         """
         parts, full = self._parts(entry, prefix), full_shape(entry)
         zeros = (0,) * (len(full) - 1)
@@ -188,20 +188,20 @@ class MegatronCheckpoint:
             raise self._damaged(f"{parts[0].key} cannot be read: {error}") from error
 
     def tensors(self, entry: WeightEntry) -> list[Tensor]:
-        """The Hugging Face tensors of `entry`, in the order of its names. Raises CheckpointError as `local`."""
+        """Return the Hugging Face tensors of `entry`, in the order of its names. Raises CheckpointError as `local`."""
         return join(entry, [self.local(entry, 0, 1, full_shape(entry)[0])], self.shape)
 
     def dtype(self, entry: WeightEntry) -> torch.dtype:
         return self._parts(entry, "")[0].stored.dtype
 
     def _damaged(self, what: str) -> CheckpointError:
-        return CheckpointError(what, where=str(self.folder), remedy="restore its files, or take another checkpoint")
+        return CheckpointError(what, where=str(self.folder), remedy="restore its files, or use another checkpoint")
 
     def _parts(self, entry: WeightEntry, prefix: str) -> list[Part]:
         for name, index in _names(entry):
             if (stored := self.stored.get(prefix + name)) is not None:
                 return [Part(prefix + name, stored, index)]
-            halves = [self.stored.get(f"{prefix}{name}_{half}") for half in "wv"]  # gate and up, apart
+            halves = [self.stored.get(f"{prefix}{name}_{half}") for half in "wv"]  # gate and up, in two tensors
             if halves[0] is not None and halves[1] is not None:
                 return [Part(f"{prefix}{name}_{x}", h, index) for x, h in zip("wv", halves, strict=True) if h]
         return []
@@ -209,24 +209,24 @@ class MegatronCheckpoint:
     # The optimizer
 
     def optimizer_prefix(self, entry: WeightEntry, name: str) -> str:
-        """The prefix of the names of the optimizer's state `name`: `exp_avg`, `exp_avg_sq` or `master`.
+        """Return the prefix of the names of the optimizer's state `name`: `exp_avg`, `exp_avg_sq` or `master`.
 
         Raises:
-            CheckpointError: it is not there, or lies in a layout that only the ranks that wrote it can read.
+            CheckpointError: it is missing, or only the ranks that wrote it can read its layout.
         """
         for prefix in self._optimizer_prefixes:
             state = "fp32_param" if name == "master" and prefix.endswith("state.") else name
             if self._parts(entry, f"{prefix}{state}."):
                 return f"{prefix}{state}."
         if name == "master" and self.dtype(entry) is torch.float32:
-            return ""  # the weights were saved as they are
+            return ""  # the weights were saved unchanged
         raise self._no_state(f"it has no optimizer state {name} of {entry.megatron}")
 
     def _no_state(self, what: str) -> CheckpointError:
-        remedy = "--no-load-optim begins with fresh moments"
+        remedy = "--no-load-optim starts with new moments"
         if any(key.startswith("optimizer.distributed.") for key in self.stored):
             what = "its optimizer state is in the buckets of the ranks that wrote it (dp_reshardable)"
-            remedy += "; Megatron's --dist-ckpt-optim-fully-reshardable saves what others can read"
+            remedy += "; Megatron's --dist-ckpt-optim-fully-reshardable saves a state that other layouts can read"
         return CheckpointError(what, where=str(self.folder), remedy=remedy)
 
     @cached_property
@@ -234,21 +234,21 @@ class MegatronCheckpoint:
         return sorted({m["prefix"] for key in self.stored if (m := _OPTIMIZER.match(key))})
 
     def optimizer_step(self) -> float:
-        """The number of steps that the optimizer has made. Raises CheckpointError: it has none that can be read."""
+        """Return the number of steps of the optimizer. Raises CheckpointError if it cannot be read."""
         if not self._optimizer_prefixes:
             raise self._no_state("it has no optimizer state by parameter")
         place = next(iter(sorted(self.folder.glob(f"mp_rank_*/{RANK_FILE}"))), self.folder / "common.pt")
         try:
             steps = list(_steps(load_data(place), set()))
         except (OverflowError, RuntimeError) as error:
-            raise self._no_state(f"the optimizer's steps in {place.name} are no number") from error
+            raise self._no_state(f"the optimizer's steps in {place.name} are not a number") from error
         if not steps:
-            raise self._no_state(f"the number of the optimizer's steps is not written down in {place.name}")
+            raise self._no_state(f"{place.name} has no number of optimizer steps")
         return max(steps)
 
 
 def _check_backend(folder: Path) -> None:
-    """Refuse what has an index like `torch_dist`'s, and other tensors. Raises CheckpointError."""
+    """Refuse a checkpoint that has an index like `torch_dist`'s, but other tensors. Raises CheckpointError."""
     file = folder / "metadata.json"
     try:
         backend = read_json(file)["sharded_backend"] if file.exists() else None
@@ -261,17 +261,17 @@ def _check_backend(folder: Path) -> None:
     if backend != "torch_dist":
         what = f"of the format {backend}" if backend else "without metadata.json: of --train-backend hf, or torch_dcp"
         raise CheckpointError(
-            f"no Megatron checkpoint of the format torch_dist or torch: it is one {what}",
+            f"not a Megatron checkpoint of the format torch_dist or torch: it is one {what}",
             where=str(folder),
-            remedy="go on with what wrote it, and export it there to a Hugging Face folder (--save-hf)",
+            remedy="continue in the framework that wrote it, or export it there to a Hugging Face folder (--save-hf)",
         )
 
 
 def _steps(node: Any, seen: set[int], name: str = "") -> Iterator[float]:
-    """The steps that a state of Megatron's optimizers counts: per group, or for all parameters.
+    """Return the step counts in a state of Megatron's optimizers: per group, or for all parameters.
 
     Args:
-        seen: ids of what has been looked through: a file may hold the same again and again, or itself.
+        seen: ids of visited objects: a file may hold the same object many times, or an object that contains itself.
     """
     if name in ("optimizer_step", "common_step", "step"):
         if isinstance(node, (int, float)) or (isinstance(node, Tensor) and node.numel() == 1):
@@ -284,7 +284,7 @@ def _steps(node: Any, seen: set[int], name: str = "") -> Iterator[float]:
 
 
 def _names(entry: WeightEntry) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Every name that the parameter may have in a checkpoint, and its place in the tensor of that name."""
+    """Yield every name that the parameter may have in a checkpoint, and its place in the tensor of that name."""
     if entry.layer is None:
         yield entry.megatron, ()
         return

@@ -1,4 +1,4 @@
-"""The tensors that lie in the folder of a Megatron checkpoint, of either format; `megatron.py` knows what they are."""
+"""The tensors in the folder of a Megatron checkpoint, of either format; `megatron.py` knows their meaning."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from instep.checkpoints.torch_files import TensorFiles, load_data
 from instep.errors import CheckpointError
 from instep.models.weight_map import Kind, WeightEntry
 
-# Megatron's local name of a norm, and Transformer Engine's of the same within the layer after it.
+# Megatron's local name of a norm, and Transformer Engine's name of the same norm within the layer after it.
 FUSED = (
     ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
     ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
@@ -29,14 +29,14 @@ FUSED = (
     ("self_attention.kv_layernorm.", "self_attention.linear_kv_up_proj.layer_norm_"),
 )
 LAYERS, LOCAL_EXPERTS, EXPERTS = "decoder.layers.", "mlp.experts.local_experts.", "mlp.experts.experts."
-# What Transformer Engine's modules, norms too, keep beside their weights: scales and histories of computing in FP8.
-# `_extra_state3` is a grouped GEMM's of an expert, `_extra_state/shard_0_24` an object of `torch_dist`.
+# Extra entries of Transformer Engine's modules, norms too: scales and histories of FP8. `_extra_state3` belongs to an
+# expert of a grouped GEMM, `_extra_state/shard_0_24` is an object of `torch_dist`.
 _EXTRA_STATE = re.compile(r"(^|\.)_extra_state")
 _RANK_FOLDER = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
 RANK_FILE = "model_optim_rng.pt"
-# The key of the optimizer's state in a file of instep's: by chunk, then by the state's and the parameter's name.
+# The key of the optimizer's state in a file of instep: by chunk, then by the names of state and parameter.
 OPTIMIZER = "optimizer_by_parameter"
-# A rank's name of the weights of its experts in one module (grouped GEMM): the first number is the expert's.
+# A rank's name of the weights of its experts in one module (grouped GEMM): the first number is the expert's number.
 _NUMBERED = re.compile(rf"{re.escape(LAYERS)}(\d{{1,9}})\.(.+)")
 _OF_EXPERT = re.compile(rf"{re.escape(LOCAL_EXPERTS)}(\d{{1,9}})\.(.+)")
 _GROUPED = re.compile(r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)")
@@ -44,7 +44,7 @@ _GROUPED = re.compile(r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)")
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a stored tensor: where it begins, its shape, and how it is read."""
+    """A box of a stored tensor: where it starts, its shape, and how to read it."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -61,7 +61,7 @@ class Stored:
     _by_lead: dict[int, dict[tuple[int, ...], list[Chunk]]] = field(default_factory=dict, compare=False, repr=False)
 
     def at(self, index: tuple[int, ...]) -> Sequence[Chunk]:
-        """The chunks that have a part of the tensor at these leading indices, of a layer or an expert."""
+        """Return the chunks with a part of the tensor at these leading indices, of a layer or an expert."""
         if (lead := len(index)) not in self._by_lead:
             places: dict[tuple[int, ...], list[Chunk]] = {}
             for chunk in self.chunks:
@@ -73,12 +73,12 @@ class Stored:
 
 
 def full_shape(entry: WeightEntry) -> tuple[int, ...]:
-    """The shape of the Megatron parameter of one rank that holds all of it."""
+    """Return the shape of the Megatron parameter if one rank holds all of it."""
     return (sum(shape[0] for shape in entry.shapes), *entry.shapes[0][1:])
 
 
 def torch_dist_tensors(folder: Path) -> dict[str, Stored]:
-    """Raises CheckpointError as `read_index`."""
+    """Read the tensors of the format `torch_dist`. Raises CheckpointError as `read_index`."""
     index, files = read_index(folder), TensorFiles(folder)
     stored = {}
     for key, about in index.state_dict_metadata.items():
@@ -88,7 +88,7 @@ def torch_dist_tensors(folder: Path) -> dict[str, Stored]:
         for chunk in about.chunks:
             info = index.storage_data.get(MetadataIndex(key, chunk.offsets))
             if info is None or not 0 < math.prod(chunk.sizes) * itemsize <= info.length:
-                continue  # `Part.read` says that it is not there
+                continue  # `Part.read` reports that it is missing
             args = (info.relative_path, info.offset, info.length)
             chunks.append(Chunk(tuple(chunk.offsets), tuple(chunk.sizes), partial(files.read, *args)))
         stored[key] = Stored(about.properties.dtype, tuple(about.size), tuple(chunks))
@@ -96,7 +96,7 @@ def torch_dist_tensors(folder: Path) -> dict[str, Stored]:
 
 
 def torch_tensors(folder: Path, entries: Sequence[WeightEntry]) -> dict[str, Stored]:
-    """The ranks' files as tensors of the whole model: parts of tensor-parallel ranks are chunks."""
+    """Read the ranks' files as tensors of the whole model: parts of tensor-parallel ranks are chunks."""
     ranks = _ranks(folder)
     by_name = {entry.megatron: entry for entry in entries}
     counts = {
@@ -118,20 +118,20 @@ def torch_tensors(folder: Path, entries: Sequence[WeightEntry]) -> dict[str, Sto
         own = _split(name)[1]
         entry = by_name.get(own) or by_name.get(_own_name(own))
         if len({part.shape for part in parts.values()}) > 1:
-            what, remedy = f"{name} has another shape on each rank", "take another checkpoint, or copy it again"
+            what, remedy = f"{name} has another shape on each rank", "use another checkpoint, or copy it again"
             raise CheckpointError(what, where=str(folder), remedy=remedy)
         stored[name] = _joined(entry, [parts[tp] for tp in sorted(parts)])
     return stored
 
 
 def _split(name: str) -> tuple[str, str]:
-    """The prefix of a state of the optimizer, which is empty for a weight, and the parameter's name."""
+    """Return the prefix of a state of the optimizer (empty for a weight), and the parameter's name."""
     match = re.match(r"optimizer\.\w+\.", name)
     return (match[0], name[match.end() :]) if match else ("", name)
 
 
 def _ranks(folder: Path) -> dict[tuple[int, int, int], list[dict[str, Any]]]:
-    """What each rank (tensor, pipeline, expert) has of the model, in its chunks."""
+    """Return the part of the model of each rank (tensor, pipeline, expert), in chunks."""
     files = {m: p for p in sorted(folder.iterdir()) if (m := _RANK_FOLDER.fullmatch(p.name))}
     models: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for match, path in files.items():
@@ -140,17 +140,17 @@ def _ranks(folder: Path) -> dict[tuple[int, int, int], list[dict[str, Any]]]:
         chunks, states = [state[k] for k in keys], state.get(OPTIMIZER) or {}
         dicts = [*chunks, states, *(states.values() if isinstance(states, dict) else ())]
         if not chunks or not all(isinstance(part, dict) for part in dicts):
-            raise CheckpointError("it holds no model", where=str(path / RANK_FILE), remedy="take another checkpoint")
+            raise CheckpointError("it holds no model", where=str(path / RANK_FILE), remedy="use another checkpoint")
         if not all(
             isinstance(name, str) and len(name) <= MAX_NAME and name.isprintable() for part in dicts for name in part
         ):
-            what = f"the name of a tensor is no text of at most {MAX_NAME} characters"
-            raise CheckpointError(what, where=str(path / RANK_FILE), remedy="take another checkpoint")
+            what = f"the name of a tensor is not a text of at most {MAX_NAME} characters"
+            raise CheckpointError(what, where=str(path / RANK_FILE), remedy="use another checkpoint")
         models[tuple(g for g in match.groups() if g is not None)] = [
             chunk | {f"optimizer.{name}": tensor for name, tensor in states.get(key, {}).items()}
             for key, chunk in zip(keys, chunks, strict=True)
         ]
-    # With one number after the tensor-parallel rank it is the stage's, unless every rank has the embedding.
+    # One number after the tensor-parallel rank is the stage, unless every rank has the embedding.
     stages = not all(any("word_embeddings" in name for chunk in c for name in chunk) for c in models.values())
     out = {}
     for numbers, chunks in models.items():
@@ -163,7 +163,7 @@ def _ranks(folder: Path) -> dict[tuple[int, int, int], list[dict[str, Any]]]:
 
 
 def _whole_name(name: str, first: int, ep: int, weights: dict[str, Any]) -> str:
-    """The name in the whole model of what a rank calls `name`: layers over all stages, experts over all ranks."""
+    """Return the name in the whole model of a rank's `name`: layers over all stages, experts over all ranks."""
     if (numbered := _NUMBERED.fullmatch(name)) is None:
         return name
     layer, rest = numbered.groups()
@@ -178,7 +178,7 @@ def _whole_name(name: str, first: int, ep: int, weights: dict[str, Any]) -> str:
 
 
 def _own_name(name: str) -> str:
-    """Megatron's local name of a tensor that Transformer Engine or an expert-parallel rank calls `name`."""
+    """Return Megatron's local name of a tensor that Transformer Engine or an expert-parallel rank calls `name`."""
     for own, fused in FUSED:
         name = re.sub(rf"^({re.escape(LAYERS)}\d+\.){re.escape(fused)}", rf"\1{own}", name)
     return name.replace(EXPERTS, LOCAL_EXPERTS)

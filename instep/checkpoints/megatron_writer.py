@@ -1,4 +1,4 @@
-"""Writes weights as Megatron's `torch_dist`, as Transformer-Engine models name them, one parameter at a time.
+"""Write weights as Megatron's `torch_dist`, with the names of Transformer-Engine models, one parameter at a time.
 
 torch's own writer of the format keeps the tensors of a file in memory until the file is complete.
 """
@@ -39,7 +39,8 @@ VOCAB_MULTIPLE = 128  # Megatron's default of --make-vocab-size-divisible-by
 class TorchDistWriter:
     """A context manager that fills the existing folder `folder`; its index is written at the end of the block.
 
-    Layers are apart (`decoder.layers.3...`), which `content_metadata` tells Megatron; experts are in one tensor.
+    Each layer has its own tensors (`decoder.layers.3...`), and `content_metadata` says so to Megatron. The experts are
+    in one tensor.
     """
 
     def __init__(self, folder: Path, shape: ModelShape):
@@ -51,19 +52,19 @@ class TorchDistWriter:
 
     def __enter__(self) -> TorchDistWriter:
         self._checksums = torch.serialization.get_crc32_options()
-        torch.serialization.set_crc32_options(False)  # they take as long as the writing, and nothing reads them
+        torch.serialization.set_crc32_options(False)  # they take as long as the writing, and no program reads them
         return self
 
     def add(self, entry: WeightEntry, tensors: Sequence[Tensor]) -> int:
-        """Write the parameter that the Hugging Face tensors make; returns their bytes.
+        """Write the parameter made of the Hugging Face tensors. Return their bytes.
 
         Raises:
-            CheckpointError: they are of different types.
+            CheckpointError: the tensors have different types.
         """
         dtypes = {tensor.dtype for tensor in tensors}
         if len(dtypes) > 1:
             raise CheckpointError(
-                f"{', '.join(entry.names)} are one tensor to Megatron, and of different types: {dtypes}",
+                f"{', '.join(entry.names)} are one tensor in Megatron, but have different types: {dtypes}",
                 where=str(self.folder),
                 remedy="save the Hugging Face checkpoint in one type",
             )
@@ -79,14 +80,14 @@ class TorchDistWriter:
         about.chunks.append(ChunkStorageMetadata(offsets, chunk))
         self._write(MetadataIndex(key, offsets), pieces(entry, tensors, self.shape, rows), chunk)
         module, _, kind = key.rpartition(".")
-        if kind == "weight" and (".linear_" in key or module.endswith("layernorm")):  # a norm by itself has one, too
+        if kind == "weight" and (".linear_" in key or module.endswith("layernorm")):  # a separate norm has one, too
             self._extra_state(module, place, count)
         if entry.megatron.endswith("self_attention.linear_proj.weight"):
             self._extra_state(module.replace("linear_proj", "core_attention"), (), ())
         return sum(tensor.nbytes for tensor in tensors)
 
     def _key(self, entry: WeightEntry) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-        """The name that a Transformer-Engine model has for it, and which expert of how many it is."""
+        """Return its name in a Transformer-Engine model, the index of its expert, and the number of experts."""
         if entry.layer is None:
             return entry.megatron, (), ()
         layer = f"{LAYERS}{entry.layer}."
@@ -95,20 +96,20 @@ class TorchDistWriter:
             assert self.shape.experts is not None
             rest = EXPERTS + rest.removeprefix(f"{LOCAL_EXPERTS}{entry.expert}.")
             return layer + rest, (entry.expert,), (self.shape.experts.num,)
-        for own, fused in FUSED:  # a norm is fused where the layer has the module after it
+        for own, fused in FUSED:  # a norm is fused if the layer has the module after it
             if rest.startswith(own) and f"{layer}{fused.rpartition('.')[0]}.weight" in self.names:
                 rest = fused + rest.removeprefix(own)
         return layer + rest, (), ()
 
     def _extra_state(self, module: str, place: tuple[int, ...], count: tuple[int, ...]) -> None:
-        """What Transformer Engine's modules ask for: their scales of FP8, of which there are none."""
+        """Return the entry that Transformer Engine's modules read: their FP8 scales, here empty."""
         number, size = (".".join(map(str, n)) for n in (place or (0,), count or (1,)))
         key = f"{module}._extra_state/shard_{number}_{size}"
         self._tensors[key] = BytesStorageMetadata()
         self._write(MetadataIndex(key), [_no_scales()])
 
     def _write(self, index: MetadataIndex, parts: Sequence[Tensor], shape: torch.Size | None = None) -> None:
-        """Write the tensor of this shape that the parts are, one after the other; without a shape, their bytes."""
+        """Write the tensor of this shape from its parts, one after the other; without a shape, write their bytes."""
         if self._file is None or self._file.tell() > FILE_BYTES:
             self._close()
             number = len({info.relative_path for info in self._places.values()})
@@ -145,7 +146,7 @@ class TorchDistWriter:
 
 
 def megatron_arguments(shape: ModelShape, **others: Any) -> argparse.Namespace:
-    """Megatron's arguments, which its loader compares; `others` instead of those of `instep convert`."""
+    """Return the Megatron arguments that its loader compares; `others` replace those of `instep convert`."""
     own = dict(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -175,16 +176,16 @@ def _write_bytes(file: Any, parts: Sequence[Tensor]) -> int:
 
 @cache
 def _no_scales() -> Tensor:
-    """The bytes of an extra state, made once: there are as many as weights, and `torch.save` takes a while."""
+    """Return the bytes of an extra state, made once: there is one for each weight, and `torch.save` is slow."""
     data = io.BytesIO()
     torch.save([torch.empty(0, dtype=torch.uint8)], data)  # Megatron keeps a list of objects
     return torch.frombuffer(data.getbuffer(), dtype=torch.uint8)
 
 
 class _Filled:
-    """The file as `torch.save` sees it without data: where it would leave a hole, the parts of the tensor go.
+    """The file as `torch.save` sees it without data: where it would leave a hole, write the parts of the tensor.
 
-    Nothing is copied, and no memory is taken: finding pages takes the kernel as long as writing them.
+    Nothing is copied, and no memory is taken: to find pages takes the kernel as long as to write them.
     """
 
     def __init__(self, file: Any, parts: Sequence[Tensor]):
@@ -194,5 +195,5 @@ class _Filled:
     def seek(self, size: int, whence: int) -> int:
         written = _write_bytes(self._file, self._parts)
         if (whence, size) != (io.SEEK_CUR, written):
-            raise AssertionError(f"torch.save leaves room for {size} bytes of a tensor that has {written}")
+            raise AssertionError(f"torch.save leaves room for {size} bytes, but the tensor has {written}")
         return int(self._file.tell())

@@ -1,7 +1,7 @@
-"""Checkpoints hold data only: what may come from a stranger is read without running code that it names.
+"""Read checkpoints as data: a checkpoint from an untrusted source cannot run code here.
 
-The index `.metadata` of a distributed checkpoint is a pickle. It is read once, as data (`inert.py`), from which torch's
-`Metadata` is made here. torch itself reads no index and no entry.
+The index `.metadata` of a distributed checkpoint is a pickle. It is read once, as data (`inert.py`), and torch's
+`Metadata` is made from it. torch itself reads no index and no entry.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from instep.errors import CheckpointError
 from instep.system.documents import open_regular
 
 METADATA = ".metadata"
-MAX_BYTES = 512 * 2**20  # of an index; one of a million chunks has 160 MB
+MAX_BYTES = 512 * 2**20  # of an index; an index of a million chunks has 160 MB
 
 # ---- the index of a distributed checkpoint ---------------------------------------------------------------------------
 
 
 def read_index(folder: Path) -> Metadata:
-    """The index of the distributed checkpoint `folder`, whose files are there and as long as it says.
+    """Read the index of the distributed checkpoint `folder`, and check that its files exist with the lengths in it.
 
-    It holds what a reader needs: how tensors lie in files, not by which plans ranks have written them.
+    The result is what a reader needs: where tensors are stored in the files, without the writers' plans.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or a file is missing.
+        CheckpointError: the index is missing or damaged, or a file is missing.
     """
     index = folder / METADATA
     try:
@@ -59,13 +59,13 @@ def read_index(folder: Path) -> Metadata:
             found = _metadata(read(file.read()))
     except OSError as error:
         raise CheckpointError(
-            f"{METADATA} cannot be read: {error.strerror or error}", where=str(index), remedy="take another checkpoint"
+            f"{METADATA} cannot be read: {error.strerror or error}", where=str(index), remedy="use another checkpoint"
         ) from error
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{METADATA} is no index of a checkpoint: {error!s:.200}",
+            f"{METADATA} is not the index of a checkpoint: {error!s:.200}",
             where=str(index),
-            remedy="the file is damaged, or made to run code: take another checkpoint",
+            remedy="the file is damaged, or made to run code: use another checkpoint",
         ) from error
     _check_files(folder, found)
     return found
@@ -81,19 +81,19 @@ def _check_files(folder: Path, index: Metadata) -> None:
             raise CheckpointError(
                 f"{name} is {'cut off' if path.is_file() else 'missing'}",
                 where=str(folder),
-                remedy="copy the checkpoint again, with all its files, or take another one",
+                remedy="copy the checkpoint again, with all its files, or use another one",
             )
 
 
 def _fields(made: Any, name: str) -> dict[str, Any]:
-    """The attributes of what should be an instance of the class `name`."""
+    """Return the attributes of an instance of the class `name`; another object is an error."""
     if not isinstance(made, Made) or not made.of.endswith((f".{name}", f".MCore{name}")):
-        raise NoData(f"there is something else in the place of a {name}")
+        raise NoData(f"there is another object in the place of a {name}")
     return made.state or {}
 
 
 def _metadata(content: Any) -> Metadata:
-    fields = _fields(content, "Metadata")  # Megatron's has the plans of its ranks, too
+    fields = _fields(content, "Metadata")  # Megatron's also has the plans of its ranks
     tensors = {_text(name): _entry(about) for name, about in fields["state_dict_metadata"].items()}
     places = {_index(where): _info(info) for where, info in (fields.get("storage_data") or {}).items()}
     return Metadata(tensors, storage_data=places, storage_meta=StorageMeta())
@@ -111,7 +111,7 @@ def _entry(made: Any) -> TensorStorageMetadata | BytesStorageMetadata:
         of_chunk = _fields(chunk, "ChunkStorageMetadata")
         offsets, sizes = _size(of_chunk["offsets"]), _size(of_chunk["sizes"])
         if any(start + n > whole for start, n, whole in zip(offsets, sizes, size, strict=True)):
-            raise NoData("a chunk in it lies outside of its tensor")
+            raise NoData("a chunk in it is outside of its tensor")
         chunks.append(ChunkStorageMetadata(offsets, sizes))
     return TensorStorageMetadata(TensorProperties(dtype), size, chunks)
 
@@ -119,7 +119,7 @@ def _entry(made: Any) -> TensorStorageMetadata | BytesStorageMetadata:
 def _size(made: Made) -> torch.Size:
     size = torch.Size(*made.args)
     if made.of != "torch.Size" or min(size, default=0) < 0:
-        raise NoData("a shape in it is no list of numbers")
+        raise NoData("a shape in it is not a list of numbers")
     return size
 
 
@@ -133,9 +133,9 @@ def _info(made: Any) -> _StorageInfo:
     fields = _fields(made, "_StorageInfo")
     name, offset, length = _text(fields["relative_path"]), fields["offset"], fields["length"]
     if fields.get("transform_descriptors"):
-        raise NoData("its tensors are written by extensions of torch (compressed, or encrypted), which are not read")
+        raise NoData("its tensors use extensions of torch (compression or encryption), which cannot be read")
     if type(offset) is not int or type(length) is not int or min(offset, length) < 0:
-        raise NoData("the place of a tensor in its file is no pair of numbers")
+        raise NoData("the place of a tensor in its file is not a pair of numbers")
     if "/" in name or name in ("", ".", ".."):
         raise NoData(f"it names the file {name!r:.80}, which is not in its folder")
     return _StorageInfo(name, offset, length)
@@ -143,16 +143,16 @@ def _info(made: Any) -> _StorageInfo:
 
 def _text(value: Any) -> str:
     if type(value) is not str or len(value) > MAX_NAME or not value.isprintable():
-        raise NoData(f"a name in it is no text of at most {MAX_NAME} characters")
+        raise NoData(f"a name in it is not a text of at most {MAX_NAME} characters")
     return value
 
 
 def refuse_others(path: Path, index: Metadata, names: set[str]) -> None:
-    """Refuse a checkpoint that has further weights: torch would read those of the names that there are, silently."""
+    """Refuse a checkpoint with more weights than the model: torch would silently read only the names that it finds."""
     stored = index.state_dict_metadata
     if others := sorted({name.removeprefix("model.") for name in stored if name.startswith("model.")} - names):
         raise CheckpointError(
-            f"{len(others)} of its weights are not the model's, the first {others[0]!r}",
+            f"{len(others)} of its weights do not belong to the model; the first is {others[0]!r}",
             where=str(path),
             remedy="load it with the model that wrote it: --hf-checkpoint names its config.json",
         )
@@ -162,13 +162,13 @@ def refuse_others(path: Path, index: Metadata, names: set[str]) -> None:
 
 
 def load_tensors(state: dict[str, Any], folder: Path, index: Metadata) -> None:
-    """Read the tensors of `state`, a dict of dicts, from `folder` into themselves; collective, if ranks are.
+    """Read the tensors of `state`, a dict of dicts, in place from `folder`; collective, if there are ranks.
 
     Raises:
-        CheckpointError: one is missing or damaged, of another shape, or no tensor.
+        CheckpointError: one is missing or damaged, has another shape, or is not a tensor.
     """
-    remedy = "give a folder that `save` of this model wrote (--no-load-optim if it has no optimizer)"
-    for name, about in index.state_dict_metadata.items():  # torch would leave what no chunk has as it is
+    remedy = "give a folder that this model saved (--no-load-optim if it has no optimizer)"
+    for name, about in index.state_dict_metadata.items():  # torch would not change what no chunk covers
         if isinstance(about, TensorStorageMetadata):
             there = {chunk.offsets: chunk.sizes.numel() for chunk in about.chunks}
             if sum(there.values()) < about.size.numel():
@@ -181,7 +181,7 @@ def load_tensors(state: dict[str, Any], folder: Path, index: Metadata) -> None:
 
 
 class _Reader(dcp.FileSystemReader):
-    """Hands the index that has been checked to torch, and reads tensors without `torch.load`."""
+    """Passes the checked index to torch, and reads tensors without `torch.load`."""
 
     def __init__(self, folder: Path, index: Metadata):
         super().__init__(folder)
@@ -194,7 +194,7 @@ class _Reader(dcp.FileSystemReader):
         for item in plan.items:
             name, info = item.storage_index.fqn, self._index.storage_data.get(item.storage_index)
             if info is None or item.type is LoadItemType.BYTE_IO:
-                raise ValueError(f"{name} is no tensor, or lies in no file")
+                raise ValueError(f"{name} is not a tensor, or not in any file")
             stored = self._files.read(info.relative_path, info.offset, info.length)
             part = narrow_tensor_by_index(stored, item.storage_offsets, item.lengths)
             target = planner.resolve_tensor(item).detach()
@@ -208,7 +208,7 @@ class _Reader(dcp.FileSystemReader):
 
 
 def cause_of(error: OSError | CheckpointException) -> BaseException:
-    """The error of the first rank that failed; the text of a CheckpointException holds all tracebacks."""
+    """Return the error of the first rank that failed; the text of a CheckpointException holds all tracebacks."""
     if isinstance(error, CheckpointException):
         return next(iter(error.failures.values()))[0]
     return error
@@ -218,14 +218,14 @@ def cause_of(error: OSError | CheckpointException) -> BaseException:
 
 
 def seed_all(seed: int, seed_of_rank: int) -> None:
-    """Seed torch alike on all ranks, Python's and numpy's generators (of hooks) by rank."""
+    """Seed torch equally on all ranks; seed Python's and numpy's generators (for hooks) by rank."""
     random.seed(seed_of_rank)
     np.random.seed(seed_of_rank)
     torch.manual_seed(seed)
 
 
 def random_state() -> dict[str, Any]:
-    """The states of torch's, Python's and numpy's generators, as tensors and numbers."""
+    """Return the states of torch's, Python's and numpy's generators, as tensors and numbers."""
     version, words, gauss = random.getstate()
     _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
@@ -236,7 +236,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(path: Path) -> None:
-    """Restore what `random_state` has returned, from the file that it was saved in.
+    """Restore the result of `random_state` from its file.
 
     Raises:
         CheckpointError: the file holds something else.
@@ -246,11 +246,11 @@ def set_random_state(path: Path) -> None:
         version, words, gauss = state["python"]
         keys, position, *rest = state["numpy"]
         keys = keys.numpy().astype(np.uint32)
-        if len(words) != 625 or keys.shape != (624,) or not 0 <= int(position) <= 624:  # numpy would look beyond them
+        if len(words) != 625 or keys.shape != (624,) or not 0 <= int(position) <= 624:  # numpy would read beyond them
             raise ValueError("a generator's state has another length")
         left, following = struct.unpack_from("<ixxxxQ", state["torch"].numpy().tobytes(), 8)
-        if left + following > 625:  # torch would look beyond its 624 words
-            raise ValueError("torch's generator is at a place that it does not have")
+        if left + following > 625:  # torch would read beyond its 624 words
+            raise ValueError("torch's generator is at a place outside of its state")
         random.setstate((version, tuple(map(int, words)), gauss))
         np.random.set_state(("MT19937", keys, int(position), *rest))
         torch.set_rng_state(state["torch"])
@@ -258,5 +258,5 @@ def set_random_state(path: Path) -> None:
         raise CheckpointError(
             f"the random state cannot be read: {error!s:.200}",
             where=str(path),
-            remedy="take another checkpoint, or go on with its weights alone (--no-load-optim)",
+            remedy="use another checkpoint, or continue with only its weights (--no-load-optim)",
         ) from error

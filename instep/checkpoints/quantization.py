@@ -1,4 +1,4 @@
-"""How the weights of a Hugging Face folder are quantized, by its config.json. This file needs no torch."""
+"""The quantization of the weights of a Hugging Face folder, by its config.json. This file needs no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from instep.errors import ConfigError
 
 FP8, GPTQ, AWQ = "FP8", "GPTQ", "AWQ"
 PACKED = (GPTQ, AWQ)  # these quantize only weights: layers compute in 16 bits
-_STORED_LESS = {"gptq": 1, "gptq_v2": 0}  # formats of GPTQ, and the number that must be added to stored zeros
+_STORED_LESS = {"gptq": 1, "gptq_v2": 0}  # formats of GPTQ, and the number to add to stored zeros
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Quantization:
 
     Attributes:
         block: of FP8: rows and columns of the blocks that share a scale; (): each tensor has one.
-        stored_less: for GPTQ: the number that must be added to its stored zeros.
+        stored_less: for GPTQ: the number to add to its stored zeros.
     """
 
     name: str
@@ -27,10 +27,10 @@ class Quantization:
 
 
 def quantization_of(config: dict[str, Any], where: str) -> Quantization | None:
-    """The quantization of a checkpoint, from its config.json; None if it has none.
+    """Return the quantization of a checkpoint, from its config.json; None for a checkpoint that is not quantized.
 
     Raises:
-        ConfigError: its weights are quantized in another way, which is not read.
+        ConfigError: its quantization is not supported.
     """
     how = config.get("quantization_config") or {}
     method, block = how.get("quant_method"), how.get("weight_block_size")
@@ -66,5 +66,5 @@ def quantization_of(config: dict[str, Any], where: str) -> Quantization | None:
         f"the weights of this checkpoint are quantized ({method}{said}): only FP8 with a scale for each block, or for "
         "each tensor, GPTQ of 4 or 8 bits and AWQ's gemm of 4 bits are read",
         where=where,
-        remedy="give the checkpoint that they were made from, or convert them to bfloat16 first",
+        remedy="give the original checkpoint, or convert this one to bfloat16 first",
     )

@@ -1,4 +1,4 @@
-"""Python files that a Hugging Face checkpoint brings along run only with `--trust-remote-code`."""
+"""Python files of a Hugging Face checkpoint run only with `--trust-remote-code`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def own_code_named(folder: str, what: str) -> Iterator[None]:
     """Turn transformers' refusal of a checkpoint's own code into an error that names the flag.
 
     Args:
-        what: what the code is for.
+        what: the purpose of the code.
 
     Raises:
-        CheckpointError: the checkpoint needs code of its own.
+        CheckpointError: the checkpoint needs its own code.
     """
     try:
         yield
@@ -29,17 +29,17 @@ def own_code_named(folder: str, what: str) -> Iterator[None]:
         if "trust_remote_code" not in str(error):
             raise
         raise CheckpointError(
-            f"the {what} is Python code that came with the checkpoint, which is not run",
+            f"the {what} is Python code of the checkpoint, which does not run by default",
             where=folder,
-            remedy="read its .py files; if you trust where they come from, give --trust-remote-code",
+            remedy="read its .py files; if you trust their source, give --trust-remote-code",
         ) from error
 
 
 def load_config(folder: str, trust_remote_code: bool) -> PretrainedConfig:
-    """The configuration of the model in a folder, with untied embeddings if its output layer is not a copy of them.
+    """Return the configuration of the model in a folder; embeddings are untied if the output layer is not their copy.
 
     Raises:
-        CheckpointError: the checkpoint needs code of its own; and what transformers raises.
+        CheckpointError: the checkpoint needs its own code. Errors of transformers pass through.
     """
     from transformers import AutoConfig
 

@@ -1,4 +1,4 @@
-"""Reads what `torch.save` has written; nothing that a file names is imported or called."""
+"""Read files of `torch.save`; nothing that a file names is imported or called."""
 
 from __future__ import annotations
 
@@ -20,44 +20,45 @@ from instep.checkpoints.inert import DAMAGED, class_for
 from instep.errors import CheckpointError
 from instep.system.documents import open_regular
 
-AHEAD_BYTES = 8 * 2**20  # which the kernel reads beyond a tensor that is asked for
+AHEAD_BYTES = 8 * 2**20  # the kernel reads so much beyond a tensor that is read
 _DAMAGED = (*DAMAGED, OSError, RuntimeError, struct.error)
 
 
 def load_plain(path: Path) -> dict[Any, Any]:
-    """The dict that `torch.save` has put into `path`: tensors (in mapped memory), numbers, texts, lists and dicts.
+    """Return the dict that `torch.save` has written to `path`: tensors (in mapped memory), numbers, texts, lists,
+    dicts.
 
     Raises:
         CheckpointError: the file is missing or damaged, or holds something else.
     """
     try:
-        open_regular(path).close()  # a pipe would be waited for
+        open_regular(path).close()  # a read of a pipe would wait
         content = _load(path, map_location="cpu", mmap=True)
         if not isinstance(content, dict):
-            raise ValueError("it holds no dict")
+            raise ValueError("it is not a dict")
         return content
     except _DAMAGED as error:
         raise CheckpointError(
             f"{path.name} cannot be read: {_cause(error)}",
             where=str(path),
-            remedy="the file is damaged, or made to run code: take another checkpoint",
+            remedy="the file is damaged, or made to run code: use another checkpoint",
         ) from error
 
 
 def load_data(path: Path) -> dict[Any, Any]:
-    """As `load_plain`; what else is in it, such as the arguments of the program that wrote it, is a `Made`."""
+    """Read as `load_plain`; other objects, such as the arguments of the writing program, become a `Made`."""
     try:
         open_regular(path).close()
         names = get_unsafe_globals_in_checkpoint(path)
         classes = [(class_for(name), name) for name in names]
     except _DAMAGED:
-        classes = []  # what is wrong with it follows
+        classes = []  # the except below reports what is wrong with it
     with safe_globals(classes):  # type: ignore[arg-type]
         return load_plain(path)
 
 
 class TensorFiles:
-    """The tensors in files of the folder `folder`, each an archive of its own within the file."""
+    """The tensors in files of the folder `folder`, each a separate archive within the file."""
 
     def __init__(self, folder: Path):
         self._folder = folder
@@ -69,15 +70,15 @@ class TensorFiles:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
     def _read(self, name: str, offset: int, length: int) -> Tensor:
-        """The tensor, in mapped memory: of a file only the parts that are used are read.
+        """Return the tensor, in mapped memory: only the parts in use are read from the file.
 
-        Raises ValueError: there is no tensor, or not all of it.
+        Raises ValueError if the tensor is missing or incomplete.
         """
         try:
             with open_regular(self._folder / name) as file:
                 os.posix_fadvise(file.fileno(), offset, length + AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
                 view = _create_file_view(file, offset, length)
-                about = _load(view, map_location="meta")  # how it lies in its storage
+                about = _load(view, map_location="meta")  # its layout in its storage
             if not about.numel():
                 return torch.empty(about.shape, dtype=about.dtype)
             storage = about.untyped_storage()
@@ -94,6 +95,6 @@ def _load(file: Any, **options: Any) -> Any:
 
 
 def _cause(error: BaseException) -> str:
-    """What is wrong, without torch's advice to load the file with pickle."""
+    """Return what is wrong, without torch's advice to load the file with pickle."""
     said = getattr(error, "strerror", None) or str(error)
     return said.rpartition("WeightsUnpickler error: ")[2].strip()[:200]

@@ -1,4 +1,4 @@
-"""A run's state as JSON text, in which arrays, tensors and bytes stay what they are; nothing in it is a pickle.
+"""A run's state as JSON text that keeps arrays, tensors and bytes; nothing in it is a pickle.
 
 A tensor is `{"instep": "tensor", "dtype": "bfloat16", "shape": [2, 3], "base64": "..."}`; an array is numpy's.
 """
@@ -10,30 +10,30 @@ import json
 import sys
 from typing import Any
 
-# The remedy where something else stands in a sample.
+# The remedy where a sample holds another type.
 SAVABLE = "keep numbers, strings, lists, dicts, bytes, arrays and tensors in samples and in the state of a data source"
 _FIELDS = {"instep", "dtype", "shape", "base64"}
 
 
 def to_text(value: Any) -> str:
-    """The text of `value`, whose tensors come back on the CPU; as in JSON tuples become lists, and keys strings.
+    """Return the text of `value`. Its tensors come back on the CPU; as in JSON, tuples become lists and keys strings.
 
     Raises:
-        TypeError, ValueError: something in it is no plain value, array or dense tensor.
+        TypeError, ValueError: an object in it is not a plain value, array or dense tensor.
     """
     return json.dumps(value, default=_encoded)
 
 
 def from_text(text: str) -> Any:
-    """What `to_text` was given. Raises ValueError where it cannot be read."""
+    """Return the value that `to_text` got. Raises ValueError if the text cannot be read."""
     return json.loads(text, object_hook=_decoded)
 
 
 def _encoded(value: Any) -> dict[str, Any]:
-    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")  # without them it is nothing of theirs
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")  # if they are not imported, it is not their type
     if torch is not None and isinstance(value, torch.Tensor):
         if value.layout != torch.strided or value.is_nested or value.is_meta:
-            raise TypeError(f"a {type(value).__name__} is sparse, nested or without values: no dense tensor")
+            raise TypeError(f"a {type(value).__name__} is sparse, nested or without values, not a dense tensor")
         flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
         raw, kind, dtype = flat.view(torch.uint8).numpy().tobytes(), "tensor", str(value.dtype).removeprefix("torch.")
     elif numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)) and value.dtype.kind not in "OV":
@@ -41,7 +41,7 @@ def _encoded(value: Any) -> dict[str, Any]:
     elif isinstance(value, bytes):
         raw, kind, dtype = value, "bytes", "uint8"
     else:
-        raise TypeError(f"a {type(value).__name__} is no plain value, array or dense tensor")
+        raise TypeError(f"a {type(value).__name__} is not a plain value, array or dense tensor")
     shape = [len(raw)] if kind == "bytes" else list(value.shape)
     return {"instep": kind, "dtype": dtype, "shape": shape, "base64": base64.b64encode(raw).decode("ascii")}
 
@@ -57,11 +57,11 @@ def _decoded(entry: dict[str, Any]) -> Any:
             return bytes(raw)
         if entry["instep"] == "array":
             if (dtype := numpy.dtype(entry["dtype"])).kind in "OV":  # their bits would be pointers
-                raise ValueError(f"arrays of {dtype} are not saved")
+                raise ValueError(f"arrays of {dtype} cannot be saved")
             return numpy.ndarray(entry["shape"], dtype, raw)[()]
         import torch
 
         flat = torch.from_numpy(numpy.ndarray(len(raw), numpy.uint8, raw))
         return flat.view(vars(torch)[entry["dtype"]]).reshape(entry["shape"])  # getattr would import some names
     except (AttributeError, KeyError, OverflowError, RuntimeError, TypeError) as error:
-        raise ValueError(f"no {entry['instep']!r:.20}: {error}") from error
+        raise ValueError(f"not a {entry['instep']!r:.20}: {error}") from error

@@ -1,4 +1,4 @@
-"""Reads the weights of a Hugging Face checkpoint: finds the file of each tensor, and opens the files."""
+"""Read the weights of a Hugging Face checkpoint: find the file of each tensor, and open the files."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from instep.errors import CheckpointError
 from instep.models.files import INDEX, SINGLE, weight_map
 from instep.system.documents import open_regular
 
-PARTS = ("qweight", "qzeros", "scales", "g_idx")  # the tensors with which GPTQ and AWQ replace a layer's `weight`
+PARTS = ("qweight", "qzeros", "scales", "g_idx")  # the tensors that replace a layer's `weight` in GPTQ and AWQ
 MAX_DIMENSIONS = 64
 MAX_ELEMENTS = 1 << 63  # torch counts them in an int64, an empty dimension as 1
 
 
 def weight_files(folder: Path) -> dict[str, Path]:
-    """The file of each tensor of a checkpoint, by the tensor's name; reads the index or the header of the only file.
+    """Return the file of each tensor of a checkpoint, by the tensor's name; read the index or the only file's header.
 
     Raises:
         CheckpointError: the file is missing or damaged.
@@ -40,7 +40,7 @@ def weight_files(folder: Path) -> dict[str, Path]:
 
 
 def weight_names(files: Mapping[str, Any]) -> dict[str, list[str]]:
-    """The tensors of each weight of a checkpoint, by name: several for a weight that GPTQ or AWQ has packed."""
+    """Return the tensors of each weight of a checkpoint, by name: several for a weight packed by GPTQ or AWQ."""
     out: dict[str, list[str]] = {}
     for name in files:
         module, _, last = name.rpartition(".")
@@ -54,15 +54,15 @@ def opened(file: Path) -> Iterator[Any]:
     """Open a file of weights with `safetensors.safe_open` (`keys()`, `get_tensor(name)`, `get_slice(name)`).
 
     Raises:
-        CheckpointError: the file is missing or damaged, holds a tensor that cannot exist, or lacks one that the
-            block asks for.
+        CheckpointError: the file is missing or damaged, holds a tensor that cannot exist, or does not have one that the
+            block reads.
     """
     try:
-        open_regular(file).close()  # a pipe would be waited for
+        open_regular(file).close()  # a read of a pipe would wait
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - it is no dict
                 if len(name) > MAX_NAME or not name.isprintable():
-                    raise SafetensorError(f"the name of a tensor is no text of at most {MAX_NAME} characters")
+                    raise SafetensorError(f"the name of a tensor is not a text of at most {MAX_NAME} characters")
                 shape = tensors.get_slice(name).get_shape()
                 # The size of its file bounds a tensor that has elements.
                 too_many = 0 in shape and math.prod(n or 1 for n in shape) >= MAX_ELEMENTS

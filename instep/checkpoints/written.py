@@ -1,6 +1,6 @@
-"""How the ranks that write a checkpoint in the background tell that they have: by a file each, in its folder.
+"""How ranks that write a checkpoint in the background report that they are done: with one file each, in its folder.
 
-They can use neither their connection to the controller nor their process group meanwhile: training goes on with both.
+Meanwhile training uses their connection to the controller and their process group, so they cannot use either.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ def _note(folder: Path, rank: int) -> Path:
 
 
 def tell_written(folder: Path, rank: int, **news: Any) -> None:
-    """Tell that `rank` has done what it writes into `folder`; with `error`, why it has not."""
+    """Report that `rank` has written its part into `folder`; with `error`, why it has not."""
     try:
         write_text(_note(folder, rank), json.dumps(news))
     except OSError:
-        _note(folder, rank).touch()  # on a full disk a name still has room
+        _note(folder, rank).touch()  # a full disk still has room for a name
 
 
 def wait_written(
     folder: Path, ranks: Iterable[int], deadline: float, stop: threading.Event | None = None
 ) -> dict[int, dict[str, Any]]:
-    """Wait until `ranks` have told; returns what each has, and removes nothing.
+    """Wait until all `ranks` have reported. Return what each has reported; no file is removed.
 
     Args:
         deadline: by the monotonic clock.
-        stop: once it is set, nobody waits any longer.
+        stop: ends the wait when it is set.
 
     Raises:
-        CheckpointError: a rank could not write its part, or has not told in time.
+        CheckpointError: a rank could not write its part, or has not reported in time.
     """
     news: dict[int, dict[str, Any]] = {}
     waiting = list(ranks)
@@ -49,7 +49,7 @@ def wait_written(
             text = _note(folder, rank).read_text(encoding="utf-8") or '{"error": "not even an error; see its log"}'
             news[rank] = json.loads(text)
             if why := news[rank].get("error"):
-                raise CheckpointError(f"rank {rank} has written: {why}", where=str(folder), remedy="free space")
+                raise CheckpointError(f"rank {rank} reports: {why}", where=str(folder), remedy="free space")
             waiting.remove(rank)
         if not waiting:
             break

@@ -1,4 +1,4 @@
-"""Checks what transformers asks of a custom attention function."""
+"""Check what transformers requires of a custom attention function."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Unfit(Exception):
-    """A model cannot be run in some way. The text gives the reason, to follow "because"."""
+    """A model cannot run in some mode. The text gives the reason, to follow "because"."""
 
 
 def check_plain(given: Mapping[str, Any]) -> None:

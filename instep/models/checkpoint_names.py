@@ -1,8 +1,8 @@
 """The tensors of a Hugging Face checkpoint <-> those of the model that transformers builds from it.
 
-transformers holds, for example, all experts of a layer in one tensor, where checkpoints hold them one by one. Its own
-mapping (`transformers.conversion_mapping`) says what becomes of what, for every model that has one; it is used here
-in both directions, on a few tensors at a time, and with the names that the checkpoint at hand has.
+For example, transformers holds all experts of a layer in one tensor, and checkpoints hold one tensor per expert. Its
+own mapping (`transformers.conversion_mapping`) describes this for each model that needs it. It is used here in both
+directions, on a few tensors at a time, with the names in the checkpoint.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from instep.models.mtp import mtp_names, num_mtp_layers
 
 
 def named_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The model's parameters and persistent buffers under the names of its modules, tied ones once.
+    """Return the model's parameters and persistent buffers under their module names, tied ones once.
 
-    LoRA adapters (`training/hf/lora.py`) are not among them.
+    LoRA adapters (`training/hf/lora.py`) are not included.
     """
     seen: set[int] = set()
     out = {}
@@ -36,7 +36,7 @@ def named_weights(model: nn.Module) -> dict[str, Tensor]:
 
 @dataclass
 class Group:
-    """The tensors that are converted together, such as the gate and up projections of all experts of a layer.
+    """Tensors that are converted together, such as the gate and up projections of all experts of a layer.
 
     Attributes:
         model: their names in the model.
@@ -49,7 +49,7 @@ class Group:
     shapes: list[tuple[int, ...]] = field(default_factory=list)
     converter: WeightConverter | None = None
     patterns: list[str] = field(default_factory=list)  # which source of the converter each of `checkpoint` is
-    inner: list[str] = field(default_factory=list)  # the names of `checkpoint` as the converter knows them
+    inner: list[str] = field(default_factory=list)  # the names of `checkpoint` in the converter
 
 
 class CheckpointNames:
@@ -57,13 +57,13 @@ class CheckpointNames:
 
     Attributes:
         groups: every weight of the model is in one of them, in the order of the model.
-        missing: names of tensors that the checkpoint lacks (as transformers calls them).
-        extra: names of tensors of the checkpoint that are not the model's, and that transformers does not ignore.
-        mtp: names of those of multi-token prediction, which the model does not have.
+        missing: names (of transformers) of tensors that are missing in the checkpoint.
+        extra: names of tensors of the checkpoint that the model does not have and transformers does not ignore.
+        mtp: names of tensors of multi-token prediction, which the model does not have.
 
     Args:
         model: plain or sharded; only names and shapes are read.
-        names: of the checkpoint's tensors; None: those that `save_pretrained` would write.
+        names: the checkpoint's tensors; None: those that `save_pretrained` would write.
     """
 
     def __init__(self, model: PreTrainedModel, names: Iterable[str] | None = None):
@@ -100,7 +100,8 @@ class CheckpointNames:
                 self.groups.append(group)
 
     def _place(self, name: str, found: dict[str, Group]) -> bool:
-        """Put a tensor of the checkpoint into the group of the first weight that it becomes; False: it becomes none."""
+        """Put a tensor of the checkpoint into the group of the first weight made from it. Return False if there is
+        none."""
         prefix = self._model.base_model_prefix
         renamed, pattern = rename_source_key(name, self._renamings, self._converters, prefix, self._shapes)
         if renamed not in self._shapes:  # perhaps it has the model's own name already
@@ -120,7 +121,7 @@ class CheckpointNames:
         return True
 
     def _complete(self, group: Group) -> None:
-        """Find out the shapes in the checkpoint, and which of a group's tensors it lacks."""
+        """Find the shapes in the checkpoint, and which of a group's tensors are missing there."""
         blank = {name: torch.empty(self._shapes[name], device="meta") for name in group.model}
         if group.converter is None:
             group.shapes = [self._shapes[group.model[0]]]
@@ -133,7 +134,7 @@ class CheckpointNames:
             group.shapes = [tuple(parts[inner].shape) for inner in group.inner if inner in parts]
 
     def to_model(self, group: Group, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-        """The model's weights of a group from the checkpoint's tensors, in the order of `group.checkpoint`.
+        """Return the model's weights of a group from the checkpoint's tensors, in the order of `group.checkpoint`.
 
         Raises:
             ValueError, RuntimeError: their shapes do not fit together.
@@ -146,7 +147,8 @@ class CheckpointNames:
         return {name: made[name][0] if isinstance(made[name], list) else made[name] for name in group.model}
 
     def to_checkpoint(self, group: Group, weights: Mapping[str, Tensor]) -> list[Tensor]:
-        """The checkpoint's tensors of a group, in the order of `group.checkpoint`, from the model's full weights."""
+        """Return the checkpoint's tensors of a group, in the order of `group.checkpoint`, from the model's full
+        weights."""
         if group.converter is None:
             return [weights[group.model[0]]]
         parts = self._reverted(group, weights)

@@ -1,4 +1,4 @@
-"""The layers of a model of transformers."""
+"""The layers of a transformers model."""
 
 import torch
 from transformers.modeling_layers import GradientCheckpointingLayer

@@ -17,7 +17,7 @@ _EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
 
 
 def weight_map(folder: Path) -> dict[str, str]:
-    """The name of the file of each tensor, by the tensor's name, in the index of a Hugging Face folder.
+    """Return the file name of each tensor, by the tensor's name, from the index of a Hugging Face folder.
 
     Raises: OSError, ValueError.
     """
@@ -26,30 +26,30 @@ def weight_map(folder: Path) -> dict[str, str]:
     if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
         raise ValueError("it has no weight_map, an object with the name of a file for each tensor")
     if elsewhere := [file for file in files.values() if "/" in file or file in ("", ".", "..") or "\0" in file]:
-        raise ValueError(f"it names {elsewhere[0]!r:.80}, which is no file in its folder")
+        raise ValueError(f"it names {elsewhere[0]!r:.80}, which is not a file in its folder")
     return files
 
 
 def safetensors_header(path: Path) -> dict[str, Any]:
-    """What stands in a safetensors file about its tensors, by name; nothing is allocated that is not there.
+    """Return the header of a safetensors file, by tensor name; a wrong length in the file cannot cause an allocation.
 
     Raises: OSError, ValueError.
     """
     with open_regular(path) as file:
         length = int.from_bytes(file.read(8), "little")
         if length > min(_LONGEST, os.fstat(file.fileno()).st_size):
-            raise ValueError(f"{path.name} is no safetensors file: its header would have {length:,} bytes")
+            raise ValueError(f"{path.name} is not a safetensors file: its header would have {length:,} bytes")
         try:
             header = json.loads(file.read(length))
         except RecursionError:
-            raise ValueError(f"{path.name} is no safetensors file: its header is nested too deep") from None
+            raise ValueError(f"{path.name} is not a safetensors file: its header is nested too deep") from None
     if not isinstance(header, dict):
-        raise ValueError(f"{path.name} is no safetensors file: its header is no JSON object")
+        raise ValueError(f"{path.name} is not a safetensors file: its header is not a JSON object")
     return header
 
 
 def tensor_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model, chosen as by transformers: a folder may hold it in several forms."""
+    """Return the safetensors files of a model, chosen as transformers does: a folder may hold it in several forms."""
     whole = folder / SINGLE
     if (folder / INDEX).exists():
         return [folder / name for name in sorted(set(weight_map(folder).values()))]
@@ -57,8 +57,8 @@ def tensor_files(folder: Path) -> list[Path]:
 
 
 def has_own_head(folder: str) -> bool:
-    """Whether the output layer in a folder differs from the embedding. If config.json ties them, it is wrong then, also
-    for transformers and vLLM. False for damaged files, which other checks report."""
+    """Return whether the output layer in a folder differs from the embedding. If so and config.json ties them, it is
+    wrong, also for transformers and vLLM. Return False for damaged files, which other checks report."""
     try:
         return _has_own_head(tuple((path, path.stat().st_mtime_ns) for path in tensor_files(Path(folder))))
     except (OSError, ValueError, TypeError, KeyError, AttributeError):

@@ -1,6 +1,6 @@
 """Models of the Hugging Face hub by name, in the cache of `huggingface_hub`.
 
-A snapshot is the folder CACHE/models--ORG--NAME/snapshots/COMMIT: its path says which model it is, at which commit.
+A snapshot is the folder CACHE/models--ORG--NAME/snapshots/COMMIT: the path gives the model and the commit.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ _NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\w[\w./-]*))?", re.ASCII)
 _WITHOUT_WEIGHTS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
 HUB_SECONDS = 30.0  # the longest wait for an answer of the hub, or for its next part
 HOW = "give a folder, or a model of the hub as ORG/NAME or ORG/NAME@REVISION"
-_of_names: set[str] = set()  # snapshots that were given by name in this process
+_of_names: set[str] = set()  # snapshots given by name in this process
 
 
 def is_name(given: str) -> bool:
-    """Whether `given` is ORG/NAME or ORG/NAME@REVISION, and neither a file nor a folder here."""
+    """Return whether `given` is ORG/NAME or ORG/NAME@REVISION, and neither a file nor a folder here."""
     return _NAME.fullmatch(given) is not None and not os.path.lexists(given)
 
 
 def name_of(folder: str) -> tuple[str, str] | None:
-    """Name and commit of a snapshot, from its path; None for another folder."""
+    """Return name and commit of a snapshot, from its path; None for another folder."""
     repo, snapshots, commit = ("", "", "", *Path(folder).parts)[-3:]
     return (repo[8:].replace("--", "/"), commit) if repo[:8] == "models--" and snapshots == "snapshots" else None
 
 
 def at_commit(given: str, folder: str | None) -> str:
-    """The name `given` with the commit of `folder`, if that is a snapshot of it and `given` has no revision."""
+    """Add the commit of `folder` to the name `given`, if `folder` is its snapshot and `given` has no revision."""
     known = name_of(folder or "")
     return f"{given}@{known[1]}" if known and known[0] == given else given
 
 
 def folder_of(given: str, flag: str, *, weights: bool = True) -> str:
-    """The folder for `given`: a name is downloaded, anything else is a folder already.
+    """Return the folder for `given`: a name is downloaded, anything else is already a folder.
 
     Raises:
         ConfigError: the download failed.
@@ -55,7 +55,7 @@ def folder_of(given: str, flag: str, *, weights: bool = True) -> str:
 
 @functools.cache
 def snapshot(given: str, flag: str) -> str:
-    """Download a model without its weights; returns the folder of the snapshot. A process asks the hub once.
+    """Download a model without its weights. Return the folder of the snapshot. A process asks the hub once.
 
     Raises:
         ConfigError: the download failed.
@@ -68,7 +68,7 @@ def snapshot(given: str, flag: str) -> str:
 
 
 def gets_weights(folder: str) -> bool:
-    """Whether `fetch_weights` completes this folder: a snapshot that was given by name."""
+    """Return whether `fetch_weights` completes this folder: a snapshot that was given by name."""
     return folder in _of_names
 
 
@@ -78,11 +78,11 @@ def fetch_weights(folder: str, flag: str) -> None:
         return
     try:
         names = sorted(set(weight_map(Path(folder)).values())) if (Path(folder) / INDEX).exists() else [SINGLE]
-    except (OSError, ValueError):  # `check_hf_checkpoint` says what is wrong with the index
+    except (OSError, ValueError):  # `check_hf_checkpoint` reports what is wrong with the index
         return
     if _missing(folder, names):
         _fetched(*known, names, names, f"{flag} {'@'.join(known)}", Path(folder).parents[2])
-        shape_of.cache_clear()  # it reads the files of the weights
+        shape_of.cache_clear()  # it reads the weight files
 
 
 def _missing(folder: str, names: Sequence[str]) -> list[str]:
@@ -92,7 +92,7 @@ def _missing(folder: str, names: Sequence[str]) -> list[str]:
 def _fetched(
     repo: str, revision: str | None, files: Sequence[str], needed: Sequence[str], where: str, cache: Path | None = None
 ) -> str:
-    """Download the files of a model that match the patterns `files`; without an answer of the hub, the cache serves.
+    """Download the files of a model that match the patterns `files`; if the hub does not answer, use the cache.
 
     Raises:
         ConfigError: a file of `needed` is missing, or the download failed.
@@ -100,7 +100,7 @@ def _fetched(
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
-    # HTTPError of httpx or httpx2, and OSError; ValueError of a wrong name; RuntimeError of a transfer by Xet.
+    # HTTPError of httpx or httpx2, and OSError; ValueError for a wrong name; RuntimeError for a transfer by Xet.
     expected: tuple[type[Exception], ...] = (*HfHubHTTPError.__bases__, ValueError, RuntimeError)
     refused: Exception | None = None
     bound_waits()
@@ -130,7 +130,7 @@ def _fetched(
 
 @functools.cache
 def bound_waits() -> None:
-    """Bound requests of `huggingface_hub` and `datasets` that have no timeout by `HUB_SECONDS`."""
+    """Limit requests of `huggingface_hub` and `datasets` without a timeout to `HUB_SECONDS`."""
     from huggingface_hub import get_session
 
     def bound(request: Any) -> None:
@@ -141,18 +141,18 @@ def bound_waits() -> None:
 
 
 def _told(repo: str, revision: str | None, error: Exception) -> tuple[str, str]:
-    """Why a download failed, and the remedy."""
+    """Return why a download failed, and the remedy."""
     from huggingface_hub import constants, errors
 
     at, token = f"{constants.ENDPOINT}/{repo}", "give your token: HF_TOKEN, or `hf auth login`"
     if isinstance(error, errors.GatedRepoError):
         return f"{at} is gated", f"ask for access on that page, and {token}"
     if isinstance(error, errors.RepositoryNotFoundError):
-        return f"no folder {repo} here, and no such model at {constants.ENDPOINT}", f"{HOW}; of a private one {token}"
+        return f"no folder {repo} here, and no such model at {constants.ENDPOINT}", f"{HOW}; for a private one {token}"
     if isinstance(error, errors.RevisionNotFoundError):
         return f"{at} has no revision {revision}", "name a branch, a tag or a commit after the @"
     if isinstance(error, OSError) and error.errno:
-        remedy = "free space there, name another cache in HF_HOME, or take what is in it with HF_HUB_OFFLINE=1"
+        remedy = "free space there, set another cache in HF_HOME, or use its content with HF_HUB_OFFLINE=1"
         return f"{repo} cannot be stored: {error}", remedy
     asked = f"{constants.ENDPOINT} does not answer: {' '.join(str(error).split()) or type(error).__name__}"
     if isinstance(error, errors.OfflineModeIsEnabled):

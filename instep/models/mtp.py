@@ -1,4 +1,4 @@
-"""Multi-token prediction: modules that checkpoints have beside the model, which is loaded and trained without them."""
+"""Multi-token prediction: extra modules of checkpoints; the model is loaded and trained without them."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 
 
 def num_mtp_layers(config: Mapping[str, Any]) -> int:
-    """How many layers of multi-token prediction a config.json says that there are."""
+    """Return the number of layers of multi-token prediction in a config.json."""
     return next((int(config[key]) for key in KEYS if config.get(key)), 0)
 
 
 def mtp_names(names: Iterable[str], num_layers: int, num_mtp: int) -> list[str]:
-    """Those of a checkpoint's names that are multi-token prediction's, sorted: layers behind the model's own, of which
-    there are `num_layers` (DeepSeek-V3, GLM-4.5), or modules called so (Qwen3-Next, MiMo)."""
+    """Return the sorted names of multi-token prediction in a checkpoint: layers behind the model's own `num_layers`
+    (DeepSeek-V3, GLM-4.5), or modules of that name (Qwen3-Next, MiMo)."""
     behind = range(num_layers, num_layers + num_mtp if num_layers else 0)
     layers = ((name, _LAYER.match(name)) for name in names)
     return sorted(name for name, at in layers if (int(at[1]) in behind if at else _MODULE.match(name)))
 
 
 def left_out(names: Sequence[str]) -> str:
-    """A line that says that these are left out; empty without any."""
+    """Return a line that says that these are not read; an empty text if there are no names."""
     what = f"{len(names)} tensors of multi-token prediction ({names[0]}, ...) are not read: " if names else ""
     return what and f"{what}they are neither trained nor synced nor exported"

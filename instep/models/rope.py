@@ -1,6 +1,6 @@
-"""Rotary positions whose frequencies transformers picks by the longest sequence of a batch (`dynamic`, `longrope`).
+"""Rotary positions whose frequencies depend on the longest sequence of a batch in transformers (`dynamic`, `longrope`).
 
-Trainer and engines fix them for the whole run, as vLLM does, so that no log-prob depends on what shares a batch.
+Trainer and engines fix them for the whole run, as vLLM does, so no log-prob depends on the other samples of a batch.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
-_ALREADY_LONG = ("longrope", "llama3", "yarn", "deepseek_yarn")  # their models name the scaled length
-# What transformers and vLLM do not understand alike.
+_ALREADY_LONG = ("longrope", "llama3", "yarn", "deepseek_yarn")  # their models use the scaled length
+# What transformers and vLLM interpret differently.
 _AMBIGUOUS = {"short_mscale", "long_mscale", "attention_factor", "max_trained_positions", "alpha"}
 
 
 def context_length(config: Mapping[str, Any], max_model_len: int | None) -> int | None:
-    """The most tokens of a sequence: `max_model_len`, or vLLM's default for a model; None where neither is known.
+    """Return the most tokens of a sequence: `max_model_len`, or vLLM's default for a model; None if both are unknown.
 
-    The default of a `longrope` model is the length that it was first trained with, for which its short factors are.
-    Flags, trainer and the embedded engine all ask here.
+    The default of a `longrope` model is its first training length, which its short factors are for. Flags, trainer and
+    the embedded engine all use this function.
 
     Args:
         config: the entries of config.json, or those of a transformers configuration.
@@ -43,7 +43,7 @@ def context_length(config: Mapping[str, Any], max_model_len: int | None) -> int 
 
 
 def rope_by_layer(config: Mapping[str, Any]) -> dict[str | None, dict[str, Any]]:
-    """Rotary parameters by the type of the layers that have them (None: all layers), each with its `rope_type`."""
+    """Return rotary parameters by the layer type that uses them (None: all layers), each with its `rope_type`."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     nested = {name: value for name, value in rope.items() if isinstance(value, dict)}
     out: dict[str | None, dict[str, Any]] = {**nested} if nested else {None: rope} if rope else {}
@@ -56,13 +56,14 @@ def _rope_type(rope: Mapping[str, Any]) -> str:
 
 
 def fix_rope(model: PreTrainedModel, max_model_len: int | None) -> None:
-    """Give every rotary embedding of `model` the frequencies that it keeps.
+    """Give every rotary embedding of `model` fixed frequencies.
 
-    `longrope`: its long factors if sequences of more than the original length are possible (`context_length`), else the
-    short ones. `dynamic`: those of its own length, `max_position_embeddings`. Source: vLLM 0.32, `rotary_embedding`.
+    `longrope`: its long factors if sequences may exceed the original length (`context_length`), otherwise the short
+        ones.
+    `dynamic`: those of its own length, `max_position_embeddings`. Source: vLLM 0.32, `rotary_embedding`.
 
     Raises:
-        ConfigError: rotary positions of these kinds that cannot be fixed, or that vLLM understands in another way.
+        ConfigError: rotary positions of these kinds that cannot be fixed, or that vLLM interprets differently.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -82,22 +83,22 @@ def fix_rope(model: PreTrainedModel, max_model_len: int | None) -> None:
                 frequencies, scaling = ROPE_INIT_FUNCTIONS[str(kind)](config, None, seq_len=seq_len, **more)
                 kept.copy_(frequencies)
                 setattr(module, f"{prefix}attention_scaling", scaling)
-                # Nothing is updated in a forward pass then.
+                # Then a forward pass updates nothing.
                 module.rope_type = "default" if layer is None else {**module.rope_type, layer: "default"}
                 num_fixed += 1
     if changing and not num_fixed:
-        raise _cannot(model, next(iter(changing.values())), "its model computes them in a way of its own")
+        raise _cannot(model, next(iter(changing.values())), "its model computes them with its own code")
 
 
 def _check(model: PreTrainedModel, rope: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-    """Raise ConfigError for parameters that trainer and engine would not understand alike."""
+    """Raise ConfigError for parameters that trainer and engine would interpret differently."""
     given = {name for name in _AMBIGUOUS if rope.get(name) is not None}
     original, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
     if rope["rope_type"] == "longrope" and factor is not None and original:
         ratio = config["max_position_embeddings"] / original
         given |= {f"factor {factor}, not {ratio:g} = max_position_embeddings / original"} if factor != ratio else set()
     if given:
-        raise _cannot(model, rope, f"vLLM and transformers do not take {', '.join(sorted(given))} alike")
+        raise _cannot(model, rope, f"vLLM and transformers interpret {', '.join(sorted(given))} differently")
 
 
 def _cannot(model: PreTrainedModel, rope: Mapping[str, Any], why: str) -> ConfigError:

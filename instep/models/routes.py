@@ -1,7 +1,7 @@
 """The experts that an engine chose for each token, which training can replay (router replay, arXiv 2510.11370).
 
-Routes are an array `[num_tokens, num_layers, experts per token]` of small integers, a row for each token that the
-engine computed, dense layers included: all tokens of a sample but the last one, which it sampled and did not read.
+Routes are an array `[num_tokens, num_layers, experts per token]` of small integers. It has a row for each token that
+the engine computed, dense layers included: all tokens of a sample but the last, which was sampled but not read.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import numpy as np
 
 
 def as_routes(rows: Any) -> np.ndarray:
-    """Rows of any kind as `uint8`, or `int16` where a layer has more than 256 experts.
+    """Convert rows of any type to `uint8`, or `int16` where a layer has more than 256 experts.
 
     Raises:
-        ValueError: they are no whole numbers from 0 on, in three dimensions.
+        ValueError: they are not whole numbers >= 0, in three dimensions.
     """
     rows = np.asarray(rows)
     if rows.ndim != 3 or rows.dtype.kind not in "iu" or (rows.size and not 0 <= rows.min() <= rows.max() < 2**15):
@@ -26,27 +26,27 @@ def as_routes(rows: Any) -> np.ndarray:
 
 
 def encode(rows: Any) -> str:
-    """The text of routes in JSON: an `.npy` file in base64, as vLLM answers them."""
+    """Return routes as text for JSON: an `.npy` file in base64, as in vLLM's answers."""
     file = io.BytesIO()
     np.save(file, as_routes(rows), allow_pickle=False)
     return base64.b64encode(file.getvalue()).decode("ascii")
 
 
 def decode(text: str) -> np.ndarray:
-    """The routes of what `encode` or vLLM wrote. Raises ValueError for any other text."""
+    """Return the routes from a text of `encode` or vLLM. Raises ValueError for any other text."""
     try:
         return as_routes(np.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False))
     except (EOFError, OSError, TypeError) as error:
-        raise ValueError(f"no routed experts: {error}") from error
+        raise ValueError(f"these are not routed experts: {error}") from error
 
 
 def extended(known: Any, rows: Any, num_tokens: int) -> np.ndarray:
-    """The routes of all but the last of `num_tokens` tokens: those `known`, and for the others the last of `rows`.
+    """Return the routes of all but the last of `num_tokens` tokens: `known`, then the last of `rows`.
 
-    What was known stays, though the engine may have computed those tokens again: they were sampled under it.
+    `known` routes stay even if the engine computed those tokens again: the tokens were sampled with these routes.
 
     Raises:
-        ValueError: there are fewer `rows` than tokens without a route, or more `known` than tokens, or they are of
+        ValueError: there are fewer `rows` than tokens without a route, or more `known` than tokens, or they belong to
             another model.
     """
     rows = as_routes(rows)

@@ -17,7 +17,8 @@ QUANTIZATION = "hf_quant_config.json"
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """The config.json of a Hugging Face folder, with the entries of its `text_config`. Raises: OSError, ValueError."""
+    """Return the config.json of a Hugging Face folder, with the entries of its `text_config`. Raises: OSError,
+    ValueError."""
     config = read_json(Path(folder) / "config.json")
     if not isinstance(config, dict):
         raise ValueError("is JSON, but not an object like '{\"key\": 1}'")
@@ -27,7 +28,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
 
 
 def check_types(config: Mapping[str, Any]) -> None:
-    """Refuse a config.json whose entries, as far as they decide anything before a model is made, are of other types.
+    """Refuse a config.json with entries of wrong types, if they decide anything before a model is made.
 
     Raises: ValueError.
     """
@@ -45,12 +46,12 @@ def check_types(config: Mapping[str, Any]) -> None:
     ]
     wrong = [name for name, value, kind in kinds if not isinstance(value, (kind, type(None)))]
     if wrong:
-        raise ValueError(f"its entry {wrong[0]} is of another type than models have there")
+        raise ValueError(f"its entry {wrong[0]} has a wrong type")
 
 
 def as_stored(config: dict[str, Any], folder: str | Path) -> dict[str, Any]:
-    """`config`, corrected by the other files of its folder: with the `quantization_config` that ModelOpt writes into
-    hf_quant_config.json, and without tied embeddings if the output layer differs from the embedding.
+    """Return `config`, corrected by the other files of its folder: add the `quantization_config` that ModelOpt writes
+    into hf_quant_config.json; untie the embeddings if the output layer differs from them.
 
     Raises: OSError, ValueError.
     """
@@ -63,13 +64,13 @@ def as_stored(config: dict[str, Any], folder: str | Path) -> dict[str, Any]:
     how = there.get("quantization", there) if isinstance(there, dict) else None
     if not isinstance(how, dict):
         raise ValueError(f"{QUANTIZATION} has no object `quantization`")
-    of_weights = how.get("quant_algo", "")  # null, if the cache alone is quantized
+    of_weights = how.get("quant_algo", "")  # null, if only the cache is quantized
     return config if of_weights is None else {**config, "quantization_config": {"quant_method": "modelopt", **how}}
 
 
 @dataclass(frozen=True)
 class Family:
-    """The differences between families, apart from the numbers of `ModelShape`.
+    """The differences between model families, except for the numbers of `ModelShape`.
 
     Attributes:
         latent: multi-head latent attention (`LatentAttention`), with norms on both latents.
@@ -97,18 +98,19 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 @dataclass(frozen=True)
 class Experts:
-    """The mixture of experts that stands for the MLP in some layers, without capacity.
+    """The mixture of experts that replaces the MLP in some layers, without capacity limits.
 
     Attributes:
-        num_active: experts of a token.
+        num_active: number of experts of a token.
         ffn_hidden_size: of each expert.
-        normalized: whether the weights of a token's experts sum to 1, before `scale`.
+        normalized: whether the weights of a token's experts sum to 1 before `scale`.
         layers: the layers that have experts; the others are dense.
         sigmoid: scores are sigmoids, and the choice adds a bias of each expert to them (DeepSeek-AI 2024, arXiv
-            2412.19437, section 2.1.2); else a softmax.
-        num_groups, num_active_groups: a token's experts are all in its best groups, by the two best of each.
-        scale: of the weights.
-        shared_ffn_hidden_size: width of the experts of every token, together; 0: there are none.
+            2412.19437, section 2.1.2); otherwise a softmax.
+        num_groups, num_active_groups: a token's experts are all in its best groups; a group is ranked by its two best
+            experts.
+        scale: factor of the weights.
+        shared_ffn_hidden_size: total width of the experts that every token uses; 0 without such experts.
     """
 
     num: int
@@ -123,7 +125,7 @@ class Experts:
     shared_ffn_hidden_size: int = 0
 
 
-KV_B = "kv_b_proj"  # of latent attention: vLLM computes with its weight as it was loaded, and with no adapter of it
+KV_B = "kv_b_proj"  # of latent attention: vLLM computes with its loaded weight and supports no adapter on it
 
 
 @dataclass(frozen=True)
@@ -131,9 +133,9 @@ class LatentAttention:
     """Attention whose queries, keys and values come from latent vectors (arXiv 2412.19437, section 2.1.1).
 
     Attributes:
-        q_rank, kv_rank: widths of the latent vectors; without the former, queries come from the hidden states.
+        q_rank, kv_rank: widths of the latent vectors; without `q_rank`, queries come from the hidden states.
         content_dim, rotary_dim: the two parts of a head of queries and keys; keys share the rotary one.
-        value_dim: of a head.
+        value_dim: the width of a head's values.
     """
 
     q_rank: int | None
@@ -163,19 +165,19 @@ class ModelShape:
     experts: Experts | None = None
     value_head: bool = False  # a critic: the output layer has one row, on every tensor-parallel rank
     latent: LatentAttention | None = None
-    num_mtp_layers: int = 0  # of multi-token prediction, which checkpoints have behind the others: not trained
+    num_mtp_layers: int = 0  # of multi-token prediction, at the end in checkpoints: not trained
 
     @property
     def rotary_dim(self) -> int:
         return self.latent.rotary_dim if self.latent else self.kv_channels
 
     def as_critic(self) -> ModelShape:
-        """The same transformer with a value head."""
+        """Return the same transformer with a value head."""
         return replace(self, tied=False, value_head=True)
 
 
 def model_shape(hf_config: Any) -> ModelShape:
-    """The shape of `hf_config` (a transformers 5 `PreTrainedConfig`).
+    """Return the shape of `hf_config` (a transformers 5 `PreTrainedConfig`).
 
     Raises:
         ConfigError: a family that is not in `FAMILIES`, or options that the Megatron model does not have, all at once.
@@ -199,8 +201,8 @@ _COUNTS = (
 
 
 def shape_in_file(config: Mapping[str, Any]) -> ModelShape | None:
-    """The shape that a config.json says; None of a model that Megatron cannot train, where transformers' defaults stand
-    for what is missing, and of numbers that are none, which the check of the checkpoint names."""
+    """Return the shape in a config.json. Return None if Megatron cannot train the model, if an entry is missing (then
+    transformers has a default), or if a number is invalid (the check of the checkpoint names it)."""
     family = FAMILIES.get(config.get("model_type", ""))
     try:
         if family is None or unsupported(config) or any(type(config[n]) is not int or config[n] < 1 for n in _COUNTS):
@@ -234,8 +236,8 @@ def _shape(c: dict[str, Any], family: Family) -> ModelShape:
 
 
 def unsupported(config: Mapping[str, Any]) -> str:
-    """Why Megatron cannot train the model of a config.json (or of `to_dict` of its class), to be said after its name;
-    empty if nothing is known against it, as for a file without a `model_type`."""
+    """Return why Megatron cannot train the model of a config.json (or of its class's `to_dict`), as text after its
+    name. Return an empty text if no reason is known, as for a file without a `model_type`."""
     kind, names = config.get("model_type"), config.get("architectures") or []
     if kind is not None and kind not in FAMILIES:
         return f"has no model map for {''.join(map(str, names[:1])) or 'a model'} (model_type {kind!r})"
@@ -246,13 +248,13 @@ def unsupported(config: Mapping[str, Any]) -> str:
 
 
 def num_experts(config: Mapping[str, Any]) -> int:
-    """Experts of a layer; 0 for a dense model. Configurations have several names for it."""
+    """Return the experts of a layer; 0 for a dense model. Configurations have several names for it."""
     found = next((config[name] for name in NUM_EXPERTS if config.get(name)), 0)
     return found if isinstance(found, int) else 0
 
 
 def expert_layers(config: Mapping[str, Any], family: Family) -> tuple[int, ...]:
-    """The layers that have experts, in a model that has any."""
+    """Return the layers that have experts, in a model that has any."""
     layers = range(config["num_hidden_layers"])
     if family.sigmoid:
         return tuple(layers[config.get("first_k_dense_replace") or 0 :])
@@ -293,7 +295,7 @@ def _latent(c: dict[str, Any]) -> LatentAttention:
 
 
 def _unsupported_experts(c: dict[str, Any], experts: Experts | None) -> list[str]:
-    """What checkpoints may say beyond what transformers computes, and what Megatron computes in another way."""
+    """Return options that transformers does not compute, and those that Megatron computes differently."""
     if experts is None or not experts.sigmoid:
         return []
     said = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
@@ -319,7 +321,7 @@ def _unsupported(c: Mapping[str, Any]) -> list[str]:
         problems.append(f"hidden_act={c['hidden_act']!r} (only silu)")
     problems += [f"{key}=true" for key in ("attention_bias", "mlp_bias", "use_sliding_window") if c.get(key)]
     if c.get("attention_dropout"):
-        problems.append(f"attention_dropout={c['attention_dropout']} (log-probs would not be repeatable)")
+        problems.append(f"attention_dropout={c['attention_dropout']} (log-probs would change between passes)")
     if set(c.get("layer_types") or ()) - {"full_attention"}:
         problems.append(f"layer_types {sorted(set(c['layer_types']))} (only full_attention)")
     if rope["rope_type"] not in ROPE_TYPES:

@@ -1,4 +1,4 @@
-"""The numbers of a model that its memory and its time follow from: from config.json and the headers of its weights."""
+"""The numbers of a model that decide its memory and its time: from config.json and the headers of its weights."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class Shape:
     """A decoder.
 
     Attributes:
-        ffn: width of the feed-forward part that a token passes, all its experts together; where some layers have no
-            experts, the mean.
-        layer: parameters of one layer, the mean.
+        ffn: width of the feed-forward part that a token uses, all its experts together; the mean over layers if some
+            have no experts.
+        layer: parameters of a layer, the mean.
         total: parameters of the model; a tied output layer counts once.
-        used: those that a token is multiplied with, the output layer included and the input embedding not.
-        experts: those of `total` that are in experts; 0 in a dense model.
-        routed: experts that a token is sent to in a layer, the mean; 0 in a dense model.
-        cached: what an engine keeps of a token in a layer on every rank, where attention is latent (numbers, not
-            bytes); 0 where it keeps keys and values. `kv_heads` and `head_dim` are those that a trainer computes.
+        used: parameters that a token is multiplied with: with the output layer, without the input embedding.
+        experts: the part of `total` in experts; 0 in a dense model.
+        routed: experts per token in a layer, the mean; 0 in a dense model.
+        cached: numbers (not bytes) that an engine caches per token and layer on every rank, with latent attention; 0 if
+            it caches keys and values. `kv_heads` and `head_dim` are those of the trainer.
     """
 
     num_layers: int
@@ -57,7 +57,7 @@ class Shape:
 
     @property
     def keys(self) -> int:
-        """Width of the keys; that of the values is the same."""
+        """The width of the keys, and of the values."""
         return self.kv_heads * self.head_dim
 
     @property
@@ -70,21 +70,22 @@ class Shape:
         return self.total - self.num_layers * self.layer
 
     def flops(self, length: int) -> float:
-        """Of the forward pass over a sequence, with logits of all its tokens; a backward pass has twice as many."""
+        """Return the FLOPs of the forward pass over a sequence, with logits of all tokens; a backward pass has twice as
+        many."""
         return 2.0 * self.used * length + 2.0 * self.num_layers * self.queries * length**2
 
     def as_critic(self) -> Shape:
-        """The same decoder with a value head."""
+        """Return the same decoder with a value head."""
         total = self.total - (0 if self.tied else self.embedding) + self.hidden
         return replace(self, tied=False, total=total, used=self.used - self.embedding, value_head=True)
 
 
 @lru_cache(maxsize=16)
 def shape_of(folder: str | None) -> Shape | None:
-    """The shape of the model in a Hugging Face folder; None where config.json is missing or describes no decoder.
+    """Return the shape of the model in a Hugging Face folder; None if config.json is missing or describes no decoder.
 
-    Parameters are counted in the headers of the safetensors files, which takes milliseconds; where there are none (or
-    packed or further weights, as of a quantized or a multimodal model) they follow from config.json.
+    Parameters are counted in the headers of the safetensors files, which takes milliseconds. Without these files, and
+    with packed or additional weights (quantized or multimodal models), they follow from config.json.
     """
     if folder is None:
         return None
@@ -106,7 +107,8 @@ def shape_of(folder: str | None) -> Shape | None:
 
 @lru_cache(maxsize=16)
 def quantized_bytes(folder: str | None) -> int | None:
-    """The bytes of the weights of a model that is stored quantized; None of any other, or without its files."""
+    """Return the bytes of the weights of a model that is stored quantized; None for other models, or without its
+    files."""
     if folder is None:
         return None
     try:
@@ -117,7 +119,7 @@ def quantized_bytes(folder: str | None) -> int | None:
 
 
 def shape_in(config: Mapping[str, Any]) -> Shape | None:
-    """The shape that a config.json describes; None unless it describes a decoder."""
+    """Return the shape that a config.json describes; None unless it describes a decoder."""
     try:
         return _of_config(config)
     except (KeyError, TypeError, ValueError, ZeroDivisionError):
@@ -161,7 +163,7 @@ def _of_config(config: Mapping[str, Any]) -> Shape:
 
 
 def _latent_attention(config: Mapping[str, Any], hidden: int, heads: int, kv_rank: int) -> int:
-    """Parameters of latent attention in a layer, with the norms of its latent vectors."""
+    """Return the parameters of latent attention in a layer, with the norms of its latent vectors."""
     content, rotary, value = (int(config[k]) for k in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
     q_rank, rows = int(config.get("q_lora_rank") or 0), heads * (content + rotary)
     queries = q_rank * (hidden + 1 + rows) if q_rank else hidden * rows
@@ -169,10 +171,10 @@ def _latent_attention(config: Mapping[str, Any], hidden: int, heads: int, kv_ran
 
 
 def _counted(folder: Path, shape: Shape) -> tuple[int, int] | None:
-    """The elements of all tensors in the model's safetensors files, and those of experts; None where it is not clear.
+    """Count the elements of all tensors in the model's safetensors files, and of experts; None if this is not clear.
 
-    That is so of quantized models, without files, and with damaged ones, which others report. Layers behind the model's
-    own, of multi-token prediction, do not count.
+    It is not clear for quantized models, without files, and with damaged files, which other checks report. Layers of
+    multi-token prediction, behind the model's own, do not count.
     """
     count = experts = 0
     try:

@@ -1,4 +1,4 @@
-"""How the layers of a model are dealt out to pipeline stages, as Megatron-Core does it."""
+"""How Megatron-Core distributes the layers of a model over pipeline stages."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ if TYPE_CHECKING:
 
 
 def stage_layers(args: Settings, num_layers: int) -> list[int]:
-    """The layers of each pipeline stage: of the first and the last what their flags say, of the others equally many.
+    """Return the layers of each pipeline stage: the first and the last by their flags, the others in equal numbers.
 
-    Raises: ValueError, with what does not divide.
+    Raises ValueError with what does not divide.
     """
     stages = args.pipeline_model_parallel_size
     first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
     between, rest = stages - (first is not None) - (last is not None), num_layers - (first or 0) - (last or 0)
     if between < 0:
-        raise ValueError(f"{stages} pipeline stage is no first and last one")
+        raise ValueError(f"{stages} pipeline stage cannot be both the first and the last")
     if rest < 0:
         raise ValueError(f"the first and the last stage have {num_layers - rest} layers, the model has {num_layers}")
     if between == 0 and rest:
-        raise ValueError(f"the first and the last stage leave {rest} layers to no stage")
+        raise ValueError(f"the first and the last stage leave {rest} layers, but there is no other stage")
     if between and (rest % between or not rest):
         which = "the" if between == stages else "the other"
         raise ValueError(f"{rest} layers cannot be shared equally by {which} {between} of {stages} pipeline stages")
@@ -35,7 +35,7 @@ def stage_layers(args: Settings, num_layers: int) -> list[int]:
 
 
 def num_chunks(args: Settings, num_layers: int) -> int:
-    """Chunks of layers that each pipeline stage holds (virtual stages)."""
+    """Return the number of layer chunks of each pipeline stage (virtual stages)."""
     if layers := args.num_layers_per_virtual_pipeline_stage:
         return num_layers // (args.pipeline_model_parallel_size * layers)
     return args.num_virtual_stages_per_pipeline_rank or 1

@@ -1,7 +1,7 @@
 """Hugging Face weights <-> Megatron-Core parameters of a decoder, for any tensor-parallel size.
 
-One rule serves loading and exporting: each Hugging Face tensor of an entry is cut along `split_dim` into equal parts,
-one per tensor-parallel rank; `fuse` makes of a rank's parts its Megatron parameter, `unfuse` takes it apart again.
+One rule is used for loading and exporting. Each Hugging Face tensor of an entry is cut along `split_dim` into equal
+parts, one per tensor-parallel rank. `fuse` makes a rank's Megatron parameter from its parts; `unfuse` is the inverse.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from instep.models.shape import LatentAttention, ModelShape
 
 EMBEDDING = "embedding.word_embeddings.weight"
 HEAD = "output_layer.weight"  # Megatron's name of the output layer
-EXPERT_BIAS = "expert_bias"  # of a router: what the choice of experts adds to their scores
+EXPERT_BIAS = "expert_bias"  # of a router: it is added to the scores for the choice of experts
 
 
 class Kind(StrEnum):
@@ -33,8 +33,8 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class WeightEntry:
-    """A Megatron parameter (its name counts layers over all stages, and experts over all ranks) and the Hugging Face
-    tensors that it is made of. An expert's are split over expert-tensor-parallel ranks.
+    """A Megatron parameter (its name counts layers over all stages, and experts over all ranks) and its Hugging Face
+    tensors. Parameters of an expert are split over expert-tensor-parallel ranks.
 
     Attributes:
         keep_fp32: the tensors are float32 in any model: a buffer that no gradient changes.
@@ -57,7 +57,8 @@ Part = tuple[str, Kind, dict[str, tuple[int, ...]]]  # of a layer: Megatron's na
 
 
 def weight_entries(shape: ModelShape) -> list[WeightEntry]:
-    """Every parameter of the model, in the order of the forward pass. A tied output layer has no entry of its own."""
+    """Return every parameter of the model, in the order of the forward pass. A tied output layer has no separate
+    entry."""
     hidden = shape.hidden_size
     vocab = (shape.vocab_size, hidden)
     entries = [WeightEntry(EMBEDDING, ("model.embed_tokens.weight",), (vocab,), Kind.VOCAB)]
@@ -141,7 +142,8 @@ def _entry(
 
 
 def part_range(entry: WeightEntry, index: int, rank: int, size: int, padded_vocab: int) -> tuple[int, int]:
-    """[start, stop) along `split_dim` of rank `rank`'s part of tensor `index`; cut off at the real vocabulary."""
+    """Return [start, stop) along `split_dim` of rank `rank`'s part of tensor `index`, without padding of the
+    vocabulary."""
     assert entry.split_dim is not None
     full = entry.shapes[index][entry.split_dim]
     step = (padded_vocab if entry.kind is Kind.VOCAB else full) // size
@@ -149,13 +151,13 @@ def part_range(entry: WeightEntry, index: int, rank: int, size: int, padded_voca
 
 
 def fuse(entry: WeightEntry, parts: Sequence[Tensor], shape: ModelShape, rows: int) -> Tensor:
-    """One rank's Megatron parameter from its parts, in the order of `entry.names`; `rows` is its size in dim 0."""
+    """Return a rank's Megatron parameter from its parts, in the order of `entry.names`; `rows` is its size in dim 0."""
     stacked = pieces(entry, parts, shape, rows)
     return torch.cat(stacked) if len(stacked) > 1 else stacked[0]
 
 
 def pieces(entry: WeightEntry, parts: Sequence[Tensor], shape: ModelShape, rows: int) -> list[Tensor]:
-    """What `fuse` puts one below the other: the parts, or views of them, and the rows of padding."""
+    """Return what `fuse` stacks on dim 0: the parts, or views of them, and the padding rows."""
     if entry.kind is Kind.QKV:
         groups = parts[1].shape[0] // shape.kv_channels
         grouped = [part.reshape(groups, -1, *part.shape[1:]) for part in parts]
@@ -166,7 +168,7 @@ def pieces(entry: WeightEntry, parts: Sequence[Tensor], shape: ModelShape, rows:
 
 
 def unfuse(entry: WeightEntry, local: Tensor, shape: ModelShape) -> list[Tensor]:
-    """A rank's parts from its Megatron parameter: the inverse of `fuse`, but for the padded rows."""
+    """Return a rank's parts from its Megatron parameter: the inverse of `fuse`, without the padding rows."""
     if entry.kind is Kind.QKV:
         per_group = shape.num_attention_heads // shape.num_query_groups
         sizes = [per_group * shape.kv_channels, shape.kv_channels, shape.kv_channels]
@@ -178,7 +180,8 @@ def unfuse(entry: WeightEntry, local: Tensor, shape: ModelShape) -> list[Tensor]
 
 
 def join(entry: WeightEntry, locals_: Sequence[Tensor], shape: ModelShape) -> list[Tensor]:
-    """The full Hugging Face tensors from all tensor-parallel ranks' parameters (of a replicated one: from any)."""
+    """Return the full Hugging Face tensors from all tensor-parallel ranks' parameters (a replicated one: from any
+    rank)."""
     per_rank = [unfuse(entry, local, shape) for local in locals_]
     full = []
     for index, want in enumerate(entry.shapes):

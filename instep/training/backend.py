@@ -1,9 +1,9 @@
-"""The protocol between the backend-neutral worker and a train backend, of which each process (rank) has one.
+"""The protocol between the backend-neutral worker and a train backend. Each process (rank) has one backend.
 
-A loss sees the log-probs and the entropy of response tokens (logits only where a user's own loss asks for them), so
-that no backend grows a loss of its own. Gradients are *summed* over micro-batches and data-parallel ranks: the loss
-weighs each token with the denominators of the whole optimizer step (`TokenBatch.token_columns["loss_weights"]`), so
-that nothing depends on the layout of micro-batches or ranks.
+A loss gets the log-probs and the entropy of response tokens (logits only if a user's own loss needs them). So no
+backend needs its own losses. Gradients are *summed* over micro-batches and data-parallel ranks. The loss weighs each
+token with the denominators of the whole optimizer step (`TokenBatch.token_columns["loss_weights"]`). So nothing depends
+on the layout of micro-batches or ranks.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ class ParallelInfo:
     tp_size: int = 1
     pp_size: int = 1
     cp_size: int = 1  # ranks that share the tokens of each micro-batch
-    micro_batch_multiple: int = 1  # of the number of micro-batches of a step
+    micro_batch_multiple: int = 1  # the number of micro-batches of a step is a multiple of it
     is_last_stage: bool = True  # holds log-probs and losses
-    is_output_rank: bool = True  # the one rank of this DP rank that hands results to the controller
+    is_output_rank: bool = True  # the one rank of this DP rank that returns results to the controller
     dp_group: Any = None
     device: torch.device = torch.device("cpu")
 
 
 @dataclass
 class TokenOutputs:
-    """What the model says about the response tokens of a micro-batch, samples in order; on the last pipeline stage.
+    """The model's outputs for the response tokens of a micro-batch, samples in order; on the last pipeline stage.
 
     Attributes:
-        log_probs: float32 `[num_response_tokens]`, of each response token at the temperature that its sample was
-            sampled with (`sample_columns["temperature"]`), without padded vocabulary columns. A critic's are empty.
-        entropy: float32 `[num_response_tokens]` of the same distribution, or None if not asked for.
-        logits: float32 `[1, num_tokens, vocab_size]` of the whole stream before the temperature, with gradient; only
-            if a custom loss asked for them, because they take much memory.
+        log_probs: float32 `[num_response_tokens]`, of each response token at the temperature of its sample
+            (`sample_columns["temperature"]`), without padded vocabulary columns. Empty for a critic.
+        entropy: float32 `[num_response_tokens]` of the same distribution, or None if not requested.
+        logits: float32 `[1, num_tokens, vocab_size]` of the whole stream before the temperature, with gradient; only if
+            a custom loss reads them, because they take much memory.
         values: float32 `[num_response_tokens]`, only of a critic: the value of the state in which the token was chosen.
     """
 
@@ -59,7 +59,7 @@ class TokenOutputs:
     values: torch.Tensor | None = None
 
     def cpu(self) -> TokenOutputs:
-        """A copy in host memory, in float32."""
+        """Return a copy in host memory, in float32."""
         columns = (self.log_probs, self.entropy, self.logits, self.values)
         return TokenOutputs(*(None if x is None else x.float().cpu() for x in columns))
 
@@ -94,90 +94,90 @@ class Frozen(Protocol):
     """A model that only scores: a reference or a teacher. Each `TrainBackend` is one.
 
     Attributes:
-        is_adapter: it is the actor under another adapter, and `load_hf` reads an adapter in peft's format.
+        is_adapter: it is the actor with another adapter, and `load_hf` reads an adapter in peft's format.
     """
 
     is_adapter: bool
 
     def forward_only(self, micro_batches: Sequence[TokenBatch], *, entropy: bool = False) -> list[TokenOutputs] | None:
-        """Outputs of each micro-batch without gradients, in order, on the CPU; None except on the last stage."""
+        """Return outputs of each micro-batch without gradients, in order, on the CPU; None except on the last stage."""
 
     def load_hf(self, path: Path) -> None:
-        """Load weights of a Hugging Face checkpoint into the model (and the optimizer's masters).
+        """Load weights from a Hugging Face checkpoint into the model (and the optimizer's masters).
 
         A critic's output layer becomes zero: its first values are 0, whatever the layout.
         """
 
     def offload(self, *, weights: bool = True) -> None:
-        """Free the device's memory: gradients are dropped, and everything else goes to the host (`parking.py`).
+        """Free the device's memory: gradients are dropped, everything else goes to the host (`parking.py`).
 
         Args:
-            weights: False begins to copy masters and moments away while the weights stay, until the call that takes
-                them, too.
+            weights: False starts to copy masters and moments to the host; the weights stay until a call with True.
         """
 
     def onload(self, *, optimizer: bool = True) -> None:
-        """Undo `offload`; without `optimizer` for the weights alone."""
+        """Undo `offload`; without `optimizer`, only for the weights."""
 
 
 class TrainBackend(Frozen, Protocol):
-    """What a train backend offers to `training/worker.py`. All ranks call every method in the same order.
+    """The interface of a train backend for `training/worker.py`. All ranks call every method in the same order.
 
-    Both backends call `loss_fn` once per micro-batch, in the order of `micro_batches`; the worker relies on it to know
-    which samples a call is about. `hf` loops over them. Megatron's schedules (0.16: no pipelining, 1F1B with and
-    without interleaving) run the forward passes of a stage's last chunk in that order, whatever the order of the others
-    and of the backward passes; the loss belongs to the forward pass of the last stage, on each of its tensor- and
-    context-parallel ranks. Activation recomputation repeats layers and the output layer, never the loss.
+    Both backends call `loss_fn` once per micro-batch, in the order of `micro_batches`; so the worker knows the samples
+    of a call. `hf` loops over them. Megatron's schedules (0.16: no pipelining, 1F1B with and without interleaving) run
+    the forward passes of a stage's last chunk in that order. The order of other chunks and of backward passes may
+    differ. The loss belongs to the forward pass of the last stage, on each of its tensor- and context-parallel ranks.
+    Activation recomputation repeats layers and the output layer, never the loss.
 
-    A critic has an output layer of one row, without bias, and gives `TokenOutputs.values` instead of log-probs.
+    A critic has an output layer of one row, without bias. It returns `TokenOutputs.values` instead of log-probs.
 
     Attributes:
-        left_out: a line about weights that were not read where the others were loaded from, else empty.
+        left_out: a line about weights of the source that were not read; otherwise empty.
     """
 
     parallel: ParallelInfo
     left_out: str
-    saver: Saver  # which `save` uses
+    saver: Saver  # used by `save`
 
     @property
     def embedding(self) -> torch.nn.Module | None:
-        """The layer that turns tokens into vectors; None on a rank that has none."""
+        """The layer that turns tokens into vectors; None on a rank without it."""
 
     def forward_backward(
         self, micro_batches: Sequence[TokenBatch], loss_fn: LossFn, *, logits: bool = False, more: bool = False
     ) -> list[LossOutput] | None:
-        """Make the gradients of all micro-batches of an optimizer step, summed over data-parallel ranks.
+        """Compute the gradients of all micro-batches of an optimizer step, summed over data-parallel ranks.
 
         Args:
             loss_fn: called once per micro-batch, in order, on the ranks of the last pipeline stage.
             logits: whether `loss_fn` reads `TokenOutputs.logits`.
-            more: another call follows, with more micro-batches of the same step; the last one is without `more`.
+            more: another call with micro-batches of the same step follows; the last call is without `more`.
 
         Returns:
-            What `loss_fn` returned, in the same order; None except on the last stage.
+            The results of `loss_fn`, in the same order; None except on the last stage.
         """
 
     def scale_gradients(self, factor: float) -> None:
-        """Multiply the gradients that calls with `more` have made for the next step; 0 forgets them, NaN too."""
+        """Multiply the gradients of earlier calls with `more` for the next step; 0 drops them, NaN too."""
 
     def optimizer_step(self, lr: float) -> StepResult:
         """Clip the gradients, step with learning rate `lr`, zero the gradients. A non-finite norm skips the step."""
 
     def remark(self) -> str:
-        """Lines for the user: a slower way in which this model is trained, and `left_out`; else empty. Collective.
+        """Return lines for the user: a slower mode in which this model trains, and `left_out`; otherwise empty.
+        Collective.
 
         Raises:
             ConfigError: the model cannot be trained.
         """
 
     def weight_source(self, *, adapter: bool = False) -> WeightSource:
-        """The weights that engines serve, adapters merged into them; with `adapter` the adapter alone (only `hf`)."""
+        """Yield the weights that engines serve, with merged adapters; with `adapter`, only the adapter (`hf` only)."""
 
     def export_adapter(self, path: Path) -> None:
-        """Write the adapter, in float32 and peft's format, as the folder `path` (collective; only `hf`)."""
+        """Write the adapter, in float32 and peft's format, as the folder `path` (collective; `hf` only)."""
 
     def earlier(self, path: Path) -> Frozen | None:
-        """The frozen model in `path` as this one under another adapter; None where it needs weights of its own.
+        """Return the frozen model in `path` as this model with another adapter; None if it needs separate weights.
 
         Args:
             path: the base of this model's adapter, or a folder that `export_adapter` wrote.
@@ -187,9 +187,9 @@ class TrainBackend(Frozen, Protocol):
         """Write model and optimizer into the existing folder `path`, collectively; `saver.finish` follows."""
 
     def load(self, path: Path, *, optimizer: bool = True, fresh_head: bool = False) -> None:
-        """Read what `save` wrote, also under another parallel layout.
+        """Read what `save` wrote, also with another parallel layout.
 
         Args:
-            optimizer: False leaves the optimizer's moments as they are.
-            fresh_head: the output layer becomes zero, for a critic that begins with an actor's weights.
+            optimizer: False keeps the optimizer's moments unchanged.
+            fresh_head: the output layer becomes zero, for a critic that starts from an actor's weights.
         """

@@ -1,4 +1,4 @@
-"""An optimizer step that is begun before all of its samples are known."""
+"""An optimizer step that starts before all of its samples are known."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from instep.training.gap import FreshGap
 
 @dataclass
 class BegunStep:
-    """The gradients of some samples, which the backend holds, and what their losses have said.
+    """The gradients of some samples, which the backend holds, and the sums of their losses.
 
     Attributes:
         token: identifies the step; a repeated step has another one.
         gap: of the tokens so far.
-        outputs: of the micro-batches so far; none but on the last pipeline stage.
+        outputs: of the micro-batches so far; empty except on the last pipeline stage.
     """
 
     token: str
@@ -23,7 +23,7 @@ class BegunStep:
     outputs: list[LossOutput] = field(default_factory=list)
 
     def scale(self, backend: TrainBackend, factor: float) -> None:
-        """Multiply gradients and sums by `factor`; a largest value stays what it is."""
+        """Multiply gradients and sums by `factor`; maxima do not change."""
         backend.scale_gradients(factor)
         for out in self.outputs:
             out.sums = {name: value * factor for name, value in out.sums.items()}

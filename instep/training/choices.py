@@ -1,4 +1,4 @@
-"""A mixture's own choices of experts, from the pass that computes old log-probs to the optimizer steps."""
+"""A mixture's own choices of experts, kept from the pass for old log-probs until the optimizer steps."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from instep.types import TokenBatch
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
 
-CHOSEN = "chosen_experts"  # a sample column: layer -> what this rank chose, `[num_tokens of the rank, top_k]`
+CHOSEN = "chosen_experts"  # a sample column: layer -> the choices of this rank, `[num_tokens of the rank, top_k]`
 
 
 class OwnChoices:
-    """What --use-routing-replay keeps of one rollout; the engine's choices go before it, if they are replayed."""
+    """The choices that --use-routing-replay keeps of one rollout; replayed choices of the engine take precedence."""
 
     def __init__(self, args: Settings, role: Role):
         self._active = role == "actor" and bool(args.use_routing_replay and not args.use_rollout_routing_replay)
         self._kept: list[dict[int, Tensor]] = []
 
     def noting(self, parts: Sequence[TokenBatch]) -> list[TokenBatch]:
-        """The micro-batches of all steps, whose experts are kept when they are scored."""
+        """Return the micro-batches of all steps; scoring keeps the experts that they choose."""
         self._kept = [{} for _ in parts] if self._active else []
         return _with(parts, self._kept)
 
     def replayed(self, parts: Sequence[TokenBatch]) -> list[TokenBatch]:
-        """The micro-batches of the next step, with what was kept of them; as they are where they were not scored."""
+        """Return the micro-batches of the next step with their kept choices; unchanged if they were not scored."""
         now, self._kept = self._kept[: len(parts)], self._kept[len(parts) :]
         return _with(parts, now)
 

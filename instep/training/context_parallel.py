@@ -1,9 +1,9 @@
-"""Context parallelism: each sample's tokens shared among ranks, which exchange keys and values.
+"""Context parallelism: ranks share each sample's tokens, and exchange keys and values.
 
-A sample is padded to 2 x CP chunks of equally many tokens, and rank r has its chunks r and 2 x CP - 1 - r, so that all
-ranks have the same work in causal attention ("zigzag"). A chunk is a segment of packed attention whose queries are the
-last tokens of what they see. Keys and values of all tokens are gathered for a few heads at a time, in the forward pass
-and again in the backward pass, so that a rank keeps its own ones alone.
+A sample is padded to 2 x CP chunks of equal length. Rank r has its chunks r and 2 x CP - 1 - r, so all ranks have the
+same work in causal attention ("zigzag"). A chunk is a segment of packed attention; its queries are the last tokens of
+what they see. Keys and values of all tokens are gathered for a few heads at a time, in the forward pass and again in
+the backward pass. So a rank keeps only its own keys and values.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from instep.training.packed_attention import Bounds, attention_and_sums, attenti
 from instep.training.packing import SharedPrefixes
 from instep.types import TokenBatch
 
-_PARTS = 8  # in which the heads of a long stream attend: the memory of their keys is that of one
-_QUERIES = 2**14  # times heads, at least, of a part: fewer would leave a GPU's cores idle
+_PARTS = 8  # the heads of a long stream attend in so many parts: memory holds the keys of one part
+_QUERIES = 2**14  # queries times heads of a part, at least: fewer would leave a GPU's cores idle
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class Share:
         rows: int64 `[num_local]`: the position in the stream of each of its tokens; padding repeats the first token.
         positions: int64 `[num_local]`: positions within samples.
         padding: bool `[num_local]`: whether they are beyond the end of their sample.
-        cu_seqlens: int32 `[num_segments + 1]`: where the keys of each chunk begin, one chunk's after another's.
+        cu_seqlens: int32 `[num_segments + 1]`: where the keys of each chunk start, in the order of chunks.
         max_seqlen: the most keys of a chunk.
-        shared: which queries belong to each chunk; `copies` leads into the keys of all ranks, one rank's after another.
-        predicting: int64: those of its tokens whose logits predict a response token.
-        own: int64: of the batch's response tokens, those that `predicting` predicts.
+        shared: the queries of each chunk; `copies` are indices into the keys of all ranks, in the order of ranks.
+        predicting: int64: its tokens whose logits predict a response token.
+        own: int64: the response tokens of the batch that `predicting` predicts.
     """
 
     rows: Tensor
@@ -51,7 +51,8 @@ class Share:
 
 
 def share_of(batch: TokenBatch, rank: int, size: int, multiple: int = 1) -> Share:
-    """The share of context-parallel rank `rank` of `size`; `num_local` becomes a multiple of `multiple`."""
+    """Return the share of context-parallel rank `rank` of `size`; `num_local` is rounded up to a multiple of
+    `multiple`."""
     lengths, responses = (x.cpu().numpy() for x in (batch.total_lengths, batch.response_lengths))
     starts = np.cumsum(lengths) - lengths
     chunks = -(-lengths // (2 * size))  # tokens of a chunk, by sample
@@ -61,7 +62,7 @@ def share_of(batch: TokenBatch, rank: int, size: int, multiple: int = 1) -> Shar
     num_local = int(2 * chunks.sum())
 
     def place(sample: np.ndarray, position: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Rank and local row of tokens."""
+        """Return the rank and the local row of tokens."""
         chunk = position // chunks[sample]
         row = before[sample] + np.where(chunk < size, 0, chunks[sample]) + position % chunks[sample]
         return np.minimum(chunk, 2 * size - 1 - chunk), row
@@ -99,7 +100,7 @@ def share_of(batch: TokenBatch, rank: int, size: int, multiple: int = 1) -> Shar
 
 
 def _within(counts: np.ndarray) -> np.ndarray:
-    """0 .. count-1 for each count, one after another."""
+    """Return 0 .. count-1 for each count, one after another."""
     return np.arange(counts.sum()) - (np.cumsum(counts) - counts).repeat(counts)
 
 
@@ -114,12 +115,12 @@ def shared_attention(
     scale: float | None,
     group: Any,
 ) -> Tensor:
-    """Causal attention of this rank's tokens to those of all ranks of `group`, which call it together.
+    """Compute causal attention of this rank's tokens to the tokens of all ranks of `group`; collective.
 
     Args:
         q, k, v: `[num_local, heads, head_dim]` of this rank's tokens; grouped heads when there are fewer of keys.
-        cu_seqlens, max_seqlen, shared: those of its `Share`.
-        scale: of q k^T; 1 / sqrt(head_dim) when None.
+        cu_seqlens, max_seqlen, shared: from its `Share`.
+        scale: the factor of q k^T; None: 1 / sqrt(head_dim).
 
     Returns:
         `[num_local, heads, head_dim]`.
@@ -129,7 +130,7 @@ def shared_attention(
 
 
 class _SharedAttention(torch.autograd.Function):
-    """It keeps `q`, `k`, `v` of this rank, its result and each query's sum, as attention without other ranks does."""
+    """Keeps this rank's `q`, `k`, `v`, its result and each query's sum, as attention without other ranks does."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, copies: Tensor, bounds: Bounds, scale: float | None,
@@ -138,7 +139,7 @@ class _SharedAttention(torch.autograd.Function):
         for heads, _, keys, values in _gathered(q, k, v, copies, group):
             out[:, heads], part = attention_and_sums(q[:, heads], keys, values, bounds, scale)
             sums.append(part)
-            del keys, values  # before the next ones come
+            del keys, values  # free them before the next ones arrive
         ctx.save_for_backward(q, k, v, copies, out, *sums)
         ctx.bounds, ctx.scale, ctx.group = bounds, scale, group
         return out
@@ -161,7 +162,7 @@ class _SharedAttention(torch.autograd.Function):
 
 
 def _heads_at_a_time(q: Tensor, k: Tensor) -> int:
-    """How many query heads attend together: whole groups of those with one key head, or an equal part of a group."""
+    """Return how many query heads attend together: whole groups that share a key head, or an equal part of a group."""
     num_local, num_heads, _ = q.shape
     group = num_heads // k.shape[1]
     least = min(num_heads, max(num_heads // _PARTS, _QUERIES // num_local, 1))
@@ -171,9 +172,9 @@ def _heads_at_a_time(q: Tensor, k: Tensor) -> int:
 def _gathered(
     q: Tensor, k: Tensor, v: Tensor, copies: Tensor, group: Any
 ) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
-    """Heads of queries, their heads of keys, and these keys and values of all segments, one segment's after another's.
+    """Yield heads of queries, their heads of keys, and these keys and values of all segments, in the order of segments.
 
-    The next ones travel while these attend.
+    The next heads are in transfer while these attend.
     """
     per_key, step = q.shape[1] // k.shape[1], _heads_at_a_time(q, k)
     parts = [slice(first, first + step) for first in range(0, q.shape[1], step)]
@@ -197,9 +198,9 @@ def _gathered(
 
 
 def _reduced(grads: list[Tensor], copies: Tensor, num_local: int, group: Any) -> tuple[Tensor, ...]:
-    """The gradients of this rank's keys and of its values, summed over all ranks, from those of all segments.
+    """Return the gradients of this rank's keys and values, summed over all ranks, from those of all segments.
 
-    A token is in at most two segments of a rank, so that the order in which a GPU adds changes nothing.
+    A token is in at most two segments of a rank, so the order of additions on a GPU changes nothing.
     """
     _, num_heads, width = grads[0].shape
     everyone = grads[0].new_zeros(group.size() * num_local, 2 * num_heads, width)
@@ -211,8 +212,8 @@ def _reduced(grads: list[Tensor], copies: Tensor, num_local: int, group: Any) ->
 
 
 def whole(column: Tensor, own: Tensor, num_tokens: int, group: Any) -> Tensor:
-    """The column of all `num_tokens` response tokens from each rank's `own` ones; every rank computes the same loss of
-    it, so that the gradient of its own ones needs no exchange."""
+    """Return the column of all `num_tokens` response tokens from each rank's `own`. Every rank computes the same loss
+    of it, so the gradient of its own tokens needs no exchange."""
     return _Whole.apply(column, own, num_tokens, group)
 
 

@@ -1,7 +1,7 @@
-"""The log-prob gap as a proof: tokens of the current weights are scored alike by the engine that made them and by us.
+"""The log-prob gap as a proof: engine and trainer must give tokens of the current weights the same log-probs.
 
-Between two syncs nothing else shows which weights an engine holds. The tokens that a round trains on do: the engine's
-log-probs came with them, the trainer's are computed anyway, and both must be of the version that was proven.
+Between two syncs nothing else shows which weights an engine holds. The tokens of a round do: the engine's log-probs
+came with them, and the trainer computes its own in any case. Both must be of the proven version.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ COLUMN = "fresh"
 
 
 def fresh_tokens(samples: Sequence[Sample], version: int) -> torch.Tensor:
-    """Mark the response tokens that the weights `version` have made, so that both sides must score them alike.
+    """Mark the response tokens that weight version `version` made; both sides must give them the same log-probs.
 
-    Tokens of an older version are not marked, nor those of a sample whose sampling parameters change the distribution
-    that the engine's log-probs are of (top-p, penalties, ...), nor those without a version.
+    Not marked: tokens of an older version or without a version, and samples with sampling parameters that change the
+    distribution of the engine's log-probs (top-p, penalties, ...).
 
     Returns:
         float32 `[num_response_tokens]` of 0 and 1.
@@ -41,9 +41,9 @@ class FreshGap:
         self._sums = torch.zeros(2, dtype=torch.float64, device=device)
 
     def add(self, batch: TokenBatch, log_probs: torch.Tensor) -> None:
-        """Add |trainer - engine| of the fresh tokens that are trained on; `log_probs` are the trainer's.
+        """Add |trainer - engine| over the trained fresh tokens; `log_probs` are the trainer's.
 
-        One that is not finite is left out: it is the trainer's fault, and its step will be skipped.
+        Values that are not finite are left out: the trainer made them, and skips their step.
         """
         columns = batch.token_columns
         engine = columns["rollout_log_probs"]
@@ -52,9 +52,9 @@ class FreshGap:
         self._sums += torch.stack([gaps.double().sum(), counted.double().sum()]).to(self._sums.device)
 
     def mean(self) -> float:
-        """The mean over all ranks (collective); 0 without fresh tokens.
+        """Return the mean over all ranks (collective); 0 without fresh tokens.
 
-        A token that several ranks have scored counts as often in both sums.
+        A token that several ranks have scored counts equally often in both sums.
         """
         dist.all_reduce(self._sums)
         total, count = self._sums.tolist()
@@ -62,7 +62,8 @@ class FreshGap:
 
 
 def measured(gap: FreshGap | None, batch: TokenBatch, loss_fn: LossFn) -> LossFn:
-    """The loss, which also adds to the gap; that of a `batch` with scores is added now, and the loss is as it was."""
+    """Return a loss that also adds to the gap. For a `batch` with scores, add its gap now and return the loss
+    unchanged."""
     if gap is None:
         return loss_fn
     if (scored := batch.token_columns.get("log_probs")) is not None:

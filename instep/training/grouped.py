@@ -1,4 +1,4 @@
-"""The matrix products of a layer's experts as one kernel: each group of rows is multiplied with its own weight."""
+"""The matrix products of a layer's experts as one kernel: each group of rows is multiplied by its own weight."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch.nn.functional import grouped_mm
 
 
 def grouped_linear(x: Tensor, ends: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    """`x[ends[i - 1] : ends[i]] @ weights[i].T` of each group i: `[num_rows, in]` -> `[num_rows, out]`.
+    """Compute `x[ends[i - 1] : ends[i]] @ weights[i].T` of each group i: `[num_rows, in]` -> `[num_rows, out]`.
 
-    The weights `[out, in]` are put together for the kernel in each pass, and not kept: they would be a second copy of
-    the model.
+    Each pass concatenates the weights `[out, in]` for the kernel and does not keep the result: it would be a second
+    copy of the model.
 
     Args:
-        ends: int32 `[num_groups]`, on the device of x, ascending; a group may have no rows.
+        ends: int32 `[num_groups]`, on the device of x, ascending; a group may be empty.
     """
     out: Tensor = _GroupedLinear.apply(x, ends, *weights)
     return out

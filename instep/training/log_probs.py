@@ -1,5 +1,6 @@
-"""Log-probs and entropy of given tokens from logits, also with the vocabulary split over tensor-parallel ranks; and
-the values of a critic, whose output layer is one row.
+"""Log-probs and entropy of given tokens from logits, also with the vocabulary split over tensor-parallel ranks.
+
+Also the values of a critic, whose output layer is one row.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-_BLOCKS = 32  # of a chunk's rows, whose float32 copies exist one after another
-_FEW_LOGITS = 2**18  # are one block
+_BLOCKS = 32  # of a chunk's rows; float32 copies exist of one block at a time
+_FEW_LOGITS = 2**18  # form one block
 
 
 def _scores(logits: Tensor, targets: Tensor, scale: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """logsumexp, log-probs of targets and entropy, in one or two passes over the logits when it is compiled."""
+    """Return logsumexp, log-probs of targets and entropy; one or two passes over the logits when compiled."""
     z = logits.float() * scale
     log_sum = torch.logsumexp(z, -1, keepdim=True)
     target = logits.gather(1, targets[:, None]).float() * scale - log_sum
     log_p = z - log_sum
     entropy = -(log_p.exp() * log_p).sum(-1) if with_entropy else log_sum.new_empty(0)
-    return log_sum, target[:, 0].clone(), entropy  # a loss may change no view in place, and FSDP2 would lose its hooks
+    return log_sum, target[:, 0].clone(), entropy  # a loss must not change a view in place: FSDP2 would lose its hooks
 
 
 def _grad_of_logits(
@@ -36,7 +37,8 @@ def _grad_of_logits(
     of_entropy: Tensor | None,
     entropy: Tensor,
 ) -> Tensor:
-    """The gradient of logits, in their dtype, from those of log-probs (`g`) and of entropies, `[num_tokens, 1]`."""
+    """Return the gradient of logits, in their dtype, from those of log-probs (`g`) and of entropies, `[num_tokens,
+    1]`."""
     log_p = logits.float() * scale - log_sum
     hit = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
     per_nat = g if of_entropy is None else g + of_entropy * (log_p + entropy[:, None])
@@ -44,9 +46,9 @@ def _grad_of_logits(
 
 
 class _CompiledLogProbs(torch.autograd.Function):
-    """`_LogProbsAndEntropy` of a whole vocabulary, as compiled code that reads bfloat16 logits and keeps nothing else.
+    """`_LogProbsAndEntropy` of a whole vocabulary as compiled code; it reads bfloat16 logits and keeps nothing else.
 
-    Its formulas are those of its slow twin.
+    Its formulas are those of the eager version.
     """
 
     @staticmethod
@@ -72,15 +74,15 @@ class _CompiledLogProbs(torch.autograd.Function):
 
 
 def _run(function: Callable[..., Any], *args: Any) -> Any:
-    """`function(*args)`, compiled once for any number of rows of its tensors, which are no parts of others.
+    """Run `function(*args)`, compiled once for any number of rows of its tensors; the tensors must not be views.
 
-    The compiler asks for sizes of 1, and where in its storage a tensor begins.
+    The compiler specializes on sizes of 1, and on the place of a tensor in its storage.
     """
     tensors = [x for x in args if isinstance(x, Tensor)]
     if len(tensors[0]) < 2:
         return function(*args)
     for x in tensors:
-        if len(x):  # not the entropy that nobody wants
+        if len(x):  # skip an entropy that is not requested
             torch._dynamo.mark_dynamic(x, 0)
     return _compiled(function)(*args)
 
@@ -91,11 +93,11 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _LogProbsAndEntropy(torch.autograd.Function):
-    """Log-probs and entropy that keep the logits as they are, and need float32 copies of a block of their rows alone.
+    """Log-probs and entropy; keeps the logits unchanged, and needs float32 copies only of one block of rows.
 
-    With z = logits / temperature, p = softmax(z), y the target: log p_y = z_y - logsumexp(z) and H = -sum p log p, so
-    d log p_y / dz = 1_y - p and dH / dz = -p (log p + H). Every tensor-parallel rank runs the same loss on the same
-    (all-reduced) values, so that the gradient of its own columns needs no further reduction.
+    With z = logits / temperature, p = softmax(z), y the target: log p_y = z_y - logsumexp(z) and H = -sum p log p, so d
+    log p_y / dz = 1_y - p and dH / dz = -p (log p + H). Every tensor-parallel rank runs the same loss on the same
+    (all-reduced) values, so the gradient of its own columns needs no more reduction.
     """
 
     @staticmethod
@@ -108,7 +110,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         local = local.where(here, 0)[:, None]
         log_sum, log_p, entropy = _over_vocabulary(real, scale, local, here, group, with_entropy)
         ctx.save_for_backward(logits, log_sum, local, here, scale, entropy)
-        ctx.set_materialize_grads(False)  # an entropy that no loss uses costs nothing in the backward pass
+        ctx.set_materialize_grads(False)  # an unused entropy costs nothing in the backward pass
         ctx.kept, ctx.with_entropy = kept, with_entropy
         return log_p, entropy
 
@@ -131,7 +133,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
 
 
 def _blocks(num_rows: int, width: int) -> list[slice]:
-    """Rows that are computed together: at most one part of `_BLOCKS`, unless there are few."""
+    """Return the rows that are computed together: at most one part of `_BLOCKS`, unless there are few."""
     size = max(-(-num_rows // _BLOCKS), _FEW_LOGITS // width, 1)
     return [slice(start, start + size) for start in range(0, num_rows, size)]
 
@@ -139,9 +141,9 @@ def _blocks(num_rows: int, width: int) -> list[slice]:
 def _over_vocabulary(
     logits: Tensor, scale: Tensor, local: Tensor, here: Tensor, group: Any, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """logsumexp `[num_tokens, 1]`, log-probs of targets and entropy of this rank's columns and those of other ranks.
+    """Return logsumexp `[num_tokens, 1]`, log-probs of targets and entropy over the columns of this and other ranks.
 
-    Other ranks take two all-reduces: of the maximum, then of (sum exp, target, sum exp * z) together.
+    This takes two all-reduces: of the maximum, then of (sum exp, target, sum exp * z) together.
     """
     num_tokens, kept = logits.shape
     top = logits.amax(-1, keepdim=True) * scale if kept else torch.full_like(scale, -torch.inf)
@@ -173,12 +175,13 @@ def in_chunks(
     vocab_size: int,
     plain: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs and entropy by `head(hidden, targets, temperature, with_entropy)` of as many rows at a time as make
-    `num_logits` logits. The first chunks keep their logits for the backward pass, in the type of `hidden` at most
-    8 bytes for each of `num_logits`; those behind are computed again. With a head that is not `plain`, which may keep
-    more than the logits, only the first one does.
+    """Compute log-probs and entropy by `head(hidden, targets, temperature, with_entropy)` for chunks of rows.
 
-    Logits of a chunk, their gradients and float32 copies need as much; a sixteenth is for copies.
+    A chunk has `num_logits` logits. The first chunks keep their logits for the backward pass, in the type of `hidden`,
+    at most 8 bytes for each of `num_logits`. Later chunks are computed again. If the head is not `plain`, it may keep
+    more than the logits; then only the first chunk keeps them.
+
+    The logits of a chunk, their gradients and float32 copies need as much; a sixteenth is for copies.
     """
     size = max(1, num_logits * 15 // (16 * vocab_size))
     kept = max(size, 8 * num_logits // (hidden.element_size() * vocab_size)) if plain else size
@@ -203,14 +206,14 @@ def log_probs_and_entropy(
     tp_group: Any = None,
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-prob of `targets` under softmax(logits / temperature), and that distribution's entropy; differentiable.
+    """Compute the log-probs of `targets` under softmax(logits / temperature), and the entropy; differentiable.
 
     Args:
         logits: `[num_tokens, V_local]`, this rank's columns: rank r of `tp_group` holds r * V_local and following.
         targets: int64 `[num_tokens]`, global ids below `vocab_size`.
         temperature: `[num_tokens]`, positive; it gets no gradient.
-        vocab_size: later columns are padding, with neither probability nor gradient.
-        tp_group: the tensor-parallel process group; None when this rank holds the whole vocabulary.
+        vocab_size: later columns are padding, without probability or gradient.
+        tp_group: the tensor-parallel process group; None if this rank holds the whole vocabulary.
 
     Returns:
         log-probs `[num_tokens]` and entropy `[num_tokens]` or None; float32 (float64 for float64 logits).
@@ -227,9 +230,9 @@ def log_probs_and_entropy(
 
 
 def values(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Values of states: `[num_tokens, width]` by a head `[1, width]` -> `[num_tokens]`, float32 (float64 for float64).
+    """Compute values of states: `[num_tokens, width]` by a head `[1, width]` -> `[num_tokens]`.
 
-    A bfloat16 result would have steps of 0.4 %, more than advantages can do with.
+    float32 (float64 for float64). A bfloat16 result would have steps of 0.4 %, too coarse for advantages.
     """
     dtype = torch.float64 if hidden.dtype is torch.float64 else torch.float32
     return hidden.to(dtype) @ weight[0].to(dtype)

@@ -1,8 +1,8 @@
 """Users' functions inside a loss, with slime's signatures: importance correction, reducer, whole losses.
 
-A hook sees a micro-batch as lists of one tensor per sample, without `loss_weights`: what it reduces is multiplied by
-`loss_scale`, 1 / (executions of the step), or 1 / (its tokens) with `--calculate-per-token-loss`, as in slime.
-The functions that such hooks import from slime's trainer are in `instep.training.slime_api`.
+A hook gets a micro-batch as lists of one tensor per sample, without `loss_weights`. Its reduced results are multiplied
+by `loss_scale`: 1 / (executions of the step), or 1 / (its tokens) with `--calculate-per-token-loss`, as in slime.
+`instep.training.slime_api` has the functions that such hooks import from slime's trainer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from instep.arguments.args import Args
     from instep.arguments.settings import HookSettings
 
-_INTERNAL = ("fresh", "older")  # columns that no hook gets: a field of the user's may have the name
+_INTERNAL = ("fresh", "older")  # columns that no hook gets: a user's field may have this name
 _OWN = frozenset({"loss", "pg_loss", "loss_weight", "log_prob", "pg_clipfrac", "ppo_kl", "entropy", "kl_loss"})
 
 
@@ -31,7 +31,7 @@ class LossHooks:
     """The functions of `--custom-tis-function-path` and `--custom-pg-loss-reducer-function-path`.
 
     Attributes:
-        args: the arguments as the functions see them.
+        args: the arguments in the form that the functions get.
         tis, reducer: their dotted paths; None for the built-in formula.
     """
 
@@ -44,7 +44,7 @@ class LossHooks:
         return cls(args.view({}), args.custom_tis_function_path, args.custom_pg_loss_reducer_function_path)
 
     def correction(self, batch: TokenBatch) -> Correct | None:
-        """The importance correction of `--custom-tis-function-path`, which has the signature
+        """Return the importance correction of `--custom-tis-function-path`. Its signature:
 
         f(args=, pg_loss=, train_log_probs=, rollout_log_probs=, loss_masks=, total_lengths=, response_lengths=)
         -> (pg_loss, masks, metrics): pg_loss `[num_tokens]`, one mask per sample, metrics `[num_tokens]` each.
@@ -79,7 +79,7 @@ class LossHooks:
         return correct
 
     def reduction(self, batch: TokenBatch) -> Reduce | None:
-        """The reduction of `--custom-pg-loss-reducer-function-path`, which has the signature
+        """Return the reduction of `--custom-pg-loss-reducer-function-path`. Its signature:
 
         f(total_lengths, response_lengths, masks, per_token) -> function from `[num_tokens]` to a scalar.
         """
@@ -100,15 +100,14 @@ class LossHooks:
 
 
 def custom_loss_fn(args: Args) -> LossFn:
-    """The loss of `--custom-loss-function-path`, which has the signature f(args, batch, logits, reducer) ->
-    (loss, metrics).
+    """Return the loss of `--custom-loss-function-path`: f(args, batch, logits, reducer) -> (loss, metrics).
 
     batch: a dict of lists, one entry per sample: `unconcat_tokens`, `total_lengths`, `response_lengths`, `loss_masks`
     and every token column (`advantages`, `log_probs`, `ref_log_probs`, `rollout_log_probs`, ...); `tokens` is the
-    packed `[1, num_tokens]`, sample columns (`rewards`, `metadata`, ...) keep their names. logits: float32
-    `[1, num_tokens, vocab_size]` before the temperature, with gradient. reducer: `[num_response_tokens]` -> the sum
-    over executions of their token means (the sum over tokens with `--calculate-per-token-loss`). metrics: scalars, made
-    by `reducer` or added up in the same way over micro-batches.
+    packed `[1, num_tokens]`, sample columns (`rewards`, `metadata`, ...) keep their names. logits: float32 `[1,
+    num_tokens, vocab_size]` before the temperature, with gradient. reducer: `[num_response_tokens]` -> the sum over
+    executions of their token means (the sum over tokens with `--calculate-per-token-loss`). metrics: scalars, made by
+    `reducer`, or summed over micro-batches in the same way.
     """
     hook, view = Hook("--custom-loss-function-path", str(args.custom_loss_function_path)), args.view({})
 
@@ -119,7 +118,7 @@ def custom_loss_fn(args: Args) -> LossFn:
             kept = torch.where(weights > 0, values, torch.zeros_like(values))
             return (weights * kept).sum() / scale
 
-        assert outputs.logits is not None, "the worker asks for logits when there is a custom loss"
+        assert outputs.logits is not None, "the worker requests logits for a custom loss"
         out = hook.call(view, hook_batch(batch), outputs.logits, reducer)
         if not isinstance(out, tuple) or len(out) != 2 or not isinstance(out[1], dict):
             raise hook.wrong(out, "(loss, metrics)")
@@ -135,7 +134,7 @@ def custom_loss_fn(args: Args) -> LossFn:
 
 
 def hook_batch(batch: TokenBatch) -> dict[str, Any]:
-    """A micro-batch as a custom loss sees it; see `custom_loss_fn`."""
+    """Return a micro-batch in the form that a custom loss gets; see `custom_loss_fn`."""
     total, lengths = batch.total_lengths.tolist(), batch.response_lengths.tolist()
     columns: dict[str, Any] = {
         name: list(column.split(lengths)) for name, column in batch.token_columns.items() if name not in _INTERNAL
@@ -146,7 +145,7 @@ def hook_batch(batch: TokenBatch) -> dict[str, Any]:
 
 
 def _scale(batch: TokenBatch) -> float:
-    """The `loss_scale` of the optimizer step that the micro-batch belongs to."""
+    """Return the `loss_scale` of the micro-batch's optimizer step."""
     return float(batch.sample_columns["loss_scale"][0])
 
 

@@ -1,4 +1,4 @@
-"""The losses of `algorithms` as functions that a train backend calls: micro-batch and outputs -> `LossOutput`."""
+"""The losses of `algorithms` as functions for a train backend: micro-batch and outputs -> `LossOutput`."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ if TYPE_CHECKING:
 _REMEDY = {
     "loss_weights": "the worker fills this column from the schedule (algorithms.reductions.loss_weights)",
     "advantages": "the worker fills this column from the rewards; a custom advantage function must set it",
-    "ref_log_probs": "give a reference with --ref-load, or leave out --use-kl-loss",
-    "rollout_log_probs": "let the generate function keep the engine's log-probs, or leave out what needs them",
+    "ref_log_probs": "give a reference with --ref-load, or remove --use-kl-loss",
+    "rollout_log_probs": "keep the engine's log-probs in the generate function, or remove the flags that need them",
 }
 _GAP = ("log_prob_gap_mean", "engine_kl")
-# Weighted like the loss, whose weights add up to less than 1 where samples are masked out, and to anything with
+# Weighted like the loss. Its weights sum to less than 1 if samples are masked out, and to any value with
 # --constant-loss-length.
 _MEANS = "log_prob entropy pg_clipfrac ppo_kl kl_loss tis tis_clipfrac rs_clipfrac opsm_clipfrac value_clipfrac".split()
 
 
 def loss_fn_from_args(args: Settings) -> LossFn:
-    """The loss that `--loss-type` names, with the users' functions that belong to it."""
+    """Return the loss of `--loss-type`, with the users' functions for it."""
     return LOSSES[args.loss_type](args)
 
 
 def policy_loss_fn(config: PolicyLossConfig, hooks: LossHooks | None = None) -> LossFn:
-    """The policy loss (`algorithms.losses.policy.policy_loss`) over the columns of a `TokenBatch`.
+    """Return the policy loss (`algorithms.losses.policy.policy_loss`) over the columns of a `TokenBatch`.
 
-    It reads `loss_weights` and `advantages`, and where they exist `log_probs` (old), `ref_log_probs`,
+    It reads `loss_weights` and `advantages`. If they exist, it also reads `log_probs` (old), `ref_log_probs`,
     `rollout_log_probs` and `older`.
 
     Raises (when called):
-        RolloutError: a column that `config` needs is missing, or trained tokens lack engine log-probs that it needs.
+        RolloutError: a needed column is missing, or trained tokens do not have engine log-probs.
     """
     hooks = hooks or LossHooks()
 
@@ -81,7 +81,7 @@ def policy_loss_fn(config: PolicyLossConfig, hooks: LossHooks | None = None) -> 
 
 
 def sft_loss_fn() -> LossFn:
-    """Supervised fine-tuning (`algorithms.losses.sft.sft_loss`)."""
+    """Return the loss of supervised fine-tuning (`algorithms.losses.sft.sft_loss`)."""
 
     def loss_fn(batch: TokenBatch, outputs: TokenOutputs) -> LossOutput:
         weights = _column(batch, "loss_weights", "every loss")
@@ -92,13 +92,14 @@ def sft_loss_fn() -> LossFn:
 
 
 def dpo_loss_fn(beta: float, label_smoothing: float = 0.0) -> LossFn:
-    """DPO (`algorithms.losses.dpo.dpo_loss`): the mean over the pairs of a step.
+    """Return the DPO loss (`algorithms.losses.dpo.dpo_loss`): the mean over the pairs of a step.
 
-    The samples alternate (chosen, rejected, chosen, ...), and those of a pair have one `execution_id`. The loss reads
-    `loss_mask`, `ref_log_probs` and the sample column `loss_scale`, which is 1 / (number of pairs in the step).
+    The samples alternate (chosen, rejected, chosen, ...); the two samples of a pair have the same `execution_id`. The
+    loss reads `loss_mask`, `ref_log_probs` and the sample column `loss_scale`, which is 1 / (number of pairs in the
+    step).
 
     Raises (when called):
-        RolloutError: a sample without its other half, or no `ref_log_probs`.
+        RolloutError: half of a pair is missing, or there are no `ref_log_probs`.
     """
 
     def loss_fn(batch: TokenBatch, outputs: TokenOutputs) -> LossOutput:
@@ -131,15 +132,15 @@ def dpo_loss_fn(beta: float, label_smoothing: float = 0.0) -> LossFn:
 
 
 def value_loss_fn(value_clip: float) -> LossFn:
-    """The critic's loss (`algorithms.losses.value.value_loss`), weighted by `loss_weights`.
+    """Return the critic's loss (`algorithms.losses.value.value_loss`), weighted by `loss_weights`.
 
-    It reads the columns `values` (those that the advantages were made from) and `returns`.
+    It reads the columns `values` (from which the advantages were made) and `returns`.
     """
 
     def loss_fn(batch: TokenBatch, outputs: TokenOutputs) -> LossOutput:
         assert outputs.values is not None, "a critic's backend has values"
         weights, columns = batch.token_columns["loss_weights"], batch.token_columns
-        zeros = torch.zeros_like(weights)  # for what stands at tokens of weight 0, NaN of a hook's returns among it
+        zeros = torch.zeros_like(weights)  # replaces the content at tokens of weight 0, such as NaN of a hook's returns
         old, returns = (torch.where(weights > 0, columns[name], zeros) for name in ("values", "returns"))
         tokens = value_loss(outputs.values, old, returns, value_clip=value_clip)
         loss = (weights * tokens.loss).sum()
@@ -149,7 +150,7 @@ def value_loss_fn(value_clip: float) -> LossFn:
     return loss_fn
 
 
-# By `--loss-type`: the losses that algorithms name, and the user's own, which takes the place of the policy loss.
+# By `--loss-type`: the losses that algorithms name, and the user's own loss, which replaces the policy loss.
 LOSSES: dict[str, Callable[[Any], LossFn]] = {
     "policy_loss": lambda args: policy_loss_fn(PolicyLossConfig.from_args(args), LossHooks.from_args(args)),
     "sft_loss": lambda args: sft_loss_fn(),
@@ -159,7 +160,7 @@ LOSSES: dict[str, Callable[[Any], LossFn]] = {
 
 
 def metrics_of_step(outputs: list[LossOutput], parallel: ParallelInfo) -> dict[str, float]:
-    """The metrics of a step over all micro-batches and data-parallel ranks, which all have the same names."""
+    """Return the metrics of a step over all micro-batches and data-parallel ranks, which all have the same names."""
     sums = {n: torch.stack([o.sums[n].float() for o in outputs]).sum() for n in outputs[0].sums}
     maxes = {n: torch.stack([o.maxes[n].float() for o in outputs]).max() for n in outputs[0].maxes}
     total = torch.stack(list(sums.values())).double()
@@ -173,12 +174,12 @@ def metrics_of_step(outputs: list[LossOutput], parallel: ParallelInfo) -> dict[s
 
 
 def finish_metrics(sums: dict[str, float], maxes: dict[str, float]) -> dict[str, float]:
-    """Metrics of a step from its `sums` and `maxes`, added up over all micro-batches and data-parallel ranks.
+    """Compute the metrics of a step from its `sums` and `maxes` over all micro-batches and data-parallel ranks.
 
     A metric that is a mean over tokens is divided by the sum of the weights. The trainer-engine gap becomes the mean
-    over the tokens that have engine log-probs; where no token has one, its metrics are left out ("not available") and
-    only `log_prob_gap_coverage` = 0 stays. The effective sample size (Kish: the squared sum of the importance weights
-    over the sum of their squares) is a share of these tokens, older ones among them.
+    over the tokens with engine log-probs. If no token has one, its metrics are left out ("not available"), and only
+    `log_prob_gap_coverage` = 0 remains. The effective sample size (Kish: the squared sum of the importance weights over
+    the sum of their squares) is a fraction of these tokens, older ones included.
     """
     out = {**sums, **maxes}
     if out.get("loss_weight", 0.0) > 0:
@@ -210,7 +211,7 @@ def _column(batch: TokenBatch, name: str, needed_by: str) -> torch.Tensor:
 
 
 def _first_sample(batch: TokenBatch, tokens: torch.Tensor) -> int:
-    """The sample that the first marked token belongs to: its `index` if that is known, else its place in the batch."""
+    """Return the sample of the first marked token: its `index` if known, otherwise its place in the batch."""
     position = int(tokens.nonzero()[0])
     row = int((batch.response_lengths.cumsum(0) <= position).sum())
     index = batch.sample_columns.get("index")

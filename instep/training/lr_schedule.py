@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 class LRSchedule:
     """A linear warm-up from `init_lr` to `lr` over `warmup` steps, then `style` down to `min_lr` at step `decay`.
 
-    WSD (warm-up, stable, decay; MiniCPM, arXiv:2404.06395) stays at `lr` until the last
-    `wsd_decay` steps and decays there by `wsd_style`. Steps are optimizer steps, where Megatron counts samples: this
-    makes a difference only for inverse-square-root without a warm-up.
+    WSD (warm-up, stable, decay; MiniCPM, arXiv:2404.06395) stays at `lr` until the last `wsd_decay` steps and decays
+    there by `wsd_style`. Steps are optimizer steps; Megatron counts samples. This matters only for inverse-square-root
+    without a warm-up.
 
     Raises:
         ConfigError: values that contradict each other.
@@ -45,11 +45,11 @@ class LRSchedule:
             raise ConfigError(
                 f"--lr-wsd-decay-iters {self.wsd_decay} of {left:g} steps after the warm-up",
                 where="learning-rate schedule",
-                remedy="give the number of steps that the final decay takes",
+                remedy="give the number of steps of the final decay",
             )
 
     def lr_at(self, step: int) -> float:
-        """The learning rate of optimizer step number `step`, counted from 0."""
+        """Return the learning rate of optimizer step number `step`, counted from 0."""
         if self.warmup > 0 and step <= self.warmup:
             return self.init_lr + (self.lr - self.init_lr) * step / self.warmup
         if self.style == "constant":
@@ -61,7 +61,7 @@ class LRSchedule:
         return self.min_lr + self._coefficient(step) * (self.lr - self.min_lr)
 
     def _coefficient(self, step: int) -> float:
-        """The fraction, from 1 down to 0, of the distance from `min_lr` to `lr`."""
+        """Return the fraction, from 1 down to 0, of the distance from `min_lr` to `lr`."""
         style, ratio = self.style, (step - self.warmup) / (self.decay - self.warmup)
         if style == "WSD":
             assert self.wsd_decay is not None
@@ -79,7 +79,7 @@ class LRSchedule:
 
 
 def from_args(args: Settings, total_steps: int) -> LRSchedule:
-    """The schedule that `--lr*` and `--min-lr` describe, for a run of `total_steps` optimizer steps."""
+    """Return the schedule of `--lr*` and `--min-lr`, for a run of `total_steps` optimizer steps."""
     decay = args.lr_decay_iters or total_steps
     wsd: dict[str, Any] = {}
     if args.lr_decay_style == "WSD":

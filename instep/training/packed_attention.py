@@ -11,8 +11,8 @@ from torch import Tensor, library
 
 from instep.training.packing import SharedPrefixes, within
 
-_MAX_PADDING = 1.25  # padded tokens over real ones, within a chunk of the padded path
-_SHORT = 128  # the longest segments for plain products, which on a CPU are faster than the fused kernel, and small
+_MAX_PADDING = 1.25  # padded tokens per real token, within a chunk of the padded path
+_SHORT = 128  # the longest segments for plain products: on a CPU they are faster than the fused kernel, and small
 
 
 def packed_attention(
@@ -26,22 +26,22 @@ def packed_attention(
     shared: SharedPrefixes | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Causal attention within each segment of a packed stream.
+    """Compute causal attention within each segment of a packed stream.
 
     Args:
         q: `[num_tokens, num_heads, head_dim]`.
-        k, v: `[num_tokens, num_kv_heads, head_dim]`; grouped heads when there are fewer of them.
+        k, v: `[num_tokens, num_kv_heads, head_dim]`; grouped heads if there are fewer of them.
         cu_seqlens: int32 `[num_segments + 1]` from 0 to num_tokens, on the device of `q`.
         max_seqlen: the longest segment.
-        scale: of q k^T; 1 / sqrt(head_dim) when None.
-        shared: where given, `q`, `k`, `v` and the result hold only the `num_kept` tokens that are computed.
-        window: how many tokens a token sees, itself included; None: all before it.
+        scale: the factor of q k^T; None: 1 / sqrt(head_dim).
+        shared: if given, `q`, `k`, `v` and the result hold only the `num_kept` computed tokens.
+        window: the number of tokens that a token sees, itself included; None: all before it.
 
     Returns:
         `[num_tokens, num_heads, head_dim]`.
     """
     copies, cu_queries, max_queries = None, cu_seqlens, max_seqlen
-    if shared is not None:  # the queries are the last tokens of their segments, as the kernel has it
+    if shared is not None:  # as in the kernel, the queries are the last tokens of their segments
         copies, cu_queries, max_queries = shared.copies, shared.cu_kept, shared.max_kept
     if torch.compiler.is_compiling() or _is_fused(q):
         out: Tensor = _attention(q, k, v, copies, cu_queries, cu_seqlens, max_queries, max_seqlen, scale, window)[0]
@@ -52,11 +52,11 @@ def packed_attention(
 
 @dataclass(frozen=True)
 class Bounds:
-    """Where the queries and the keys of each segment begin; the queries are the last tokens of what they see.
+    """Where the queries and the keys of each segment start; the queries are the last tokens of what they see.
 
     Attributes:
         cu_queries, cu_keys: int32 `[num_segments + 1]` from 0 to the number of queries, and of keys.
-        max_queries, max_keys: the most of one segment.
+        max_queries, max_keys: the largest numbers in one segment.
     """
 
     cu_queries: Tensor
@@ -72,9 +72,9 @@ class Bounds:
 def attention_and_sums(
     q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scale: float | None, window: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention within each segment, without a gradient, and what `attention_backward` wants of it.
+    """Compute causal attention within each segment, without a gradient, and the sums that `attention_backward` needs.
 
-    On a GPU that is the logsumexp of each query's scores, float32 `[num_heads, num_queries]`; else it is undefined.
+    On a GPU these are the logsumexp of each query's scores, float32 `[num_heads, num_queries]`; otherwise undefined.
     """
     if _is_fused(q):
         causal, sides = _sides(window, bounds.max_keys)
@@ -96,21 +96,22 @@ def attention_backward(
     scale: float | None,
     window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of `q`, `k`, `v` from that of `out`; `out, sums` are `attention_and_sums` of the others."""
+    """Return the gradients of `q`, `k`, `v` from the gradient of `out`; `out, sums` are results of
+    `attention_and_sums`."""
     if _is_fused(q):
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
         causal, sides = _sides(window, bounds.max_keys)
         return torch.ops.aten._flash_attention_backward(
             grad, q, k, v, out, sums, *bounds.of_kernel, 0.0, causal, *no_dropout, scale=scale, **sides
         )
-    # functorch's, because an operator's kernel is below autograd
+    # functorch's: autograd does not reach into an operator's kernel
     _, of_inputs = torch.func.vjp(lambda q, k, v: _padded(q, k, v, bounds, scale, window), q, k, v)
     by_query, by_key, by_value = of_inputs(grad)
     return by_query, by_key, by_value
 
 
 def _sides(window: int | None, max_keys: int) -> tuple[bool, dict[str, int]]:
-    """Whether the kernel sees all keys before a query, and how many it sees beside it (-1: all)."""
+    """Return whether the kernel sees all keys before a query, and how many others it sees (-1: all)."""
     causal = window is None or window >= max_keys
     return causal, dict(window_size_left=-1 if causal or window is None else window - 1, window_size_right=0)
 
@@ -120,12 +121,12 @@ def _is_fused(q: Tensor) -> bool:
 
 
 def rows(x: Tensor, indices: Tensor) -> Tensor:
-    """`x[indices]` with a gradient that is deterministic and fast also where a row is taken several times."""
+    """Return `x[indices]`; the gradient is deterministic and fast even if a row is taken many times."""
     return F.embedding(indices, x.flatten(1)).unflatten(-1, x.shape[1:])
 
 
-# The compiler knows attention by the types and dimensions of its results alone. So its code is one and the same for any
-# lengths, with shared prefixes and without them.
+# The compiler knows attention only by the types and dimensions of its results. So the compiled code is the same for all
+# lengths, with and without shared prefixes.
 @library.custom_op("instep::packed_attention", mutates_args=())
 def _attention(
     q: torch.Tensor,
@@ -139,7 +140,7 @@ def _attention(
     scale: float | None,
     window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`attention_and_sums` of the keys and values `copies` of those that were computed, both contiguous."""
+    """Run `attention_and_sums` with the keys and values `copies` of the computed tokens, both contiguous."""
     bounds = Bounds(cu_queries, max_queries, cu_keys, max_keys)
     if _is_shared(copies, k):
         k, v = rows(k, copies), rows(v, copies)
@@ -171,7 +172,7 @@ def _attention_backward(
     bounds = Bounds(cu_queries, max_queries, cu_keys, max_keys)
     keys, values = (rows(k, copies), rows(v, copies)) if _is_shared(copies, k) else (k, v)
     by_query, by_key, by_value = attention_backward(grad, q, keys, values, out, sums, bounds, scale, window)
-    if _is_shared(copies, k):  # as `rows` does
+    if _is_shared(copies, k):  # like `rows`
         by_key, by_value = (
             torch.ops.aten.embedding_dense_backward(x.flatten(1), copies, len(k), -1, False).unflatten(1, k.shape[1:])
             for x in (by_key, by_value)
@@ -215,7 +216,7 @@ def _padded_attention(
     copies: Tensor | None,
     window: int,
 ) -> Tensor:
-    """Attention over padded chunks of segments of similar length; causality hides the padding at their ends."""
+    """Compute attention over padded chunks of segments of similar length; causality hides the padding at their ends."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
     query_starts, num_queries = cu_queries[:-1].long(), cu_queries.diff().long()
@@ -224,11 +225,11 @@ def _padded_attention(
     for chunk in chunks:
         which = torch.tensor(chunk, device=q.device)
         start, length, num = starts[which], lengths[which], num_queries[which]
-        if not num.any():  # all of the chunk is computed in other segments
+        if not num.any():  # other segments compute all of the chunk
             continue
         longest = int(length.max())
         short = q.device.type == "cpu" and longest <= _SHORT
-        # The fused kernel knows only squares, in which queries of shared prefixes are left zero.
+        # The fused kernel supports only square scores, so queries of shared prefixes stay zero.
         skipped = length - num if short else torch.zeros_like(num)
         width = int(num.max()) if short else longest
         at = torch.arange(longest, device=q.device)
@@ -261,7 +262,7 @@ def _visible(query: Tensor, key: Tensor, window: int) -> Tensor:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:
-    """Attention by plain matrix products -> `[segments, heads, num_queries, head_dim]`."""
+    """Compute attention by plain matrix products -> `[segments, heads, num_queries, head_dim]`."""
     segments, heads, num_queries, head_dim = q.shape
     grouped = q.reshape(segments, k.shape[1], -1, head_dim)
     scores = (grouped @ k.transpose(-1, -2)).view(segments, heads, num_queries, -1) * scale
@@ -270,7 +271,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> T
 
 
 def chunks_of(lengths: list[int]) -> list[list[int]]:
-    """Indices of segments in as few chunks as bounded padding allows."""
+    """Return indices of segments in as few chunks as bounded padding allows."""
     if len(lengths) * max(lengths) <= _MAX_PADDING * sum(lengths):
         return [list(range(len(lengths)))]
     chunks: list[list[int]] = []

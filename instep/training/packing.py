@@ -1,6 +1,6 @@
 """Positions in the packed stream of a `TokenBatch`. All results are on the device of the batch.
 
-They are computed on the host where the batch was there before, so that nobody waits for a GPU to say a length.
+They are computed on the host if the batch came from there, so that no process waits for a GPU to return a length.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from torch import Tensor
 
 from instep.types import TokenBatch
 
-_WORTH_SHARING = 0.9  # of a stream's tokens, at most, are computed; else all are
+_WORTH_SHARING = 0.9  # compute at most this fraction of a stream's tokens; otherwise compute all
 
 
 @dataclass(frozen=True)
 class SharedPrefixes:
-    """A packed stream in which a common prefix of several samples is computed once; a causal model gives the same.
+    """A packed stream that computes a common prefix of several samples once; the results of a causal model are equal.
 
     Attributes:
-        kept: int64 `[num_kept]`, ascending: positions of the stream that are computed, the last ones of each sample.
-        copies: int64 `[num_tokens]`: which entry of `kept` stands for each token of the stream.
-        cu_kept: int32 `[num_samples + 1]`, where the entries of each sample begin in `kept` (and the last ones end).
+        kept: int64 `[num_kept]`, ascending: computed positions of the stream, the last ones of each sample.
+        copies: int64 `[num_tokens]`: the entry of `kept` for each token of the stream.
+        cu_kept: int32 `[num_samples + 1]`, where the entries of each sample start in `kept` (and the last ones end).
         max_kept: the most entries of one sample.
     """
 
@@ -34,9 +34,9 @@ class SharedPrefixes:
 
 
 def shared_prefixes(batch: TokenBatch) -> SharedPrefixes | None:
-    """The tokens to compute: a group's prompt, and any other common prefix of samples, once; None if few are common.
+    """Return the tokens to compute: a group's prompt, and other common prefixes, once; None if few are common.
 
-    Prefixes are found by content: in lexicographic order each sample shares its longest prefix with the one before it.
+    Prefixes are found by content: in lexicographic order, each sample shares its longest prefix with the one before it.
     """
     host = batch.on_host
     tokens, lengths = host.tokens.cpu().numpy(), host.total_lengths.tolist()
@@ -61,13 +61,13 @@ def shared_prefixes(batch: TokenBatch) -> SharedPrefixes | None:
 
 
 def nothing_shared(cu_seqlens: Tensor, max_seqlen: int, num_tokens: int) -> SharedPrefixes:
-    """All `num_tokens` tokens are computed."""
+    """Return the plan that computes all `num_tokens` tokens."""
     every = torch.arange(num_tokens, device=cu_seqlens.device)
-    return SharedPrefixes(every, every, cu_seqlens.clone(), max_seqlen)  # the compiler asks which tensors are one
+    return SharedPrefixes(every, every, cu_seqlens.clone(), max_seqlen)  # the compiler compares identities
 
 
 def _common_prefix(tokens: np.ndarray, one: int, other: int, longest: int) -> int:
-    """The number of equal tokens from `one` on and from `other` on, at most `longest`."""
+    """Return the number of equal tokens from `one` and from `other`, at most `longest`."""
     differs = tokens[one : one + longest] != tokens[other : other + longest]
     return int(differs.argmax()) if differs.any() else longest
 
@@ -77,13 +77,13 @@ def _moved(x: Tensor, batch: TokenBatch) -> Tensor:
 
 
 def within(lengths: Tensor) -> Tensor:
-    """0 .. length-1 for each length, one after another: int64 `[lengths.sum()]`."""
+    """Return 0 .. length-1 for each length, one after another: int64 `[lengths.sum()]`."""
     starts, total = lengths.cumsum(0) - lengths, int(lengths.sum())
     return torch.arange(total, device=lengths.device) - starts.repeat_interleave(lengths, output_size=total)
 
 
 def response_positions(batch: TokenBatch) -> Tensor:
-    """int64 `[num_response_tokens]`: the position whose logits predict each response token (one before it)."""
+    """Return int64 `[num_response_tokens]`: the position whose logits predict each response token (one before it)."""
     return _moved(_response_positions(batch.on_host), batch)
 
 
@@ -93,25 +93,26 @@ def _response_positions(batch: TokenBatch) -> Tensor:
 
 
 def response_targets(batch: TokenBatch) -> Tensor:
-    """int64 `[num_response_tokens]`: the response tokens themselves, samples in order."""
+    """Return int64 `[num_response_tokens]`: the response tokens, samples in order."""
     host = batch.on_host
     return _moved(host.tokens[_response_positions(host) + 1], batch)
 
 
 def cu_seqlens(batch: TokenBatch) -> tuple[Tensor, int]:
-    """int32 `[num_samples + 1]`, where each sample begins (and the last ends), and the longest sample's length."""
+    """Return int32 `[num_samples + 1]`, where each sample starts (and the last ends), and the longest sample's
+    length."""
     lengths = batch.on_host.total_lengths
     bounds = torch.nn.functional.pad(lengths.cumsum(0).to(torch.int32), (1, 0))
     return _moved(bounds, batch), int(lengths.max()) if batch.num_samples else 0
 
 
 def position_ids(batch: TokenBatch) -> Tensor:
-    """int64 `[num_tokens]`, counting from 0 in each sample."""
+    """Return int64 `[num_tokens]`, which counts from 0 in each sample."""
     return _moved(within(batch.on_host.total_lengths), batch)
 
 
 def response_temperatures(batch: TokenBatch) -> Tensor:
-    """float32 `[num_response_tokens]`: the temperature that the sample of each response token was sampled with."""
+    """Return float32 `[num_response_tokens]`: the sampling temperature of each response token's sample."""
     per_sample = _moved(torch.as_tensor(batch.sample_columns["temperature"], dtype=torch.float32), batch)
     total = int(batch.on_host.response_lengths.sum())
     return per_sample.repeat_interleave(batch.response_lengths, output_size=total)

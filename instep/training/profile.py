@@ -1,4 +1,4 @@
-"""What a rank records of a profiled step: its calls, and with torch's profiler operators and CUDA kernels."""
+"""What a rank records of a profiled step: its calls, and with torch's profiler also operators and CUDA kernels."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ WORKER_CALLS = (
     "onload",
 )
 BACKEND_CALLS = ("forward_only", "forward_backward", "optimizer_step")
-MATRIX, VECTOR = 768, 16 << 20  # numbers, of what is measured
+MATRIX, VECTOR = 768, 16 << 20  # numbers in the measured operands
 
 
 class RankProfile:
-    """The recording of a rank, from its making to `stop`.
+    """The recording of a rank, from its creation to `stop`.
 
-    While it records, the calls of worker and backend are wrapped; a backend's call ends with its kernels. Nothing of it
-    stays afterwards.
+    While it records, the calls of worker and backend are wrapped; a backend's call ends with its kernels. Afterwards
+    the wrappers are removed.
 
     Args:
         track: the name of the rank.
@@ -57,7 +57,7 @@ class RankProfile:
         spans.start(track)
 
     def stop(self, begin: int, end: int, most: int) -> list[Span]:
-        """End it; returns at most `most` spans from `begin` to `end`, in nanoseconds of the wall clock."""
+        """End it. Return at most `most` spans from `begin` to `end`, in nanoseconds of the wall clock."""
         found = spans.stop()
         for owner, name, _ in self._wrapped:
             delattr(owner, name)
@@ -68,13 +68,13 @@ class RankProfile:
                 try:
                     self._torch.export_chrome_trace(str(path))
                     found += spans.of_torch(path, self._track)
-                except (OSError, ValueError, RuntimeError) as error:  # of a full disk: a profile ends no run
+                except (OSError, ValueError, RuntimeError) as error:  # a full disk, ...: a profile must not end a run
                     print(f"{self._track}: its kernels are not in the profile: {error}", flush=True)
         return spans.within(found, begin, end, most)
 
 
 class Profiled:
-    """The calls of a worker that begin and end the recording of a step."""
+    """The calls of a worker that start and end the recording of a step."""
 
     role: Role
     device: torch.device
@@ -84,7 +84,7 @@ class Profiled:
     _profile: RankProfile | None = None
 
     def start_profile(self, ranks: list[int]) -> dict[str, Any]:
-        """Begin to record; torch's profiler records on `ranks`. Returns what `machine` says."""
+        """Start to record; torch's profiler records on `ranks`. Return the result of `machine`."""
         rank = self.backend.parallel.rank
         found = machine(self.device)
         self._profile = RankProfile(self, f"{self.role} rank {rank}", rank in ranks)
@@ -97,13 +97,13 @@ class Profiled:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """What floors are computed from: the name of the GPU, or FLOP/s (float32) and bytes/s that were measured on a CPU.
+    """Return the base of floors: the name of the GPU, or measured FLOP/s (float32) and bytes/s of a CPU.
 
-    Bytes are those read and written.
+    Bytes are bytes read and written.
     """
     if device.type == "cuda":
         return {"card": torch.cuda.get_device_name(device)}
-    a, b = torch.ones(MATRIX, MATRIX), torch.ones(VECTOR)  # no random numbers: they are the run's
+    a, b = torch.ones(MATRIX, MATRIX), torch.ones(VECTOR)  # no random numbers: that would change the run's generator
     c = torch.empty_like(b)
     product = min(_seconds(lambda: a @ a) for _ in range(3))
     copy = min(_seconds(lambda: c.copy_(b)) for _ in range(3))

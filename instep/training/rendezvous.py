@@ -1,4 +1,4 @@
-"""Where the ranks of a role find one another."""
+"""How the ranks of a role find each other."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 
 def store(rendezvous: str, world_size: int, timeout: float) -> dist.Store:
-    """The store of a process group; see `Worker.setup` for `rendezvous`.
+    """Return the store of a process group; see `Worker.setup` for `rendezvous`.
 
     Args:
         timeout: seconds that a rank waits for the others.
@@ -26,5 +26,5 @@ def store(rendezvous: str, world_size: int, timeout: float) -> dist.Store:
         is_master=bool(fd),
         timeout=timedelta(seconds=timeout),
         wait_for_workers=False,
-        master_listen_fd=int(fd) if fd else None,  # TCPStore itself would listen on all addresses of the host
+        master_listen_fd=int(fd) if fd else None,  # without it TCPStore would listen on all addresses of the host
     )

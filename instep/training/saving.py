@@ -1,8 +1,8 @@
-"""What a backend saves by `torch.distributed.checkpoint`: written at once or, with --async-save, by a thread.
+"""How a backend saves with `torch.distributed.checkpoint`: at once or, with --async-save, in a thread.
 
 With --async-save the ranks plan the save together, as always, and each copies its tensors to host memory. Then training
-goes on, and a thread of each rank writes the same files that it would have written before; for these it needs no other
-rank, but the first one lists the files of all in `.metadata`. So the ranks tell one another by files (`written.py`).
+continues, and a thread of each rank writes the same files as without the flag. It needs no other rank, except that the
+first rank lists all files in `.metadata`. So ranks report to each other by files (`written.py`).
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class Saver:
     def __init__(self, device: torch.device, in_background: bool = False):
         self._device, self._in_background = device, in_background
         self._copies = HostCopies(device, "--async-save", "a run without --async-save")
-        self._own: set[int] = set()  # storages on the host to which nobody else writes
+        self._own: set[int] = set()  # storages on the host that no one else writes to
         self._snapshot: _Snapshot | None = None
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """A tensor that was made for this save, on the host; it is complete when `save` returns."""
+        """Return a tensor made for this save, on the host; it is complete when `save` returns."""
         host = self._copies.copy(tensor) if self._in_background and tensor.is_cuda else tensor.cpu()
         self._own.add(host.untyped_storage().data_ptr())
         return host
@@ -53,7 +53,7 @@ class Saver:
         Raises:
             OSError, CheckpointException: a rank could not write.
         """
-        self._copies.wait()  # those of `to_host`: a planner may read them
+        self._copies.wait()  # the copies of `to_host`: a planner may read them
         writer = _Snapshot(path, self._keep) if self._in_background else _Writer(path)
         dcp.save(state, storage_writer=writer, planner=planner)
         self._own.clear()
@@ -66,9 +66,9 @@ class Saver:
         return tensor if own else self._copies.copy(tensor.detach())
 
     def finish(self, path: Path, rank: int, num_ranks: int, timeout: float) -> dict[str, str]:
-        """What follows `save`: the digests of the files that this rank has written into `path`, by name.
+        """Finish `save`. Return the digests of the files that this rank has written into `path`, by name.
 
-        With --async-save a thread begins to write what was copied, within `timeout` seconds. There are no digests then:
+        With --async-save a thread starts to write the copies, within `timeout` seconds. Then there are no digests yet:
         `wait_written` has them when the files are on the disk.
         """
         if not self._in_background:
@@ -94,24 +94,24 @@ class Saver:
             traceback.print_exc()  # into the log of the rank
             for part in path.glob(f"__{rank}_*"):
                 with contextlib.suppress(OSError):
-                    part.unlink()  # gives room to what follows
+                    part.unlink()  # free space for the next steps
             news = {"error": getattr(error, "what", None) or f"{type(error).__name__}: {error}"}
-        with contextlib.suppress(OSError):  # the folder is gone: the run has ended
+        with contextlib.suppress(OSError):  # the folder is missing: the run has ended
             tell_written(path, rank, **news)
 
     @contextlib.contextmanager
     def _beside(self) -> Iterator[None]:
-        """Let torch's writer, which waits for its stream, have one on which nothing is computed."""
+        """Run torch's writer, which waits for its stream, on a stream without computations."""
         if self._device.type != "cuda":
             yield
             return
-        torch.cuda.set_device(self._device)  # of this thread
+        torch.cuda.set_device(self._device)  # for this thread
         with torch.cuda.stream(torch.cuda.Stream(self._device)):
             yield
 
 
 class _Writer(dcp.FileSystemWriter):
-    """torch's writer, whose `.metadata` does not say whether a tensor lay in pinned memory, as copies do."""
+    """torch's writer; its `.metadata` does not say whether a tensor was in pinned memory, as copies are."""
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         for entry in metadata.state_dict_metadata.values():
@@ -121,7 +121,7 @@ class _Writer(dcp.FileSystemWriter):
 
 
 class _Snapshot(_Writer):
-    """torch's writer of a rank's files, which copies what it shall write and writes it later."""
+    """torch's writer of a rank's files; it copies its data now and writes them later."""
 
     def __init__(self, path: Path, keep: Any):
         super().__init__(path)
@@ -147,7 +147,7 @@ class _Snapshot(_Writer):
         return results
 
     def resolve_data(self, item: Any) -> Any:
-        """As the planner, which `write_data` asks for the data of an item."""
+        """Return the data of an item to `write_data`, like the planner."""
         return self._data[item.index]
 
     def list_files(self, results: list[list[WriteResult]]) -> None:

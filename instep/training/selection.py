@@ -1,4 +1,4 @@
-"""Training a part of the weights: `--only-train-params-name-list` and `--freeze-params-name-list`."""
+"""Training of a part of the weights: `--only-train-params-name-list` and `--freeze-params-name-list`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Selection:
-    """Which weights are trained, by regular expressions that are searched for in their names.
+    """The weights to train, by regular expressions that are searched in their names.
 
     Attributes:
-        only: the weights that match are trained and no others; else those that match are frozen.
+        only: train only the weights that match; otherwise freeze them.
     """
 
     patterns: tuple[str, ...]
@@ -35,7 +35,7 @@ class Selection:
         return any(re.search(pattern, name) for pattern in self.patterns) == self.only
 
     def apply(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Let the parameters of this rank, by name, need a gradient or not (collective).
+        """Set for each parameter of this rank, by name, whether it needs a gradient (collective).
 
         Raises:
             ConfigError: a pattern matches no weight of any rank, or a rank has nothing to train.
@@ -48,20 +48,20 @@ class Selection:
         dist.all_gather_object(found, mine)
         if idle := [p for p in self.patterns if not any(p in of_rank for of_rank, _, _ in found)]:
             raise ConfigError(
-                f"{idle[0]!r} is in the name of no weight; names are like {', '.join(found[0][2])}",
+                f"{idle[0]!r} matches no weight name; names are like {', '.join(found[0][2])}",
                 where=self.flag,
-                remedy="give regular expressions that are found in names of weights",
+                remedy="give regular expressions that match parts of weight names",
             )
         if not all(trains for _, trains, _ in found):
             raise ConfigError(
-                "nothing is left to train on some rank",
+                "a rank has nothing left to train",
                 where=self.flag,
                 remedy="train a weight of each pipeline stage, or use --pipeline-model-parallel-size 1",
             )
 
 
 def selection_of(args: Settings) -> Selection | None:
-    """What the flags select; None: all weights are trained."""
+    """Return the selection of the flags; None: all weights are trained."""
     only, frozen = args.only_train_params_name_list, args.freeze_params_name_list
     patterns = only or frozen
     return Selection(tuple(patterns), bool(only)) if patterns else None

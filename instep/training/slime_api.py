@@ -1,7 +1,7 @@
-"""The functions that losses and corrections written for slime import from its trainer.
+"""The functions that losses and corrections for slime import from its trainer.
 
-There is no context parallelism yet: a rank has all tokens of its samples, so that both functions about slices return
-what they are given.
+Context parallelism is not supported here: a rank has all tokens of its samples. So both slice functions return their
+input.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 def all_gather_with_cp(tensor: Tensor, total_length: int, response_length: int) -> Tensor:
-    """The whole response's values from this rank's: `[response_length]`."""
+    """Return the whole response's values from this rank's: `[response_length]`."""
     return tensor
 
 
 def slice_log_prob_with_cp(log_prob: Tensor, total_length: int, response_length: int) -> Tensor:
-    """This rank's part of a response's values: `[response_length]`."""
+    """Return this rank's part of a response's values: `[response_length]`."""
     return log_prob
 
 
@@ -37,13 +37,13 @@ def get_log_probs_and_entropy(
     with_entropy: bool = False,
     **_: Any,
 ) -> tuple[Tensor, dict[str, list[Tensor]]]:
-    """Log-probs (and entropy) of the response tokens at `--rollout-temperature`, with gradient.
+    """Compute log-probs (and entropy) of the response tokens at `--rollout-temperature`, with gradient.
 
     Args:
         logits: `[1, num_tokens, vocab_size]`, as a custom loss gets them.
 
     Returns:
-        An empty tensor, and by `log_probs` and `entropy` one `[response_length]` tensor per sample.
+        An empty tensor, and a dict: `log_probs` and `entropy` each have one `[response_length]` tensor per sample.
     """
     ends = torch.tensor(total_lengths).cumsum(0).tolist()
     rows = zip(ends, response_lengths, strict=True)

@@ -1,6 +1,6 @@
-"""The backend-neutral training worker: what one rank does when the controller calls it.
+"""The backend-neutral training worker: what one rank does for each call of the controller.
 
-The controller calls the same method on all ranks at once; tensors come in and go out on the CPU.
+The controller calls the same method on all ranks at once; tensors arrive and leave on the CPU.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Worker(Profiled, WorkerWeights):
     """One rank of the actor, or of PPO's critic.
 
     Args:
-        emit: reports something to the controller while a call is still running.
+        emit: sends a report to the controller during a call.
     """
 
     backend: TrainBackend
@@ -68,11 +68,12 @@ class Worker(Profiled, WorkerWeights):
     # ---- start ---------------------------------------------------------------------------------------------------
 
     def prepare(self, args: Settings) -> None:
-        """Import what the model needs; where GPUs are shared in turns, while engines start: it touches no GPU."""
+        """Import what the model needs. With GPUs shared in turns this runs while engines start: it must not touch a
+        GPU."""
         name = "instep.training.hf.backend"
         if args.train_backend == "megatron":
             require_megatron()
-            if args.device == "cpu":  # there its stand-ins for CUDA come first
+            if args.device == "cpu":  # on a CPU its replacements for CUDA come first
                 return
             name = "megatron.core.optimizer"
         with first_import(name):
@@ -92,9 +93,9 @@ class Worker(Profiled, WorkerWeights):
 
         Args:
             args: the arguments of this role (`arguments.roles`).
-            rendezvous: a file that all ranks see, or `tcp://HOST:PORT`; rank 0 gets `tcp://HOST:PORT?fd=N` with a
-                socket that listens there.
-            gpu: index of the GPU, modulo the number of GPUs that this process sees; default: `rank`.
+            rendezvous: a file visible to all ranks, or `tcp://HOST:PORT`; rank 0 gets `tcp://HOST:PORT?fd=N` with a
+                listening socket.
+            gpu: index of the GPU, modulo the number of visible GPUs; default: `rank`.
 
         Returns:
             The place of this rank, without its process group.
@@ -108,7 +109,7 @@ class Worker(Profiled, WorkerWeights):
         if cuda:
             torch.cuda.set_device((rank if gpu is None else gpu) % torch.cuda.device_count())
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-        self.prepare(args)  # unless that has been done while engines started
+        self.prepare(args)  # if this did not run while engines started
         guard_groups()
         dist.init_process_group(
             "nccl" if cuda else "gloo",
@@ -127,9 +128,10 @@ class Worker(Profiled, WorkerWeights):
         return replace(self.backend.parallel, dp_group=None)
 
     def _build(self, *, with_optimizer: bool, like: Path | None = None) -> TrainBackend:
-        """A model, without weights, of the shape of the Hugging Face folder `like` (default: --hf-checkpoint)."""
+        """Build a model, without weights, with the shape of the Hugging Face folder `like` (default:
+        --hf-checkpoint)."""
         config = load_config(str(like or self.args.hf_checkpoint), self.args.trust_remote_code)
-        vars(config).pop("quantization_config", None)  # `load_hf` reads weights in FP8 as `dtype`
+        vars(config).pop("quantization_config", None)  # `load_hf` reads FP8 weights as `dtype`
         options: dict[str, Any] = {
             "hf_config": config,
             "device": self.device,
@@ -152,11 +154,11 @@ class Worker(Profiled, WorkerWeights):
         return HfBackend(self.args, **options, lora=lora_of(self.args) if trains_adapter else None)
 
     def load_reference(self, path: Path) -> None:
-        """Make the frozen reference of a Hugging Face checkpoint or one that instep saved, or the actor's base."""
+        """Build the frozen reference from a Hugging Face checkpoint, an instep checkpoint, or the actor's base."""
         self.reference = self.backend.earlier(path) or self._frozen(path)
 
     def load_teacher(self, path: Path) -> None:
-        """Build the teacher of on-policy distillation likewise; its shape may differ, its vocabulary may not."""
+        """Build the teacher of on-policy distillation in the same way; its shape may differ, its vocabulary may not."""
         self.teacher = self._frozen(path)
 
     def _frozen(self, path: Path) -> TrainBackend:
@@ -169,7 +171,7 @@ class Worker(Profiled, WorkerWeights):
 
     @contextlib.contextmanager
     def _there(self, model: Frozen) -> Iterator[None]:
-        """Let a frozen model be on the device while it is used (--offload-train)."""
+        """Keep a frozen model on the device while it is used (--offload-train)."""
         if self.args.offload_train:
             model.onload()
         yield
@@ -177,7 +179,7 @@ class Worker(Profiled, WorkerWeights):
             model.offload()
 
     def offload(self, weights: bool) -> None:
-        """Free the device's memory, see `TrainBackend.offload`; without --offload-train what no tensor holds."""
+        """Free the device's memory, see `TrainBackend.offload`; without --offload-train, only unused memory."""
         self.backend.offload(weights=weights) if self.args.offload_train else give_back(self.device)
 
     def onload(self, optimizer: bool) -> None:
@@ -193,7 +195,7 @@ class Worker(Profiled, WorkerWeights):
             self.reference.load_hf(scratch)
 
     def remark(self) -> str:
-        """See `TrainBackend.remark`; what is left out of the reference's and the teacher's weights, too."""
+        """See `TrainBackend.remark`; adds the weights of reference and teacher that were not read."""
         return "\n".join(filter(None, (self.backend.remark(), *self._left_out)))
 
     # ---- log-probs and training ----------------------------------------------------------------------------------
@@ -202,7 +204,7 @@ class Worker(Profiled, WorkerWeights):
         """Score a data-parallel rank's samples under the old policy (`log_probs`), the reference and the teacher.
 
         Args:
-            names: some of `log_probs` (of the current weights), `ref_log_probs`, `teacher_log_probs`; for a critic
+            names: any of `log_probs` (of the current weights), `ref_log_probs`, `teacher_log_probs`; for a critic
                 `values`.
 
         Returns:
@@ -233,10 +235,11 @@ class Worker(Profiled, WorkerWeights):
     def begin_step(
         self, batch: TokenBatch, micro_batches: list[list[int]], token: str
     ) -> dict[int, torch.Tensor] | None:
-        """Make the gradients of some samples of a rollout's only optimizer step; others may follow, with its token.
+        """Compute the gradients of some samples of a rollout's only optimizer step; more may follow, with the same
+        token.
 
-        Their `loss_weights` lack the factor that all samples of the step share; `train` gets it, and makes the rest.
-        A step with another token is forgotten.
+        Their `loss_weights` do not have the factor common to all samples of the step. `train` gets this factor, and
+        finishes the step. A step with another token is dropped.
 
         Returns:
             By index the log-probs `[response_length]` of all samples, None except on the output rank.
@@ -258,12 +261,12 @@ class Worker(Profiled, WorkerWeights):
         self._begun = None
 
     def _take_begun(self, scale: float | None) -> BegunStep | None:
-        """What `begin_step` has made, times `scale`; without `scale` it is forgotten."""
+        """Return the step of `begin_step`, times `scale`; without `scale`, drop it."""
         if scale is None:
             self._forget_begun()
             return None
         begun, self._begun = self._begun, None
-        assert begun is not None, "the controller knows what was begun"
+        assert begun is not None, "the controller knows which step was started"
         begun.scale(self.backend, scale)
         return begun
 
@@ -280,20 +283,20 @@ class Worker(Profiled, WorkerWeights):
         rollout_id: int = 0,
         scale: float | None = None,
     ) -> tuple[list[dict[str, float]], dict[int, torch.Tensor], float | None] | None:
-        """Do the optimizer steps of one rollout on this data-parallel rank's samples.
+        """Run the optimizer steps of one rollout on this data-parallel rank's samples.
 
         Args:
-            steps: step -> micro-batch -> indices into `batch`; lrs: the learning rate of each.
-            keep_log_probs: indices into `batch` of the samples whose log-probs are wanted.
-            gap_limit: the largest mean gap of fresh tokens (`gap.py`) with which anything is trained; measured over the
-                rollout if it was scored first, else over the first step.
-            scale: `batch` is the rest of the step that `begin_step` has begun, whose loss is to be multiplied by it;
-                None: of what was begun nothing is trained.
+            steps: step -> micro-batch -> indices into `batch`; lrs: the learning rate of each step.
+            keep_log_probs: indices into `batch` of the samples whose log-probs are returned.
+            gap_limit: the largest mean gap of fresh tokens (`gap.py`) that allows training; measured over the rollout
+                if it was scored first, otherwise over the first step.
+            scale: `batch` is the rest of a step that `begin_step` has started; the started part's loss is multiplied by
+                it. None: drop the started part.
 
         Returns:
-            The metrics of each step; by index the log-probs `[response_length]` of the wanted samples of the first
-            step, from its forward pass, before the policy moves; and the mean gap of fresh tokens, None if there are
-            none: above `gap_limit` nothing was trained. None except on this data-parallel rank's output rank.
+            The metrics of each step; by index the log-probs `[response_length]` of the `keep_log_probs` samples of the
+            first step, from its forward pass, before the weights change; and the mean gap of fresh tokens, None without
+            fresh tokens. Above `gap_limit` nothing was trained. None except on this data-parallel rank's output rank.
         """
         results: list[dict[str, float]] = []
         kept: dict[int, torch.Tensor] = {}
@@ -326,9 +329,9 @@ class Worker(Profiled, WorkerWeights):
         return results, {i: log_probs.cpu() for i, log_probs in kept.items()}, mean
 
     def _settle(self) -> None:
-        """After the first training, which has imported and compiled the last of it: what there is now stays.
+        """Freeze the garbage collector's objects after the first training, which imports and compiles the last modules.
 
-        Garbage collections, two in each turn on the GPU (`give_back`), need not look at it again.
+        Garbage collections, two in each turn on the GPU (`give_back`), then skip these objects.
         """
         if not self._settled:
             gc.collect()
@@ -338,8 +341,8 @@ class Worker(Profiled, WorkerWeights):
     def _loss_that_keeps(
         self, micro_batches: list[list[int]], wanted: Collection[int], kept: dict[int, torch.Tensor]
     ) -> LossFn:
-        """The loss, which also copies the log-probs of the `wanted` samples into `kept`."""
-        calls = iter(micro_batches)  # a call each, in this order: see `TrainBackend`
+        """Return a loss that also copies the log-probs of the `wanted` samples into `kept`."""
+        calls = iter(micro_batches)  # one per call, in this order: see `TrainBackend`
 
         def loss_fn(batch: TokenBatch, outputs: TokenOutputs) -> LossOutput:
             parts = outputs.log_probs.detach().split(batch.on_host.response_lengths.tolist())
@@ -349,10 +352,11 @@ class Worker(Profiled, WorkerWeights):
         return loss_fn
 
     def score(self, batch: TokenBatch) -> torch.Tensor | None:
-        """Log-probs of a sync's probe, and those with embeddings that are rounded once more; all ranks score all of it.
+        """Score a sync's probe, first normally, then with embeddings that are rounded once more; all ranks score all of
+        it.
 
         Returns:
-            float32 `[2, num_response_tokens]`; None except on an output rank.
+            Log-probs, float32 `[2, num_response_tokens]`; None except on an output rank.
         """
         found = [self.backend.forward_only([batch.to(self.device)])]
         with rounded_embedding(self.backend.embedding, UNITS[self.args.precision]):
@@ -362,9 +366,9 @@ class Worker(Profiled, WorkerWeights):
         return torch.stack([outputs[0].log_probs.cpu() for outputs in found if outputs is not None])
 
     def memory(self) -> dict[str, float]:
-        """The memory of this rank and of its GPU in bytes, by name; the peak is that since the last call.
+        """Return the memory of this rank and of its GPU in bytes, by name; the peak is since the last call.
 
-        What is used on the GPU and not this rank's are the engines, and the CUDA contexts of all processes.
+        The used GPU memory outside of this rank belongs to the engines, and to the CUDA contexts of all processes.
         """
         out = {"trainer_host_bytes": float(psutil.Process().memory_info().rss)}
         if self.device.type == "cuda":

@@ -1,4 +1,4 @@
-"""The weights of a rank: how it sends, compares, exports, saves and loads them."""
+"""The weights of a rank: the worker sends, compares, exports, saves and loads them."""
 
 from __future__ import annotations
 
@@ -21,38 +21,38 @@ if TYPE_CHECKING:
 
 
 class WorkerWeights:
-    """The calls of a worker about its weights."""
+    """The worker's calls about its weights."""
 
     args: Args
     backend: TrainBackend
     device: torch.device
-    _host: str  # that other ranks and engines reach
+    _host: str  # reachable by other ranks and engines
     _emit: Callable[[Any], None]
 
     def publish(self, way: str, order: Order) -> None:
-        """Send the weights as version `order.version` by `way`; the controller hears of each part that is ready."""
+        """Send the weights as version `order.version` by `way`; the controller gets a report of each finished part."""
         way_named(way).send(self._source(way), replace(order, host=self._host, device=str(self.device)), self._emit)
 
     def _source(self, way: str) -> WeightSource:
         return self.backend.weight_source(adapter=way in OF_ADAPTERS)
 
     def weight_digests(self, way: str) -> dict[str, str]:
-        """The digest of every tensor that `way` sends, by name; collective, empty except on emitting ranks."""
+        """Return the digest of every tensor that `way` sends, by name; collective, empty except on emitting ranks."""
         if way == SINGLE_COPY:
             return single_copy.WAY.digests(self._source(way))
         digest = way_named(way).digest
         return {spec.name: digest(t) for spec, t in self._source(way) if t is not None}
 
     def unwritten_weights(self) -> list[str]:
-        """Names of the weights that engines with shared memory do not have as the trainer has them; collective."""
+        """Return names of the weights that differ in the trainer and in engines with shared memory; collective."""
         return single_copy.WAY.unwritten(self._source(SINGLE_COPY))
 
     def broken_weights(self) -> list[str]:
-        """Names of the weights that are not finite; collective, empty except on emitting ranks."""
+        """Return names of the weights that are not finite; collective, empty except on emitting ranks."""
         return [s.name for s, t in self.backend.weight_source() if t is not None and not bool(t.isfinite().all())]
 
     def export_hf(self, path: Path, adapter: bool = False) -> None:
-        """Write a Hugging Face checkpoint, or the adapter alone in peft's format (collective)."""
+        """Write a Hugging Face checkpoint, or only the adapter in peft's format (collective)."""
         from instep.checkpoints.hf_export import export_hf
 
         if adapter:
@@ -62,14 +62,14 @@ class WorkerWeights:
             export_hf(source, Path(self.args.hf_checkpoint), path, self.args.chat_template_text)
 
     def load_weights(self, path: Path, fresh_head: bool = False) -> None:
-        """Load weights alone, from a Hugging Face checkpoint or one that instep saved; see `TrainBackend.load`."""
+        """Load only weights, from a Hugging Face checkpoint or an instep checkpoint; see `TrainBackend.load`."""
         load_weights(self.backend, path, fresh_head)
 
     def save(self, path: Path) -> dict[str, str]:
         """Write model, optimizer (unless --no-save-optim) and random state into the folder `path`.
 
         Returns:
-            The digests of the files that this rank has written, by name; see `Saver.finish`.
+            The digests of the files of this rank, by name; see `Saver.finish`.
         """
         rank, num_ranks = self.backend.parallel.rank, self.backend.parallel.world_size
         try:
@@ -79,11 +79,11 @@ class WorkerWeights:
         try:
             torch.save(random_state(), path / f"rng_{rank}.pt")
             return self.backend.saver.finish(path, rank, num_ranks, self.args.train_timeout)
-        except (OSError, RuntimeError) as error:  # torch.save says RuntimeError on a full disk
+        except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError on a full disk
             raise _cannot_write(path, error) from error
 
     def load(self, path: Path, optimizer: bool) -> None:
-        """Read what `save` wrote; without `optimizer` the weights alone."""
+        """Read what `save` wrote; without `optimizer`, only the weights."""
         self.backend.load(path, optimizer=optimizer)
         if optimizer and (rng := path / f"rng_{self.backend.parallel.rank}.pt").exists():
             set_random_state(rng)

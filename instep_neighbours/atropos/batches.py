@@ -1,7 +1,7 @@
-"""What a trainer registers with the Atropos API, and how that divides its queue into batches.
+"""What a trainer registers with the Atropos API, and how the API divides its queue into batches.
 
-They are the same batches as Atropos' own server makes of the same groups. Groups are never split. Groups of one size
-are packed until they fill the size of the largest group that waits, and only whole packs are taken.
+Atropos' own server makes the same batches from the same groups. Groups are never split. Groups of one size are packed
+until they fill the size of the largest waiting group, and only whole packs are taken.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Registration:
-    """What a trainer tells the API, which tells it to environments; `batch_size` is in sequences."""
+    """A trainer's registration, which the API reports to environments; `batch_size` is in sequences."""
 
     wandb_group: str
     wandb_project: str
@@ -26,7 +26,7 @@ class Registration:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Queued:
-    """A group that waits: its number of sequences, its environment (None: unknown), and its JSON."""
+    """A waiting group: its number of sequences, its environment (None: unknown), and its JSON."""
 
     size: int
     env_id: int | None
@@ -34,7 +34,7 @@ class Queued:
 
 
 def indices_with_sum(sizes: Sequence[int], target: int) -> list[int]:
-    """Ascending indices whose sizes sum to `target`: the first that fit, one after another, else any; [] if none do."""
+    """Return ascending indices whose sizes sum to `target`: the first that fit in order, otherwise any; or []."""
     taken, total = [], 0
     for i, size in enumerate(sizes):
         if total + size <= target:
@@ -56,11 +56,11 @@ def indices_with_sum(sizes: Sequence[int], target: int) -> list[int]:
 
 
 def cut(queue: Sequence[Queued], batch_size: int, shares: dict[int, float]) -> list[int] | None:
-    """The indices of the groups of the next batch, in its order; None if the queue does not make one.
+    """Return the indices of the groups of the next batch, in its order; None if the queue does not fill a batch.
 
     Args:
-        batch_size: sequences.
-        shares: of the environments with a minimum allocation, their part of a batch.
+        batch_size: in sequences.
+        shares: the minimum parts of a batch of environments with a minimum allocation.
     """
     if not queue:
         return None
@@ -68,7 +68,7 @@ def cut(queue: Sequence[Queued], batch_size: int, shares: dict[int, float]) -> l
 
 
 def _packed(sizes: Iterable[tuple[int, int]], largest: int) -> list[int]:
-    """The indices, of (index, size) pairs, that fill packs of `largest`, in the order in which these are complete."""
+    """Return the indices, from (index, size) pairs, that fill packs of `largest`, in the order of complete packs."""
     open_packs: dict[int, list[int]] = {}
     out = []
     for i, size in sizes:
@@ -91,7 +91,7 @@ def _in_order(queue: Sequence[Queued], batch_size: int) -> list[int] | None:
 
 
 def _by_shares(queue: Sequence[Queued], batch_size: int, shares: dict[int, float]) -> list[int] | None:
-    """First what each environment is sure of, then what is left in the order of the queue."""
+    """Return first the guaranteed groups of each environment, then the rest in the order of the queue."""
     largest = max(group.size for group in queue)
     packed = {
         env: _packed(((i, g.size) for i, g in enumerate(queue) if g.env_id == env), largest)

@@ -1,7 +1,7 @@
-"""The trainer's side of an Atropos API: it registers, asks for batches, and bounds every wait.
+"""The trainer's side of an Atropos API: it registers, requests batches, and limits every wait.
 
-The API pops a batch as it answers: one whose answer is lost on the way is lost, and none is given twice. So a question
-for a batch is not broken off and repeated where the API is slow or hangs: it waits for the whole bound, and says so.
+The API removes a batch when it answers. A batch in a lost answer is lost, and no batch is given twice. So a request for
+a batch is not repeated if the API is slow or hangs: it waits for the whole time limit, and reports it.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from instep_neighbours.atropos.groups import size_of
 
 logger = logging.getLogger(__name__)
 
-FIRST_CONTACT = 10.0  # seconds in which an API that has not answered yet must do so
-ASK_SECONDS = 30.0  # for an answer that is no batch
-TELL_AFTER = 10.0  # seconds of waiting, then the user hears what is waited for
-LONGEST_PAUSE = 1.0  # between two questions for a batch, as in Atropos' trainer
+FIRST_CONTACT = 10.0  # seconds until an API must give its first answer
+ASK_SECONDS = 30.0  # for an answer other than a batch
+TELL_AFTER = 10.0  # seconds until the user gets a report on the wait
+LONGEST_PAUSE = 1.0  # between two requests for a batch, as in Atropos' trainer
 _START = "start it (`instep env-api`, or Atropos' `run-api`), or name its address with --atropos-url"
 
 
 class _Down(Exception):
-    """The API cannot be asked now, or has lost its state."""
+    """The API cannot answer now, or has lost its state."""
 
 
 class ApiClient:
@@ -40,7 +40,7 @@ class ApiClient:
         url: http://HOST:PORT.
 
     Attributes:
-        told: what was said once.
+        told: reports that were given once.
     """
 
     def __init__(self, url: str):
@@ -50,13 +50,14 @@ class ApiClient:
         self._down_since: float | None = None
 
     async def next_batch(self, registration: Registration, timeout: float) -> list[dict[str, Any]]:
-        """The groups of one batch: exactly `registration.batch_size` sequences.
+        """Return the groups of one batch: exactly `registration.batch_size` sequences.
 
-        Registers where the API knows no trainer: at the first call, and after it was started again.
+        It registers the trainer if the API has none: at the first call, and after a restart of the API.
 
         Raises:
-            EngineError: the API does not answer within `timeout` seconds (the first time: in 10), or is no Atropos API.
-            RolloutError: no batch came within `timeout` seconds, or one of another size.
+            EngineError: the API does not answer within `timeout` seconds (the first time: 10), or is not an Atropos
+                API.
+            RolloutError: no batch came within `timeout` seconds, or a batch has another size.
         """
         begun, pause, told = time.monotonic(), 0.05, False
         while True:
@@ -85,26 +86,28 @@ class ApiClient:
             pause = min(LONGEST_PAUSE, 2 * pause)
 
     async def give_back(self, groups: list[dict[str, Any]]) -> None:
-        """Put groups of a batch back into the API's queue; they are lost, as all that waits there, if it is down."""
+        """Put groups of a batch back into the API's queue. If the API is down, they are lost, like its queue."""
         if groups:
             try:
                 await self._ask("POST", "/scored_data_list", groups)
             except _Down as problem:
-                what = "%d groups that the Atropos API at %s should take back are lost: %s"
+                what = "%d groups are lost, which the Atropos API at %s should take back: %s"
                 logger.warning(what, len(groups), self.url, problem)
 
     async def _situation(self) -> tuple[int, str]:
-        """How many groups wait in the API, and who feeds it, in words."""
+        """Return the number of waiting groups in the API and its environments, as text."""
         found: list[dict[str, Any]] = []
-        for path in ("/status", "/environments"):  # the latter is instep's alone
+        for path in ("/status", "/environments"):  # only instep's API has the latter
             try:
                 found.append(await self._ask("GET", path))
             except (_Down, EngineError):
                 found.append({})
         size, envs = found[0].get("queue_size") or 0, found[1].get("environments")
-        words = [f"{size} groups wait in the API" if size else "no environment has sent a group that waits"]
+        words = [f"{size} groups wait in the API" if size else "no group waits in the API"]
         for env in envs or []:
-            words.append(f"environment {env['env_id']} ({env['name']}) was heard of {env['seconds_since_heard']} s ago")
+            words.append(
+                f"environment {env['env_id']} ({env['name']}) sent its last request {env['seconds_since_heard']} s ago"
+            )
         return size, "; ".join(words + (["no environment has registered"] if envs == [] else []))
 
     # ---- one question ----------------------------------------------------------------------------------------------
@@ -116,10 +119,10 @@ class ApiClient:
         known = (await self._ask("GET", "/info")).get("batch_size")
         if known != registration.batch_size:
             raise RolloutError(
-                f"the Atropos API cuts batches of {known} sequences, as the trainer said that registered first, but a "
+                f"the Atropos API cuts batches of {known} sequences, as the first registered trainer requested, but a "
                 f"rollout of this run has {registration.batch_size}",
                 where=self.url,
-                remedy=f"start the API again, or forget that run with `curl {self.url}/reset_data`; or choose "
+                remedy=f"start the API again, or remove that run with `curl {self.url}/reset_data`; or choose "
                 "--rollout-batch-size x --n-samples-per-prompt to be that many",
             )
         self._registered = True
@@ -139,7 +142,7 @@ class ApiClient:
                 text = await answer.text()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             if sent and path == "/batch":
-                logger.warning("the answer of %s%s broke off (%r): its batch is lost", self.url, path, error)
+                logger.warning("the answer of %s%s was interrupted (%r): its batch is lost", self.url, path, error)
             raise _Down(f"{type(error).__name__}: {error}".rstrip(": ")) from error
         finally:
             tell.cancel()
@@ -159,10 +162,12 @@ class ApiClient:
     # ---- what is said ----------------------------------------------------------------------------------------------
 
     def _no_api(self, what: str) -> EngineError:
-        return EngineError(f"this is no Atropos API: {what}", where=self.url, remedy="--atropos-url names its address")
+        return EngineError(
+            f"this is not an Atropos API: {what}", where=self.url, remedy="--atropos-url names its address"
+        )
 
     def _is_down(self, problem: _Down, timeout: float, asked: float) -> None:
-        """Count how long the API is down, which was `asked` in vain. Raises EngineError where that is too long."""
+        """Count how long the API is down; `asked` got no answer. Raises EngineError if it is down too long."""
         first, self._registered = self._down_since is None, False
         self._down_since = asked if self._down_since is None else self._down_since
         bound = timeout if self._reached else min(timeout, FIRST_CONTACT)
@@ -170,7 +175,7 @@ class ApiClient:
             what = f"the Atropos API has not answered for {seconds:.0f} s: {problem}"
             raise EngineError(what, where=self.url, remedy=_START)
         if first and self._reached:
-            what = "the Atropos API at %s does not answer as before (%s); asking it again for at most %.0f s"
+            what = "the Atropos API at %s does not answer any more (%s); new attempts for at most %.0f s"
             logger.warning(what, self.url, problem, timeout)
 
     def _checked(self, batch: Any, registration: Registration) -> list[dict[str, Any]]:
@@ -186,11 +191,11 @@ class ApiClient:
 
     async def _no_batch(self, registration: Registration, timeout: float) -> None:
         size, situation = await self._situation()
-        remedy = f"start an environment with `--env.rollout_server_url {self.url}`, or see the log of the one that runs"
+        remedy = f"start an environment with `--env.rollout_server_url {self.url}`, or see the log of the running one"
         if size:
             remedy = (
                 "groups are packed to the size of the largest one, which must divide the batch, and an environment "
                 "with a min_batch_allocation must have its share there"
             )
         what = f"no batch of {registration.batch_size} sequences came within {timeout:.0f} s: {situation}"
-        raise RolloutError(what, where=self.url, remedy=f"{remedy}; --atropos-timeout is the bound")
+        raise RolloutError(what, where=self.url, remedy=f"{remedy}; --atropos-timeout is the limit")

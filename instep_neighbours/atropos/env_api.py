@@ -1,8 +1,8 @@
-"""`instep env-api`: the API through which Atropos' environments feed a trainer, with the routes of Atropos' own server.
+"""`instep env-api`: the API between Atropos' environments and a trainer, with the routes of Atropos' own server.
 
-Where its clients cannot see it, it is another server: batches that are ready leave in the order in which they were cut,
-one whose trainer hung up stays, groups that no trainer could take are refused at the door, memory has a bound, and an
-environment that registered with an earlier server at this address is served on.
+The internals differ from that server. Ready batches leave in the order in which they were made. A batch stays if its
+trainer closes the connection. Groups that no trainer could take are refused on arrival. Memory is limited. An
+environment that registered with an earlier server at this address can continue.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from instep_engine.guard import EVERYONE, Guard
 from instep_neighbours.atropos.env_state import BadRequest, Full, State
 
 MAX_BODY = 1 << 30  # bytes of a request, decompressed
-# Routes that a method of `State` answers, which is called so, with `_` for `-`.
+# Routes that a method of `State` answers; it has the same name, with `_` for `-`.
 GETS = ("environments", "info", "status", "status-env", "wandb_info")
 POSTS = ("register", "register-env", "disconnect-env", "scored_data", "scored_data_list")
 
 
 class EnvApi:
-    """The routes, over one `State`."""
+    """The routes over one `State`."""
 
     def __init__(self, max_bytes: int, hosts: Sequence[str] = ()):
         self.state = State(max_bytes)
@@ -66,9 +66,9 @@ class EnvApi:
         try:
             body = json.loads(await body_of(request, MAX_BODY) or b"{}")
         except (ValueError, RecursionError) as error:
-            raise BadRequest(f"the body is no JSON: {error}") from error
+            raise BadRequest(f"the body is not JSON: {error}") from error
         if not isinstance(body, dict) and not request.path.startswith("/scored_data"):
-            raise BadRequest("the body is no JSON object")
+            raise BadRequest("the body is not a JSON object")
         return web.json_response(getattr(self.state, request.path[1:].replace("-", "_"))(body))
 
     async def root(self, request: web.Request) -> web.Response:
@@ -107,10 +107,12 @@ def parser() -> argparse.ArgumentParser:
     made = OptionParser(
         "instep env-api", description="The Atropos API: environments send groups, a trainer takes batches."
     )
-    made.add_argument("--host", default="127.0.0.1", help="address to listen at (default: this machine alone)")
+    made.add_argument("--host", default="127.0.0.1", help="address to listen at (default: only this machine)")
     made.add_argument("--port", type=int, default=8000)
-    made.add_argument("--max-queue-gb", type=float, default=4.0, help="of groups that wait, as JSON (default: 4)")
-    made.add_argument("--allowed-hosts", nargs="+", default=[], help="names, beside its own, by which it is called")
+    made.add_argument("--max-queue-gb", type=float, default=4.0, help="limit of waiting groups, as JSON (default: 4)")
+    made.add_argument(
+        "--allowed-hosts", nargs="+", default=[], help="more host names of this server, for the Host header"
+    )
     return made
 
 
@@ -118,13 +120,15 @@ def main(words: Sequence[str]) -> int:
     """Serve until SIGINT or SIGTERM, and return the exit code.
 
     Raises:
-        ConfigError: a wrong flag, or a port that is taken.
+        ConfigError: a flag is wrong, or the port is taken.
     """
     options = parser().parse_args(words)
     if not 0 < options.port < 65536 or not 0 < options.max_queue_gb < 1e6:
-        raise ConfigError("--port or --max-queue-gb is out of range", where="instep env-api", remedy="name another one")
+        raise ConfigError(
+            "--port or --max-queue-gb is out of range", where="instep env-api", remedy="use another value"
+        )
     if not port_is_free(options.port, options.host):
-        raise ConfigError(f"port {options.port} is taken", where="--port", remedy="name a free one")
+        raise ConfigError(f"port {options.port} is taken", where="--port", remedy="use a free port")
     api = EnvApi(int(options.max_queue_gb * (1 << 30)), options.allowed_hosts)
     asyncio.run(_serve(api, options.host, options.port))
     return 0
@@ -140,6 +144,6 @@ async def _serve(api: EnvApi, host: str, port: int) -> None:
         await web.TCPSite(runner, host, port).start()
         print(f"instep env-api: http://{host}:{port}, for --env.rollout_server_url and --atropos-url", flush=True)
         await end.wait()
-        print(f"ending; {len(api.state.queue)} groups had not been asked for", flush=True)
+        print(f"ending; {len(api.state.queue)} groups were not requested", flush=True)
     finally:
         await runner.cleanup()

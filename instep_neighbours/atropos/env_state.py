@@ -1,4 +1,4 @@
-"""What the Atropos API knows: its trainer, its environments, and the groups that wait; in memory, without a server."""
+"""The state of the Atropos API: its trainer, its environments, and the waiting groups; in memory, without a server."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Env:
     """A registered environment.
 
     Attributes:
-        group_size: as it said; it grows to that of the largest of its groups seen in the queue. 0: not known yet.
-        heard: when it asked or sent last, by `time.monotonic`.
+        group_size: from its registration; it grows to the largest of its groups in the queue. 0: not known yet.
+        heard: the time of its last request, by `time.monotonic`.
     """
 
     max_context_len: int
@@ -49,14 +49,14 @@ class Env:
 
 @dataclass
 class State:
-    """All that the API knows. Methods that take a `body` answer a route; they raise BadRequest.
+    """The whole state of the API. Methods with a `body` answer a route; they raise BadRequest.
 
     Attributes:
-        max_bytes: the most that the JSON of waiting groups may take.
-        registration: that of the first trainer; None before.
-        started: a trainer has asked for a batch.
-        ready: batches that were cut and not asked for.
-        buffers: by environment, groups of another size than it said, until some of them make that size.
+        max_bytes: the most bytes for the JSON of waiting groups.
+        registration: that of the first trainer; None before it.
+        started: a trainer has requested a batch.
+        ready: batches that wait for a request.
+        buffers: by environment, groups of another size than it registered, until some of them together have that size.
     """
 
     max_bytes: int
@@ -77,17 +77,17 @@ class State:
 
     def scored_data_list(self, body: Any) -> Body:
         if not isinstance(body, list):
-            raise BadRequest("the body is no list of groups")
+            raise BadRequest("the body is not a list of groups")
         answers = self._add_all([_queued(group, f"group {i}") for i, group in enumerate(body)])
         sizes = [a["buffer_size"] for a in answers if a["status"] == "buffered"]
         more = {"buffered": len(sizes), "last_buffer_size": sizes[-1]} if sizes else {}
         return {"status": "received", "groups_processed": len(answers), **more}
 
     def _add_all(self, groups: list[Queued]) -> list[Body]:
-        """Queue or buffer groups, and return the answers to the environment. Raises Full."""
+        """Queue or buffer groups, and return the answers for the environment. Raises Full."""
         num_bytes = sum(len(group.data) for group in groups)
         if self.num_bytes + num_bytes > self.max_bytes:
-            raise Full(f"{self.num_bytes >> 20} MiB of groups wait: is a trainer asking for batches?")
+            raise Full(f"{self.num_bytes >> 20} MiB of groups wait: does a trainer request batches?")
         self.num_bytes += num_bytes
         return [self._add(group) for group in groups]
 
@@ -112,7 +112,7 @@ class State:
     # ---- batches go out ----------------------------------------------------------------------------------------------
 
     def next_batch(self) -> list[Queued] | None:
-        """The next batch, which leaves; all that the queue makes are cut when none is ready."""
+        """Return the next batch, and remove it; if no batch is ready, make all that the queue allows."""
         assert self.registration is not None
         self.started = True
         if not self.ready:
@@ -183,19 +183,19 @@ class State:
 
     def disconnect_env(self, body: Body) -> Body:
         if (number := int(_number(body, "env_id"))) not in self.envs:
-            return {"status": "failure", "error": f"there is no environment {number}"}
+            return {"status": "failure", "error": f"environment {number} does not exist"}
         self.envs[number].connected = False
         return {"status": "success"}
 
     def status_env(self, body: Body) -> Body:
-        """What an environment plans its work by; one that an earlier server knew is taken for one of weight 1."""
+        """Return the data for an environment's plan; an environment of an earlier server gets weight 1."""
         number = int(_number(body, "env_id"))
         sizes = [g.size for g in self.queue if g.env_id == number]
         if number not in self.envs:
             self._check_number(number)
             length = (self.registration or {}).get("max_token_len", 1)
             self.envs[number] = Env(max(1, length), 1.0, "unknown", 0)
-            print(f"environment {number} registered with an earlier server, and goes on", flush=True)
+            print(f"environment {number} registered with an earlier server, and continues", flush=True)
         env, connected = self.envs[number], [e for e in self.envs.values() if e.connected]
         total = sum(e.max_context_len * max(0.0, e.weight) for e in connected)
         env.group_size, env.heard = max([env.group_size, *sizes]), time.monotonic()
@@ -211,7 +211,7 @@ class State:
         }
 
     def environments(self, body: Body) -> Body:
-        """Who feeds the queue, for people; Atropos' server has no such route."""
+        """Return the environments that fill the queue, for users; Atropos' server has no such route."""
         about = [
             {
                 "env_id": number,
@@ -227,10 +227,10 @@ class State:
     @staticmethod
     def _check_number(number: int) -> None:
         if not 0 <= number < MAX_ENVS:
-            raise BadRequest(f"{number} is no number of an environment: 0 to {MAX_ENVS - 1}")
+            raise BadRequest(f"{number} is not a number of an environment: 0 to {MAX_ENVS - 1}")
 
     def _beyond_shares(self, number: int, largest: int) -> int:
-        """The sequences of other environments, in whole packs, that are more than these are sure of in a batch."""
+        """Return the sequences of other environments, in whole packs, beyond their guaranteed parts of a batch."""
         if largest == 1:
             return 0
         others: dict[int | None, int] = {}
@@ -251,7 +251,7 @@ def _queued(group: Any, where: str) -> Queued:
         raise BadRequest(f"{where}{env}: {fault}")
     env_id = group.get("env_id")
     if env_id is not None and type(env_id) is not int:
-        raise BadRequest(f"{where}: env_id is {env_id!r:.40}, no integer")
+        raise BadRequest(f"{where}: env_id is {env_id!r:.40}, not an integer")
     kept = {name: group.get(name) for name in _FIELDS}
     return Queued(len(group["tokens"]), env_id, json.dumps(kept, separators=(",", ":")).encode())
 
@@ -259,5 +259,5 @@ def _queued(group: Any, where: str) -> Queued:
 def _number(body: Body, name: str) -> float:
     value = body.get(name)
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
-        raise BadRequest(f"{name} is {value!r:.40}, no number")
+        raise BadRequest(f"{name} is {value!r:.40}, not a number")
     return value

@@ -1,7 +1,7 @@
-"""A group as Atropos' environments send it: checked, and turned into samples that a trainer takes.
+"""A group from an Atropos environment: it is checked, and converted into samples for a trainer.
 
-Its columns are aligned with the tokens of each sequence: `masks` hold -100 where a token is not trained on, else the
-token; `inference_logprobs` hold 1.0 on tokens that no engine has sampled.
+Its columns are aligned with the tokens of each sequence. `masks` hold -100 where a token is not trained on, otherwise
+the token. `inference_logprobs` hold 1.0 for tokens that no engine has sampled.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from typing import Any
 
 from instep.types import Group, Sample, Status
 
-EXTRA = "atropos"  # the entry of Sample.extra with what has no field of its own
+EXTRA = "atropos"  # the entry of Sample.extra for data without their own field
 NOT_TRAINED = -100
 # Entries of a group with a number for each token, beside tokens and masks.
 _PER_TOKEN = ("inference_logprobs", "advantages")
 _SAMPLING = ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-_PLACEHOLDER = 0.5  # nothing above it is a log-prob, however it was rounded
+_PLACEHOLDER = 0.5  # values above it are not log-probs, also after rounding
 _OVERRIDES = frozenset({"set_advantage_to_zero", "temperature"})
 _GROUP_OVERRIDES = frozenset({"temperature", "group_size"})  # the latter is for the environment itself
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a run can train on; None: not known.
+    """What a run can train on; None: unknown.
 
     Attributes:
         num_tokens: the most tokens of a sequence.
-        vocab_size: the ids that the model has embeddings for.
+        vocab_size: the number of ids with embeddings in the model.
     """
 
     num_tokens: int | None = None
@@ -36,46 +36,46 @@ class Limits:
 
 
 def size_of(group: dict[str, Any]) -> int:
-    """The number of sequences of a group."""
+    """Return the number of sequences of a group."""
     return len(group["tokens"])
 
 
 def fault_of_group(group: Any) -> str:
-    """What is wrong with the form of a group, with the name of the field; "" for a sound one."""
+    """Return what is wrong with the form of a group, with the name of the field; "" for a valid one."""
     if not isinstance(group, dict):
-        return "a group is no JSON object"
+        return "a group is not a JSON object"
     for name in ("tokens", "masks", "scores"):
         if not isinstance(group.get(name), list) or not group[name]:
-            return f"{name} is no list with an entry for each sequence"
+            return f"{name} is not a list with an entry for each sequence"
     tokens, masks, scores = group["tokens"], group["masks"], group["scores"]
     if not len(tokens) == len(masks) == len(scores):
         return f"{len(tokens)} tokens, {len(masks)} masks and {len(scores)} scores, where each sequence has one of each"
     for i, (ids, mask, score) in enumerate(zip(tokens, masks, scores, strict=True)):
         if not isinstance(ids, list) or len(ids) < 2 or any(type(t) is not int or t < 0 for t in ids):
-            return f"tokens[{i}] is no list of at least two token ids"
+            return f"tokens[{i}] is not a list of at least two token ids"
         if not isinstance(mask, list) or len(mask) != len(ids):
-            return f"masks[{i}] is no list of {len(ids)} entries, one for each token"
+            return f"masks[{i}] is not a list of {len(ids)} entries, one for each token"
         for t, (m, token) in enumerate(zip(mask, ids, strict=True)):
             if m not in (NOT_TRAINED, token):
                 return f"masks[{i}][{t}] is {m!r:.40}, neither {NOT_TRAINED} nor the token {token}"
         if not _is_number(score):
-            return f"scores[{i}] is {score!r:.40}, no finite number"
+            return f"scores[{i}] is {score!r:.40}, not a finite number"
     for name in _PER_TOKEN:
         rows = group.get(name) or []
         if not isinstance(rows, list) or len(rows) not in (0, len(tokens)):
-            return f"{name} is no list of {len(tokens)} entries, one for each sequence"
+            return f"{name} is not a list of {len(tokens)} entries, one for each sequence"
         for i, row in enumerate(rows):
             if not isinstance(row, list) or len(row) not in (0, len(tokens[i])) or not all(map(_is_number, row)):
-                return f"{name}[{i}] is no list of {len(tokens[i])} finite numbers, one for each token"
+                return f"{name}[{i}] is not a list of {len(tokens[i])} finite numbers, one for each token"
     for name, kind in (("overrides", list), ("group_overrides", dict), ("generation_params", dict), ("messages", list)):
         if group.get(name) is not None and not isinstance(group[name], kind):
             return f"{name} is a {type(group[name]).__name__}, not a {kind.__name__}"
     wrong = [i for i, override in enumerate(group.get("overrides") or []) if not isinstance(override, dict)]
-    return f"overrides[{wrong[0]}] is no object" if wrong else ""
+    return f"overrides[{wrong[0]}] is not an object" if wrong else ""
 
 
 def _holds(value: Any) -> bool:
-    """Whether there is something in a field: environments send lists without entries, too."""
+    """Return whether a field has content: environments send lists without entries, too."""
     return any(map(_holds, value)) if isinstance(value, list) else value is not None
 
 
@@ -84,18 +84,18 @@ def _is_number(value: Any) -> bool:
 
 
 def refused_in(group: dict[str, Any], limits: Limits, *, takes_advantages: bool) -> str:
-    """Why a group of sound form cannot be trained on by this run; "" if it can.
+    """Return why this run cannot train on a group of valid form; "" if it can.
 
     Args:
-        takes_advantages: the run's advantages are those that groups bring (`scores.py`).
+        takes_advantages: the run uses the advantages of the groups (`scores.py`).
     """
     if _holds(group.get("distill_token_ids")) or _holds(group.get("distill_logprobs")):
-        return "distill_token_ids and distill_logprobs: distillation from an environment's teacher is not done here"
+        return "distill_token_ids and distill_logprobs: distillation from an environment's teacher is not supported"
     if _holds(group.get("images")):
-        return "images: training on images comes later"
+        return "images: training on images is not supported"
     if _holds(group.get("advantages")) and not takes_advantages:
         flag = "--custom-advantage-function-path instep_neighbours.atropos.advantages"
-        return f"advantages of tokens, which {flag} would train with"
+        return f"advantages of tokens, which only {flag} uses"
     for i, ids in enumerate(group["tokens"]):
         if limits.num_tokens is not None and len(ids) > limits.num_tokens:
             return f"tokens[{i}] has {len(ids)} tokens, more than the {limits.num_tokens} of this run"
@@ -114,14 +114,14 @@ def refused_in(group: dict[str, Any], limits: Limits, *, takes_advantages: bool)
 
 
 def samples_of(group: dict[str, Any], group_index: int, first_index: int, *, temperature: float = 1.0) -> Group:
-    """The samples of a group of sound form, one for each sequence and in its order.
+    """Return the samples of a group of valid form, one for each sequence, in its order.
 
-    The response begins with the first trained token (never the first of all, which nothing predicts) and ends with the
-    sequence; what lies between trained stretches has the mask 0. A sequence without a trained token keeps its place in
-    the statistics of its group, with a response of one masked token. Texts are left empty.
+    The response starts with the first trained token (never the first of all: nothing predicts it) and ends with the
+    sequence. Tokens between trained parts have the mask 0. A sequence without a trained token still counts in the
+    statistics of its group, with a response of one masked token. Texts are empty.
 
     Args:
-        temperature: of groups that tell none.
+        temperature: of groups without one.
     """
     unused = _unused(group)
     messages, out = group.get("messages") or [], []
@@ -141,7 +141,7 @@ def samples_of(group: dict[str, Any], group_index: int, first_index: int, *, tem
             rollout_log_probs=log_probs and log_probs[first:],
             status=Status.COMPLETED,
             sampling_params={"temperature": temperature_of(group, i, temperature), **_truncation(group)},
-            begun_version=0,  # which weights made it is not known: as old as it can be
+            begun_version=0,  # its weight version is unknown: as old as possible
         )
         zero = bool(_overrides(group, i).get("set_advantage_to_zero", False))
         sample.extra[EXTRA] = {"env_id": group.get("env_id"), "zero": zero, **unused}
@@ -154,12 +154,13 @@ def samples_of(group: dict[str, Any], group_index: int, first_index: int, *, tem
 
 
 def temperature_of(group: dict[str, Any], i: int, default: float) -> float:
-    """The temperature that sequence `i` is scored at: its override's, else the generation's, else the group's.
+    """Return the temperature for scoring sequence `i`: its override's, otherwise the generation's, otherwise the
+    group's.
 
-    As in Atropos' trainer, 0 and less is taken for 1.
+    As in Atropos' trainer, 0 and less count as 1.
 
     Raises:
-        ValueError: it is no finite number.
+        ValueError: it is not a finite number.
     """
     places = (_overrides(group, i), group.get("generation_params") or {}, group.get("group_overrides") or {})
     given = next((place["temperature"] for place in places if place.get("temperature") is not None), default)
@@ -168,7 +169,7 @@ def temperature_of(group: dict[str, Any], i: int, default: float) -> float:
     except (TypeError, ValueError):
         value = math.nan
     if not math.isfinite(value):
-        raise ValueError(f"the temperature of sequence {i} is {given!r:.40}, no finite number")
+        raise ValueError(f"the temperature of sequence {i} is {given!r:.40}, not a finite number")
     return value if value > 0 else 1.0
 
 
@@ -178,16 +179,16 @@ def _overrides(group: dict[str, Any], i: int) -> dict[str, Any]:
 
 
 def _truncation(group: dict[str, Any]) -> dict[str, Any]:
-    """What else the environment says of the distribution that it sampled from."""
+    """Return the other parameters of the environment's sampling distribution."""
     given = group.get("generation_params") or {}
     return {name: given[name] for name in _SAMPLING if given.get(name) is not None}
 
 
 def _log_probs(group: dict[str, Any], i: int) -> list[float] | None:
-    """The engine's log-probs of sequence `i`, 0 where it is not trained on; None if they are not known.
+    """Return the engine's log-probs of sequence `i`, 0 where it is not trained on; None if they are unknown.
 
     Raises:
-        ValueError: some trained tokens have one, others the placeholder.
+        ValueError: some trained tokens have a log-prob, others the placeholder.
     """
     rows = group.get("inference_logprobs") or []
     row = rows[i] if rows else []
@@ -197,12 +198,12 @@ def _log_probs(group: dict[str, Any], i: int) -> list[float] | None:
         return None
     if missing:
         what = f"inference_logprobs[{i}][{missing[0]}] is {row[missing[0]]}"
-        raise ValueError(f"{what}, no log-prob, but the token is trained on")
+        raise ValueError(f"{what}, not a log-prob, but the token is trained on")
     return [float(trained.get(t, 0.0)) for t in range(len(row))]
 
 
 def _unused(group: dict[str, Any]) -> dict[str, Any]:
-    """The overrides that nothing here acts on, by name."""
+    """Return the overrides that have no effect here, by name."""
     given = {name for one in group.get("overrides") or [] for name in one} - _OVERRIDES
     given |= (group.get("group_overrides") or {}).keys() - _GROUP_OVERRIDES
     if _holds(group.get("ref_logprobs")):

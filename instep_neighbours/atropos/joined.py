@@ -1,8 +1,8 @@
-"""Trainer ranks that a user starts by hand, one command each: `--trainer-rank R --world-size W`, on one host.
+"""Trainer ranks that a user starts separately, one command each: `--trainer-rank R --world-size W`, on one host.
 
-Rank 0 is the run, and owns all workers. The command of every other rank lends it a GPU: it tells rank 0 which, and both
-end when the other one does. They meet at an abstract Unix socket, whose name follows from user and `--save-path`; both
-ends check that the other is of this user.
+Rank 0 is the run, and owns all workers. The command of every other rank gives it a GPU: it reports the GPU to rank 0,
+and each ends when the other ends. They connect by an abstract Unix socket; its name follows from user and
+`--save-path`. Both check that the other process belongs to this user.
 
     rank R                         rank 0
     {"rank", "flags", "gpus"}  ->  waits for all of them
@@ -55,7 +55,7 @@ def _say(line: Connection, about: dict[str, Any]) -> None:
 
 
 def _hear(line: Connection, seconds: float, what: str) -> dict[str, Any]:
-    """The next message. Raises WorkerError if none comes in time, or the other end is gone."""
+    """Read the next message. Raises WorkerError if there is none in time, or the other process has ended."""
     try:
         if line.poll(seconds):
             heard: dict[str, Any] = json.loads(line.recv_bytes())
@@ -91,7 +91,7 @@ class JoinedRank:
     def _follow(self, process: SupervisedProcess) -> None:
         with contextlib.suppress(EOFError, OSError):
             self._line.recv_bytes()
-        process.name += " has ended: its worker"  # which is what errors say of it
+        process.name += " has ended: its worker"  # the name in errors
         process.terminate()
 
 
@@ -99,7 +99,7 @@ def meet(flags: argparse.Namespace) -> dict[int, JoinedRank]:
     """Wait for the commands of all other ranks; their GPUs come after this one's in CUDA_VISIBLE_DEVICES.
 
     Raises:
-        ConfigError: one was not started in time, or with other flags; or two have one GPU.
+        ConfigError: a rank was not started in time, or with other flags; or two ranks have one GPU.
     """
     where, found = f"{COMMAND} --world-size {flags.world_size}", dict[int, JoinedRank]()
     own = json.loads(json.dumps(_hello(flags)))
@@ -110,7 +110,7 @@ def meet(flags: argparse.Namespace) -> dict[int, JoinedRank]:
             door.bind(_place(flags))
         except OSError as error:
             what = f"another trainer of rank 0 is there ({error.strerror})"
-            raise ConfigError(what, where=f"{where} --save-path", remedy="give each run a folder of its own") from None
+            raise ConfigError(what, where=f"{where} --save-path", remedy="give each run another folder") from None
         door.listen(flags.world_size)
         print(f"[Setup] waiting for trainer ranks 1 to {flags.world_size - 1} ({MEET_SECONDS:.0f} s)", flush=True)
         while len(found) < flags.world_size - 1:
@@ -120,7 +120,7 @@ def meet(flags: argparse.Namespace) -> dict[int, JoinedRank]:
             except TimeoutError:
                 missing = sorted(set(range(1, flags.world_size)) - found.keys())
                 what = f"trainer ranks {missing} were not started within {MEET_SECONDS:.0f} s"
-                remedy = "start each with the same flags but `--trainer-rank`, in the same folder"
+                remedy = "start each with the same flags except `--trainer-rank`, in the same folder"
                 raise ConfigError(what, where=where, remedy=remedy) from None
             if not _own_user(line):
                 line.close()
@@ -136,19 +136,21 @@ def meet(flags: argparse.Namespace) -> dict[int, JoinedRank]:
                 fault = f"trainer rank {rank} joins twice"
             if fault:
                 _say(connection, {"fault": fault})
-                raise ConfigError(fault, where=where, remedy="start all ranks with the same flags but `--trainer-rank`")
+                raise ConfigError(
+                    fault, where=where, remedy="start all ranks with the same flags except `--trainer-rank`"
+                )
             found[rank], gpus[rank] = JoinedRank(rank, connection), hello["gpus"]
     _see_all(gpus, where)
     return found
 
 
 def _see_all(gpus: Mapping[int, str], where: str) -> None:
-    """Let the run see the GPUs of all ranks, in their order, if each has its own."""
+    """Make the GPUs of all ranks visible to the run, in their order, if each has its own."""
     if not any(gpus.values()) or len(set(gpus.values())) == 1 and "," in gpus[0]:
         return  # all see all
     ids = [gpu for rank in sorted(gpus) for gpu in gpus[rank].split(",")]
     if len(set(ids)) != len(gpus):
-        what = f"each trainer needs one GPU of its own, and they have {dict(sorted(gpus.items()))}"
+        what = f"each trainer needs its own GPU, and they have {dict(sorted(gpus.items()))}"
         raise ConfigError(what, where=f"{where}, CUDA_VISIBLE_DEVICES", remedy="give each command another GPU")
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(ids)
 
@@ -157,11 +159,11 @@ def _see_all(gpus: Mapping[int, str], where: str) -> None:
 
 
 def join(flags: argparse.Namespace) -> None:
-    """Be a rank above 0, until rank 0 ends.
+    """Run as a rank above 0, until rank 0 ends.
 
     Raises:
-        ConfigError: rank 0 is not there, or does not take this rank.
-        WorkerError: rank 0 has ended before it began.
+        ConfigError: rank 0 is missing, or refuses this rank.
+        WorkerError: rank 0 has ended before it started.
     """
     line = _connected(flags)
     _say(line, _hello(flags))
@@ -185,7 +187,7 @@ def _connected(flags: argparse.Namespace) -> Connection:
         line.close()
         time.sleep(0.2)
     raise ConfigError(
-        f"no trainer of rank 0 is there within {MEET_SECONDS:.0f} s",
+        f"no trainer of rank 0 was found within {MEET_SECONDS:.0f} s",
         where=f"{COMMAND} --trainer-rank {flags.trainer_rank} --save-path {flags.save_path}",
         remedy="start rank 0 on this host, with the same `--save-path`",
     )

@@ -1,4 +1,4 @@
-"""The rollout function whose samples come from Atropos' environments, by the batches of their API."""
+"""The rollout function for samples from Atropos' environments, in the batches of their API."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SCORES, ADVANTAGES = "instep_neighbours.atropos.normalized_scores", "instep_neighbours.atropos.advantages"
-NO_LIMIT = -1  # as max_token_len: environments leave nothing out for its length
-_CLIENT = "atropos_client"  # the attribute of the run's data source that keeps it from round to round
+NO_LIMIT = -1  # as max_token_len: environments drop nothing for its length
+_CLIENT = "atropos_client"  # the attribute of the run's data source that keeps it between rounds
 
 
 def generate_rollout(
     args: HookSettings, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """One batch of the API at `--atropos-url`: `--rollout-batch-size` x `--n-samples-per-prompt` sequences.
+    """Return one batch of the API at `--atropos-url`: `--rollout-batch-size` x `--n-samples-per-prompt` sequences.
 
-    Groups are as large as their environments make them. The first call registers this run as the API's trainer.
-    Environments evaluate themselves; `evaluation` is the run's own, on data of its own.
+    Environments decide the size of groups. The first call registers this run as the API's trainer. Environments
+    evaluate themselves; `evaluation` is the run's own, on its own data.
 
     Raises:
-        EngineError, RolloutError: no batch came in time (`--atropos-timeout`), or a group cannot be trained on; with
-            `--skip-failed-groups` such groups are left out, and others take their place.
+        EngineError, RolloutError: no batch came in time (`--atropos-timeout`), or a group cannot be trained on. With
+            `--skip-failed-groups` such groups are dropped, and others replace them.
     """
     if evaluation:
         return evaluate(args, rollout_id)
@@ -50,11 +50,11 @@ def generate_rollout(
         setattr(data_source, _CLIENT, client)
         if args.pause_mode == "abort" and not args.debug_train_only:
             logger.warning(
-                "--pause-mode abort ends what environments are generating at each weight sync, and they take the part "
-                "for the whole response: give --pause-mode keep, unless their engines are not this run's"
+                "--pause-mode abort ends the environments' requests at each weight sync, and they use the partial text "
+                "as the whole response: give --pause-mode keep, unless they use other engines"
             )
     given, num_refused = runtime.run(_batch(args, client, registration_of(args, rollout_id)))
-    # Groups have the numbers after those that the ledger knows: none is outstanding when a round begins.
+    # Groups get the numbers after those in the ledger: none is open when a round starts.
     first, index = data_source.ledger.num_issued, rollout_id * batch_size_of(args)
     groups: list[Group] = []
     for number, group in enumerate(given, first):
@@ -65,18 +65,18 @@ def generate_rollout(
             sample.remove_sample = sample.extra[EXTRA]["zero"]
     add_texts(tokenizer_of(args), groups)
     for name in {name for group in groups for name in group[0].extra[EXTRA].get("unused", ())} - client.told:
-        client.told.add(name)  # Atropos' own trainer does not act on it, either
-        logger.warning("environments send %s, which nothing here acts on", name)
+        client.told.add(name)  # Atropos' own trainer ignores it, too
+        logger.warning("environments send %s, which has no effect here", name)
     return RolloutFnTrainOutput(groups, _metrics(groups, num_refused))
 
 
 def batch_size_of(args: HookSettings) -> int:
-    """The sequences of a rollout, which are a batch of the API."""
+    """Return the number of sequences of a rollout, which is a batch of the API."""
     return args.rollout_batch_size * args.n_samples_per_prompt
 
 
 def limits_of(args: HookSettings) -> Limits:
-    """What the run's model takes, as far as flags and its config.json tell."""
+    """Return the limits of the run's model, as far as flags and its config.json show them."""
     config = known_config(args)
     vocab_size = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
     known = [n for n in (args.rollout_max_context_len, context_of_model(args)) if n is not None]
@@ -84,7 +84,7 @@ def limits_of(args: HookSettings) -> Limits:
 
 
 def registration_of(args: HookSettings, rollout_id: int) -> Registration:
-    """What the run tells the API, before the rollout with this number."""
+    """Return the registration of the run, before the rollout with this number."""
     return Registration(
         wandb_group=args.wandb_group or "",
         wandb_project=args.wandb_project or "",
@@ -98,12 +98,12 @@ def registration_of(args: HookSettings, rollout_id: int) -> Registration:
 
 
 async def _batch(args: HookSettings, client: ApiClient, registration: Registration) -> tuple[list[dict[str, Any]], int]:
-    """The groups of one rollout, and how many were left out.
+    """Return the groups of one rollout, and the number of dropped groups.
 
     Raises:
-        EngineError, RolloutError: no batch came, a group was refused (with `--skip-failed-groups`: more than
-            `MIN_FAILURES`, than a rollout has and than were kept), or for `--atropos-timeout` none of those that came
-            was small enough to take the place of one.
+        EngineError, RolloutError: no batch came; too many groups were refused (with `--skip-failed-groups`: more than
+            `MIN_FAILURES`, than a rollout has, and than were kept); or for `--atropos-timeout` no group was small
+            enough to replace a dropped one.
     """
     limits, missing, num_refused = limits_of(args), registration.batch_size, 0
     takes_advantages = args.custom_advantage_function_path == ADVANTAGES
@@ -120,17 +120,17 @@ async def _batch(args: HookSettings, client: ApiClient, registration: Registrati
             else:
                 out.append(group)
                 missing -= size_of(group)
-        await client.give_back(too_many)  # where others took the place of groups that were left out
+        await client.give_back(too_many)  # others have replaced the dropped groups
         if len(out) > num_kept:
             kept_at = time.monotonic()
         elif too_many:
             if time.monotonic() - kept_at > args.atropos_timeout:
                 raise RolloutError(
-                    f"no group of at most {missing} sequences came within {args.atropos_timeout:.0f} s, to take the "
-                    f"place of those that were left out ({num_refused})",
+                    f"no group of at most {missing} sequences came within {args.atropos_timeout:.0f} s, to "
+                    f"replace dropped groups ({num_refused})",
                     where=client.url,
                     remedy="correct the environment whose groups are refused (a warning names it), or give all groups "
-                    "one size; --atropos-timeout is the bound",
+                    "one size; --atropos-timeout is the limit",
                 )
             await asyncio.sleep(LONGEST_PAUSE)
     return out, num_refused
@@ -140,24 +140,24 @@ def _refuse(args: HookSettings, group: Any, fault: str, url: str, num_refused: i
     env = group.get("env_id") if isinstance(group, dict) else None
     where = f"a group of {'an environment' if env is None else f'environment {env}'} of the Atropos API at {url}"
     if not args.skip_failed_groups:
-        remedy = "correct the environment; --skip-failed-groups leaves such groups out"
+        remedy = "correct the environment; --skip-failed-groups drops such groups"
         raise RolloutError(fault, where=where, remedy=remedy)
     if num_refused > max(MIN_FAILURES, args.rollout_batch_size, num_kept):
         what = f"{num_refused} groups of a rollout are refused and {num_kept} kept; the last: {fault}"
         raise RolloutError(what, where=where, remedy="correct the environment")
     if num_refused <= MAX_FAILURES_SHOWN:
-        logger.warning("%s is left out: %s", where, fault)
+        logger.warning("%s is dropped: %s", where, fault)
 
 
 def add_texts(tokenizer: Any, groups: list[Group]) -> None:
-    """Set prompt and response of each sample: they are shown, and hooks read them."""
+    """Set prompt and response of each sample, for displays and hooks."""
     for sample in (s for group in groups for s in group):
         sample.prompt = tokenizer.decode(sample.tokens[: sample.prompt_length])
         sample.response = tokenizer.decode(sample.tokens[sample.prompt_length :])
 
 
 def _metrics(groups: list[Group], num_refused: int) -> dict[str, float]:
-    """How many groups were left out, and each environment's share of the sequences, with their mean score."""
+    """Return the number of dropped groups, each environment's share of the sequences, and their mean score."""
     scores: dict[str, list[float]] = {}
     for sample in (s for group in groups for s in group):
         scores.setdefault(f"atropos/env_{sample.extra[EXTRA]['env_id']}", []).append(reward_of(sample))

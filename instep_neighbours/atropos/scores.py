@@ -1,8 +1,8 @@
-"""Advantages as Atropos' trainer makes them, for two hooks of a run that its environments feed.
+"""Advantages as in Atropos' trainer, for two hooks of a run with its environments.
 
-`--custom-reward-post-process-path instep_neighbours.atropos.normalized_scores` compares scores as that trainer does.
-`--custom-advantage-function-path instep_neighbours.atropos.advantages` does, too, and takes the advantages of tokens
-where a group brings them.
+`--custom-reward-post-process-path instep_neighbours.atropos.normalized_scores` compares scores like that trainer.
+`--custom-advantage-function-path instep_neighbours.atropos.advantages` does, too, and uses the advantages of tokens if
+a group has them.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ MIN_STD = 1e-8
 
 
 def normalized_scores(args: HookSettings, samples: list[Sample]) -> tuple[list[float], list[float]]:
-    """The scores, and (score - mean) / max(std, 1e-8) within each group, std of the population.
+    """Return the scores, and (score - mean) / max(std, 1e-8) within each group, with the std of the population.
 
-    As in Atropos' example_trainer, a group of one keeps its score, and what `set_advantage_to_zero` marks counts in
-    mean and std.
+    As in Atropos' example_trainer, a group of one keeps its score. Samples with `set_advantage_to_zero` count in mean
+    and std.
     """
     scores = [reward_of(sample) for sample in samples]
     members: dict[int | None, list[int]] = {}
@@ -43,7 +43,7 @@ def normalized_scores(args: HookSettings, samples: list[Sample]) -> tuple[list[f
 
 
 def advantages(args: HookSettings, rollout_data: dict[str, Any]) -> None:
-    """Set `rollout_data["advantages"]`: those of a group's tokens where it brings them, else its normalized scores."""
+    """Set `rollout_data["advantages"]`: those of a group's tokens if it has them, otherwise its normalized scores."""
     import torch
 
     samples, lengths = rollout_data["samples"], rollout_data["response_lengths"]

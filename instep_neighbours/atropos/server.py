@@ -1,7 +1,7 @@
 """`instep atropos-serve`: the command line of Atropos' `example_trainer/vllm_api_server.py`, on stock vLLM.
 
-The process becomes `vllm serve` with instep's plugin, so that it ends as its user ends it. Generation is open to every
-process of this host; control routes ask for a key, which lies where the trainer of the same user finds it (`key_file`).
+The process becomes `vllm serve` with instep's plugin, so users can end it as usual. Generation is open to every process
+of this host. Control routes need a key, which the trainer of the same user finds in a file (`key_file`).
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ WHERE = "instep atropos-serve"
 HELP = """\
 usage: instep atropos-serve --model MODEL [--port 9001] [--tensor-parallel-size N] [--pipeline-parallel-size N]
            [--dtype bfloat16|float32] [--gpu-memory-utilization X] [--enable-lora --max-lora-rank N] [--host ADDRESS]
-           [any other flag of `vllm serve` that instep hands on]
+           [any other flag of `vllm serve` that instep passes on]
 
 The server of Atropos' example trainer (vllm_api_server.py). VLLM_ENABLE_SHARED_WEIGHTS=1 in its environment shares the
 weights with `instep atropos-train --weight-bridge-mode shared_vllm`, by vllm_bridge_config.json in $LOGDIR or the
-current folder. docs/neighbours/atropos_trainer.md says more."""
+current folder. See docs/neighbours/atropos_trainer.md."""
 
 _NO_TLS = "the server speaks plain HTTP on loopback", "put a proxy before it that ends TLS (INSTEP_ALLOWED_HOSTS)"
 REFUSED = {  # flags of that server -> why not, and what instead
     **dict.fromkeys(("--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs", "--enable-ssl-refresh"), _NO_TLS),
     "--ssl-cert-reqs": _NO_TLS,
-    "--root-path": ("the routes stand at the root, where environments and the trainer look for them", "leave it out"),
-    "--served-model-name": ("trainer and environments name the model as --model does", "name it as --model does"),
+    "--root-path": ("the routes are at the root, where environments and the trainer expect them", "remove it"),
+    "--served-model-name": ("trainer and environments use the name of --model", "use the name of --model"),
     "--data-parallel-size": ("a trainer attaches to one engine", "--tensor-parallel-size"),
 }
-FOUND_BY = ("-X", "vllm_api_server")  # Python does not read it; the guide ends servers by `pkill -f vllm_api_server`
+FOUND_BY = ("-X", "vllm_api_server")  # Python ignores it; the guide ends servers by `pkill -f vllm_api_server`
 _LONG = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-dp": "--data-parallel-size"}
 _LONG |= {"--log-level": "--uvicorn-log-level"}  # by another name in `vllm serve`
 _SWITCHES = frozenset({"--enable-lora", "--enable-sleep-mode"})
@@ -56,14 +56,14 @@ _OURS = _SWITCHES | frozenset(
 
 
 def key_file(port: int) -> Path:
-    """Where the key of this user's server at `port` of this host lies (mode 600)."""
+    """Return the file with the key of this user's server at `port` of this host (mode 600)."""
     cache = os.environ.get("XDG_CACHE_HOME", "")
     root = Path(cache) if os.path.isabs(cache) else Path.home() / ".cache"
     return root / "instep" / "servers" / f"{socket.gethostname()}-{port}.key"
 
 
 def main(words: Sequence[str]) -> int:
-    """Become the server. Returns only after `--help`.
+    """Become the server. Return only after `--help`.
 
     Raises:
         ConfigError: a flag is unknown or refused, the port is taken, or vLLM is not installed.
@@ -78,7 +78,7 @@ def main(words: Sequence[str]) -> int:
     argv, env = command(given, rest, host, port)
     key = os.environ.get(KEY_VARIABLE, "").strip() or secrets.token_hex(32)
     keys.write(key_file(port).parent, key, key_file(port).name)
-    env |= {"PYTHONUNBUFFERED": "1"}  # of the guide's `python -u`, which an exec forgets
+    env |= {"PYTHONUNBUFFERED": "1"}  # like the guide's `python -u`, which an exec drops
     env |= {KEY_VARIABLE: key, GENERATE_VARIABLE: EVERYONE, HOSTS_VARIABLE: os.environ.get(HOSTS_VARIABLE, "")}
     print(f"[vLLM Server] generation is open to this host; control routes ask for the key in {key_file(port)}")
     print(f"[vLLM Server] {' '.join(argv[2:])}", flush=True)
@@ -88,12 +88,14 @@ def main(words: Sequence[str]) -> int:
 def _whole(given: dict[str, Any], flag: str, what: str, default: int = 1) -> int:
     text = given.get(flag, str(default))
     if not text.isdecimal() or not 0 < int(text) < 1 << 16:
-        raise ConfigError(f"{text!r} is no {what}", where=f"{WHERE} {flag}", remedy=f"give an integer, as {default}")
+        raise ConfigError(
+            f"{text!r} is not a {what}", where=f"{WHERE} {flag}", remedy=f"give an integer, such as {default}"
+        )
     return int(text)
 
 
 def _split(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """What is read here, by flag, and the words that vLLM gets. Raises ConfigError."""
+    """Return the values of flags that are read here, and the words for vLLM. Raises ConfigError."""
     parser = OptionParser(WHERE, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     for name in _OURS - _SWITCHES:
         parser.add_argument(name, dest=name, required=name == "--model")
@@ -109,13 +111,13 @@ def _split(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 
 
 def shares_weights() -> bool:
-    """Whether the environment asks for weights that a trainer shares, as Atropos' server reads it."""
+    """Return whether the environment variables request shared weights, as in Atropos' server."""
     nodes = os.environ.get("NUM_INFERENCE_NODES", "-1")
     return os.environ.get("VLLM_ENABLE_SHARED_WEIGHTS", "0") == "1" or (nodes.isdigit() and int(nodes) >= 0)
 
 
 def command(given: dict[str, Any], rest: Sequence[str], host: str, port: int) -> tuple[list[str], dict[str, str]]:
-    """The arguments of Python that serve, and environment variables. Raises ConfigError, as `main`."""
+    """Return the command of the server, and environment variables. Raises ConfigError, as `main`."""
     from instep.cluster.engine_plan import plan_engines
     from instep.controller.device import resolve_on_machine
     from instep.engines.kind import kind_of
@@ -135,13 +137,13 @@ def command(given: dict[str, Any], rest: Sequence[str], host: str, port: int) ->
     if "--enable-sleep-mode" in given:
         if args.weight_sync == "single-copy":
             what = "a server that shares its weights cannot sleep: the trainer computes with them"
-            raise ConfigError(what, where=f"{WHERE} --enable-sleep-mode", remedy="leave one of the two out")
+            raise ConfigError(what, where=f"{WHERE} --enable-sleep-mode", remedy="remove one of the two")
         words.append("--enable-sleep-mode")
     return ["-m", "vllm.entrypoints.cli.main", *words], env
 
 
 def server_args(given: dict[str, Any], rest: Sequence[str]) -> Args:
-    """The arguments of a run whose engine is this server. Raises ConfigError for what it cannot take."""
+    """Return the arguments of a run whose engine is this server. Raises ConfigError for unsupported values."""
     from instep.arguments.parse import parse
     from instep.controller.device import device_here
 
@@ -149,7 +151,7 @@ def server_args(given: dict[str, Any], rest: Sequence[str]) -> Args:
     size, device, shared = str(tensor * pipeline), device_here(), shares_weights() and "--enable-lora" not in given
     if shared and pipeline > 1:
         raise ConfigError(
-            "the stages of a pipeline do not share their weights with a trainer",
+            "pipeline stages cannot share their weights with a trainer",
             where=f"{WHERE} --pipeline-parallel-size {pipeline} with VLLM_ENABLE_SHARED_WEIGHTS=1",
             remedy=f"`--tensor-parallel-size {tensor * pipeline}`, or `--enable-lora` (mode lora_only)",
         )
@@ -159,14 +161,14 @@ def server_args(given: dict[str, Any], rest: Sequence[str]) -> Args:
     words += ["--rollout-num-gpus-per-engine", size, "--vllm-pipeline-parallel-size", str(pipeline)]
     dtype = {"auto": "bfloat16", "half": "float16", "float": "float32"}.get(d := given.get("--dtype", "auto"), d)
     words += ["--vllm-dtype", dtype, "--precision", "fp32" if dtype == "float32" else "bf16"]
-    if shared and device == "cuda":  # the trainer's ranks are on the same GPUs, and need the rest of their memory
+    if shared and device == "cuda":  # the trainer's ranks need the rest of the same GPUs' memory
         words += ["--colocate", "--actor-num-gpus-per-node", size, "--no-offload-train", "--no-offload-rollout"]
     else:
         words += ["--rollout-num-gpus", size, "--actor-num-gpus-per-node", "1"]
     if "--enable-lora" in given:
         words += ["--weight-sync", "lora", "--lora-rank", given.get("--max-lora-rank") or "16"]
     else:
-        words += ["--weight-sync", "single-copy" if shared else "restart"]  # nothing is synced: any way will do
+        words += ["--weight-sync", "single-copy" if shared else "restart"]  # nothing is synced: any way works
     if share := given.get("--gpu-memory-utilization"):
         words += ["--vllm-gpu-memory-utilization", share]
     words += ["--vllm-middleware", "instep_engine.vllm.atropos.Middleware"]

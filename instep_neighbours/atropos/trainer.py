@@ -1,7 +1,7 @@
 """`instep atropos-train`: the command line of Atropos' `example_trainer/grpo.py` as a run of instep.
 
-The flags become the words of `instep train` (`words_of`), whose rollouts are batches of the Atropos API. What the run
-prints beside instep's own lines, and leaves, is in `trainer_run.py`.
+The flags become the words of `instep train` (`words_of`), with batches of the Atropos API as rollouts. `trainer_run.py`
+has the extra output of the run, and its final files.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main(words: Sequence[str]) -> int:
     """Train. Returns 0.
 
     Raises:
-        InstepError: a flag is wrong or refused, a neighbour is not there, or the run cannot go on.
+        InstepError: a flag is wrong or refused, a neighbour does not answer, or the run fails.
     """
     if "-h" in words or "--help" in words:
         print(parser().format_help(), end="")
@@ -69,7 +69,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def words_of(flags: argparse.Namespace) -> tuple[str, list[str]]:
-    """The command of instep that does what the flags say, and its words."""
+    """Return the command of instep for these flags, and its words."""
     mode, interval = flags.weight_bridge_mode, flags.vllm_restart_interval
     config = _config(flags.model_name)
     context = config.get("max_position_embeddings") or config.get("text_config", {}).get("max_position_embeddings")
@@ -129,15 +129,15 @@ def words_of(flags: argparse.Namespace) -> tuple[str, list[str]]:
 
 
 def _pause_mode() -> str:
-    """`keep`, with which responses go on after a sync as the original's do, where vLLM's JSON says which weights made a
-    token; else responses end before the weights change."""
+    """Return `keep`, with which responses continue after a sync as in the original, if vLLM's JSON gives the weight
+    version of a token; otherwise responses end before the weights change."""
     from instep.engines.vllm import VllmKind
 
     return "keep" if VllmKind(installed_version("vllm") or TABLES["vllm"][0]).capabilities.version_spans else "wait"
 
 
 def _own_engine(flags: argparse.Namespace) -> list[str]:
-    """Where the vLLM of this run is: on a GPU of its own, or on the trainer's."""
+    """Return the words that place this run's vLLM: on its own GPU, or on the trainer's."""
     from instep.controller.device import device_here
 
     own = ["--rollout-num-gpus", "1"]
@@ -153,7 +153,7 @@ def _config(model: str) -> dict[str, Any]:
         found: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{model} is no folder of a Hugging Face checkpoint: {error}",
+            f"{model} is not a folder of a Hugging Face checkpoint: {error}",
             where=f"{COMMAND} --model-name",
             remedy=HOW,
         ) from error
@@ -161,23 +161,23 @@ def _config(model: str) -> dict[str, Any]:
 
 
 def check_readable(model: str) -> None:
-    """Raise ConfigError unless `model` is the folder of a checkpoint whose weights the trainer reads."""
+    """Raise ConfigError unless `model` is the folder of a checkpoint that the trainer can read."""
     from instep.checkpoints.quantization import quantization_of
 
     config = _config(model)
     try:
         quantization_of(config, f"{COMMAND} --model-name {model}")
     except ConfigError as error:
-        remedy = "name the checkpoint that they were made from, also for the server: with `--quantization fp8` it has "
+        remedy = "name the original checkpoint, also for the server: with `--quantization fp8` it has "
         remedy += "the base in 8 bits under an adapter (--weight-bridge-mode lora_only)"
         raise ConfigError(error.what, where=error.where, remedy=remedy) from error
 
 
 def target_modules(flags: argparse.Namespace) -> list[str]:
-    """`--lora-target-modules` in the layers of `--lora-layer-indices`, as names of modules.
+    """Return `--lora-target-modules` in the layers of `--lora-layer-indices`, as names of modules.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: there are no such modules.
     """
     if not flags.lora_layer_indices:
         return list(flags.lora_target_modules)
@@ -195,12 +195,14 @@ def target_modules(flags: argparse.Namespace) -> list[str]:
 
 
 def choose_gpus(flags: argparse.Namespace) -> None:
-    """Let the trainer see `--device cuda:N`, and a vLLM of its own `--vllm-gpu` after it."""
+    """Make `--device cuda:N` visible to the trainer, and after it the `--vllm-gpu` of its own vLLM."""
     number = (flags.device or "").partition(":")[2]
     if not number and flags.vllm_gpu is None:
         return
     if not number.isdigit() and number:
-        raise ConfigError(f"{flags.device!r} is no device", where=f"{COMMAND} --device", remedy="cpu, cuda or cuda:0")
+        raise ConfigError(
+            f"{flags.device!r} is not a device", where=f"{COMMAND} --device", remedy="cpu, cuda or cuda:0"
+        )
     visible = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
     if number and visible and int(number) >= len(visible):
         what = f"CUDA_VISIBLE_DEVICES has {len(visible)}"
@@ -211,10 +213,10 @@ def choose_gpus(flags: argparse.Namespace) -> None:
 
 
 def reports(flags: argparse.Namespace) -> list[str]:
-    """What of flags and environment is read otherwise than the user may think."""
+    """Return notes on flags and environment variables with another meaning than the user may expect."""
     env, mode, out = os.environ, flags.weight_bridge_mode, []
     if env.get("VLLM_SKIP_WEIGHT_DAEMON", "1") == "0":
-        out.append("VLLM_SKIP_WEIGHT_DAEMON=0: there is no weight daemon here; the flags say how weights travel")
+        out.append("VLLM_SKIP_WEIGHT_DAEMON=0: there is no weight daemon here; the flags decide how weights are sent")
     if env.get("VLLM_ENABLE_SHARED_WEIGHTS") == "1" and mode != "shared_vllm":
         out.append(f"VLLM_ENABLE_SHARED_WEIGHTS=1 is for the server; --weight-bridge-mode is {mode}")
     if env.get("NUM_INFERENCE_NODES", "0") not in ("", "0", "-1"):
@@ -224,13 +226,13 @@ def reports(flags: argparse.Namespace) -> list[str]:
     if flags.use_wandb and not flags.wandb_project:
         out.append("Warning: wandb_project not set, disabling wandb.")
     if flags.log_dir is not None:
-        out.append(f"--log-dir is of example_trainer/run.py; the logs are in {Path(flags.save_path) / 'logs'}")
+        out.append(f"--log-dir is a flag of example_trainer/run.py; the logs are in {Path(flags.save_path) / 'logs'}")
     if flags.vllm_config_path and mode != "shared_vllm":
-        out.append(f"--vllm-config-path is of shared_vllm; --weight-bridge-mode is {mode}")
+        out.append(f"--vllm-config-path is a flag of shared_vllm; --weight-bridge-mode is {mode}")
     if mode in WITH_ADAPTER and flags.lora_dropout is None:
         out.append("LoRA is trained without dropout (the original's default is 0.05)")
     if mode == "lora_restart":
-        out.append("lora_restart: vLLM keeps its CUDA graphs while adapters are swapped, so none is restarted")
+        out.append("lora_restart: vLLM keeps its CUDA graphs while adapters are swapped, so it is not restarted")
     return out
 
 
@@ -238,7 +240,7 @@ def reports(flags: argparse.Namespace) -> list[str]:
 
 
 def _check_neighbours(flags: argparse.Namespace) -> None:
-    """Raise EngineError unless the API answers, and the server of the modes that have one."""
+    """Raise EngineError unless the API answers, and the server if the mode has one."""
     port, mode = flags.vllm_port, flags.weight_bridge_mode
     if mode in ("shared_vllm", "lora_only"):
         first, more = "", f" --enable-lora --max-lora-rank {flags.lora_r}"
@@ -260,14 +262,14 @@ def _check_neighbours(flags: argparse.Namespace) -> None:
 
 
 def _missing(url: str) -> str:
-    """Why no GET was answered with 200 in time, or "". It asks again until then, and says so."""
+    """Send GET until the answer is 200. Return "", or why there was none in time. It reports each attempt."""
     left = told = NEIGHBOUR_SECONDS
     deadline = time.monotonic() + left
     while True:
         try:
             with open_without_key(url, timeout=max(0.1, min(2.0, left))) as answer:
                 return "" if answer.status == 200 else f"it says {answer.status}"
-        except (OSError, ValueError, http.client.HTTPException) as error:  # the last of what speaks no HTTP
+        except (OSError, ValueError, http.client.HTTPException) as error:  # the last for servers without HTTP
             why = str(error).removeprefix("<urlopen error ").removesuffix(">") or type(error).__name__
         if (left := deadline - time.monotonic()) <= 0:
             return why

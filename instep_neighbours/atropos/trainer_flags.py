@@ -1,4 +1,4 @@
-"""The flags of Atropos' `example_trainer/grpo.py`, from the table in `trainer_flags.toml`."""
+"""The flags of Atropos' `example_trainer/grpo.py`, by the table in `trainer_flags.toml`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="a
 
 
 def layer_indices(text: str) -> list[int]:
-    """The numbers of `0-3,28-31`, each once, in order. Raises ArgumentTypeError."""
+    """Return the numbers of `0-3,28-31`, each once, in order. Raises ArgumentTypeError."""
     found: set[int] = set()
     for part in filter(None, (part.strip() for part in text.split(","))):
         first, dash, last = part.partition("-")
         if not first.isdigit() or (dash and not last.isdigit()) or (dash and int(first) > int(last)):
-            raise argparse.ArgumentTypeError(f"{part!r} is no layer and no range of layers; write 0-3,28-31")
+            raise argparse.ArgumentTypeError(f"{part!r} is not a layer or a range of layers; write 0-3,28-31")
         found.update(range(int(first), int(last if dash else first) + 1))
     if not found:
         raise argparse.ArgumentTypeError("names no layer; write 0-3,28-31")
@@ -31,9 +31,9 @@ def layer_indices(text: str) -> list[int]:
 
 
 def positive(text: str) -> int:
-    """An integer above 0. Raises ArgumentTypeError."""
+    """Return an integer above 0. Raises ArgumentTypeError."""
     if not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no integer above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer above 0")
     return int(text)
 
 
@@ -50,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def read(words: Sequence[str]) -> argparse.Namespace:
-    """The flags with their defaults, without those that are refused.
+    """Return the flags with their defaults, without those that are refused.
 
     Raises:
         ConfigError: a flag is unknown, or refused.
@@ -60,7 +60,7 @@ def read(words: Sequence[str]) -> argparse.Namespace:
     if unknown:
         name = unknown[0].partition("=")[0]
         like = difflib.get_close_matches(name, made._option_string_actions, n=1)
-        remedy = f"did you mean {like[0]}?" if like else f"`{COMMAND} --help` lists what it takes"
+        remedy = f"did you mean {like[0]}?" if like else f"`{COMMAND} --help` lists the flags"
         raise ConfigError(f"there is no {name}", where=COMMAND, remedy=remedy)
     adapter = flags.weight_bridge_mode in WITH_ADAPTER
     adafactor = flags.adafactor_scale_parameter or flags.adafactor_relative_step
@@ -84,6 +84,6 @@ def read(words: Sequence[str]) -> argparse.Namespace:
 
 
 def dashed(word: str) -> str:
-    """A word with `-` for `_` in the name of its flag."""
+    """Return a word with `-` for `_` in the name of its flag."""
     name, equals, value = word.partition("=")
     return name.replace("_", "-") + equals + value if word.startswith("--") else word

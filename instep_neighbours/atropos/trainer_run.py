@@ -1,4 +1,4 @@
-"""The run of `instep atropos-train`: what it prints of what the original prints, as far as it is true, and leaves."""
+"""The run of `instep atropos-train`: its output in the form of the original, as far as it is true, and its files."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _TITLES = {
     "none": "LEGACY MODE (checkpoint + vLLM restart)",
     "shared_vllm": "SINGLE-COPY MODE (trainer and vLLM compute with one memory)",
     "lora_only": "LORA MODE (adapter-only training)",
-    "lora_restart": "LORA MODE with a vLLM of its own (adapters are swapped while it runs, none is restarted)",
+    "lora_restart": "LORA MODE with its own vLLM (adapters are swapped while it runs, without a restart)",
 }
 
 
 def generate_rollout(
     args: HookSettings, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """`rollout.generate_rollout`; the first one says what the original prints before its first step."""
+    """Run `rollout.generate_rollout`; the first call prints what the original prints before its first step."""
     from instep_neighbours.atropos.rollout import generate_rollout as of_api
 
     if not getattr(data_source, "atropos_told", False):
@@ -41,7 +41,7 @@ def generate_rollout(
 
 
 def _begun(args: HookSettings, rollout_id: int) -> list[str]:
-    """The lines of a run whose engines have the trainer's weights."""
+    """Return the lines of a run whose engines have the trainer's weights."""
     out = []
     if args.weight_sync == "single-copy":
         from instep.weights.bridge import shared_folder
@@ -58,7 +58,7 @@ def _begun(args: HookSettings, rollout_id: int) -> list[str]:
 
 
 def train(flags: argparse.Namespace, args: Args) -> None:
-    """The run, step by step, with what the original prints and leaves."""
+    """Run step by step, with the output and the files of the original."""
     from instep import train_async, train_sync
     from instep.observability.output import lasting_output
 
@@ -87,7 +87,7 @@ def train(flags: argparse.Namespace, args: Args) -> None:
 
 
 def _tell(flags: argparse.Namespace, step: int, row: dict[str, float]) -> None:
-    """The lines of a step that has ended."""
+    """Print the lines of a finished step."""
     if flags.weight_bridge_mode == "shared_vllm":
         print(f"  [SINGLE-COPY] Weights updated in-place - step {step}")
     loss, norm = row.get("train/loss", 0.0), row.get("train/grad_norm", 0.0)
@@ -107,14 +107,14 @@ def _seconds(row: dict[str, float], phase: str) -> float:
 
 
 def _keep_newest(args: Args) -> None:
-    """Of what a resume needs the newest checkpoint is kept: it is as large as weights, masters and moments."""
+    """Keep only the newest checkpoint for a resume: it is as large as weights, masters and moments."""
     folders = sorted(Path(args.save).glob("iter_*")) if args.save else []
     for folder in folders[:-1]:
         shutil.rmtree(folder)
 
 
 def _leave(flags: argparse.Namespace, model: Path, step: int) -> None:
-    """`final_model` or `final_adapter`, whose files are those of the last step's folder; an adapter's tokenizer."""
+    """Create `final_model` or `final_adapter` from the files of the last step's folder, with an adapter's tokenizer."""
     save = Path(flags.save_path)
     adapter = flags.weight_bridge_mode in WITH_ADAPTER
     source = save / f"{'adapter_' if adapter else ''}step_{step}"
@@ -138,7 +138,7 @@ def _link(source: str, target: str) -> None:
 
 
 def summary(flags: argparse.Namespace, seconds: float, rows: Sequence[dict[str, float]]) -> str:
-    """The table of `--benchmark`: seconds of all steps, and the peak of a rank's GPU memory."""
+    """Return the table of `--benchmark`: seconds of all steps, and the peak of a rank's GPU memory."""
     fetch = "wait" if any("perf/wait_seconds" in row for row in rows) else "rollout"
     rule = "=" * 70
     lines = [rule, f"BENCHMARK SUMMARY ({flags.weight_bridge_mode})", rule]

@@ -1,4 +1,4 @@
-"""Who may call which route of the front, by the keys that a request brings; `instep_engine/guard.py` is for engines."""
+"""Which keys open which routes of the front; `instep_engine/guard.py` is for engines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from instep_engine.guard import EVERYONE, GENERATION_ROUTES
 
 OPEN = frozenset({"/health", "/health/"})
-# What no weight depends on: who may generate may call them, too.
+# Routes without effect on weights: keys for generation open them, too.
 READING = GENERATION_ROUTES | frozenset(
     "/get_world_size/ /generate/ /chat/ /get_sequence_logprobs/ /get_world_size /server_info /is_paused /weight_info "
     "/v1/chat/completions/render".split()
@@ -19,11 +19,11 @@ READING = GENERATION_ROUTES | frozenset(
 
 @dataclass(frozen=True)
 class Access:
-    """Who may call what.
+    """Access rules of routes.
 
     Attributes:
-        key: opens every route; "": they are open.
-        generate_key: opens `READING`, too; `EVERYONE`: they are open; "": no further key does.
+        key: opens every route; "": all are open.
+        generate_key: opens `READING`, too; `EVERYONE`: they are open; "": there is no such key.
         key_file: where the user finds `key`.
     """
 
@@ -32,12 +32,12 @@ class Access:
     key_file: str = ""
 
     def refusal(self, path: str, header: str) -> tuple[int, str] | None:
-        """HTTP status and message of a refused request with this header Authorization; None for one that may pass."""
+        """Return status and message of a refused request with this Authorization header; None for an accepted one."""
         reads = path in READING
         if path in OPEN or not self.key or (reads and self.generate_key == EVERYONE) or sends(header, self.key):
             return None
         if self.generate_key not in ("", EVERYONE) and sends(header, self.generate_key):
-            told = f"this key opens generation only, not {path}, which asks for that in {self.key_file}"
+            told = f"this key opens generation only, not {path}, which needs the key in {self.key_file}"
             return None if reads else (403, told)
         how = "send 'Authorization: Bearer KEY', or name the server http://user:KEY@HOST:PORT (vllm_server_base_url)"
         which = f"the key in {self.key_file}" if self.key_file and not reads else "the server's key"
@@ -45,7 +45,7 @@ class Access:
 
 
 def sends(header: str, key: str) -> bool:
-    """Whether the header carries the key: as a bearer's token, or as the password of http://user:KEY@HOST."""
+    """Return whether the header has the key: as a bearer token, or as the password of http://user:KEY@HOST."""
     scheme, _, given = header.partition(" ")
     if scheme.lower() == "basic":
         try:

@@ -1,4 +1,4 @@
-"""Requests at the server's port: their errors, the connections by which they come, and the trainer behind them."""
+"""Requests at the server's port: their errors, their connections, and the trainer behind them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from aiohttp import web
 
 Body = dict[str, Any]
-GONE_SECONDS = 10.0  # without a connection of the trainer, while its tensors are waited for
-# A host that has vanished answers no probe: its connections end after 4 + 3 * 2 s.
+GONE_SECONDS = 10.0  # without a connection of the trainer, while the server waits for its tensors
+# A host that has disappeared answers no probe: its connections end after 4 + 3 * 2 s.
 _PROBES = {"TCP_KEEPIDLE": 4, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 10_000}
 
 
@@ -28,14 +28,14 @@ class Refused(Exception):
 
 
 class BadRequest(Refused):
-    """A request that no engine is asked for; the message says what is wrong."""
+    """A request that is refused before an engine gets it; the message says what is wrong."""
 
     def __init__(self, message: str):
         super().__init__(message, 400)
 
 
 def one_line(error: Exception) -> str:
-    """An error in one line."""
+    """Return an error as one line."""
     if not isinstance(error, InstepError):
         return str(error)
     where, remedy = f" ({error.where})" if error.where else "", f"; {error.remedy}" if error.remedy else ""
@@ -43,7 +43,8 @@ def one_line(error: Exception) -> str:
 
 
 def of_type(body: Body, name: str, kind: type, *default: Any) -> Any:
-    """The field `name` of a request. Raises BadRequest where it is missing without a default, or is of another type."""
+    """Return the field `name` of a request. Raises BadRequest if it is missing without a default, or has a wrong
+    type."""
     value = body.get(name, *default)
     if type(value) is not kind and (value, *default) != (None, None):
         what = {int: "a whole number", str: "a text", dict: "an object", list: "a list"}[kind]
@@ -53,7 +54,7 @@ def of_type(body: Body, name: str, kind: type, *default: Any) -> Any:
 
 @dataclass(frozen=True)
 class Connection:
-    """The TCP connection that a request came by. A client that has one open lives."""
+    """The TCP connection of a request. A client with an open connection is alive."""
 
     transport: asyncio.Transport
 
@@ -65,7 +66,7 @@ class Connection:
 
     @classmethod
     def of(cls, http: web.Request) -> Connection:
-        assert http.transport is not None  # else its handler is cancelled
+        assert http.transport is not None  # otherwise its handler is cancelled
         return cls(http.transport)
 
     @property
@@ -87,10 +88,10 @@ class Client:
 
     Attributes:
         legacy: of TRL <= 1.10.
-        connections: by which its requests came, the last one at least.
+        connections: those of its requests, the last one at least.
         packed_bytes: of the buffers that it sends by default; None: tensors come one by one.
-        given_up: nothing of it is waited for any more.
-        left: since when it has no connection open, as far as `check` has seen.
+        given_up: the server does not wait for it any more.
+        left: since when it has no open connection, as far as `check` has seen.
     """
 
     legacy: bool
@@ -106,7 +107,7 @@ class Client:
 
     @property
     def host(self) -> str:
-        """Requests from it are taken for this client's."""
+        """Its host; requests from it count as this client's."""
         return self.connections[0].host
 
     @property
@@ -115,12 +116,12 @@ class Client:
         return self.connections[0].open
 
     def check(self) -> None:
-        """Raise SyncError if it sends nothing any more. Called repeatedly while its tensors are waited for."""
+        """Raise SyncError if it cannot send any more. Called repeatedly during the wait for its tensors."""
         now = time.monotonic()
         self.left = None if self.connected else self.left or now
         if self.given_up or (self.left is not None and now - self.left > GONE_SECONDS):
             raise SyncError(
-                f"the trainer at {self.peer} has gone in the middle of an update",
+                f"the trainer at {self.peer} has disconnected during an update",
                 where="the weight group",
                 remedy="the engines keep their weights; start the trainer again",
             )

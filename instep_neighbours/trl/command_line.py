@@ -27,7 +27,7 @@ FLAGS = {name.replace("-", "_"): flag for table in ("trl", "vllm") for name, fla
 
 
 def help_text() -> str:
-    """The text of `--help`, from the table of flags."""
+    """Return the text of `--help`, from the table of flags."""
     shown = {}
     for table in ("trl", "vllm"):
         flags = ((f"  --{name} {flag['form']}", flag["help"]) for name, flag in _TABLES[table].items())
@@ -38,7 +38,7 @@ def help_text() -> str:
 
 @dataclass
 class Serving:
-    """What a command line asks for: words for `instep serve`, and what that has no flag for."""
+    """The result of a command line: words for `instep serve`, and values that it has no flag for."""
 
     words: list[str] = field(default_factory=list)
     host: str = LOOPBACK
@@ -54,7 +54,7 @@ class Serving:
 
 
 def read(argv: Sequence[str]) -> Serving:
-    """Translate a command line. Raises ConfigError for everything that is wrong with TRL's own flags."""
+    """Translate a command line. Raises ConfigError with all problems of TRL's own flags."""
     positional = list(argv[:1]) if argv and not is_flag(argv[0]) else []
     given, rest = _split(argv[len(positional) :])
     words, problems = list(rest), []
@@ -83,7 +83,7 @@ def read(argv: Sequence[str]) -> Serving:
     if not out.on_loopback and not open_or_keyed:
         problems.append(
             f"--host {out.host}: other hosts could send weights and ask for texts: give --api-key-file FILE (clients "
-            "then name the server http://user:KEY@HOST:PORT), or --no-api-key on a network that you trust"
+            "then name the server http://user:KEY@HOST:PORT), or --no-api-key on a trusted network"
         )
     if problems:
         remedy = f"correct {'it' if len(problems) == 1 else 'all of them'}; `{COMMAND} --help` explains the flags"
@@ -92,7 +92,7 @@ def read(argv: Sequence[str]) -> Serving:
 
 
 def _split(argv: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
-    """The values of TRL's flags by name, and the other words."""
+    """Return the values of TRL's flags by name, and the other words."""
     parser = OptionParser(COMMAND, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     for name in FLAGS:
         parser.add_argument(*{f"--{name}", f"--{name.replace('_', '-')}"}, dest=name, nargs="*")
@@ -102,7 +102,7 @@ def _split(argv: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
 
 
 def _of_serve(name: str) -> str:
-    """The flag of `instep serve` that is meant: one of vLLM's may come without its prefix."""
+    """Return the matching flag of `instep serve`: vLLM's flags may come without their prefix."""
     ours, prefixed = find(name), PREFIXES["vllm"] + name[2:].replace("_", "-")
     is_theirs = name.startswith("--") and (ours is None or ours.status in ("refused", "later"))
     return prefixed if is_theirs and find_engine_flag(prefixed) else name
@@ -116,19 +116,19 @@ def _one(values: list[str]) -> str:
 
 def _count(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
-        raise ValueError(f"{text!r} is no whole number above 0")
+        raise ValueError(f"{text!r} is not a whole number above 0")
     return int(text)
 
 
 def _level(text: str) -> str:
     if text not in LEVELS:
-        raise ValueError(f"{text!r} is none of {', '.join(LEVELS)}")
+        raise ValueError(f"{text!r} is not one of {', '.join(LEVELS)}")
     return text
 
 
 def _seconds(text: str) -> float:
     if not re.fullmatch(r"\d*\.?\d+(e\d+)?", text) or not 0 < float(text) <= 1e6:
-        raise ValueError(f"{text!r} is no number of seconds above 0 and up to 1e6")
+        raise ValueError(f"{text!r} is not a number of seconds above 0 and up to 1e6")
     return float(text)
 
 
@@ -136,7 +136,7 @@ _KINDS: dict[str, Callable[[str], Any]] = {"text": str, "count": _count, "level"
 
 
 def _words(flag: dict[str, Any], values: list[str]) -> list[str]:
-    """The words of `instep serve` for a flag of the table. Raises ValueError for a value that is not taken."""
+    """Return the words of `instep serve` for a flag of the table. Raises ValueError for a refused value."""
     if [value.lower() for value in values] == ["none"]:
         return []
     if "on" in flag:
@@ -148,12 +148,12 @@ def _words(flag: dict[str, Any], values: list[str]) -> list[str]:
     if value in refused:
         raise ValueError(refused[value])
     if "words" in flag and value not in flag["words"]:
-        raise ValueError(f"{value!r} is not served; {', '.join(flag['words'])} are")
+        raise ValueError(f"{value!r} is not supported; use {', '.join(flag['words'])}")
     if "json" in flag:
         try:
             given = json.loads(value)
         except json.JSONDecodeError as error:
-            raise ValueError(f"is no JSON: {error}") from error
+            raise ValueError(f"is not JSON: {error}") from error
     if given != flag.get("only", given):
         raise ValueError(flag["why"])
     if "words" in flag:
@@ -162,7 +162,7 @@ def _words(flag: dict[str, Any], values: list[str]) -> list[str]:
 
 
 def _truth(values: list[str]) -> bool:
-    """A boolean as transformers' HfArgumentParser reads it."""
+    """Return a boolean as transformers' HfArgumentParser reads it."""
     text = " ".join(values).lower()
     if text not in (yes := ("", "true", "t", "yes", "y", "1")) and text not in ("false", "f", "no", "n", "0"):
         raise ValueError(f"{text!r} is neither true nor false")

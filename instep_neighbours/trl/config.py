@@ -1,8 +1,8 @@
-"""`instep.train` and `instep.Run` as a user of TRL writes them: `reward_funcs`, datasets and fields of `GRPOConfig`.
+"""`instep.train` and `instep.Run` with TRL's names: `reward_funcs`, datasets and fields of `GRPOConfig`.
 
-`as_flags` makes instep's flags of them; `fields.py` says what each field is here. What is not given has GRPOConfig's
-default, so that a call means what it means to `GRPOTrainer`. A flag of instep's own wins over such a default; beside a
-field that is given and says the same it is an error.
+`as_flags` converts them to instep's flags; `fields.py` has the meaning of each field here. Missing fields have
+GRPOConfig's defaults, so a call has the same meaning as in `GRPOTrainer`. One of instep's flags overrides such a
+default. It is an error if the user also gives the field with the same meaning.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SCHEDULES = {
 _OPTIMIZERS = dict.fromkeys(("adamw_torch", "adamw_torch_fused"), "adam") | dict.fromkeys(
     ("adamw_8bit", "adamw_bnb_8bit", "adamw_torch_8bit"), "adamw_8bit"
 )
-# Fields whose first flag takes their value as it is: always, where it is not empty, and where it is given.
+# Fields whose first flag gets their value unchanged: always, if it is not empty, and if it is given.
 _ALWAYS = "max_completion_length temperature top_p seed learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon"
 _NOT_EMPTY = "shuffle_dataset chat_template_kwargs full_determinism trust_remote_code vllm_enable_sleep_mode"
 _GIVEN = (
@@ -36,14 +36,14 @@ _GIVEN = (
 
 
 class Translation(NamedTuple):
-    """A call in TRL's words as one in instep's.
+    """A call with TRL's names, in instep's terms.
 
     Attributes:
-        flags: by attribute; functions stand for the dotted paths of hooks.
-        rows: those to train on; None without `train_dataset`. A row has `prompt`, `label` if the dataset has one, and
-            its other columns under `metadata`.
+        flags: by attribute; functions replace the dotted paths of hooks.
+        rows: the rows to train on; None without `train_dataset`. A row has `prompt`, `label` if the dataset has one,
+            and its other columns under `metadata`.
         evaluations: the rows of each evaluation, by name.
-        notes: what to tell the user.
+        notes: information for the user.
     """
 
     flags: dict[str, Any]
@@ -60,14 +60,14 @@ def as_flags(
     eval_dataset: Any,
     keywords: Mapping[str, Any],
 ) -> Translation:
-    """Translate what `GRPOTrainer` takes.
+    """Translate the arguments of `GRPOTrainer`.
 
     Args:
         args: None, a `GRPOConfig`, or a dict of its fields.
-        keywords: fields, and flags of instep's.
+        keywords: fields, and flags of instep.
 
     Raises:
-        ConfigError: what the fields ask for is not here, or they contradict each other or flags of instep's.
+        ConfigError: a field is not supported, or fields contradict each other or flags of instep.
     """
     config = Config(args, keywords)
     rows = None if train_dataset is None else rows_of(train_dataset, "train_dataset")
@@ -93,7 +93,7 @@ def _copied(config: Config) -> None:
 
 
 def _model(config: Config) -> None:
-    """Device, precision, memory, engine."""
+    """Set device, precision, memory and engine."""
     if config["use_cpu"]:
         config.put("device", "cpu", "use_cpu")
     if config.flags.get("device") in (None, "auto"):
@@ -138,7 +138,7 @@ def _rewards(config: Config, reward_funcs: Any) -> None:
 
 
 def _loss(config: Config, sizes: Sizes) -> None:
-    """The form of the loss, its mean, the KL and what else is added to it."""
+    """Set the form of the loss, its mean, the KL and other terms."""
     kind = config["loss_type"]
     config.one_of("loss_type", "grpo", "dapo", "dr_grpo", "luspo", "cispo", "sapo")
     config.one_of("importance_sampling_level", "token", "sequence")
@@ -158,11 +158,11 @@ def _loss(config: Config, sizes: Sizes) -> None:
     if config["beta"]:
         _kl(config, sizes, of_sequences)
     elif config["sync_ref_model"]:
-        raise error("there is no reference without beta", "sync_ref_model", "give beta, or leave it out")
+        raise error("there is no reference without beta", "sync_ref_model", "give beta, or remove it")
     if config["entropy_coef"]:
         if kind in ("dr_grpo", "luspo"):
             what = f"the constant of {kind} would scale the bonus, which is a mean over tokens in TRL"
-            raise error(what, "entropy_coef", "leave it out, or use another loss_type")
+            raise error(what, "entropy_coef", "remove it, or use another loss_type")
         config.put("entropy_coef", config["entropy_coef"])
     if config["off_policy_mask_threshold"] is not None:
         config.put("use_opsm", True, "off_policy_mask_threshold")
@@ -187,10 +187,10 @@ def _clip(config: Config, kind: str, of_sequences: bool) -> None:
         config.put("eps_clip_high", low if high is None else high, "epsilon_high")
     without = {"sapo": ("epsilon", "epsilon_high", "delta"), "cispo": ("epsilon", "delta")}.get(kind, ())
     if wrong := [name for name in without if name in config.given]:
-        raise error(f"it has no effect with loss_type {kind}", wrong[0], "leave it out")
+        raise error(f"it has no effect with loss_type {kind}", wrong[0], "remove it")
     if delta is not None:
         if delta <= 1 + (low if high is None else high):
-            what = "below the upper bound of the clip the two-sided clip of TRL is another one than the dual clip here"
+            what = "below the upper clip bound, TRL's two-sided clip differs from the dual clip here"
             raise error(what, "delta", "give more than 1 + epsilon_high")
         config.put("eps_clip_c", delta, "delta")
 
@@ -201,7 +201,7 @@ def _kl(config: Config, sizes: Sizes, of_sequences: bool) -> None:
     config.put("kl_loss_type", "k3", "beta")
     if config["use_bias_correction_kl"]:
         if of_sequences:
-            what = "the KL is weighed with ratios of tokens here, with that of the sequence in TRL"
+            what = "the KL is weighted with token ratios here, and with the sequence ratio in TRL"
             raise error(what, "use_bias_correction_kl", "give False, or importance_sampling_level token")
         config.put("use_unbiased_kl", True, "use_bias_correction_kl")
     if config["sync_ref_model"]:
@@ -212,7 +212,7 @@ def _kl(config: Config, sizes: Sizes, of_sequences: bool) -> None:
 
 
 def _correction(config: Config) -> None:
-    """TRL's truncated or masked importance sampling between trainer and engine."""
+    """Set TRL's truncated or masked importance sampling between trainer and engine."""
     name = "vllm_importance_sampling_"
     mode = config[f"{name}mode"]
     high, low = config[f"{name}cap"] or config[f"{name}clip_max"], config[f"{name}clip_min"]
@@ -240,10 +240,10 @@ def _optimizer(config: Config, sizes: Sizes) -> None:
     config.one_of("optim", *_OPTIMIZERS)
     warmup = 0 if kind == "constant" else sizes.whole(warmup, "warmup_steps")
     if kind == "inverse_sqrt" and not warmup:
-        raise error("without a warm-up its scale is another one here", "lr_scheduler_type", "give warmup_steps")
+        raise error("without a warm-up its scale differs here", "lr_scheduler_type", "give warmup_steps")
     min_lr = more.get("min_lr", more.get("min_lr_rate", 0) * config["learning_rate"])
     if set(more) - {"min_lr", "min_lr_rate"} or (more and kind != "cosine_with_min_lr"):
-        raise error(f"{kind} has no {', '.join(more)} here", "lr_scheduler_kwargs", "leave it out")
+        raise error(f"{kind} has no {', '.join(more)} here", "lr_scheduler_kwargs", "remove it")
     config.put("lr_decay_style", _SCHEDULES[kind], "lr_scheduler_type")
     config.put("lr_warmup_iters", warmup, "warmup_steps")
     if min_lr:
@@ -253,7 +253,7 @@ def _optimizer(config: Config, sizes: Sizes) -> None:
 
 
 def _saving(config: Config, sizes: Sizes, folder: Path) -> None:
-    """What the run writes below its folder: checkpoints and the model, as `GRPOTrainer` does; and its loggers."""
+    """Set what the run writes below its folder, as in `GRPOTrainer`: checkpoints and the model; and its loggers."""
     config.one_of("save_strategy", "no", "steps", "epoch")
     if config["save_strategy"] != "no":
         config.put("save_hf", folder / "hf", "save_strategy")
@@ -269,7 +269,7 @@ def _saving(config: Config, sizes: Sizes, folder: Path) -> None:
     report = config["report_to"]
     for name in [report] if isinstance(report, str) else report or ():
         if name not in ("none", "wandb", "tensorboard"):
-            raise error(f"there is no logger {name!r} here", "report_to", "give wandb, tensorboard or none")
+            raise error(f"the logger {name!r} is not supported", "report_to", "give wandb, tensorboard or none")
         if name != "none":
             config.put(f"use_{name}", True)
     for name, flag in (("run_name", "wandb_group"), ("project", "wandb_project")):
@@ -278,7 +278,7 @@ def _saving(config: Config, sizes: Sizes, folder: Path) -> None:
 
 
 def _evaluation(config: Config, sizes: Sizes, has_sets: bool) -> None:
-    """TRL evaluates if eval_strategy asks for it."""
+    """Set evaluations: TRL evaluates if eval_strategy requests it."""
     config.one_of("eval_strategy", "no", "steps", "epoch")
     if config["eval_strategy"] == "no":
         if wrong := [name for name in ("eval_steps", "eval_on_start", "num_generations_eval") if name in config.given]:
@@ -298,5 +298,5 @@ def _interval(config: Config, sizes: Sizes, strategy: str, steps: str) -> int:
     if config[strategy] == "steps":
         return sizes.in_rollouts(config[steps], steps)
     if sizes.rollouts_per_epoch is None:
-        raise error("the length of an epoch is not known", strategy, "give train_dataset, or use steps")
+        raise error("the length of an epoch is unknown", strategy, "give train_dataset, or use steps")
     return sizes.rollouts_per_epoch

@@ -1,8 +1,8 @@
-"""Brings versions of the weights that another project's trainer has sent to all engines, and shows what can be shown.
+"""Bring weight versions of another project's trainer to all engines, and check what can be checked.
 
-It works by a session (`controller/sync/session.py`), in which the staged weights stand where a run has its workers.
-Without the trainer's own log-probs it proves that engines hold the bytes that came, that they compute numbers with
-them, and that their scores of a probe have changed if a byte has.
+It uses a session (`controller/sync/session.py`), with the staged weights in the place of a run's workers. Without the
+trainer's own log-probs it proves three things: engines hold the received bytes, they compute numbers with them, and
+their scores of a probe have changed if a byte has.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ WAY = "staged"
 
 @dataclass
 class _Unproven:
-    """What is left to do about a version that came while a client kept the engines paused.
+    """The open checks of a version that came while a client kept the engines paused.
 
     Attributes:
-        moved: whether their scores of the probe must differ from those under the weights before.
-        before: the weights to go back to; None: there were no others, or their slot has been written to.
+        moved: whether their scores of the probe must differ from those with the weights before.
+        before: the weights to return to; None: there were no others, or their slot has been overwritten.
     """
 
     session: Session
@@ -46,16 +46,16 @@ class _Unproven:
 
 
 class Delivery:
-    """The versions that the engines have got. Its methods belong to the one thread that changes weights.
+    """The weight versions of the engines. Its methods belong to the one thread that changes weights.
 
     Args:
         args: of `instep serve`, with `sync_timeout`.
         folder: in shared memory, for staged weights.
 
     Attributes:
-        version: that of the engines; 0: what they have loaded by themselves.
+        version: that of the engines; 0: the weights that they loaded at their start.
         brought_at: when they got it, in seconds since the epoch; 0.0 with version 0.
-        broken: why nothing may be generated; "" otherwise.
+        broken: why generation is blocked; "" otherwise.
         paused: whether a client keeps the engines paused.
     """
 
@@ -69,7 +69,7 @@ class Delivery:
         self.version, self.brought_at, self.broken, self.paused = 0, 0.0, "", False
 
     def free_slot(self) -> Slot:
-        """The slot that the current version is not in, with its memory. Raises SyncError where there is not enough."""
+        """Return the slot without the current version, with its memory. Raises SyncError without enough memory."""
         used = None if self._current is None else self._current.slot
         slot = next(slot for slot in self._slots if slot is not used)
         if self._unproven is not None:
@@ -78,18 +78,18 @@ class Delivery:
         return slot
 
     def forget_tied(self, incoming: Incoming) -> None:
-        """Forget a tied weight that came after the update to which it belongs, as the last one of a state dict."""
+        """Drop a tied weight that came after its update, as the last one of a state dict."""
         if not incoming.begun and self._current is not None:
             incoming.forget_tied(self._current.records)
 
     def bring(self, incoming: Incoming) -> str:
-        """Bring a whole version to all engines, and prove what can be proven; returns what to tell the user.
+        """Bring a whole version to all engines, and check it; return the message for the user.
 
-        Requests wait meanwhile, and those under way end first. Where a client has paused the engines they stay so, and
-        their scores are looked at when it lets them `resume`.
+        New requests wait meanwhile, and running ones end first. If a client has paused the engines, they stay paused,
+        and their scores are checked at `resume`.
 
         Raises:
-            SyncError: the engines have the version before, if they could be brought back to it (`broken`).
+            SyncError: the engines have the version before, if they could return to it (`broken`).
         """
         incoming.check_tied()
         began, before = time.monotonic(), self._current.records if self._current is not None else {}
@@ -130,16 +130,16 @@ class Delivery:
         )
 
     def resume(self) -> None:
-        """End a client's pause, and prove the version that came meanwhile.
+        """End a client's pause, and check the version that came meanwhile.
 
         Raises:
-            EngineError: the engines are paused still.
-            SyncError: they go on with the version before, if they could be brought back to it (`broken`).
+            EngineError: the engines are still paused.
+            SyncError: they continue with the version before, if they could return to it (`broken`).
         """
         left = self._unproven
         if left is not None:
             left.session.renew()
-            with contextlib.suppress(EngineGone):  # those that took it have died; others got it when they came back
+            with contextlib.suppress(EngineGone):  # some engines have died; others got it when they came back
                 left.session.resume()
         self.each(lambda e: e.resume(timeout=self._args.sync_timeout))
         self.paused, self._unproven = False, None
@@ -153,11 +153,11 @@ class Delivery:
             raise
 
     def rejoin(self, engine: Engine) -> None:
-        """Bring the current version to an engine that was started again, and has what it has loaded by itself."""
+        """Bring the current version to a restarted engine, which has the weights that it loaded at its start."""
         try:
             if self._current is not None:
                 session = self._session([engine], self.version, self._current, "keep")
-                session.stays_paused = False  # it has no requests of a client's, and is proven at once
+                session.stays_paused = False  # it has no requests of a client, and is checked at once
                 session.transfer(WAY)
                 self._compare(session, self._current)
                 self._prove(session, False)
@@ -173,7 +173,7 @@ class Delivery:
 
     def _session(self, engines: Sequence[Engine], version: int, weights: Incoming, mode: str) -> Session:
         args = self._args.replace(pause_mode=mode)
-        session = Session(args, cast(RoleTrainer, weights), engines, version, self._folder)  # it publishes, and no more
+        session = Session(args, cast(RoleTrainer, weights), engines, version, self._folder)  # it only publishes
         session.stays_paused = self.paused
         return session
 
@@ -181,7 +181,7 @@ class Delivery:
         return session.each(lambda engine: self._proof.engine_scores(engine, session))
 
     def _compare(self, session: Session, weights: Incoming) -> None:
-        """Raise SyncError if an engine that can tell holds other bytes than were received."""
+        """Raise SyncError if an engine that can report digests holds other bytes than were received."""
         for engine in session.engines:
             if engine.capabilities.digests:
                 held = engine.weight_digests(timeout=session.seconds_left())
@@ -190,10 +190,10 @@ class Delivery:
                     raise _unproven(engine, f"holds other bytes of {', '.join(wrong[:3])} than were received")
 
     def _prove(self, session: Session, moved: bool) -> dict[str, list[float]]:
-        """Show that engines compute with what they hold; returns their scores of the probe.
+        """Check that engines compute with their weights; return their scores of the probe.
 
         Raises:
-            SyncError: an engine computes no numbers, or scores as under the weights before, and they have `moved`.
+            SyncError: an engine computes NaN, or scores as with the weights before although they have `moved`.
         """
         scores = self._probe(session)
         for engine in session.engines:
@@ -202,12 +202,12 @@ class Delivery:
                 raise _unproven(engine, "computes NaN with these weights")
             before = self._scores.get(engine.url, [])
             if moved and scores_alike(self._proof.probe.by_text(own), self._proof.probe.by_text(before)):
-                raise _unproven(engine, "still scores as under the weights before, which differ")
+                raise _unproven(engine, "still scores as with the weights before, which differ")
         return scores
 
     def _go_back(self, engines: Sequence[Engine], weights: Incoming | None) -> None:
-        """Bring the engines the version before once more, after one that failed in the middle."""
-        self.broken = "the last weight update failed in the engines: nothing is generated until one succeeds"
+        """Bring the engines the version before again, after an update that failed in the middle."""
+        self.broken = "the last weight update failed in the engines: generation is blocked until an update succeeds"
         if weights is not None:
             with contextlib.suppress(InstepError):
                 self._session(engines, self.version, weights, "keep").transfer(WAY)

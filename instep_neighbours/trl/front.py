@@ -1,8 +1,8 @@
-"""The port of `instep serve` and `instep vllm-serve`: OpenAI's routes, TRL's of both generations, and those of Atropos.
+"""The port of `instep serve` and `instep vllm-serve`: OpenAI's routes, TRL's of both generations, and Atropos' routes.
 
-Requests of TRL's clients for texts are translated (`forms.py`) and divided among the engines; those that change weights
-go to `Updates`. What a client of OpenAI's sends is passed on as it is. Weights that a trainer shares, and adapters, are
-of `instep atropos-serve` (`instep_engine/vllm/atropos.py`): Atropos' routes say here that they are not there.
+Text requests of TRL's clients are translated (`forms.py`) and divided among the engines. Requests that change weights
+go to `Updates`. Requests of OpenAI clients are passed on unchanged. Shared weights and adapters belong to `instep
+atropos-serve` (`instep_engine/vllm/atropos.py`); Atropos' routes for them report here that they are missing.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ REFUSED = {
     "POST /v1/load_lora_adapter": "adapters by name are not served here: let the trainer merge them, and send whole "
     "weights",
     "POST /bridge/sleep": "these engines do not sleep; that of `instep atropos-serve --enable-sleep-mode` does",
-    "POST /lora/load": "these engines take no adapters; that of `instep atropos-serve --enable-lora` does",
+    "POST /lora/load": "these engines support no adapters; that of `instep atropos-serve --enable-lora` does",
 }
-# Atropos' routes about what is not here; `instep_engine/vllm/atropos.py` has them all.
+# Atropos' routes about missing features; `instep_engine/vllm/atropos.py` has them all.
 _ADAPTER = dict.fromkeys(("active_adapter_path", "active_adapter_name", "active_adapter_id"))
 FIXED: dict[str, Body] = {
     "POST /bridge/wake_up": {"status": "awake"},
@@ -57,7 +57,7 @@ FIXED: dict[str, Body] = {
 }
 LOOK_SECONDS = 0.2
 START_SECONDS = 60.0  # to find the host's name and to listen there
-RETRY_SECONDS = 60.0  # a prompt whose engine has died goes to another one, or waits for it to come back
+RETRY_SECONDS = 60.0  # a prompt of a dead engine goes to another one, or waits for it to restart
 Handler = Callable[[web.Request, Body], Awaitable[Any]]
 access = logging.getLogger("aiohttp.access")
 
@@ -71,7 +71,7 @@ class Front:
         url: of the router or the only engine.
         model: its name there.
         updates: made before this thread runs.
-        serves: whether an engine has the weights that it should; no other one is asked.
+        serves: whether an engine has the current weights; other engines get no requests.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Front:
     # ---- the thread --------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Raises OSError if the port cannot be had within `START_SECONDS`."""
+        """Start to listen. Raises OSError if the port is not available within `START_SECONDS`."""
         self._thread.start()
         if not self._ready.wait(START_SECONDS):
             raise OSError(f"its thread does not listen after {START_SECONDS:.0f} s")
@@ -135,7 +135,7 @@ class Front:
     def check(self) -> None:
         """Raise RuntimeError if the thread has ended by itself."""
         if not self._thread.is_alive():
-            raise RuntimeError(f"the server's port is served no more: {self._fault}")
+            raise RuntimeError(f"the server's port has no server any more: {self._fault}")
 
     def close(self) -> None:
         if self._thread.is_alive():
@@ -155,7 +155,7 @@ class Front:
         connector = aiohttp.TCPConnector(limit=0, socket_factory=checked_socket)
         app = web.Application(client_max_size=MAX_BODY)
         app.router.add_route("*", "/{route:.*}", self._handle)
-        # A client's connection shows that it lives, so that none is closed because nothing came by it.
+        # An open connection shows that a client is alive, so the server closes none for inactivity.
         options: Any = {"handler_cancellation": True, "keepalive_timeout": 1e6, "shutdown_timeout": 1.0, **AS_THEY_COME}
         runner = web.AppRunner(app, access_log=access, **options)
         async with aiohttp.ClientSession(connector=connector, timeout=limits, read_bufsize=1 << 20) as self._http:
@@ -164,7 +164,7 @@ class Front:
                 await web.TCPSite(runner, self._host, self._args.port, backlog=1024).start()
                 self._ready.set()
                 while not self._stop.is_set():
-                    with suppress(Refused, InstepError):  # the user hears of it, and it is tried again
+                    with suppress(Refused, InstepError):  # the user gets a report, and it is tried again
                         await self._updates.look()
                     with suppress(TimeoutError):
                         await asyncio.wait_for(self._stop.wait(), LOOK_SECONDS)
@@ -182,7 +182,7 @@ class Front:
                 return web.json_response(FIXED[route])
             if (handler := self.routes.get(route)) is None:
                 if http.path not in GENERATION_ROUTES:
-                    raise Refused(f"there is no {route} here", 404)
+                    raise Refused(f"no route {route}", 404)
                 return await self._pass_on(http)
             answer = await handler(http, object_of(await body_of(http, MAX_BODY)))
             return answer if isinstance(answer, web.StreamResponse) else web.json_response(answer)
@@ -192,7 +192,7 @@ class Front:
             return error_answer(503, one_line(error))
 
     def _check(self, http: web.Request) -> None:
-        """Check whose request it is. Raises Refused."""
+        """Check the key of a request. Raises Refused."""
         address = http.transport.get_extra_info("sockname")[0] if http.transport is not None else ""
         if (refusal := self._guard.refusal("/health", http.headers, address)) is not None:
             raise Refused(refusal[1], refusal[0])
@@ -200,19 +200,19 @@ class Front:
             raise Refused(refusal[1], refusal[0])
 
     def _check_whole(self) -> None:
-        """Raise Refused if nothing can be generated."""
+        """Raise Refused if generation is impossible."""
         if self._updates.delivery.broken:
             raise Refused(self._updates.delivery.broken, 503)
 
     async def _pass_on(self, http: web.Request) -> web.StreamResponse:
         self._check_whole()
         if not self._serves():
-            raise Refused("no engine serves: one is started again", 503)
+            raise Refused("no engine is ready: one is restarting", 503)
         async with admission.admitted(self._url):
             return await forward(self._http, http, self._url, keys.key_of(self._url))
 
     async def _ask(self, payloads: Sequence[Body]) -> list[Body]:
-        """The engines' answers, in order. If one refuses, all others are given up."""
+        """Return the engines' answers, in order. If one refuses, all others are cancelled."""
         self._check_whole()
         try:
             async with asyncio.TaskGroup() as group:
@@ -227,7 +227,7 @@ class Front:
             while True:
                 try:
                     if not self._serves():
-                        raise ConnectionError("none has the current weights")
+                        raise ConnectionError("no engine has the current weights")
                     headers = keys.headers_for(url)
                     async with self._http.post(url, json=payload, headers=headers) as answer:
                         text = await answer.text()
@@ -246,7 +246,7 @@ class Front:
 
     async def _health(self, http: web.Request, body: Body) -> Body:
         if not self._serves():
-            raise Refused("no engine serves: one is started again", 503)
+            raise Refused("no engine is ready: one is restarting", 503)
         return {"status": "ok"}
 
     async def _generate(self, http: web.Request, body: Body) -> Body:
@@ -276,7 +276,7 @@ class Front:
         return FIXED["GET /get_world_size/"]
 
     async def _server_info(self, http: web.Request, body: Body) -> Body:
-        """What TRL's clients look at of vLLM's configuration, before they init a group if they have none."""
+        """Return the part of vLLM's configuration that TRL's clients read before they init a group."""
         if not self._updates.takes_none:
             await self._updates.check_free(Connection.of(http))
         config: Body = {
@@ -313,7 +313,7 @@ class Front:
     # ---- state, and Atropos' routes ----------------------------------------------------------------------------------
 
     async def _state(self, http: web.Request, body: Body) -> Body:
-        """What is known of engines and weights, for the routes that tell a part of it."""
+        """Return the state of engines and weights, for the routes that report parts of it."""
         delivery, args = self._updates.delivery, self._args
         about = {"model": self._model, "dtype": self._dtype}
         facts: dict[str, Body] = {
@@ -343,17 +343,17 @@ class Front:
 
 
 def object_of(raw: bytes) -> Body:
-    """The JSON object of a body, which may be empty. Raises BadRequest."""
+    """Return the JSON object of a body, which may be empty. Raises BadRequest."""
     try:
         body = json.loads(raw or b"{}")
     except (ValueError, RecursionError) as error:
-        raise BadRequest(f"the body is no JSON: {error}") from error
+        raise BadRequest(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
-        raise BadRequest("the body is no JSON object")
+        raise BadRequest("the body is not a JSON object")
     return body
 
 
 def error_answer(status: int, text: str) -> web.Response:
-    reason = "".join(c if " " <= c <= "~" else " " for c in text)  # what requests' raise_for_status shows
+    reason = "".join(c if " " <= c <= "~" else " " for c in text)  # requests' raise_for_status shows it
     body = {"error": {"message": text, "type": "instep", "code": status}}
     return web.json_response(body, status=status, reason=reason[:1000])

@@ -1,8 +1,8 @@
 """The process that joins a trainer's weight group and receives its tensors into shared memory.
 
-The group is the one of vLLM's clients (TRL's among them): a TCP store, an id that rank 0 broadcasts over it, and a
-communicator of NCCL between GPUs. On a CPU it is gloo over the same store. This process is one rank, however many
-workers the engines have, so that it can be ended when a trainer dies in the middle of a broadcast.
+The group is that of vLLM's clients (also TRL's): a TCP store, an id that rank 0 broadcasts over it, and a communicator
+of NCCL between GPUs. On a CPU it is gloo over the same store. This process is one rank, for any number of engine
+workers. So it can be ended if a trainer dies during a broadcast.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from instep_engine.manifest import digest, tensor_bytes
 
 PACKED_BYTES = 1 << 30  # vLLM's `packed_buffer_size_bytes`
 GLOO = "instep-gloo"  # prefix of the keys of gloo's own rendezvous in the store
-_CHUNK = 1 << 22  # elements that are looked at for NaN at a time
+_CHUNK = 1 << 22  # elements per check for NaN
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where a group of two meets: this process, and the trainer.
+    """The store of a group of two: this process, and the trainer.
 
     Attributes:
         host, port: of the store.
@@ -56,14 +56,14 @@ class Meeting:
 
 
 class WrongTensor(Exception):
-    """A trainer announced a tensor that does not belong into this update; the message says what to do."""
+    """A trainer announced a tensor that does not belong to this update; the message says what to do."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor lies in a slot, and as what the engines take it.
+    """The place of a tensor in a slot, and its form in the engines.
 
-    `first` is its first element in the tensor that a trainer sends, which may hold several.
+    `first` is its first element in the trainer's tensor, which may hold several.
     """
 
     name: str
@@ -83,8 +83,8 @@ class Announced:
     """A tensor as the trainer announces it.
 
     Attributes:
-        served: the dtype that the engines have it in.
-        places: where its parts go; none: it is received and looked at, but not kept.
+        served: its dtype in the engines.
+        places: where its parts go; empty: it is received and checked, but not kept.
     """
 
     name: str
@@ -99,10 +99,10 @@ class Announced:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """A dtype from "bfloat16" or "torch.bfloat16". Raises WrongTensor for anything else."""
+    """Return the dtype of "bfloat16" or "torch.bfloat16". Raises WrongTensor for anything else."""
     dtype = getattr(torch, name.removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype):
-        raise WrongTensor(f"{name!r} is no dtype of torch")
+        raise WrongTensor(f"{name!r} is not a torch dtype")
     return dtype
 
 
@@ -129,11 +129,12 @@ class Receiver:
             raise SyncError(
                 f"no weight group with the trainer: {_first_line(error)}",
                 where=f"{meeting.host}:{meeting.port}",
-                remedy="look at the trainer's own output; is the port open between both hosts?",
+                remedy="see the trainer's own output; is the port open between both hosts?",
             ) from error
 
     def alive(self) -> bool:
-        """Whether the store of the group answers; a trainer that masters it has ended otherwise, or left the group."""
+        """Return whether the store of the group answers; if the trainer owns it and it does not answer, the trainer has
+        left."""
         try:
             return self._store is not None and self._store.num_keys() >= 0
         except (OSError, RuntimeError):
@@ -146,8 +147,8 @@ class Receiver:
 
         Args:
             slot: its files.
-            packed_bytes: tensors come in buffers that end with the tensor that makes them longer than this; None: each
-                comes by itself.
+            packed_bytes: tensors come in buffers, which end with the tensor that exceeds this size; None: each comes
+                separately.
 
         Returns:
             For each tensor the digests of its parts as they are served, and whether it is finite in that dtype.
@@ -171,7 +172,7 @@ class Receiver:
                 f"the trainer did not send {what[len(found)].name if len(found) < len(what) else 'all'}: "
                 f"{_first_line(error)}",
                 where="the weight group",
-                remedy="look at the trainer's own output",
+                remedy="see the trainer's own output",
             ) from error
         return found
 
@@ -196,7 +197,7 @@ class Receiver:
 
 
 def cuts(what: Sequence[Announced], packed_bytes: int | None) -> list[list[Announced]]:
-    """The tensors of each broadcast as vLLM senders cut them: a buffer ends with the tensor that crosses the limit."""
+    """Yield the tensors of each broadcast, cut as vLLM senders do: a buffer ends with the tensor above the limit."""
     if packed_bytes is None:
         return [[one] for one in what]
     out: list[list[Announced]] = []
@@ -215,14 +216,14 @@ def _first_line(error: BaseException) -> str:
 
 
 def _store(meeting: Meeting) -> tuple[dist.Store, set[int]]:
-    """The store of the group, and the listeners that it needs until both are there."""
+    """Return the store of the group, and the listeners that it needs until both processes have joined."""
     timeout = timedelta(seconds=meeting.seconds)
     if meeting.rank == 0:
         listener = socket.create_server((meeting.host, meeting.port))
-        # libuv's goes on without descriptors, the other one ends the process.
+        # libuv's store continues without descriptors, the other one ends the process.
         options: Any = {"master_listen_fd": (door := listener.detach()), "use_libuv": True, "wait_for_workers": False}
         return dist.TCPStore(meeting.host, meeting.port, is_master=True, timeout=timeout, **options), {door}
-    # A trainer that is the master waits until both have counted themselves: `wait_for_workers`, which does that alone.
+    # A trainer with the store waits until both have counted themselves: `wait_for_workers`, which does only that.
     return dist.TCPStore(meeting.host, meeting.port, 2, is_master=False, timeout=timeout), set()
 
 
@@ -230,7 +231,7 @@ class _GlooGroup:
     def __init__(self, store: dist.Store, meeting: Meeting):
         self.device, self._store, self._meeting, self._num_sent = torch.device("cpu"), store, meeting, 0
         if meeting.rank == 0:
-            self._send(b"gloo")  # NCCL's id comes first between GPUs
+            self._send(b"gloo")  # between GPUs, NCCL's id comes first
         else:
             store.wait(["broadcast_from/0/0"])
         options = dist.ProcessGroupGloo._Options()
@@ -254,7 +255,7 @@ class _GlooGroup:
         self._group.broadcast([buffer], options).wait()
 
     def barrier(self) -> None:
-        """vLLM's barrier, for rank 0: it names the barrier, and leaves last."""
+        """Run vLLM's barrier as rank 0: it names the barrier, and leaves last."""
         assert self._meeting.rank == 0
         name = f"barrier_{uuid.uuid4()}"
         keys = [self._send(name)]
@@ -268,7 +269,7 @@ class _GlooGroup:
 
 
 class _NcclGroup:
-    """By vLLM's own communicator, which is installed where engines run on GPUs."""
+    """Uses vLLM's own communicator, which is installed where engines run on GPUs."""
 
     def __init__(self, store: dist.Store, meeting: Meeting):
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
@@ -278,7 +279,7 @@ class _NcclGroup:
         self._store = careful_group(store, meeting.rank)
         self._comm = PyNcclCommunicator(self._store, device=self.device)
         if self._comm.disabled:
-            raise RuntimeError("vLLM's communicator found no NCCL; receiver-rank0.log says why")
+            raise RuntimeError("vLLM's communicator found no NCCL; see receiver-rank0.log")
 
     def broadcast(self, buffer: torch.Tensor) -> None:
         self._comm.broadcast(buffer, src=self._meeting.trainer)
@@ -289,7 +290,7 @@ class _NcclGroup:
 
 
 def careful_group(store: dist.Store, rank: int) -> Any:
-    """vLLM's group of two over a store, which anybody may have filled: an id or a name is read, and nothing else."""
+    """Return vLLM's group of two over a store. Any process may write to the store, so only an id or a name is read."""
     from vllm.distributed.device_communicators.pynccl_wrapper import ncclUniqueId
     from vllm.distributed.utils import StatelessProcessGroup
 
@@ -305,7 +306,8 @@ def careful_group(store: dist.Store, rank: int) -> Any:
 
 
 def _id_or_text(data: bytes, kind: type[ctypes.Structure]) -> Any:
-    """What vLLM has pickled: an `ncclUniqueId` (`kind`), a text or bytes. Raises RuntimeError: it is something else."""
+    """Return what vLLM has pickled: an `ncclUniqueId` (`kind`), a text or bytes. Raises RuntimeError for anything
+    else."""
     try:
         value = read(data)
         if isinstance(value, (str, bytes)):
@@ -321,7 +323,7 @@ def _id_or_text(data: bytes, kind: type[ctypes.Structure]) -> Any:
 
 
 def _address_to(meeting: Meeting) -> str:
-    """Our own address on the way to the trainer."""
+    """Return our own address on the route to the trainer."""
     with socket.create_connection((meeting.host, meeting.port), timeout=meeting.seconds) as sock:
         return str(sock.getsockname()[0])
 

@@ -1,4 +1,4 @@
-"""`reward_funcs` as one reward of a run, and what TRL makes of the rewards where that is no flag here."""
+"""`reward_funcs` as one reward of a run, and TRL's changes of rewards that have no flag here."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from instep.rollout.rewards.several import SUM, Function, name_of, names_of
 from instep.types import Group, Sample, reward_of
 
 STD_EPS = 1e-4  # TRL's
-_ABSENT = ("trainer_state", "log_extra", "log_metric", "environments")  # arguments that TRL gives to a function besides
+_ABSENT = ("trainer_state", "log_extra", "log_metric", "environments")  # further arguments that TRL gives to a function
 
 
 def flags_of(reward_funcs: Any, weights: Sequence[float] | None) -> dict[str, Any]:
-    """The flags of one function or several.
+    """Return the flags of one function or several.
 
     Raises:
-        ConfigError: not functions in TRL's form, or as many weights as there are functions.
+        ConfigError: they are not functions in TRL's form, or the number of weights differs.
     """
     given = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
     functions = [_function(each) for each in given]
@@ -39,11 +39,11 @@ def _function(given: Any) -> Function:
     from instep.hooks import load_function
 
     if isinstance(given, str) and ("/" in given or "." not in given):
-        remedy = "call the model in a function; rows of built-in rewards are reward='math'"
-        raise ConfigError(f"{given!r} is no dotted path of a function", where="reward_funcs", remedy=remedy)
+        remedy = "call the model in a function; for built-in rewards use reward='math'"
+        raise ConfigError(f"{given!r} is not the dotted path of a function", where="reward_funcs", remedy=remedy)
     function = load_function(given) if isinstance(given, str) else given
     if not callable(function) or inspect.isclass(function):
-        what = f"{type(function).__name__} is no function"
+        what = f"{type(function).__name__} is not a function"
         raise ConfigError(what, where="reward_funcs", remedy="call the model or the class in a function")
     parameters = inspect.signature(function).parameters
     if "completions" not in parameters:
@@ -51,13 +51,13 @@ def _function(given: Any) -> Function:
         remedy = "name it, as in f(prompts, completions, **columns); reward= takes f(args, sample)"
         raise ConfigError(what, where="reward_funcs", remedy=remedy)
     if wrong := [n for n in _ABSENT if n in parameters and parameters[n].default is inspect.Parameter.empty]:
-        what = f"{name_of(function)} asks for {wrong[0]}, which is TRL's trainer's"
+        what = f"{name_of(function)} needs {wrong[0]}, which only TRL's trainer has"
         raise ConfigError(what, where="reward_funcs", remedy="give it a default, such as None")
     return function
 
 
 def together(functions: dict[str, Function], weights: Sequence[float]) -> Function:
-    """A function in TRL's form that calls all: of each sample a dict of their rewards, and their weighted sum.
+    """Return a function in TRL's form that calls all: it gives each sample a dict of rewards, and their weighted sum.
 
     A function may return None for a sample, whose sum is then over the others, as in TRL.
     """
@@ -83,14 +83,14 @@ def _summed(found: dict[str, Any], weights: Sequence[float]) -> list[dict[str, A
 
 
 def normalize_then_sum(reward_funcs: Any, weights: Sequence[float] | None) -> Function:
-    """TRL's `multi_objective_aggregation="normalize_then_sum"` as a `--custom-reward-post-process-path`.
+    """Apply TRL's `multi_objective_aggregation="normalize_then_sum"` as a `--custom-reward-post-process-path`.
 
     Each function's rewards are normalized within their group, weighted, added up, and normalized over the rollout:
     x = sum_k w_k (r_k - mean_G) / (std_G + 1e-4), A = (x - mean) / (std + 1e-4), std unbiased.
     """
     if not isinstance(reward_funcs, (list, tuple)) or len(reward_funcs) < 2:
-        remedy = "give several, or leave it out"
-        raise ConfigError("it is of several reward_funcs", where="multi_objective_aggregation", remedy=remedy)
+        remedy = "give several, or remove it"
+        raise ConfigError("it needs several reward_funcs", where="multi_objective_aggregation", remedy=remedy)
     names = names_of([_function(each) for each in reward_funcs])
     factors = dict(zip(names, weights or [1.0] * len(names), strict=True))
 
@@ -109,7 +109,8 @@ def normalize_then_sum(reward_funcs: Any, weights: Sequence[float] | None) -> Fu
 
 
 def scaled_by_batch(args: Any, samples: list[Sample]) -> tuple[list[float], list[float]]:
-    """TRL's `scale_rewards="batch"`: A_i = (r_i - mean_G) / (std + 1e-4), std unbiased, of all of the rollout."""
+    """Apply TRL's `scale_rewards="batch"`: A_i = (r_i - mean_G) / (std + 1e-4), std unbiased, over the whole
+    rollout."""
     raw = _raw(args, samples)
     std, advantages = _std(raw), [0.0] * len(raw)
     for members in _groups(samples).values():
@@ -120,7 +121,7 @@ def scaled_by_batch(args: Any, samples: list[Sample]) -> tuple[list[float], list
 
 
 def remove_truncated(args: Any, groups: list[Group]) -> None:
-    """TRL's `mask_truncated_completions`: responses that have met the length limit count in their group alone."""
+    """Apply TRL's `mask_truncated_completions`: responses at the length limit only count in their group."""
     for sample in (s for group in groups for s in group):
         sample.remove_sample = sample.remove_sample or sample.truncated
 

@@ -33,20 +33,20 @@ if TYPE_CHECKING:
 
 NOT_PROVEN = (
     "each update brings every weight once, finite, with its shape, and engines hold these bytes and compute with them; "
-    "that they are what the trainer computes with is not shown: it has no log-probs to compare with"
+    "it is not proven that the trainer computes with them: it has no log-probs to compare with"
 )
 
 
 def vllm_serve(argv: Sequence[str]) -> None:
-    """The command: serve until SIGINT or SIGTERM. Raises InstepError, as `instep.serve.serve` does."""
+    """Run the command: serve until SIGINT or SIGTERM. Raises InstepError, as `instep.serve.serve` does."""
     if "-h" in argv or "--help" in argv:
         print(help_text())
         return
     serving = read(argv)
     args = _parsed(serving.words)
     if port_of_serve(args) is None:
-        what = "a server for a trainer has one model, and engines and a router of its own"
-        raise ConfigError(what, where=COMMAND, remedy="leave out --vllm-router-ip and further models of --vllm-config")
+        what = "a server for a trainer has one model, and its own engines and router"
+        raise ConfigError(what, where=COMMAND, remedy="remove --vllm-router-ip and further models of --vllm-config")
     check_hf_checkpoint(args.hf_checkpoint)
     check_files(args.hf_checkpoint, needs_chat_template=False)
     vllm = resolve_on_machine(args, with_engines=True).rollout_backend == "vllm"
@@ -59,7 +59,7 @@ def vllm_serve(argv: Sequence[str]) -> None:
 
 
 def _parsed(words: Sequence[str]) -> Args:
-    """The arguments of `instep serve`. Raises ConfigError, which names this command."""
+    """Return the arguments of `instep serve`. Raises ConfigError, which names this command."""
     try:
         return parse(words, "serve")
     except ConfigError as error:
@@ -68,7 +68,7 @@ def _parsed(words: Sequence[str]) -> Args:
 
 
 def port_of_serve(args: Args) -> Callable[[Args, Fleet, Path, Callable[[str], None]], Port] | None:
-    """What `instep serve` puts before its engines; None where a gate stands there, which has texts and no weights."""
+    """Return what `instep serve` puts before its engines; None if a request gate without weights is there."""
     models = served_models(args)
     others = args.vllm_router_ip is not None or bool(args.rollout_external_engine_addrs)
     if others or len(models) > 1 or not policy_model(models).update_weights:
@@ -77,7 +77,7 @@ def port_of_serve(args: Args) -> Callable[[Args, Fleet, Path, Callable[[str], No
 
 
 class Port:
-    """The port of the server, in this process, and the weight updates that come by it (`instep.serve.Before`).
+    """The server's port, in this process, and its weight updates (`instep.serve.Before`).
 
     Args:
         serving: of `instep vllm-serve`, which is open without a key; None: of `instep serve`, which never is.
@@ -96,13 +96,13 @@ class Port:
         self._args, self._logs, self._fleet = args, logs, fleet
         self._files: list[Path] = []
         folder, generate = Path(args.run_dir), EVERYONE if args.no_api_key else keys.client_key(args)
-        if self._command == COMMAND:  # on loopback TRL's clients need no key, unless one is given
+        if self._command == COMMAND:  # on loopback TRL's clients need a key only if one is set
             access = Access("" if args.no_api_key else keys.given_key(args))
         else:
             access = Access(keys.run_key(), generate, str(folder / keys.CONTROL_FILE))
         self._access, self._layout = access, _layout(args)
         if self._layout.refusal and self._command == COMMAND:
-            remedy = "serve full precision of a model that transformers has; `instep serve` has its texts alone"
+            remedy = "serve a model of transformers in full precision; `instep serve` serves its texts only"
             raise ConfigError(self._layout.refusal, where=f"{COMMAND} --model", remedy=remedy)
         self._memory = memory_scratch(f"{SYNC}{os.getpid()}-")
         self._updates = Updates(args, fleet, self._layout, self._memory.path, logs, serving.host, say)
@@ -120,18 +120,18 @@ class Port:
             self._front.start()
         except OSError as error:
             what = f"cannot listen at {self._serving.host}:{self._args.port}: {error}"
-            remedy = "name an address of this host, and a free port"
+            remedy = "use an address of this host, and a free port"
             raise ConfigError(what, where="--host and --port", remedy=remedy) from error
         if self._command != COMMAND:
             address = f"http://user:$(cat {self._access.key_file})@{self._serving.host}:{self._args.port}"
-            none, why = f"none are taken: {self._layout.refusal}", self._layout.refusal
-            rows = [("trainers", none if why else f"{address} (docs/neighbours/trl.md says what is proven)")]
+            none, why = f"refused: {self._layout.refusal}", self._layout.refusal
+            rows = [("trainers", none if why else f"{address} (docs/neighbours/trl.md has the proofs)")]
             model = policy_model(served_models(self._args)).name
             at = {model: (self._serving.host, int(self._args.port or 0))}
             return describe(self._args, self._fleet, self._logs, at, rows)
         args, address = self._args, f"{self._serving.host}:{self._args.port}"
-        who = "anybody on this host" if self._serving.on_loopback else "ANYBODY who reaches this address"
-        key = f"none: {who} may ask for texts and send weights"
+        who = "any process on this host" if self._serving.on_loopback else "ANY process that reaches this address"
+        key = f"none: {who} may request texts and send weights"
         if self._access.key:
             key = f"{args.api_key_file or f'that of {keys.KEY_VARIABLE}'}; clients name http://user:KEY@{address}"
         table = Table(title=COMMAND, show_header=False)
@@ -161,17 +161,17 @@ class Port:
 
 
 def _layout(args: Args) -> Layout:
-    """The weights that a trainer may send; it says why, if it may send none."""
+    """Return the layout of the weights that a trainer may send, or the reason why it may send no weights."""
     from instep_neighbours.trl.staging import Layout, dtype_of
 
     folder = Path(args.hf_checkpoint)
     if quantization(args) or read_config(folder).get("quantization_config"):
-        return Layout("the engines' weights are quantized, so that they would hold others than a trainer sends")
+        return Layout("the engines' weights are quantized, so they would differ from a trainer's")
     try:
         dtype = dtype_of(served_dtype(args))
         return Layout.of(folder, dtype, int(args.update_weight_buffer_size), args.trust_remote_code)
     except Exception as error:  # noqa: BLE001 - of transformers, for a model that it does not have; the user hears of it
-        return Layout(f"transformers does not make this model: {error}")
+        return Layout(f"transformers cannot build this model: {error}")
 
 
 def _log_requests(path: Path, level: str) -> None:

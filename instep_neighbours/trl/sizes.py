@@ -1,4 +1,4 @@
-"""The sizes of a `GRPOConfig`: samples of a step and of a rollout, and how many of each there are."""
+"""The sizes of a `GRPOConfig`: samples of a step and of a rollout, and the numbers of steps and rollouts."""
 
 from __future__ import annotations
 
@@ -19,32 +19,33 @@ class Sizes:
     rollouts_per_epoch: int | None
 
     def in_rollouts(self, value: float, name: str) -> int:
-        """An interval in optimizer steps (below 1: of all of them) as rollouts."""
+        """Return an interval in optimizer steps (below 1: a fraction of all steps) as rollouts."""
         steps = self.whole(value, name)
         if steps % self.steps_per_rollout:
-            what = f"{steps} steps are no whole rollouts of {self.steps_per_rollout} steps"
+            what = f"{steps} steps are not a whole number of rollouts of {self.steps_per_rollout} steps"
             raise error(what, name, f"give a multiple of {self.steps_per_rollout}")
         return steps // self.steps_per_rollout
 
     def whole(self, value: float, name: str) -> int:
-        """`value` steps; below 1 it is a part of all steps, as in transformers."""
+        """Return `value` steps; below 1 it is a fraction of all steps, as in transformers."""
         if 0 < value < 1:
             if self.num_steps is None:
-                raise error("it is a part of steps whose number is not known", name, "give max_steps")
+                raise error("it is a fraction of an unknown number of steps", name, "give max_steps")
             return math.ceil(value * self.num_steps)
         return int(value)
 
 
 def sizes_of(config: Config, num_prompts: int | None) -> Sizes:
-    """TRL's arithmetic: a generation batch, of whole groups, serves steps_per_generation micro-steps per process."""
+    """Compute TRL's sizes: a generation batch, of whole groups, is used for steps_per_generation micro-steps per
+    process."""
     batching = ("per_device_train_batch_size", "gradient_accumulation_steps")
     per_device, accumulation, group = (config[name] for name in (*batching, "num_generations"))
     slices, batch = config["steps_per_generation"], config["generation_batch_size"]
     per_step = per_device * _num_processes(config.flags)
     if batch is not None and slices is not None:
-        raise error("so does steps_per_generation", "generation_batch_size", "give one of the two")
+        raise error("steps_per_generation sets the same", "generation_batch_size", "give one of the two")
     if batch is not None and batch % per_step:
-        what = f"{batch} is no multiple of {per_step}, those of a micro-step"
+        what = f"{batch} is not a multiple of {per_step}, the samples of a micro-step"
         raise error(what, "generation_batch_size", "change it")
     slices = slices or (accumulation if batch is None else batch // per_step)
     if slices % accumulation:
@@ -52,7 +53,7 @@ def sizes_of(config: Config, num_prompts: int | None) -> Sizes:
         raise error(what, "steps_per_generation", "give a multiple of gradient_accumulation_steps")
     completions = per_step * slices
     if completions % group:
-        what = f"{completions} completions of a rollout are no groups of {group}"
+        what = f"{completions} completions of a rollout are not whole groups of {group}"
         raise error(what, "num_generations", "change it, per_device_train_batch_size or gradient_accumulation_steps")
     config.put("n_samples_per_prompt", group, "num_generations")
     config.put("rollout_batch_size", completions // group, *batching, "generation_batch_size", "steps_per_generation")
@@ -76,7 +77,7 @@ def sizes_of(config: Config, num_prompts: int | None) -> Sizes:
 
 
 def _num_processes(flags: Mapping[str, Any]) -> int:
-    """The trainer's data-parallel ranks, where TRL has the processes of `accelerate launch`."""
+    """Return the trainer's data-parallel ranks; TRL counts the processes of `accelerate launch`."""
     copy = math.prod(
         flags.get(name) or 1
         for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")

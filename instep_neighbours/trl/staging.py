@@ -1,8 +1,8 @@
-"""Whole weights from another project's trainer, in shared memory: where each tensor goes, and what has come.
+"""Whole weights from another project's trainer, in shared memory: the place of each tensor, and the received ones.
 
-A version is staged before an engine sees any of it, so that a trainer that dies in the middle leaves the engines as
-they are. Two slots take turns: one holds the version that the engines have, the other the one that comes. A slot is a
-few files, each of them a bucket of the way `staged`.
+A version is staged before an engine gets any of it. So a trainer that dies in the middle leaves the engines unchanged.
+Two slots are used in turn: one holds the version of the engines, the other the next version. A slot is a few files;
+each is a bucket of the way `staged`.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Layout:
     """Names and places of all weights of a checkpoint.
 
     Attributes:
-        refusal: why no weights are taken; "" otherwise.
-        places: by the name in the checkpoint; an update brings each of them once.
-        taken: every name by which a trainer may send a weight, with its shape and the places of its parts: several
-            where transformers holds several tensors of the checkpoint as one, none where that is not taken apart here
-            or the weight is tied.
-        tied: names of tied weights, which may be left out, with the name that they are tied to.
+        refusal: why weights are refused; "" otherwise.
+        places: by the name in the checkpoint; an update contains each once.
+        taken: every name that a trainer may use for a weight, with its shape and the places of its parts. There are
+            several if transformers joins several tensors of the checkpoint; there is no place if these cannot be
+            separated here, or the weight is tied.
+        tied: names of tied weights, which may be missing, with the name that they are tied to.
         vocab_size: of the model.
         sizes: bytes of each file of a slot.
     """
@@ -53,11 +53,11 @@ class Layout:
 
     @classmethod
     def of(cls, checkpoint: Path, dtype: torch.dtype, bucket_bytes: int, trust_remote_code: bool = False) -> Layout:
-        """That of a checkpoint.
+        """Return the layout of a checkpoint.
 
         Args:
-            dtype: that the engines compute with; a weight that comes in another one is cast.
-            bucket_bytes: about how large a file of a slot is.
+            dtype: the dtype of the engines; weights in another dtype are cast.
+            bucket_bytes: the approximate size of a file of a slot.
         """
         config = load_config(str(checkpoint), trust_remote_code)
         with torch.device("meta"):
@@ -88,16 +88,17 @@ class Layout:
         return place
 
     def _parts(self, names: CheckpointNames, group: Group, shape: tuple[int, ...]) -> tuple[Place, ...]:
-        """The places of a group's tensors, if each is a run of whole rows of the model's only one; else none.
+        """Return the places of a group's tensors, if each is a run of whole rows of the model's single tensor;
+        otherwise none.
 
-        What becomes of the rows shows a tensor that holds their numbers.
+        A test tensor that holds row numbers shows where the rows go.
         """
         if len(group.model) > 1:
             return ()
         numbers = torch.arange(math.prod(shape[:-1])).view(*shape[:-1], 1).expand(*shape[:-1], 2)
         try:
             parts = names.to_checkpoint(group, {group.model[0]: numbers})
-        except (ValueError, RuntimeError, LookupError):  # it takes more than rows apart
+        except (ValueError, RuntimeError, LookupError):  # more than a separation of rows is needed
             return ()
         out = []
         for name, part in zip(group.checkpoint, parts, strict=True):
@@ -118,7 +119,7 @@ class Slot:
         self.paths = [folder / f"{name}-{i}.bin" for i in range(len(layout.sizes))]
 
     def allocate(self) -> None:
-        """Take the memory, once. Raises SyncError where there is not enough."""
+        """Take the memory, once. Raises SyncError if there is not enough."""
         for path, size in zip(self.paths, self.layout.sizes, strict=True):
             try:
                 with open(os.open(path, os.O_CREAT | os.O_RDWR, 0o600), "r+b") as file:
@@ -135,12 +136,12 @@ class Slot:
 
 @dataclass
 class Incoming:
-    """A version of the weights that comes, or has come.
+    """A version of the weights that is being received, or is complete.
 
     Attributes:
         slot: where it is staged, from the first tensor on.
-        announced: what has come or is to come; of tied weights, too.
-        records: of what has come, by name in the checkpoint.
+        announced: tensors that have come or will come; tied weights, too.
+        records: of the received tensors, by name in the checkpoint.
         tied: the digests of tied weights that were sent, by their own name.
     """
 
@@ -151,14 +152,14 @@ class Incoming:
     tied: dict[str, str] = field(default_factory=dict)
 
     def announce(self, name: str, dtype: str, shape: tuple[int, ...]) -> Announced:
-        """Check a tensor that is to come, and say where it goes. Raises WrongTensor."""
+        """Check a tensor that will come, and return its places. Raises WrongTensor."""
         layout = self.layout
         if name not in layout.taken:
             some = ", ".join(list(layout.places)[:2])
-            raise WrongTensor(f"{name} is no weight of this model, whose weights are {some}, ...")
+            raise WrongTensor(f"{name} is not a weight of this model. Its weights are {some}, ...")
         expected, places = layout.taken[name]
         if not places and name not in layout.tied:
-            raise WrongTensor(f"{name} is several tensors of the checkpoint in one, and is not taken apart here")
+            raise WrongTensor(f"{name} joins several tensors of the checkpoint, and cannot be separated here")
         served = (places[0] if places else layout.places[layout.tied[name]]).dtype
         keys = {p.name for p in places} or {name}
         if not keys.isdisjoint(self.announced):
@@ -171,13 +172,13 @@ class Incoming:
         return Announced(name, dtype, shape, served, places)
 
     def announce_all(self, infos: Iterable[tuple[Any, Any, Any]]) -> tuple[list[Announced], str]:
-        """What comes, and what is wrong about the first tensor that does not belong here.
+        """Return the announced tensors, and what is wrong about the first one that does not belong here.
 
         Args:
             infos: name, dtype and shape of each, as a trainer has sent them.
 
         Raises:
-            BadRequest: one is malformed, so that nobody knows how many bytes come.
+            BadRequest: one is malformed, so the number of bytes is unknown.
         """
         what, wrong = [], ""
         for name, dtype, shape in infos:
@@ -209,16 +210,16 @@ class Incoming:
 
     @property
     def begun(self) -> bool:
-        """Whether a weight has come, or is to come, that is not merely tied to another one."""
+        """Return whether a weight has come, or will come, that is not only tied to another one."""
         return not self.announced <= self.layout.tied.keys()
 
     def take(self, what: Announced, digests: Sequence[str], finite: bool) -> None:
-        """Take note of a tensor that has come. Raises SyncError for one that is not finite."""
+        """Record a received tensor. Raises SyncError for one that is not finite."""
         if not finite:
             raise SyncError(
                 f"{what.name} is not finite in {what.served}: it holds NaN or infinity",
                 where="the trainer",
-                remedy="its training has diverged, or it gathers its weights wrongly; the engines keep the old ones",
+                remedy="its training has diverged, or it gathers its weights wrongly; the engines keep the old weights",
             )
         if not what.places:
             self.tied[what.name] = digests[0]
@@ -226,29 +227,29 @@ class Incoming:
             self.records[p.name] = TensorRecord(p.name, p.shape, p.dtype, p.offset, p.nbytes, digest)
 
     def forget_tied(self, known: dict[str, TensorRecord]) -> None:
-        """Forget tied weights that are what those of an earlier version are tied to."""
+        """Drop tied weights that belong to an earlier version."""
         for name in [n for n, digest in self.tied.items() if known[self.layout.tied[n]].digest == digest]:
             del self.tied[name]
             self.announced.discard(name)
 
     def check_tied(self) -> None:
-        """Compare tied weights that were sent with what they are tied to. Raises SyncError where they differ."""
+        """Compare received tied weights with the weights that they are tied to. Raises SyncError if they differ."""
         for name, digest in self.tied.items():
             target = self.layout.tied[name]
             if self.records[target].digest != digest:
                 raise SyncError(
-                    f"{name} is not {target}, to which the model that is served ties it",
+                    f"{name} differs from {target}, but the served model ties them",
                     where="the trainer",
-                    remedy="train the same model: tie_word_embeddings is true in the config.json that is served",
+                    remedy="train the same model: tie_word_embeddings is true in the served config.json",
                 )
 
-    # ---- whole, it stands where a session has a trainer's workers ----------------------------------------------------
+    # ---- a whole version takes the place of a session's workers ------------------------------------------------------
 
     def watch(self) -> None:
-        """There is no process to watch: all of it lies in memory."""
+        """Do nothing: there is no process to watch, all is in memory."""
 
     def publish(self, way: str, order: Order, timeout: float, on_event: Callable[[Any], None]) -> None:
-        """Show the buckets of its slot."""
+        """Publish the buckets of its slot."""
         assert self.slot is not None
         for number, path in enumerate(self.slot.paths):
             names = (p.name for p in self.layout.places.values() if p.number == number)

@@ -1,8 +1,8 @@
-"""Weight updates by trainers that are not ours: who has the weight group, what has come, and how engines get it.
+"""Weight updates by other projects' trainers: who has the weight group, what was received, how engines get it.
 
-One thread does what waits: it joins the group, receives, and brings a whole version to the engines by a session
-(`controller/sync/session.py`), so that these never run at the same time. Requests for a text are held back, and have
-ended, while a version is brought to the engines (`rollout/admission.py`); what is merely received holds back nobody.
+One thread does all that waits. It joins the group, receives, and brings a whole version to the engines by a session
+(`controller/sync/session.py`), so these never run at the same time. While a version goes to the engines, running text
+requests have ended and new ones wait (`rollout/admission.py`). Receiving blocks no request.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from instep.controller.fleet import Fleet
 
 T = TypeVar("T")
-JOIN_SECONDS = 300.0  # vLLM's own bound for the store
+JOIN_SECONDS = 300.0  # vLLM's own limit for the store
 ALIVE_SECONDS = 5.0
 CLOSING_SECONDS = 0.2
 RECEIVER = "instep_neighbours.trl.receiver"
@@ -48,8 +48,8 @@ class Updates:
         args: of `instep serve`, with `sync_timeout`.
         layout: of the checkpoint that is served.
         folder: in shared memory, for staged weights.
-        host: where the store of a group listens that this server masters.
-        say: tells the user.
+        host: where the store of a group listens if this server owns it.
+        say: shows a line to the user.
     """
 
     def __init__(
@@ -57,13 +57,13 @@ class Updates:
     ):
         self._args, self._fleet, self._layout, self._logs = args, fleet, layout, logs
         self._host, self._say = host, say
-        self.takes_none = layout.refusal  # why no weights are taken from anybody; "" if they are
+        self.takes_none = layout.refusal  # why all weights are refused; "" if they are accepted
         self.delivery = Delivery(args, fleet, layout, folder)
         self._thread = ThreadPoolExecutor(1, "weights")
         self._group: WorkerGroup | None = None
         self._client: Client | None = None
         self._incoming: Incoming | None = None
-        self._faults: dict[str, str] = {}  # host of a client whose update has failed -> what it has to hear yet
+        self._faults: dict[str, str] = {}  # host of a client whose update has failed -> the unreported error
         self._paused: tuple[float, Client | None] | None = None  # by a client: since when, and who had the group then
         self._num_waiting = 0  # for the thread: jobs of clients
 
@@ -75,15 +75,15 @@ class Updates:
     # ---- the group ---------------------------------------------------------------------------------------------------
 
     async def init_legacy(self, http: web.Request, body: Body) -> Body:
-        """Let the trainer of TRL <= 1.10 join, as rank 1 of a store of ours; answers at once."""
+        """Let the trainer of TRL <= 1.10 join, as rank 1 of our store; answer at once."""
         port, size = of_type(body, "port", int), of_type(body, "world_size", int)
         uuid = of_type(body, "client_device_uuid", str, None)
         if size != 2:
-            raise Refused(f"world_size is {size}: this server is one rank, so that it is 2 (/get_world_size/)")
+            raise Refused(f"world_size is {size}: this server is one rank, so it must be 2 (/get_world_size/)")
         gpus = visible_gpus()[: self._args.rollout_num_gpus] if self._args.device == "cuda" and uuid else ()
         if any(uuid in gpu.uuid for gpu in gpus):
             raise Refused(
-                f"the trainer's GPU {uuid} is one of the server's: give each GPUs of its own with CUDA_VISIBLE_DEVICES"
+                f"the trainer's GPU {uuid} is one of the server's: give each its own GPUs with CUDA_VISIBLE_DEVICES"
             )
         client = await self._admit(Connection.of(http), legacy=True)
         self._begin(client, self._join, self._host, port, 0)
@@ -100,19 +100,19 @@ class Updates:
         return {"message": "Weight transfer initialized"}
 
     async def leave(self, http: web.Request, body: Body) -> Body:
-        """Let the trainer go. What it had begun to send is dropped, what it has sent is brought to the engines."""
+        """Let the trainer go. An incomplete update is dropped, a complete one is brought to the engines."""
         client = self._client
         if client is not None and client.host == Connection.of(http).host:
             if self._incoming is None:
-                await self._run(lambda: None)  # after all that the thread was given
+                await self._run(lambda: None)  # after all earlier jobs of the thread
             self._drop(client)
         return {"message": "Request received, closing communicator"}
 
     async def check_free(self, connection: Connection) -> None:
-        """Raise Refused if whoever asks by this connection would not get the weight group now.
+        """Raise Refused if the client of this connection would not get the weight group now.
 
-        The trainer of TRL >= 1.11 has to hear of it before it inits the group: then it waits for NCCL without a bound,
-        and would not look at the answer.
+        The trainer of TRL >= 1.11 must know this before it inits the group: afterwards it waits for NCCL without a
+        limit, and ignores the answer.
         """
         if self.takes_none:
             raise Refused(self.takes_none)
@@ -140,7 +140,7 @@ class Updates:
         return self._client
 
     async def _holds(self, client: Client) -> bool:
-        """Whether it still has the group: a connection of it is open or, where it masters the store, that answers."""
+        """Return whether it still has the group: a connection is open, or its store answers."""
         if client.connected and not client.given_up:
             await asyncio.sleep(CLOSING_SECONDS)  # it may have closed its connection just now
         if client.legacy or client.given_up:
@@ -155,25 +155,25 @@ class Updates:
         self._thread.submit(self._end_group)
 
     def _holder(self, http: web.Request, legacy: bool) -> Client:
-        """The client that has the group, which a request to change weights must be from. Raises Refused."""
+        """Return the client that has the group; only it may change weights. Raises Refused."""
         connection = Connection.of(http)
         self._tell_fault(connection.host)
         if self._client is None or self._client.legacy != legacy:
             route = "/init_communicator/" if legacy else "/init_weight_transfer_engine"
-            raise Refused(f"there is no weight group with you: POST {route} first")
+            raise Refused(f"you have no weight group: POST {route} first")
         if connection not in self._client.connections:
             self._client.connections.append(connection)
         return self._client
 
     def _tell_fault(self, host: str) -> None:
-        """Raise Refused with the fault of a client that has not heard of it yet."""
+        """Raise Refused with the unreported fault of a client."""
         if fault := self._faults.pop(host, ""):
             raise Refused(fault)
 
     # ---- an update ---------------------------------------------------------------------------------------------------
 
     async def start(self, http: web.Request, body: Body) -> Body:
-        """Begin an update (TRL >= 1.11); one that was not finished is dropped."""
+        """Start an update (TRL >= 1.11); an unfinished one is dropped."""
         if body.get("is_checkpoint_format", True) is not True:
             raise BadRequest("is_checkpoint_format: weights come under the names of the checkpoint, or not at all")
         self._holder(http, legacy=False)
@@ -181,7 +181,7 @@ class Updates:
         return {"message": "Weight update started"}
 
     async def announce(self, http: web.Request, body: Body) -> Body:
-        """Receive one tensor (TRL <= 1.10); the last one ends the update. Answers at once."""
+        """Receive one tensor (TRL <= 1.10); the last one ends the update. Answer at once."""
         given = body.get("name"), body.get("dtype"), body.get("shape")
         client = self._holder(http, legacy=True)
         incoming = self._incoming or Incoming(self._layout)
@@ -193,7 +193,7 @@ class Updates:
         self._begin(client, self._receive, incoming, what, None)
         if not incoming.missing:
             self._incoming = None
-            admission.close()  # who asks for a text from now on gets it from the new weights
+            admission.close()  # later text requests get their answers from the new weights
             self._begin(client, self._bring, incoming)
         return {"message": "Request received, updating named parameter"}
 
@@ -204,10 +204,10 @@ class Updates:
         incoming = self._started()
         columns = [of_type(info, name, list) for name in ("names", "dtype_names", "shapes")]
         if len({len(column) for column in columns}) > 1:
-            raise BadRequest("names, dtype_names and shapes must be of one length")
+            raise BadRequest("names, dtype_names and shapes must have the same length")
         packed_bytes = _packed_bytes(info) if "packed" in info else client.packed_bytes
         what, wrong = incoming.announce_all(zip(*columns, strict=True))
-        # The trainer is broadcasting already: it gets rid of all that it has announced before it hears of a mistake.
+        # The trainer already broadcasts: it must send all announced tensors before it gets the error.
         await self._do(client, self._receive, incoming, what, packed_bytes)
         if wrong:
             self._incoming = None
@@ -215,7 +215,7 @@ class Updates:
         return {"message": "Weights updated"}
 
     async def finish(self, http: web.Request, body: Body) -> Body:
-        """Bring what has come to the engines (TRL >= 1.11)."""
+        """Bring the received weights to the engines (TRL >= 1.11)."""
         client = self._holder(http, legacy=False)
         incoming, self._incoming = self._started(), None
         incoming.check_whole()
@@ -228,13 +228,13 @@ class Updates:
         return self._incoming
 
     async def reset(self, http: web.Request, body: Body) -> Body:
-        """Wait for the update of a legacy client, and let the engines forget what they have cached.
+        """Wait for the update of a legacy client, and make the engines drop their caches.
 
-        `success` says whether all did; an engine that computes keeps its cache.
+        `success` says whether all did; a busy engine keeps its cache.
         """
         connection, client = Connection.of(http), self._client
         if client is not None and client.legacy and client.host == connection.host:
-            await self._run(lambda: None)  # after all that the thread was given
+            await self._run(lambda: None)  # after all earlier jobs of the thread
             if self._client is client and self._incoming is not None and self._incoming.begun:
                 incoming, self._incoming = self._incoming, None
                 incoming.check_whole()
@@ -254,13 +254,13 @@ class Updates:
     # ---- pauses ------------------------------------------------------------------------------------------------------
 
     async def pause(self, http: web.Request, body: Body) -> Body:
-        """Let the engines generate nothing until `resume`, while the trainer lives, for `--sync-timeout` at most.
+        """Stop generation until `resume`, while the trainer is alive, for `--sync-timeout` at most.
 
-        Asking again makes it no longer.
+        A second request does not extend it.
         """
         default = "keep" if http.path == "/bridge/pause" else "abort"  # Atropos'
         if (mode := body.get("mode", http.query.get("mode", default))) not in ("abort", "wait", "keep"):
-            raise BadRequest(f"mode={mode!r}: abort, wait or keep")
+            raise BadRequest(f"mode={mode!r}: use abort, wait or keep")
         holder = self._client
         pauser = holder if holder is not None and await self._holds(holder) else None
         if self._paused is None:
@@ -270,7 +270,7 @@ class Updates:
         return {"status": "paused"}
 
     async def resume(self, *_: object) -> Body:
-        """Let the engines go on; it is refused, too, if the version that came meanwhile cannot be proven."""
+        """Continue generation; also refused if the version that came meanwhile cannot be proven."""
         try:
             await self._run(self.delivery.resume)
         except Refused as error:
@@ -283,21 +283,21 @@ class Updates:
         return {"status": "resumed"}
 
     async def look(self) -> None:
-        """Called repeatedly: ends a pause that nobody ends, and brings the weights to engines that came back."""
+        """End a pause after its limit, and bring the weights to restarted engines; called repeatedly."""
         if self._paused is not None and (why := await self._why_resume(*self._paused)):
             await self.resume()
-            self._say(f"{why}: the engines go on")
+            self._say(f"{why}: the engines continue")
         for engine in self._fleet.waiting():
             await self._run(partial(self.delivery.rejoin, engine))
 
     async def _why_resume(self, since: float, pauser: Client | None) -> str:
-        """Why a pause is over that nobody has ended; "": it is not."""
+        """Return why a pause is over without a resume; "" if it is not."""
         if pauser is not None and (self._client is not pauser or not await self._holds(pauser)):
             if self._client is pauser:
                 self._drop(pauser)
-            return f"the trainer at {pauser.peer}, which has paused the engines, has the weight group no more"
+            return f"the trainer at {pauser.peer}, which has paused the engines, has lost the weight group"
         bound = self._args.sync_timeout
-        return f"nobody has resumed the engines for {bound:.0f} s" if time.monotonic() - since > bound else ""
+        return f"no client has resumed the engines for {bound:.0f} s" if time.monotonic() - since > bound else ""
 
     # ---- in the thread -----------------------------------------------------------------------------------------------
 
@@ -308,17 +308,17 @@ class Updates:
             raise Refused(one_line(error), 503) from error
 
     async def _do(self, client: Client, work: Callable[..., None], *given: Any) -> None:
-        """Do a part of the client's update, and wait for it. Raises Refused."""
+        """Run a part of the client's update, and wait for it. Raises Refused."""
         try:
             await asyncio.wrap_future(self._begin(client, work, *given))
         except asyncio.CancelledError:
-            client.given_up = True  # its request has ended, and it with it
+            client.given_up = True  # its request has ended, and the update with it
             raise
         if client.given_up:
             raise Refused(self._faults.pop(client.host, "this update was given up: init the weight group again"))
 
     def _begin(self, client: Client, work: Callable[..., None], *given: Any) -> Future[None]:
-        """Let the thread do a part of the client's update, unless it is given up by then."""
+        """Queue a part of the client's update for the thread, unless it is given up by then."""
 
         def guarded() -> None:
             try:
@@ -345,7 +345,7 @@ class Updates:
 
     def _is_joined(self) -> bool:
         if self._group is not None:
-            self._group.watch = self._group.check_alive  # a trainer without an open connection may live
+            self._group.watch = self._group.check_alive  # a trainer without an open connection may be alive
             with suppress(WorkerError):
                 return bool(self._group.call("alive", timeout=ALIVE_SECONDS)[0])
         return False
@@ -393,6 +393,6 @@ class Updates:
 
 
 def _packed_bytes(info: Body) -> int | None:
-    """The size of the buffers by which tensors come; None: they come one by one. Raises BadRequest."""
+    """Return the size of the buffers of tensors; None: they come one by one. Raises BadRequest."""
     size: int = of_type(info, "packed_buffer_size_bytes", int, PACKED_BYTES)
     return size if info.get("packed") else None

@@ -1,7 +1,7 @@
-"""The client of an env server of verifiers from 0.4 on: ZeroMQ, a DEALER to its ROUTER, msgpack.
+"""The client of an env server of verifiers >= 0.4: ZeroMQ, a DEALER to its ROUTER, msgpack.
 
 A request is `[id, method, payload]` with the methods `health`, `run` and `cancel`. An answer is `[id, kind, payload]`,
-of kind `reply`; before that of a `run` come any number of kind `delta`, which carry the traces as they grow.
+of kind `reply`. Before the reply to a `run` there may be any number of kind `delta`, with the growing traces.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from instep.system.processes import SupervisedProcess
 
 _LISTS = ("nodes", "calls", "errors")
-HEARTBEAT_SECONDS, SILENT_SECONDS = 1, 5  # of ZeroMQ itself, which a server answers however busy its Python is
-CANCEL_SECONDS = 3.0  # that an episode gets to end when it is cancelled
+HEARTBEAT_SECONDS, SILENT_SECONDS = 1, 5  # of ZeroMQ itself, which answers even if the server's Python is busy
+CANCEL_SECONDS = 3.0  # for an episode to end after a cancel
 
 
 class ServerLostError(Exception):
-    """The connection to the server is gone, and with it the episodes that it ran."""
+    """The connection to the server is lost, and with it the server's episodes."""
 
 
 def require_packages() -> None:
@@ -37,20 +37,20 @@ def require_packages() -> None:
 
 @functools.cache
 def _context() -> Any:
-    """ZeroMQ's threads and sockets, which are never ended: that would wait for any socket that is still open."""
+    """Return ZeroMQ's threads and sockets. They are never ended: that would wait for every open socket."""
     import zmq.asyncio
 
     return zmq.asyncio.Context()
 
 
 class Assembly:
-    """The traces of one episode, put together from deltas. Of each it keeps what a sample is made of, and `calls`."""
+    """The traces of one episode, joined from deltas. Only the data for samples and `calls` are kept."""
 
     def __init__(self) -> None:
         self._traces: dict[str, dict[str, Any]] = {}
 
     def apply(self, delta: dict[str, Any]) -> None:
-        """Take one delta. Lists grow, `set` replaces values, `links` add to nodes that are there."""
+        """Apply one delta. Lists grow, `set` replaces values, `links` add to existing nodes."""
         name = delta["trace"]
         if delta.get("discard"):  # an attempt that verifiers repeats
             self._traces.pop(name, None)
@@ -64,7 +64,8 @@ class Assembly:
         trace |= delta.get("set") or {}
 
     def finish(self, head: dict[str, Any], sizes: list[dict[str, Any]]) -> dict[str, Any]:
-        """The episode: `head` with its `traces` in the server's order. Raises RolloutError where a delta is missing."""
+        """Return the episode: `head` with its `traces` in the server's order. Raises RolloutError if a delta is
+        missing."""
         traces = []
         for size in sizes:
             trace = self._traces.get(size["id"], {"nodes": [], "calls": []})
@@ -80,7 +81,7 @@ class Client:
     """A connection to one server, of the event loop that makes it.
 
     Args:
-        process: of the server; None: it is not the run's.
+        process: of the server; None: it does not belong to the run.
     """
 
     def __init__(self, address: str, process: SupervisedProcess | None = None):
@@ -99,11 +100,11 @@ class Client:
 
     @property
     def num_running(self) -> int:
-        """Its episodes that are under way."""
+        """The number of its running episodes."""
         return len(self._waiting)
 
     async def health(self, timeout: float) -> bool:
-        """Whether the server answers within `timeout` seconds."""
+        """Return whether the server answers within `timeout` seconds."""
         try:
             async with asyncio.timeout(timeout):
                 await self._ask("health", {}, Assembly())
@@ -112,7 +113,7 @@ class Client:
         return True
 
     async def run(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Run one episode and return it, a dict with its `traces`. Cancelled, it cancels the episode.
+        """Run one episode and return it, a dict with its `traces`. If this call is cancelled, it cancels the episode.
 
         Raises:
             ServerLostError: the server has ended, or is silent.
@@ -144,7 +145,7 @@ class Client:
         except asyncio.CancelledError:
             if method == "run":
                 await self._send(uuid.uuid4().hex.encode(), "cancel", {"request_id": name.decode()})
-                await asyncio.wait([future], timeout=CANCEL_SECONDS)  # so that it asks the engines for nothing more
+                await asyncio.wait([future], timeout=CANCEL_SECONDS)  # so that it sends no more requests to the engines
             raise
         finally:
             self._waiting.pop(name, None)
@@ -162,7 +163,7 @@ class Client:
             frames = await self._socket.recv_multipart()
             future, assembly = self._waiting.get(frames[0], (None, None))
             if future is None or assembly is None or future.done():
-                continue  # of an episode that was cancelled, or of a request that has waited too long
+                continue  # of a cancelled episode, or of a request after its time limit
             try:
                 if len(frames) != 3 or frames[1] not in (b"delta", b"reply"):
                     raise ValueError(f"{len(frames)} frames; before 0.4, verifiers had another protocol")
@@ -173,17 +174,17 @@ class Client:
                     future.set_result(data)
                 else:
                     raise ValueError(f"a reply that is a {type(data).__name__}")
-            except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:  # what the server has sent
-                what, remedy = f"an answer of another form: {error!r}", "use verifiers 0.4 on both sides"
+            except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:  # of the server's data
+                what, remedy = f"an answer in another format: {error!r}", "use verifiers 0.4 on both sides"
                 future.set_exception(RolloutError(what, where=self.address, remedy=remedy))
 
     async def _watch(self) -> None:
         while True:
-            await self._monitor.recv_multipart()  # it has disconnected: the end of the process, or of its heartbeats
+            await self._monitor.recv_multipart()  # disconnected: its process has ended, or its heartbeats
             self._lose()
 
     def _lose(self) -> None:
         for future, _ in self._waiting.values():
             if not future.done():
                 future.set_exception(ServerLostError(self.address))
-                future.exception()  # seen, also where nobody waits any more
+                future.exception()  # marks it as seen, even if no one waits any more

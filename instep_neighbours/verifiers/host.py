@@ -1,8 +1,8 @@
 """The environment's process: `PYTHON -P host.py CONFIG`. It runs in the user's Python, and imports nothing of instep.
 
-CONFIG is a JSON file: `env`, `select` and `serve` (what verifiers calls so), `tasks` (the file to write the tasks into,
-a JSON object each line; or null) and `address` (where to serve; or "", then the process ends with the tasks).
-It ends with the process that has started it, and so do the programs of its episodes.
+CONFIG is a JSON file: `env`, `select` and `serve` (names of verifiers), `tasks` (the file for the tasks, a JSON object
+per line; or null) and `address` (where to serve; or "", then the process ends after the tasks). It ends with its parent
+process, and so do the programs of its episodes.
 """
 
 import json
@@ -16,7 +16,7 @@ import time
 from typing import Any
 
 LIFELINE = "INSTEP_LIFELINE_FD"  # a socket that only the parent's end closes
-GRACE = 10.0  # seconds for the programs and sandboxes of episodes to be ended
+GRACE = 10.0  # seconds for the programs and sandboxes of episodes to end
 
 
 def follow_parent() -> None:
@@ -28,7 +28,7 @@ def follow_parent() -> None:
             line.recv(1)
         except OSError:
             pass
-        os.kill(os.getpid(), signal.SIGTERM)  # verifiers ends its programs and sandboxes on it
+        os.kill(os.getpid(), signal.SIGTERM)  # then verifiers ends its programs and sandboxes
         time.sleep(GRACE)
         os.killpg(0, signal.SIGKILL)
 
@@ -41,7 +41,7 @@ def fail(message: str) -> None:
 
 
 def write_tasks(config: Any, select: dict, path: str) -> None:
-    """Write each task's data, as the server takes it, and its prompt as text."""
+    """Write each task's data in the server's format, and its prompt as text."""
     from verifiers.v1.configs.select import SelectConfig
     from verifiers.v1.utils.loaders import load_taskset
 
@@ -74,9 +74,7 @@ def main() -> None:
         fail(f"{sys.executable} has no verifiers from 0.4 on ({error}): pip install 'verifiers>=0.4', or --env-python")
     print(f"verifiers {verifiers.__version__}", flush=True)
     if unknown := given["serve"].keys() - {"max_concurrent"}:
-        fail(
-            f"serve: {', '.join(sorted(unknown))}: of [serve] only max_concurrent acts (--env-num-servers is for more)"
-        )
+        fail(f"serve: {', '.join(sorted(unknown))}: of [serve] only max_concurrent acts (else --env-num-servers)")
     config = resolve_env_config(given["env"])
     if given["tasks"]:
         write_tasks(config, given["select"], given["tasks"])

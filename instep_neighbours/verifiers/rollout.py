@@ -1,4 +1,4 @@
-"""The tasks of an environment of verifiers, rollouts and evaluations in it."""
+"""The tasks of a verifiers environment, with rollouts and evaluations in it."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from instep_neighbours.verifiers.traces import CutError, samples_of
 if TYPE_CHECKING:
     from instep.arguments.settings import HookSettings, Settings
 
-MAX_CUT = 3  # episodes of a sample whose requests an engine has cut off
+MAX_CUT = 3  # episodes of a sample with requests that an engine has cut off
 _PARAMETERS = ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "stop")
 
 
 def generate_rollout(
     args: HookSettings, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """As `vllm_rollout.generate_rollout`, of episodes in the environment of `--env`. This call blocks.
+    """Run as `vllm_rollout.generate_rollout`, with episodes in the environment of `--env`. This call blocks.
 
     Raises:
         EngineError, RolloutError: the first error ends the rollout.
@@ -50,7 +50,7 @@ async def generate(
 ) -> Sample | list[Sample]:
     """Run one episode of the task of `sample`; its samples have their rewards.
 
-    `max_new_tokens` bounds each turn. No seed is sent: with one, every turn of an episode would draw the same random
+    `max_new_tokens` limits each turn. No seed is sent: with one, every turn of an episode would draw the same random
     numbers.
     """
     environment = environment_of(args, evaluation=evaluation)
@@ -67,17 +67,17 @@ async def generate(
         return samples if len(samples) > 1 else samples[0]
     what = f"{MAX_CUT} episodes were cut off by engines that have ended their requests"
     raise RolloutError(
-        what, where=name_of(sample), remedy="see the engines' logs, and whether anything aborts requests"
+        what, where=name_of(sample), remedy="see the engines' logs, and check whether another process aborts requests"
     )
 
 
 def client_config(args: HookSettings) -> dict[str, Any]:
-    """How the environment reaches the run's engines: token ids in and out, through their router."""
+    """Return the environment's connection to the run's engines: token ids in and out, through their router."""
     url, model = get_model_url(args, endpoint=""), str(args.hf_checkpoint)
     return {
         "type": "train",
         "base_url": f"{url}/v1",
-        "api_key_var": "INSTEP_NO_API_KEY",  # the key is among the headers
+        "api_key_var": "INSTEP_NO_API_KEY",  # the key is in the headers
         "headers": headers_for(url),
         "timeout": {"connect": 10.0, "read": args.rollout_timeout},
         "renderer": {"name": args.env_renderer} if args.env_renderer else None,
@@ -86,9 +86,9 @@ def client_config(args: HookSettings) -> dict[str, Any]:
 
 
 class Tasks(RolloutDataSourceWithBuffer):
-    """Groups of samples whose `metadata["task"]` is what verifiers calls the task's data.
+    """Groups of samples whose `metadata["task"]` is the task's data in verifiers.
 
-    A checkpoint goes on with the task that is next; it refuses a taskset that has changed.
+    A resume continues with the next task; it refuses a taskset that has changed.
 
     Raises:
         ConfigError: the environment does not start.
@@ -101,14 +101,14 @@ class Tasks(RolloutDataSourceWithBuffer):
 
 
 class EpisodeRollout(GroupRollout):
-    """A training rollout of episodes, which can be cancelled, but not continued."""
+    """A training rollout of episodes; they can be cancelled, but not continued."""
 
     async def _end_the_rest(self) -> None:
         self.execution.aborted = True
         if not self.pending:
             return
         await runtime.cancel_tasks(list(self.pending))  # each cancels its episode, and waits for its end
-        await abort_all(self.args.rollout_engine_urls, wire_of(self.args))  # what an agent's program may still ask
+        await abort_all(self.args.rollout_engine_urls, wire_of(self.args))  # an agent's program may still send requests
         for group in self.pending.values():
             self.counts["cancelled"] += 1
             self.data_source.drop([group], "aborted")
@@ -121,7 +121,7 @@ class EpisodeRollout(GroupRollout):
 
 
 def metrics_of(samples: Iterable[Sample]) -> dict[str, float]:
-    """The means of what the environment says of traces: its rewards by name, its metrics, and the turns."""
+    """Return the means over traces: the environment's rewards by name, its metrics, and the turns."""
     values = defaultdict[str, list[float]](list)
     for facts in (s.metadata["env"] for s in samples if s.metadata.get("env", {}).get("first_of_trace")):
         values["num_turns"].append(facts["num_turns"])

@@ -1,4 +1,4 @@
-"""An environment of a run: the processes that serve it, which the run owns, or a server that runs already."""
+"""An environment of a run: the run's own processes that serve it, or a server that runs already."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HOST = Path(__file__).with_name("host.py")
-ANSWER_SECONDS = 8.0  # that a server at --env-address has to answer
-BACK_SECONDS = 3.0  # that it has to answer again, after its connection has ended or (client.py) was silent
-END_SECONDS = 10.0  # that a server has to end the programs and sandboxes of its episodes
+ANSWER_SECONDS = 8.0  # for a server at --env-address to answer
+BACK_SECONDS = 3.0  # for an answer after its connection has ended or (client.py) was silent
+END_SECONDS = 10.0  # for a server to end the programs and sandboxes of its episodes
 MAX_TRIES = 3  # of an episode whose server ends
 LONGEST_PATH = 90  # characters; the name of a Unix socket has at most 107
 _environments: dict[str, Environment] = {}  # of the run, by their settings
 
 
 def environment_of(args: HookSettings, *, evaluation: bool = False) -> Environment:
-    """The environment of the run, or of its evaluations, which may be the same one.
+    """Return the environment of the run, or of its evaluations, which may be the same one.
 
     Raises:
-        ConfigError: the packages of the protocol are not there.
+        ConfigError: the packages of the protocol are missing.
     """
     block, select, serve = settings_of(args, evaluation=evaluation)
     key = json.dumps([block, select, serve], sort_keys=True)
@@ -57,7 +57,8 @@ def environment_of(args: HookSettings, *, evaluation: bool = False) -> Environme
 
 
 def settings_of(args: HookSettings, *, evaluation: bool) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """verifiers' [env], [select] and [serve] of training, or of evaluations (`--env-eval-args` over `--env-args`)."""
+    """Return verifiers' [env], [select] and [serve] of training, or of evaluations (`--env-eval-args` over
+    `--env-args`)."""
     given = _merged(args.env_args, (args.env_eval_args or {}) if evaluation else {})
     select, serve = given.pop("select", {}), given.pop("serve", {})
     return _merged(given, {"taskset": {"id": args.env}}), select, serve
@@ -72,11 +73,11 @@ def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 
 
 class Environment:
-    """One environment of a run. Its episodes go to the server with the fewest; those of one that ends are begun again.
+    """One environment of a run. Its episodes go to the server with the fewest; if a server ends, they start again.
 
     Args:
         name: of its logs.
-        block, select, serve: what verifiers calls [env], [select] and [serve]; of the last `max_concurrent` acts.
+        block, select, serve: verifiers' [env], [select] and [serve]; of [serve] only `max_concurrent` has an effect.
     """
 
     def __init__(
@@ -87,18 +88,18 @@ class Environment:
         root = tempfile.gettempdir()
         self._scratch = Scratch("instep-env-", Path(root if len(root) < LONGEST_PATH - 40 else "/tmp"))
         self._numbers = itertools.count()
-        self._first: tuple[SupervisedProcess, str] | None = None  # the one that writes the tasks: nobody has asked yet
+        self._first: tuple[SupervisedProcess, str] | None = None  # writes the tasks, until used
         self._owned: list[SupervisedProcess] = []
         self._clients: list[Client] = []
         self._lock = asyncio.Lock()
 
     @property
     def folder(self) -> Path:
-        """A folder for files of this process."""
+        """Return a folder for files of this process."""
         return self._scratch.path
 
     def tasks(self) -> Path:
-        """The file of its tasks (jsonl), which a process of the environment writes. This call blocks.
+        """Return the file of its tasks (jsonl), which a process of the environment writes. This call blocks.
 
         Raises:
             ConfigError: the process ends without them, or does not write them in time.
@@ -121,7 +122,7 @@ class Environment:
         """Run one episode; see `Client.run`.
 
         Raises:
-            EngineError: there is no server, or this episode has lost `MAX_TRIES`.
+            EngineError: there is no server, or this episode has lost `MAX_TRIES` servers.
             RolloutError: as `Client.run`.
         """
         for _ in range(MAX_TRIES):
@@ -131,10 +132,10 @@ class Environment:
             except ServerLostError:
                 await self._replace(client)
         what = f"an episode has lost {MAX_TRIES} servers of the environment"
-        raise EngineError(what, where=str(self._log()), remedy="see what it does to its process")
+        raise EngineError(what, where=str(self._log()), remedy="check what the episode does to its process")
 
     async def close(self) -> None:
-        """End its connections and processes; these get time to end programs and sandboxes, for which nobody waits."""
+        """End its connections and processes; these get time to end programs and sandboxes, without a wait here."""
         for client in self._clients:
             await client.close()
         self._clients = []
@@ -155,7 +156,7 @@ class Environment:
         return min(self._clients, key=lambda client: client.num_running)
 
     async def _replace(self, lost: Client) -> None:
-        """Put another server in the place of `lost`, unless an earlier call has done so."""
+        """Replace the server `lost`, unless an earlier call has done so."""
         async with self._lock:
             if lost not in self._clients:
                 return
@@ -170,7 +171,8 @@ class Environment:
             self._clients.append(await self._connect(BACK_SECONDS))
 
     async def _connect(self, seconds: float = ANSWER_SECONDS) -> Client:
-        """A client of a server that answers, one at --env-address in `seconds`. Raises: EngineError, ConfigError."""
+        """Return the client of a server that answers; at --env-address within `seconds`. Raises: EngineError,
+        ConfigError."""
         if self._uses_theirs is None:
             (process, address), self._first = self._first or self._launch(), None
             client, seconds = Client(address, process), self._args.engine_start_timeout
@@ -185,7 +187,7 @@ class Environment:
                 if client.process is not None:
                     raise self._no_start(f"its process {fault or 'does not answer'}", client.process)
                 what = f"no env server of verifiers answers at {client.address} within {seconds:.0f} s"
-                remedy = "start it (docs/neighbours/verifiers.md), or leave --env-address out"
+                remedy = "start it (docs/neighbours/verifiers.md), or remove --env-address"
                 raise EngineError(what, where="--env-address", remedy=remedy)
         except BaseException:
             await client.close()
@@ -194,7 +196,7 @@ class Environment:
 
     @property
     def _uses_theirs(self) -> str | None:
-        """The address of a server that is not the run's, which serves what is trained on."""
+        """Return the address of a server outside of the run, which serves the trained environment."""
         return self._args.env_address if self._name == "env" else None
 
     def _launch(self, tasks: Path | None = None) -> tuple[SupervisedProcess, str]:

@@ -1,9 +1,9 @@
-"""An episode of verifiers as samples: the tokens and log-probs of its nodes, as the engine gave them.
+"""An episode of verifiers as samples: the tokens and log-probs of its nodes, as the engine returned them.
 
-A trace is a graph of messages. Each node has the tokens that its message adds to those before it, and says which of
-them the model has sampled; the path from a root to a leaf is a text that the engine has seen. Where a conversation goes
-on in one text, it is one sample. Where history was rewritten, or agents were begun, there are several paths, which
-become siblings of one execution. Tokens that several paths share are trained on in the first of them.
+A trace is a graph of messages. Each node has the tokens that its message adds, and marks the tokens that the model has
+sampled. The path from a root to a leaf is a text that the engine has seen. A conversation that continues in one text is
+one sample. If history was rewritten, or agents were started, there are several paths, which become siblings of one
+execution. Tokens that several paths share are trained on in the first of them.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ REMEDY = "see the environment's log; --skip-failed-groups drops the groups of su
 
 
 class CutError(Exception):
-    """A request of the episode was cut off at an engine, so that a turn is not the policy's."""
+    """An engine has cut off a request of the episode, so a turn is not the policy's."""
 
 
 def samples_of(
     issued: Sample, episode: dict[str, Any], wanted: dict[str, Any], decode: Callable[[list[int]], str]
 ) -> list[Sample]:
-    """The samples of an episode: copies of `issued` with tokens, reward, status and what they were drawn from.
+    """Return the samples of an episode: copies of `issued` with tokens, reward, status and sampling distributions.
 
     Args:
-        wanted: the sampling parameters of the run, with vLLM's names; an agent of the environment may have its own.
+        wanted: the sampling parameters of the run, with vLLM's names; an agent of the environment may have others.
 
     Raises:
         CutError: a turn was cut off.
@@ -63,14 +63,14 @@ def samples_of(
             samples.append(sample)
     if not samples:
         what = "the episode holds no token that the model has sampled"
-        raise RolloutError(what, where=where, remedy="its agents must ask the model they are given, and be trainable")
+        raise RolloutError(what, where=where, remedy="its agents must use the given model, and be trainable")
     return samples
 
 
 def paths(trace: Trace) -> Iterator[list[int]]:
-    """The nodes of each text that is trained on, from its root to its leaf, in the order of the leaves.
+    """Return the nodes of each trained text, from its root to its leaf, in the order of the leaves.
 
-    An attempt to shorten history is one only if the conversation has gone on from it.
+    A shortened history counts only if the conversation has continued from it.
     """
     nodes: list[Node] = trace["nodes"]
     parents = {node["parent"] for node in nodes}
@@ -88,7 +88,7 @@ def paths(trace: Trace) -> Iterator[list[int]]:
 
 
 def _fill(sample: Sample, trace: Trace, path: list[int], trained: set[int], where: str) -> None:
-    """Set the columns of `sample`; the response begins with the first token that the model has sampled."""
+    """Set the columns of `sample`; the response starts with the first sampled token."""
     tokens, mask, log_probs = list[int](), list[int](), list[float]()
     begun: int | None = None
     for i in path:
@@ -98,18 +98,18 @@ def _fill(sample: Sample, trace: Trace, path: list[int], trained: set[int], wher
             what = (
                 f"node {i} has {len(ids)} tokens, {sum(sampled)} of them sampled, and {len(node['logprobs'])} log-probs"
             )
-            raise RolloutError(what, where=where, remedy="its client must be of type train (verifiers' own does so)")
+            raise RolloutError(what, where=where, remedy="its client must have type train (as verifiers' own)")
         if begun is None and any(sampled):
             begun = len(tokens) + list(sampled).index(True)
         tokens += ids
         mask += [int(own and i not in trained) for own in sampled]
         log_probs += [next(known) if own else 0.0 for own in sampled]
     if not begun:
-        raise RolloutError("a text begins with a sampled token", where=where, remedy="a prompt has at least one token")
+        raise RolloutError("a text starts with a sampled token", where=where, remedy="a prompt has at least one token")
     sample.tokens, sample.response_length = tokens, len(tokens) - begun
     sample.loss_mask = mask[begun:]
     sample.rollout_log_probs = log_probs[begun:]
-    sample.weight_versions = []  # verifiers keeps none of what engines say of them
+    sample.weight_versions = []  # verifiers does not keep the engines' versions
 
 
 def _status(trace: Trace, path: list[int]) -> Status:
@@ -120,7 +120,8 @@ def _status(trace: Trace, path: list[int]) -> Status:
 
 
 def _drawn_from(trace: Trace, nodes: list[int], wanted: dict[str, Any]) -> list[dict[str, Any]]:
-    """The distributions of the sampled tokens of `nodes`: an agent's own sampling parameters go before the run's."""
+    """Return the distributions of the sampled tokens of `nodes`: an agent's own sampling parameters override the
+    run's."""
     turns = []
     for call in trace["calls"]:
         if call.get("node") in nodes:
@@ -131,20 +132,20 @@ def _drawn_from(trace: Trace, nodes: list[int], wanted: dict[str, Any]) -> list[
 
 
 def _reward(trace: Trace, where: str) -> float:
-    """The weighted sum of the trace's rewards that were given."""
+    """Return the weighted sum of the trace's rewards."""
     given = {name: reward for name, reward in (trace.get("rewards") or {}).items() if reward is not None}
     if not given:
         remedy = "its task needs a @vf.reward, or its scoring more time"
         raise RolloutError("the environment has given no reward", where=where, remedy=remedy)
     total = as_number(sum(reward["score"] * reward.get("weight", 1.0) for reward in given.values()))
     if total is None:
-        what = f"the rewards are no finite numbers: { {name: reward['score'] for name, reward in given.items()} }"
+        what = f"the rewards are not finite numbers: { {name: reward['score'] for name, reward in given.items()} }"
         raise RewardError(what, where=where, remedy="correct the environment's @vf.reward")
     return total
 
 
 def _facts(trace: Trace) -> dict[str, Any]:
-    """What metrics and dumps tell of a trace."""
+    """Return the data of a trace for metrics and dumps."""
     rewards = {name: r["score"] for name, r in (trace.get("rewards") or {}).items() if r is not None}
     metrics = {name: value for name, value in (trace.get("metrics") or {}).items() if value is not None}
     turns = sum(bool(node.get("sampled")) for node in trace["nodes"])
@@ -154,7 +155,7 @@ def _facts(trace: Trace) -> dict[str, Any]:
 
 
 def _check_ended(episode: dict[str, Any], where: str) -> None:
-    """Raise CutError or RolloutError for an episode that is not whole."""
+    """Raise CutError or RolloutError for an incomplete episode."""
     traces = episode["traces"]
     for trace in traces:
         for call in trace["calls"]:
@@ -172,6 +173,6 @@ def _check_ended(episode: dict[str, Any], where: str) -> None:
 
 
 def _said(error: dict[str, Any]) -> str:
-    """The type of an error, and its first line."""
+    """Return the type of an error, and its first line."""
     lines = str(error.get("message", "")).strip().splitlines() or [""]
     return f"{error['type']}: {lines[0]}"

@@ -176,8 +176,7 @@ def test_what_cannot_be_run_packed_is_padded_and_said_so(run_ranks):
     assert remarks[:4] == [""] * 4
     assert remarks[4:] == [
         "Gemma2ForCausalLM is trained padded, which is slower: its attention caps scores (softcap 50.0)",
-        "MambaForCausalLM is trained padded, which is slower: a segment's hidden states are not those that it has "
-        "alone",
+        "MambaForCausalLM is trained padded, which is slower: a segment's hidden states depend on other segments",
     ]
 
 

@@ -149,7 +149,7 @@ def test_an_error_of_the_writer_ends_the_run_by_name(tiny, tmp_path, disk):
     done = run(sft(tiny, tmp_path, "--async-save"))
     assert done.returncode == 1
     assert "CheckpointError: the checkpoint of iteration 3 could not be written" in done.stderr
-    assert "rank 0 has written: OSError: [Errno 28] No space left on device" in done.stderr
+    assert "rank 0 reports: OSError: [Errno 28] No space left on device" in done.stderr
     assert "iteration 1 is complete" in done.stderr
     assert [p.name for p in (tmp_path / "ckpt").glob("*iter_*")] == ["iter_0000001"]
 

@@ -54,7 +54,7 @@ def rollout(engine: Client, env_id: int, prompt: list[int], scores: list[float])
 
 def test_a_run_is_fed_and_outlives_the_api(tiny, tmp_path):
     api = outlives_its_api(tiny, tmp_path, lambda port: env_api(port, tmp_path / "api.log"))
-    assert api.wait(60) == 0 and "0 groups had not been asked for" in (tmp_path / "api.log").read_text()
+    assert api.wait(60) == 0 and "0 groups were not requested" in (tmp_path / "api.log").read_text()
 
 
 def outlives_its_api(tiny: Path, tmp_path: Path, serve: Callable[[int], Api]) -> Api:

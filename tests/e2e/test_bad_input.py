@@ -213,7 +213,7 @@ def test_sft_needs_conversations_with_an_assistant(bad, tiny, tmp_path, capsys, 
 @pytest.mark.parametrize(
     "folder, expected",
     [
-        ("tracker", "'abc' is no iteration"),
+        ("tracker", "'abc' is neither an iteration"),
         ("iteration", "iteration 7"),
         ("state", "its list of files is missing; there is run_state.json"),
     ],

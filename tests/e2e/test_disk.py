@@ -42,8 +42,8 @@ def test_a_run_again_finished_damaged_and_anew(tiny, tmp_path):
     content[len(content) // 2] ^= 1
     weights.write_bytes(content)
     damaged = run(sft_arguments(tiny, tmp_path, "--num-rollout", "2", *load))
-    assert damaged.returncode == 1 and "__0_0.distcp has another content than was written" in damaged.stderr
-    assert "begin anew without --load" in damaged.stderr and "Traceback" not in damaged.stderr
+    assert damaged.returncode == 1 and "__0_0.distcp has different content than was written" in damaged.stderr
+    assert "start again without --load" in damaged.stderr and "Traceback" not in damaged.stderr
     assert files(tmp_path) == now
 
     anew = run(sft_arguments(tiny, tmp_path, "--num-rollout", "1"))

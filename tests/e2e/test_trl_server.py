@@ -154,7 +154,7 @@ def test_sequences_are_scored_as_transformers_does(server, root):
     ("path", "body", "says"),
     [
         ("/generate/", {"prompts": "12"}, "prompts must be"),
-        ("/generate/", {"prompts": ["1"], "images": [["aa"]]}, "images are not taken"),
+        ("/generate/", {"prompts": ["1"], "images": [["aa"]]}, "images are not supported"),
         ("/generate/", {"prompts": ["1"], "n": 0}, "n must be"),
         ("/chat/", {"messages": [[]], "images": None}, "images: no such field"),
         ("/generate/", {"prompts": ["1"], "min_p": 0.1}, "min_p=0.1 is not supported"),
@@ -162,8 +162,8 @@ def test_sequences_are_scored_as_transformers_does(server, root):
         ("/chat/", {"messages": [[]]}, "must be a conversation"),
         ("/get_sequence_logprobs/", {"sequences": [[1]], "prompt_lengths": [2]}, "the sequence has 1 tokens"),
         ("/v1/chat/completions", {"messages": [], "return_token_ids": True, "chat_template": "x"}, "chat_template"),
-        ("/update_named_param/", {"name": "x", "dtype": "float32", "shape": [1]}, "no weight group with you"),
-        ("/update_weights", {"update_info": {}}, "no weight group with you"),
+        ("/update_named_param/", {"name": "x", "dtype": "float32", "shape": [1]}, "you have no weight group"),
+        ("/update_weights", {"update_info": {}}, "you have no weight group"),
         ("/init_communicator/", {"port": 1, "world_size": 5}, "it is 2"),
         ("/v1/load_lora_adapter", {"lora_name": "a"}, "adapters by name are not served"),
         ("/nothing", {}, "there is no POST /nothing"),
@@ -342,7 +342,7 @@ def test_a_pause_ends_with_the_trainer_that_has_died(server, root):
         assert Http(server.url)("/is_paused", method="GET")["is_paused"]  # while it lives
         dying.kill()
     assert Http(server.url)("/generate/", {"prompts": [[5, 6]]})["completion_ids"]
-    until(lambda: "which has paused the engines, has the weight group no more" in server.output.read_text())
+    until(lambda: "which has paused the engines, has lost the weight group" in server.output.read_text())
 
 
 @pytest.mark.vllm

@@ -30,7 +30,7 @@ def weight_flipped(place: Place) -> None:
     def damage(ckpt: Path) -> None:
         flip(max((p for p in (ckpt / "iter_0000001").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size))
 
-    damaged(place, "weight_flipped", "iter_0000001 is damaged", "has another content", "--ckpt-step: 0", damage=damage)
+    damaged(place, "weight_flipped", "iter_0000001 is damaged", "different content", "--ckpt-step: 0", damage=damage)
 
 
 @scenario(slow=True, state_flipped="error: one bit of a checkpoint's `run_state.json` has changed")

@@ -143,7 +143,7 @@ def tracker_corrupt(place: Place) -> None:
     ckpt = Path(shutil.copytree(place.saved, place.folder / "ckpt"))
     (ckpt / "latest_checkpointed_iteration.txt").write_bytes(b"\xff\x00garbage")
     with place.run("--load", str(ckpt)) as run:
-        words = ("is no iteration", str(ckpt), "--ckpt-step: 0, 1")
+        words = ("is neither an iteration", str(ckpt), "--ckpt-step: 0, 1")
         run.error("tracker_corrupt", "CheckpointError: ", *words)
 
 

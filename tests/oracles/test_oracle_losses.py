@@ -431,7 +431,7 @@ def test_oracle_of_sums_over_samples():
     assert got.tolist() == pytest.approx([sum(r.current[t] for t in r.kept) for r in batch], **EXACT)
     empty = segment_sum(torch.tensor([1.0, math.nan]), torch.tensor([1.0, 0.0]), [0, 2, 0])
     assert empty.tolist() == [0.0, 1.0, 0.0]
-    with pytest.raises(ValueError, match="3 tokens for response lengths that add up to 2"):
+    with pytest.raises(ValueError, match="3 tokens for response lengths with the sum 2"):
         segment_sum(torch.ones(3), torch.ones(3), [1, 1])
     with pytest.raises(ValueError, match="a mask of 2 entries for 3 tokens"):
         segment_sum(torch.ones(3), torch.ones(2), [3])

@@ -106,7 +106,7 @@ def test_a_weight_has_a_shape_and_a_name_that_a_tensor_can_have(tmp_path: Path, 
     if name == "a" and shape == [0, 2**62]:
         assert [*read_adapter(tmp_path)] == ["a"]
         return
-    wrong = "a has the shape .*, which no tensor can have" if name == "a" else "the name of a tensor is no text"
+    wrong = "a has the shape .*, which no tensor can have" if name == "a" else "the name of a tensor is not a text"
     with pytest.raises(CheckpointError, match=wrong) as caught:
         read_adapter(tmp_path)
     assert len(caught.value.what) < 200

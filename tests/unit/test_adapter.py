@@ -43,8 +43,8 @@ def test_a_checkpoint_belongs_to_its_adapter_and_base(tmp_path, base):
         (Lora(4, 6, None), MODULES, base, "rank 2 there, 4 here"),
         (Lora(2, 2, None), MODULES, base, "alpha 6 there, 2 here"),
         (LORA, MODULES[:1], base, "modules 2 there, 1 here"),
-        (None, [], None, "holds a LoRA adapter of"),
-        (LORA, MODULES, None, "holds a LoRA adapter of"),
+        (None, [], None, "holds only a LoRA adapter of"),
+        (LORA, MODULES, None, "holds only a LoRA adapter of"),
     ):
         with pytest.raises(CheckpointError, match=words):
             check_layout(folder, lora, modules, theirs)

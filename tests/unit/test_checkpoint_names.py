@@ -69,7 +69,7 @@ def test_a_checkpoint_that_does_not_fit_names_its_own_tensor(tmp_path: Path):
         load(tmp_path)
     fifth = checkpoint.replace("experts.2", "experts.4")
     save_file(tensors | {checkpoint: lost, fifth: lost.clone()}, file, {"format": "pt"})
-    with pytest.raises(CheckpointError, match=f"1 weights are not the model's, the first '{fifth}'"):
+    with pytest.raises(CheckpointError, match=f"1 weights are not of the model, the first '{fifth}'"):
         load(tmp_path)
 
 

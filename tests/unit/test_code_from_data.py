@@ -101,7 +101,7 @@ def test_an_index_that_is_an_attribute_of_a_class_is_refused(tmp_path, owner, na
 
     dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path)
     (tmp_path / METADATA).write_bytes(pickle.dumps(Asks()))
-    with pytest.raises(CheckpointError, match="no index of a checkpoint"):
+    with pytest.raises(CheckpointError, match="not the index of a checkpoint"):
         read_index(tmp_path)
 
 
@@ -116,7 +116,7 @@ def test_an_index_that_names_files_elsewhere_is_refused(tmp_path, name):
 def test_an_index_that_names_a_function_is_refused(tmp_path, trace):
     dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "c")
     (tmp_path / "c" / METADATA).write_bytes(pickle.dumps(Evil(trace)))
-    with pytest.raises(CheckpointError, match="no index of a checkpoint"):
+    with pytest.raises(CheckpointError, match="not the index of a checkpoint"):
         read_index(tmp_path / "c")
     assert not trace.exists()
 
@@ -125,7 +125,7 @@ def test_an_index_that_names_a_function_is_refused(tmp_path, trace):
 def test_an_index_that_is_a_name_is_refused(tmp_path, name):
     module = "torch.distributed.checkpoint.filesystem"
     (tmp_path / METADATA).write_bytes(b"c" + f"{module}\n{name}\n".encode() + b".")  # a pickle that is that object
-    with pytest.raises(CheckpointError, match="no index of a checkpoint"):
+    with pytest.raises(CheckpointError, match="not the index of a checkpoint"):
         read_index(tmp_path)
 
 
@@ -133,7 +133,7 @@ def test_the_index_of_a_rank_is_not_read_in_place_of_a_broken_one(tmp_path, trac
     dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "c")
     (tmp_path / "c" / METADATA).write_bytes(pickle.dumps(None))
     (tmp_path / "c" / "__0.metadata").write_bytes(pickle.dumps(Evil(trace)))
-    with pytest.raises(CheckpointError, match="no index of a checkpoint"):
+    with pytest.raises(CheckpointError, match="not the index of a checkpoint"):
         load({"w": torch.zeros(2)}, tmp_path / "c")
     assert not trace.exists()
 
@@ -141,7 +141,7 @@ def test_the_index_of_a_rank_is_not_read_in_place_of_a_broken_one(tmp_path, trac
 @pytest.mark.parametrize("content", [b"", b"no pickle", pickle.dumps(None), pickle.dumps(Metadata({}))[:-9]])
 def test_an_index_that_is_none_is_named(tmp_path, content):
     (tmp_path / METADATA).write_bytes(content)
-    with pytest.raises(CheckpointError, match="no index of a checkpoint"):
+    with pytest.raises(CheckpointError, match="not the index of a checkpoint"):
         read_index(tmp_path)
 
 
@@ -149,7 +149,7 @@ def test_an_entry_that_is_no_tensor_runs_nothing(tmp_path, trace):
     """The index is honest: where a tensor is looked for there is an object."""
     dcp.save({"model": {"w": Evil(trace)}}, checkpoint_id=tmp_path / "c")
     trace.unlink(missing_ok=True)
-    with pytest.raises(CheckpointError, match="model.w is no tensor"):
+    with pytest.raises(CheckpointError, match="model.w is not a tensor"):
         load({"model": {"w": torch.zeros(2)}}, tmp_path / "c")
     assert not trace.exists()
 

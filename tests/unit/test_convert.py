@@ -134,7 +134,7 @@ def test_bits_that_change_on_the_way_leave_no_folder(models, tmp_path, monkeypat
 
     monkeypatch.setattr(convert.TorchDistWriter, "__exit__", damaged)
     assert to_megatron(models / "untied", tmp_path / "m") != 0
-    assert "model.norm.weight was read back with other bits" in capsys.readouterr().err
+    assert "model.norm.weight was read back with different bits" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
@@ -232,7 +232,7 @@ def test_a_damaged_checkpoint_or_another_layout_is_named(models, tmp_path, damag
 @pytest.mark.parametrize(
     ("other", "what"),
     [
-        ("tied", "output_layer.weight is no tensor"),
+        ("tied", "output_layer.weight is not a tensor"),
         ("qwen2", "linear_qkv.bias is missing"),
         ("moe-mixed", "decoder.layers.2.input_layernorm.weight is missing"),
     ],
@@ -273,11 +273,11 @@ def test_what_is_read_is_never_replaced(models, tmp_path, capsys):
     for call, args, said in [
         (to_hf, (m, models / "untied", m), "is"),
         (to_hf, (m, models / "untied", tmp_path / "link"), "is"),
-        (to_hf, (m, models / "untied", m / "hf"), "lies in"),
+        (to_hf, (m, models / "untied", m / "hf"), "is inside"),
         (to_hf, (m, hf, hf), "is"),
         (to_megatron, (hf, hf), "is"),
         (to_megatron, (hf, tmp_path), "contains"),
-        (to_megatron, (hf, hf / "m"), "lies in"),
+        (to_megatron, (hf, hf / "m"), "is inside"),
         (to_megatron, (hf, run), "holds more than a conversion"),
     ]:
         assert call(*args) == 2
@@ -305,7 +305,7 @@ def test_a_bit_that_changed_since_it_was_saved_is_no_source(models, tmp_path, ca
     content[content.index(norm.numpy().tobytes())] ^= 1
     path.write_bytes(content)
     assert to_hf(tmp_path / "m", models / "untied", tmp_path / "hf") != 0
-    assert "has another content than was written" in " ".join(capsys.readouterr().err.split())
+    assert "has different content than was written" in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "hf").exists()
 
 
@@ -317,7 +317,7 @@ def test_a_folder_that_is_quantized_otherwise_gives_its_configuration_alone(mode
     assert "quantization_config" not in json.loads((tmp_path / "hf" / "config.json").read_text())
     assert to_megatron(hf, tmp_path / "m2") == 2
     error = " ".join(capsys.readouterr().err.split())
-    assert "quantized (awq, None bits, gemm)" in error and "convert them to bfloat16 first" in error
+    assert "quantized (awq, None bits, gemm)" in error and "convert this one to bfloat16 first" in error
 
 
 @pytest.mark.parametrize(
@@ -336,10 +336,10 @@ def test_a_chunk_that_is_no_tensor_is_one_error(models, tmp_path, garbage):
 @pytest.mark.parametrize(
     ("changes", "what", "remedy"),
     [
-        ({"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}, "Gemma2ForCausalLM", "nothing has to be"),
-        ({"attention_bias": True}, "attention_bias=true", "nothing has to be converted for --train-backend hf"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, "no readable config.json", "config.json of the model"),
-        ({"hidden_size": "big"}, "no readable config.json", "config.json of the model"),
+        ({"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}, "Gemma2ForCausalLM", "needs no conversion"),
+        ({"attention_bias": True}, "attention_bias=true", "--train-backend hf needs no conversion"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "config.json cannot be read", "config.json of the model"),
+        ({"hidden_size": "big"}, "config.json cannot be read", "config.json of the model"),
     ],
 )
 def test_a_model_that_megatron_does_not_know_is_one_error(models, tmp_path, capsys, changes, what, remedy):
@@ -354,6 +354,6 @@ def test_wrong_folders_and_iterations_are_said(models, tmp_path, capsys):
     assert to_megatron(models / "untied", tmp_path / "m") == 0
     words = ["convert", "megatron-to-hf", "--load", str(tmp_path / "m"), "--save", str(tmp_path / "hf")]
     assert main([*words, "--hf-checkpoint", str(models / "untied"), "--ckpt-step=-1"]) == 2
-    assert "'-1' is no iteration" in capsys.readouterr().err
+    assert "'-1' is not an iteration" in capsys.readouterr().err
     assert main([*words, "--hf-checkpoint", "/nonexistent"]) == 2
-    assert "/nonexistent is no folder" in capsys.readouterr().err
+    assert "/nonexistent is not a folder" in capsys.readouterr().err

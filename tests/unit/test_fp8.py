@@ -163,7 +163,7 @@ def test_a_type_that_is_not_written_is_one_error(tmp_path, capsys):
     quantize_tensors(tmp_path / "hf", "modelopt")
     damaged(tmp_path / "hf", WEIGHTS, NAME, torch.ones(64, 96, dtype=torch.uint16))
     assert main(["convert", "fp8-to-bf16", "--hf-checkpoint", str(tmp_path / "hf"), "--save", str(tmp_path / "h")]) == 1
-    assert f"{NAME} is of a type that is not converted" in " ".join(capsys.readouterr().err.split())
+    assert f"{NAME} has a type that cannot be converted" in " ".join(capsys.readouterr().err.split())
 
 
 def damaged(folder: Path, file: str, name: str, tensor: torch.Tensor | None) -> None:

@@ -71,8 +71,8 @@ def test_each_rank_has_its_part():
     "removed, added, what",
     [
         ("decoder.layers.1.mlp.linear_fc2.weight", "", "decoder.layers.1.mlp.linear_fc2.weight is missing"),
-        ("", "decoder.layers.0.gate", "decoder.layers.0.gate is none of this model's"),
-        ("", "output_layer.bias", "output_layer.bias is none of this model's"),
+        ("", "decoder.layers.0.gate", "decoder.layers.0.gate is not a parameter of this model"),
+        ("", "output_layer.bias", "output_layer.bias is not a parameter of this model"),
     ],
 )
 def test_other_parameters_are_named(removed, added, what):

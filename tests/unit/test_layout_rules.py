@@ -41,12 +41,12 @@ def words(text: str) -> list[str]:
         (
             "deepseek-v3",
             "--expert-tensor-parallel-size 3 --actor-num-gpus-per-node 3",
-            "the width 2048 of experts is no multiple of --expert-tensor-parallel-size 3",
+            "the width 2048 of experts is not a multiple of --expert-tensor-parallel-size 3",
         ),
         (
             "qwen3-4B",
             "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 4 --actor-num-gpus-per-node 2",
-            "18 layers of a pipeline rank are no multiple of --num-virtual-stages-per-pipeline-rank 4",
+            "18 layers of a pipeline rank are not a multiple of --num-virtual-stages-per-pipeline-rank 4",
         ),
         ("moonlight-16B-A3B", "--recompute-granularity selective --recompute-modules mla_up_proj", "mla_up_proj"),
         (

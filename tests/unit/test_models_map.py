@@ -169,7 +169,7 @@ def test_arguments_that_fit_pass(changes):
         (dict(num_virtual_stages_per_pipeline_rank=3), ["2 layers", "--num-virtual-stages-per-pipeline-rank 3"]),
         (dict(num_layers_per_virtual_pipeline_stage=3), ["2 layers", "--num-layers-per-virtual-pipeline-stage 3"]),
         (dict(pipeline_model_parallel_size=2, decoder_last_pipeline_num_layers=2), ["0 layers", "other 1"]),
-        (dict(megatron_overrides={"hidden_dropout": 0.1}), ["hidden_dropout", "repeatable"]),
+        (dict(megatron_overrides={"hidden_dropout": 0.1}), ["hidden_dropout", "would change between passes"]),
     ],
     ids=["tp", "pp", "virtual", "virtual-layers", "uneven", "override"],
 )
@@ -181,7 +181,7 @@ def test_arguments_that_contradict_are_named_together(changes, words):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (dict(expert_model_parallel_size=3), "4 experts are no multiple"),
+        (dict(expert_model_parallel_size=3), "4 experts are not a multiple"),
         (dict(expert_tensor_parallel_size=16), "the width 8 of experts"),
     ],
     ids=["experts", "width"],

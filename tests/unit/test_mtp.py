@@ -100,7 +100,7 @@ def test_the_hf_backend_leaves_it_out_and_says_so(tmp_path, alone, model_type, p
     if "layers" in prefix:  # of which config.json must say that they are there
         change_config(hf, num_nextn_predict_layers=0)
         other = worker._build(with_optimizer=False)
-        with pytest.raises(CheckpointError, match="weights are not the model's, the first 'model.layers.2."):
+        with pytest.raises(CheckpointError, match="weights are not of the model, the first 'model.layers.2."):
             other.load_hf(hf)
 
 

@@ -27,7 +27,7 @@ from instep.training.worker import Worker
 from tests.assets import make_checkpoint, make_prompts, with_head
 
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
-    "fewer layers": ({"layers": 1}, "11 of its weights are not the model's, the first 'model.layers.1."),
+    "fewer layers": ({"layers": 1}, "11 of its weights do not belong to the model; the first is 'model.layers.1."),
     "more layers": ({"layers": 3}, "Missing key in checkpoint state_dict: model.model.layers.2."),
     "wider": ({"head_dim": 32}, "Size mismatch between saved torch.Size([64, 64]) and current: torch.Size([128, 64])"),
     "an output layer": ({"tied": False}, "Missing key in checkpoint state_dict: model.lm_head.weight"),

@@ -74,4 +74,4 @@ def adds_tokens(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> Non
 def test_tokens_that_were_not_trained_on_stay_so() -> None:
     with pytest.raises(RolloutError, match="adds_tokens returned") as caught:
         run("adds_tokens")
-    assert "rollout 5" in caught.value.where and "not trained on before" in caught.value.remedy
+    assert "rollout 5" in caught.value.where and "only remove trained tokens" in caught.value.remedy

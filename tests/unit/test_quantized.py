@@ -102,7 +102,7 @@ def test_only_some_rows_are_unpacked_at_a_time(tmp_path):
         ({"qweight": torch.zeros(16, 128)}, "do not fit"),
         ({"scales": torch.ones(())}, "do not fit"),
         ({"scales": torch.ones(0, 128), "qzeros": torch.zeros(0, 16, dtype=torch.int32)}, "do not fit"),
-        ({"g_idx": torch.full((128,), 4, dtype=torch.int32)}, "names groups of inputs that are not 0 to 3"),
+        ({"g_idx": torch.full((128,), 4, dtype=torch.int32)}, "names groups of inputs outside of 0 to 3"),
         ({"config": {"quant_method": "fp8"}}, "config.json has no quantization_config of GPTQ or AWQ"),
         ({"config": None}, "config.json has no quantization_config of GPTQ or AWQ"),
     ],

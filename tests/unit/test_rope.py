@@ -146,7 +146,7 @@ def test_the_embedded_engine_has_the_same(case: str, tmp_path: Path):
 
 @pytest.mark.parametrize("more", [{"max_trained_positions": 8}, {"alpha": 2.0}])
 def test_what_cannot_be_fixed_is_refused(more: dict[str, float]):
-    with pytest.raises(ConfigError, match=f"do not take {next(iter(more))} alike") as error:
+    with pytest.raises(ConfigError, match=f"interpret {next(iter(more))} differently") as error:
         Policy(llama(**more), torch.float32)
     assert "rope_parameters of config.json" in error.value.where
 

@@ -61,7 +61,7 @@ def test_saving_again_replaces(tmp_path):
 
 def test_wrong_trackers_are_named(tmp_path):
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("newest")
-    with pytest.raises(CheckpointError, match="'newest' is no iteration, nor `release`"):
+    with pytest.raises(CheckpointError, match="'newest' is neither an iteration nor 'release'"):
         find_checkpoint(tmp_path, None)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
     with pytest.raises(CheckpointError, match="there is no checkpoint `release`"):
@@ -99,7 +99,7 @@ def test_a_damaged_checkpoint_is_named_with_the_complete_ones(tmp_path):
     folder, _ = find_checkpoint(tmp_path, None)
     check_whole(folder)
     (folder / "weights.bin").write_bytes(b"x" * 50 + b"y" + b"x" * 49)
-    with pytest.raises(CheckpointError, match=r"weights\.bin has another content than was written"):
+    with pytest.raises(CheckpointError, match=r"weights\.bin has different content than was written"):
         check_whole(folder)
     (folder / "weights.bin").write_bytes(b"x" * 99)
     with pytest.raises(CheckpointError, match=r"weights\.bin has 99 bytes instead of 100") as caught:
@@ -122,7 +122,7 @@ def test_a_damaged_checkpoint_is_named_with_the_complete_ones(tmp_path):
     (folder / "files.json").unlink()
     with pytest.raises(CheckpointError, match=r"its list of files is missing; there is run_state\.json"):
         check_whole(folder)
-    with pytest.raises(CheckpointError, match=r"it is not complete, \.metadata is missing; there is nothing any more"):
+    with pytest.raises(CheckpointError, match=r"it is not complete, \.metadata is missing; there is nothing"):
         check_whole(tmp_path / "iter_0000004")  # deleted under us
 
 
@@ -198,7 +198,7 @@ def test_checkpoints_are_on_the_disk_before_they_are_named(tmp_path, monkeypatch
 def test_a_tracker_of_garbage_is_named(tmp_path):
     save_checkpoint(tmp_path, 5, write, {})
     (tmp_path / "latest_checkpointed_iteration.txt").write_bytes(b"\xff\xfe")
-    with pytest.raises(CheckpointError, match="is no iteration") as caught:
+    with pytest.raises(CheckpointError, match="is neither an iteration") as caught:
         latest_iteration(tmp_path)
     assert "--ckpt-step: 5" in str(caught.value)
     assert find_checkpoint(tmp_path, 5)[1] == 5
@@ -248,13 +248,13 @@ def test_how_an_interrupted_run_goes_on(tmp_path):
     save_checkpoint(tmp_path, 4, write, STATE)  # of an instep that gave runs no identity
     assert "the last checkpoint is" in said(None, save=save) and "nothing was saved yet" in said(save=save)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("x")
-    assert "'x' is no iteration" in said(save=save)
+    assert "'x' is neither an iteration" in said(save=save)
 
 
 def test_a_negative_iteration_is_none_and_the_release_beside_it_is_named(tmp_path):
     (tmp_path / "release").mkdir()
     (tmp_path / "release" / ".metadata").touch()
-    for text, error in (("-1", "'-1' is no iteration"), ("12", "no checkpoint of iteration 12")):
+    for text, error in (("-1", "'-1' is neither an iteration"), ("12", "no checkpoint of iteration 12")):
         (tmp_path / "latest_checkpointed_iteration.txt").write_text(text)
         with pytest.raises(CheckpointError, match=error) as caught:
             find_checkpoint(tmp_path, None)

@@ -237,7 +237,7 @@ def test_files_are_read_when_the_folders_are_locked(tmp_path, read):
         Controller(args, title="")
     assert read == []
     lock.release()
-    with pytest.raises(CheckpointError, match="another content"):
+    with pytest.raises(CheckpointError, match="different content"):
         check_whole(folder)
 
 

@@ -50,10 +50,10 @@ def test_every_layer_is_in_one_chunk_of_one_stage(args, num_layers, sizes):
     [
         (arguments(3), 8, "8 layers cannot be shared equally by the 3 of 3 pipeline stages"),
         (arguments(3, first=3), 8, "5 layers cannot be shared equally by the other 2 of 3 pipeline stages"),
-        (arguments(2, first=3, last=3), 8, "leave 2 layers to no stage"),
+        (arguments(2, first=3, last=3), 8, "leave 2 layers, but there is no other stage"),
         (arguments(4, first=8), 8, "0 layers cannot be shared"),
         (arguments(4, first=30), 20, "have 30 layers, the model has 20"),
-        (arguments(1, first=2, last=2), 8, "1 pipeline stage is no first and last one"),
+        (arguments(1, first=2, last=2), 8, "1 pipeline stage cannot be both the first and the last"),
     ],
 )
 def test_layers_that_do_not_divide_are_named(args, num_layers, words):

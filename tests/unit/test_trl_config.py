@@ -269,11 +269,11 @@ def test_the_schedule_and_the_intervals() -> None:
 @pytest.mark.parametrize(
     ("call", "where", "what"),
     [
-        ({"min_p": 0.1}, "min_p", "is not here"),
+        ({"min_p": 0.1}, "min_p", "is not supported"),
         ({"num_iterations": 2}, "num_iterations", "trained on once"),
         ({"vllm_server_port": 9000}, "vllm_server_port", "starts and ends its engines itself"),
         ({"callbacks": [1]}, "callbacks", "is the loop"),
-        ({"loss_type": "bnpo"}, "loss_type", "'bnpo' is not here"),
+        ({"loss_type": "bnpo"}, "loss_type", "'bnpo' is not supported"),
         ({"loss_type": "cispo"}, "epsilon_high", "the bound of the ratio itself"),
         ({"loss_type": "sapo", "epsilon": 0.1}, "epsilon", "no effect with loss_type sapo"),
         (
@@ -282,22 +282,22 @@ def test_the_schedule_and_the_intervals() -> None:
             "ratios of tokens",
         ),
         ({"delta": 1.1}, "delta", "two-sided"),
-        ({"beta": 0.1, **SEQUENCE}, "use_bias_correction_kl", "the sequence in TRL"),
+        ({"beta": 0.1, **SEQUENCE}, "use_bias_correction_kl", "the sequence ratio in TRL"),
         ({"sync_ref_model": True}, "sync_ref_model", "no reference"),
         ({"loss_type": "dr_grpo", "entropy_coef": 0.1}, "entropy_coef", "would scale"),
-        ({"generation_batch_size": 12}, "generation_batch_size", "no multiple of 8"),
+        ({"generation_batch_size": 12}, "generation_batch_size", "not a multiple of 8"),
         ({"generation_batch_size": 16, "steps_per_generation": 2}, "generation_batch_size", "steps_per_generation"),
         ({"per_device_train_batch_size": 6}, "num_generations", "6 completions of a rollout"),
         ({"gradient_accumulation_steps": 2, "steps_per_generation": 1}, "steps_per_generation", "within an optimizer"),
-        ({"max_steps": 3, "steps_per_generation": 2}, "max_steps", "no whole rollouts"),
+        ({"max_steps": 3, "steps_per_generation": 2}, "max_steps", "not a whole number of rollouts"),
         ({"per_device_train_batch_size": 800}, "train_dataset", "64 prompts are fewer than the 100"),
-        ({"learning_rate": 1e-5, "lr": 1e-5}, "learning_rate", "learning_rate and lr say the same"),
-        ({"max_steps": 4, "num_rollout": 4}, "max_steps", "say the same"),
-        ({"lr_scheduler_type": "polynomial"}, "lr_scheduler_type", "'polynomial' is not here"),
-        ({"report_to": "mlflow"}, "report_to", "no logger 'mlflow'"),
+        ({"learning_rate": 1e-5, "lr": 1e-5}, "learning_rate", "learning_rate and lr have the same meaning"),
+        ({"max_steps": 4, "num_rollout": 4}, "max_steps", "have the same meaning"),
+        ({"lr_scheduler_type": "polynomial"}, "lr_scheduler_type", "'polynomial' is not supported"),
+        ({"report_to": "mlflow"}, "report_to", "the logger 'mlflow'"),
         ({"eval_strategy": "steps"}, "eval_strategy", "nothing to evaluate"),
         ({"eval_steps": 5}, "eval_steps", "no evaluation"),
-        ({"args": 7}, "args", "no GRPOConfig"),
+        ({"args": 7}, "args", "not a GRPOConfig"),
         ({"args": {"max_prompt_length": 7}}, "args", "no field max_prompt_length"),
         ({"use_vllm": True, "vllm_importance_sampling_mode": "none"}, "vllm_importance_sampling_mode", "'none' is not"),
     ],
@@ -315,9 +315,9 @@ def test_what_is_given_besides_is_checked(checkpoint: Path) -> None:
         return caught.value
 
     assert "no parameter completions" in wrong(reward_funcs=lambda args, sample: 1.0).what
-    assert "no dotted path" in wrong(reward_funcs="org/a-reward-model").what
+    assert "not the dotted path" in wrong(reward_funcs="org/a-reward-model").what
     assert "2 functions" in wrong(reward_funcs=[right, short], reward_weights=[1.0]).what
-    assert "asks for trainer_state" in wrong(reward_funcs=lambda completions, trainer_state: [1.0]).what
+    assert "needs trainer_state" in wrong(reward_funcs=lambda completions, trainer_state: [1.0]).what
     assert "reward and reward_funcs say the same" in wrong(reward_funcs=right, reward="math").what
     assert "to GRPO, not to 'sft'" in wrong(command="sft").what
     assert "has no rows in order" in wrong(train_dataset="rows.jsonl", reward_funcs=right).what

@@ -149,7 +149,7 @@ def test_weights_that_came_in_a_pause_are_proven_when_it_ends(port, args, monkey
     http("/pause?mode=keep")
     delivery.version, delivery._current, delivery._scores = 4, "new", {"e": scores}
     delivery._unproven = _Unproven(session, True, before)
-    with pytest.raises(Refusal, match="still scores as under the weights before") as raised:
+    with pytest.raises(Refusal, match="still scores as with the weights before") as raised:
         http("/resume")
     assert raised.value.status == 503 and "still scores" in capfd.readouterr().out
     assert brought == ["resumed", before][: 2 if before else 1] and (delivery.version, delivery._current) == (5, before)

@@ -65,9 +65,9 @@ TOOLS = [{"type": "function", "function": {"name": "add"}}]
         (forms.completion_asked, {"prompt": [1], "echo": True}, "prompt_token_ids"),
         (forms.chat_asked, {**OPENAI, "tools": TOOLS, "tool_choice": "auto"}, "tool_choice='auto': calls of tools"),
         (forms.chat_asked, {**OPENAI, "tools": TOOLS, "tool_choice": "required"}, "tool_choice='required'"),
-        (forms.chat_asked, {**OPENAI, "extra_args": {"a": 1}}, "extra_args: this server passes on no such"),
+        (forms.chat_asked, {**OPENAI, "extra_args": {"a": 1}}, "extra_args: this server does not accept these"),
         (forms.completion_asked, {"prompt": [1], "thinking_token_budget": 3}, "thinking_token_budget: this server"),
-        (forms.completion_asked, {"prompt": [1], "tempreature": 1}, "tempreature: this server passes on no such"),
+        (forms.completion_asked, {"prompt": [1], "tempreature": 1}, "tempreature: this server does not accept these"),
     ],
 )
 def test_what_is_not_done_is_refused(asked, body, says):

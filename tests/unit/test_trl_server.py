@@ -98,19 +98,19 @@ def test_errors_name_the_command_that_was_typed():
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ('--weight-transfer-config {"backend":"ipc"}', "by the group that TRL's trainers make; leave it out"),
-        ("--weight-transfer-config nccl", "is no JSON"),
-        ("--logprobs-mode raw_logprobs", "the distribution that was sampled from"),
+        ('--weight-transfer-config {"backend":"ipc"}', "by the group that TRL's trainers make; remove it"),
+        ("--weight-transfer-config nccl", "is not JSON"),
+        ("--logprobs-mode raw_logprobs", "the sampling distribution"),
         ("--revision", "needs one value"),
         ("--config file.yaml", "as flags"),
-        ("--dtype int8", "'int8' is not served"),
-        ("--tensor_parallel_size 0", "no whole number above 0"),
+        ("--dtype int8", "'int8' is not supported"),
+        ("--tensor_parallel_size 0", "not a whole number above 0"),
         ("--enforce_eager maybe", "neither true nor false"),
         ("--host 0.0.0.0", "give --api-key-file FILE"),
         ("--host", "needs one value"),
         ("--distributed_executor_backend ray", "one host"),
-        ("--speculative_config {", "is no JSON"),
-        ("--log_level loud", "none of critical"),
+        ("--speculative_config {", "is not JSON"),
+        ("--log_level loud", "not one of critical"),
         ("--sync-timeout never", "number of seconds"),
     ],
 )
@@ -301,9 +301,12 @@ def test_names_of_the_checkpoint_are_taken_once_with_their_shape(layout):
     incoming = Incoming(layout)
     name, place = next(iter(layout.places.items()))
     assert incoming.announce(name, "torch.bfloat16", place.shape).served == "float32"
-    wrong = [(name, "float32", place.shape, "came twice"), ("model.x", "float32", (1,), "no weight of this model")]
+    wrong = [(name, "float32", place.shape, "came twice"), ("model.x", "float32", (1,), "not a weight of this model")]
     wrong += [("model.norm.weight", "float32", (3,), r"has shape \[3\], the model's has \[64\]")]
-    wrong += [("model.norm.weight", "int8", (64,), "is of int8"), ("model.norm.weight", "word", (64,), "no dtype")]
+    wrong += [
+        ("model.norm.weight", "int8", (64,), "is of int8"),
+        ("model.norm.weight", "word", (64,), "not a torch dtype"),
+    ]
     for name, dtype, shape, says in wrong:
         with pytest.raises(WrongTensor, match=says):
             incoming.announce(name, dtype, shape)
@@ -318,7 +321,7 @@ def test_a_tied_weight_may_come_and_must_be_what_it_is_tied_to(layout):
     assert not tied.places and not incoming.begun
     incoming.take(tied, ["digest"], True)
     incoming.take(incoming.announce(embed, "float32", place.shape), ["another"], True)
-    with pytest.raises(SyncError, match="lm_head.weight is not model.embed_tokens.weight"):
+    with pytest.raises(SyncError, match="lm_head.weight differs from model.embed_tokens.weight"):
         incoming.check_tied()
     later = Incoming(layout)  # a state dict has it at the end, after the update that it belongs to
     later.take(later.announce("lm_head.weight", "float32", place.shape), ["another"], True)
@@ -351,7 +354,7 @@ def test_a_server_that_takes_no_weights_says_why(checkpoint, tmp_path):
     for more, says in (
         ({"quantization_config": {}}, ""),
         ({"quantization_config": {"a": 1}}, "are quantized"),
-        ({"model_type": "of_nobody"}, "transformers does not make"),
+        ({"model_type": "of_nobody"}, "transformers cannot build"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(config | more))
         shutil.copy(checkpoint / "model.safetensors", tmp_path)
@@ -385,5 +388,5 @@ def test_fused_experts_are_taken_apart(tmp_path):
 
 def test_fused_experts_of_another_form_are_refused_by_name():
     layout = Layout(taken={"experts.gate_up_proj": ((1,), ())})
-    with pytest.raises(WrongTensor, match="several tensors of the checkpoint in one"):
+    with pytest.raises(WrongTensor, match="joins several tensors of the checkpoint"):
         Incoming(layout).announce("experts.gate_up_proj", "float32", (1,))

@@ -161,7 +161,7 @@ def test_a_turn_that_an_engine_has_ended_early_makes_the_episode_void() -> None:
             trace([node(None, [1]), {**node(0, [2], sampled=1), "mask": [True, True]}]),
             "has 1 tokens, 2 of them sampled",
         ),
-        (trace([node(None, [2], sampled=1)]), "begins with a sampled token"),
+        (trace([node(None, [2], sampled=1)]), "starts with a sampled token"),
         (trace(TURNS, rewards={"right": None}), "no reward"),
     ],
 )

@@ -1,7 +1,7 @@
 """The functions of the advantage estimators, by the names of `catalog.Estimator`.
 
-An estimator has two functions: `compare` changes the rewards of samples (None: it does not), and `spread` makes the
-advantages of tokens from them. A hook that processes the rewards takes the place of `compare`.
+An estimator has two functions: `compare` changes the rewards of samples (None: no change), and `spread` computes the
+advantages of tokens from them. A hook that processes the rewards replaces `compare`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Compare = Callable[[Tensor, Sequence[int] | Tensor, Sequence[Hashable | None] | 
 
 @dataclass(frozen=True)
 class Inputs:
-    """The data that the advantages of tokens are made from.
+    """The data from which the advantages of tokens are computed.
 
     Attributes:
         rewards: float64 `[num_samples]`, after the estimator's `compare`.
@@ -54,7 +54,7 @@ class Estimate(NamedTuple):
 
 
 class Formulas(NamedTuple):
-    """The two functions of an estimator; see the module."""
+    """The two functions of an estimator; see the module's docstring."""
 
     compare: Compare | None
     spread: Callable[[Inputs], Estimate]

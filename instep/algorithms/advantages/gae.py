@@ -21,15 +21,15 @@ def gae(
     kl: Tensor | None = None,
     kl_coef: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """GAE (arXiv:1506.02438, eq. 16) over the trained tokens of each response, as if those with mask 0 did not exist.
+    """Compute GAE (arXiv:1506.02438, eq. 16) over the trained tokens of each response; tokens with mask 0 are ignored.
 
-    With the n trained tokens of a response in order, rho_k = -kl_coef kl_k, to whose last one the sample's reward is
-    added, and V_{n+1} = 0 after the end:
+    For the n trained tokens of a response in order, rho_k = -kl_coef kl_k; the last one also gets the sample's reward.
+    V_{n+1} = 0 after the end:
 
         delta_k = rho_k + gamma V_{k+1} - V_k,   A_k = delta_k + gamma lambd A_{k+1},   returns_k = A_k + V_k
 
     Args:
-        rewards: `[num_samples]`, of whole responses; that of a response without a trained token is left out.
+        rewards: `[num_samples]`, of whole responses; the reward of a response without a trained token is ignored.
         values: `[num_response_tokens]`, V of the state in which each token was chosen.
         loss_mask: `[num_response_tokens]`, 0 or 1.
         kl: `[num_response_tokens]`, old policy against reference; needed if `kl_coef` is not 0.

@@ -1,4 +1,4 @@
-"""Comparing the rewards of a group, in which the fan-out siblings of one execution count once."""
+"""Comparison of the rewards of a group; fan-out siblings of one execution count once."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ def relative_to_group(
     execution_ids: Sequence[Hashable | None] | None,
     formula: Formula,
 ) -> Tensor:
-    """Apply `formula` to each group by itself.
+    """Apply `formula` to each group separately.
 
-    Groups are found by `group_index`, never by position, so that order and group sizes are free. Fan-out siblings
-    (equal `execution_ids`; a sample with None is an execution) count once in the statistics, with their mean reward.
+    Groups are found by `group_index`, never by position, so any order and any group sizes are possible. Fan-out
+    siblings (equal `execution_ids`; a sample with None is one execution) count once in the statistics, with their mean
+    reward.
 
     Args:
         rewards: `[num_samples]`.
         group_index: the group of each sample.
 
     Returns:
-        `[num_samples]`, in the dtype of `rewards`, without gradient; computed in float64, so that equal rewards give 0.
+        `[num_samples]`, in the dtype of `rewards`, without gradient; computed in float64, so equal rewards give 0.
 
     Raises:
-        ValueError: lengths that differ, or a group with a single execution, whose advantage would always be 0.
+        ValueError: lengths differ, or a group has a single execution: its advantage would always be 0.
     """
     if rewards.dim() != 1 or len(group_index) != rewards.numel():
         raise ValueError(f"rewards of shape {tuple(rewards.shape)} for {len(group_index)} group indices")
@@ -62,7 +63,7 @@ def relative_to_group(
 
 
 def executions(execution_ids: Sequence[Hashable | None] | None, num_samples: int) -> list[Hashable]:
-    """One key per sample; a sample without an id is an execution of its own."""
+    """Return one key per sample; a sample without an id is a separate execution."""
     if execution_ids is None:
         return list(range(num_samples))
     if len(execution_ids) != num_samples:

@@ -14,7 +14,7 @@ STD_EPS = 1e-6
 def grpo(
     rewards: Tensor, group_index: Sequence[int] | Tensor, execution_ids: Sequence[Hashable | None] | None = None
 ) -> Tensor:
-    """A_i = (r_i - mean(group)) / (std(group) + 1e-6), std unbiased (arXiv:2402.03300, section 4.1.2).
+    """Compute A_i = (r_i - mean(group)) / (std(group) + 1e-6), std unbiased (arXiv:2402.03300, section 4.1.2).
 
     Arguments, result and errors are those of `groups.relative_to_group`.
     """

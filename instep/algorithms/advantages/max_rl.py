@@ -1,4 +1,4 @@
-"""MaxRL's advantage: policy gradient whose limit, in the number of samples, is maximum likelihood of success."""
+"""MaxRL's advantage: with more samples, its policy gradient converges to maximum likelihood of success."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from instep.algorithms.advantages.groups import relative_to_group
 def max_rl(
     rewards: Tensor, group_index: Sequence[int] | Tensor, execution_ids: Sequence[Hashable | None] | None = None
 ) -> Tensor:
-    """A_i = (r_i - mean(group)) / mean(group), 0 where the mean is 0 (arXiv:2602.02710).
+    """Compute A_i = (r_i - mean(group)) / mean(group), 0 if the mean is 0 (arXiv:2602.02710).
 
     For rewards of 0 and 1 with K successes of N this is N/K - 1 for a success and -1 for a failure: the mean of the
-    score function over the successes, less its mean over all samples as control variate. Arguments, result and errors
+    score function over the successes minus its mean over all samples, a control variate. Arguments, result and errors
     are those of `groups.relative_to_group`.
 
     Raises:
-        ValueError: also for a negative reward, whose mean is no rate of success.
+        ValueError: also for a negative reward: then the mean is not a success rate.
     """
     if bool((rewards < 0).any()):
         row = int((rewards < 0).nonzero()[0])

@@ -1,4 +1,4 @@
-"""DAPO's soft penalty on responses that come near the length limit."""
+"""DAPO's soft penalty for responses near the length limit."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 def overlong_penalty(
     response_lengths: Sequence[int] | Tensor, *, max_response_len: int, buffer_len: int, factor: float = 1.0
 ) -> Tensor:
-    """factor * clip((max_response_len - buffer_len - |y|) / buffer_len, -1, 0) (arXiv:2503.14476, eq. 13).
+    """Compute factor * clip((max_response_len - buffer_len - |y|) / buffer_len, -1, 0) (arXiv:2503.14476, eq. 13).
 
-    0 up to the buffer, then falling linearly, -factor at the limit and beyond. To be added to the rewards.
+    It is 0 up to the buffer, then falls linearly, and is -factor at the limit and beyond. Add it to the rewards.
 
     Args:
-        response_lengths: `[num_samples]`, in tokens, those of tools included: they fill the limit, too.
+        response_lengths: `[num_samples]`, in tokens, with tool tokens, which also count for the limit.
 
     Returns:
         float64 `[num_samples]`.

@@ -19,14 +19,14 @@ def reinforce_plus_plus(
     kl_coef: float = 0.0,
     gamma: float = 1.0,
 ) -> Tensor:
-    """G_t = sum_{s >= t} gamma^(s - t) (1[s = last] r - kl_coef kl_s), not whitened yet (arXiv:2501.03262).
+    """Compute G_t = sum_{s >= t} gamma^(s - t) (1[s = last] r - kl_coef kl_s), not whitened yet (arXiv:2501.03262).
 
-    Sums and steps are over the trained tokens of a response: tokens of a tool (mask 0) are no actions: they cost no KL
-    and do not discount. The last trained token has the reward.
+    Sums and steps are over the trained tokens of a response: tool tokens (mask 0) are not actions: they cost no KL and
+    do not discount. The last trained token gets the reward.
 
     Args:
         rewards: `[num_samples]`.
-        loss_mask: `[num_response_tokens]`, 0 or 1; a sample may be masked out altogether.
+        loss_mask: `[num_response_tokens]`, 0 or 1; a sample may be fully masked.
         kl: `[num_response_tokens]`, old policy against reference; needed if `kl_coef` is not 0.
 
     Returns:

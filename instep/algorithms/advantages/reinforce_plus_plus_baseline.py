@@ -1,4 +1,4 @@
-"""REINFORCE++ with the group's mean as baseline, less a per-token KL; whitened over the rollout."""
+"""REINFORCE++ with the group's mean as baseline, minus a per-token KL; whitened over the rollout."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from instep.algorithms.segments import expand
 def reinforce_plus_plus_baseline(
     centred: Tensor, response_lengths: Sequence[int], *, kl: Tensor | None = None, kl_coef: float = 0.0
 ) -> Tensor:
-    """A_t = (r - mean(group)) - kl_coef kl_t, not whitened yet (arXiv:2501.03262).
+    """Compute A_t = (r - mean(group)) - kl_coef kl_t, not whitened yet (arXiv:2501.03262).
 
-    The paper has its KL in the loss (`--use-kl-loss --kl-loss-type k2`); `kl_coef` subtracts it token by token.
+    The paper puts its KL in the loss (`--use-kl-loss --kl-loss-type k2`); `kl_coef` subtracts it token by token.
 
     Args:
-        centred: `[num_samples]`, the rewards less their group's mean (`dr_grpo`).
+        centred: `[num_samples]`, the rewards minus their group's mean (`dr_grpo`).
         kl: `[num_response_tokens]`, old policy against reference; needed if `kl_coef` is not 0.
 
     Returns:

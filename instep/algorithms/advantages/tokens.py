@@ -14,10 +14,11 @@ from instep.algorithms.segments import segment_sum
 def penalised_rewards(
     rewards: Tensor, kl: Tensor, loss_mask: Tensor, response_lengths: Sequence[int] | Tensor, kl_coef: float
 ) -> Tensor:
-    """Rewards with a KL penalty, for estimators with one advantage per response: r_i - kl_coef * sum_t m_t kl_t.
+    """Compute rewards with a KL penalty, for estimators with one advantage per response: r_i - kl_coef * sum_t m_t
+    kl_t.
 
-    The penalty precedes the comparison within the group, as in verl, whose `apply_kl_penalty` subtracts it from token
-    rewards and whose outcome advantages begin with their sum over a response. Tool tokens (mask 0) cost nothing.
+    The penalty is applied before the comparison within the group, as in verl: its `apply_kl_penalty` subtracts it from
+    token rewards, and its outcome advantages start with their sum over a response. Tool tokens (mask 0) cost nothing.
 
     Args:
         rewards: `[num_samples]`.
@@ -33,12 +34,12 @@ def penalised_rewards(
 
 
 class TrainedRewards(NamedTuple):
-    """The rewards of trained tokens, those with mask 1; samples one after another.
+    """The rewards of trained tokens (mask 1); samples one after another.
 
     Attributes:
         values: float64 `[num_trained_tokens]`.
         lengths: trained tokens of each sample.
-        last: int64, the place of the last one of each sample that has any.
+        last: int64, the place of the last one of each sample that has trained tokens.
     """
 
     values: Tensor
@@ -49,12 +50,12 @@ class TrainedRewards(NamedTuple):
 def trained_rewards(
     rewards: Tensor, loss_mask: Tensor, response_lengths: Sequence[int], kl: Tensor | None, kl_coef: float
 ) -> TrainedRewards:
-    """The reward of each trained token: -kl_coef kl_t, and for the last one of a sample the sample's reward, too.
+    """Compute the reward of each trained token: -kl_coef kl_t; the last one also gets the sample's reward.
 
-    The reward of a response without a trained token is left out.
+    The reward of a response without a trained token is ignored.
 
     Raises:
-        ValueError: a `kl_coef`, but no KL.
+        ValueError: `kl_coef` is set, but there is no KL.
     """
     keep = loss_mask > 0
     lengths = [int(part.sum()) for part in keep.split(list(response_lengths))]
@@ -70,9 +71,10 @@ def trained_rewards(
 
 
 def discounted_sums(values: Tensor, lengths: Sequence[int], factor: float) -> Tensor:
-    """G_t = v_t + factor * G_{t+1} within each sequence, G = 0 after its end.
+    """Compute G_t = v_t + factor * G_{t+1} within each sequence, G = 0 after its end.
 
-    All sequences are summed at once from their ends, in as many passes as the longest has values, without padding.
+    All sequences are summed at once from their ends, without padding. The number of passes is the length of the
+    longest.
 
     Args:
         values: `[sum(lengths)]`, sequences one after another; a length may be 0.

@@ -9,11 +9,12 @@ WHITEN_EPS = 1e-8
 
 
 def whiten(values: Tensor, mask: Tensor) -> Tensor:
-    """(v - mean) / sqrt(variance + 1e-8), mean and unbiased variance over the tokens with mask 1 of all samples.
+    """Compute (v - mean) / sqrt(variance + 1e-8), mean and unbiased variance over the tokens with mask 1 of all
+    samples.
 
-    Every trained token counts once, so that a long response weighs more than a short one; this is the global
-    normalization of REINFORCE++ (arXiv:2501.03262), and `--normalize-advantages` for the other estimators.
-    The variance of a single token is 0. Masked tokens are transformed too; their weight in the loss is 0.
+    Every trained token counts once, so a long response weighs more than a short one. This is the global normalization
+    of REINFORCE++ (arXiv:2501.03262), and `--normalize-advantages` for the other estimators. The variance of a single
+    token is 0. Masked tokens are transformed too; their weight in the loss is 0.
 
     Args: both `[num_response_tokens]`.
 

@@ -1,1 +1,1 @@
-"""Losses: one pure function of flat token columns each. `policy.py` puts the policy loss together."""
+"""Losses: one pure function of flat token columns each. `policy.py` combines the policy loss."""

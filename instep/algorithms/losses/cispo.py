@@ -15,10 +15,10 @@ def cispo_loss(
     eps_clip: float = 1.0,
     eps_clip_high: float | None = 4.0,
 ) -> PolicyLoss:
-    """-sg[clip(r, 1 - eps_clip, 1 + eps_clip_high)] A log_probs, r = exp(log_probs - old_log_probs).
+    """Compute -sg[clip(r, 1 - eps_clip, 1 + eps_clip_high)] A log_probs, r = exp(log_probs - old_log_probs).
 
-    Source: MiniMax-M1, arXiv:2506.13585, eqs. 4-5, which sets no lower bound (`eps_clip` 1) and does not print the
-    upper one; a weight of at most 5 is that of arXiv:2510.13786.
+    Source: MiniMax-M1, arXiv:2506.13585, eqs. 4-5, which sets no lower bound (`eps_clip` 1) and does not publish the
+    upper one. The maximum weight of 5 is from arXiv:2510.13786.
 
     Args: all `[num_tokens]`; the gradient flows through the factor `log_probs` only.
     """

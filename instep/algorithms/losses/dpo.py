@@ -25,20 +25,21 @@ def dpo_loss(
     beta: float = 0.1,
     label_smoothing: float = 0.0,
 ) -> DpoLoss:
-    """-(1 - e) log sigmoid(z) - e log sigmoid(-z), z = beta ((chosen - ref_chosen) - (rejected - ref_rejected)).
+    """Compute -(1 - e) log sigmoid(z) - e log sigmoid(-z), z = beta ((chosen - ref_chosen) - (rejected -
+    ref_rejected)).
 
-    Source: Rafailov et al., arXiv:2305.18290, eq. 7; e = `label_smoothing` is the probability that a pair is the wrong
-    way round (conservative DPO, Mitchell 2023).
+    Source: Rafailov et al., arXiv:2305.18290, eq. 7; e = `label_smoothing` is the probability that a pair has the wrong
+    order (conservative DPO, Mitchell 2023).
 
     Args:
         chosen, rejected, ref_chosen, ref_rejected: `[num_pairs]`, the log-probs of whole responses (sums over the
             tokens with mask 1, `segments.segment_sum`) under policy and reference. The reference gets no gradient.
 
     Raises:
-        ValueError: a label smoothing outside [0, 0.5), or a beta that is not positive.
+        ValueError: the label smoothing is outside [0, 0.5), or beta is not positive.
     """
     if not 0 <= label_smoothing < 0.5 or beta <= 0:
-        raise ValueError(f"label_smoothing {label_smoothing} is to be in [0, 0.5) and beta {beta} above 0")
+        raise ValueError(f"label_smoothing {label_smoothing} must be in [0, 0.5) and beta {beta} above 0")
     for_chosen, for_rejected = beta * (chosen - ref_chosen.detach()), beta * (rejected - ref_rejected.detach())
     z = for_chosen - for_rejected
     loss = -(1 - label_smoothing) * logsigmoid(z) - label_smoothing * logsigmoid(-z)

@@ -1,4 +1,4 @@
-"""Divergence PPO: a token is masked by how far its probability has moved, not clipped by its ratio."""
+"""Divergence PPO: the change of a token's probability masks it; its ratio is not clipped."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from instep.algorithms.losses.ratio import PolicyLoss, exp_ratio
 
 DIVERGENCES = ("tv", "kl")
-_LEAST = 1e-8  # of the probability of all other tokens: in float32 that of a certain token is 1
+_LEAST = 1e-8  # of the probability of all other tokens: in float32 the probability of a certain token is 1
 
 
 def dppo_loss(
@@ -21,12 +21,12 @@ def dppo_loss(
     eps_clip_high: float | None = None,
     eps_clip_c: float | None = None,
 ) -> PolicyLoss:
-    """-sg[M min(r, eps_clip_c)] A log_probs, r = exp(log_probs - rollout_log_probs).
+    """Compute -sg[M min(r, eps_clip_c)] A log_probs, r = exp(log_probs - rollout_log_probs).
 
-    M is 0 where the update would lead further away from the policy that sampled (A > 0 and r > 1, or A < 0 and r < 1)
-    and `binary_divergence` is above its threshold: `eps_clip_high` where A > 0, `eps_clip` where A < 0. Without
-    `eps_clip_c` r has no bound, and the gradient is that of -M r A. Source: Qi et al., arXiv:2602.04879, eqs. 12 and
-    23; it has one threshold for both signs.
+    M is 0 if the update would move further away from the sampling policy (A > 0 and r > 1, or A < 0 and r < 1) and
+    `binary_divergence` is above its threshold: `eps_clip_high` for A > 0, `eps_clip` for A < 0. Without `eps_clip_c`, r
+    has no bound, and the gradient is that of -M r A. Source: Qi et al., arXiv:2602.04879, eqs. 12 and 23; the paper has
+    one threshold for both signs.
 
     Args: all `[num_tokens]`; the gradient flows through the factor `log_probs` only.
         rollout_log_probs: the engine's, not recomputed ones (section 5.2).
@@ -45,7 +45,7 @@ def dppo_loss(
 
 
 def binary_divergence(log_probs: Tensor, rollout_log_probs: Tensor, kind: str) -> Tensor:
-    """How far a token's probability p is from its probability q when it was sampled, all other tokens taken as one.
+    """Compute the divergence between a token's probability p now and q at sampling, with all other tokens as one.
 
     tv: |p - q|. kl: q log(q / p) + (1 - q) log((1 - q) / (1 - p)), in nats. Source: arXiv:2602.04879, eqs. 13 and 14.
 

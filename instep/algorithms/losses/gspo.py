@@ -24,16 +24,17 @@ def gspo_loss(
     eps_clip_c: float | None = None,
     gradient: str = "token",
 ) -> PolicyLoss:
-    """max(-s A, -clip(s, 1 - eps_clip, 1 + eps_clip_high) A) with the ratio of the sample instead of the token's.
+    """Compute max(-s A, -clip(s, 1 - eps_clip, 1 + eps_clip_high) A) with the ratio of the sample instead of the
+    token's.
 
     s_i = exp(sum_t m_t (log_probs_t - old_log_probs_t) / sum_t m_t). Source: Zheng et al., arXiv:2507.18071, eq. 5;
-    gradient "token" is the form of its GSPO-token, s_i,t = sg[s_i] exp(log_probs_t - sg[log_probs_t]): the same value,
-    and the same gradient where a sample's tokens have one advantage and one weight; tokens may have their own. With
-    "sequence" it flows through s_i itself, so that every token of a sample gets the mean of their weights.
+    Gradient "token" is its GSPO-token form, s_i,t = sg[s_i] exp(log_probs_t - sg[log_probs_t]): the same value, and the
+    same gradient if a sample's tokens have one advantage and one weight; tokens may differ in both. With "sequence" the
+    gradient flows through s_i itself, so every token of a sample gets the mean of their weights.
 
-    The per-sample reduction is the paper's objective: the mean over responses of min(s A, clip(s) A). Under
-    `--calculate-per-token-loss` a response counts as often as it has tokens: the gradient then is that of
-    sum_i |y_i| min(s_i A_i, clip(s_i) A_i) / sum_i |y_i|.
+    The per-sample reduction is the paper's objective: the mean over responses of min(s A, clip(s) A). With
+    `--calculate-per-token-loss` a response counts in proportion to its tokens. The gradient is then that of sum_i |y_i|
+    min(s_i A_i, clip(s_i) A_i) / sum_i |y_i|.
 
     Args:
         log_probs, old_log_probs, advantages: `[num_tokens]`; the gradient flows through `log_probs` only.
@@ -42,7 +43,7 @@ def gspo_loss(
         gradient: one of `GRADIENTS`.
 
     Raises:
-        ValueError: a mask or lengths that do not fit.
+        ValueError: mask or lengths do not fit.
     """
     log_ratio = expand(segment_mean(log_probs - old_log_probs, mask, response_lengths), response_lengths)
     if gradient == "token":

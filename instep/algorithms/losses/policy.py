@@ -1,4 +1,4 @@
-"""The policy loss of a micro-batch (ratio form, corrections, KL and entropy together) and its metrics."""
+"""The policy loss of a micro-batch (ratio form, corrections, KL and entropy) and its metrics."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ class PolicyLossConfig:
             ("tis_mode", MODES),
         ):
             if getattr(self, name) not in known:
-                raise ValueError(f"{name} {getattr(self, name)!r} is none of {', '.join(known)}")
+                raise ValueError(f"{name} {getattr(self, name)!r} is not one of {', '.join(known)}")
         if self.eps_clip_c is not None and self.eps_clip_c <= 1:
             raise ValueError(f"eps_clip_c must be greater than 1, not {self.eps_clip_c}")
         if self.form in _AROUND_ROLLOUT and not self.use_rollout_logprobs:
-            raise ValueError(f"{self.form} bounds the way from the policy that sampled: it needs use_rollout_logprobs")
+            raise ValueError(f"{self.form} bounds the change since sampling: it needs use_rollout_logprobs")
         if (self.use_tis or self.use_rs) and self.use_rollout_logprobs:
             raise ValueError(
-                "use_tis and use_rs correct towards recomputed log-probs; use_rollout_logprobs leaves nothing to do"
+                "use_tis and use_rs correct towards recomputed log-probs; with use_rollout_logprobs they have no effect"
             )
         if self.kl_loss_coef and not self.use_kl_loss:
             raise ValueError("kl_loss_coef acts only with use_kl_loss")
@@ -85,17 +85,17 @@ class PolicyLossConfig:
 
     @property
     def bounds(self) -> dict[str, Any]:
-        """The bounds of a ratio, a weight or a divergence, as keyword arguments of a form."""
+        """Return the bounds of a ratio, a weight or a divergence, as keyword arguments of a form."""
         return {"eps_clip": self.eps_clip, "eps_clip_high": self.eps_clip_high}
 
     @classmethod
     def from_args(cls, args: Settings) -> PolicyLossConfig:
-        """The settings of a run: arguments of the same names, and the form of its algorithm."""
+        """Return the settings of a run: arguments of the same names, and the form of its algorithm."""
         form = algorithm_of(args).loss.name
         return cls(form, **{name: getattr(args, name) for name in cls.__dataclass_fields__ if name != "form"})
 
 
-# (log-probs now, old ones, advantages, mask: all `[num_tokens]`, response lengths, config) -> PolicyLoss
+# (current log-probs, old ones, advantages, mask: all `[num_tokens]`, response lengths, config) -> PolicyLoss
 Form = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, PolicyLossConfig], PolicyLoss]
 FORMS: dict[str, Form] = {
     "ppo_clip": lambda now, old, a, mask, lengths, c: ppo_clip_loss(now, old, a, **c.bounds, eps_clip_c=c.eps_clip_c),
@@ -117,14 +117,15 @@ _AROUND_ROLLOUT = ("dppo_tv", "dppo_kl")
 
 
 def flags_that_compare(form: str, settings: PolicyLossConfig | Settings) -> tuple[str, ...]:
-    """The flags, as the user gave them, with which the loss divides the trainer's probabilities by the engine's."""
+    """Return the given flags with which the loss divides the trainer's probabilities by the engine's."""
     old = f"--advantage-estimator {form}" if form in _AROUND_ROLLOUT else "--use-rollout-logprobs"
     flags = {"--use-tis": settings.use_tis, "--use-rs": settings.use_rs, old: settings.use_rollout_logprobs}
     return tuple(flag for flag, is_on in flags.items() if is_on)
 
 
 class LossTerms(NamedTuple):
-    """The loss to differentiate; detached metrics to add up (`sums`) and to maximise (`maxes`) over a step."""
+    """The loss to differentiate; detached metrics of a step to sum (`sums`) or of which to take the maximum
+    (`maxes`)."""
 
     loss: Tensor
     sums: dict[str, Tensor]
@@ -159,26 +160,26 @@ def policy_loss(
     correct: Correct | None = None,
     reduce: Reduce | None = None,
 ) -> LossTerms:
-    """sum_t w_t (c_t * pg_t - entropy_coef * H_t + kl_loss_coef * kl_t), w = `loss_weights`.
+    """Compute sum_t w_t (c_t * pg_t - entropy_coef * H_t + kl_loss_coef * kl_t), w = `loss_weights`.
 
-    pg is the form that `config.form` names, c the product of its corrections: weights (`use_tis`), rejection (`use_rs`)
-    and off-policy sequence masking (`use_opsm`), which do not change the denominators in w. The ratio's base is
-    `rollout_log_probs` with `use_rollout_logprobs`, else `old_log_probs`, else the current ones (ratio 1); for tokens
-    that are `older` than the rollout's weights it is `rollout_log_probs`, unless `use_tis` corrects for these. Values
-    at tokens of weight 0 (NaN too) are left out everywhere. The metrics are weighted like the loss; those of the gap
-    between trainer and engine cover the tokens whose `rollout_log_probs` are not NaN and which are not `older`, and
-    `training.losses.finish_metrics` divides their sums by `log_prob_gap_coverage`; the effective sample size, which it
-    makes of other sums, is of older ones, too.
+    pg is the form `config.form`, and c is the product of its corrections: weights (`use_tis`), rejection (`use_rs`) and
+    off-policy sequence masking (`use_opsm`). They do not change the denominators in w. The ratio's base is
+    `rollout_log_probs` with `use_rollout_logprobs`, otherwise `old_log_probs`, otherwise the current ones (ratio 1).
+    For tokens `older` than the rollout's weights it is `rollout_log_probs`, unless `use_tis` corrects for these. Values
+    at tokens of weight 0 (NaN too) are ignored everywhere. The metrics are weighted like the loss. Those of the gap
+    between trainer and engine cover tokens that are not `older` and whose `rollout_log_probs` are not NaN;
+    `training.losses.finish_metrics` divides their sums by `log_prob_gap_coverage`. The effective sample size has its
+    own sums, and covers older tokens, too.
 
     Args:
-        log_probs, ...: `[num_response_tokens]` each, all tokens of each sample; `config` decides which are needed.
+        log_probs, ...: `[num_response_tokens]` each, all tokens of each sample; `config` decides which ones are needed.
         response_lengths: `[num_samples]`.
         older: 1.0 or 0.0; see `data.batch.older_tokens`.
-        correct: takes the place of `use_tis` and `use_rs`.
-        reduce: takes the place of sum_t w_t x_t for the policy gradient (not for KL, entropy, metrics).
+        correct: replaces `use_tis` and `use_rs`.
+        reduce: replaces sum_t w_t x_t for the policy gradient (not for KL, entropy, metrics).
 
     Raises:
-        ValueError: a missing column, or lengths that do not fit.
+        ValueError: a column is missing, or lengths do not fit.
     """
     trained = loss_weights > 0
 
@@ -227,7 +228,7 @@ def policy_loss(
 
 
 def _built_in_correction(config: PolicyLossConfig, response_lengths: Tensor) -> Correct:
-    """`use_tis` and `use_rs` as one function."""
+    """Apply `use_tis` and `use_rs` as one function."""
 
     def correct(loss: Tensor, train: Tensor, engine: Tensor, mask: Tensor) -> Correction:
         keep, metrics = mask, dict[str, Tensor]()
@@ -255,7 +256,8 @@ def _built_in_correction(config: PolicyLossConfig, response_lengths: Tensor) -> 
 
 
 def _gap(scored: Tensor, rollout_log_probs: Tensor, loss_weights: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """Weighted sums of the gap between trainer and engine, over trained tokens with engine log-probs; its maximum."""
+    """Return weighted sums of the gap between trainer and engine, over trained tokens with engine log-probs, and its
+    maximum."""
     covered = (loss_weights > 0) & ~rollout_log_probs.isnan()
     engine = torch.where(covered, rollout_log_probs, scored)
     gap = (scored - engine).abs()
@@ -268,7 +270,8 @@ def _gap(scored: Tensor, rollout_log_probs: Tensor, loss_weights: Tensor) -> tup
 
 
 def _importance(scored: Tensor, rollout_log_probs: Tensor, loss_weights: Tensor) -> dict[str, Tensor]:
-    """Weighted sums of 1, w and w^2 over trained tokens with engine log-probs, w = trainer's probability / engine's."""
+    """Return weighted sums of 1, w and w^2 over trained tokens with engine log-probs, w = trainer's probability /
+    engine's."""
     known = (loss_weights > 0) & ~rollout_log_probs.isnan()
     weights = exp_ratio(torch.where(known, scored - rollout_log_probs, torch.zeros_like(scored)))
     powers = (torch.ones_like(weights), weights, weights.square())

@@ -16,10 +16,10 @@ def ppo_clip_loss(
     eps_clip_high: float | None = None,
     eps_clip_c: float | None = None,
 ) -> PolicyLoss:
-    """max(-r A, -clip(r, 1 - eps_clip, 1 + eps_clip_high) A), r = exp(log_probs - old_log_probs).
+    """Compute max(-r A, -clip(r, 1 - eps_clip, 1 + eps_clip_high) A), r = exp(log_probs - old_log_probs).
 
     PPO (arXiv:1707.06347, eq. 7); a higher upper bound is DAPO's clip-higher (arXiv:2503.14476); `eps_clip_c` > 1 is
-    the dual clip (arXiv:1912.09729): where A < 0 the loss is at most -eps_clip_c A.
+    the dual clip (arXiv:1912.09729): for A < 0 the loss is at most -eps_clip_c A.
 
     Args: all `[num_tokens]`; the gradient flows through `log_probs` only.
     """

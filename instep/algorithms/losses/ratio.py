@@ -1,4 +1,4 @@
-"""The importance ratio of a token or a sequence, and what a form of the policy loss returns."""
+"""The importance ratio of a token or a sequence, and the result of a form of the policy loss."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-MAX_LOG_RATIO = 20.0  # beyond it the ratio is constant (4.9e8), so that no float32 overflow turns a gradient into NaN
+MAX_LOG_RATIO = 20.0  # the ratio is constant (4.9e8) beyond it, so no float32 overflow makes a gradient NaN
 
 
 class PolicyLoss(NamedTuple):
@@ -15,19 +15,19 @@ class PolicyLoss(NamedTuple):
 
     loss: Tensor
     ratio: Tensor
-    clipped: Tensor  # 1.0 where clipping changed the loss (CISPO: the weight)
+    clipped: Tensor  # 1.0 if clipping changed the loss (CISPO: the weight)
     ppo_kl: Tensor  # k1 of old against current: old_log_probs - log_probs
 
 
 def exp_ratio(log_ratio: Tensor) -> Tensor:
-    """exp(log_ratio), finite."""
+    """Compute exp(log_ratio), finite."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def clipped_surrogate(
     log_ratio: Tensor, advantages: Tensor, *, eps_clip: float, eps_clip_high: float | None, eps_clip_c: float | None
 ) -> PolicyLoss:
-    """max(-r A, -clip(r, 1 - eps_clip, 1 + eps_clip_high) A), r = exp(log_ratio); see `ppo_clip_loss`."""
+    """Compute max(-r A, -clip(r, 1 - eps_clip, 1 + eps_clip_high) A), r = exp(log_ratio); see `ppo_clip_loss`."""
     high = eps_clip if eps_clip_high is None else eps_clip_high
     ratio = exp_ratio(log_ratio)
     plain = -ratio * advantages

@@ -1,10 +1,10 @@
-"""The `hf` train backend: `AutoModelForCausalLM`, plain on one rank and FSDP2 over several.
+"""The `hf` train backend: `AutoModelForCausalLM`, plain on one rank and with FSDP2 on several.
 
-Precision: master weights, gradients and moments are float32. Over several ranks FSDP2 shards them, casts each layer to
+Precision: master weights, gradients and moments are float32. On several ranks FSDP2 shards them, casts each layer to
 `dtype` for computing, and reduces gradients in float32. On one float32 rank the masters are the model's own parameters.
-On one bf16 rank forward and backward passes use another model in `dtype`, which is written once a step, and the masters
-follow its gradients (`mirror.py`); so they do with `--weight-sync single-copy`, where an engine computes with it, too.
-Where that model has no room (`own_copy.py`) FSDP2 casts each layer for each pass.
+On one bf16 rank, forward and backward passes use a second model in `dtype`. It is written once per step, and the
+masters get its gradients (`mirror.py`). The same holds for `--weight-sync single-copy`, where an engine computes with
+it, too. If that model has no room (`own_copy.py`), FSDP2 casts each layer for each pass.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ class HfBackend:
 
     Args:
         hf_config: the model's configuration. `load_hf` or `load` must follow: weights start undefined.
-        dtype: the type that forward and backward compute in, and that engines serve.
+        dtype: the type of forward and backward passes, and of the engines' weights.
         with_optimizer: False for a model that only scores (a reference).
-        lora: the adapter to train instead of the weights, which are then frozen, in `dtype`.
+        lora: the adapter to train; then the weights are frozen, in `dtype`.
         selection: the weights to train, by the model's names; None: all.
 
     Raises:
-        ConfigError: the model is not decoder-only, or cannot be run (noticed by `remark` or the first forward pass).
+        ConfigError: the model is not decoder-only, or cannot run (found by `remark` or the first forward pass).
     """
 
     is_adapter = False
@@ -78,7 +78,7 @@ class HfBackend:
         selection: Selection | None = None,
     ):
         self.args, self.dtype, self.lora = args, dtype, lora
-        self._base: Base | None = None  # what `load_hf` or `load` has read; only with an adapter
+        self._base: Base | None = None  # the base that `load_hf` or `load` has read; only with an adapter
         several, full = dist.get_world_size() > 1, dtype is torch.float32
         self._single_copy = args.weight_sync == SINGLE_COPY and with_optimizer and role == "actor"
         build = functools.partial(
@@ -130,7 +130,7 @@ class HfBackend:
         self.policy.num_passes = self._most
         self._checked, self.left_out = False, ""
         self.optimizer = adamw_of(self.policy, args) if with_optimizer else None
-        drop = self._compute.parameters if copies else tuple  # `refresh` writes it again
+        drop = self._compute.parameters if copies else tuple  # `refresh` writes them again
         self._weights = Parking(device, lambda: local_tensors(self.policy), drop)
         self._states = Parking(device, self._optimizer_states)
         self.saver = Saver(device, args.async_save)
@@ -166,7 +166,7 @@ class HfBackend:
         return TokenOutputs(*outputs)
 
     def _most(self, number: int) -> int:
-        """The largest `number` of all ranks."""
+        """Return the largest `number` of all ranks."""
         if self.parallel.world_size == 1:
             return number
         most = torch.tensor(number, device=self.parallel.device)
@@ -210,7 +210,7 @@ class HfBackend:
 
     @torch.no_grad()
     def optimizer_step(self, lr: float) -> StepResult:
-        assert self.optimizer is not None, "this policy was built without an optimizer"
+        assert self.optimizer is not None, "this model was built without an optimizer"
         self._states.ready()
         if self._mirror is not None:
             self._mirror.hand_over_gradients()
@@ -232,12 +232,12 @@ class HfBackend:
 
     def _clip(self, grads: list[Tensor], factor: float) -> None:
         if isinstance(self.optimizer, PiecewiseAdamW):
-            self.optimizer.clip = factor  # in the pass that it makes anyway
+            self.optimizer.clip = factor  # applied in the optimizer's own pass over the gradients
         elif factor != 1:
             torch._foreach_mul_(grads, factor)
 
     def _global_norm(self, trained: list[nn.Parameter]) -> float:
-        """The norm over the whole model, in which a parameter that tensor-parallel ranks have whole counts once."""
+        """Return the norm over the whole model. A parameter that all tensor-parallel ranks hold whole counts once."""
         first = self.parallel.is_output_rank
         grads = [local(p.grad) for p in trained if p.grad is not None and (first or part_of(p) is not None)]
         square = torch.zeros((), device=self.parallel.device)
@@ -253,7 +253,7 @@ class HfBackend:
 
     @functools.cached_property
     def _names(self) -> CheckpointNames:
-        """Weights go out under the names that they have in the checkpoint of the model's configuration."""
+        """Return the names of the weights in the checkpoint of the model's configuration."""
         folder = Path(self.policy.model.config.name_or_path)
         names = weight_names(weight_files(folder)) if (folder / "config.json").exists() else None
         return CheckpointNames(self.policy.model, names)
@@ -266,7 +266,7 @@ class HfBackend:
         return HfWeightSource(self.policy.model, self.dtype, self._names, merged(self.policy.model))
 
     def _adapter_source(self, dtype: torch.dtype) -> AdapterSource:
-        assert self.lora is not None and self._base is not None, "this policy has no adapter, or no weights yet"
+        assert self.lora is not None and self._base is not None, "this model has no adapter, or no weights yet"
         last = sorted({name.rpartition(".")[2] for name in adapted(self.policy.model)})
         config = self.lora.config(list(self.lora.targets or last), self._base.path)
         return AdapterSource(self.policy.model, dtype, self.parallel.rank == 0, config)
@@ -310,7 +310,7 @@ class HfBackend:
         return adapter_weights(self.policy.model) if adapter else named_weights(self.policy.model)
 
     def _state(self, optimizer: bool, adapter: bool) -> dict[str, Any]:
-        """Everything that `save` writes, by name; `load` copies into the same tensors."""
+        """Return everything that `save` writes, by name; `load` copies into the same tensors."""
         self._states.ready()
         weights = self._named(adapter)
         state: dict[str, Any] = {"model": {name: w.detach() for name, w in weights.items()}}
@@ -332,13 +332,13 @@ class HfBackend:
     def load(self, path: Path, *, optimizer: bool = True, fresh_head: bool = False) -> None:
         if (Path(path) / "metadata.json").exists() or any(Path(path).glob("mp_rank_*")):
             remedy = (
-                "make a Hugging Face folder of it: `instep convert megatron-to-hf --help`; or --train-backend megatron"
+                "convert it to a Hugging Face folder: `instep convert megatron-to-hf`; or use --train-backend megatron"
             )
-            raise CheckpointError("it is a checkpoint of Megatron's", where=str(path), remedy=remedy)
+            raise CheckpointError("it is a Megatron checkpoint", where=str(path), remedy=remedy)
         adapter = check_layout(Path(path), self.lora, list(adapted(self.policy.model)), self._base)
         if self.lora is not None and not adapter and optimizer:
-            what = "it holds all weights of a model and no adapter, so that no LoRA run can go on from it"
-            remedy = "give it as --ref-load, to train an adapter of it; or leave --lora-rank out"
+            what = "it holds all weights of a model and no adapter, so a LoRA run cannot resume from it"
+            remedy = "give it as --ref-load, to train an adapter of it; or remove --lora-rank"
             raise CheckpointError(what, where=str(path), remedy=remedy)
         state = self._state(optimizer, adapter)
         if (head := self._fresh_head(fresh_head)) is not None:
@@ -359,7 +359,7 @@ class HfBackend:
         return [t for t in tensors if t.device.type == self.parallel.device.type]
 
     def _reshard(self) -> None:
-        """Let the parameters be those that have gradients: the root keeps what a forward pass has gathered."""
+        """Restore the sharded parameters, which have the gradients: the root keeps what a forward pass has gathered."""
         for module in self.policy.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -376,16 +376,16 @@ class HfBackend:
         for part in parts:
             part.free()
         if not self._single_copy:
-            self._changed()  # the copy is gone
+            self._changed()  # the copy is not valid any more
         give_back(self.parallel.device)
 
     def onload(self, *, optimizer: bool = True) -> None:
         self._weights.bring()
         self._weights.ready()
-        if optimizer:  # they arrive while the first forward passes compute
+        if optimizer:  # they arrive during the first forward passes
             self._states.bring()
 
 
 def _memory_of(device: torch.device) -> float:
-    """The memory of a GPU in bytes; infinite for a CPU."""
+    """Return the memory of a GPU in bytes; infinite for a CPU."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else math.inf

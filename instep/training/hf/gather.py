@@ -1,4 +1,4 @@
-"""Whole weights of a model that FSDP2 shards, gathered in batches: one is under way while another is used."""
+"""Whole weights of a model that FSDP2 shards, gathered in batches: one is in transfer while another is used."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch.distributed.tensor import DTensor, Shard
 
 from instep.training.hf.shards import whole
 
-BATCH_BYTES = 256 << 20  # of whole weights; of a rank's memory twice that, with the batch that is under way
+BATCH_BYTES = 256 << 20  # of whole weights; a rank needs twice that, for the batch in transfer
 
 Wanted = Sequence[tuple[Tensor, torch.dtype]]
 Finish = Callable[[], Iterator[Tensor | None]]
 
 
 def in_batches(weights: Wanted, emits: bool) -> Iterator[Tensor | None]:
-    """The whole of each weight in the dtype beside it, in their order (collective); None on ranks that do not emit."""
+    """Yield each whole weight in the dtype beside it, in their order (collective); None on ranks that do not emit."""
     finish: Finish | None = None
     for batch in _batches(weights):
         following = _start(batch, emits) if _is_sharded(batch[0][0]) else _alone(batch, emits)
@@ -30,12 +30,12 @@ def in_batches(weights: Wanted, emits: bool) -> Iterator[Tensor | None]:
 
 
 def _is_sharded(weight: Tensor) -> bool:
-    """Whether several ranks have some rows of it each, and nothing else divides it."""
+    """Return whether several ranks have some rows of it each, and it is not divided in another way."""
     return isinstance(weight, DTensor) and weight.placements == (Shard(0),) and weight.device_mesh.size() > 1
 
 
 def _batches(weights: Wanted) -> Iterator[Wanted]:
-    """Neighbours that can travel together."""
+    """Yield neighbours that can be transferred together."""
     batch: list[tuple[Tensor, torch.dtype]] = []
     size = 0
     for weight, dtype in weights:
@@ -52,7 +52,7 @@ def _batches(weights: Wanted) -> Iterator[Wanted]:
 
 @torch.no_grad()
 def _start(batch: Wanted, emits: bool) -> Finish:
-    """Begin to gather; each rank sends its rows in the wanted dtype, filled up to those of the first rank."""
+    """Start to gather. Each rank sends its rows in the target dtype, padded to the size of the first rank's."""
     dtype, first = batch[0][1], batch[0][0]
     assert isinstance(first, DTensor)
     num_ranks, mine = first.device_mesh.size(), first.to_local()
@@ -76,9 +76,9 @@ def _start(batch: Wanted, emits: bool) -> Finish:
 def _alone(batch: Wanted, emits: bool) -> Finish:
     def finish() -> Iterator[Tensor | None]:
         for weight, dtype in batch:
-            weight = weight.detach()  # rather than without gradients, which a generator switches at each tensor
+            weight = weight.detach()  # faster than no_grad, which a generator would switch at each tensor
             if isinstance(weight, DTensor) and weight.device_mesh.size() > 1:
-                full = whole(weight.to(dtype))  # cast first: half the bytes on the wire
+                full = whole(weight.to(dtype))  # cast first: half the bytes to send
             else:
                 full = whole(weight).to(dtype)
             yield full if emits else None

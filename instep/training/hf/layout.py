@@ -1,4 +1,4 @@
-"""How the samples of a stream are run through a model of transformers: packed where it can be, else padded in rows."""
+"""How a transformers model runs the samples of a stream: packed if possible, otherwise in padded rows."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _SIGNS = ("DefaultCPUAllocator", "gloo/", "CUDA error", "NCCL error")
 
 @dataclass(frozen=True)
 class Layout:
-    """One way to run samples.
+    """One layout of samples.
 
     Attributes:
         attention: the name of the attention in transformers.
         packed: all samples are one row.
         batched: samples of similar length are rows of one pass, with padding on the right, which a causal model does
-            not see; otherwise each is a pass of its own.
+            not see; otherwise each sample has its own pass.
     """
 
     attention: str
@@ -61,15 +61,15 @@ def _packed(
     packed_max_seqlen: int = 0,
     packed_shared: SharedPrefixes | None = None,
     sliding_window: int | None = None,
-    **other: Any,  # among them dropout, which the engine does not have either
+    **other: Any,  # also dropout, which the engine does not use either
 ) -> tuple[Tensor, None]:
-    """An attention of transformers: `[1, heads, num_tokens, head_dim]` -> `[1, num_tokens, heads, head_dim]`."""
+    """Run an attention for transformers: `[1, heads, num_tokens, head_dim]` -> `[1, num_tokens, heads, head_dim]`."""
     if packed_cu_seqlens is None:
-        raise Unfit("its layers do not hand the packed segments on to their attention")
+        raise Unfit("its layers do not pass the packed segments to their attention")
     check_plain(other)
     if attention_mask is not None:
         if attention_mask.ndim:
-            raise Unfit("its attention has a mask of its own")
+            raise Unfit("its attention uses its own mask")
         sliding_window = int(attention_mask)  # see `_window`
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     width = v.shape[-1]
@@ -89,16 +89,16 @@ def _packed(
 
 
 def _window(*, local_size: int | None = None, config: Any = None, use_vmap: bool = False, **_: Any) -> Tensor | None:
-    """What transformers takes for a layer's mask: nothing, or the size of its window. Not all models tell it twice."""
+    """Return transformers' mask of a layer: None, or the size of its window. Not all models give it twice."""
     if use_vmap or (local_size is not None and local_size != getattr(config, "sliding_window", None)):
-        raise Unfit("its attention has a mask of its own")
+        raise Unfit("its attention uses its own mask")
     return None if local_size is None else torch.tensor(local_size)
 
 
 def _rows(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **other: Any
 ) -> tuple[Tensor, None]:
-    """PyTorch's fused attention, which would leave out what it does not know."""
+    """Run PyTorch's fused attention; refuse options that it would ignore."""
     check_plain(other)
     return sdpa_attention_forward(module, query, key, value, attention_mask, **other)
 
@@ -111,22 +111,22 @@ ALL_MASK_ATTENTION_FUNCTIONS.register("instep_rows", sdpa_mask)
 
 @contextlib.contextmanager
 def own_errors() -> Iterator[None]:
-    """Whatever a model of transformers raises that cannot be built or run in a layout becomes `Unfit`."""
+    """Turn any error of a transformers model that cannot be built or run in a layout into `Unfit`."""
     try:
         yield
     except (ValueError, ImportError, KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
         if isinstance(error, _OF_THE_MACHINE) or any(sign in str(error) for sign in _SIGNS):
             raise
         if PACKED.attention in str(error):
-            raise Unfit("its attention cannot be exchanged for one over packed segments") from error
-        why = f"transformers cannot run it so ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+            raise Unfit("its attention cannot be replaced by packed attention") from error
+        why = f"transformers cannot run it like this ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
         raise Unfit(why) from error
 
 
 def body_of(model: PreTrainedModel) -> nn.Module:
-    """The model without its head, which gives hidden states."""
+    """Return the model without its head; it returns hidden states."""
     body: nn.Module = model.base_model
-    return model.model if body is model else body  # Llama-4's base_model is itself
+    return model.model if body is model else body  # base_model of Llama-4 is the model itself
 
 
 def run_packed(
@@ -137,7 +137,7 @@ def run_packed(
     max_seqlen: int,
     shared: SharedPrefixes | None = None,
 ) -> Tensor:
-    """The hidden states of a stream in one pass, `[num_tokens, width]`; of `shared.kept` alone if that is given."""
+    """Return the hidden states of a stream in one pass, `[num_tokens, width]`; with `shared`, only of `shared.kept`."""
     if shared is None:  # layers are compiled for one kind of arguments
         shared = nothing_shared(cu_seqlens, max_seqlen, len(tokens))
     else:
@@ -157,17 +157,17 @@ def run_packed(
 def run_rows(
     model: PreTrainedModel, tokens: Tensor, cu_seqlens: Tensor, batched: bool, num_passes: Callable[[int], int]
 ) -> Tensor:
-    """The hidden states of a stream `[num_tokens, width]`, whose samples are rows.
+    """Return the hidden states of a stream `[num_tokens, width]`, with samples as rows.
 
     Args:
-        num_passes: how many passes any rank makes, from this rank's own number. Sharded layers are gathered in every
-            pass, so that ranks with fewer make idle ones.
+        num_passes: returns the most passes of any rank, from this rank's number. Sharded layers are gathered in every
+            pass, so ranks with fewer passes add idle ones.
     """
     starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
     sizes = lengths.tolist()
     body = body_of(model)
     chunks = chunks_of(sizes) if batched else [[i] for i in range(len(sizes))]
-    num_idle = num_passes(len(chunks)) - len(chunks)  # asked before any pass: both are collective
+    num_idle = num_passes(len(chunks)) - len(chunks)  # called before any pass: both are collective
     states, places = [], []
     for chunk in chunks:
         which = torch.tensor(chunk, device=tokens.device)

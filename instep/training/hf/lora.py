@@ -1,6 +1,6 @@
 """LoRA (arXiv:2106.09685): a linear layer computes `W x + alpha / rank * B A x`, and only A and B are trained.
 
-The adapted layer keeps the name of its weight, so that loading, sharding and syncing the base know nothing of adapters.
+The adapted layer keeps the name of its weight. So loading, sharding and syncing of the base do not depend on adapters.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PEFT = "base_model.model."  # before the names of peft's tensors
 
 
 class _Factor(nn.Linear):
-    """A float32 factor of an adapter, which computes in the type of its input; FSDP2 may have cast it already."""
+    """A float32 factor of an adapter; it computes in the type of its input. FSDP2 may have cast it already."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.to(x.dtype))
@@ -59,7 +59,7 @@ class LoraLinear(nn.Linear):
 def attach(model: PreTrainedModel, lora: Lora, seed: int) -> None:
     """Freeze `model`, and give its linear layers adapters: all but the output layer and KV_B, or those of `lora`.
 
-    The random A depend on `seed` alone, not on the ranks. B is 0, so that the policy begins as the base.
+    The random A depend on `seed` alone, not on the ranks. B is 0, so the policy starts as the base.
 
     Raises:
         ConfigError: a name belongs to no linear layer.
@@ -71,16 +71,16 @@ def attach(model: PreTrainedModel, lora: Lora, seed: int) -> None:
     found = {name: [n for n in linear if n == name or n.endswith(f".{name}")] for name in wanted}
     if not linear:
         raise ConfigError(
-            f"{type(model).__name__} has no linear layers that an adapter could be given to",
+            f"{type(model).__name__} has no linear layers for an adapter",
             where="--lora-rank",
-            remedy="leave it out, or take another model (docs/lora.md)",
+            remedy="remove it, or use another model (docs/lora.md)",
         )
     if missing := [name for name, modules in found.items() if not modules]:
         known = ", ".join(sorted({n.rpartition(".")[2] for n in linear}))
         raise ConfigError(
-            f"no linear layer of {type(model).__name__} is called {missing[0]!r}",
+            f"{type(model).__name__} has no linear layer {missing[0]!r}",
             where="--lora-target-modules",
-            remedy=f"name some of {known}; or leave it out, for all of them",
+            remedy=f"name some of {known}; or remove it, for all of them",
         )
     generator = torch.Generator().manual_seed(seed)
     chosen = {n for modules in found.values() for n in modules}
@@ -90,19 +90,19 @@ def attach(model: PreTrainedModel, lora: Lora, seed: int) -> None:
 
 
 def adapted(model: nn.Module) -> dict[str, LoraLinear]:
-    """The layers with an adapter, by name."""
+    """Return the layers with an adapter, by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
 
 
 def adapter_weights(model: nn.Module) -> dict[str, Tensor]:
-    """A and B of each layer by name, in the order of the layers; under FSDP2 each is this rank's shard."""
+    """Return A and B of each layer by name, in the order of the layers; with FSDP2, this rank's shard."""
     names = [f"{name}.lora_{x}.weight" for name in adapted(model) for x in "AB"]
     state = model.state_dict(keep_vars=True)
     return {name: state[name] for name in names}
 
 
 class AdapterSource(WeightSource):
-    """A `WeightSource` of the adapter alone, under peft's names; `config` is peft's `adapter_config.json`."""
+    """A `WeightSource` of only the adapter, under peft's names; `config` is peft's `adapter_config.json`."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, emits: bool, config: dict[str, Any]):
         self._weights, self.emits, self.config = adapter_weights(model), emits, config
@@ -116,9 +116,9 @@ class AdapterSource(WeightSource):
 
 
 def merged(model: nn.Module) -> Callable[[str], Tensor | None]:
-    """A function that gives the `alpha / rank * B A` of the layer whose weight has a name, in float32; collective.
+    """Return a function from a weight's name to its layer's `alpha / rank * B A`, in float32; collective.
 
-    It gives None for weights without an adapter.
+    The function returns None for weights without an adapter.
     """
     layers = {f"{name}.weight": (name, layer.scaling) for name, layer in adapted(model).items()}
     weights = adapter_weights(model)
@@ -135,10 +135,10 @@ def merged(model: nn.Module) -> Callable[[str], Tensor | None]:
 
 
 class Earlier:
-    """The policy with its adapter off, or with a former one: a reference that needs no second copy of the base.
+    """The policy with its adapter off, or with an earlier one: a reference that needs no second copy of the base.
 
     Args:
-        forward_only: the backend's.
+        forward_only: the method of the backend.
     """
 
     is_adapter = True
@@ -152,13 +152,13 @@ class Earlier:
             return self._forward_only(micro_batches, entropy=entropy)
 
     def offload(self, *, weights: bool = True) -> None:
-        """No-op: the weights are the policy's."""
+        """Do nothing: the weights belong to the policy."""
 
     def onload(self, *, optimizer: bool = True) -> None:
-        """No-op."""
+        """Do nothing."""
 
     def load_hf(self, folder: Path) -> None:
-        """From now on be the policy with the adapter in `folder`. Raises CheckpointError if it is another one's."""
+        """Use the adapter in `folder` from now on. Raises CheckpointError if it belongs to another model."""
         theirs = read_adapter(folder)
         model = self._model
         former: dict[str, Tensor] = {}
@@ -166,8 +166,8 @@ class Earlier:
             full = theirs.get(PEFT + name)
             if full is None or full.shape != weight.shape:
                 what = f"{name!r} is missing" if full is None else f"{name!r} is {list(full.shape)} there"
-                remedy = "give the adapter's own flags (--lora-rank, --lora-target-modules)"
-                raise CheckpointError(f"this adapter is of another form: {what}", where=str(folder), remedy=remedy)
+                remedy = "give the flags of the adapter (--lora-rank, --lora-target-modules)"
+                raise CheckpointError(f"this adapter has another form: {what}", where=str(folder), remedy=remedy)
             former[name] = shard(weight, full).to(weight.device, weight.dtype)
         self._former = former
 

@@ -1,4 +1,4 @@
-"""The weights that a policy computes with, where they are an engine's own (`--weight-sync single-copy`) or a copy."""
+"""The weights for the passes of a policy, if they are an engine's own (`--weight-sync single-copy`) or a copy."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from instep.weights.memory import EngineMemory, unlike
 from instep.weights.parking import give_back
 from instep.weights.source import Samples, Weights, names_of
 
-Piece = tuple[str, Tensor, Tensor]  # a name, what the model computes with, and the masters of it
+Piece = tuple[str, Tensor, Tensor]  # a name, the model's tensor, and its masters
 
 
 class Mirror:
     """Float32 masters, which the optimizer steps, and a model in the serving dtype that follows them.
 
     The first session makes that model's parameters views of the engine's memory. From then on forward and backward
-    passes read the engine's weights, and `refresh` writes the masters through to them, each rank its shard. It does so
-    in a session, and between two optimizer steps of a rollout, when the engine is paused (`WeightSync.hold`).
+    passes read the engine's weights, and `refresh` writes the masters into them, each rank its shard. It does so in a
+    session, and between two optimizer steps of a rollout, when the engine is paused (`WeightSync.hold`).
 
     Args:
         masters: plain, or sharded over all ranks; its parameters' gradients are set here.
@@ -46,7 +46,7 @@ class Mirror:
         self._sampler: Sampler | None = None  # of the same memory
         self._views: set[str] = set()  # the names of the parameters that are views of it
         self._everywhere: set[str] = set()  # of those that are views on all ranks that can reach an engine's memory
-        self._shared = False  # whether all ranks have all views in memory of all, so that each writes its shard
+        self._shared = False  # whether all ranks have all views in memory of all: then each writes its shard
         self._index, self._others = 0, False  # the worker whose memory is viewed; whether a rank has another one, too
         self._gradients: dict[nn.Parameter, Tensor] = {}
         self._same, self._cut = self._pieces()
@@ -56,7 +56,7 @@ class Mirror:
                 parameter.register_post_accumulate_grad_hook(self._take)
 
     def _take(self, parameter: nn.Parameter) -> None:
-        """Add up the gradient in float32, and free it."""
+        """Add the gradient in float32, and free it."""
         assert parameter.grad is not None
         gradient, held = local(parameter.grad), self._gradients.get(parameter)
         self._gradients[parameter] = gradient.float() if held is None else held.add_(gradient)
@@ -64,7 +64,7 @@ class Mirror:
 
     @property
     def gradients(self) -> list[Tensor]:
-        """Those that `hand_over_gradients` will hand over; none where the masters have them."""
+        """The gradients that `hand_over_gradients` will pass on; empty if the masters have them."""
         return list(self._gradients.values())
 
     def forget_gradients(self) -> None:
@@ -85,12 +85,12 @@ class Mirror:
                 master.grad = gradient
 
     def changed(self) -> None:
-        """The masters have changed."""
+        """Note that the masters have changed."""
         self._stale = not self._is_one
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Write the masters through to the model, if they have changed (collective)."""
+        """Write the masters into the model, if they have changed (collective)."""
         if not self._stale:
             return
         for _, part, master in self._gathered(self._cut):
@@ -98,13 +98,13 @@ class Mirror:
         if self._same:
             torch._foreach_copy_([part for _, part, _ in self._same], [master for _, _, master in self._same])
         if self._memory is not None and not self._memory.on_gpus and dist.get_world_size() > 1:
-            dist.barrier()  # all ranks have written into what they share
+            dist.barrier()  # all ranks have written into the shared memory
         self._stale = False
 
     def _pieces(self) -> tuple[list[Piece], list[Piece]]:
-        """What this rank computes with, and its masters: pieces that are alike, and those to be gathered.
+        """Return this rank's tensors of the model and their masters: pieces with equal division, and pieces to gather.
 
-        They are found once for each memory: to look through hundreds of DTensors takes longer than to write them.
+        They are found once for each memory: a search of hundreds of DTensors takes longer than writing them.
         """
         if self._is_one:
             return [], []
@@ -123,7 +123,7 @@ class Mirror:
         return same, cut
 
     def _gathered(self, cut: list[Piece]) -> Iterator[Piece]:
-        """Pieces of which other ranks have a part of the masters, in the model's dtype (collective)."""
+        """Yield pieces whose masters are partly on other ranks, in the model's dtype (collective)."""
         wholes = in_batches([(master, tensor.dtype) for _, tensor, master in cut], emits=True)
         for (name, tensor, _), full in zip(cut, wholes, strict=True):
             assert full is not None
@@ -131,13 +131,13 @@ class Mirror:
 
     @torch.no_grad()
     def write_into(self, memory: EngineMemory, names: Mapping[str, str]) -> Samples:
-        """Write all weights into the engines' memory, of which the model's parameters become views (collective).
+        """Write all weights into the engines' memory; the model's parameters become views of it (collective).
 
         Args:
             names: of the weights in the memory, by the model's names.
 
         Returns:
-            What workers must find there; see `WeightSource.write_into`.
+            The content that workers must find there; see `WeightSource.write_into`.
         """
         if memory is not self._memory:
             self._move_into(memory, names)
@@ -151,14 +151,14 @@ class Mirror:
 
     @torch.no_grad()
     def unlike(self, memory: EngineMemory, names: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
-        """Whether a bit of the memory is not as `write_into` leaves it, by name (collective)."""
+        """Return whether a bit of the memory differs from the result of `write_into`, by name (collective)."""
         for name, part, master in chain(self._same, self._gathered(self._cut)):
             yield names.get(name, name), unlike(part, master)
         for name, full in self._written_apart(memory, names):
             yield names[name], memory.unlike(names[name], full)
 
     def _written_apart(self, memory: EngineMemory, names: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
-        """The weights that are no view everywhere, whole, on the ranks that write them (collective)."""
+        """Yield whole weights that are not views on all ranks, on the ranks that write them (collective)."""
         for name, tensor, _ in self._pairs:
             if name in names and (self._others or name not in self._everywhere):
                 full = whole(tensor)
@@ -166,7 +166,7 @@ class Mirror:
                     yield name, full
 
     def _move_into(self, memory: EngineMemory, names: Mapping[str, str]) -> None:
-        """Make the parameters views of an engine's memory, as far as they lie there in one piece."""
+        """Make the parameters views of an engine's memory, if they are stored there in one piece."""
         mesh = next((t.device_mesh for _, t, _ in self._pairs if isinstance(t, DTensor)), None)
         own = mesh is not None and not memory.on_gpus and mesh.size() == len(memory.slices)
         self._index = mesh.get_local_rank() if mesh is not None and own else 0  # on a CPU each rank of TP has its own
@@ -186,22 +186,22 @@ class Mirror:
         self._shared = not memory.on_gpus and len(self._everywhere) == len(self._pairs)
         self._memory = memory
         self._same, self._cut = self._pieces()
-        give_back(next(self.compute.parameters()).device)  # what the parameters were
+        give_back(next(self.compute.parameters()).device)  # free the former parameters
         self.changed()
 
 
 def _divided(tensor: Tensor) -> bool:
-    """Whether each data-parallel rank has a shard of it."""
+    """Return whether each data-parallel rank has a shard of it."""
     return isinstance(tensor, DTensor) and num_dp(tensor.device_mesh) > 1
 
 
 def _here(tensor: Tensor) -> Tensor:
-    """As `local`, where nobody wants gradients: hundreds of `to_local` take longer than the writing."""
+    """Return `local` without gradients: hundreds of `to_local` take longer than the writing."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _point(tensor: Tensor, view: Tensor) -> None:
-    """Let a parameter, or what this rank holds of it, be `view`; what it was is freed."""
+    """Replace a parameter, or this rank's part of it, by `view`, and free the old memory."""
     if isinstance(tensor, DTensor):
         tensor._local_tensor = view
     else:
@@ -209,12 +209,12 @@ def _point(tensor: Tensor, view: Tensor) -> None:
 
 
 class MirroredSource(HfWeightSource):
-    """The masters in the serving dtype, for exports; a session writes them through."""
+    """The masters in the serving dtype, for exports; a session writes them into the engine."""
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype, names: CheckpointNames, mirror: Mirror):
         super().__init__(model, dtype, names)
         self._mirror = mirror
-        # The names in a checkpoint of the model's parameters that are a weight each.
+        # The checkpoint names of parameters that hold one weight each.
         self._plain = {g.model[0]: g.checkpoint[0] for g in names.groups if g.converter is None}
 
     def write_into(self, memory: EngineMemory) -> Samples:
@@ -227,19 +227,20 @@ class MirroredSource(HfWeightSource):
         return plain + names_of(self._unlike(memory, self._converted()))
 
     def _converted(self) -> Weights:
-        """The weights that a parameter does not hold as they are (collective)."""
+        """Yield the weights that a parameter holds in another form (collective)."""
         return self._gathered([pair for pair in self._groups if pair[0].converter is not None])
 
 
 def blank(policy: Policy, device: torch.device) -> Policy:
-    """The policy on `device`, whose parameters are yet to be written: what they are now is not copied."""
+    """Return the model on `device` with parameters that are not written yet: their present content is not copied."""
     for parameter in policy.parameters():
         parameter.data = torch.empty_like(parameter, device=device)
     return policy.to(device)
 
 
 def like_sharded(copy: Policy, masters: Policy, dtype: torch.dtype) -> None:
-    """Let the copy compute as under FSDP2: with the masters' buffers, which are not rounded, and weights in `dtype`."""
+    """Make the copy compute as under FSDP2: with the masters' buffers, which are not rounded, and weights in
+    `dtype`."""
     for module, twin in zip(copy.modules(), masters.modules(), strict=True):
         module._buffers.update(twin._buffers)
     for parameter in copy.parameters():

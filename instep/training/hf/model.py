@@ -1,4 +1,4 @@
-"""A decoder-only `AutoModelForCausalLM` as a policy; docs/models.md lists what was tried."""
+"""A decoder-only `AutoModelForCausalLM` as a policy; docs/models.md lists the tested models."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from instep.training.packed_attention import rows
 from instep.training.packing import SharedPrefixes, within
 
 _LOGIT_ELEMENTS = 2**28  # logits of a chunk, on a rank; they and their gradients need at most 2 GiB
-_KEPT = [  # with selective recomputation: what costs time to make again; norms, rotations and gates are made again
+_KEPT = [  # selective recomputation keeps slow results; norms, rotations and gates are computed again
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
@@ -38,8 +38,8 @@ _KEPT = [  # with selective recomputation: what costs time to make again; norms,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.instep.packed_attention.default,
 ]
-# Whether reductions along rows and along columns become one kernel must not depend on the number of tokens, or there
-# are other kernels, and a compilation, on each side of several thresholds.
+# Whether reductions along rows and along columns become one kernel must not depend on the number of tokens. Otherwise
+# there are other kernels, and a compilation, on each side of several thresholds.
 _COMPILED = {"triton.mix_order_reduction_non_strict_mode": True}
 
 
@@ -53,18 +53,18 @@ def _refuse(name: str, why: str, cause: Exception | None = None) -> NoReturn:
 
 
 class Policy(nn.Module):
-    """The model, which computes log-probs of response tokens only, with the logits of one chunk of them at a time.
+    """The model. It computes log-probs only of response tokens, with the logits of one chunk of them at a time.
 
-    `recompute` is None, "full" (each layer is computed again in the backward pass) or "selective" (but for its matrix
+    `recompute` is None, "full" (the backward pass computes each layer again) or "selective" (except for its matrix
     products and attention). With `compiles`, the layers of packed samples run as compiled code, the same for any number
     and division of tokens.
 
-    As a critic (`value_head`) its output layer has one row, and its outputs are values. It is one root module, so that
+    A critic (`value_head`) has an output layer of one row, and its outputs are values. The model is one root module, so
     FSDP2's hooks see one forward pass per micro-batch. `max_model_len` is that of the engines: see `models.rope`.
 
     Attributes:
-        layout: how samples are run; packed until `choose_layout` has found out.
-        remark: a line for the user where the layout is a slower one, else empty.
+        layout: how samples run; packed until `choose_layout` has chosen.
+        remark: a line for the user if the layout is a slower one, otherwise empty.
         num_passes: see `layout.run_rows`.
     """
 
@@ -91,7 +91,7 @@ class Policy(nn.Module):
             try:
                 model = _build(config, ALONE.attention, dtype, trust_remote_code)
             except Unfit as error:
-                remedy = "use a decoder-only model of transformers"
+                remedy = "use a decoder-only transformers model"
                 raise ConfigError(f"{config.model_type}: {error}", where="hf_config", remedy=remedy) from error
         self.value_head = value_head
         if value_head:
@@ -106,14 +106,14 @@ class Policy(nn.Module):
         self.num_passes: Callable[[int], int] = int
         self._own_head = False  # whether logits are more than the output embedding
         self.parallel: TensorParallel | None = None
-        # Dropout stays off, in modules and in functions: the engine, whose distribution this must be, has none.
+        # Dropout stays off, in modules and in functions: the engine has none, and both must have the same distribution.
         self.model.eval()
-        if recompute == "selective":  # the compiler is to know what is kept
+        if recompute == "selective":  # the compiler must know what is kept
             _recompute_layers(self.model, context_fn=functools.partial(create_selective_checkpoint_contexts, _KEPT))
         if compiles:
             for layer in decoder_layers(self.model):
                 layer.forward = torch.compile(layer.forward, dynamic=True, options=_COMPILED)
-        if recompute == "full":  # transformers' own switch asks for train()
+        if recompute == "full":  # transformers' own switch requires train()
             _recompute_layers(self.model)
 
     def parallelize(self, mesh: DeviceMesh) -> None:
@@ -134,20 +134,20 @@ class Policy(nn.Module):
         check: bool = False,
         with_logits: bool = False,
     ) -> tuple[Tensor | None, ...]:
-        """The fields of `TokenOutputs` for `targets`, as a tuple, which FSDP2 understands.
+        """Compute the fields of `TokenOutputs` for `targets`, as a tuple, which FSDP2 supports.
 
         Args:
             shared: common prefixes of samples run through the model once; only their keys and values are copied.
             check: run `choose_layout` first.
-            with_logits: also give the logits of the whole stream, float32 `[1, num_tokens, V]`; not with `shared`.
+            with_logits: also return the logits of the whole stream, float32 `[1, num_tokens, V]`; not with `shared`.
         """
         if check:
             self.choose_layout(tokens.device)
         if not self.layout.packed:
-            with torch.compiler.set_stance("force_eager"):  # each of its shapes would be compiled
+            with torch.compiler.set_stance("force_eager"):  # otherwise each of its shapes would be compiled
                 states = run_rows(self.model, tokens, cu_seqlens, self.layout.batched, self.num_passes)
         else:
-            with symbolic_shapes.patch(use_duck_shape=False):  # sizes that happen to be equal stay independent
+            with symbolic_shapes.patch(use_duck_shape=False):  # sizes that are equal by chance stay independent
                 states = run_packed(self.model, tokens, position_ids, cu_seqlens, max_seqlen, shared)
             positions = positions if shared is None else shared.copies[positions]
         if with_logits:
@@ -163,7 +163,7 @@ class Policy(nn.Module):
         )  # fmt: skip
 
     def _logits(self, states: Tensor) -> Tensor:
-        """The model's logits of hidden states `[num_tokens, width]`, with its scale, cap or whatever its head has."""
+        """Return the model's logits of hidden states `[num_tokens, width]`, with the scale, cap, ... of its head."""
         if not self._own_head:
             logits: Tensor = self.model.get_output_embeddings()(states)
             return logits
@@ -199,13 +199,13 @@ class Policy(nn.Module):
     @torch.no_grad()
     @torch.compiler.set_stance("force_eager")
     def choose_layout(self, device: torch.device) -> None:
-        """Take the first layout whose hidden states are those of each sample alone in the model's own attention.
+        """Choose the first layout that gives the same hidden states as each sample alone in the model's own attention.
 
         Raises:
             ConfigError: the model is not causal, or its logits do not follow from its last hidden states.
         """
         name = type(self.model).__name__
-        lengths = torch.tensor([3, 4] * 3, device=device)  # short, so that what leaks reaches most tokens
+        lengths = torch.tensor([3, 4] * 3, device=device)  # short, so that a leak reaches most tokens
         bounds = F.pad(lengths.cumsum(0), (1, 0)).int()
         tokens = torch.arange(3, 3 + 7 * int(bounds[-1]), 7, device=device) % self.vocab_size
         whole, changed = bounds[[0, -1]], tokens.clone()
@@ -226,13 +226,13 @@ class Policy(nn.Module):
             try:
                 if not _differ(self._states(layout, tokens, bounds), expected):
                     break
-                reasons.append("a segment's hidden states are not those that it has alone")
+                reasons.append("a segment's hidden states depend on other segments")
             except Unfit as error:
                 reasons.append(str(error))
         self.remark = "" if layout.packed else f"{name} is trained {layout}, which is slower: {reasons[0]}"
 
     def _states(self, layout: Layout, tokens: Tensor, bounds: Tensor) -> Tensor:
-        """The hidden states of a stream in `layout`, which stays."""
+        """Return the hidden states of a stream in `layout`, and keep this layout."""
         self.layout, self.model.config._attn_implementation = layout, layout.attention
         lengths = bounds.diff()
         with own_errors():
@@ -258,7 +258,7 @@ def _build(config: PretrainedConfig, attention: str, dtype: torch.dtype, trust_r
 
 
 def _differ(states: Tensor, expected: Tensor) -> bool:
-    """Whether more than a quarter of the tokens `[num_tokens, width]` differ by more than rounding.
+    """Return whether more than a quarter of the tokens `[num_tokens, width]` differ by more than rounding.
 
     A few may: near a tie, rounding sends a token to another expert of a mixture.
     """
@@ -270,14 +270,14 @@ def _differ(states: Tensor, expected: Tensor) -> bool:
 
 
 def _recompute_layers(model: PreTrainedModel, **options: Any) -> None:
-    """Let each layer keep its inputs only, and compute the rest again in the backward pass; names stay as they are.
+    """Make each layer keep only its inputs, and compute the rest again in the backward pass; names do not change.
 
     Args:
         options: of `torch.utils.checkpoint.checkpoint`; its `context_fn` may keep more.
     """
     layers = decoder_layers(model)
     if not layers:
-        _refuse(type(model).__name__, "it has no layers that could be recomputed: leave --recompute-granularity out")
+        _refuse(type(model).__name__, "it has no layers to recompute: remove --recompute-granularity")
     for layer in layers:
         layer.forward = functools.partial(
             checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False, **options

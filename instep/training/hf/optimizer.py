@@ -1,10 +1,10 @@
 """AdamW (arXiv:1711.05101), whose moments may be kept in 8 bits, in pinned host memory, or both.
 
-Moments in 8 bits are those of arXiv:2110.02861: blocks of 256 numbers, each block with a scale of its own, each number
-as one of 256 values that lie the denser the smaller they are. Two things differ. The scale is the block's largest
-number with its sign, which then is exactly 1: numbers that were read and are written again stay as they are, so that a
-checkpoint holds moments in float32 whatever the kind, and any kind goes on from it. And a second moment above zero
-never becomes zero, which would make the step of its weight a thousand times too large.
+Moments in 8 bits follow arXiv:2110.02861: blocks of 256 numbers with one scale each; a number is one of 256 values,
+which are denser near 0. Two details differ. First, the scale is the block's largest number with its sign, which is then
+exactly 1. So numbers that are read and written again do not change: a checkpoint holds moments in float32 for any kind,
+and any kind can resume from it. Second, a second moment above zero never becomes zero: that would make the step of its
+weight a thousand times too large.
 
 On a GPU a step with 8 bits is one compiled kernel, which reads and writes weights and codes once and needs no memory.
 """
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 
 EIGHT_BITS = "adamw_8bit"
 BLOCK = 256
-SMALLEST = 4096  # elements of a parameter whose moments are worth 8 bits
+SMALLEST = 4096  # smaller parameters keep their moments in float32
 _PIECE = 2**23  # elements whose moments are on the device, or unpacked, at a time; a multiple of BLOCK
-_RESIDENT = 4  # pieces that the compiled kernel steps at a time where nothing is brought: it unpacks into registers
+_RESIDENT = 4  # pieces per call of the compiled kernel if nothing is copied: it unpacks into registers
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def adamw_of(policy: nn.Module, args: Settings) -> torch.optim.AdamW:
-    """The optimizer of the parameters that are trained: decoupled weight decay, not for biases and other 1-D ones.
+    """Return the optimizer of the trained parameters: decoupled weight decay, except for biases and other 1-D ones.
 
-    Moments exist from the start, so that a checkpoint has them before the first step and memory does not grow later.
+    Moments exist from the start. So a checkpoint has them before the first step, and memory does not grow later.
     """
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}  # a fused step takes tensors of one mesh
     for name, p in policy.named_parameters():
@@ -59,20 +59,20 @@ def adamw_of(policy: nn.Module, args: Settings) -> torch.optim.AdamW:
 
 
 def saved_state(optimizer: torch.optim.AdamW, p: nn.Parameter) -> dict[str, Tensor]:
-    """The step and the moments of a parameter in float32, for a checkpoint; `load_state` takes them back."""
+    """Return the step and the moments of a parameter in float32, for a checkpoint; `load_state` reads them back."""
     if isinstance(optimizer, PiecewiseAdamW):
         return optimizer.unpacked(p)
     return optimizer.state[p]
 
 
 def load_state(optimizer: torch.optim.AdamW, p: nn.Parameter, saved: dict[str, Tensor]) -> None:
-    """Take what a checkpoint has put into the tensors of `saved_state`."""
+    """Copy what a checkpoint has put into the tensors of `saved_state` into the optimizer."""
     if isinstance(optimizer, PiecewiseAdamW):
         optimizer.pack(p, saved)
 
 
 class _Piece(NamedTuple):
-    """Elements of a parameter, of its gradient, and what is stored of their moments."""
+    """Elements of a parameter and of its gradient, and their stored moments."""
 
     group: dict[str, Any]
     step: Tensor
@@ -82,9 +82,9 @@ class _Piece(NamedTuple):
     stored: dict[str, Tensor]
 
     def part(self, start: int, stop: int) -> _Piece:
-        """Elements [start, stop), of which both are a multiple of BLOCK, or `stop` is the end or beyond it."""
+        """Return elements [start, stop). Both are multiples of BLOCK, or `stop` is at the end or beyond it."""
         here, blocks = slice(start, stop), slice(start // BLOCK, -(-stop // BLOCK))
-        full = slice(start, blocks.stop * BLOCK)  # codes are filled up to whole blocks
+        full = slice(start, blocks.stop * BLOCK)  # codes are padded to whole blocks
         stored = {name: t[blocks if name.endswith("_scale") else full] for name, t in self.stored.items()}
         return self._replace(weight=self.weight[here], grad=self.grad[here], stored=stored)
 
@@ -93,7 +93,7 @@ class PiecewiseAdamW(torch.optim.AdamW):
     """AdamW that brings moments to the device, or unpacks them, a piece of a parameter at a time.
 
     The state of a parameter is flat: `exp_avg` and `exp_avg_sq` are float32, or uint8 with `exp_avg_scale` and
-    `exp_avg_sq_scale`, filled up to whole blocks; of a sharded parameter they are this rank's part.
+    `exp_avg_sq_scale`, padded to whole blocks. For a sharded parameter they are this rank's part.
 
     Args:
         offload: moments are in pinned host memory.
@@ -110,7 +110,7 @@ class PiecewiseAdamW(torch.optim.AdamW):
         compiles: bool = True,
     ):
         super().__init__(parts, **options)
-        self.clip = 1.0  # what the gradients of the next step are multiplied with
+        self.clip = 1.0  # the gradients of the next step are multiplied by this
         self.offload = offload
         self.compiles = compiles and any(p.is_cuda for group in self.param_groups for p in group["params"])
         for p in (p for group in self.param_groups for p in group["params"]):
@@ -159,9 +159,9 @@ class PiecewiseAdamW(torch.optim.AdamW):
                     yield whole.part(start, start + length)
 
     def _brought(self, pieces: Iterable[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-        """Each piece on the device, from where what has been written is taken back.
+        """Yield each piece on the device, and copy its results back afterwards.
 
-        Two streams copy in and out while a third computes; three slots of buffers go round.
+        Two streams copy in and out while a third computes; three slots of buffers are used in turn.
         """
         if not self.offload:
             yield from pieces
@@ -173,7 +173,7 @@ class PiecewiseAdamW(torch.optim.AdamW):
         def fetch(index: int, host: dict[str, Tensor]) -> None:
             slot = slots[index % 3]
             if slot.make_room(host):
-                inward.wait_stream(main)  # which may still use what was there before
+                inward.wait_stream(main)  # which may still use the former content
             inward.wait_event(slot.left)
             with torch.cuda.stream(inward):
                 slot.copy_in(host)
@@ -192,11 +192,11 @@ class PiecewiseAdamW(torch.optim.AdamW):
 
         for index, host in enumerate(pieces):
             fetch(index, host)
-            if len(waiting) == 2:  # one is on its way while the other is computed with
+            if len(waiting) == 2:  # one is in transfer while the other is computed with
                 yield from give_out()
         while waiting:
             yield from give_out()
-        torch.cuda.synchronize()  # the host may read the moments, and the buffers be freed
+        torch.cuda.synchronize()  # the host may read the moments, and the buffers may be freed
 
     def unpacked(self, p: nn.Parameter) -> dict[str, Tensor]:
         moments = {name: self.moment(p, name) for name in MOMENTS}
@@ -206,17 +206,18 @@ class PiecewiseAdamW(torch.optim.AdamW):
 
     def pack(self, p: nn.Parameter, saved: dict[str, Tensor]) -> None:
         for name in MOMENTS:
-            if f"{name}_scale" in self.state[p]:  # else it was written in place
+            if f"{name}_scale" in self.state[p]:  # otherwise it was written in place
                 self.set_moment(p, name, local(saved[name]))
 
     def moment(self, p: Tensor, name: str) -> Tensor:
-        """A moment of this rank's part of a parameter in float32: a copy, or what is stored where that is its kind."""
+        """Return a moment of this rank's part of a parameter in float32: a copy, or the stored tensor if it is
+        float32."""
         mine = local(p.detach())
         return _unpack(self.state[p], name)[: mine.numel()].view(mine.shape)
 
     @torch.no_grad()
     def set_moment(self, p: Tensor, name: str, moment: Tensor) -> None:
-        """Take a moment in float32, of as many elements as `moment` gives."""
+        """Set a moment from float32, with as many elements as `moment` returns."""
         state, moment = self.state[p], moment.reshape(-1)
         if f"{name}_scale" not in state:
             state[name].copy_(moment)
@@ -226,7 +227,7 @@ class PiecewiseAdamW(torch.optim.AdamW):
 
 
 def _like(p: Tensor, mine: Tensor) -> Tensor:
-    """`mine` as a tensor that is sharded as the parameter; it may lie on the host."""
+    """Return `mine` as a tensor that is sharded like the parameter; it may be on the host."""
     return DTensor(mine, p._spec, requires_grad=False) if isinstance(p, DTensor) else mine
 
 
@@ -235,7 +236,7 @@ def _like(p: Tensor, mine: Tensor) -> Tensor:
 
 @functools.cache
 def _values(signed: bool, device: torch.device) -> Tensor:
-    """The 256 numbers that a code stands for, ascending, the largest 1 (dynamic tree quantization)."""
+    """Return the 256 values of the codes, ascending, the largest 1 (dynamic tree quantization)."""
     values = [0.0, 1.0]
     for exponent in range(7):
         bounds = torch.linspace(0.1, 1, 2 ** (exponent + (0 if signed else 1)) + 1, dtype=torch.float64)
@@ -245,7 +246,7 @@ def _values(signed: bool, device: torch.device) -> Tensor:
 
 
 class _Codes(NamedTuple):
-    """What turns numbers in [-1, 1] into codes and back, on one device."""
+    """Turns numbers in [-1, 1] into codes and back, on one device."""
 
     values: Tensor  # float32 [256], ascending
     bounds: Tensor  # float32 [256]: above bounds[i] a number's code is above i; the last is infinite
@@ -254,7 +255,8 @@ class _Codes(NamedTuple):
 
 @functools.cache
 def _codes(signed: bool, device: torch.device) -> _Codes:
-    """Bounds lie so far apart that the numbers whose first 16 bits (8 of a float's 24 digits) agree have two codes."""
+    """Build the tables. Bounds are so far apart that numbers with the same first 16 bits (8 of 24 digits) have two
+    codes."""
     values = _values(signed, torch.device("cpu"))
     bounds = (values[1:] + values[:-1]) / 2
     begins = torch.arange(2**16, dtype=torch.int32)
@@ -264,18 +266,18 @@ def _codes(signed: bool, device: torch.device) -> _Codes:
 
 
 def _looked_up(relative: Tensor, codes: _Codes) -> Tensor:
-    """What `torch.bucketize` finds by eight comparisons, for compiled code."""
+    """Find the result of `torch.bucketize` with eight comparisons, for compiled code."""
     least = codes.first[(relative.view(torch.int32) >> 16) & 0xFFFF].int()
     return least + (relative > codes.bounds[least]).int()
 
 
 def _decoded(stored: Tensor, scale: Tensor, codes: _Codes) -> Tensor:
-    """Numbers `[blocks, BLOCK]` of codes of this shape and scales `[blocks]`."""
+    """Return the numbers `[blocks, BLOCK]` of codes of this shape and scales `[blocks]`."""
     return codes.values[stored.int()] * scale[:, None]
 
 
 def _encoded(blocks: Tensor, codes: _Codes, signed: bool) -> tuple[Tensor, Tensor]:
-    """Codes and scales that `_decoded` takes."""
+    """Return codes and scales for `_decoded`."""
     high, low = blocks.amax(1), blocks.amin(1)
     scale = torch.where(high >= -low, high, low)
     relative = blocks / scale.where(scale != 0, torch.ones_like(scale))[:, None]
@@ -289,7 +291,7 @@ def _encoded(blocks: Tensor, codes: _Codes, signed: bool) -> tuple[Tensor, Tenso
 
 
 def _unpack(stored: dict[str, Tensor], name: str) -> Tensor:
-    """A moment in float32, up to the end of its last block; the stored tensor itself where that is its kind."""
+    """Return a moment in float32, up to the end of its last block; the stored tensor itself if it is float32."""
     scale = stored.get(f"{name}_scale")
     if scale is None:
         return stored[name]
@@ -298,7 +300,7 @@ def _unpack(stored: dict[str, Tensor], name: str) -> Tensor:
 
 
 def _pack(stored: dict[str, Tensor], name: str, moment: Tensor) -> None:
-    """Write a moment to where `_unpack` has read it."""
+    """Write a moment to the place that `_unpack` has read."""
     if f"{name}_scale" not in stored:
         return  # it was written in place
     signed = name == MOMENTS[0]
@@ -311,7 +313,7 @@ def _pack(stored: dict[str, Tensor], name: str, moment: Tensor) -> None:
 
 
 def _step(piece: _Piece, compiles: bool, clip: float) -> None:
-    """Step a piece, in the compiled kernel if it has 8 bits; that takes whole blocks, two or more."""
+    """Step a piece, in the compiled kernel if it has 8 bits; the kernel takes whole blocks, two or more."""
     whole = len(piece.weight) // BLOCK
     if compiles and whole > 1 and f"{MOMENTS[0]}_scale" in piece.stored:
         _step_compiled(piece.part(0, whole * BLOCK))
@@ -325,12 +327,12 @@ def _step(piece: _Piece, compiles: bool, clip: float) -> None:
 
 
 def _step_plain(pieces: list[_Piece], clip: float) -> None:
-    """Step pieces of one group, whose moments are in float32, together."""
+    """Step pieces of one group with float32 moments together."""
     if not pieces:
         return
     grads, group = [piece.grad for piece in pieces], pieces[0].group
     first, second = ([piece.stored[name][: len(piece.weight)] for piece in pieces] for name in MOMENTS)
-    steps = list(torch.stack([piece.step for piece in pieces]))  # copies, which are counted up
+    steps = list(torch.stack([piece.step for piece in pieces]))  # copies, which the step increments
     beta1, beta2 = group["betas"]
     adamw([piece.weight for piece in pieces], grads if clip == 1 else list(torch._foreach_mul(grads, clip)), first,
           second, [], steps, fused=True, amsgrad=False, beta1=beta1, beta2=beta2, lr=group["lr"],
@@ -338,9 +340,9 @@ def _step_plain(pieces: list[_Piece], clip: float) -> None:
 
 
 def _rates(group: dict[str, Any], steps: Tensor, clip: float) -> Tensor:
-    """What `_kernel` takes of a group, and of the steps that each of its parameters has made: float32 [params, 12].
+    """Return the numbers that `_kernel` needs of a group and of each parameter's step count: float32 [params, 12].
 
-    They are numbers on the device, rounded once: another learning rate compiles nothing, and nobody waits for a step.
+    They are on the device, rounded once: a new learning rate compiles nothing, and no step waits for the device.
     """
     (beta1, beta2), lr, steps = group["betas"], group["lr"], steps.double() + 1
     columns = [beta1, 1 - beta1, beta2, 1 - beta2, lr * group["weight_decay"], group["eps"],
@@ -350,7 +352,7 @@ def _rates(group: dict[str, Any], steps: Tensor, clip: float) -> Tensor:
 
 def _kernel(weight: Tensor, grad: Tensor, first: Tensor, first_scale: Tensor, second: Tensor, second_scale: Tensor,
             rates: Tensor, first_codes: _Codes, second_codes: _Codes) -> None:  # fmt: skip
-    """AdamW of `[blocks, BLOCK]` elements, whose moments are read and written in 8 bits: what else `_step` does."""
+    """Run AdamW on `[blocks, BLOCK]` elements, with moments that are read and written in 8 bits; see `_step`."""
     beta1, rest1, beta2, rest2, decay, eps, rate, root, clip = rates.unbind()[:9]
     g, w = grad.float() * clip, weight.float()
     mean = beta1 * _decoded(first, first_scale, first_codes) + rest1 * g
@@ -370,11 +372,12 @@ def _compiled() -> Callable[..., None]:
 
 
 def _step_compiled(piece: _Piece) -> None:
-    """Run `_kernel`, compiled once for any number of blocks; the compiler asks where in its storage a tensor begins."""
+    """Run `_kernel`, compiled once for any number of blocks; the compiler specializes on a tensor's place in its
+    storage."""
     assert piece.rates is not None
     moments = [piece.stored[name + part] for name in MOMENTS for part in ("", "_scale")]
     tensors = [_alone(t) for t in (piece.weight, piece.grad, *moments)]
-    tensors = [t if i in (3, 5) else t.view(-1, BLOCK) for i, t in enumerate(tensors)]  # scales are one for each block
+    tensors = [t if i in (3, 5) else t.view(-1, BLOCK) for i, t in enumerate(tensors)]  # one scale per block
     for tensor in tensors:
         torch._dynamo.mark_dynamic(tensor, 0)
     device = piece.weight.device
@@ -382,5 +385,5 @@ def _step_compiled(piece: _Piece) -> None:
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    """The same memory as a tensor that begins where its storage does."""
+    """Return the same memory as a tensor that starts where its storage does."""
     return torch.from_dlpack(torch.utils.dlpack.to_dlpack(tensor))

@@ -1,4 +1,4 @@
-"""Whether one bf16 rank of `hf` has room for a model of its own to compute with; also for the plan, without torch."""
+"""Whether one bf16 rank of `hf` has room for a separate model to compute with; also for the plan, without torch."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
 
-SHARE = 2 / 3  # of a GPU's memory, for all that a step keeps of the weights; the rest is for activations
+SHARE = 2 / 3  # of a GPU's memory, for weights and all their states in a step; the rest is for activations
 
 
 def has_room(args: Settings, num_parameters: float, memory: float) -> bool:
-    """Whether masters, gradients, moments and a bf16 copy of so many parameters leave a third of `memory` bytes; where
-    engines stay on the GPU, that and half of the rest."""
+    """Return whether masters, gradients, moments and a bf16 copy of so many parameters leave a third of `memory` bytes.
+    If engines stay on the GPU, they must leave half of the rest, too."""
     moments = 0 if args.optimizer_cpu_offload else 2 if args.optimizer == "adamw_8bit" else 8
     beside_engines = args.colocate and not args.offload_train
     return num_parameters * (4 + 4 + moments + 2) <= SHARE * memory / (2 if beside_engines else 1)

@@ -1,4 +1,4 @@
-"""The samples by which engines are compared, taken from masters that ranks share; nothing else of them is gathered."""
+"""The samples for the comparison of engines, taken from masters that ranks share; nothing else is gathered."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from instep.weights.source import Samples
 
 
 class Sampler:
-    """Which elements of the masters here are in the samples of the workers of a memory.
+    """Finds the elements of the masters on this rank that are in the samples of a memory's workers.
 
     Args:
         masters: by the names of the memory, in one order on all ranks.
@@ -22,13 +22,13 @@ class Sampler:
 
     def __init__(self, memory: EngineMemory, masters: Mapping[str, Tensor]):
         self._opened = list(memory.slices)
-        self._found: list[tuple[str, str, slice]] = []  # nonce, name, and the bytes of the sample among those of all
+        self._found: list[tuple[str, str, slice]] = []  # nonce, name, and the bytes of the sample within all
         pieces: dict[tuple[torch.dtype, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
         own: dict[tuple[torch.dtype, torch.dtype], list[Tensor]] = {}
         self._size = 0  # the bytes of all
         for name, master in masters.items():
             dtype: torch.dtype = getattr(torch, memory.dtypes[name])
-            known: dict[bytes, slice] = {}  # engines that cut the weight alike have one sample
+            known: dict[bytes, slice] = {}  # engines that cut the weight equally have one sample
             for nonce, places in memory.places(name).items():
                 key = places.numpy().tobytes()
                 if key not in known:
@@ -44,12 +44,12 @@ class Sampler:
 
     @torch.no_grad()
     def samples(self) -> Samples:
-        """The bytes of the samples of the opened workers, in the dtypes of the weights (collective)."""
+        """Return the bytes of the samples of the opened workers, in the dtypes of the weights (collective)."""
         data = torch.zeros(self._size, dtype=torch.uint8, device=self._groups[0].own.device)
         for group in self._groups:
             data[group.own] = group.bytes()
         if dist.get_world_size() > 1:
-            dist.all_reduce(data, dist.ReduceOp.MAX)  # a rank has zeros for what it does not hold
+            dist.all_reduce(data, dist.ReduceOp.MAX)  # a rank has zeros for elements of other ranks
         samples: Samples = {nonce: {} for nonce in self._opened}
         for nonce, name, where in self._found:
             samples[nonce][name] = data[where]
@@ -57,11 +57,11 @@ class Sampler:
 
 
 class _Group:
-    """Masters of one dtype whose weights have one dtype, too: so many kernels as there are masters take their elements.
+    """Masters of one dtype whose weights also have one dtype: one kernel per master takes their elements.
 
     Args:
         pieces: masters, and flat elements here.
-        own: which bytes of all samples they are.
+        own: their bytes within all samples.
     """
 
     def __init__(self, dtype: torch.dtype, pieces: list[tuple[Tensor, Tensor]], own: Tensor):
@@ -78,7 +78,7 @@ class _Group:
 
 
 def _here(weight: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-    """Of elements of the flat whole those that lie here: where in what this rank holds, and which they are."""
+    """Return which of these elements of the flat whole are on this rank, and where in its part."""
     at, inside, step = torch.zeros_like(places), torch.ones_like(places, dtype=torch.bool), 1
     for size, length, first in reversed(list(zip(weight.shape, *box(weight), strict=True))):
         coordinate, places = places % size - first, places // size

@@ -1,7 +1,7 @@
-"""A weight that several ranks share: the part of it here, the whole, and which part of a whole is this rank's.
+"""A weight that several ranks share: the part here, the whole, and the place of this rank's part in the whole.
 
-Tensor parallelism (mesh dimension `tp`) cuts a weight along one dimension; FSDP2 (`dp`) cuts what each of those ranks
-has along dimension 0. Weights that tensor parallelism leaves alone are the same on its ranks.
+Tensor parallelism (mesh dimension `tp`) cuts a weight along one dimension. FSDP2 (`dp`) cuts the part of each of those
+ranks along dimension 0. Weights without tensor parallelism are the same on its ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ DP, TP = "dp", "tp"
 
 @functools.cache
 def mesh_of(device_type: str, tp_size: int) -> DeviceMesh:
-    """All ranks, data-parallel by tensor-parallel; neighbours share a layer. Without `tp_size` > 1 it has only `dp`."""
+    """Return the mesh of all ranks, data-parallel by tensor-parallel; neighbours share a layer. It has only `dp` unless
+    `tp_size` > 1."""
     ranks = dist.get_world_size()
     if tp_size == 1:
         return init_device_mesh(device_type, (ranks,), mesh_dim_names=(DP,))
@@ -32,7 +33,7 @@ def mesh_of(device_type: str, tp_size: int) -> DeviceMesh:
 
 @dataclass(frozen=True)
 class Part:
-    """Which slice of a whole weight a tensor-parallel rank computes with: `[start, stop)` of dimension `dim`."""
+    """The slice of a whole weight on a tensor-parallel rank: `[start, stop)` of dimension `dim`."""
 
     dim: int
     start: int
@@ -43,12 +44,12 @@ class Part:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The tensor that lies here; differentiable."""
+    """Return this rank's tensor; differentiable."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def part_of(weight: Tensor) -> Part | None:
-    """The slice of its tensor-parallel rank; None where all ranks have the whole weight (but for FSDP2)."""
+    """Return the slice of its tensor-parallel rank; None if all ranks have the whole weight (except for FSDP2)."""
     if not isinstance(weight, DTensor) or TP not in (weight.device_mesh.mesh_dim_names or ()):
         return None
     placement = weight.placements[-1]
@@ -59,25 +60,25 @@ def part_of(weight: Tensor) -> Part | None:
 
 
 def num_dp(mesh: DeviceMesh) -> int:
-    """The data-parallel ranks of a mesh that has this dimension; `mesh[DP]` would make a mesh, for a millisecond."""
+    """Return the number of data-parallel ranks of a mesh; `mesh[DP]` would create a mesh, which takes a millisecond."""
     return mesh.size((mesh.mesh_dim_names or ()).index(DP))
 
 
 def box(weight: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and offset of what this rank holds of a weight."""
+    """Return shape and offset of this rank's part of a weight."""
     shape, offset = list(weight.shape), [0] * weight.ndim
     if (part := part_of(weight)) is not None:
         shape[part.dim], offset[part.dim] = part.stop - part.start, part.start
     if isinstance(weight, DTensor) and DP in (weight.device_mesh.mesh_dim_names or ()):
         mesh = weight.device_mesh
-        rows = -(-shape[0] // num_dp(mesh))  # FSDP2 divides as torch.chunk does
+        rows = -(-shape[0] // num_dp(mesh))  # FSDP2 divides like torch.chunk
         first = min(rows * mesh.get_local_rank(DP), shape[0])
         shape[0], offset[0] = min(rows, shape[0] - first), offset[0] + first
     return tuple(shape), tuple(offset)
 
 
 def gathered(weight: Tensor) -> Tensor:
-    """What this tensor-parallel rank computes with, gathered over data-parallel ranks (collective)."""
+    """Return this tensor-parallel rank's part, gathered over data-parallel ranks (collective)."""
     part = part_of(weight)
     if not isinstance(weight, DTensor) or part is None:
         return weight.full_tensor() if isinstance(weight, DTensor) else weight
@@ -97,7 +98,7 @@ def gathered(weight: Tensor) -> Tensor:
 
 
 def whole(weight: Tensor) -> Tensor:
-    """The whole weight, on every rank (collective)."""
+    """Return the whole weight, on every rank (collective)."""
     if isinstance(weight, DTensor) and weight.device_mesh.size() == 1:  # gathering it would cost more than sending it
         return weight.to_local()
     mine, part = gathered(weight), part_of(weight)
@@ -108,7 +109,7 @@ def whole(weight: Tensor) -> Tensor:
 
 
 def shard(weight: Tensor, full: Tensor) -> Tensor:
-    """Of `full`, the part that `local(weight)` holds."""
+    """Return the part of `full` that `local(weight)` holds."""
     if not isinstance(weight, DTensor):
         return full
     part = part_of(weight)
@@ -116,7 +117,7 @@ def shard(weight: Tensor, full: Tensor) -> Tensor:
 
 
 def over_dp(weight: Tensor, mine: Tensor) -> Tensor:
-    """Of what a tensor-parallel rank computes with, the part that `local(weight)` holds."""
+    """Return the part of a tensor-parallel rank's tensor that `local(weight)` holds."""
     if not isinstance(weight, DTensor):
         return mine
     chunks = mine.chunk(weight.device_mesh.size(0))
@@ -126,20 +127,20 @@ def over_dp(weight: Tensor, mine: Tensor) -> Tensor:
 
 @torch.no_grad()
 def write(weight: Tensor, full: Tensor) -> None:
-    """Copy a whole tensor into the weight, each rank its part; no communication."""
+    """Copy a whole tensor into the weight, each rank its part, without communication."""
     local(weight).copy_(shard(weight, full))
 
 
 def shard_over(policy: nn.Module, model: Any, mesh: DeviceMesh, dtype: torch.dtype) -> None:
-    """FSDP2 over `mesh`: a unit per decoder layer of its `model`, the rest in the root. Gradients are summed."""
+    """Apply FSDP2 over `mesh`: a unit per decoder layer of its `model`, the rest in the root. Gradients are summed."""
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     layers = set(model._no_split_modules or ())
     for module in model.modules():
         if type(module).__name__ in layers:
             fully_shard(module, mesh=mesh, mp_policy=precision)
-    # The root's inputs stay as they are: a temperature of 0.7 would become 0.699 in bfloat16.
+    # The root's inputs are not cast: a temperature of 0.7 would become 0.699 in bfloat16.
     fully_shard(policy, mesh=mesh, mp_policy=dataclasses.replace(precision, cast_forward_inputs=False))
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo knows no other reduction
+            module.set_force_sum_reduction_for_comms(True)  # gloo supports no other reduction

@@ -1,4 +1,4 @@
-"""Room on a GPU for moments that are in host memory, while their weights are stepped."""
+"""Room on a GPU for moments in host memory, during the step of their weights."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Slot:
     def __init__(self, length: int, block: int) -> None:
         self._length, self._block = length, block
         self.arrived, self.computed, self.left = (torch.cuda.Event() for _ in range(3))
-        self._room: dict[tuple[str, torch.dtype], Tensor] = {}  # none is freed in a step: it may be on its way out
+        self._room: dict[tuple[str, torch.dtype], Tensor] = {}  # nothing is freed in a step: it may still be copied out
         self.here: dict[str, Tensor] = {}
 
     def make_room(self, host: dict[str, Tensor]) -> bool:
-        """Have buffers for tensors like these; whether some are new."""
+        """Allocate buffers for tensors like these. Return whether some are new."""
         new = [(name, tensor.dtype) for name, tensor in host.items() if (name, tensor.dtype) not in self._room]
         for name, dtype in new:
             length = self._length // self._block if name.endswith("_scale") else self._length

@@ -1,10 +1,10 @@
-"""Tensor parallelism of a model of transformers (arXiv:1909.08053): ranks share each layer.
+"""Tensor parallelism of a transformers model (arXiv:1909.08053): ranks share each layer.
 
-A linear layer is cut by its outputs (columns) or its inputs (rows) as the plan in the model's own configuration says
-(`base_model_tp_plan`), else by its name; embeddings and output layer by the vocabulary. Between a layer by columns and
-the next one by rows a rank has its own heads or its own part of the MLP; elsewhere all ranks have the same. Parameters
-keep their names and become `DTensor`s, which FSDP2, checkpoints and exports understand; layers compute with the local
-part.
+A linear layer is cut by its outputs (columns) or its inputs (rows), as the plan in the model's configuration says
+(`base_model_tp_plan`), otherwise by its name; embeddings and output layer are cut by the vocabulary. Between a layer by
+columns and the next one by rows, a rank has its own heads or its own part of the MLP; elsewhere all ranks have the
+same. Parameters keep their names and become `DTensor`s, which FSDP2, checkpoints and exports support; layers compute
+with the local part.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from instep.training.hf.shards import Part, local
 COLUMNS, GATHERED, ROWS, SPLIT = "colwise", "colwise_gather_output", "rowwise", "rowwise_split_input"
 _SUMMED = "replicated_with_grad_allreduce"  # found by its place, see `_inside`
 _OLD_NAMES = {"colwise_rep": GATHERED, "rowwise_rep": ROWS}
-_BY_NAME = (  # layers by columns, then the one by rows that takes their outputs; for models without a plan
+_BY_NAME = (  # layers by columns, then the layer by rows that takes their outputs; for models without a plan
     (("q_proj", "k_proj", "v_proj"), ("o_proj", "out_proj", "dense")),
     (("gate_proj", "up_proj"), ("down_proj",)),
     (("fc1",), ("fc2",)),
     (("c_fc",), ("c_proj",)),
 )
-_HEADS = {  # layers whose outputs are heads, and where attentions keep how many there are
+_HEADS = {  # layers whose outputs are heads, and the attributes of attentions for their number
     "q_proj": ("num_heads", "num_attention_heads"),
     "k_proj": ("num_key_value_heads",),
     "v_proj": (),
@@ -44,7 +44,7 @@ _HEADS = {  # layers whose outputs are heads, and where attentions keep how many
 
 
 class TensorParallel:
-    """Cuts `model` over the ranks of `mesh` (one dimension), each of which ends with its own part in memory.
+    """Cuts `model` over the ranks of `mesh` (one dimension); then each rank has its own part in memory.
 
     Attributes:
         splits_vocabulary: each rank has the logits of its own part of the vocabulary.
@@ -59,7 +59,7 @@ class TensorParallel:
     def __init__(self, model: PreTrainedModel, mesh: DeviceMesh, *, head: bool):
         self.group, self.rank, self.size = mesh.get_group(), mesh.get_local_rank(), mesh.size()
         self._mesh, self._model = mesh, model
-        self._summed: list[tuple[nn.Module, str]] = []  # parameters of which each rank makes a part of the gradient
+        self._summed: list[tuple[nn.Module, str]] = []  # parameters of which each rank computes a part of the gradient
         self._last: tuple[Tensor, Tensor] | None = None
         plan = self._plan()
         names = {module: name for name, module in model.named_modules()}
@@ -73,11 +73,11 @@ class TensorParallel:
 
     def refuse(self, why: str) -> NoReturn:
         where = f"--tensor-model-parallel-size {self.size}"
-        remedy = "use another size, or none: FSDP2 shards the weights anyway"
+        remedy = "use another size, or remove the flag: FSDP2 shards the weights in any case"
         raise ConfigError(f"{type(self._model).__name__} cannot be split: {why}", where=where, remedy=remedy)
 
     def sum_gradients(self) -> None:
-        """Add up the gradients of parameters that are whole on each rank, and of which each has made a part."""
+        """Sum the gradients of parameters that are whole on each rank, if each rank has computed a part."""
         for module, name in self._summed:
             gradient = getattr(module, name).grad
             if gradient is not None:
@@ -86,7 +86,7 @@ class TensorParallel:
     # ---- the plan ------------------------------------------------------------------------------------------------
 
     def _plan(self) -> dict[str, tuple[nn.Module, str]]:
-        """The layers that are split, by name, and how."""
+        """Return the split layers, by name, and how each is split."""
         body, config = body_of(self._model), self._model.config.get_text_config()
         wanted = getattr(config, "base_model_tp_plan", None)
         if not wanted:
@@ -99,7 +99,7 @@ class TensorParallel:
                 continue
             module, style = modules.get(name), _OLD_NAMES.get(style, style)
             if not isinstance(module, nn.Linear) or style not in (COLUMNS, GATHERED, ROWS, SPLIT):
-                self.refuse(f"its plan has {style!r} for {name}, which is not built (experts, latent attention)")
+                self.refuse(f"its plan has {style!r} for {name}, which is not supported (experts, latent attention)")
             plan[name] = (module, style)
         return plan
 
@@ -112,11 +112,12 @@ class TensorParallel:
                     styles = {**dict.fromkeys(columns, COLUMNS), last[0]: ROWS}
                     plan |= {f"{prefix}.{name}": (children[name], style) for name, style in styles.items()}
         if not plan:
-            self.refuse("its configuration has no plan (base_model_tp_plan), and its layers no names that are known")
+            self.refuse("its configuration has no plan (base_model_tp_plan), and the names of its layers are unknown")
         return plan
 
     def _inside(self, plan: dict[nn.Module, str]) -> None:
-        """Parameters between columns and rows see one rank's part: the norm of query heads, a learned activation."""
+        """Find parameters between columns and rows, which see one rank's part: norms of query heads, learned
+        activations."""
         for parent in self._model.modules():
             columns = [name for name, child in parent.named_children() if plan.get(child) == COLUMNS]
             attends = any(name in _HEADS for name in columns)
@@ -128,13 +129,13 @@ class TensorParallel:
                         self._summed += [(module, name) for name, _ in module.named_parameters(recurse=False)]
 
     def _check_alike(self, attention: nn.Module) -> None:
-        """Refuse an attention with parameters of single heads: each rank would use those of the first heads."""
+        """Refuse an attention with parameters per head: each rank would use those of the first heads."""
         for path, module in attention.named_modules():
             own = module is attention or isinstance(module, nn.ModuleList)
             for name, parameter in module.named_parameters(recurse=own and module is not attention):
                 if not isinstance(module, nn.Linear) and (own or parameter.ndim > 1):
                     name = f"{path}.{name}".lstrip(".")
-                    self.refuse(f"{name} of its attention is one parameter for each head, which is not built")
+                    self.refuse(f"{name} of its attention has a parameter for each head, which is not supported")
 
     # ---- layers --------------------------------------------------------------------------------------------------
 
@@ -154,9 +155,9 @@ class TensorParallel:
         layer.forward = functools.partial(self._columns, layer, gather, part)
 
     def _part_of_heads(self, name: str, layer: nn.Linear) -> Part | None:
-        """Which outputs of a layer a rank computes that shares its key heads with others; None: a slice of its own.
+        """Return the outputs of a layer for a rank that shares its key heads with others; None: its own slice.
 
-        The attention that the layer belongs to learns how many heads there are.
+        Set the new number of heads in the layer's attention.
         """
         parent, _, last = name.rpartition(".")
         if last not in _HEADS:
@@ -171,7 +172,7 @@ class TensorParallel:
                 setattr(attention, attribute, max(1, heads // self.size))
         if heads % self.size == 0:
             return None
-        attention.num_key_value_groups = queries // self.size  # all of a rank's queries look at one head
+        attention.num_key_value_groups = queries // self.size  # all of a rank's queries use one key head
         width, first = layer.out_features // heads, self.rank * heads // self.size
         return Part(0, first * width, (first + 1) * width)
 
@@ -183,7 +184,7 @@ class TensorParallel:
         layer.forward = functools.partial(self._rows, layer, split)
 
     def _split(self, module: nn.Module, kind: str, dim: int, name: str) -> None:
-        """Make a parameter a `DTensor` that is cut along `dim`."""
+        """Turn a parameter into a `DTensor` that is cut along `dim`."""
         full = getattr(module, kind)
         if full is None:
             return
@@ -209,7 +210,7 @@ class TensorParallel:
     # ---- the vocabulary ------------------------------------------------------------------------------------------
 
     def _vocabulary(self) -> bool:
-        """Split embeddings and output layer; False where they are not plain layers, or cannot be divided."""
+        """Split embeddings and output layer. Return False if they are not plain layers, or cannot be divided."""
         embedding, head = self._model.get_input_embeddings(), self._model.get_output_embeddings()
         plain = type(embedding).forward is nn.Embedding.forward and type(head) is nn.Linear
         if not plain or head.weight.shape[0] % self.size or embedding.weight.shape[0] % self.size:
@@ -241,7 +242,7 @@ class TensorParallel:
 
 
 def _cut(weight: Tensor, part: Part | None) -> Tensor:
-    """What this rank computes with."""
+    """Return this rank's part."""
     return local(weight) if part is None else part.of(local(weight))
 
 
@@ -259,7 +260,7 @@ _Between = Callable[[Tensor, TensorParallel], Tensor]
 
 
 class _Move(torch.autograd.Function):
-    """`there(x)`, whose gradient is `back(gradient)`."""
+    """Computes `there(x)`; its gradient is `back(gradient)`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: TensorParallel, there: _Between, back: _Between) -> Tensor:
@@ -276,7 +277,7 @@ def _same(x: Tensor, ranks: TensorParallel) -> Tensor:
 
 
 def _summed(x: Tensor, ranks: TensorParallel) -> Tensor:
-    x = x.clone(memory_format=torch.contiguous_format)  # selective checkpointing keeps what a product has made
+    x = x.clone(memory_format=torch.contiguous_format)  # selective checkpointing keeps the result of a product
     dist.all_reduce(x, group=ranks.group)
     return x
 

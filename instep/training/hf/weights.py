@@ -1,4 +1,4 @@
-"""Weights of a Hugging Face model: full tensors one after another under a checkpoint's names, and loading."""
+"""Weights of a Hugging Face model: iterate over full tensors under a checkpoint's names, and load them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ Groups = list[tuple[Group, list[TensorSpec]]]
 class HfWeightSource(WeightSource):
     """A `WeightSource` over a plain or a sharded model. Rank 0 emits; the others take part in the gathering.
 
-    Parameters travel as `dtype`, in which the trainer computes with them; buffers as they are. `more` gives what is
-    added to the weight of a name, in float32, or None; collective.
+    Parameters are sent as `dtype`, the trainer's type; buffers unchanged. `more` returns what is added to the weight of
+    a name, in float32, or None; collective.
     """
 
     def __init__(
@@ -62,16 +62,17 @@ class HfWeightSource(WeightSource):
 
 @torch.no_grad()
 def load_hf(model: PreTrainedModel, path: Path, *, fresh: str | None = None) -> list[str]:
-    """Copy a checkpoint's weights into `model`, each rank its own shard, with no communication.
+    """Copy a checkpoint's weights into `model`, each rank its own shard, without communication.
 
     Args:
-        fresh: the name of a weight that keeps its value, whether the checkpoint has it or not.
+        fresh: the name of a weight that keeps its value, even if the checkpoint has it.
 
     Returns:
-        The names of the tensors that are not read: those of multi-token prediction.
+        The names of the tensors of multi-token prediction, which are not read.
 
     Raises:
-        CheckpointError, ConfigError: a missing or unreadable file, a weight missing, unexpected or of another shape.
+        CheckpointError, ConfigError: a file is missing or unreadable, or a weight is missing, unexpected or of another
+            shape.
     """
     weights = named_weights(model)
     with opened_weights(path, model.dtype) as stored:
@@ -79,7 +80,7 @@ def load_hf(model: PreTrainedModel, path: Path, *, fresh: str | None = None) -> 
         if missing := [name for name in names.missing if name != fresh]:
             raise _mismatch(path, f"{len(missing)} weights are missing, the first {missing[0]!r}")
         if names.extra:
-            raise _mismatch(path, f"{len(names.extra)} weights are not the model's, the first {names.extra[0]!r}")
+            raise _mismatch(path, f"{len(names.extra)} weights are not of the model, the first {names.extra[0]!r}")
         for group in (group for group in names.groups if group.model != [fresh]):
             tensors = [stored[name].read() for name in group.checkpoint]
             for name, shape, tensor in zip(group.checkpoint, group.shapes, tensors, strict=True):

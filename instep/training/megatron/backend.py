@@ -1,8 +1,8 @@
 """The `megatron` train backend: Megatron-Core's GPTModel over TP, SP, PP, CP and DP, on CUDA (nccl) or a CPU (gloo).
 
-Precision: with bfloat16, gradients are added up and reduced in float32, masters and moments are float32; with float32
-everything is. Gradients are clipped by their global norm, then AdamW (decoupled weight decay; none on biases and
-one-dimensional parameters) steps the masters.
+Precision: with bfloat16, gradients are summed and reduced in float32, masters and moments are float32. With float32
+everything is float32. Gradients are clipped by their global norm, then AdamW (decoupled weight decay, except for biases
+and one-dimensional parameters) steps the masters.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ class MegatronBackend:
     """A `TrainBackend` over Megatron-Core. The caller has initialised `torch.distributed`, with gloo or nccl.
 
     Args:
-        hf_config: of a family that `models/shape.py` knows. Weights are random until `load_hf` or `load`.
-        device: this rank's device; with the CPU, stand-ins for torch.cuda are put into this process.
-        dtype: of the model and of the weights that it serves: torch.float32 or torch.bfloat16.
+        hf_config: of a family in `models/shape.py`. Weights are random until `load_hf` or `load`.
+        device: this rank's device; for the CPU, this process gets replacements for torch.cuda.
+        dtype: of the model and of the weights for the engines: torch.float32 or torch.bfloat16.
         with_optimizer: False for a model that only scores (a reference).
         selection: the weights to train, by Megatron's names, layers counted over all stages; None: all.
-        hooks: of the user's, of a model that is trained.
+        hooks: the user's functions, for a trained model.
 
     Raises:
-        ConfigError: a model or a layout that this backend does not have.
+        ConfigError: this backend does not support the model or the layout.
     """
 
     is_adapter = False
@@ -92,7 +92,7 @@ class MegatronBackend:
                 check_parameters(named, self.shape, self.placement, hooks.builders)
             if selection is not None:
                 named = {name: p for name, p in named.items() if isinstance(p, torch.nn.Parameter)}
-                if self.shape.tied and HEAD in named:  # the last stage's copy
+                if self.shape.tied and HEAD in named:  # the copy in the last stage
                     named[EMBEDDING] = named.pop(HEAD)
                 selection.apply(named)
             self.wrapped, self.optimizer = self._wrap(ddp_config, optimizer_config, with_optimizer)
@@ -102,7 +102,7 @@ class MegatronBackend:
         self._states = Parking(device, self._optimizer_states, self._gradients)
 
     def _chunk(self, chunk: int, hooks: MegatronHooks | None) -> Any:
-        """A chunk of the model, with random weights: that of the user's provider, if there is one."""
+        """Build a chunk of the model, with random weights, by the user's provider if there is one."""
         from instep.training.megatron import spec
 
         def own(pre_process: bool, post_process: bool, vp_stage: int | None = None) -> spec.PolicyModel:
@@ -127,7 +127,7 @@ class MegatronBackend:
         return own(*ends, vp_stage) if hooks is None else hooks.build(spec.PolicyModel, own, *ends, vp_stage)
 
     def _wrap(self, ddp_config: Any, optimizer_config: Any, with_optimizer: bool) -> tuple[list[Any], Any]:
-        """The model's chunks, wrapped for bfloat16 and for data parallelism, and their optimizer."""
+        """Return the model's chunks, wrapped for bfloat16 and for data parallelism, and their optimizer."""
         from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
         from megatron.core.optimizer import get_megatron_optimizer
         from megatron.core.transformer.module import Float16Module
@@ -162,7 +162,7 @@ class MegatronBackend:
         return next((chunk.embedding for chunk in self.chunks if chunk.pre_process), None)
 
     def ready(self) -> None:
-        """Wait for masters, moments and gradients that are on their way from the host."""
+        """Wait for masters, moments and gradients in transfer from the host."""
         self._states.ready()
 
     def forward_only(self, micro_batches: Sequence[TokenBatch], *, entropy: bool = False) -> list[TokenOutputs] | None:
@@ -180,7 +180,7 @@ class MegatronBackend:
     def forward_backward(
         self, micro_batches: Sequence[TokenBatch], loss_fn: LossFn, *, logits: bool = False, more: bool = False
     ) -> list[LossOutput] | None:
-        self._states.ready()  # with them the gradients' memory is back
+        self._states.ready()  # the memory of the gradients comes back with them
         if self.shape.experts is not None:
             from instep.training.megatron.router import weigh_losses
 
@@ -195,7 +195,7 @@ class MegatronBackend:
 
     @contextlib.contextmanager
     def _not_reduced(self) -> Iterator[None]:
-        """Let the gradients of the passes in the block stay those of this rank, to which others are added."""
+        """Keep the gradients of the passes in the block local to this rank; later passes add to them."""
         config = self.config
         held = config.no_sync_func, config.finalize_model_grads_func
         config.no_sync_func, config.finalize_model_grads_func = contextlib.nullcontext, None
@@ -230,7 +230,7 @@ class MegatronBackend:
         if not micro_batches:
             return [] if self.parallel.is_last_stage else None
         device = self.parallel.device
-        missing = -len(micro_batches) % self.parallel.micro_batch_multiple  # only scores are asked for in any number
+        missing = -len(micro_batches) % self.parallel.micro_batch_multiple  # when scoring, any number is possible
         inputs = [*micro_batches, *[micro_batches[0].without_routes().select([0])] * missing]
         multiple = self.placement.tp_size if self.config.sequence_parallel else 1
 
@@ -262,7 +262,7 @@ class MegatronBackend:
                 data_iterator=[iter(inputs) for _ in self.wrapped],
                 model=self.wrapped,
                 num_microbatches=len(inputs),
-                seq_length=self.placement.cp_size * multiple,  # each micro-batch announces its own
+                seq_length=self.placement.cp_size * multiple,  # each micro-batch sends its own length
                 micro_batch_size=1,
                 forward_only=forward_only,
             )
@@ -286,9 +286,9 @@ class MegatronBackend:
         return StepResult(norm, skipped)
 
     def _grad_norm(self) -> float:
-        """The norm over the whole model, in which a parameter that several ranks hold counts once.
+        """Return the norm over the whole model, in which a parameter on several ranks counts once.
 
-        Experts lie on the ranks in a way of their own, and a stage may have none: then it has no optimizer for them.
+        Experts have their own distribution over ranks. A stage without experts has no optimizer for them.
         """
         from megatron.core import parallel_state as ps
 
@@ -366,7 +366,7 @@ class MegatronBackend:
         return [tensor for chunk in self.chunks for tensor in local_tensors(chunk)]
 
     def _optimizer_states(self) -> list[Tensor]:
-        """Masters and moments on the device; in float32 the masters are the parameters."""
+        """Return masters and moments on the device; in float32 the masters are the parameters."""
         if self.optimizer is None:
             return []
         from instep.training.megatron import checkpoint
@@ -388,5 +388,5 @@ class MegatronBackend:
     def onload(self, *, optimizer: bool = True) -> None:
         self._weights.bring()
         self._weights.ready()
-        if optimizer:  # masters and moments arrive while the first forward passes compute
+        if optimizer:  # masters and moments arrive during the first forward passes
             self._states.bring()

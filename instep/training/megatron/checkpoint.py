@@ -1,9 +1,9 @@
-"""Model and optimizer as a Megatron checkpoint, `torch_dist` or `torch`, loadable under any layout and either kind of
-optimizer; and what others have saved, read.
+"""Save model and optimizer as a Megatron checkpoint, `torch_dist` or `torch`, and load them, also those of others.
 
-The optimizer's part does not come from `optimizer.sharded_state_dict`: that one differs between the plain and the
-distributed optimizer, and loading it into the latter is broken in 0.16.x with torch's AdamW. Here every parameter has
-its moments (and, if it is not float32 itself, its float32 master) under one name and in the parameter's own shape.
+A checkpoint loads in any layout and with either kind of optimizer. `optimizer.sharded_state_dict` is not used: it
+differs between the plain and the distributed optimizer, and loading it into the latter is broken in 0.16.x with torch's
+AdamW. Here every parameter has its moments (and a float32 master, if it is not float32) under one name and in its own
+shape.
 
 Imports `megatron.core`: only after `cpu_platform.install()`, see there.
 """
@@ -46,10 +46,10 @@ from instep.training.saving import Saver
 
 @dataclass
 class Master:
-    """The part of one parameter that the optimizer of this rank steps: its elements [start, stop), flattened."""
+    """The part of one parameter that this rank's optimizer steps: its elements [start, stop), flattened."""
 
     tensor: Tensor  # what the optimizer steps: the parameter itself, a float32 copy, or a flat piece of either
-    optimizer: Any  # torch's, or one like it
+    optimizer: Any  # torch's optimizer, or a similar one
     start: int
     stop: int
 
@@ -59,7 +59,8 @@ class Master:
         return state
 
     def moment(self, name: str) -> Tensor | None:
-        """In float32, wherever and however it is kept; None before the first step of an optimizer of others."""
+        """Return a moment in float32, from any storage; None before the first step of optimizers that create it
+        later."""
         if isinstance(self.optimizer, PiecewiseAdamW):
             return self.optimizer.moment(self.tensor, name)
         return self.state.get(name)
@@ -74,12 +75,12 @@ class Master:
 
 
 def real_optimizers(optimizer: Any) -> list[Any]:
-    """Megatron's optimizers of dense and expert weights, without those that have nothing to train."""
+    """Return Megatron's optimizers of dense and expert weights, without those that have nothing to train."""
     return [opt for opt in optimizer.chained_optimizers if not getattr(opt, "is_stub_optimizer", False)]
 
 
 def masters(optimizer: Any) -> dict[Tensor, Master]:
-    """Masters by model parameter; the distributed optimizer has them for the parameters of this rank's piece."""
+    """Return masters by model parameter; a distributed optimizer has them for the parameters of this rank's piece."""
     found: dict[Tensor, Master] = {}
     for opt in real_optimizers(optimizer):
         inner = opt.optimizer
@@ -99,10 +100,10 @@ def masters(optimizer: Any) -> dict[Tensor, Master]:
 
 
 class InProcessSave(TorchDistSaveShardedStrategy):
-    """Megatron's `torch_dist` strategy, with the files written by this process itself.
+    """Megatron's `torch_dist` strategy, but this process itself writes the files.
 
-    Upstream's starts a multiprocessing manager (3 s, and a main guard in the user's script), forks writers out of a
-    process with threads, and waits for them without a bound.
+    The original starts a multiprocessing manager (3 s, and a main guard in the user's script), forks writers from a
+    process with threads, and waits for them without a limit.
     """
 
     def __init__(self, saver: Saver):
@@ -116,24 +117,24 @@ class InProcessSave(TorchDistSaveShardedStrategy):
 
 
 def _model_state(chunks: Sequence[Any]) -> dict[str, Any]:
-    """The chunks of this rank as Megatron names them; their tensors' own names count layers over all stages."""
+    """Return the chunks of this rank under Megatron's names; the names of tensors count layers over all stages."""
     metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     return {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in _named(chunks).items()}
 
 
 def _named(chunks: Sequence[Any]) -> dict[str, Any]:
-    """Chunks by the keys that they have in a checkpoint."""
+    """Return chunks by their keys in a checkpoint."""
     return {"model" if len(chunks) == 1 else f"model{i}": chunk for i, chunk in enumerate(chunks)}
 
 
 def _sharded_parameters(model_state: dict[str, Any]) -> dict[int, Any]:
-    """Megatron's descriptions of how parameters lie over ranks, by id of the parameter."""
+    """Return Megatron's descriptions of how parameters are distributed over ranks, by id of the parameter."""
     sharded, _ = extract_sharded_tensors_and_factories(model_state)
     return {id(base.data): base for base in nested_values(sharded)}
 
 
 def _like(base: Any, name: str, data: Tensor) -> Any:
-    """A description of `data`, which has the shape and the layout of the parameter, under a name of its own."""
+    """Return a description of `data`, which has the parameter's shape and layout, under another name."""
     key = f"optimizer.{name}.{base.key}"
     if isinstance(base, ShardedTensorFactory):
         return replace(base, key=key, data=data)
@@ -141,7 +142,7 @@ def _like(base: Any, name: str, data: Tensor) -> Any:
 
 
 def _copies(param: torch.nn.Parameter) -> Any:
-    """The ranks that hold copies of a parameter; Megatron marks those of experts."""
+    """Return the ranks with copies of a parameter; Megatron marks parameters of experts."""
     if getattr(param, "allreduce", True):
         return parallel_state.get_data_parallel_group(with_context_parallel=True)
     return parallel_state.get_expert_data_parallel_group()
@@ -155,9 +156,9 @@ def _names(param: Tensor) -> tuple[str, ...]:
 def whole_states(
     optimizer: Any, parameters: Sequence[torch.nn.Parameter]
 ) -> Iterator[tuple[torch.nn.Parameter, str, Tensor | None]]:
-    """Each parameter with the name and the value of each of its states; collective.
+    """Yield each parameter with the name and the value of each of its states; collective.
 
-    The value has the parameter's shape, on the first of the ranks that hold copies of it; on others it is None.
+    The value has the parameter's shape on the first rank with a copy of it; on others it is None.
     """
     distributed = any(isinstance(opt, DistributedOptimizer) for opt in optimizer.chained_optimizers)
     held = masters(optimizer)
@@ -187,9 +188,9 @@ def _optimizer_state(
 
 
 def num_steps(optimizer: Any, device: torch.device) -> float:
-    """The number of steps of the optimizer (torch keeps it per parameter, Transformer Engine per group); collective."""
+    """Return the number of optimizer steps (torch keeps it per parameter, Transformer Engine per group); collective."""
     steps = [float(master.state["step"]) for master in masters(optimizer).values() if "step" in master.state]
-    # All ranks agree: a distributed optimizer may leave a rank without a single element.
+    # All ranks agree: a distributed optimizer may leave a rank without elements.
     most = torch.tensor(max(steps + [float(group.get("step", 0)) for group in optimizer.param_groups]), device=device)
     dist.all_reduce(most, dist.ReduceOp.MAX)
     return float(most)
@@ -222,8 +223,8 @@ def save_torch(
 ) -> None:
     """Write `mp_rank_TT[_PPP]/model_optim_rng.pt` (--ckpt-format torch) into the existing folder `path`, collectively.
 
-    The weights are what Megatron-LM itself writes and loads. Its optimizer's state, which it numbers, would hold for
-    one layout of ranks; here each parameter has its states by name, which `megatron_files.py` reads under any.
+    The weights have the format of Megatron-LM. Its optimizer state has numbers that are valid for one layout of ranks.
+    Here each parameter has its states by name, which `megatron_files.py` reads in any layout.
 
     Raises:
         CheckpointError: the file cannot be written.
@@ -248,12 +249,12 @@ def save_torch(
         try:
             folder.mkdir()
             torch.save(state, folder / RANK_FILE)
-        except (OSError, RuntimeError) as error:  # torch.save says RuntimeError on a full disk
+        except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError on a full disk
             raise _not_written(folder, error) from error
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    """The tensor on the host, over a storage of its own: of a view, `torch.save` writes all that it lies in."""
+    """Return the tensor on the host in its own storage: `torch.save` writes the whole storage of a view."""
     return tensor.detach().cpu().clone()
 
 
@@ -272,17 +273,17 @@ def load(
     *,
     fresh_head: bool = False,
 ) -> list[str]:
-    """Read this rank's part of a Megatron checkpoint, which instep or another program of any layout wrote.
+    """Read this rank's part of a Megatron checkpoint of instep or another program, in any layout.
 
     Args:
         parameters: of `local_parameters`.
         fresh_head: the output layer is not read but becomes zero.
 
     Returns:
-        The names of the tensors that are not read: those of multi-token prediction.
+        The names of the tensors of multi-token prediction, which are not read.
 
     Raises:
-        CheckpointError: no such checkpoint, one of another model, or an optimizer state that cannot be read.
+        CheckpointError: it is missing, belongs to another model, or its optimizer state cannot be read.
     """
     checkpoint = MegatronCheckpoint(path, shape, fresh_head=fresh_head)
     entries = {entry.megatron: entry for entry in checkpoint.entries}
@@ -315,7 +316,7 @@ def _set_step(optimizer: Any, held: Mapping[Tensor, Master], step: float) -> Non
     if isinstance(real_optimizers(optimizer)[0].optimizer, (torch.optim.AdamW, torch.optim.Adam)):
         for master in held.values():
             device = master.state["step"].device if "step" in master.state else None
-            master.state["step"] = torch.tensor(step, device=device)  # one each: AdamW adds to it once per parameter
+            master.state["step"] = torch.tensor(step, device=device)  # separate: AdamW adds to each
     else:
         for group in optimizer.param_groups:
             group["step"] = int(step)

@@ -1,4 +1,4 @@
-"""The arguments and models that the megatron backend refuses. This module imports nothing heavy."""
+"""The arguments and models that the megatron backend refuses. This module imports nothing large."""
 
 from __future__ import annotations
 
@@ -12,34 +12,35 @@ if TYPE_CHECKING:
     from instep.arguments.settings import Settings
 
 CANNOT, WHERE = "the megatron train backend cannot do", "the Megatron arguments"
-REMEDY = "choose parallel sizes that divide these numbers of the model; leave out what is refused"
-# Overrides that would break what this backend promises, and why.
+REMEDY = "choose parallel sizes that divide these numbers of the model; remove refused flags"
+# Overrides that would break guarantees of this backend, and why.
 REFUSED_OVERRIDES = {
-    "hidden_dropout": "log-probs would not be repeatable",
-    "attention_dropout": "log-probs would not be repeatable",
+    "hidden_dropout": "log-probs would change between passes",
+    "attention_dropout": "log-probs would change between passes",
     "overlap_param_gather": "weights would be read before they are gathered",
     "overlap_param_gather_with_optimizer_step": "weights would be read before they are gathered",
-    "calculate_per_token_loss": "the loss carries its own denominators",
+    "calculate_per_token_loss": "the loss contains its own denominators",
     "average_in_collective": "gradients are sums",
-    "use_megatron_fsdp": "its parameters are laid out differently; use --train-backend fsdp",
+    "use_megatron_fsdp": "its parameters have another layout; use --train-backend fsdp",
 }
 
 
 def padded_vocab_size(vocab_size: int, args: Settings) -> int:
-    """`vocab_size`, or the next multiple of `make_vocab_size_divisible_by` (128) x tensor_model_parallel_size."""
+    """Return `vocab_size`, or the next multiple of `make_vocab_size_divisible_by` (128) x
+    tensor_model_parallel_size."""
     multiple = (getattr(args, "make_vocab_size_divisible_by", None) or 128) * args.tensor_model_parallel_size
     return -(-vocab_size // multiple) * multiple
 
 
 def check_arguments(args: Settings, shape: ModelShape) -> None:
-    """Raise one ConfigError that names everything which this backend does not do with a model of this shape.
+    """Raise one ConfigError that names all options that this backend does not support for a model of this shape.
 
-    The rules of the command line say the rest, and the same of the policy; a teacher may have another shape.
+    The rules of the command line check the rest, and the same options for the policy; a teacher may have another shape.
     """
     problems, experts = refused_by_model(args, shape), shape.experts.num if shape.experts else 0
     if experts % args.expert_model_parallel_size:
         sizes = f"--expert-model-parallel-size {args.expert_model_parallel_size}"
-        problems.append(f"{experts} experts are no multiple of {sizes}")
+        problems.append(f"{experts} experts are not a multiple of {sizes}")
     try:
         stage_layers(args, shape.num_layers)
     except ValueError as error:
@@ -49,10 +50,10 @@ def check_arguments(args: Settings, shape: ModelShape) -> None:
 
 
 def refused_by_model(args: Settings, shape: ModelShape) -> list[str]:
-    """What no rule of the command line but `layout` refuses."""
+    """List what only the rule `layout` of the command line refuses."""
     tp, overrides = args.tensor_model_parallel_size, args.megatron_overrides or {}
     problems = [
-        f"{name} {getattr(shape, name)} is no multiple of --tensor-model-parallel-size {tp}"
+        f"{name} {getattr(shape, name)} is not a multiple of --tensor-model-parallel-size {tp}"
         for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size")
         if getattr(shape, name) % tp
     ]
@@ -62,7 +63,7 @@ def refused_by_model(args: Settings, shape: ModelShape) -> list[str]:
     if shape.latent and "mla_up_proj" in (overrides.get("recompute_modules") or ()):
         problems.append("--recompute-modules mla_up_proj (full recomputation covers it)")
     if shape.experts and args.moe_grouped_gemm and overrides.get("moe_apply_probs_on_input"):
-        problems.append("moe_apply_probs_on_input with --moe-grouped-gemm (leave one of them out)")
+        problems.append("moe_apply_probs_on_input with --moe-grouped-gemm (remove one of them)")
     return problems + [f"{name} ({why})" for name, why in REFUSED_OVERRIDES.items() if overrides.get(name)]
 
 
@@ -71,10 +72,10 @@ def _widths(args: Settings, experts: Experts) -> list[str]:
     etp = args.expert_tensor_parallel_size or tp
     if experts.ffn_hidden_size % etp:
         width = experts.ffn_hidden_size
-        problems.append(f"the width {width} of experts is no multiple of --expert-tensor-parallel-size {etp}")
+        problems.append(f"the width {width} of experts is not a multiple of --expert-tensor-parallel-size {etp}")
     if experts.shared_ffn_hidden_size % tp:
         width = experts.shared_ffn_hidden_size
-        problems.append(f"the width {width} of shared experts is no multiple of --tensor-model-parallel-size {tp}")
+        problems.append(f"the width {width} of shared experts is not a multiple of --tensor-model-parallel-size {tp}")
     return problems
 
 
@@ -87,7 +88,7 @@ def _virtual_stages(args: Settings, num_layers: int) -> list[str]:
     if layers and len(set(sizes)) > 1:
         return ["--num-layers-per-virtual-pipeline-stage with stages of several sizes"]
     for size in sizes:
-        what = f"{size} layers of a pipeline rank are no multiple of"
+        what = f"{size} layers of a pipeline rank are not a multiple of"
         if layers and size % layers:
             return [f"{what} --num-layers-per-virtual-pipeline-stage {layers}"]
         if stages and size % stages:

@@ -1,4 +1,4 @@
-"""Megatron-Core's configuration objects from instep's arguments and the Hugging Face configuration.
+"""Megatron-Core's configuration objects, from instep's arguments and the Hugging Face configuration.
 
 Imports `megatron.core`: only after `cpu_platform.install()`, see there.
 """
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 def configs(
     args: Settings, shape: ModelShape, device: torch.device, dtype: torch.dtype
 ) -> tuple[TransformerConfig, DistributedDataParallelConfig, OptimizerConfig]:
-    """The configurations of model, data parallelism and optimizer; `args.megatron_overrides` replaces their fields, and
-    so does a flag of `train.py` or of a modified Megatron that names one.
+    """Return the configurations of model, data parallelism and optimizer. `args.megatron_overrides` replaces their
+    fields, and so does a flag of `train.py` or of a modified Megatron with a field's name.
 
     Raises:
-        ConfigError: an override that is no field, or values that megatron-core refuses.
+        ConfigError: an override is not a field, or megatron-core refuses the values.
     """
     bf16 = dtype is torch.bfloat16
     kind, model = TransformerConfig, _model(args, shape, device, dtype)
@@ -64,7 +64,7 @@ def configs(
 
 
 def _model(args: Settings, shape: ModelShape, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """The fields of a `TransformerConfig`, without those of a mixture of experts."""
+    """Return the fields of a `TransformerConfig`, without those of a mixture of experts."""
     cuda, pipeline = device.type == "cuda", args.pipeline_model_parallel_size > 1
     chunks = num_chunks(args, shape.num_layers)
     return dict(
@@ -91,7 +91,7 @@ def _model(args: Settings, shape: ModelShape, device: torch.device, dtype: torch
         virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
         num_layers_in_first_pipeline_stage=args.decoder_first_pipeline_num_layers,
         num_layers_in_last_pipeline_stage=args.decoder_last_pipeline_num_layers,
-        overlap_p2p_comm=chunks > 1,  # else two stages mistake each other's tensors of the two directions
+        overlap_p2p_comm=chunks > 1,  # otherwise two stages confuse each other's tensors of the two directions
         batch_p2p_comm=chunks == 1,
         context_parallel_size=args.context_parallel_size,
         sequence_parallel=bool(args.sequence_parallel),
@@ -103,9 +103,9 @@ def _model(args: Settings, shape: ModelShape, device: torch.device, dtype: torch
         recompute_num_layers=args.recompute_num_layers,
         calculate_per_token_loss=True,  # gradients are sums, not means over micro-batches and ranks
         variable_seq_lengths=pipeline,  # micro-batches differ in size
-        moe_token_dispatcher_type="alltoall" if pipeline or shape.experts else "allgather",  # the former demands it
+        moe_token_dispatcher_type="alltoall" if pipeline or shape.experts else "allgather",  # they require it
         deterministic_mode=args.deterministic_mode,
-        deallocate_pipeline_outputs=cuda and pipeline,  # gloo's sends may still read what is deallocated
+        deallocate_pipeline_outputs=cuda and pipeline,  # gloo's sends may still read these outputs
     )
 
 
@@ -126,7 +126,7 @@ def _mixture(args: Settings, experts: Experts, num_layers: int) -> dict[str, Any
     if experts.sigmoid:
         model |= dict(
             moe_router_score_function="sigmoid",
-            moe_router_dtype=args.moe_router_dtype or "fp32",  # as transformers and vLLM have it
+            moe_router_dtype=args.moe_router_dtype or "fp32",  # as in transformers and vLLM
             moe_router_enable_expert_bias=True,
             moe_router_bias_update_rate=args.moe_router_bias_update_rate,
             moe_router_topk_scaling_factor=experts.scale,
@@ -139,7 +139,7 @@ def _mixture(args: Settings, experts: Experts, num_layers: int) -> dict[str, Any
 
 
 def _override(args: Settings, parts: Sequence[tuple[type, dict[str, Any]]]) -> None:
-    """Put `megatron_overrides`, and flags that are not instep's own, into the fields of the classes that have them."""
+    """Set `megatron_overrides`, and flags that are not instep's own, in the fields of the classes that have them."""
     fields = {cls: {f.name for f in dataclasses.fields(cls)} for cls, _ in parts}
     known = set().union(*fields.values())
     extra = {name: getattr(args, name) for name in args.extra_flags if name in known}
@@ -157,7 +157,8 @@ def _override(args: Settings, parts: Sequence[tuple[type, dict[str, Any]]]) -> N
 
 
 def _latent(shape: ModelShape, attention: LatentAttention) -> dict[str, Any]:
-    """Megatron's rotary embedding is not used (`rotary.py`), but for the scale of scores that YaRN asks for."""
+    """Return the fields of latent attention. `rotary.py` replaces Megatron's rotary embedding; only YaRN's scale of
+    scores is used."""
     scaled = shape.rope["rope_type"] != "default"
     return dict(
         q_lora_rank=attention.q_rank,

@@ -1,18 +1,18 @@
-"""Stand-ins for the parts of `torch.cuda` that Megatron-Core 0.16.x calls without asking, so that it runs on a CPU.
+"""Replacements for the parts of `torch.cuda` that Megatron-Core 0.16.x always calls, so that it runs on a CPU.
 
-A worker process that trains on the CPU calls `install()` before its first import of `megatron.core`; it is refused
-where CUDA is available. It replaces, for the life of the process:
+A worker process that trains on the CPU calls `install()` before its first import of `megatron.core`; it is an error if
+CUDA is available. It replaces, for the life of the process:
 
 - `torch.cuda.current_device`, used as `device=`: the CPU device;
 - streams, events, `synchronize`, `empty_cache`: nothing to do;
 - the CUDA random-number state, kept by `tensor_parallel.random`: the CPU generator's;
-- `maybe_move_tensor_to_cpu`, which leaves the sizes of an all-to-all as tensors if they are there: numbers;
-- collectives over parts of different sizes, which gloo lacks;
+- `maybe_move_tensor_to_cpu`, which leaves sizes of an all-to-all on the CPU as tensors: numbers;
+- collectives over parts of different sizes, which gloo does not have;
 - `jit_fuser` (torch.compile of tiny functions): off.
 
-`scope()`, to be entered around the calls into Megatron that need it, also turns `device="cuda"` literals
-(`schedules.py`, `optimizer.py`) into CPU and lets `Tensor.type()` say `torch.cuda.FloatTensor`, which the optimizers
-compare with. It is off elsewhere, because it costs time on every torch call and reports a wrong type.
+`scope()` is entered around calls into Megatron. It also turns `device="cuda"` literals (`schedules.py`, `optimizer.py`)
+into CPU and makes `Tensor.type()` return `torch.cuda.FloatTensor`, which the optimizers compare with. It is off
+elsewhere, because it costs time on every torch call and reports a wrong type.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _CudaIsCpu(TorchFunctionMode):
 
 
 class _Stream:
-    """A stream or an event of a device that has none."""
+    """A stream or an event of a device without streams."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -62,7 +62,7 @@ class _Stream:
 
 
 def install() -> None:
-    """Put the stand-ins in place; once per process, later calls do nothing.
+    """Install the replacements; once per process, later calls do nothing.
 
     Raises:
         ConfigError: CUDA is available.
@@ -72,11 +72,11 @@ def install() -> None:
         return
     if torch.cuda.is_available():
         raise ConfigError(
-            "the megatron train backend was asked to run on the CPU of a machine with CUDA",
+            "the megatron train backend cannot run on the CPU of a machine with CUDA",
             where="--device cpu",
             remedy="train on the GPU, or set CUDA_VISIBLE_DEVICES= (empty)",
         )
-    assert "megatron.core" not in sys.modules, "it has bound what is replaced here"
+    assert "megatron.core" not in sys.modules, "it has already imported the original functions"
     stream, cuda = _Stream(), torch.cuda
     cuda.current_device = lambda: _CPU
     cuda.synchronize = cuda.empty_cache = lambda *args: None
@@ -87,7 +87,7 @@ def install() -> None:
     cuda.Stream = cuda.Event = _Stream
 
     compiled = torch.compile
-    # What `megatron.core` itself imports has bound `jit_fuser` by name when it can be turned off for all other modules.
+    # Modules that `megatron.core` itself imports have already imported `jit_fuser` by name; for all others it is off.
     torch.compile = lambda model=None, **how: compiled(**how) if model is None else model  # type: ignore[assignment]
     try:
         from megatron.core import jit
@@ -110,9 +110,9 @@ def install() -> None:
 
 
 def _gather_any_sizes(mappings: Any) -> None:
-    """Replace Megatron's collectives over parts of different sizes, which experts that several ranks share need.
+    """Replace Megatron's collectives over parts of different sizes, which experts on several ranks need.
 
-    Parts of one size stay Megatron's.
+    Megatron's own collectives still handle parts of one size.
     """
     gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
 
@@ -138,5 +138,6 @@ def _gather_any_sizes(mappings: Any) -> None:
 
 
 def scope() -> contextlib.AbstractContextManager[Any]:
-    """The context for calls into Megatron: inside it `device="cuda"` means the CPU; no-op unless `install` ran."""
+    """Return the context for calls into Megatron: inside it `device="cuda"` means the CPU; no-op unless `install`
+    ran."""
     return _CudaIsCpu() if _installed else contextlib.nullcontext()

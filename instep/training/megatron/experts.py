@@ -24,18 +24,18 @@ def _activated(x: Tensor, probs: Tensor) -> Tensor:
 
 
 class OnOneRank(MoEAlltoAllTokenDispatcher):
-    """Megatron's dispatcher where a rank has all experts, whole: tokens are brought into their order, and back.
+    """Megatron's dispatcher if a rank has all experts, whole: sort tokens by expert, and restore their order.
 
-    Nothing waits for the device, as Megatron's own does for counts of tokens; tokens are copied once instead of twice,
-    and what is put together is summed in float32 in a fixed order, not by atomic additions in the weights' type.
+    Unlike Megatron's own, it does not wait for the device to count tokens. Tokens are copied once instead of twice, and
+    results are summed in float32 in a fixed order, not by atomic additions in the weights' type.
     """
 
     def dispatch_preprocess(self, hidden: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """-> the rows of each expert, one expert's after another's, in the order of tokens, and their weights."""
+        """Return the rows of each expert, in the order of experts, then tokens, and their weights."""
         self.hidden_shape = hidden.shape
         self.tokens_per_expert = routing_map.sum(0)
         chosen = routing_map.to(torch.uint8).topk(self.config.moe_router_topk, dim=-1, sorted=False).indices
-        experts = chosen.sort().values  # as many of each token
+        experts = chosen.sort().values  # the same number for each token
         order = experts.flatten().sort(stable=True).indices
         self.token = order // experts.shape[1]
         self.places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
@@ -61,7 +61,7 @@ class OnOneRank(MoEAlltoAllTokenDispatcher):
 
 
 class _ToExperts(torch.autograd.Function):
-    """`rows[token]`; `places` `[num_tokens, experts per token]` says where each token's are."""
+    """Computes `rows[token]`; `places` `[num_tokens, experts per token]` has the places of each token's rows."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, token: Tensor, places: Tensor) -> Tensor:
@@ -94,9 +94,9 @@ class GroupedExperts(SequentialMLP):
     """The experts of a rank with the weights of Megatron's `SequentialMLP`, under the same names, computed together."""
 
     def forward(self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
-        """`[num_tokens, hidden]`, one expert's tokens after another's, and what each counts -> `[num_tokens, hidden]`.
+        """Compute `[num_tokens, hidden]`, in the order of experts, and counts per expert -> `[num_tokens, hidden]`.
 
-        A product with no rows at all is left to the experts themselves.
+        Without any rows, the experts compute the product themselves.
         """
         if not len(hidden):
             alone: tuple[Tensor, None] = super().forward(hidden, tokens_per_expert, probs)

@@ -1,6 +1,6 @@
 """The functions of `--custom-megatron-*-path`, `--custom-model-provider-path` and `--spec`, with slime's signatures.
 
-This module imports nothing heavy.
+This module imports nothing large.
 """
 
 from __future__ import annotations
@@ -23,40 +23,40 @@ MODEL_PROVIDER, SPEC = "--custom-model-provider-path", "--spec"
 
 
 class Provider(Protocol):
-    """Builds the part of the model that a rank holds; `vp_stage` counts its chunks, None where it has but one."""
+    """Builds the part of the model on a rank; `vp_stage` is the index of its chunk, None if it has only one."""
 
     def __call__(self, pre_process: bool, post_process: bool, vp_stage: int | None = None) -> PolicyModel: ...
 
 
-_building: list[Provider] = []  # while a function of the user's builds
+_building: list[Provider] = []  # while a user's function builds
 
 
 def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> PolicyModel:
-    """instep's own model, for the function of `--custom-model-provider-path` to change: a Megatron `GPTModel`.
+    """Return instep's own model, for the function of `--custom-model-provider-path` to change: a Megatron `GPTModel`.
 
     Raises:
-        RuntimeError: nothing is being built.
+        RuntimeError: no model is being built.
     """
     if not _building:
         raise RuntimeError(
-            "model_provider() builds a part of a run's model: only --custom-model-provider-path calls it"
+            "model_provider() builds a part of a run's model: call it only in --custom-model-provider-path"
         )
     return _building[-1](pre_process, post_process, vp_stage)
 
 
 @dataclass(frozen=True)
 class MegatronHooks:
-    """What a rank of the megatron backend calls.
+    """The functions that a rank of the megatron backend calls.
 
     Attributes:
-        args: the arguments as the functions see them.
+        args: the arguments in the form that the functions get.
         init: f(args), once Megatron's process groups exist, before the model is built.
         log_probs: f(args, model, store_prefix), before log-probs are computed; the prefix is "" for the policy, "ref_"
             and "teacher_" for frozen models.
         step: f(args, rollout_id, step_id, model, optimizer, opt_param_scheduler), before the gradients of a step, which
             are zero then; the scheduler is None: the controller sets the learning rate.
-        provider: f(pre_process, post_process[, vp_stage]), which builds the model, from that of `model_provider`.
-        spec: f(args, config[, vp_stage]), which makes the spec of the layers; `config` is Megatron's.
+        provider: f(pre_process, post_process[, vp_stage]) builds the model, from the result of `model_provider`.
+        spec: f(args, config[, vp_stage]) makes the spec of the layers; `config` is Megatron's.
 
     `model` is a list of this rank's modules, as Megatron has wrapped them.
     """
@@ -81,20 +81,20 @@ class MegatronHooks:
 
     @property
     def builders(self) -> str:
-        """The flags whose functions build the model, with these; empty if there are none."""
+        """Return the flags whose functions build the model, joined by commas; empty if there are none."""
         named = ((MODEL_PROVIDER, self.provider), (SPEC, self.spec))
         return ", ".join(f"{flag} {path}" for flag, path in named if path)
 
     def build(
         self, kind: type[Any], own: Provider, pre_process: bool, post_process: bool, vp_stage: int | None
     ) -> PolicyModel:
-        """The model of the user's function, or that of `own`.
+        """Return the model of the user's function, or of `own`.
 
         Args:
-            kind: the class of which it must be.
+            kind: the class that it must have.
 
         Raises:
-            RolloutError: the function raised, or returned something else.
+            RolloutError: the function raised, or returned another object.
         """
         if self.provider is None:
             return own(pre_process, post_process, vp_stage)
@@ -110,13 +110,13 @@ class MegatronHooks:
         return cast("PolicyModel", model)
 
     def layers(self, read: Callable[[Any], T], config: Any, vp_stage: int | None) -> T | None:
-        """What `read` makes of the spec that the user's function returns; None if there is no function.
+        """Return the result of `read` for the spec that the user's function returns; None if there is no function.
 
         Args:
-            read: raises TypeError or ValueError for what is no spec.
+            read: raises TypeError or ValueError for an invalid spec.
 
         Raises:
-            RolloutError: the function raised, or returned something else.
+            RolloutError: the function raised, or returned another object.
         """
         if self.spec is None:
             return None

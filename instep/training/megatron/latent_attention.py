@@ -1,8 +1,8 @@
 """Multi-head latent attention (DeepSeek-AI 2024, arXiv 2412.19437, section 2.1.1) on a packed stream.
 
 Parameters have the names and layouts of Megatron's own module with Transformer Engine: projections to latent vectors
-are whole on every tensor-parallel rank. Megatron's module without it splits them, and leaves the gradient of the
-rotary part of the keys, which all heads share, on each rank to that rank's heads alone.
+are whole on every tensor-parallel rank. Megatron's module without Transformer Engine splits them. Its gradient of the
+rotary part of the keys, which all heads share, covers only each rank's own heads.
 
 Imports `megatron.core`: only after `cpu_platform.install()`, see there.
 """
@@ -28,7 +28,7 @@ from instep.training.megatron.rotary import rotate
 
 
 def latent_attention(core: type, norm: type) -> ModuleSpec:
-    """The module of a layer's attention.
+    """Return the module of a layer's attention.
 
     Args:
         core: of rotated queries and keys, and values, `[num_tokens, heads, dim]` each.
@@ -41,8 +41,8 @@ def latent_attention(core: type, norm: type) -> ModuleSpec:
 
 
 class Down(torch.nn.Linear):
-    """A projection of the hidden states to a latent vector; an attribute of the weight makes `finalize_model_grads` add
-    up its gradient over ranks that have parts of the sequence."""
+    """A projection of the hidden states to a latent vector. The attribute of the weight makes `finalize_model_grads`
+    sum its gradient over ranks with parts of the sequence."""
 
     def __init__(self, config: MLATransformerConfig, width: int):
         device, dtype = torch.cuda.current_device(), config.params_dtype
@@ -51,7 +51,7 @@ class Down(torch.nn.Linear):
 
 
 class LatentAttention(MultiLatentAttention):
-    """Megatron's, with rotary positions of packed sequences, under either convention of their pairs."""
+    """Megatron's attention with rotary positions of packed sequences, for either convention of rotated pairs."""
 
     def __init__(self, config: MLATransformerConfig, submodules: MLASelfAttentionSubmodules, **kwargs: Any):
         super().__init__(config, submodules, attention_type="self", **kwargs)
@@ -67,7 +67,7 @@ class LatentAttention(MultiLatentAttention):
         self.linear_kv_up_proj = self._up(config.kv_lora_rank, heads * (config.qk_head_dim + config.v_head_dim))
 
     def _up(self, inputs: int, outputs: int) -> ColumnParallelLinear:
-        """A projection of what all tensor-parallel ranks have to the heads of each."""
+        """Build a projection from the input of all tensor-parallel ranks to the heads of each."""
         return ColumnParallelLinear(
             inputs,
             outputs,
@@ -81,7 +81,7 @@ class LatentAttention(MultiLatentAttention):
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, key_value_states: None, position_ids: None, packed_seq_params: Any, **_: Any
     ) -> tuple[Tensor | None, ...]:
-        """Rotated queries and keys, and values, `[num_tokens, heads of this rank, dim]` each."""
+        """Return rotated queries and keys, and values, `[num_tokens, heads of this rank, dim]` each."""
         c, p = self.config, packed_seq_params
         if c.q_lora_rank is None:
             query = self.linear_q_proj(hidden_states)[0]

@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 @dataclass
 class Placement:
-    """Which part of the model this process holds. Groups are torch.distributed's.
+    """The part of the model on this process. Groups are torch.distributed's.
 
     The layers are cut into pp_size x num_chunks chunks, which go to the stages in turn.
 
     Attributes:
-        num_chunks: of each stage; more than one where the pipeline is interleaved (virtual stages).
-        copy_rank: which copy of these weights it is, over data- and context-parallel ranks.
-        expert_copy_rank: likewise of its experts, which lie on the same ranks in another way: a stage's ranks are
-            data-, expert- and expert-tensor-parallel ones.
+        num_chunks: of each stage; more than one if the pipeline is interleaved (virtual stages).
+        copy_rank: the number of this copy of the weights, over data- and context-parallel ranks.
+        expert_copy_rank: the same for its experts. They have another layout on the same ranks: data-, expert- and
+            expert-tensor-parallel.
     """
 
     tp_rank: int
@@ -45,7 +45,7 @@ class Placement:
     tp_group: Any
     pp_group: Any
     stage_layers: list[int]  # of each stage
-    num_experts: int  # of a layer; 0: no layer has any
+    num_experts: int  # of a layer; 0: no layer has experts
     ep_rank: int
     ep_size: int
     etp_rank: int
@@ -59,25 +59,25 @@ class Placement:
         return self.num_experts // self.ep_size
 
     def first_layer(self, chunk: int) -> int:
-        """The number of layers before this rank's chunk `chunk`: each chunk has its part of all stages."""
+        """Return the number of layers before this rank's chunk `chunk`: each chunk has its part of all stages."""
         return (chunk * sum(self.stage_layers) + sum(self.stage_layers[: self.pp_rank])) // self.num_chunks
 
     def begins(self, chunk: int) -> bool:
-        """Whether this rank's chunk `chunk` has the embedding."""
+        """Return whether this rank's chunk `chunk` has the embedding."""
         return self.pp_rank == 0 and chunk == 0
 
     def ends(self, chunk: int) -> bool:
-        """Whether this rank's chunk `chunk` has the output layer."""
+        """Return whether this rank's chunk `chunk` has the output layer."""
         return self.pp_rank == self.pp_size - 1 and chunk == self.num_chunks - 1
 
     def split(self, entry: WeightEntry) -> tuple[int, int, Any]:
-        """Rank, size and group over which the weights of `entry` are split."""
+        """Return rank, size and group that split the weights of `entry`."""
         if entry.expert is None:
             return self.tp_rank, self.tp_size, self.tp_group
         return self.etp_rank, self.etp_size, self.etp_group
 
     def stage(self, entry: WeightEntry) -> int:
-        """The pipeline stage that holds `entry` (for tied weights the first one)."""
+        """Return the pipeline stage that holds `entry` (for tied weights the first one)."""
         if entry.layer is not None:
             within = entry.layer * self.num_chunks % sum(self.stage_layers)
             return bisect_right(list(accumulate(self.stage_layers)), within)
@@ -85,12 +85,12 @@ class Placement:
 
 
 def expert_tensor_parallel_size(args: Settings) -> int:
-    """By default that of the other layers, as in Megatron."""
+    """Return the size for experts; by default that of the other layers, as in Megatron."""
     return args.expert_tensor_parallel_size or args.tensor_model_parallel_size
 
 
 def initialise(args: Settings, shape: ModelShape, device: torch.device) -> tuple[Placement, ParallelInfo]:
-    """Make Megatron's process groups, once per process for all its models; the place of this rank in them.
+    """Make Megatron's process groups, once per process for all its models. Return the place of this rank in them.
 
     Raises:
         ConfigError: the groups of an earlier model have other sizes.
@@ -122,9 +122,9 @@ def initialise(args: Settings, shape: ModelShape, device: torch.device) -> tuple
     )
     if now != (tp, pp, chunks, cp, ep, etp):
         raise ConfigError(
-            "two models of one process want different tensor, pipeline, virtual pipeline, context, expert and expert "
+            "two models of one process need different tensor, pipeline, virtual pipeline, context, expert and expert "
             f"tensor parallel sizes: {now} and {(tp, pp, chunks, cp, ep, etp)}",
-            remedy="use the same sizes for all models of a worker, and --num-virtual-stages-per-pipeline-rank where "
+            remedy="use the same sizes for all models of a worker, and --num-virtual-stages-per-pipeline-rank if "
             "they differ in layers",
             where="the parallel sizes of the trainer",
         )
@@ -161,7 +161,7 @@ def initialise(args: Settings, shape: ModelShape, device: torch.device) -> tuple
         tp_size=tp,
         pp_size=pp,
         cp_size=cp,
-        micro_batch_multiple=pp if chunks > 1 else 1,  # the interleaved schedule deals them out to the stages
+        micro_batch_multiple=pp if chunks > 1 else 1,  # the interleaved schedule distributes them over the stages
         is_last_stage=last,
         is_output_rank=last and placement.tp_rank == 0 and placement.cp_rank == 0,
         dp_group=ps.get_data_parallel_group(),

@@ -1,6 +1,6 @@
-"""Router replay: the experts that an engine chose for each token, given to the routers of a micro-batch's forward pass.
+"""Router replay: the routers of a micro-batch's forward pass use the experts that an engine chose for each token.
 
-They travel with the micro-batch through the layers, so that a layer that is computed again in the backward pass, or
+These experts travel with the micro-batch through the layers. So a layer that is computed again in the backward pass, or
 between layers of other micro-batches in a pipeline, gets those of its own tokens.
 """
 
@@ -17,16 +17,16 @@ from instep.errors import RolloutError
 from instep.models.shape import ModelShape
 from instep.types import TokenBatch
 
-COLUMN = "routed_experts"  # a list of `[num_tokens, num_layers, experts per token]`, an array for each sample
+COLUMN = "routed_experts"  # a list of `[num_tokens, num_layers, experts per token]`, one array per sample
 _REMEDY = "serve the model that is trained; vLLM returns routes for each layer with --enable-return-routed-experts"
 
 
 class Replay:
-    """What Megatron's router asks for the best experts; they are the best by its own scores if none are given.
+    """Replaces the top-k choice of Megatron's router; without given experts, the router's own scores decide.
 
     Attributes:
         experts: whole numbers `[num_tokens, experts per token]`.
-        noted: where the router's own choices go, if they are kept, under `layer`.
+        noted: stores the router's own choices, if they are kept, under `layer`.
     """
 
     experts: Tensor | None = None
@@ -36,7 +36,7 @@ class Replay:
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, best: Callable[..., Any]
     ) -> tuple[Tensor, Tensor]:
-        """The scores, through which the gradient flows, and the numbers of each token's experts."""
+        """Return the scores, through which the gradient flows, and the numbers of each token's experts."""
         if self.experts is not None:
             experts = self.experts.long()
             return scores.gather(1, experts), experts
@@ -47,15 +47,15 @@ class Replay:
 
 
 def routes_of(batch: TokenBatch, shape: ModelShape, rows: Tensor, share: tuple[int, int]) -> Tensor | None:
-    """The experts of a rank's tokens, `[num_tokens, num_layers, experts per token]` on the batch's device; None where
-    each router chooses.
+    """Return the experts of a rank's tokens, `[num_tokens, num_layers, experts per token]` on the batch's device; None
+    if each router chooses itself.
 
     Args:
-        rows: for each token of the context-parallel rank its position in the stream of the batch.
-        share: the part of them that this rank routes, and how many parts there are (sequence parallelism).
+        rows: for each token of the context-parallel rank, its position in the stream of the batch.
+        share: the part of them that this rank routes, and the number of parts (sequence parallelism).
 
     Raises:
-        RolloutError: they are of another model, or a token has an expert twice.
+        RolloutError: they belong to another model, or a token has an expert twice.
     """
     if COLUMN not in batch.sample_columns or shape.experts is None:
         return None
@@ -73,16 +73,16 @@ def routes_of(batch: TokenBatch, shape: ModelShape, rows: Tensor, share: tuple[i
 
 
 def has_twice(routes: np.ndarray) -> bool:
-    """Whether a token has an expert twice in a layer: `[num_tokens, num_layers, experts per token]`.
+    """Return whether a token has an expert twice in a layer: `[num_tokens, num_layers, experts per token]`.
 
-    Pairs of columns are compared, which takes a tenth of the time of sorting the experts of each token.
+    Pairs of columns are compared: this takes a tenth of the time of sorting the experts of each token.
     """
     columns = np.ascontiguousarray(routes.reshape(-1, routes.shape[-1]).T)
     return any(bool((one == other).any()) for i, one in enumerate(columns) for other in columns[:i])
 
 
 def before_layer(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A forward pre-hook of a layer with experts: its router gets those of the micro-batch, if it has any."""
+    """Give the router of a layer with experts the choices of the micro-batch, if there are any: a forward pre-hook."""
     packed, replay, number = kwargs["packed_seq_params"], layer.mlp.router.router_replay, layer.layer_number
     replay.layer, replay.noted, replay.experts = number, packed.noted, None
     if packed.routes is not None:

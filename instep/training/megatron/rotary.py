@@ -16,10 +16,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 class Rope:
     """Rotary positions with Hugging Face's own frequencies (Su et al. 2021, arXiv 2104.09864, and its scalings).
 
-    Megatron's are not used: they loop over the packed sequences, in every layer, and know fewer scalings.
+    Megatron's are not used: they loop over the packed sequences in every layer, and support fewer scalings.
 
     Attributes:
-        interleaved: the two numbers that are rotated together are neighbours, (0, 1), (2, 3), ...; else they are of the
+        interleaved: the two numbers of a rotated pair are neighbours, (0, 1), (2, 3), ...; otherwise they come from the
             two halves of a head.
     """
 
@@ -33,7 +33,7 @@ class Rope:
         self.inv_freq = self.inv_freq.to(device)
 
     def cos_sin(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """`[num_tokens]` -> cos, sin `[num_tokens, 1, head_dim]`."""
+        """Return cos, sin `[num_tokens, 1, head_dim]` for positions `[num_tokens]`."""
         angles = torch.outer(positions.float(), self.inv_freq).repeat(1, 2)[:, None]
         return (angles.cos() * self.scaling).to(dtype), (angles.sin() * self.scaling).to(dtype)
 

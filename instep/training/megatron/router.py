@@ -22,14 +22,14 @@ from instep.types import TokenBatch
 class Router(TopKRouter):
     """Megatron's router; its losses are means over the tokens of the whole optimizer step.
 
-    Megatron scales them for gradients that are divided by a number of tokens at the end, which here they are not.
+    Megatron scales them for gradients that are divided by a number of tokens at the end. Here they are not divided.
 
     - Balance (Fedus et al. 2021, arXiv 2101.03961): E sum_i f_i P_i, where f_i is the fraction of a micro-batch's
-      choices that fell on expert i, and P_i the mean probability of expert i.
-      Where scores are sigmoids, a token's are divided by their sum, and the bias of the choice is left out.
+      choices of expert i, and P_i the mean probability of expert i. If scores are sigmoids, a token's scores are
+      divided by their sum, without the bias of the choice.
     - z-loss (Zoph et al. 2022, arXiv 2202.08906): the mean of logsumexp(logits)^2.
 
-    The bias of a choice by sigmoids moves towards experts that had fewer tokens than the mean in an optimizer step, by
+    With sigmoids, the bias of the choice grows for experts with fewer tokens than the mean in an optimizer step, by
     `--moe-router-bias-update-rate` (Wang et al. 2024, arXiv 2408.15664). Bias and counts stay float32 in any model.
 
     Attributes:
@@ -43,13 +43,13 @@ class Router(TopKRouter):
         self.router_replay = Replay()
 
     def is_aux_loss_enabled(self) -> bool:
-        return False  # Megatron's own
+        return False  # as Megatron does
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         return logits
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        """Count each expert's tokens. Megatron's own fails on a mask: its shape does not fit that of the map."""
+        """Count each expert's tokens. Megatron's own fails on a mask: its shape does not fit the map's."""
         super()._apply_expert_bias(routing_map if padding_mask is None else routing_map & ~padding_mask[:, None])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
@@ -68,7 +68,7 @@ class Router(TopKRouter):
                 squares = squares.masked_fill(padding, 0.0)
             flat = MoEAuxLossAutoScaler.apply(flat, config.moe_z_loss_coeff * self.per_token * squares.sum())
         probs, routing_map = super().routing(flat.view(logits.shape), padding_mask)
-        if self.score_function == "sigmoid":  # Megatron's weights sum to 1, unless there is one
+        if self.score_function == "sigmoid":  # Megatron's weights sum to 1, unless there is one expert
             scores = flat.float().sigmoid() * routing_map
             if not config.moe_router_pre_softmax:
                 scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
@@ -78,14 +78,14 @@ class Router(TopKRouter):
                 flat, self.topk, self.score_function, padding_mask=padding
             )
             counts = chosen.sum(0).float()
-            dist.all_reduce(counts, group=self.tp_cp_group)  # the ranks that share the micro-batch
+            dist.all_reduce(counts, group=self.tp_cp_group)  # over the ranks that share the micro-batch
             mean = (counts / counts.sum() * scores.sum(0)).sum() * self.per_token
             probs = MoEAuxLossAutoScaler.apply(probs, config.moe_aux_loss_coeff * config.num_moe_experts * mean)
         return probs, routing_map
 
 
 def weigh_losses(chunks: Sequence[torch.nn.Module], micro_batches: Sequence[TokenBatch], ranks: ParallelInfo) -> None:
-    """Tell the routers of experts the number of tokens in the step, over which their losses are means; collective."""
+    """Give the routers of experts the number of tokens in the step, for the means in their losses; collective."""
     count = torch.tensor([b.tokens.numel() for b in micro_batches], device=ranks.device).sum()
     dist.all_reduce(count, group=ranks.dp_group)
     for module in (m for chunk in chunks for m in chunk.modules() if isinstance(m, Router)):

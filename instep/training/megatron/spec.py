@@ -1,6 +1,6 @@
 """The Megatron-Core GPTModel of instep: packed sequences without Transformer Engine or apex.
 
-Imports `megatron.core`, so it must itself be imported after `cpu_platform.install()` where there is no CUDA.
+Imports `megatron.core`: without CUDA, only after `cpu_platform.install()`.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ from instep.training.packing import (
 )
 from instep.types import TokenBatch
 
-# The number of logits that exist at a time, on a rank; they and their gradients need at most 2 GiB.
+# The number of logits at a time on a rank; they and their gradients need at most 2 GiB.
 HEAD_LOGITS = 2**28
 
 
 @dataclass(kw_only=True)
 class PackedInput(PackedSeqParams):
-    """A micro-batch as it travels through Megatron's layers, from the embedding to the log-probs."""
+    """A micro-batch on its path through Megatron's layers, from the embedding to the log-probs."""
 
-    tokens: Tensor  # int64 [1, num_tokens], with trailing padding if sequence parallelism needs it
-    rows: Tensor  # int64 [num_tokens]: where they stand in the batch; padding repeats a token
+    tokens: Tensor  # int64 [1, num_tokens], with padding at the end if sequence parallelism needs it
+    rows: Tensor  # int64 [num_tokens]: their places in the batch; padding repeats a token
     cos: Tensor
     sin: Tensor
     interleaved: bool  # see `Rope`
@@ -66,13 +66,13 @@ class PackedInput(PackedSeqParams):
     temperature: Tensor  # of each response token
     with_entropy: bool
     with_logits: bool
-    padding: Tensor | None = None  # bool [1, num_tokens], where there is any
+    padding: Tensor | None = None  # bool [1, num_tokens], if there is any
     shared: SharedPrefixes | None = None  # context parallelism: see `context_parallel.Share`
     own: Tensor | None = None
     num_response_tokens: int = 0
     routes: Tensor | None = None  # see `replay.routes_of`
     noted: dict[int, Tensor] | None = None  # gets the experts that each layer chooses
-    chosen: dict[int, Tensor] | None = None  # what it got in an earlier pass
+    chosen: dict[int, Tensor] | None = None  # the choices of an earlier pass
 
 
 def pack(
@@ -85,7 +85,7 @@ def pack(
     with_logits: bool = False,
     cp: tuple[int, int] = (0, 1),
 ) -> PackedInput:
-    """`batch` (on its device) as Megatron's input; the stream is padded to `multiple` by a segment of its own.
+    """Return `batch` (on its device) as Megatron's input; a separate segment pads the stream to `multiple`.
 
     Args:
         cp: context-parallel rank and size; the result is this rank's share of the stream.
@@ -150,8 +150,8 @@ def _pack_share(
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """The norm of the residual stream. Megatron's torch norm refuses sequence parallelism; the attribute of the weight
-    makes `finalize_model_grads` add up its gradient over tensor-parallel ranks."""
+    """The norm of the residual stream. Megatron's torch norm refuses sequence parallelism. The attribute of the weight
+    makes `finalize_model_grads` sum its gradient over tensor-parallel ranks."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device())
@@ -159,32 +159,32 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class HeadRMSNorm(torch.nn.RMSNorm):
-    """The norm of queries and keys; Megatron adds up its gradient by name (`q_layernorm`, `k_layernorm`)."""
+    """The norm of queries and keys; Megatron sums its gradient by name (`q_layernorm`, `k_layernorm`)."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device())
 
 
 class PackedCoreAttention(MegatronModule):
-    """Rotary positions (but for latent attention, which rotates a part of its heads itself) and causal attention within
-    each sequence of a packed stream."""
+    """Rotary positions (latent attention rotates parts of its heads itself) and causal attention within each sequence
+    of a packed stream."""
 
     def __init__(self, config: TransformerConfig, *_: Any, softmax_scale: float | None = None, **__: Any):
         super().__init__(config=config)
         self.scale = softmax_scale
 
     def get_extra_state(self) -> None:
-        """Nothing, but checkpoints have an entry of it, as Transformer Engine's attention wants one."""
+        """Return None: checkpoints have an entry for it, as Transformer Engine's attention requires one."""
 
     def set_extra_state(self, state: Any) -> None: ...
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: PackedInput,
                 **__: Any) -> Tensor:  # fmt: skip
-        """`[num_tokens, heads, head_dim]` each -> `[num_tokens, heads * head_dim]`; values may be narrower."""
+        """Compute `[num_tokens, heads, head_dim]` each -> `[num_tokens, heads * head_dim]`; values may be narrower."""
         p, width = packed_seq_params, value.shape[-1]
         if not self.config.multi_latent_attention:
             query, key = rotate(query, p.cos, p.sin), rotate(key, p.cos, p.sin)
-        elif width < key.shape[-1]:  # kernels want one width
+        elif width < key.shape[-1]:  # kernels require one width
             value = torch.nn.functional.pad(value, (0, key.shape[-1] - width))
         bounds = dict(cu_seqlens=p.cu_seqlens_kv, max_seqlen=p.max_seqlen_kv, scale=self.scale)
         if p.shared is None:
@@ -197,24 +197,24 @@ class PackedCoreAttention(MegatronModule):
 def block_spec(
     config: TransformerConfig, vp_stage: int | None, expert_layers: Sequence[int]
 ) -> TransformerBlockSubmodules:
-    """Megatron's local layers of a chunk of this stage, with the norms and the core attention of this file."""
+    """Return Megatron's local layers of a chunk of this stage, with the norms and the core attention of this file."""
     first, count = (f(config, vp_stage=vp_stage) for f in (get_transformer_layer_offset, get_num_layers_to_build))
     layers = [_layer_spec(config, i in expert_layers) for i in range(first, first + count)]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 
-# Megatron's modules which pack no sequences, split no norms or log no routes: instep's stand in for them.
+# Megatron's modules that do not pack sequences, split norms or log routes: instep's modules replace them.
 _PLAIN = (DotProductAttention, MLASelfAttention, LNImpl, WrappedTorchNorm, TopKRouter, SequentialMLP, GroupedMLP)
 
 
 def users_block(own: TransformerBlockSubmodules, theirs: Any) -> TransformerBlockSubmodules:
-    """The layers of the user's spec, with the modules of `own` in the place of Megatron's plain ones.
+    """Return the layers of the user's spec, in which modules of `own` replace Megatron's plain ones.
 
     Args:
-        theirs: a spec of every layer, or of one that all are like.
+        theirs: a spec of every layer, or one spec for all.
 
     Raises:
-        TypeError, ValueError: it is none, or has another number of layers.
+        TypeError, ValueError: it is not a spec, or has another number of layers.
     """
     if isinstance(theirs, ModuleSpec):
         theirs = TransformerBlockSubmodules([theirs] * len(own.layer_specs), own.layer_norm)
@@ -230,7 +230,7 @@ def users_block(own: TransformerBlockSubmodules, theirs: Any) -> TransformerBloc
 
 
 def _adopt(theirs: Any, mine: Any) -> None:
-    """Put parts of the layer `mine` in the place of plain ones of `theirs`, and its keys of checkpoints."""
+    """Replace plain parts of `theirs` by those of the layer `mine`, and its keys of checkpoints."""
     for name, part in vars(mine).items() if type(theirs) is type(mine) else ():
         found = getattr(theirs, name)
         module, own = (p.module if isinstance(p, ModuleSpec) else p for p in (found, part))
@@ -255,7 +255,7 @@ def _layer_spec(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
         layer.submodules.mlp.submodules.router = Router
         if config.moe_grouped_gemm:
             layer.submodules.mlp.submodules.experts.module = GroupedExperts
-    # Checkpoints have Transformer Engine's names, which fuses a norm with the linear layer after it.
+    # Checkpoints have Transformer Engine's names, which join a norm with the linear layer after it.
     qkv, mlp, *latent = FUSED
     fused = [*(latent if config.multi_latent_attention else [qkv]), *([] if has_experts else [mlp])]
     layer.submodules.sharded_state_dict_keys_map = dict(fused)
@@ -263,8 +263,8 @@ def _layer_spec(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
 
 
 def _with_gradient(module: torch.nn.Module, inputs: Any, output: Tensor) -> Tensor:
-    """What is embedded needs a gradient, though the embedding be frozen: recomputed layers, which are re-entrant
-    checkpoints, would get none else."""
+    """Return embeddings with a gradient, even if the embedding is frozen: recomputed layers (re-entrant checkpoints)
+    need an input with one."""
     return output.requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else output
 
 
@@ -293,17 +293,17 @@ class PolicyModel(GPTModel):
         if self.pre_process and config.recompute_granularity == "full":
             self.embedding.register_forward_hook(_with_gradient)
         if self.post_process and value_head:
-            # Every tensor-parallel rank has the head and all of its input, so that nothing is to be reduced.
+            # Every tensor-parallel rank has the head and all of its input, so there is nothing to reduce.
             device, dtype = torch.cuda.current_device(), config.params_dtype
             self.output_layer = torch.nn.Linear(config.hidden_size, 1, bias=False, device=device, dtype=dtype)
         elif self.post_process:
-            # The head sees few positions: they are gathered first, and its input gradient is all-reduced.
+            # The head reads few positions: they are gathered first, and its input gradient is all-reduced.
             self.output_layer.sequence_parallel = False
             self.output_layer.allreduce_dgrad = config.tensor_model_parallel_size > 1
 
     def forward(self, *args: Any, packed_seq_params: PackedInput, **kwargs: Any) -> Any:
-        """Routers are told which tokens are padding; Megatron cuts the mask for sequence parallelism only where it
-        embeds."""
+        """Run the model. Routers get the mask of padding tokens; Megatron cuts it for sequence parallelism only where
+        it embeds."""
         mask, config = packed_seq_params.padding, self.config
         if config.num_moe_experts is None or not torch.is_grad_enabled():
             mask = None
@@ -343,13 +343,13 @@ class PolicyModel(GPTModel):
         )  # fmt: skip
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """`[num_tokens, 1, hidden]` -> this rank's columns, `[num_tokens, V_local]`."""
+        """Return this rank's logits `[num_tokens, V_local]` of `[num_tokens, 1, hidden]`."""
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         return self.output_layer(hidden, weight=weight)[0][:, 0]
 
 
 def _stay_on_one_rank(layer: torch.nn.Module, groups: Any) -> None:
-    """Give a layer whose experts are all on this rank, and grouped, the dispatcher for that."""
+    """Give a layer with all experts on this rank, and grouped, the dispatcher for that."""
     theirs, config = layer.token_dispatcher, layer.config
     plain = config.moe_expert_capacity_factor is None and not config.moe_shared_expert_overlap
     alone = type(theirs) is MoEAlltoAllTokenDispatcher and theirs.ep_size * theirs.tp_size == 1
@@ -360,7 +360,7 @@ def _stay_on_one_rank(layer: torch.nn.Module, groups: Any) -> None:
 
 
 def _whole(column: Tensor, p: PackedInput) -> Tensor:
-    """The column of all response tokens of the micro-batch, of which a context-parallel rank computes some."""
+    """Return the column of all response tokens of the micro-batch; each context-parallel rank computes some of them."""
     if p.own is None:
         return column
     return whole(column, p.own, p.num_response_tokens, parallel_state.get_context_parallel_group())

@@ -1,4 +1,4 @@
-"""A Megatron model's weights under Hugging Face names: reading them (a `WeightSource`) and loading them."""
+"""A Megatron model's weights under Hugging Face names: reading (a `WeightSource`) and loading."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from instep.weights.spec import TensorSpec
 
 
 def local_parameters(chunks: Sequence[torch.nn.Module], placement: Placement) -> dict[str, Tensor]:
-    """The parameters of this rank's chunks, and the biases of their routers, by Megatron name.
+    """Return the parameters of this rank's chunks, and the biases of their routers, by Megatron name.
 
     Layers count over all stages, experts over all ranks.
     """
@@ -53,7 +53,7 @@ def local_parameters(chunks: Sequence[torch.nn.Module], placement: Placement) ->
 
 
 def check_parameters(names: Collection[str], shape: ModelShape, placement: Placement, where: str) -> None:
-    """The parameters of this rank, of a model that functions of the user's have built, are those of its checkpoint.
+    """Check that a model built by user functions has the parameters of its checkpoint on this rank.
 
     Args:
         names: of `local_parameters`.
@@ -68,15 +68,15 @@ def check_parameters(names: Collection[str], shape: ModelShape, placement: Place
         for entry in entries
         if p.stage(entry) == p.pp_rank and (entry.expert is None or entry.expert // p.num_local_experts == p.ep_rank)
     }
-    known = here | ({HEAD} if shape.tied else set())  # the last stage's copy
+    known = here | ({HEAD} if shape.tied else set())  # the copy in the last stage
     problems = [f"{name} is missing" for name in sorted(here - set(names))]
-    problems += [f"{name} is none of this model's" for name in sorted(set(names) - known)]
+    problems += [f"{name} is not a parameter of this model" for name in sorted(set(names) - known)]
     if problems:
         more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise ConfigError(
-            f"the model has other parameters than its checkpoint: {'; '.join(problems[:8])}{more}",
+            f"the parameters of the model differ from its checkpoint: {'; '.join(problems[:8])}{more}",
             where=where,
-            remedy="keep Megatron's names: weights are read from checkpoints, and sent to engines, by them",
+            remedy="keep Megatron's names: checkpoints and engines identify weights by them",
         )
 
 
@@ -115,7 +115,8 @@ class MegatronWeightSource(WeightSource):
 
     @torch.no_grad()
     def _gather(self, entry: WeightEntry) -> list[Tensor] | None:
-        """Over tensor-parallel ranks, then from the ranks of the expert to the first ones, then to the first stage."""
+        """Gather over tensor-parallel ranks, then from the ranks of the expert to the first ones, then to the first
+        stage."""
         p, stage = self.placement, self.placement.stage(entry)
         rank, size, group = p.split(entry)
         holder, ep_rank = (0, 0) if entry.expert is None else (entry.expert // p.num_local_experts, p.ep_rank)
@@ -139,7 +140,7 @@ class MegatronWeightSource(WeightSource):
     def _to_first(
         self, entry: WeightEntry, tensors: list[Tensor] | None, group: Any, rank: int, holder: int
     ) -> list[Tensor] | None:
-        """Move the tensors of rank `holder` of a group to its first rank; None on the others."""
+        """Move the tensors of rank `holder` of a group to its first rank; return None on the others."""
         if holder == 0:
             return tensors if rank == 0 else None
         if rank == holder:
@@ -162,10 +163,10 @@ def load_hf(
     """Read this rank's slices of the checkpoint `path` into its parameters; the head of a critic becomes zero.
 
     Returns:
-        The names of the tensors that are not read: those of multi-token prediction.
+        The names of the tensors of multi-token prediction, which are not read.
 
     Raises:
-        CheckpointError, ConfigError: an unreadable folder, or tensors that are not the model's.
+        CheckpointError, ConfigError: the folder cannot be read, or tensors do not belong to the model.
     """
     by_name = {entry.megatron: entry for entry in weight_entries(shape)}
     if shape.tied:  # the last stage of a pipeline has its own copy
@@ -190,10 +191,10 @@ def load_hf(
 
 
 def check_tensors(path: Path, shape: ModelShape, tensors: Mapping[str, StoredTensor]) -> list[str]:
-    """Every tensor of the model is in the checkpoint with its shape, and nothing else is but what is not read.
+    """Check that all tensors of the model are in the checkpoint with their shapes, and no others except unread ones.
 
     Args:
-        tensors: of the checkpoint. The output layer of a model that has none, or of a critic, is not looked at.
+        tensors: of the checkpoint. The output layer of a model that has none, or of a critic, is not checked.
 
     Returns:
         The names of tensors of multi-token prediction, which checkpoints hold as layers behind the model's own.
@@ -207,7 +208,7 @@ def check_tensors(path: Path, shape: ModelShape, tensors: Mapping[str, StoredTen
     ignored = {*unread, *(["lm_head.weight"] if shape.tied or shape.value_head else [])}
     found = {name for name in tensors if not name.endswith("rotary_emb.inv_freq")} - ignored
     problems = [f"{name} is missing" for name in wanted if name not in found]
-    problems += [f"{name} is no tensor of this model" for name in sorted(found - set(wanted))]
+    problems += [f"{name} is not a tensor of this model" for name in sorted(found - set(wanted))]
     for name in wanted:
         if name in found and (size := tensors[name].shape) != wanted[name]:
             problems.append(f"{name} has shape {size}, config.json says {wanted[name]}")

@@ -1,1 +1,1 @@
-"""Corrections of the gap between the engine that sampled and the trainer that scores."""
+"""Corrections of the gap between the sampling engine and the scoring trainer."""

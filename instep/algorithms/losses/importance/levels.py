@@ -19,7 +19,7 @@ def importance_ratio(
     response_lengths: Sequence[int] | Tensor,
     level: str,
 ) -> Tensor:
-    """exp(d), without gradient, d = train_log_probs - rollout_log_probs of each token, cut to [-20, 20].
+    """Compute exp(d), without gradient; d = train_log_probs - rollout_log_probs of each token, cut to [-20, 20].
 
     token: d_t. sequence: sum_t m_t d_t of the sample (unbiased, of high variance). geometric: the mean
     sum_t m_t d_t / sum_t m_t.
@@ -28,7 +28,7 @@ def importance_ratio(
     Args: columns and `mask` are `[num_tokens]`; a sample's tokens are all here.
 
     Raises:
-        ValueError: an unknown level, or lengths that do not fit.
+        ValueError: the level is unknown, or lengths do not fit.
     """
     log_ratio = (train_log_probs - rollout_log_probs).detach()
     if level == "sequence":

@@ -1,4 +1,4 @@
-"""Rejection of tokens and samples on which trainer and engine disagree."""
+"""Rejection of tokens and samples with a large difference between trainer and engine."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def rejection_mask(
     high: float = 2.0,
     veto_threshold: float | None = None,
 ) -> Tensor:
-    """1.0 for tokens to keep: those whose ratio trainer / engine at `level` is inside [low, high]; `[num_tokens]`.
+    """Return 1.0 for tokens to keep, whose ratio trainer / engine at `level` is inside [low, high]; `[num_tokens]`.
 
-    `veto_threshold` rejects a whole sample that has a token (with mask 1) of a ratio below it. The denominators of the
-    loss stay. Source: Liu et al., "When Speed Kills Stability" (2025).
+    `veto_threshold` rejects a whole sample if one of its tokens (with mask 1) has a ratio below it. The denominators of
+    the loss do not change. Source: Liu et al., "When Speed Kills Stability" (2025).
 
     Args: columns and `mask` are `[num_tokens]`; a sample's tokens are all here.
 
     Raises:
-        ValueError: an unknown level, or lengths that do not fit.
+        ValueError: the level is unknown, or lengths do not fit.
     """
     ratio = importance_ratio(train_log_probs, rollout_log_probs, mask, response_lengths, level)
     keep = ((ratio >= low) & (ratio <= high)).to(ratio.dtype)

@@ -15,16 +15,17 @@ class ImportanceWeights(NamedTuple):
 
     weights: Tensor  # bounded
     raw: Tensor
-    clipped: Tensor  # 1.0 where the bounds changed the weight
+    clipped: Tensor  # 1.0 if the bounds changed the weight
 
 
 def bounded_weights(ratio: Tensor, mode: str, *, low: float = 0.0, high: float = 2.0) -> ImportanceWeights:
-    """The constant factor of each token's loss, from its ratio trainer / engine (`levels.importance_ratio`).
+    """Return the constant factor of each token's loss, from its ratio trainer / engine (`levels.importance_ratio`).
 
     truncate (TIS): min(r, high). clip: clip(r, low, high). mask (MIS; of tokens: IcePop): r inside [low, high], 0
-    outside; the denominators of the loss stay. Sources: Yao et al., "Your Efficient RL Framework Secretly Brings You
-    Off-Policy RL Training" (2025); Liu et al., "When Speed Kills Stability" (2025); "Small Leak Can Sink a Great Ship:
-    Boost RL Training on MoE with IcePop" (2025), used for Ring-1T (arXiv:2510.18855) with bounds of 0.5 and 5.
+    outside; the denominators of the loss do not change. Sources: Yao et al., "Your Efficient RL Framework Secretly
+    Brings You Off-Policy RL Training" (2025); Liu et al., "When Speed Kills Stability" (2025); "Small Leak Can Sink a
+    Great Ship: Boost RL Training on MoE with IcePop" (2025), used for Ring-1T (arXiv:2510.18855) with bounds of 0.5 and
+    5.
 
     Args:
         ratio: `[num_tokens]`, without gradient.
