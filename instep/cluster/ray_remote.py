@@ -110,7 +110,11 @@ class HostHandle:
     def start(self, method: str, name: str, log_path: Path, *args: Any) -> RemoteProcess:
         """Start a process there with a `method` of the actor that returns its pid."""
         process = self._processes[name] = RemoteProcess(self, name, log_path)  # first: it may report at once
-        process.pid = self.ask(method, name, str(log_path), *args)
+        try:
+            process.pid = self.ask(method, name, str(log_path), *args)
+        except InstepError:
+            process.kill()  # the actor may start it yet
+            raise
         return process
 
     def ask(self, method: str, *args: Any, timeout: float = HOST_SECONDS) -> Any:

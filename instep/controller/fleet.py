@@ -354,8 +354,10 @@ class Fleet:
                 if not engine.update_weights and not self._closed.is_set():
                     self.admit([engine])
         except Exception as error:  # noqa: BLE001 - a thread ends here: nothing else would report it
-            engine.stop()  # before another process gets the GPU
-            self._states[engine.url] = "lost"
+            try:
+                engine.stop()  # before another process gets the GPU
+            finally:
+                self._states[engine.url] = "lost"
             what = error.what if isinstance(error, InstepError) else repr(error)
             if not self._closed.is_set():
                 self._status(f"{engine.name} did not come back, the run continues without it: {what}")

@@ -5,7 +5,6 @@ The controller stores nothing of a round, so that a rollout may run ahead of the
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Collection
@@ -39,9 +38,6 @@ from instep.types import Group, Sample, TokenBatch
 
 if TYPE_CHECKING:
     from instep.arguments.settings import HookSettings, Settings
-
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass

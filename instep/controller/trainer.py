@@ -80,7 +80,7 @@ class Trainer:
         if args.use_opd and args.opd_type == "model":
             self._load_teacher()
         remarks = [role.workers.call("remark", timeout=bound)[0] for role in self.roles]
-        for line in dict.fromkeys("\n".join(remarks).splitlines()):
+        for line in dict.fromkeys(line for remark in remarks for line in remark.splitlines()):
             tell(line)
 
     # ---- which weights they begin with ---------------------------------------------------------------------------

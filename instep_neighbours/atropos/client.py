@@ -40,12 +40,12 @@ class ApiClient:
         url: http://HOST:PORT.
 
     Attributes:
-        told: reports that were given once.
+        reported: reports that were given once.
     """
 
     def __init__(self, url: str):
         self.url = url.rstrip("/")
-        self.told: set[str] = set()
+        self.reported: set[str] = set()
         self._reached = self._registered = False
         self._down_since: float | None = None
 
@@ -59,7 +59,7 @@ class ApiClient:
                 API.
             RolloutError: no batch came within `timeout` seconds, or a batch has another size.
         """
-        begun, pause, told = time.monotonic(), 0.05, False
+        begun, pause, reported = time.monotonic(), 0.05, False
         while True:
             asked = time.monotonic()
             try:
@@ -78,8 +78,8 @@ class ApiClient:
                     return self._checked(batch["batch"], registration)
                 if waited > timeout:
                     await self._no_batch(registration, timeout)
-                if waited > TELL_AFTER and not told:
-                    told, situation = True, (await self._situation())[1]
+                if waited > TELL_AFTER and not reported:
+                    reported, situation = True, (await self._situation())[1]
                     what = "no batch of %d sequences has come for %.0f s from the Atropos API at %s: %s; %.0f s left"
                     logger.warning(what, registration.batch_size, waited, self.url, situation, timeout - waited)
             await asyncio.sleep(pause)

@@ -80,7 +80,7 @@ def goes_on_from_our_torch(root: Path, saves: str, loads: str, dtype: torch.dtyp
     dist.barrier()
     saved = export(backend)
     straight = train(backend, range(1, 3))
-    if backend.placement.dp_rank == 0:  # the ranks that write
+    if backend.parallel.dp_rank == 0:  # the ranks that write
         assert "was not written" in refusal(lambda: backend.save(root / "nowhere")).what
     other, _ = make_backend(root, loads, dtype=dtype)
     other.load(folder)

@@ -231,6 +231,7 @@ class MegatronBackend:
             return [] if self.parallel.is_last_stage else None
         device = self.parallel.device
         missing = -len(micro_batches) % self.parallel.micro_batch_multiple  # when scoring, any number is possible
+        assert forward_only or not missing, "a schedule gives training steps a multiple"
         inputs = [*micro_batches, *[micro_batches[0].without_routes().select([0])] * missing]
         multiple = self.placement.tp_size if self.config.sequence_parallel else 1
 
