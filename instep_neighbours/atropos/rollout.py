@@ -64,8 +64,8 @@ def generate_rollout(
         for sample in (s for group in groups for s in group):  # counts in the comparison, and is not trained on
             sample.remove_sample = sample.extra[EXTRA]["zero"]
     add_texts(tokenizer_of(args), groups)
-    for name in {name for group in groups for name in group[0].extra[EXTRA].get("unused", ())} - client.told:
-        client.told.add(name)  # Atropos' own trainer ignores it, too
+    for name in {name for group in groups for name in group[0].extra[EXTRA].get("unused", ())} - client.reported:
+        client.reported.add(name)  # Atropos' own trainer ignores it, too
         logger.warning("environments send %s, which has no effect here", name)
     return RolloutFnTrainOutput(groups, _metrics(groups, num_refused))
 
