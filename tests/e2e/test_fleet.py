@@ -116,7 +116,9 @@ def test_a_vllm_of_somebody_else_says_what_it_is(tiny, tmp_path):
         with pytest.raises(ConfigError, match="engine 0 answers with raw_logprobs"):
             fleet_of(tiny, tmp_path, [engine]).wait_ready(10)
         engine.mode, engine.num_api_servers = "processed_logprobs", 2  # vLLM's default with two replicas
-        with pytest.raises(ConfigError, match="engine 0 has 2 API servers: each control call reaches one") as caught:
+        with pytest.raises(
+            ConfigError, match="engine 0 has 2 API servers: each control call reaches only one"
+        ) as caught:
             fleet_of(tiny, tmp_path, [engine]).wait_ready(10)
         assert caught.value.remedy == "start it with --api-server-count 1"
 

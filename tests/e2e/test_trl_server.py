@@ -156,7 +156,7 @@ def test_sequences_are_scored_as_transformers_does(server, root):
         ("/generate/", {"prompts": "12"}, "prompts must be"),
         ("/generate/", {"prompts": ["1"], "images": [["aa"]]}, "images are not supported"),
         ("/generate/", {"prompts": ["1"], "n": 0}, "n must be"),
-        ("/chat/", {"messages": [[]], "images": None}, "images: no such field"),
+        ("/chat/", {"messages": [[]], "images": None}, "images: unknown fields"),
         ("/generate/", {"prompts": ["1"], "min_p": 0.1}, "min_p=0.1 is not supported"),
         ("/generate/", {"prompts": [[10**6]]}, "outside the vocabulary"),
         ("/chat/", {"messages": [[]]}, "must be a conversation"),
@@ -164,9 +164,9 @@ def test_sequences_are_scored_as_transformers_does(server, root):
         ("/v1/chat/completions", {"messages": [], "return_token_ids": True, "chat_template": "x"}, "chat_template"),
         ("/update_named_param/", {"name": "x", "dtype": "float32", "shape": [1]}, "you have no weight group"),
         ("/update_weights", {"update_info": {}}, "you have no weight group"),
-        ("/init_communicator/", {"port": 1, "world_size": 5}, "it is 2"),
+        ("/init_communicator/", {"port": 1, "world_size": 5}, "it must be 2"),
         ("/v1/load_lora_adapter", {"lora_name": "a"}, "adapters by name are not served"),
-        ("/nothing", {}, "there is no POST /nothing"),
+        ("/nothing", {}, "no route POST /nothing"),
     ],
 )
 def test_wrong_requests_are_refused_at_once(server, path, body, says):

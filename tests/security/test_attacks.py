@@ -71,7 +71,7 @@ def test_an_enum_whose_members_are_replaced_runs_nothing(tmp_path: Path) -> None
     with RankPool(1, group=False) as process:
         (what,) = process.run(loads, tmp_path)
     assert not trace.exists(), "the checkpoint has run code"
-    assert what.startswith(".metadata is no index"), what
+    assert what.startswith(".metadata is not the index"), what
 
 
 def test_a_path_class_that_is_changed_changes_no_path(tmp_path: Path) -> None:
@@ -93,5 +93,5 @@ def test_a_path_class_that_is_changed_changes_no_path(tmp_path: Path) -> None:
     with RankPool(1, group=False) as process:
         ((code, said, changed),) = process.run(converts, words)
     assert not changed, "a class has changed"
-    assert code == 1 and "CheckpointError: .metadata is no index" in said, said
+    assert code == 1 and "CheckpointError: .metadata is not the index" in said, said
     assert "Traceback" not in said and not (tmp_path / "new").exists()

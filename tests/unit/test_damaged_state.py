@@ -99,7 +99,7 @@ def test_every_flip_is_found_and_named(saved):
         content = (folder / name).read_bytes()
         for damaged in flips(content, seed=1):
             (folder / name).write_bytes(damaged)
-            with pytest.raises(CheckpointError, match=rf"{name} has (another content|[\d,]+ bytes instead)"):
+            with pytest.raises(CheckpointError, match=rf"{name} has (different content|[\d,]+ bytes instead)"):
                 check_whole(folder)
         (folder / name).write_bytes(content)
 

@@ -128,7 +128,7 @@ def run(tmp_path, monkeypatch):
 def test_a_flipped_bit_and_a_state_that_lacks_an_entry(run, tmp_path):
     folder = tmp_path / "ckpt" / "iter_0000001"
     (folder / "__0_0.distcp").write_bytes(b"y")
-    assert "__0_0.distcp has another content" in status_of(run)["iter_0000001"].text
+    assert "__0_0.distcp has different content" in status_of(run)["iter_0000001"].text
     (folder / "run_state.json").write_text("{}")
     write_manifest(folder)
     assert "rollout_id is missing" in status_of(run)["iter_0000001"].text

@@ -97,7 +97,7 @@ def test_each_flag_that_contradicts_config_json_is_named(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        ("--moe-aux-loss-coeff 0.1 --moe-router-load-balancing-type seq_aux_loss", "has no loss for"),
+        ("--moe-aux-loss-coeff 0.1 --moe-router-load-balancing-type seq_aux_loss", "has no loss, so"),
         ("--moe-router-load-balancing-type sinkhorn", "is not one of aux_loss, seq_aux_loss, none"),
         ("--moe-layer-freq [0]*3+[2]*58", "is neither a number nor a list"),
     ],
@@ -108,7 +108,7 @@ def test_what_this_router_does_not_do_is_refused(words, what, tmp_path, monkeypa
     text = refusal("--train-backend megatron " + words)
     assert what in text and "things are wrong" not in text
     notes = parse(argv("--train-backend megatron --moe-router-enable-expert-bias")).notes
-    assert len(notes) == 1 and "Megatron moves it by 0.001" in notes[0]
+    assert len(notes) == 1 and "Megatron changes it by 0.001" in notes[0]
 
 
 def test_the_published_configuration_has_a_shape(tmp_path):

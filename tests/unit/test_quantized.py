@@ -193,7 +193,7 @@ def test_engines_that_take_what_is_trained_load_it(folder, more):
     [
         (VLLM, "cannot load the trained weights", "--weight-sync restart, which starts engines on full weights"),
         (f"{VLLM} --weight-sync shm --lora-rank 2", "cannot load the trained weights", "--weight-sync lora"),
-        (LORA.replace("bf16", "fp32"), "in 16 bits only", "--precision bf16"),
+        (LORA.replace("bf16", "fp32"), "only in 16 bits", "--precision bf16"),
     ],
 )
 def test_engines_that_cannot_take_it_are_refused_with_what_can(folder, more, what, remedy):

@@ -105,7 +105,7 @@ FILES = {
     "value": (roles(actor={"lr": "fast"}), "megatron[0].overrides.lr|'fast'|not a number"),
     "negative": (roles(critic={"lr": -1}), "megatron[0].overrides.lr|-1|at least 0"),
     "list": (roles(critic={"lr": [1]}), "megatron[0].overrides.lr|is not FLOAT"),
-    "style": (roles(critic={"lr_decay_style": "round"}), "lr_decay_style|'round'|none of constant"),
+    "style": (roles(critic={"lr_decay_style": "round"}), "lr_decay_style|'round'|not one of constant"),
     "role": ({"megatron": [{"role": "judge"}]}, "megatron[0]: 'judge' is not a role|role: critic"),
     "no role": ({"megatron": [{"overrides": {}}]}, "megatron[0]: has no role|role: critic"),
     "entry": ({"megatron": [{"role": "actor", "override": {}}]}, "megatron[0]: override|is unknown|overrides"),

@@ -239,7 +239,7 @@ def test_what_no_checkpoint_can_hold_is_named_with_its_sample(value: Any) -> Non
 @pytest.mark.parametrize("kind", ["array", "tensor"])
 def test_a_state_names_no_type_whose_bits_are_pointers(kind: str, dtype: str) -> None:
     raw = base64.b64encode(bytes(16)).decode()
-    with pytest.raises(ValueError, match="array|no 'tensor'"):
+    with pytest.raises(ValueError, match="array|not a 'tensor'"):
         from_text(json.dumps({"instep": kind, "dtype": dtype, "shape": [1], "base64": raw}))
 
 

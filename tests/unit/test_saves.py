@@ -180,7 +180,7 @@ def test_each_rank_reads_what_it_has_written_and_links_are_read_once(tmp_path, r
     check_whole(whole, critic)
     assert len(read) == 16  # 15 and the copy: no link twice
     (critic / "critic" / "__1_0.distcp").write_bytes(b"critic/" + bytes(99))
-    with pytest.raises(CheckpointError, match=r"critic/__1_0\.distcp has another content"):
+    with pytest.raises(CheckpointError, match=r"critic/__1_0\.distcp has different content"):
         check_whole(whole, critic)
 
 
