@@ -192,8 +192,8 @@ class SingleCopyWeightTransferEngine(ShmWeightTransferEngine):
         self._active = True
         self.delivered, self._complete = set(), False
 
-    def load(self, tensors: dict[str, torch.Tensor], exact: bool) -> None:
-        """Compare a whole checkpoint with the memory; nothing is loaded."""
+    def load(self, tensors: dict[str, torch.Tensor], exact: bool) -> Iterable[str]:
+        """Compare a whole checkpoint with the memory, and return its names; nothing is loaded."""
         if exact:
             what = "this engine shares its memory: it loads no buckets (--weight-sync single-copy)"
             raise WeightMismatch(what, next(iter(self._slices)))
@@ -201,6 +201,7 @@ class SingleCopyWeightTransferEngine(ShmWeightTransferEngine):
             for part in self._slices.get(name, ()):
                 if not torch.equal(part.view, part.held(whole)):
                     raise WeightMismatch(f"{name} of the checkpoint is not what this engine holds", name)
+        return tensors
 
     def _check_complete(self, names: Iterable[str] | None) -> None:
         if missing := sorted(set(names or ()) - self.delivered):
