@@ -1,4 +1,4 @@
-"""Damage of what a run has written: checkpoints, lines of its logs, its folder; and paths that are somebody else's."""
+"""Damage of what a run has written: checkpoints, lines of its logs, its folder; and paths of others."""
 
 from __future__ import annotations
 

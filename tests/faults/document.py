@@ -43,7 +43,7 @@ after `--heartbeat-timeout`, and so does an embedded engine whose HTTP process s
 counts as one second at most: a run that is stopped as a whole and goes on (SLURM suspends jobs so) raises no such
 alarm. vLLM's core sends no heartbeat: it is asked a question all the time, and hangs if it has answered none for five
 times `--heartbeat-timeout` (5 minutes by default) while no control call keeps it busy.
-One of several engines is started anew then, as if it had died. Every call has a bound of its own as well
+One of several engines is restarted then, as if it had died. Every call has a bound of its own as well
 (`--train-timeout`, `--sync-timeout`, `--rollout-timeout`, `--reward-timeout`); when that of a worker expires, the
 stacks of all ranks are in the error.
 """

@@ -124,7 +124,7 @@ def too_many_ranks(place: Place) -> None:
         run.error("too_many_ranks", *words, code=2)
 
 
-@scenario(slow=True, foreign_weights="error: somebody else changes the weights of the engine between two syncs")
+@scenario(slow=True, foreign_weights="error: another process changes the weights of the engine between two syncs")
 def foreign_weights(place: Place) -> None:
     """In the engine, when the first request of a rollout comes (those of a sync's proof want one token)."""
     patch = """

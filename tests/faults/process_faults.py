@@ -90,7 +90,7 @@ ALGEBRA = """
 @scenario(
     reward_killed="recovered: a reward worker is killed (SIGKILL)",
     controller_paused="recovered: the controller stands still for 5 s (SIGSTOP, SIGCONT, as Ctrl-Z and `fg`)",
-    stdout_lost="recovered: nobody reads stdout any more (`instep train ... / head`)",
+    stdout_lost="recovered: no one reads stdout any more (`instep train ... / head`)",
     terminal_closed="ended in order: the terminal is closed (SIGHUP)",
 )
 def rewards_and_stdout(place: Place) -> None:

@@ -21,7 +21,7 @@ HELLO = [{"role": "user", "content": "1"}]
 
 
 def refused(run: Run, fault: str, status: int, path: str, body: dict[str, Any], **headers: str) -> None:
-    """The engine refuses this one request, and the run goes on as if nobody had sent it."""
+    """The engine refuses this one request, and the run goes on as if it had not been sent."""
     key = (run.run_dir / KEY_FILE).read_text().strip()
     words = words_of(psutil.Process(run.child("engine")))
     url = f"http://127.0.0.1:{words[words.index('--port') + 1]}{path}"
@@ -39,7 +39,7 @@ def refused(run: Run, fault: str, status: int, path: str, body: dict[str, Any], 
 @scenario(
     request_surrogate="recovered: a request to the engine has half a surrogate pair as its stop string",
     request_template="recovered: a request to the engine brings a chat template with loops that never end",
-    request_control="recovered: somebody without the run's key asks the engine to pause",
+    request_control="recovered: a process without the run's key asks the engine to pause",
     request_origin="recovered: a web page (a foreign Origin) asks the engine to pause, with the run's key",
 )
 def requests(place: Place) -> None:

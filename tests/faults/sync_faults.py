@@ -69,7 +69,7 @@ for _way, _does in WAYS.items():
 
 
 @scenario(
-    slow=True, not_started_anew="error: an engine that a sync starts anew does not come up (`--weight-sync restart`)"
+    slow=True, not_started_anew="error: an engine that a sync restarts does not come up (`--weight-sync restart`)"
 )
 def not_started_anew(place: Place) -> None:
     patch = """
@@ -142,7 +142,7 @@ def exchanged(place: Place) -> None:
         run.error("exchanged", "SyncError: engine 0 does not hold version 1", *words)
 
 
-# In a controller whose engine is somebody else's, when it is to load for the AFTER-th time.
+# In a controller whose engine is external, when it loads for the AFTER-th time.
 DIE = """
     import signal
     from instep.engines.engine import Engine
@@ -161,7 +161,7 @@ DIE = """
 
 @scenario(
     slow=True,
-    trainer_gone="recovered: the controller is killed (SIGKILL) while an engine of somebody else's is paused for it",
+    trainer_gone="recovered: the controller is killed (SIGKILL) while it has paused an external engine",
     trainer_gone_in_load="error: the same, when the engine has loaded a part of the weights",
 )
 def trainer_gone(place: Place) -> None:
