@@ -117,7 +117,12 @@ class Run:
                 raise ConfigError(what, where="instep", remedy="give prompts= and instep's own flags")
             _refuse_both("prompts", prompts, "train_dataset", train_dataset)
             _refuse_both("reward", reward, "reward_funcs", reward_funcs)
-            as_flags = added("call")[0]
+            if not (found := added("call")):
+                what = "TRL's arguments are read by the package instep_neighbours, which is not installed here"
+                raise ConfigError(
+                    what, where="instep", remedy="pip install instep: a clone on PYTHONPATH is not enough"
+                )
+            as_flags = found[0]
             flags, rows, evaluations, notes = as_flags(command, args, reward_funcs, train_dataset, eval_dataset, flags)
             prompts = prompts if rows is None else rows
         if _is_several(reward):

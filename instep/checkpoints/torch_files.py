@@ -6,6 +6,7 @@ import mmap
 import os
 import struct
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -21,6 +22,11 @@ from instep.errors import CheckpointError
 from instep.system.documents import open_regular
 
 AHEAD_BYTES = 8 * 2**20  # the kernel reads so much beyond a tensor that is read
+# torch fills only these two classes of containers.
+_FILLED: dict[str, Callable[..., Any]] = {
+    "collections.defaultdict": lambda *_: OrderedDict[Any, Any](),
+    "collections.deque": lambda *_: list[Any](),
+}
 _DAMAGED = (*DAMAGED, OSError, RuntimeError, struct.error)
 
 
@@ -46,11 +52,14 @@ def load_plain(path: Path) -> dict[Any, Any]:
 
 
 def load_data(path: Path) -> dict[Any, Any]:
-    """Read as `load_plain`; other objects, such as the arguments of the writing program, become a `Made`."""
+    """Read as `load_plain`. Other objects, such as the arguments of the writing program, become a `Made`.
+
+    A `defaultdict` becomes a dict and a `deque` a list. Other subclasses of them that hold something are refused.
+    """
     try:
         open_regular(path).close()
         names = get_unsafe_globals_in_checkpoint(path)
-        classes = [(class_for(name), name) for name in names]
+        classes = [(_FILLED.get(name) or class_for(name), name) for name in names]
     except _DAMAGED:
         classes = []  # the except below reports what is wrong with it
     with safe_globals(classes):  # type: ignore[arg-type]

@@ -336,7 +336,8 @@ class Fleet:
         if comes_back and engine.process is not None:
             self._restarts[engine.url] += 1
             if self._takes_turns:
-                in_thread(engine.stop, f"stop {engine.name}")  # if it hangs, its callers wait for its answers
+                # If it hangs, its callers wait for its answers. `start_dead` may replace the process meanwhile.
+                in_thread(partial(stop_all, [engine.process]), f"stop {engine.name}")
             else:
                 self.start_dead()
 

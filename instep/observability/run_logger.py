@@ -217,8 +217,9 @@ class RunLogger:
         return summary
 
     def _close_sinks(self) -> None:
-        for sink in self._sinks:
-            sink.close(self._failed)
+        with ExitStack() as stack:  # one that fails keeps none of the others open
+            for sink in self._sinks:
+                stack.callback(sink.close, self._failed)
 
     def __enter__(self) -> RunLogger:
         self.progress.start()

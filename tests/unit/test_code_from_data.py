@@ -7,6 +7,7 @@ import io
 import json
 import pickle
 import random
+from collections import defaultdict, deque
 from enum import Enum
 from importlib.util import find_spec
 from pathlib import Path
@@ -175,6 +176,14 @@ def test_what_is_no_data_is_left_out_and_never_called(tmp_path, trace):
     with pytest.raises(CheckpointError, match=r"c\.pt cannot be read"):
         load_data(tmp_path / "c.pt")
     assert not trace.exists()
+
+
+def test_containers_of_the_standard_library_keep_what_they_hold(tmp_path):
+    sizes = argparse.Namespace(counts=defaultdict(int, {"a": 1}), last=deque([2, 3], maxlen=4))
+    torch.save({"counts": sizes.counts, "last": sizes.last, "args": sizes, "w": torch.ones(2)}, tmp_path / "a.pt")
+    read = load_data(tmp_path / "a.pt")
+    assert read["counts"] == {"a": 1} and read["last"] == [2, 3] and torch.equal(read["w"], torch.ones(2))
+    assert read["args"].state["counts"] == {"a": 1}
 
 
 def test_random_states_are_plain_and_exact(tmp_path):

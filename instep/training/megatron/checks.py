@@ -41,6 +41,8 @@ def check_arguments(args: Settings, shape: ModelShape) -> None:
     if experts % args.expert_model_parallel_size:
         sizes = f"--expert-model-parallel-size {args.expert_model_parallel_size}"
         problems.append(f"{experts} experts are not a multiple of {sizes}")
+    if experts and args.tensor_model_parallel_size > 1 and not args.sequence_parallel:
+        problems.append("tensor parallelism of a mixture of experts needs --sequence-parallel")
     try:
         stage_layers(args, shape.num_layers)
     except ValueError as error:
