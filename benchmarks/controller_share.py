@@ -42,7 +42,8 @@ from instep.controller import round as rounds
 from instep.controller.role import RoleTrainer
 from instep.data.byte_texts import ByteTexts
 from instep.engines import keys, wire
-from instep.rollout import admission, execute, http, together
+from instep.rollout import execute, http, together
+from instep.rollout.request_gate import gate
 from instep.rollout.rewards import text
 from instep.system import fork_server
 from instep.system.processes import OPENMP_ENV, SupervisedProcess
@@ -153,8 +154,8 @@ class StandInDeployment:
             vllm_router_ip=host, vllm_router_port=int(port), vllm_model_routers={}, rollout_engine_urls=[self.url],
             rollout_engine_kind="vllm", vllm_model_engine_urls={}, num_rollout=STEPS,
         )  # fmt: skip
-        admission.guard(self.url)
-        admission.open_again("1")
+        gate().guard(self.url)
+        gate().open("1")
         self._workers = StandInWorkers(Path(self._args.run_dir) / "logs")
         schedule = lr_schedule.from_args(self._args, STEPS)
         self.actor = RoleTrainer(self._args, self._workers, [ParallelInfo(0, 1, 0, 1)], schedule)

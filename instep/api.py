@@ -7,6 +7,7 @@ the same errors are raised.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import sys
 import weakref
@@ -19,6 +20,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from instep.errors import ConfigError, writing
+from instep.system.run_context import RunContext
 
 if TYPE_CHECKING:
     from instep.controller.round import Step
@@ -26,7 +28,8 @@ if TYPE_CHECKING:
 Reward = str | Callable[..., Any] | Iterable[Callable[..., Any]]
 
 _COMMANDS = ("train", "train-async", "sft", "dpo")
-_FUNCTIONS = "instep_functions"  # a module for functions that other processes cannot import
+_FUNCTIONS = "instep_functions"  # modules for functions that other processes cannot import, one for each `Run`
+_numbers = itertools.count(1)
 # Hooks that this process calls; the others are called by the trainer's processes.
 _CALLED_HERE = frozenset(
     "custom_rm_path custom_generate_function_path custom_reward_post_process_path dynamic_sampling_filter_path "
@@ -83,8 +86,6 @@ class Run:
         summary: the summary of the last finished session; empty before.
     """
 
-    _open: Run | None = None  # the open run; a process can have only one
-
     def __init__(
         self,
         *,
@@ -103,7 +104,6 @@ class Run:
         from instep.data.memory import listed
         from instep.system.private import private_files
 
-        _refuse_two()
         if command not in _COMMANDS:
             remedy = f"give one of {', '.join(_COMMANDS)}"
             raise ConfigError(f"unknown command {command!r}", where="command=...", remedy=remedy)
@@ -145,8 +145,8 @@ class Run:
                 sets = eval_prompts if named else {"eval": eval_prompts}
                 evaluations = {name: listed(rows, f"eval_prompts {name}") for name, rows in sets.items()}
             flags |= _evaluated(command, evaluations, flags)
-            self._functions: dict[str, Callable[..., Any]] = {}
-            self.args = arguments(command, list(_words(flags, self._functions)))
+            with RunContext().entered():
+                self.args = arguments(command, list(_words(flags)))
             self.args = self.args.replace(notes=[*self.args.notes, *notes])
         self.summary: dict[str, Any] = {}
         self._session: Callable[[], Generator[Step, None, None] | None] = lambda: None
@@ -160,32 +160,28 @@ class Run:
     def _steps(self) -> Generator[Step, None, None]:
         from instep.cli import loop_of
         from instep.observability.output import lasting_output
-        from instep.rollout.tokens import forget_tokenizers
         from instep.system.private import private_files
 
-        _refuse_two()
-        forget_tokenizers()  # of an earlier run
-        _import_as_module(self._functions)  # another Run may have been created since
-        Run._open, loop = self, loop_of(self.args).steps(self.args)
+        context, loop = RunContext(), loop_of(self.args).steps(self.args)
 
         @contextlib.contextmanager
         def at_work() -> Iterator[None]:  # not in the user's part of the loop
-            with private_files(), lasting_output(Path(self.args.run_dir) / "logs"):
+            with context.entered(), private_files(), lasting_output(Path(self.args.run_dir) / "logs"):
                 yield
 
-        try:
-            while True:
+        with context.opened():
+            try:
+                while True:
+                    with at_work():
+                        try:
+                            step = next(loop)
+                        except StopIteration as end:
+                            self.summary = end.value
+                            return
+                    yield step
+            finally:
                 with at_work():
-                    try:
-                        step = next(loop)
-                    except StopIteration as end:
-                        self.summary = end.value
-                        return
-                yield step
-        finally:
-            Run._open = None
-            with at_work():
-                loop.close()
+                    loop.close()
 
     def close(self) -> None:
         """End the session, if one is open."""
@@ -197,12 +193,6 @@ class Run:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def _refuse_two() -> None:
-    if Run._open is not None:
-        what = f"the run in {Run._open.args.run_dir} is still open, and a process can have only one"
-        raise ConfigError(what, where="instep.Run", remedy="leave its loop first, or close() it")
 
 
 def _refuse_both(name: str, value: Any, other_name: str, other: Any) -> None:
@@ -243,12 +233,13 @@ def _written(command: str, prompts: list[Any], flags: Mapping[str, Any]) -> dict
     return {"prompt_data": path, **keys}
 
 
-def _words(flags: Mapping[str, Any], functions: dict[str, Callable[..., Any]]) -> Iterator[str]:
-    """Yield the keywords as words of a command line. Functions outside any module are added to `functions`."""
+def _words(flags: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the keywords as words of a command line. Functions that no module has are put into one."""
     from instep.arguments.all_flags import find
     from instep.arguments.extra import find_on_path
     from instep.arguments.parser import Value
 
+    functions = ModuleType(_FUNCTIONS, "Functions that an `instep.Run` was given.")
     for name, value in flags.items():
         word = "--" + name.replace("_", "-")
         flag = find(word) or find_on_path(word)
@@ -263,7 +254,6 @@ def _words(flags: Mapping[str, Any], functions: dict[str, Callable[..., Any]]) -
             yield from [f"{word}={part}" for part in parts] if flag.append else [word, *map(Value, parts)]
         elif value is not None:
             yield f"{word}={_typed(name, value, functions)}"
-    _import_as_module(functions)
 
 
 def _is_several(value: Any) -> TypeGuard[Iterable[Any]]:
@@ -271,7 +261,7 @@ def _is_several(value: Any) -> TypeGuard[Iterable[Any]]:
     return isinstance(value, Iterable) and not of_one
 
 
-def _typed(name: str, value: Any, functions: dict[str, Callable[..., Any]]) -> str:
+def _typed(name: str, value: Any, functions: ModuleType) -> str:
     """Return one value as a user would type it."""
     value = value.item() if getattr(value, "shape", None) == () else value  # of numpy or torch
     value = value.value if isinstance(value, Enum) else value
@@ -286,10 +276,10 @@ def _typed(name: str, value: Any, functions: dict[str, Callable[..., Any]]) -> s
     raise ConfigError(f"no flag takes this {type(value).__name__}", where=f"{name}=...", remedy=remedy)
 
 
-def _path(name: str, function: Callable[..., Any], functions: dict[str, Callable[..., Any]]) -> str:
+def _path(name: str, function: Callable[..., Any], functions: ModuleType) -> str:
     """Return the dotted path of a hook that is given as a function. Add it to `functions` if no module has it."""
     module, own = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
-    if module not in (None, "__main__", _FUNCTIONS) and getattr(sys.modules.get(module), own, None) is function:
+    if module not in (None, "__main__") and getattr(sys.modules.get(module), own, None) is function:
         return f"{module}.{own}"
     if name not in _CALLED_HERE:
         raise ConfigError(
@@ -298,21 +288,12 @@ def _path(name: str, function: Callable[..., Any], functions: dict[str, Callable
             remedy="put the function into a file beside this one, and import it from there",
         )
     own = getattr(function, "__name__", "")
-    if not own.isidentifier() or own in functions:
-        own = name if name not in functions else f"{name}_{len(functions)}"  # of several
-    functions[own] = function
-    return f"{_FUNCTIONS}.{own}"
-
-
-def _import_as_module(functions: dict[str, Callable[..., Any]]) -> None:
-    """Make `functions` importable for hooks. A function that a notebook defines again replaces the earlier one."""
-    from instep.hooks import defined_at, load_function
-    from instep.rollout import execute
-    from instep.rollout.rewards import dispatch, trl
-
-    module = ModuleType(_FUNCTIONS, "Functions that instep.train and instep.Run were given.")
-    module.__spec__ = ModuleSpec(_FUNCTIONS, None)
-    vars(module).update(functions)
-    sys.modules[_FUNCTIONS] = module
-    for cached in (load_function, defined_at, execute._parameters, dispatch.takes_lists, trl.is_trls):
-        cached.cache_clear()
+    if functions.__name__ not in sys.modules:
+        functions.__name__ = f"{_FUNCTIONS}_{next(_numbers)}"
+        functions.__spec__ = ModuleSpec(functions.__name__, None)
+        sys.modules[functions.__name__] = functions
+    known = vars(functions)
+    if not own.isidentifier() or own in known:
+        own = name if name not in known else f"{name}_{len(known)}"  # of several
+    setattr(functions, own, function)
+    return f"{functions.__name__}.{own}"

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 from instep.errors import InstepError, RolloutError, WorkerError
 from instep.system.endings import fault_of
 from instep.system.processes import DETERMINISTIC_ENV, LOOK_SECONDS, OPENMP_ENV, Process, SupervisedProcess, stop_all
+from instep.system.run_context import PerRun
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +55,7 @@ class Joined(Protocol):
     def start(self, log_dir: Path, env: Mapping[str, str], heartbeat: float | None) -> tuple[Process, Connection]: ...
 
 
-JOINED: dict[int, Joined] = {}  # by rank; the actor's group takes them
+joined_ranks: PerRun[dict[int, Joined]] = PerRun(dict)  # by rank; the actor's group takes them
 
 
 class Inbox:
@@ -107,7 +108,7 @@ class WorkerGroup:
         self._processes: list[Process] = []
         self._connections: list[Connection] = []
         for rank in range(num_ranks):
-            joined = JOINED.pop(rank, None) if role == "actor" else None
+            joined = joined_ranks().pop(rank, None) if role == "actor" else None
             process: Process
             if joined is None:
                 name, log = f"{role} rank {rank}", log_dir / f"{role}-rank{rank}.log"

@@ -8,7 +8,6 @@ as a value. The controller keeps only what belongs to the run.
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -17,8 +16,6 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
-
-import torch
 
 from instep.arguments.all_flags import own_hooks
 from instep.arguments.args import Args, Runtime
@@ -48,18 +45,19 @@ from instep.controller.stacks import dump_on_signal, write_dump
 from instep.controller.totals import Totals
 from instep.controller.trainer import Trainer
 from instep.controller.trial import HookTrial
-from instep.controller.watch import Watch, collect_seldom
+from instep.controller.watch import Watch, collect_seldom, compute_in_one_thread
 from instep.data.ledger import Ledger, LedgeredDataSource
-from instep.data.messages import STARTED
+from instep.data.messages import clock
 from instep.data.source import load_source, num_rollouts
 from instep.engines.kind import kind_of
 from instep.errors import CheckpointError, SyncError
 from instep.hooks import Hook
 from instep.observability.memory import PssSampler
 from instep.observability.run_logger import RunLogger
-from instep.rollout import admission, runtime
+from instep.rollout import runtime
 from instep.rollout.eval import read_sets
 from instep.rollout.outputs import as_eval_output, as_train_output
+from instep.rollout.request_gate import gate
 from instep.system.endings import raise_for_exit
 from instep.system.processes import lock_folders
 from instep.types import RolloutFnTrainOutput
@@ -96,7 +94,7 @@ class Controller:
             finish_renames(Path(root))
         self._beginning = beginning(args)  # raises before the log of the earlier session changes
         resumed, self.start_rollout_id = self._beginning.state, self._beginning.rollout_id
-        os.environ[STARTED] = (resumed or {}).get("started") or time.strftime("%Y-%m-%dT%H:%M:%S")
+        clock().started = (resumed or {}).get("started") or time.strftime("%Y-%m-%dT%H:%M:%S")
         source = load_source(args, self.hook_args, hf_config.get("text_config", hf_config)["vocab_size"])
         under_way = bool(args.save) and args.command == "train-async"
         self.data_source = LedgeredDataSource(source, self.ledger, under_way=under_way)
@@ -135,8 +133,7 @@ class Controller:
     # ---- life ----------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Controller:
-        self._undo.callback(torch.set_num_threads, torch.get_num_threads())
-        torch.set_num_threads(1)  # a thread pool would spin between the short operations of the controller
+        self._undo.callback(compute_in_one_thread())
         self._memory.start()
         self._undo.callback(dump_on_signal(self._dump))
         self.log.__enter__()
@@ -210,20 +207,21 @@ class Controller:
 
     def generate(self, rollout_id: int) -> Rollout:
         """Generate the groups of one round, with rewards, and finish them in the ledger."""
-        runtime.set_progress_listener(lambda done, total, extra: self.log.status(f"groups {done}/{total}"))
+        of_rollouts = runtime.state()
+        of_rollouts.listener = lambda done, total, extra: self.log.status(f"groups {done}/{total}")
         version, dropped_before = self.deployment.version or None, self.ledger.num_dropped
         data, early = self.data_source.of_round(rollout_id, version), None
         if self.deployment.trainer is not None:
             critic_only, of_trainer = rollout_id < self.args.num_critic_only_steps, self.deployment.trained_version
             early = self._training.early(rollout_id, of_trainer, critic_only=critic_only)
-        runtime.set_kept_listener(early.add if early is not None else None)
+        of_rollouts.kept_listener = early.add if early is not None else None
         more = {"meanwhile": early.work} if early is not None else {}
-        idle = admission.idle_seconds()
+        idle = gate().idle_seconds()
         with self.log.phase("rollout", rollout_id) as phase:
             call = partial(self._rollout_function, self.hook_args, rollout_id, data, evaluation=False)
             output = as_train_output(self.call(call, f"rollout {rollout_id}", **more), self._rollout_hook)
             self.log.status("")
-            idle = admission.idle_seconds() - idle
+            idle = gate().idle_seconds() - idle
         data.finish_rollout(output.samples)
         num_dropped = self.ledger.num_dropped - dropped_before
         rollout = self.rollout_of(rollout_id, output, num_dropped, {"rollout": phase.seconds})
@@ -326,7 +324,7 @@ class Controller:
             "version": self.deployment.version,
             **data_state(self.data_source, rollout_id),
             "run_id": self._beginning.run_id,
-            "started": os.environ[STARTED],
+            "started": clock().started,
             "wandb_run_id": self.log.wandb_run_id,
             "args": self.args.to_dict(),
         }
@@ -347,7 +345,7 @@ class Controller:
         metrics |= {"perf/pss_bytes": self._memory.current, "perf/peak_pss_bytes": self._memory.peak}
         metrics |= self.deployment.turn_seconds() | self._saves.metrics()
         metrics |= self._idle.take(sum(early.values()) + seconds.get("train", 0.0))
-        metrics |= runtime.take_array_share()
+        metrics |= runtime.state().take_array_share()
         if (sync := self.totals.last_sync) is not None:
             metrics |= {**sync.metrics(), **self.deployment.memory("sync")}
         metrics |= self.totals.gpu_peak(metrics)
@@ -369,14 +367,14 @@ class Controller:
 
     def _dump(self) -> None:
         """Write stacks and queues of all processes into a file, on SIGUSR1."""
-        deployment, counts = self.deployment, self.ledger.counts()
+        deployment, counts, of_rollouts = self.deployment, self.ledger.counts(), runtime.state()
         calls = [f"{g.role}: {g.waits_for}" for g in deployment.worker_groups if g.waits_for]
         queues = {
             "phase": f"{self.log.where()}; {self.totals.num_steps} optimizer steps done",
             "ledger": counts
             | {"num_buffered": self.ledger.num_buffered, "num_outstanding": self.ledger.num_outstanding},
-            "groups, done of total": runtime.last_progress or "no rollout yet",
-            "requests in flight": {u: n for u, n in runtime.requests_in_flight.items() if n} or "none",
+            "groups, done of total": of_rollouts.last_progress or "no rollout yet",
+            "requests in flight": {u: n for u, n in of_rollouts.requests_in_flight.items() if n} or "none",
             "call to the workers": "; ".join(calls) or "none",
         }
         path = write_dump(self.run_dir / "logs", queues, deployment.processes, deployment.engines)

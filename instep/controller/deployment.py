@@ -30,8 +30,8 @@ from instep.controller.turns import Turns
 from instep.engines.engine import Engine
 from instep.errors import EngineError, SyncError
 from instep.observability.run_logger import RunLogger
-from instep.rollout import admission
 from instep.rollout.client import get_model_url
+from instep.rollout.request_gate import gate
 from instep.rollout.scorer import served_reference
 from instep.rollout.teacher import served_teacher
 from instep.rollout.tokens import tokenizer_of
@@ -147,8 +147,8 @@ class Deployment:
             proof = self._wait_ready(fleet)
         self._runtime.update(fleet.hook_attributes())
         self._runtime["num_rollout"] = self._num_rollout
-        admission.guard(get_model_url(self._hook_args, endpoint="/"))
-        admission.caches_hold(fleet.num_cached_tokens())
+        gate().guard(get_model_url(self._hook_args, endpoint="/"))
+        gate().num_cached_tokens = fleet.num_cached_tokens()
         if self.engines and self.trainer is not None:
             way, actor = self._chosen_way(cluster), self.trainer.actor
             self._sync = WeightSync(args, actor, way, self._shared(), proof=proof, start_on=fleet.start_on, turns=turns)
@@ -208,7 +208,7 @@ class Deployment:
         self._fleet.close()
         if self._cluster is not None:
             self._cluster.close()
-        admission.reset()
+        gate().reset()
         self._scratch.remove()
         self._memory.remove()
 

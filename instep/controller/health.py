@@ -15,6 +15,7 @@ from functools import partial
 from urllib.parse import urlsplit
 
 from instep.engines.engine import Engine
+from instep.system.run_context import carried
 
 LOOK_SECONDS = 0.5  # between two requests to /health
 ANSWER_SECONDS = 1.0  # for the answer
@@ -75,4 +76,4 @@ def watch_health(
     if patience is not None:
         watches.append(partial(ask_core, patience))
     for work in watches:
-        threading.Thread(target=work, name=f"health of {engine.name}", daemon=True).start()
+        threading.Thread(target=carried(work), name=f"health of {engine.name}", daemon=True).start()

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +23,7 @@ from instep.errors import ConfigError, InstepError
 from instep.hooks import load_function
 from instep.observability.run_folder import config_of
 from instep.rollout.sandbox import check_sandbox
+from instep.system.run_context import RunThreads
 from instep.system.scratch import export_folder
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def _check_inputs(args: Settings) -> None:
             _check_eval_file(args, dataset)
     graders = map(grader_of, filter(None, [args.rm_type, *(d.rm_type for d in args.eval_datasets)]))
     if "code" in graders and not args.unsafe_local_exec:
-        with ThreadPoolExecutor(1) as threads:  # this thread may already have a loop, as in a notebook
+        with RunThreads(1) as threads:  # this thread may already have a loop, as in a notebook
             threads.submit(asyncio.run, check_sandbox()).result()
     config = check_hf_checkpoint(args.hf_checkpoint)
     if not (args.debug_rollout_only and args.rollout_backend == "vllm"):  # vLLM checks what it can serve

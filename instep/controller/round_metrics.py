@@ -15,8 +15,8 @@ from instep.algorithms.losses.value import explained_variance
 from instep.arguments.algorithm.distillation import NO_REWARD
 from instep.hooks import Hook
 from instep.observability.metrics import pass_rates, rollout_metrics
-from instep.rollout import admission
 from instep.rollout.outputs import flatten
+from instep.rollout.request_gate import gate
 from instep.types import RolloutFnEvalOutput, RolloutFnTrainOutput, TokenBatch, reward_of
 
 if TYPE_CHECKING:
@@ -100,12 +100,12 @@ class IdleClock:
     """Measure the share of time in which each side is idle."""
 
     def __init__(self) -> None:
-        self._at, self._idle = time.monotonic(), admission.idle_seconds()
+        self._at, self._idle = time.monotonic(), gate().idle_seconds()
 
     def take(self, train_seconds: float) -> dict[str, float]:
         """Return the shares since the last call: without training, and without a request to the policy's engines."""
         at, idle = self._at, self._idle
-        self._at, self._idle = time.monotonic(), admission.idle_seconds()
+        self._at, self._idle = time.monotonic(), gate().idle_seconds()
         seconds = max(self._at - at, 1e-9)
         shares = {"trainer": 1 - train_seconds / seconds, "engine": (self._idle - idle) / seconds}
         return {f"perf/{side}_idle_ratio": min(1.0, max(0.0, share)) for side, share in shares.items()}

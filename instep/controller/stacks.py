@@ -10,6 +10,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -21,18 +22,32 @@ from instep.engines.engine import Engine
 from instep.engines.http import get_json
 from instep.rollout import runtime
 from instep.system.processes import Process
+from instep.system.run_context import carried
+from instep.system.shared import shared_by_runs
 
 CHILD_SECONDS = 3.0  # for all children to write their stacks
 ENGINE_SECONDS = 2.0  # for an engine to report its state
+
+
+_dumps: list[Callable[[], None]] = []  # of the open runs
 
 
 def dump_on_signal(dump: Callable[[], None]) -> Callable[[], object]:
     """Let SIGUSR1 call `dump` in a thread; return a function that ends this. Works in the main thread only."""
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
+    undo = ExitStack()
+    undo.callback(_listen())
+    _dumps.append(dump := carried(dump))
+    undo.callback(_dumps.remove, dump)
+    return undo.close
 
+
+@shared_by_runs
+def _listen() -> Callable[[], object]:
     def begin(number: int, frame: FrameType | None) -> None:
-        threading.Thread(target=dump, name="dump", daemon=True).start()
+        for dump in _dumps:
+            threading.Thread(target=dump, name="dump", daemon=True).start()
 
     before: Any = signal.signal(signal.SIGUSR1, begin)
     after = signal.SIG_IGN if before in (None, signal.SIG_DFL) else before  # a late signal must not kill the run's end

@@ -16,11 +16,11 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from instep.controller.role import RoleTrainer
 from instep.engines.engine import KV_CACHE, WEIGHTS, Engine
+from instep.system.run_context import RunThreads
 from instep.system.spans import span
 from instep.weights.way import OF_ADAPTERS
 
@@ -107,7 +107,7 @@ class Turns:
 
     def begin(self, engines: Sequence[Engine]) -> None:
         """Let ready engines sleep with their loaded weights, before the trainer is loaded."""
-        with self._timed("sleep"), ThreadPoolExecutor(len(engines)) as pool:
+        with self._timed("sleep"), RunThreads(len(engines)) as pool:
             list(pool.map(lambda e: e.sleep(KEEP, timeout=self._args.sync_timeout), engines))
 
     def leave(self) -> None:

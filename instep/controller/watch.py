@@ -10,13 +10,16 @@ import gc
 import time
 from collections.abc import Callable
 from concurrent.futures import wait
+from functools import partial
 from typing import TypeVar
 
 import psutil
+import torch
 
 from instep.errors import NoAnswerError, RolloutError
 from instep.rollout import runtime
 from instep.system.processes import in_thread
+from instep.system.shared import shared_by_runs
 
 T = TypeVar("T")
 LIMIT_RATIO = 0.5  # of the free memory at the start: larger growth ends the run, before the kernel does
@@ -90,6 +93,7 @@ class Watch:
             )
 
 
+@shared_by_runs
 def collect_seldom() -> Callable[[], None]:
     """Search for garbage cycles rarely, and not among present objects; return a function that ends this.
 
@@ -105,3 +109,14 @@ def collect_seldom() -> Callable[[], None]:
         gc.set_threshold(*before)
 
     return undo
+
+
+@shared_by_runs
+def compute_in_one_thread() -> Callable[[], None]:
+    """Give torch one thread in this process; return a function that ends this.
+
+    A thread pool would spin between the short operations of the controller.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    return partial(torch.set_num_threads, before)

@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from typing import Any
 
+from instep.system.run_context import PerRun
+
 Message = dict[str, Any]
-STARTED = "INSTEP_RUN_STARTED"  # in the environment: when the run began, for templates with a date
+STARTED = "INSTEP_RUN_STARTED"  # in the environment of the run's engines: `RunClock.started`
+
+
+class RunClock:
+    """The clock of chat templates that show a date.
+
+    Attributes:
+        started: when the run began, which is the time in all of its prompts; None without a run (`instep serve`).
+    """
+
+    def __init__(self) -> None:
+        self.started: str | None = os.environ.get(STARTED)
+
+
+clock = PerRun(RunClock)
 
 
 def checked_message(message: Any, i: int, bad: Callable[[str], Exception]) -> Message:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import json
-import os
 import re
 import threading
 import time
@@ -26,7 +25,7 @@ from jinja2 import nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from instep.data.messages import STARTED, Message, as_object, checked_message, with_arguments
+from instep.data.messages import Message, as_object, checked_message, clock, with_arguments
 from instep.errors import CheckpointError, DataError
 from instep.system.importing import first_import
 
@@ -301,7 +300,7 @@ def _looked_at(value: Any) -> Any:
 
 
 def _strftime_of_run(form: str) -> str:
-    return datetime.fromisoformat(os.environ.get(STARTED) or datetime.now().isoformat()).strftime(form)
+    return datetime.fromisoformat(clock().started or datetime.now().isoformat()).strftime(form)
 
 
 class _Bounded(ImmutableSandboxedEnvironment):

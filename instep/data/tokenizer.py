@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from typing import TYPE_CHECKING, Any
 
 from instep.checkpoints.remote_code import own_code_named
 from instep.errors import CheckpointError, ConfigError
 from instep.system.importing import first_import
+from instep.system.run_context import cached_per_run
 
 if TYPE_CHECKING:
     from instep.arguments.settings import HookSettings, Settings
@@ -21,9 +21,9 @@ def tokenizer_of(args: HookSettings | Settings) -> Any:
     return load_tokenizer(str(args.hf_checkpoint), args.trust_remote_code, args.chat_template_text)
 
 
-@functools.cache
+@cached_per_run
 def load_tokenizer(path: str, trust_remote_code: bool, chat_template: str | None = None) -> Any:
-    """Return the tokenizer of a Hugging Face checkpoint, loaded once.
+    """Return the tokenizer of a Hugging Face checkpoint, loaded once in a run: a later run may find it replaced.
 
     Args:
         chat_template: the text of a template that replaces the checkpoint's.

@@ -11,7 +11,6 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,6 +23,7 @@ from instep.engines.router import Server
 from instep.engines.topology import POLICY, ServerRole
 from instep.errors import EngineError
 from instep.system.processes import Process, watched
+from instep.system.run_context import RunThreads
 from instep.system.spans import Span, span
 from instep.weights.way import SINGLE_COPY
 
@@ -326,7 +326,7 @@ class Engine(Server):
         async def send(payload: dict[str, Any]) -> tuple[dict[str, Any], None]:
             return self.post(self.kind.wire.generate_route, payload, timeout=timeout), None
 
-        with ThreadPoolExecutor(1) as pool:  # in a notebook this thread already runs a loop
+        with RunThreads(1) as pool:  # in a notebook this thread already runs a loop
             made = pool.submit(asyncio.run, self.kind.wire.complete_n(request, num, send)).result()
         return [one.token_ids for one in made]
 

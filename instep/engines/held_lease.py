@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from instep.errors import EngineError
+from instep.system.run_context import carried
 from instep_engine.lease import EXPIRED, HELD, UNKNOWN
 
 LEASE_SECONDS, RENEW_SECONDS = 10.0, 1.0
@@ -24,21 +25,8 @@ _OTHER = "restart the engine with the plugin of this instep and a vLLM that it s
 _OTHER += "--rollout-external-engine-addrs: an engine that the run starts ends with it"
 
 
-_owner = ""
-
-
-def _name_owner() -> None:
-    """Name this process, unlike any other on any host; its forks have other names."""
-    global _owner
-    _owner = f"process {os.getpid()} on {socket.gethostname()} ({secrets.token_hex(4)})"
-
-
-_name_owner()
-os.register_at_fork(after_in_child=_name_owner)
-
-
 class HeldLease:
-    """This process' lease of an engine. A thread renews it from `take` to `end`.
+    """A run's lease of an engine. A thread renews it from `take` to `end`.
 
     Args:
         ask: sends a request of `lease.py` to the engine. It gets a bound in seconds, and whether the request goes
@@ -47,6 +35,7 @@ class HeldLease:
 
     def __init__(self, name: str, ask: Callable[[dict[str, Any], float, bool], bool]):
         self._name, self._send = name, ask
+        self._owner = f"process {os.getpid()} on {socket.gethostname()} ({secrets.token_hex(4)})"  # unlike any other
         self._begun, self._renewed = False, 0.0  # when the last renewing request was made
         self._ended: threading.Event | None = None  # ends the renewing thread
 
@@ -75,7 +64,7 @@ class HeldLease:
         if self._ended is None:
             self._ended = threading.Event()
             name = f"lease of {self._name}"
-            threading.Thread(target=self._renew, args=(self._ended,), name=name, daemon=True).start()
+            threading.Thread(target=carried(self._renew), args=(self._ended,), name=name, daemon=True).start()
 
     def check(self, timeout: float) -> None:
         """Raise EngineError if this process has lost its lease, for example because it stood still for long."""
@@ -95,7 +84,7 @@ class HeldLease:
 
     def _ask(self, begin: bool, in_place: bool, timeout: float, aside: bool = False) -> bool:
         asked = time.monotonic()
-        about = {"owner": _owner, "seconds": LEASE_SECONDS, "begin": begin, "in_place": in_place}
+        about = {"owner": self._owner, "seconds": LEASE_SECONDS, "begin": begin, "in_place": in_place}
         has_leases = self._send(about, timeout, aside)
         self._renewed = asked
         return has_leases

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 from instep.errors import ConfigError, writing
 from instep.system.ports import LOOPBACK, users_listening
+from instep.system.run_context import cached_per_run
 from instep_engine.guard import EVERYONE, GENERATE_VARIABLE, HOSTS_VARIABLE, KEY_VARIABLE, LONGEST_KEY, fault_of_key
 
 if TYPE_CHECKING:
@@ -31,13 +32,13 @@ _by_address: dict[tuple[str, int], str] = {}
 _users: dict[tuple[str, int], int] = {}  # address of this run's server on this host -> the user that runs it
 
 
-@functools.cache
+@cached_per_run
 def _made(purpose: str) -> str:
     return secrets.token_hex(32)  # does not begin with "-", so that it can be the value of any program's flag
 
 
 def run_key() -> str:
-    """Return the key of the engines, routers and gates that this process starts. It opens all of their routes."""
+    """Return the key of the engines, routers and gates that this run starts. It opens all of their routes."""
     return _made("run")
 
 
@@ -64,7 +65,7 @@ def client_key(args: Settings) -> str:
 
 
 def router_key(args: Settings, ours: bool) -> str:
-    """Return the key of a router that this process starts. The router passes it on to its engines.
+    """Return the key of a router that this run starts. The router passes it on to its engines.
 
     Args:
         ours: whether the engines are ours. External engines get their own key, or one that opens only the router.

@@ -35,7 +35,7 @@ class Capabilities:
     Attributes:
         engine: its name in errors; version: empty for an engine that is part of instep.
         version_spans: its answers say which weight version made each token. Without that (vLLM 0.26) the client notes
-            the version. It is exact because no request is under way when it changes (`rollout/admission.py`).
+            the version. It is exact because no request is under way when it changes (`rollout/request_gate.py`).
         spans_in_arrays: at least its answers in arrays say it. The pause mode `keep`, which mixes versions in a
             response, needs one of the two. In this mode tokens of other answers have unknown versions.
         stop_reasons: its answers say which stop token or string ended a response. Without that (vLLM 0.26) the client

@@ -11,8 +11,8 @@ from instep.data.sampling import note_request
 from instep.engines.kind import kind_of
 from instep.engines.wire import GENERATE, VLLM_WIRE, Completion, GenerationRequest, WireFormat
 from instep.errors import ConfigError, EngineError, RolloutError
-from instep.rollout import admission
 from instep.rollout.http import post, post_json
+from instep.rollout.request_gate import gate
 from instep.system import spans
 from instep_engine.answers import CONTENT_TYPE
 from instep_engine.sglang_form import VLLM_NAMES
@@ -116,9 +116,9 @@ async def complete_n(
         headers["Accept"] = f"{CONTENT_TYPE}, application/json"
 
     async def send(payload: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
-        async with admission.admitted(url):
+        async with gate().admitted(url):
             answer = await post_json(url, payload, timeout=timeout, max_retries=max_retries, headers=headers)
-            return answer, admission.version if admission.is_guarded(url) else None
+            return answer, gate().version if gate().guards(url) else None
 
     request = GenerationRequest(url, model, token_ids, sampling_params, session)
     asked = {"prompt_tokens": len(token_ids)}
@@ -132,7 +132,7 @@ async def complete_n(
             each = (wire.complete_n(replace(request, sampling_params=params), 1, send) for params in seeds)
             done = [one for (one,) in await asyncio.gather(*each)]
         asked["tokens"] = sum(len(one.token_ids) for one in done)
-    if admission.is_guarded(url):
+    if gate().guards(url):
         note_request(sampling_params, [one.token_ids for one in done], token_ids)
     return done
 

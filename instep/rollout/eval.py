@@ -15,13 +15,14 @@ from instep.rollout.execute import Execution, longest_response, new_execution, r
 from instep.rollout.rewards.dispatch import BUILT_IN
 from instep.rollout.together import generate_group
 from instep.rollout.tokens import tokenizer_of
+from instep.system.run_context import PerRun
 from instep.types import Group, RolloutFnEvalOutput, Sample, Status, reward_of
 
 if TYPE_CHECKING:
     from instep.arguments.settings import HookSettings
     from instep.data.formats import EvalDataset
 
-_loaded: dict[tuple[Any, ...], list[Record]] = {}
+_loaded: PerRun[dict[tuple[Any, ...], list[Record]]] = PerRun(dict)
 
 
 def read_sets(args: HookSettings) -> None:
@@ -32,7 +33,7 @@ def read_sets(args: HookSettings) -> None:
     Raises:
         ConfigError, DataError, OutputError: as `load_dataset`.
     """
-    _loaded.clear()  # the sets of the previous run, in a notebook
+    _loaded().clear()
     if is_own(str(args.eval_function_path)):
         for dataset in args.eval_datasets:
             _load(args, dataset)
@@ -43,10 +44,11 @@ def _load(args: HookSettings, dataset: EvalDataset) -> list[Record]:
     options: dict[str, Any] = {"row_format": eval_row_format(args, dataset), **options_of(args)}
     options["max_prompt_len"] = dataset.max_prompt_len
     key = (dataset.path, str(args.hf_checkpoint), repr(options))
-    if key not in _loaded:
-        _loaded[key] = list(load_dataset(dataset.path, tokenizer=tokenizer_of(args), **options))
-        tell_of_bos(args, dataset.path, _loaded[key], tokenizer_of(args))
-    return _loaded[key]
+    loaded = _loaded()
+    if key not in loaded:
+        loaded[key] = list(load_dataset(dataset.path, tokenizer=tokenizer_of(args), **options))
+        tell_of_bos(args, dataset.path, loaded[key], tokenizer_of(args))
+    return loaded[key]
 
 
 def _sampling_params(args: HookSettings, dataset: EvalDataset) -> dict[str, Any]:

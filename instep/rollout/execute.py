@@ -16,14 +16,15 @@ from instep.data.sampling import Presumed, requests_noted, settle
 from instep.engines.kind import kind_of
 from instep.errors import DataError, RolloutError
 from instep.hooks import Hook, load_function
-from instep.rollout import admission
 from instep.rollout.client import to_vllm
 from instep.rollout.outputs import DONE, check_sample, check_versions, flatten
+from instep.rollout.request_gate import gate
 from instep.rollout.rewards.dispatch import apply_rewards
 from instep.rollout.room import SAMPLES_PER_ENGINE, Room
 from instep.rollout.runtime import gather
 from instep.rollout.tokens import prompt_ids
 from instep.system import spans
+from instep.system.run_context import PerRun
 from instep.types import Group, Sample, Status, name_of
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ class Lengths:
     num_longest: int = 0  # response tokens, if all of a group had as many as its longest response
 
 
-_last: dict[bool, Lengths] = {}  # of the last rollout, and of the last evaluation
+_last: PerRun[dict[bool, Lengths]] = PerRun(dict)  # of the last rollout, and of the last evaluation
 
 
 def new_execution(
@@ -107,16 +108,16 @@ def new_execution(
     The first one has no expectation: too high a guess keeps engines idle, and that costs more than a KV cache that
     overflows. The lengths of a trial are forgotten.
     """
-    room = Room(SAMPLES_PER_ENGINE * max(1, len(args.rollout_engine_urls)), admission.num_cached_tokens)
+    room = Room(SAMPLES_PER_ENGINE * max(1, len(args.rollout_engine_urls)), gate().num_cached_tokens)
     out = Execution(args, rollout_id, evaluation, room, args.reward_key, args.rollout_max_context_len)
-    before = _last.get(evaluation)
+    before = _last().get(evaluation)
     if before is not None and before.num_samples:
         out.expected_tokens = before.num_tokens / before.num_samples
         out.expected_prompt = before.num_prompt_tokens / before.num_samples
         if before.num_longest:
             out.spread = max(1.0, before.num_longest / (before.num_tokens - before.num_prompt_tokens))
     if not is_trial:
-        _last[evaluation] = out.lengths
+        _last()[evaluation] = out.lengths
     return out
 
 

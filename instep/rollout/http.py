@@ -17,7 +17,8 @@ from instep.data.sampling import note_json, note_request
 from instep.engines.http import REFUSED, message, refusal
 from instep.engines.keys import api_key, bearer, headers_for, key_of
 from instep.errors import EngineError, NoAnswerError
-from instep.rollout import admission, runtime
+from instep.rollout import runtime
+from instep.rollout.request_gate import gate
 from instep.rollout.runtime import CONNECT_SECONDS, http_session
 from instep_engine import sglang_form
 from instep_engine.answers import CONTENT_TYPE, decode
@@ -45,14 +46,14 @@ async def post(
     Raises:
         EngineError: with the URL and the answer's own message.
     """
-    in_sglangs_form = admission.is_guarded(url) and urlsplit(url).path == sglang_form.PATH
+    in_sglangs_form = gate().guards(url) and urlsplit(url).path == sglang_form.PATH
     if in_sglangs_form:
         headers = {sglang_form.HEADER: sglang_form.repeated(payload), **(headers or {})}
     answer = await post_json(url, payload, max_retries=max_retries, timeout=timeout, headers=headers)
     if in_sglangs_form:
         params = {sglang_form.VLLM_NAMES.get(k, k): v for k, v in (payload.get("sampling_params") or {}).items()}
         note_request(params, [answer.get("output_ids") or []], payload.get("input_ids"))
-    elif admission.is_guarded(url):
+    elif gate().guards(url):
         note_json(payload, answer)
     return answer
 
@@ -83,11 +84,12 @@ async def _ask(
 ) -> Any:
     """Return the answer. `timeout` bounds each of `max_retries` + 1 attempts, or all together if that is None."""
     headers, end, attempt = bearer(key_of(url)) | (headers or {}), time.monotonic() + timeout, 0
+    of_run = runtime.state()
     while True:  # each new connection is checked (runtime.py)
         attempt += 1
         seconds = timeout if max_retries is not None else max(1.0, end - time.monotonic())
         limits = aiohttp.ClientTimeout(total=seconds, sock_connect=min(CONNECT_SECONDS, seconds))
-        runtime.requests_in_flight[url] = runtime.requests_in_flight.get(url, 0) + 1
+        of_run.requests_in_flight[url] += 1
         try:
             async with (
                 http_session() as session,
@@ -95,7 +97,7 @@ async def _ask(
             ):
                 if answer.status < 400:
                     if "Accept" in headers:
-                        runtime.answers_by_form["arrays" if answer.content_type == CONTENT_TYPE else "json"] += 1
+                        of_run.answers_by_form["arrays" if answer.content_type == CONTENT_TYPE else "json"] += 1
                     return _parse(url, await answer.read(), answer.content_type)
                 text = await answer.text()
                 problem = f"{answer.status}: {message(text)}"
@@ -111,7 +113,7 @@ async def _ask(
                 f"no answer within {seconds:.0f} s", where=url, remedy="see the server's log; is it overloaded?"
             ) from None
         finally:
-            runtime.requests_in_flight[url] -= 1
+            of_run.requests_in_flight[url] -= 1
         pause = min(FIRST_PAUSE * 2 ** min(attempt - 1, 9), LONGEST_PAUSE)
         if max_retries is None:
             left = end - time.monotonic()

@@ -1,6 +1,6 @@
-"""The background event loop of a process. It runs rollouts while their caller waits, with a bound.
+"""The background event loop of a run. It runs rollouts while their caller waits, with a bound.
 
-Any thread may call `run`. `cancel_all` ends all tasks from any thread (after the death of an engine, or Ctrl-C). A
+Any thread of the run may call `run`, or `cancel_all`, which ends all tasks (after the death of an engine, or Ctrl-C). A
 coroutine that blocks the loop is noticed if it was started through `bounded_steps`.
 """
 
@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import aiohttp
@@ -21,6 +22,7 @@ from instep.engines.http import checked_socket
 from instep.errors import EngineError, InstepError, RolloutError
 from instep.hooks import raised_at
 from instep.hooks.user_code import said
+from instep.system.run_context import PerRun, carried
 from instep.types import Group
 
 T = TypeVar("T")
@@ -79,36 +81,46 @@ class _Loop:
                 waiting.set_exception(error)
 
 
+@dataclass
+class RolloutState:
+    """What the rollouts of a run share.
+
+    Attributes:
+        lock: of `loop`.
+        listener, kept_listener: see `report_progress` and `report_kept`.
+        last_progress: of the rollout or evaluation that runs, or ran last.
+        requests_in_flight: by URL.
+        answers_by_form: "arrays" and "json", of engines that may answer in arrays.
+    """
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    loop: _Loop | None = None
+    listener: ProgressListener | None = None
+    kept_listener: Callable[[Group], None] | None = None
+    last_progress: tuple[int, int, dict[str, Any]] | None = None
+    requests_in_flight: Counter[str] = field(default_factory=Counter)
+    answers_by_form: Counter[str] = field(default_factory=Counter)
+
+    def ensured(self) -> _Loop:
+        """Return the loop, and start it if none exists. The caller holds the lock."""
+        if self.loop is None:
+            self.loop = _Loop()
+        return self.loop
+
+    def abandon(self, loop: _Loop) -> None:
+        with self.lock:
+            if self.loop is loop:
+                self.loop = None
+
+    def take_array_share(self) -> dict[str, float]:
+        """Return `perf/answers_in_arrays`: the share of arrays among the answers since the last call; else nothing."""
+        counts = dict(self.answers_by_form)
+        self.answers_by_form.clear()
+        return {"perf/answers_in_arrays": counts.get("arrays", 0) / sum(counts.values())} if counts else {}
+
+
+state = PerRun(RolloutState)
 _of_thread = threading.local()  # `home`: the loop that runs in this thread; it may have been abandoned
-_lock = threading.Lock()
-_current: _Loop | None = None
-_listener: ProgressListener | None = None
-_kept_listener: Callable[[Group], None] | None = None
-last_progress: tuple[int, int, dict[str, Any]] | None = None  # of the rollout or evaluation that runs, or ran last
-requests_in_flight: dict[str, int] = {}  # by URL
-answers_by_form: Counter[str] = Counter()  # "arrays" and "json", of engines that may answer in arrays
-
-
-def take_array_share() -> dict[str, float]:
-    """Return `perf/answers_in_arrays`: the share of arrays among the answers since the last call; else nothing."""
-    counts = dict(answers_by_form)
-    answers_by_form.clear()
-    return {"perf/answers_in_arrays": counts.get("arrays", 0) / sum(counts.values())} if counts else {}
-
-
-def _ensure() -> _Loop:
-    """Return the loop, and start it if none exists. The caller holds `_lock`."""
-    global _current
-    if _current is None:
-        _current = _Loop()
-    return _current
-
-
-def _abandon(loop: _Loop) -> None:
-    global _current
-    with _lock:
-        if _current is loop:
-            _current = None
 
 
 def run(coro: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
@@ -124,8 +136,9 @@ def run(coro: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
             "a blocking call on the rollout loop's own thread", remedy="use `await` in async hooks", where="a hook"
         )
     interrupt: concurrent.futures.Future[None] = concurrent.futures.Future()
-    with _lock:  # `shutdown` interrupts this call, or this call gets a new loop
-        home = _ensure()
+    of_run = state()
+    with of_run.lock:  # `shutdown` interrupts this call, or this call gets a new loop
+        home = of_run.ensured()
         home.interrupts.add(interrupt)
         future = asyncio.run_coroutine_threadsafe(coro, home.loop)
     deadline = None if timeout is None else time.monotonic() + timeout
@@ -139,7 +152,7 @@ def run(coro: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
                 return future.result()
             step = home.step
             if step is not None and time.monotonic() > step[0]:
-                _abandon(home)  # its thread cannot be stopped: it is abandoned, and ends its work once it is free
+                of_run.abandon(home)  # its thread cannot be stopped: it is abandoned, and ends its work once it is free
                 _cancel(home, step[1])
             elif deadline is not None and time.monotonic() > deadline:
                 raise RolloutError(
@@ -155,7 +168,7 @@ def run(coro: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
 
 def cancel_all(error: BaseException | None = None) -> None:
     """End every running task, from any thread. Each waiting `run` raises `error` (default: EngineError) at once."""
-    home = _current
+    home = state().loop
     if home is not None:
         _cancel(home, error)
 
@@ -172,10 +185,11 @@ def _cancel(home: _Loop, error: BaseException | None = None) -> None:
 
 def shutdown(timeout: float = 2.0) -> None:
     """Cancel all tasks, close session and reward workers, and stop the loop. A later `run` starts a new one."""
-    home = _current
+    of_run = state()
+    home = of_run.loop
     if home is None:
         return
-    _abandon(home)  # first, so that no new work begins on it
+    of_run.abandon(home)  # first, so that no new work begins on it
     _cancel(home)
     try:
         has_ended = asyncio.run_coroutine_threadsafe(home.close(), home.loop).result(timeout)
@@ -197,15 +211,16 @@ def is_own_thread() -> bool:
 
 
 def at_shutdown(closer: Callable[[], Awaitable[None]]) -> None:
-    """Await `closer()` when the loop shuts down: the loop of this thread, or that of the process."""
-    with _lock:
-        (_of_thread.home if is_own_thread() else _ensure()).closers.append(closer)
+    """Await `closer()` when the loop shuts down: the loop of this thread, or that of the run."""
+    of_run = state()
+    with of_run.lock:
+        (_of_thread.home if is_own_thread() else of_run.ensured()).closers.append(closer)
 
 
 @contextlib.asynccontextmanager
 async def http_session() -> AsyncIterator[aiohttp.ClientSession]:
     """Yield the loop's shared session; on another loop (a hook's own `asyncio.run`) a session for this call only."""
-    home = _current
+    home = state().loop
     if home is None or asyncio.get_running_loop() is not home.loop:
         connector = aiohttp.TCPConnector(socket_factory=checked_socket)
         async with aiohttp.ClientSession(connector=connector, timeout=_LIMITS) as session:
@@ -219,7 +234,8 @@ async def http_session() -> AsyncIterator[aiohttp.ClientSession]:
 
 def background_loop() -> asyncio.AbstractEventLoop | None:
     """Return the loop if one runs; for inspection only."""
-    return _current.loop if _current is not None else None
+    home = state().loop
+    return home.loop if home is not None else None
 
 
 class bounded_steps(Awaitable[T]):  # used like a function: `await bounded_steps(coro, limit, error)`
@@ -229,7 +245,7 @@ class bounded_steps(Awaitable[T]):  # used like a function: `await bounded_steps
         self.coro, self.limit, self.error = coro, limit, error
 
     def __await__(self) -> Generator[Any, Any, T]:
-        home = _current
+        home = state().loop
         if home is not None and asyncio.get_running_loop() is not home.loop:
             home = None  # of an abandoned loop, or a hook's own: its steps are not watched
         wake: BaseException | None = None
@@ -267,7 +283,7 @@ def in_daemon_thread(function: Callable[..., T], *args: Any) -> asyncio.Future[T
         with contextlib.suppress(RuntimeError):  # the loop may be closed by now
             loop.call_soon_threadsafe(settle, *outcome)
 
-    threading.Thread(target=work, name=getattr(function, "__name__", "hook"), daemon=True).start()
+    threading.Thread(target=carried(work), name=getattr(function, "__name__", "hook"), daemon=True).start()
     return future
 
 
@@ -294,26 +310,15 @@ async def cancel_tasks(tasks: Sequence[asyncio.Task[Any]], timeout: float = 5.0)
             task.exception()  # marks it as seen; the first failure is raised
 
 
-def set_progress_listener(listener: ProgressListener | None) -> None:
-    """Call `listener(done, total, extra)` on the loop's thread whenever a group or evaluation sample is done."""
-    global _listener
-    _listener = listener
-
-
-def set_kept_listener(listener: Callable[[Group], None] | None) -> None:
-    """Call `listener(group)` on the loop's thread whenever a group is done that a rollout will return."""
-    global _kept_listener
-    _kept_listener = listener
-
-
 def report_kept(group: Group) -> None:
-    if _kept_listener is not None:
-        _kept_listener(group)
+    """Call the run's `kept_listener` on the loop's thread: a group is done that a rollout will return."""
+    if (listener := state().kept_listener) is not None:
+        listener(group)
 
 
 def report_progress(done: int, total: int, **extra: Any) -> None:
-    """Store the progress of this rollout or evaluation as `last_progress`, and call the listener."""
-    global last_progress
-    last_progress = (done, total, extra)
-    if _listener is not None:
-        _listener(done, total, extra)
+    """Store the progress of this rollout or evaluation, and call the run's listener, on the loop's thread."""
+    of_run = state()
+    of_run.last_progress = (done, total, extra)
+    if of_run.listener is not None:
+        of_run.listener(done, total, extra)

@@ -15,7 +15,7 @@ from instep.data.byte_texts import byte_texts
 from instep.data.chat import render, special_tokens
 from instep.data.dataset import require_chat_template
 from instep.data.template import text_messages
-from instep.data.tokenizer import load_tokenizer, text_ids, tokenizer_of
+from instep.data.tokenizer import text_ids, tokenizer_of
 from instep.errors import DataError
 from instep.types import Sample
 
@@ -31,12 +31,6 @@ _ANYTHING: list[Message] = [{"role": "user", "content": "?"}]  # replaces an unk
 TOKENS_BEFORE = "tokens_before"  # in `extra` of a sibling: how many of the responses it continues (for its seed)
 MAX_TOKENS_INLINE = 256  # below this, the transfer to a thread and back takes longer than the decoding
 _decoder = ThreadPoolExecutor(1, thread_name_prefix="detokenize")
-
-
-def forget_tokenizers() -> None:
-    """Let the next run in this process read its tokenizer again: the checkpoint may have been replaced."""
-    for cached in (load_tokenizer, _encode, _byte_texts):
-        cached.cache_clear()
 
 
 def without_end(args: Settings, response: str) -> str:
@@ -250,4 +244,4 @@ async def decode(args: Settings, ids: list[int], *, skip_special_tokens: bool) -
     return await asyncio.get_running_loop().run_in_executor(_decoder, work)
 
 
-_byte_texts = functools.cache(byte_texts)
+_byte_texts = functools.lru_cache(8)(byte_texts)

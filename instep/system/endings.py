@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, NoReturn
 
+from instep.system.shared import shared_by_runs
+
 _ERROR = re.compile(r"\b(\w*Error|ERROR)\b")
 # The last line of a traceback, after vLLM's process and logger.
 _RAISED = re.compile(r"(?:\(\w+ pid=\d+\) )*(?:ERROR [^\]]*\] )?([\w.]*(?:Error|Exception): .{1,400})")
@@ -65,6 +67,7 @@ def last_words(lines: Sequence[str]) -> str:
     return next((line for line in reversed(lines) if _ERROR.search(line)), lines[-1] if lines else "")
 
 
+@shared_by_runs
 def raise_for_exit() -> Callable[[], None]:
     """Let `os._exit`, which ends a process silently, raise SystemExit. A forked child keeps the original function.
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from instep.system.shared import shared_by_runs
 
 UMASK_VARIABLE = "INSTEP_UMASK"  # the user's umask, for children
 _SECRET = re.compile(r"(wandb|api|access|secret)_?key$|password|secret|(hf|api|auth|access)_token$", re.IGNORECASE)
@@ -18,14 +20,24 @@ _QUERY = re.compile(r"([?&](?:[\w-]*(?:key|token|secret|password|signature)|sig)
 @contextmanager
 def private_files() -> Iterator[None]:
     """Make new files of this process and its children readable by the user only: prompts, samples, settings, logs."""
-    before, outer = os.umask(0o077), os.environ.get(UMASK_VARIABLE)
-    os.environ[UMASK_VARIABLE] = outer or f"{before:o}"
+    undo = _make_private()
     try:
         yield
     finally:
+        undo()
+
+
+@shared_by_runs
+def _make_private() -> Callable[[], None]:
+    before, outer = os.umask(0o077), os.environ.get(UMASK_VARIABLE)
+    os.environ[UMASK_VARIABLE] = outer or f"{before:o}"
+
+    def undo() -> None:
         os.umask(before)
         if outer is None:
             del os.environ[UMASK_VARIABLE]
+
+    return undo
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from instep.errors import ConfigError, writing
 from instep.system import fork_server, kernel, locks
 from instep.system.endings import cause_in, fault_of, last_words
 from instep.system.kernel import allow_descriptors, catches, die_with_parent, family, state_of
+from instep.system.run_context import carried
 
 LIFELINE_VARIABLE = "INSTEP_LIFELINE_FD"
 # Engine and trainer take turns on the same cores: a thread may spin about 50 us for its next piece of work, then it
@@ -357,7 +358,7 @@ def in_thread(work: Callable[[], T], name: str) -> Future[T]:
         except BaseException as error:  # noqa: BLE001 - passed to the waiting thread unchanged
             outcome.set_exception(error)
 
-    threading.Thread(target=run, name=name, daemon=True).start()
+    threading.Thread(target=carried(run), name=name, daemon=True).start()
     return outcome
 
 

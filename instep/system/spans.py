@@ -21,6 +21,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
+from instep.system.run_context import PerRun
+
 P = ParamSpec("P")
 T = TypeVar("T")
 Facts = Callable[[], dict[str, Any]]
@@ -70,36 +72,41 @@ class _Recorder:
             self.spans.append(Span(track or self.track, _lane(), name, begin, self.now(), known))
 
 
-_recorder: _Recorder | None = None
+class _State:
+    recorder: _Recorder | None = None
+
+
+_state = PerRun(_State)
 _NOTHING = contextlib.nullcontext()
 
 
 def start(track: str) -> None:
     """Record from now on. Spans without a track of their own belong to `track`, the name of this process."""
-    global _recorder
-    _recorder = _Recorder(track)
+    _state().recorder = _Recorder(track)
 
 
 def stop() -> list[Span]:
     """End the recording and return the spans that have ended; an empty list without a recording."""
-    global _recorder
-    recorder, _recorder = _recorder, None
+    of_run = _state()
+    recorder, of_run.recorder = of_run.recorder, None
     return recorder.spans if recorder is not None else []
 
 
 def now() -> int | None:
     """Return the time, in nanoseconds of the wall clock; None without a recording."""
-    return _recorder.now() if _recorder is not None else None
+    recorder = _state().recorder
+    return recorder.now() if recorder is not None else None
 
 
 def span(name: str, track: str = "", facts: Facts | None = None) -> AbstractContextManager[None]:
     """Mark the block; while a profile records, call `facts` at its end."""
-    return _NOTHING if _recorder is None else _recorder.block(name, track, facts)
+    recorder = _state().recorder
+    return _NOTHING if recorder is None else recorder.block(name, track, facts)
 
 
 def add(name: str, lane: Lane, begin: int, facts: dict[str, Any]) -> None:
     """Record a span of this process from `begin` (see `now`) until now."""
-    if (recorder := _recorder) is not None:
+    if (recorder := _state().recorder) is not None:
         recorder.spans.append(Span(recorder.track, lane, name, begin, recorder.now(), facts))
 
 

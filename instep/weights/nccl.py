@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from instep.errors import SyncError
+from instep.system.run_context import RunThreads
 from instep.weights.source import WeightSource
 from instep.weights.spec import TensorSpec
 from instep.weights.way import Carriage, Order, Sent
@@ -159,7 +160,7 @@ class Nccl:
                 tensors.extend(event.tensors)
                 seconds.update(event.seconds)
 
-        pool = ThreadPoolExecutor(1)
+        pool = RunThreads(1)
         try:
             carriage.publish(carriage.memory_folder, on_event, *carriage.receivers())
             sent = time.monotonic()

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 
 import torch
 
 from instep.errors import SyncError
+from instep.system.run_context import RunThreads
 from instep.weights.source import WeightSource
 from instep.weights.way import Carriage, Order, Sent
 from instep_engine.manifest import (
@@ -80,7 +81,7 @@ class Shm:
             paths.append(Path(manifest.path))
             loads.append(pool.submit(load, manifest))
 
-        pool = ThreadPoolExecutor(1)  # buckets in order
+        pool = RunThreads(1)  # buckets in order
         try:
             carriage.publish(carriage.memory_folder, on_event)
             for future in loads:

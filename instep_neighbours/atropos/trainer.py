@@ -56,10 +56,10 @@ def main(words: Sequence[str]) -> int:
         return 0
     _check_neighbours(flags)
     if flags.world_size > 1:
-        from instep.cluster.local import JOINED
+        from instep.cluster.local import joined_ranks
         from instep_neighbours.atropos.joined import meet
 
-        JOINED.update(meet(flags))
+        joined_ranks().update(meet(flags))
     loop, given = words_of(flags)
     train(flags, arguments(loop, given))
     return 0

@@ -20,7 +20,7 @@ from instep.controller.role import RoleTrainer
 from instep.controller.sync.proof import Proof, scores_alike
 from instep.controller.sync.session import EngineGone, Session
 from instep.errors import InstepError, SyncError
-from instep.rollout import admission
+from instep.rollout.request_gate import gate
 from instep_neighbours.trl.staging import Incoming, Layout, Slot
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class Delivery:
         incoming.check_tied()
         began, before = time.monotonic(), self._current.records if self._current is not None else {}
         moved = sum(before[n].digest != r.digest for n, r in incoming.records.items()) if before else None
-        admission.close()
+        gate().close()
         try:
             engines = self._fleet.available()
             session = self._session(engines, self.version + 1, incoming, "keep" if self.paused else "wait")
@@ -114,7 +114,7 @@ class Delivery:
         except EngineGone as error:
             raise SyncError(error.what, where=error.where, remedy=error.remedy) from error
         finally:
-            admission.open_again()
+            gate().open()
         if self.paused:
             moved_once = bool(moved) and self._unproven is None
             self._unproven = _Unproven(session, moved_once, self._current)

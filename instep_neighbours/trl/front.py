@@ -27,7 +27,7 @@ from instep.engines.http import checked_socket, message
 from instep.engines.kind import served_dtype
 from instep.engines.wire import GENERATE
 from instep.errors import InstepError
-from instep.rollout import admission
+from instep.rollout.request_gate import gate
 from instep_engine.guard import EVERYONE, GENERATION_ROUTES, HOSTS_VARIABLE, Guard
 from instep_neighbours.trl import forms
 from instep_neighbours.trl.access import Access
@@ -208,7 +208,7 @@ class Front:
         self._check_whole()
         if not self._serves():
             raise Refused("no engine is ready: one is restarting", 503)
-        async with admission.admitted(self._url):
+        async with gate().admitted(self._url):
             return await forward(self._http, http, self._url, keys.key_of(self._url))
 
     async def _ask(self, payloads: Sequence[Body]) -> list[Body]:
@@ -223,7 +223,7 @@ class Front:
 
     async def _ask_one(self, payload: Body) -> Body:
         url, deadline = self._url + GENERATE, time.monotonic() + RETRY_SECONDS
-        async with admission.admitted(url):
+        async with gate().admitted(url):
             while True:
                 try:
                     if not self._serves():

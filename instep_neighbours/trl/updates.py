@@ -2,7 +2,7 @@
 
 One thread does all that waits. It joins the group, receives, and brings a whole version to the engines by a session
 (`controller/sync/session.py`), so these never run at the same time. While a version goes to the engines, running text
-requests have ended and new ones wait (`rollout/admission.py`). Receiving blocks no request.
+requests have ended and new ones wait (`rollout/request_gate.py`). Receiving blocks no request.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from instep.cluster.local import WorkerGroup
 from instep.errors import EngineError, InstepError, SyncError, WorkerError
-from instep.rollout import admission
+from instep.rollout.request_gate import gate
 from instep.system.gpus import visible_gpus
 from instep_neighbours.trl.clients import BadRequest, Body, Client, Connection, Refused, of_type, one_line
 from instep_neighbours.trl.delivery import Delivery
@@ -70,7 +70,7 @@ class Updates:
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._end_group()
-        admission.reset()
+        gate().reset()
 
     # ---- the group ---------------------------------------------------------------------------------------------------
 
@@ -193,7 +193,7 @@ class Updates:
         self._begin(client, self._receive, incoming, what, None)
         if not incoming.missing:
             self._incoming = None
-            admission.close()  # later text requests get their answers from the new weights
+            gate().close()  # later text requests get their answers from the new weights
             self._begin(client, self._bring, incoming)
         return {"message": "Request received, updating named parameter"}
 
@@ -329,7 +329,7 @@ class Updates:
             finally:
                 self._num_waiting -= 1
                 if client.given_up:
-                    admission.open_again()
+                    gate().open()
 
         self._num_waiting += 1
         return self._thread.submit(guarded)

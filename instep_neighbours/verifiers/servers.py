@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from instep.errors import ConfigError, EngineError
 from instep.rollout import runtime
 from instep.system.processes import SupervisedProcess, stop_all
+from instep.system.run_context import PerRun
 from instep.system.scratch import Scratch
 from instep_neighbours.verifiers.client import Client, ServerLostError, require_packages
 
@@ -32,7 +33,7 @@ BACK_SECONDS = 3.0  # for an answer after its connection has ended or (client.py
 END_SECONDS = 10.0  # for a server to end the programs and sandboxes of its episodes
 MAX_TRIES = 3  # of an episode whose server ends
 LONGEST_PATH = 90  # characters; the name of a Unix socket has at most 107
-_environments: dict[str, Environment] = {}  # of the run, by their settings
+_environments: PerRun[dict[str, Environment]] = PerRun(dict)  # by their settings
 
 
 def environment_of(args: HookSettings, *, evaluation: bool = False) -> Environment:
@@ -43,17 +44,18 @@ def environment_of(args: HookSettings, *, evaluation: bool = False) -> Environme
     """
     block, select, serve = settings_of(args, evaluation=evaluation)
     key = json.dumps([block, select, serve], sort_keys=True)
-    if key not in _environments:
+    environments = _environments()
+    if key not in environments:
         require_packages()
-        name = "env-eval" if evaluation and _environments else "env"
-        _environments[key] = environment = Environment(args, name, block, select, serve)
+        name = "env-eval" if evaluation and environments else "env"
+        environments[key] = environment = Environment(args, name, block, select, serve)
 
         async def close() -> None:
-            _environments.pop(key, None)
+            environments.pop(key, None)
             await environment.close()
 
         runtime.at_shutdown(close)
-    return _environments[key]
+    return environments[key]
 
 
 def settings_of(args: HookSettings, *, evaluation: bool) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:

@@ -7,8 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from instep.rollout import admission, runtime
+from instep.rollout import runtime
 from instep.rollout.execute import new_execution, run_group
+from instep.rollout.request_gate import gate
 from instep.rollout.vllm_rollout import generate_rollout
 from instep.types import Sample
 
@@ -18,7 +19,7 @@ _under_way: list[int] = []
 
 
 def rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
-    _under_way.append(admission.num_under_way())  # what the sync before has left
+    _under_way.append(gate().num_under_way())  # what the sync before has left
     output = generate_rollout(args, rollout_id, data_source, evaluation)
     if rollout_id < args.num_rollout - 1:
         runtime.run(_begin(args, rollout_id))

@@ -16,7 +16,7 @@ import pytest
 from instep.arguments.parse import parse
 from instep.checkpoints.folders import latest_iteration
 from instep.checkpoints.integrity import check_whole
-from instep.rollout import admission
+from instep.rollout.request_gate import gate
 from instep.train_sync import train
 from tests.e2e import commands
 from tests.e2e.commands import grpo_arguments, run, sft_arguments, start
@@ -99,7 +99,7 @@ def test_a_run_that_is_killed_while_a_checkpoint_is_written_goes_on_from_the_one
     (disk / "hold").unlink()
     words = sft(tiny, tmp_path, "--async-save")
     train(parse(words[1:], words[0]))
-    assert admission.is_guarded("http://127.0.0.1:1")  # as in a new process, for whatever comes next in this one
+    assert gate().guards("http://127.0.0.1:1")  # as in a new process, for whatever comes next in this one
     assert metrics(tmp_path) == first and first[5]["train/loss"] != first[1]["train/loss"]
     assert latest_iteration(tmp_path / "ckpt") == 5 and digests(tmp_path, 3) and digests(tmp_path, 5)
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

@@ -29,7 +29,7 @@ from instep.controller.sync.probe import Probe
 from instep.controller.sync.weight_sync import WeightSync
 from instep.engines.engine import Engine
 from instep.errors import EngineError, SyncError
-from instep.rollout import admission
+from instep.rollout.request_gate import gate
 from instep.training import lr_schedule
 from instep.weights.way import SINGLE_COPY, way_named
 from instep_engine import MEMORY_VARIABLE
@@ -322,7 +322,7 @@ def seconds_until_named(stack: Stack, fault: Fault, kept: Path) -> float:
         error = str(caught.value)
         assert engine.name in error or engine.url in error, error
         assert caught.value.remedy, error
-        assert admission._closed  # no token is made, so that no loss sees it
+        assert gate().closed  # no token is made, so that no loss sees it
     finally:
         sync.close()
     return seconds

@@ -21,7 +21,7 @@ from instep.engines.engine import Engine
 from instep.engines.http import get_json
 from instep.engines.wire import GENERATE, VLLM_WIRE, GenerationRequest
 from instep.errors import SyncError
-from instep.rollout import admission
+from instep.rollout.request_gate import gate
 from instep.system.processes import in_thread
 from instep.types import Sample
 from instep.weights.way import SINGLE_COPY
@@ -128,7 +128,7 @@ def test_an_old_cache_is_named_in_the_sync(stack: Stack, sync: WeightSync, monke
     assert (
         time.monotonic() - began < allowed(SECONDS) and caught.value.where == stack.engine.url and caught.value.remedy
     )
-    assert admission._closed and not under_way.done()  # nobody gets a token of it
+    assert gate().closed and not under_way.done()  # nobody gets a token of it
     stack.engine.abort_requests(timeout=30)
     under_way.result(30)
 

@@ -14,7 +14,7 @@ import torch
 from instep.controller.sync.weight_sync import WeightSync
 from instep.engines.engine import Engine
 from instep.errors import SyncError
-from instep.rollout import admission
+from instep.rollout.request_gate import gate
 from instep.system.scratch import Scratch, memory_root
 from instep.weights.memory import attach
 from instep.weights.spec import TensorSpec
@@ -133,7 +133,7 @@ def test_a_planted_fault_is_named(shared: Pair, sync: WeightSync, monkeypatch: A
         with pytest.raises(SyncError, match=words.replace(".", r"\.")) as caught:
             sync.run([shared.engine])
     assert time.monotonic() - began <= allowed(SECONDS)
-    assert shared.engine.name in str(caught.value) and caught.value.remedy and admission._closed
+    assert shared.engine.name in str(caught.value) and caught.value.remedy and gate().closed
     for name, tensor in old.items():
         _of(shared, name).copy_(tensor)
     shared.step(1e-2)  # the masters go into the memory again
@@ -155,7 +155,7 @@ def test_a_write_that_does_not_reach_the_memory_is_named(shared: Pair, sync: Wei
     finally:
         mark.unlink()
     assert time.monotonic() - began <= allowed(SECONDS)
-    assert shared.engine.name in str(caught.value) and caught.value.remedy and admission._closed
+    assert shared.engine.name in str(caught.value) and caught.value.remedy and gate().closed
     shared.step(1e-4)
     sync.run([shared.engine])
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,9 @@ import pytest
 from safetensors.torch import load_file
 
 import instep
-from instep.errors import ConfigError
 from tests.command_line import keywords
 from tests.e2e.commands import gone_within, grpo_arguments, run, sft_arguments
+from tests.e2e.killing import metrics
 from tests.e2e.test_train import rows
 
 pytestmark = pytest.mark.usefixtures("no_plots")
@@ -47,8 +49,6 @@ def test_a_loop_that_is_left_by_an_error_is_closed_and_goes_on(tiny: Path, tmp_p
         for step in instep.Run(**flags):
             seen.append(step)
             ours = {one for one in children() - before if "fork" not in one.name()}  # whose server stays
-            with pytest.raises(ConfigError, match="is still open"):
-                instep.Run(**flags)
             raise ZeroDivisionError
     assert len(ours) >= 2 and gone_within(list(ours), 10)  # engine and trainer
     [row] = [r for r in rows(tmp_path / "metrics.jsonl") if "train/loss" in r]
@@ -70,6 +70,45 @@ def test_a_loop_that_is_left_by_an_error_is_closed_and_goes_on(tiny: Path, tmp_p
         not [one for one in children() - before if "fork" not in one.name()]
         and len(list(tmp_path.glob("prompts-*.jsonl"))) == 1
     )
+
+
+def both_in_turns(runs: list[instep.Run]) -> None:
+    for _ in zip(*runs, strict=True):
+        pass
+
+
+def both_in_threads(runs: list[instep.Run]) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(list, runs))
+
+
+@pytest.mark.parametrize("together", [both_in_turns, pytest.param(both_in_threads, marks=pytest.mark.slow)])
+def test_two_runs_at_a_time_compute_what_each_computes_alone(
+    tiny: Path, tmp_path: Path, together: Callable[[list[instep.Run]], None]
+) -> None:
+    """They have their own functions, keys, loops, gates and engines."""
+
+    def run_of(folder: str, number: int) -> instep.Run:
+        words = ["--rollout-max-response-len", str(8 * number), "--seed", str(number), "--deterministic-mode"]
+        evaluates = {"eval_interval": 1, "eval_prompt_data": {"held-out": tiny / "eval.jsonl"}} if number == 2 else {}
+        flags = evaluates | as_keywords(grpo_arguments(tiny, tmp_path / f"{folder}-{number}", *words))
+
+        def score(args: Any, sample: Any) -> float:
+            return float(number * len(set(sample.tokens)))
+
+        return instep.Run(**flags | {"reward": score, "command": ["train", "train-async"][number - 1]})
+
+    def evaluations(folder: Path) -> list[dict[str, float]]:
+        found = [{k: v for k, v in r.items() if k.startswith("eval/")} for r in rows(folder / "metrics.jsonl")]
+        return [row for row in found if row]
+
+    for number in (1, 2):
+        assert len(list(run_of("alone", number))) == 2
+    together([run_of("both", number) for number in (1, 2)])
+    for number in (1, 2):
+        alone, beside = tmp_path / f"alone-{number}", tmp_path / f"both-{number}"
+        assert metrics(beside) == metrics(alone) and sorted(metrics(alone)) == [0, 1]
+        assert evaluations(beside) == evaluations(alone) and len(evaluations(alone)) == 3 * (number == 2)
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from instep.controller.sync.weight_sync import WeightSync
 from instep.data.batch import build_batch
 from instep.engines.engine import Engine
 from instep.errors import SyncError
-from instep.rollout import admission
+from instep.rollout.request_gate import gate
 from instep.training import lr_schedule
 from instep.types import Sample
 from tests.e2e.commands import grpo_arguments, sync_folder
@@ -67,12 +67,12 @@ def test_with_keep_alone_requests_are_admitted_before_the_proof(stack, sync, mon
     sync._args = sync._args.replace(pause_mode=mode)
 
     def watched(*args):
-        seen.append(not admission._closed)
+        seen.append(not gate().closed)
         return prove(*args)
 
     monkeypatch.setattr(sync.proof, "prove", watched)
     result = sync.run([engine])
-    assert seen == [is_open] and not admission._closed
+    assert seen == [is_open] and not gate().closed
     assert 0 < result.seconds_of["paused"] < result.seconds - result.seconds_of["proof"]
     metrics = result.metrics()
     assert metrics["sync/pause_seconds"] < metrics["sync/session_seconds"] + metrics["sync/proof_seconds"]
@@ -83,7 +83,7 @@ def test_with_keep_alone_requests_are_admitted_before_the_proof(stack, sync, mon
     monkeypatch.setattr(sync.proof, "prove", wrong)
     with pytest.raises(SyncError, match="the probe differs"):
         sync.run([engine])
-    assert admission._closed is not is_open
+    assert gate().closed is not is_open
 
 
 def train_once(workers, lr):

@@ -29,9 +29,9 @@ ME = __name__
 def test_what_a_rollout_returns(make_args: Callable[..., Any], tiny_model: Path) -> None:
     args = make_args()
     seen: list[Any] = []
-    runtime.set_progress_listener(lambda done, total, extra: seen.append((done, total, extra)))
+    runtime.state().listener = lambda done, total, extra: seen.append((done, total, extra))
     output = rollout(args)
-    runtime.set_progress_listener(None)
+    runtime.state().listener = None
     assert seen[-1][:2] == (4, 4) and seen[-1][2]["num_filtered"] == 0
     samples = [s for group in output.samples for s in group]
     assert len(samples) == 8 and [s.index for s in samples] == list(range(8))

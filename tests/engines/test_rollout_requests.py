@@ -188,7 +188,7 @@ def test_an_engine_killed_during_a_rollout(make_args: Callable[..., Any], tiny_m
     victim = start_engine(tiny_model, tmp_path)
     args = make_args(*ENDLESS, url=victim.url)
     thread, failure = in_thread(lambda: generate_rollout(args, 0, source_of(args)))
-    until(lambda: failure or sum(runtime.requests_in_flight.values()))
+    until(lambda: failure or sum(runtime.state().requests_in_flight.values()))
     time.sleep(0.2)
     assert thread.is_alive() and victim.process is not None
     os.kill(victim.process.pid, signal.SIGKILL)
@@ -202,7 +202,7 @@ def test_an_engine_killed_during_a_rollout(make_args: Callable[..., Any], tiny_m
 def test_cancel_all_ends_a_rollout_at_once(make_args: Callable[..., Any], server: Engine) -> None:
     args = make_args(*ENDLESS)
     thread, failure = in_thread(lambda: generate_rollout(args, 0, source_of(args)))
-    until(lambda: failure or sum(runtime.requests_in_flight.values()))
+    until(lambda: failure or sum(runtime.state().requests_in_flight.values()))
     assert thread.is_alive()
     start = time.monotonic()
     runtime.cancel_all(EngineError("engine 0 died"))

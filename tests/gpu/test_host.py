@@ -9,7 +9,7 @@ import torch
 from instep.arguments.parse import parse
 from instep.controller.controller import Controller
 from instep.controller.sync.session import Session
-from instep.rollout import admission
+from instep.rollout.request_gate import gate
 from tests.assets import make_checkpoint, make_prompts
 from tests.e2e.commands import grpo_arguments
 
@@ -29,11 +29,11 @@ def test_the_first_session_loads_nothing_twice_and_rollouts_know_the_cache(tmp_p
     ways, transfer = [], Session.transfer
     monkeypatch.setattr(Session, "transfer", lambda self, way: (ways.append(way), transfer(self, way))[1])
     with Controller(parse(words[1:], "train"), title="host") as controller:
-        assert 0 < admission.num_cached_tokens < math.inf
+        assert 0 < gate().num_cached_tokens < math.inf
         controller.sync_weights()
         assert len(ways) == 1 and ways != ["disk"], ways
         rollout = controller.generate(0)
         assert len(rollout.groups) == 4 and all(len(group) == 4 for group in rollout.groups)
         trained = controller.train(rollout)
         assert trained is not None and trained.metrics["train/log_prob_gap_mean"] < 0.1
-        print(f"{admission.num_cached_tokens:,.0f} tokens of cache; sync {controller.totals.last_sync}")
+        print(f"{gate().num_cached_tokens:,.0f} tokens of cache; sync {controller.totals.last_sync}")

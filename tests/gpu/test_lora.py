@@ -175,8 +175,8 @@ def test_arrays_are_of_the_adapter_as_json_is(stack: Stack, sync: WeightSync) ->
     """The fast ways take adapters: their log-probs are the trainer's, and those of vLLM's own route."""
     train_once(stack.actor.workers, 1e-3)
     sync.run([stack.engine])
-    runtime.take_array_share()
-    fast, share = stack.rolled_out(True), runtime.take_array_share()
+    runtime.state().take_array_share()
+    fast, share = stack.rolled_out(True), runtime.state().take_array_share()
     stock = stack.rolled_out(False)
     prompt, found = list(range(5, 21)), list(fast.log_probs or [])
     ours = stack.trained(prompt + list(fast.token_ids), len(found))

@@ -9,7 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from instep.data.chat import conversation_samples, render, tokenize_conversation
-from instep.data.messages import STARTED
+from instep.data.messages import clock
 from instep.errors import CheckpointError, DataError
 from tests.chat import QWEN2, QWEN3, TALK, USER, make_tokenizer
 
@@ -55,9 +55,9 @@ def test_qwen2_masks_assistant_turns_through_their_end_token(tokenizer: PreTrain
 def test_a_template_with_a_clock_has_the_date_of_the_runs_start(tokenizer, monkeypatch):
     text = "{{ strftime_now('%d %b %Y') }} " + QWEN2
     monkeypatch.setattr(tokenizer, "chat_template", text)
-    monkeypatch.setenv(STARTED, "2024-02-29T23:59:00")
+    monkeypatch.setattr(clock(), "started", "2024-02-29T23:59:00")
     assert render([USER], tokenizer, generation_prompt=True).startswith("29 Feb 2024 <|im_start|>")
-    monkeypatch.delenv(STARTED)  # no run: `instep serve`
+    monkeypatch.setattr(clock(), "started", None)  # no run: `instep serve`
     assert render([USER], tokenizer, generation_prompt=True).startswith(datetime.now().strftime("%d %b %Y"))
 
 

@@ -22,7 +22,7 @@ from tests.bounds import allowed, until
 @pytest.fixture(autouse=True)
 def _shutdown() -> Iterator[None]:
     yield
-    runtime.set_progress_listener(None)
+    runtime.state().listener = None
     runtime.shutdown()
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from instep.engines.vllm import tokens_of_caches
-from instep.rollout import admission, execute
+from instep.rollout import execute
+from instep.rollout.request_gate import gate
 from instep.rollout.room import Room
 from instep.types import Sample, Status
 
@@ -85,9 +86,9 @@ def test_a_rollout_expects_the_lengths_of_the_last_one() -> None:
     args: Any = SimpleNamespace(
         rollout_engine_urls=["a", "b"], reward_key=None, rollout_max_context_len=None, rollout_max_response_len=100
     )
-    admission.caches_hold(5000.0)
+    gate().num_cached_tokens = 5000.0
     try:
-        execute._last.clear()
+        execute._last().clear()
         first = execute.new_execution(args, 0)
         assert first.expected_tokens == 0.0  # nothing is known
         first.lengths.num_samples, first.lengths.num_tokens, first.lengths.num_prompt_tokens = 10, 200, 80
@@ -98,13 +99,13 @@ def test_a_rollout_expects_the_lengths_of_the_last_one() -> None:
         assert execute.new_execution(args, 2).expected_tokens == 0.0  # nothing came of the second
         assert second.room._num_tokens == 5000.0 and second.room._num_samples == 1024
     finally:
-        admission.reset()
-        execute._last.clear()
+        gate().reset()
+        execute._last().clear()
 
 
 def test_a_rollout_expects_the_spread_of_the_last_one() -> None:
     args: Any = SimpleNamespace(rollout_engine_urls=["a"], reward_key=None, rollout_max_context_len=None)
-    execute._last.clear()
+    execute._last().clear()
     try:
         first = execute.new_execution(args, 0)
         assert first.spread == math.inf and first.num_short(8) == 0  # nothing is known
@@ -118,11 +119,11 @@ def test_a_rollout_expects_the_spread_of_the_last_one() -> None:
         second = execute.new_execution(args, 1)
         assert first.lengths.num_longest == 170 and second.spread == 170 / 110
         assert second.num_short(8) == 3  # 8 * (1 - 110 / 170) = 2.8
-        execute._last[False] = first.lengths
+        execute._last()[False] = first.lengths
         first.lengths.num_longest = 450
         assert execute.new_execution(args, 2).num_short(8) == 0  # too wide
     finally:
-        execute._last.clear()
+        execute._last().clear()
 
 
 def test_a_sample_for_whose_room_others_wait_asks_alone() -> None:

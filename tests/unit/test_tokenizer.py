@@ -87,8 +87,7 @@ def begun(tmp_path):
         single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)]
     )
     made.save_pretrained(tmp_path / "hf")
-    yield tmp_path / "hf"
-    tokens.forget_tokenizers()
+    return tmp_path / "hf"
 
 
 def settings_of(folder, *words: str):

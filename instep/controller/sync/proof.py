@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,6 +19,7 @@ from instep.engines.engine import Engine, EngineRefusal
 from instep.engines.kind import kind_of
 from instep.errors import SyncError
 from instep.models.shape import read_config
+from instep.system.run_context import RunThreads
 from instep.weights.way import GOLDEN, LORA, OF_ADAPTERS, RESTART, SINGLE_COPY, Sent, golden
 
 if TYPE_CHECKING:
@@ -278,7 +278,7 @@ class Proof:
 
     def _both_score(self, session: Session, way: str) -> tuple[TrainerScores, dict[str, list[float]]]:
         """Return the scores of the trainer, and by URL of the engines: in parallel unless they take turns on GPUs."""
-        with ThreadPoolExecutor(1) as pool:
+        with RunThreads(1) as pool:
             ours = pool.submit(self._trainer_looks, session, way)
             if session.turns.are_taken:
                 ours.result()

@@ -19,7 +19,6 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -28,7 +27,8 @@ from instep.controller.role import RoleTrainer
 from instep.controller.turns import Turns
 from instep.engines.engine import Engine, EngineRefusal
 from instep.errors import EngineError, InstepError, SyncError
-from instep.rollout import admission
+from instep.rollout.request_gate import LOOK_SECONDS, gate
+from instep.system.run_context import RunThreads
 from instep.system.spans import span
 from instep.weights.way import GOLDEN, OF_ADAPTERS, Order, Sent, way_named
 from instep_engine import BROKEN
@@ -107,10 +107,10 @@ class Session:
 
     def drain(self) -> None:
         """Wait for the open requests of this run; with `keep` they stay, and the engines report versions."""
-        while self.args.pause_mode != "keep" and admission.num_under_way():
+        while self.args.pause_mode != "keep" and gate().num_under_way():
             if self.args.pause_mode == "abort":  # repeatedly: a request may have been on its way to an engine
                 self.each(lambda e: e.abort_requests(timeout=self.seconds_left()))
-            time.sleep(admission.LOOK_SECONDS)
+            time.sleep(LOOK_SECONDS)
             self.actor.watch()
             self.seconds_left()
 
@@ -181,7 +181,7 @@ class Session:
     def _leave_dead(self, error: InstepError) -> bool:
         """Remove engines that died or die now from the session; return whether there are any."""
         engines = list(self.engines)
-        with ThreadPoolExecutor(len(engines)) as pool:
+        with RunThreads(len(engines)) as pool:
             gone = pool.map(lambda e: self._gone(e, max(1.0, e.kind.dying_seconds)), engines)
         dead = [engine for engine, is_gone in zip(engines, gone, strict=True) if is_gone]
         for engine in dead:
@@ -289,7 +289,7 @@ class Session:
         for engine in [e for e in self.engines if self._gone(e, 0.0)]:
             self._leave(engine, None)
         targets = list(self.engines)
-        with ThreadPoolExecutor(len(targets)) as pool:
+        with RunThreads(len(targets)) as pool:
             calls = {engine.url: pool.submit(call, engine) for engine in targets}
         answers: dict[str, T] = {}
         for engine in targets:

@@ -3,12 +3,12 @@
 In a sync, a session (`session.py`) transfers the weights by a way (`weights/way.py`). Then the proof (`proof.py`)
 shows that each engine has them:
 
-    close admission -> session -> proof -> open admission
+    close the gate -> session -> proof -> open the gate
 
-With `--pause-mode keep` admission opens before the proof: the engines continue frozen requests and take new ones.
+With `--pause-mode keep` the gate opens before the proof: the engines continue frozen requests and take new ones.
 Their output is not used before the end of the proof: the thread that would train on it or write it waits here. A failed
 proof ends the run. In other modes the engines are quiet in the proof, and its scores depend on the probe alone.
-With `--offload-train` admission always waits for the proof, and the engines wait until the trainer has left the GPU.
+With `--offload-train` the gate always waits for the proof, and the engines wait until the trainer has left the GPU.
 
 One deadline covers all of this. The fleet decides which engines take part.
 """
@@ -29,7 +29,7 @@ from instep.controller.turns import Turns
 from instep.engines.engine import Engine
 from instep.engines.kind import answers_in_arrays
 from instep.errors import EngineError, InstepError, SyncError
-from instep.rollout import admission
+from instep.rollout.request_gate import gate
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
@@ -112,7 +112,7 @@ class WeightSync:
         self._folder, self._held = folder, False
 
     def close(self) -> None:
-        admission.reset()
+        gate().reset()
 
     def hold(self, engines: Sequence[Engine]) -> None:
         """Stop the answers of `engines` until the next `run`; `--pause-mode` decides what happens to their requests.
@@ -123,7 +123,7 @@ class WeightSync:
             EngineGone: no engine is left.
         """
         self.proof.begin(engines)
-        admission.close()
+        gate().close()
         session = self._session(engines)
         session.drain()
         session.pause()
@@ -137,13 +137,13 @@ class WeightSync:
     @contextmanager
     def trainer_at_work(self, engines: Sequence[Engine]) -> Iterator[None]:
         """Give a parked trainer all of its memory for a while; requests wait, and `engines` keep their weights."""
-        admission.close()
+        gate().close()
         session = self._session(engines)
         session.drain()
         with self._turns.borrowed(session, optimizer=True):
             yield
             session.renew()
-        admission.open_again(admission.version)
+        gate().open(gate().version)
 
     def _session(self, engines: Sequence[Engine], version: int | None = None) -> Session:
         version = version or self.version
@@ -162,7 +162,7 @@ class WeightSync:
         self.proof.probe.turn()
         session = self._session(engines, self.version + 1)
         self.version += 1
-        admission.close()
+        gate().close()
         session.drain()
         result = self._carry(session, way, opens=True)
         self._held = False
@@ -172,7 +172,7 @@ class WeightSync:
     def _open(self, session: Session) -> None:
         """Admit requests again."""
         known = self._args.pause_mode == "keep" or all(e.capabilities.version_spans for e in session.engines)
-        admission.open_again(None if known else str(self.version))
+        gate().open(None if known else str(self.version))
 
     def rejoin(self, engine: Engine) -> SyncResult:
         """Bring the current version to one restarted engine, while the others serve.

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from instep.data.messages import STARTED, clock
 from instep.engines.flags import given_names
 from instep.engines.http import get_json
 from instep.engines.kind import Capabilities, EngineKind, RunningEngine, engine_dtype
@@ -74,6 +75,7 @@ class EmbeddedKind(EngineKind):
         self, args: Settings, spec: EngineSpec, at: Addresses, node_host: str, num_threads: int
     ) -> dict[str, str]:
         env = {"OMP_NUM_THREADS": str(num_threads), **OPENMP_ENV}
+        env |= {STARTED: started} if (started := clock().started) else {}
         return env | (DETERMINISTIC_ENV if args.deterministic_mode else {})
 
     def lease(self, about: dict[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -21,6 +21,7 @@ from instep.errors import RewardError
 from instep.rollout import runtime
 from instep.system.fork_server import Program, start
 from instep.system.processes import OPENMP_ENV, num_usable_cpus
+from instep.system.run_context import PerRun
 
 logger = logging.getLogger(__name__)
 NUM_THREADS = 8
@@ -196,16 +197,16 @@ class RewardPool:
             await asyncio.sleep(0)  # the loop closes the socket
 
 
-_pool: tuple[asyncio.AbstractEventLoop, RewardPool] | None = None
+_pools: PerRun[dict[asyncio.AbstractEventLoop, RewardPool]] = PerRun(dict)  # only that of the last loop
 
 
 def shared_pool(num_workers: int | None = None) -> RewardPool:
     """Return the pool of the running loop, by default with a worker for every two cores, at most 8."""
-    global _pool
-    loop = asyncio.get_running_loop()
-    if _pool is None or _pool[0] is not loop:
+    pools, loop = _pools(), asyncio.get_running_loop()
+    if loop not in pools:
         lasting = runtime.is_own_thread()
-        _pool = (loop, RewardPool(num_workers or max(1, min(8, num_usable_cpus() // 2)), lasting))
+        pools.clear()
+        pools[loop] = RewardPool(num_workers or max(1, min(8, num_usable_cpus() // 2)), lasting)
         if lasting:
-            runtime.at_shutdown(_pool[1].close)
-    return _pool[1]
+            runtime.at_shutdown(pools[loop].close)
+    return pools[loop]

@@ -1,0 +1,97 @@
+"""The gate of a run's generation requests. A weight sync closes it, so that the version of every token is known."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import threading
+import time
+from collections.abc import AsyncIterator
+
+from instep.system.run_context import PerRun
+
+LOOK_SECONDS = 0.02
+
+
+class RequestGate:
+    """Admit requests to the policy, and count them.
+
+    A request is under way from before it is sent until its answer is read. Some engines do not report which weights
+    made a token. For them `version` says it: it changes only while no request is under way. Two kinds of requests pass
+    the gate freely: those to other models, and those that do not go through `rollout/client.py`.
+
+    Attributes:
+        closed: whether requests wait.
+        version: of the weights that make tokens now; None: engines report it, or it is not known.
+        num_cached_tokens: the capacity of the KV caches of the policy's engines together, which bounds how many samples
+            rollouts send at once (`room.py`); inf: not known.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_under_way = 0
+        self._idle_since: float | None = time.monotonic()  # None: requests are under way
+        self._idle_seconds = 0.0
+        self.reset()
+
+    def reset(self) -> None:
+        """Open the gate, for requests to any model, as in a new run."""
+        self._guarded, self.num_cached_tokens = "", math.inf
+        self.open()
+
+    def guard(self, url: str) -> None:
+        """Let the gate hold back the requests whose URL begins with `url`."""
+        self._guarded = url
+
+    def guards(self, url: str) -> bool:
+        return url.startswith(self._guarded)
+
+    def close(self) -> None:
+        with self._lock:
+            self.closed = True
+
+    def open(self, version: str | None = None) -> None:
+        with self._lock:
+            self.closed, self.version = False, version
+
+    @contextlib.asynccontextmanager
+    async def admitted(self, url: str) -> AsyncIterator[None]:
+        """Wait until the gate is open, then count as under way. The deadline of the sync that closed it bounds the
+        wait."""
+        if not self.guards(url):
+            yield
+            return
+        while not self._enter():
+            await asyncio.sleep(LOOK_SECONDS)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._count(-1)
+
+    def _enter(self) -> bool:
+        with self._lock:
+            if not self.closed:
+                self._count(1)
+            return not self.closed
+
+    def _count(self, change: int) -> None:
+        now = time.monotonic()
+        self._num_under_way += change
+        if self._idle_since is not None and self._num_under_way:
+            self._idle_seconds, self._idle_since = self._idle_seconds + now - self._idle_since, None
+        elif not self._num_under_way:
+            self._idle_since = now
+
+    def num_under_way(self) -> int:
+        with self._lock:
+            return self._num_under_way
+
+    def idle_seconds(self) -> float:
+        """Return for how long no request to the policy was under way, since the run began."""
+        with self._lock:
+            return self._idle_seconds + (0.0 if self._idle_since is None else time.monotonic() - self._idle_since)
+
+
+gate = PerRun(RequestGate)
