@@ -24,7 +24,7 @@ from instep.controller.round import Step
 
 if TYPE_CHECKING:
     from instep.arguments.args import Args
-    from instep.arguments.settings import Settings
+    from instep.arguments.settings import EvalSettings, Settings
 
 
 def train(args: Args) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def save_and_evaluate(controller: Controller, rollout_id: int) -> dict[str, floa
     return controller.evaluate(rollout_id + 1) if evaluates_after(args, rollout_id, num_rollout) else {}
 
 
-def evaluates_at(args: Settings, rollout_id: int, num_rollout: int) -> bool:
+def evaluates_at(args: EvalSettings, rollout_id: int, num_rollout: int) -> bool:
     """Return whether to evaluate before the first rollout of a session.
 
     This is due at the start, after a resume where the interval is due, and always if no rollout is left
@@ -82,7 +82,7 @@ def evaluates_at(args: Settings, rollout_id: int, num_rollout: int) -> bool:
     return rollout_id % args.eval_interval == 0 or rollout_id >= num_rollout
 
 
-def evaluates_after(args: Settings, rollout_id: int, num_rollout: int) -> bool:
+def evaluates_after(args: EvalSettings, rollout_id: int, num_rollout: int) -> bool:
     """Return whether to evaluate after a rollout: every `--eval-interval` rollouts, and after the last."""
     if not args.eval_interval:
         return False

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from instep.arguments.settings import Settings
+    from instep.arguments.settings import AlgorithmSettings
 
 
 @dataclass(frozen=True)
@@ -181,12 +181,12 @@ OFFLINE: dict[str, Algorithm] = {
 }
 
 
-def algorithm_of(args: Settings) -> Algorithm:
+def algorithm_of(args: AlgorithmSettings) -> Algorithm:
     """Return the algorithm of a run: by its command if it samples nothing, otherwise by `--advantage-estimator`."""
     return OFFLINE.get(args.command) or ALGORITHMS[args.advantage_estimator]
 
 
-def uses_reference(args: Settings) -> bool:
+def uses_reference(args: AlgorithmSettings) -> bool:
     """Return whether the workers of the actor score with the reference model."""
     algorithm = algorithm_of(args)
     kl = algorithm.has_rewards and bool(args.use_kl_loss or args.kl_coef)

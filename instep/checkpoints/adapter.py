@@ -21,7 +21,7 @@ from instep.system.documents import read_json
 if TYPE_CHECKING:
     import torch
 
-    from instep.arguments.settings import Settings
+    from instep.arguments.settings import LoraSettings
     from instep.weights.source import WeightSource
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -56,7 +56,7 @@ class Lora:
         }
 
 
-def lora_of(args: Settings) -> Lora | None:
+def lora_of(args: LoraSettings) -> Lora | None:
     """Return the adapter that the arguments ask for; None if all weights are trained."""
     if not args.lora_rank:
         return None

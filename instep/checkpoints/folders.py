@@ -36,7 +36,7 @@ from instep.system.atomic import free_name, write_text
 from instep.system.documents import read_text
 
 if TYPE_CHECKING:
-    from instep.arguments.settings import Settings
+    from instep.arguments.settings import AlgorithmSettings, ModelSettings, Settings
 
 CRITIC = "critic"  # the critic's folder within a checkpoint
 # What a resume needs in run_state.json. The owners of `ledger` and `data_source` check these two entries.
@@ -284,18 +284,18 @@ def weights_folder(path: Path, step: int | None, flag: str) -> Path:
     return found[0]
 
 
-def critic_folder(args: Settings) -> Path:
+def critic_folder(args: AlgorithmSettings) -> Path:
     """Return the checkpoint that `--critic-load` names."""
     return weights_folder(Path(args.critic_load or ""), None, "--critic-load")
 
 
-def reference_folder(args: Settings) -> Path:
+def reference_folder(args: ModelSettings) -> Path:
     """Return the checkpoint of the reference policy: `--ref-load`, by default `--hf-checkpoint`."""
     step = args.ref_ckpt_step if args.ref_load else None
     return weights_folder(Path(args.ref_load or args.hf_checkpoint), step, "--ref-load")
 
 
-def teacher_folder(args: Settings) -> Path:
+def teacher_folder(args: AlgorithmSettings) -> Path:
     """Return the checkpoint that `--opd-teacher-load` names."""
     return weights_folder(Path(args.opd_teacher_load or ""), args.opd_teacher_ckpt_step, "--opd-teacher-load")
 

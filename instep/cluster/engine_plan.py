@@ -30,7 +30,7 @@ from instep.errors import ConfigError
 from instep.weights.way import Sharing, way_meant
 
 if TYPE_CHECKING:
-    from instep.arguments.settings import Settings
+    from instep.arguments.settings import EngineSettings, Settings
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ def planned_way(args: Settings) -> str:
     return way_meant(args.weight_sync, one_host, gpu_sharing(args))[0]
 
 
-def elsewhere(args: Settings) -> list[str]:
+def elsewhere(args: EngineSettings) -> list[str]:
     """Return the addresses of `--rollout-external-engine-addrs` on other hosts."""
     addresses = args.rollout_external_engine_addrs or ()
     return [a for a in addresses if a.rpartition(":")[0] not in ("127.0.0.1", "localhost")]

@@ -22,7 +22,7 @@ from instep.system.processes import Process, SupervisedProcess
 from instep_engine.guard import KEY_VARIABLE
 
 if TYPE_CHECKING:
-    from instep.arguments.settings import Settings
+    from instep.arguments.settings import EngineSettings, Settings
 
 RESTART_SECONDS = 5.0  # for the port of a dead engine to become free
 
@@ -31,7 +31,7 @@ def log_name(spec: EngineSpec, node_rank: int = 0) -> str:
     return f"engine-{spec.index}{f'-node{node_rank}' if node_rank else ''}.log"
 
 
-def engine_at(args: Settings, spec: EngineSpec, at: Addresses, process: Process, user: int) -> Engine:
+def engine_at(args: EngineSettings, spec: EngineSpec, at: Addresses, process: Process, user: int) -> Engine:
     """Return the engine of `spec`: `process` runs it as `user`, and it answers at `at`."""
     url = f"http://{at.host}:{at.port}"
     keys.know(url, keys.run_key(), user=user if at.host == LOOPBACK else None)
@@ -110,7 +110,7 @@ def start_router(
     return DisaggregatedRouter(url, start) if spec.disaggregated else Router(url, start)
 
 
-def start_gate(args: Settings, spec: RouterSpec, to: str, log_dir: Path, name: str = "gate") -> Gate:
+def start_gate(args: EngineSettings, spec: RouterSpec, to: str, log_dir: Path, name: str = "gate") -> Gate:
     """Start a gate in front of the router or engine `to`, at `spec.port` or a free port; it is not ready yet."""
     port = spec.port or free_port()
     command = [sys.executable, "-m", "instep.engines.gate_main", "--host", LOOPBACK, "--port", str(port), "--to", to]

@@ -29,7 +29,7 @@ from instep.system.run_context import PerRun
 if TYPE_CHECKING:
     import torch
 
-    from instep.arguments.settings import Settings
+    from instep.arguments.settings import ClusterSettings
 
 CONNECTION_VARIABLE = "INSTEP_WORKER_FD"
 WORKER = "instep.cluster.worker_main"
@@ -43,7 +43,7 @@ OUT_OF_MEMORY = (
 LESS_MEMORY = "lower --max-tokens-per-gpu or --micro-batch-size, or share GPUs with engines by turns only (--offload)"
 
 
-def worker_env(args: Settings, num_threads: int) -> dict[str, str]:
+def worker_env(args: ClusterSettings, num_threads: int) -> dict[str, str]:
     """Return the environment of a rank that uses `num_threads` cores."""
     env = {"OMP_NUM_THREADS": str(num_threads), "TOKENIZERS_PARALLELISM": "false", **OPENMP_ENV}
     return env | (DETERMINISTIC_ENV if args.deterministic_mode else {})

@@ -19,7 +19,7 @@ from instep.errors import ConfigError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from instep.arguments.settings import Settings
+    from instep.arguments.settings import EngineSettings, Settings
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def _check_engines(model: ServedModel, per_node: int, *, colocate: bool) -> None
             )
 
 
-def _check_colocated(args: Settings, models: tuple[ServedModel, ...], num_trainer: int, per_node: int) -> None:
+def _check_colocated(args: EngineSettings, models: tuple[ServedModel, ...], num_trainer: int, per_node: int) -> None:
     """Raise ConfigError if engines leave GPUs of the trainer unused, or if an engine would cross a node boundary."""
     total = sum(model.num_gpus for model in models)
     if args.vllm_topology is not None and total < num_trainer:

@@ -24,7 +24,7 @@ from instep.hooks import Hook
 from instep.types import Sample, TokenBatch, as_number, name_of
 
 if TYPE_CHECKING:
-    from instep.arguments.settings import HookSettings, Settings
+    from instep.arguments.settings import AlgorithmSettings, HookSettings, Settings
 
 _HOOK_COLUMNS = ("log_probs", "ref_log_probs", "teacher_log_probs", "rollout_log_probs", "values")
 
@@ -141,7 +141,7 @@ def processed_rewards(hook: Hook, answer: Any, samples: list[Sample]) -> list[fl
 
 
 def _custom(
-    batch: TokenBatch, inputs: Inputs, samples: list[Sample], args: Settings, hook_args: HookSettings
+    batch: TokenBatch, inputs: Inputs, samples: list[Sample], args: AlgorithmSettings, hook_args: HookSettings
 ) -> Estimate:
     """Call `--custom-advantage-function-path`: fn(args, rollout_data) sets "advantages" (and "returns") in the data.
 
@@ -205,7 +205,7 @@ def _check_finite(name: str, values: Tensor, batch: TokenBatch, args: Settings) 
     )
 
 
-def _where(args: Settings) -> str:
+def _where(args: AlgorithmSettings) -> str:
     if args.custom_advantage_function_path:
         return f"--custom-advantage-function-path {args.custom_advantage_function_path}"
     return f"--advantage-estimator {args.advantage_estimator}"

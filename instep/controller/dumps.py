@@ -26,7 +26,7 @@ from instep.system.atomic import replacing
 from instep.types import Group, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample
 
 if TYPE_CHECKING:
-    from instep.arguments.settings import HookSettings, Settings
+    from instep.arguments.settings import DebugSettings, HookSettings
 
 _TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab.*", "merges.txt", "*.tiktoken", "tekken.json", "special_tokens*")
 _TEMPLATES = ("chat_template*", "added_tokens.json", "tokenization_*.py")
@@ -76,7 +76,7 @@ def load_rollout(path: Path, share: float | None = None) -> RolloutFnTrainOutput
     return RolloutFnTrainOutput(kept, metrics)
 
 
-def replay(args: Settings) -> Callable[..., RolloutFnTrainOutput]:
+def replay(args: DebugSettings) -> Callable[..., RolloutFnTrainOutput]:
     """Return a rollout function that reads `--load-debug-rollout-data` instead of generating."""
     template, share = str(args.load_debug_rollout_data), args.load_debug_rollout_data_subsample
 

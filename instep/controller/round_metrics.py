@@ -20,7 +20,7 @@ from instep.rollout.request_gate import gate
 from instep.types import RolloutFnEvalOutput, RolloutFnTrainOutput, TokenBatch, reward_of
 
 if TYPE_CHECKING:
-    from instep.arguments.settings import HookSettings, Settings
+    from instep.arguments.settings import HookSettings, LoggingSettings
 
 # Metrics that are not averaged over the steps of a rollout: the gap to the engine belongs to the first step. Later the
 # policy is no longer the one that sampled.
@@ -164,7 +164,7 @@ def evaluation_summary(evaluations: list[dict[str, float]], rollout_id: int) -> 
     return {**found, "evaluations": evaluations}
 
 
-def wandb_settings(args: Settings, run_id: str | None) -> dict[str, Any] | None:
+def wandb_settings(args: LoggingSettings, run_id: str | None) -> dict[str, Any] | None:
     """Return the options of a W&B run, or None without W&B. Key and host are passed only in the environment."""
     if not args.use_wandb:
         return None

@@ -18,7 +18,7 @@ from instep.types import Group, Sample, name_of
 
 if TYPE_CHECKING:
     from instep.arguments.args import Args
-    from instep.arguments.settings import Settings
+    from instep.arguments.settings import ModelSettings, Settings
 
 # A run cannot change these: it would train on other data, twice on the same data, or read other files.
 _FIXED = (
@@ -96,7 +96,7 @@ def _same_run(run_dir: Path, checkpoint: Path, state: dict[str, Any]) -> str | N
     )
 
 
-def how_to_go_on(args: Settings, run_id: str | None) -> str:
+def how_to_go_on(args: ModelSettings, run_id: str | None) -> str:
     """Return how the ending run `run_id` can continue: from which checkpoint, by which command."""
     begins = f"the same command starts again{f' from {args.load}' if args.load else ''}"
     if not args.save:
@@ -117,7 +117,7 @@ def how_to_go_on(args: Settings, run_id: str | None) -> str:
     return f"the last checkpoint is {saved[0]}: the same command{changes} goes on from it"
 
 
-def start_rollout_id(args: Settings, checkpoint: tuple[Path, int] | None, state: dict[str, Any] | None) -> int:
+def start_rollout_id(args: ModelSettings, checkpoint: tuple[Path, int] | None, state: dict[str, Any] | None) -> int:
     """Return the number of the first rollout: the given one, or the one after the resumed `state` or checkpoint."""
     if args.start_rollout_id is not None:
         return int(args.start_rollout_id)

@@ -32,7 +32,7 @@ from instep.training import lr_schedule
 
 if TYPE_CHECKING:
     from instep.arguments.args import Args
-    from instep.arguments.settings import Settings
+    from instep.arguments.settings import DataSettings, ModelSettings
 
 Earlier = Callable[[Path], None] | None  # see `save_checkpoint`
 
@@ -223,14 +223,14 @@ class Trainer:
         return written
 
 
-def first_weights(args: Settings) -> Path:
+def first_weights(args: ModelSettings) -> Path:
     """Return the folder of the first weights of an actor without a checkpoint."""
     if args.load and (Path(args.load) / "config.json").exists():
         return weights_folder(Path(args.load), None, "--load")
     return reference_folder(args)
 
 
-def num_steps_of_run(args: Settings, num_rollouts: int) -> int:
+def num_steps_of_run(args: DataSettings, num_rollouts: int) -> int:
     """Return the number of optimizer steps of `num_rollouts` rollouts, at least 1."""
     if num_rollouts <= 0:
         return 1

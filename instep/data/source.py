@@ -23,7 +23,7 @@ from instep.types import Group, Sample
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from instep.arguments.settings import Settings
+    from instep.arguments.settings import DataSettings, Settings
 
 POP_FIRST = "instep.data.source.pop_first"
 
@@ -217,7 +217,7 @@ def load_source(args: Settings, hook_args: Any, vocab_size: int | None = None) -
     return source
 
 
-def num_rollouts(args: Settings, source: Sized) -> int:
+def num_rollouts(args: DataSettings, source: Sized) -> int:
     """Return the number of rounds: `--num-rollout`, or the whole rounds in `--num-epoch` passes over the prompts."""
     if args.num_rollout is not None:
         return args.num_rollout

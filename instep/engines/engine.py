@@ -28,7 +28,7 @@ from instep.system.spans import Span, span
 from instep.weights.way import SINGLE_COPY
 
 if TYPE_CHECKING:
-    from instep.arguments.settings import Settings
+    from instep.arguments.settings import EngineSettings
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"  # vLLM's names of the memory that sleep frees
 TAGS = frozenset({WEIGHTS, KV_CACHE})
@@ -366,7 +366,7 @@ class EngineRefusal(EngineError):
         return cls(f"{engine.name} refused {path} with {code}: {message}", where=engine.url, tensor=tensor, code=code)
 
 
-def external_engines(args: Settings) -> list[Engine]:
+def external_engines(args: EngineSettings) -> list[Engine]:
     """Return the engines of `--rollout-external-engine-addrs`. `identify` asks for their kind once they are ready."""
     addresses = args.rollout_external_engine_addrs or ()
     in_place = args.weight_sync == SINGLE_COPY

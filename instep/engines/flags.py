@@ -25,7 +25,7 @@ from instep.system.atomic import write_text
 from instep.system.documents import parse_choice, parse_json, parse_whole
 
 if TYPE_CHECKING:
-    from instep.arguments.settings import Settings
+    from instep.arguments.settings import EngineSettings
 
 Package = Literal["vllm", "vllm-router"]
 PREFIXES: dict[Package, str] = {"vllm": "--vllm-", "vllm-router": "--router-"}
@@ -214,7 +214,7 @@ def merge(*layers: Mapping[str, list[str]]) -> dict[str, list[str]]:
     return out
 
 
-def engine_words(args: Settings) -> dict[str, list[str]]:
+def engine_words(args: EngineSettings) -> dict[str, list[str]]:
     """Return the words of the `--vllm-*` flags for all engines, by field of `vllm serve`."""
     own = {
         "max_model_len": args.vllm_max_model_len,
@@ -225,12 +225,12 @@ def engine_words(args: Settings) -> dict[str, list[str]]:
     return merge(written, args.vllm_overrides)
 
 
-def given_names(args: Settings) -> list[str]:
+def given_names(args: EngineSettings) -> list[str]:
     """Return the `--vllm-*` flags of the command line that are passed on, by instep's names."""
     return [PREFIXES["vllm"] + words[0].removeprefix("--") for words in args.vllm_overrides.values()]
 
 
-def router_arguments(args: Settings) -> list[str]:
+def router_arguments(args: EngineSettings) -> list[str]:
     """Return the flags for `vllm-router` that the command line gives as `--router-*`, with unchanged values."""
     return [word for words in args.router_overrides.values() for word in words]
 

@@ -17,10 +17,10 @@ from instep.errors import EngineError
 from instep.system.processes import SupervisedProcess
 
 if TYPE_CHECKING:
-    from instep.arguments.settings import Settings
+    from instep.arguments.settings import EngineSettings
 
 
-def needs_gate(args: Settings, has_router: bool) -> bool:
+def needs_gate(args: EngineSettings, has_router: bool) -> bool:
     """Return whether clients of a model get a gate. An external router has none: it belongs to the clients."""
     return args.vllm_router_ip is None and (args.command == "serve" or (args.no_api_key and has_router))
 

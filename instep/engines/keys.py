@@ -23,7 +23,7 @@ from instep.system.run_context import cached_per_run
 from instep_engine.guard import EVERYONE, GENERATE_VARIABLE, HOSTS_VARIABLE, KEY_VARIABLE, LONGEST_KEY, fault_of_key
 
 if TYPE_CHECKING:
-    from instep.arguments.settings import Settings
+    from instep.arguments.settings import EngineSettings, Settings
 
 KEY_FILE = "api_key"  # in the run's folder
 CONTROL_FILE = "control_key"  # also in the run's folder, of `instep serve`: opens control routes, too
@@ -42,7 +42,7 @@ def run_key() -> str:
     return _made("run")
 
 
-def given_key(args: Settings) -> str:
+def given_key(args: EngineSettings) -> str:
     """Return the key in `--api-key-file`, else that of the variable; "" without either.
 
     Raises:
@@ -54,7 +54,7 @@ def given_key(args: Settings) -> str:
     return _checked(key, f"the variable {KEY_VARIABLE}", f'{KEY_VARIABLE}="$({_MAKE})", or unset it') if key else ""
 
 
-def client_key(args: Settings) -> str:
+def client_key(args: EngineSettings) -> str:
     """Return the key that opens generation for clients of this run: users of `instep serve`, and hooks.
 
     An external router sees it, so there it is not the run's key.
@@ -73,7 +73,7 @@ def router_key(args: Settings, ours: bool) -> str:
     return run_key() if ours else given_key(args) or _made("router")
 
 
-def server_environment(args: Settings) -> dict[str, str]:
+def server_environment(args: EngineSettings) -> dict[str, str]:
     """Return the environment variables that make a server of this run ask for keys."""
     hosts = ",".join(args.allowed_hosts or ()) or os.environ.get(HOSTS_VARIABLE, "")
     generate = EVERYONE if args.no_api_key else client_key(args)

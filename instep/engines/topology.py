@@ -29,7 +29,7 @@ from instep.errors import ConfigError
 from instep.system.documents import parse_yaml
 
 if TYPE_CHECKING:
-    from instep.arguments.settings import Settings
+    from instep.arguments.settings import ModelSettings, Settings
 
 ServerRole = Literal["regular", "prefill", "decode", "placeholder"]
 ROLES: tuple[ServerRole, ...] = ("regular", "prefill", "decode", "placeholder")
@@ -123,7 +123,7 @@ def policy_model(models: tuple[ServedModel, ...]) -> ServedModel:
     return next((model for model in models if model.update_weights), models[0])
 
 
-def model_path(args: Settings, model: ServedModel) -> str:
+def model_path(args: ModelSettings, model: ServedModel) -> str:
     """Return the folder that the model's engines serve. For the trained model it is the path in requests."""
     trained = str(args.hf_checkpoint or "MODEL")
     if model.path is None or os.path.realpath(model.path) == os.path.realpath(trained):

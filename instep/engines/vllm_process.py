@@ -11,7 +11,7 @@ from instep.system.processes import DETERMINISTIC_ENV, OPENMP_ENV
 from instep_engine import FAST_VARIABLE, PARENT_VARIABLE
 
 if TYPE_CHECKING:
-    from instep.arguments.settings import Settings
+    from instep.arguments.settings import ClusterSettings, Settings
 
 PROFILED_ITERATIONS = 1024  # steps of an engine in a profile: more would take some hundred MB, and minutes to write
 
@@ -33,7 +33,7 @@ def serve_arguments(spec: EngineSpec, at: Addresses, node_rank: int = 0) -> list
     return [*words, "--host", at.host, "--port", str(at.port)]
 
 
-def profiler_config(args: Settings, spec: EngineSpec) -> dict[str, Any]:
+def profiler_config(args: ClusterSettings, spec: EngineSpec) -> dict[str, Any]:
     """Return the configuration of vLLM's profiler. It records nothing until it is asked to."""
     folder = os.path.abspath(os.path.join(args.run_dir, "profile", profile_folder(spec.name)))
     limits = {"max_iterations": PROFILED_ITERATIONS, "ignore_frontend": True}

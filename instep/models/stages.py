@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from instep.arguments.settings import Settings
+    from instep.arguments.settings import ParallelSettings
 
 
-def stage_layers(args: Settings, num_layers: int) -> list[int]:
+def stage_layers(args: ParallelSettings, num_layers: int) -> list[int]:
     """Return the layers of each pipeline stage: the first and the last by their flags, the others in equal numbers.
 
     Raises ValueError with what does not divide.
@@ -34,7 +34,7 @@ def stage_layers(args: Settings, num_layers: int) -> list[int]:
     return sizes
 
 
-def num_chunks(args: Settings, num_layers: int) -> int:
+def num_chunks(args: ParallelSettings, num_layers: int) -> int:
     """Return the number of layer chunks of each pipeline stage (virtual stages)."""
     if layers := args.num_layers_per_virtual_pipeline_stage:
         return num_layers // (args.pipeline_model_parallel_size * layers)

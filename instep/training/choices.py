@@ -12,7 +12,7 @@ from instep.training.backend import Role
 from instep.types import TokenBatch
 
 if TYPE_CHECKING:
-    from instep.arguments.settings import Settings
+    from instep.arguments.settings import AlgorithmSettings
 
 CHOSEN = "chosen_experts"  # a sample column: layer -> the choices of this rank, `[num_tokens of the rank, top_k]`
 
@@ -20,7 +20,7 @@ CHOSEN = "chosen_experts"  # a sample column: layer -> the choices of this rank,
 class OwnChoices:
     """The choices that --use-routing-replay keeps of one rollout; replayed choices of the engine take precedence."""
 
-    def __init__(self, args: Settings, role: Role):
+    def __init__(self, args: AlgorithmSettings, role: Role):
         self._active = role == "actor" and bool(args.use_routing_replay and not args.use_rollout_routing_replay)
         self._kept: list[dict[int, Tensor]] = []
 

@@ -19,7 +19,7 @@ from instep.training.loss_hooks import LossHooks, custom_loss_fn
 from instep.types import TokenBatch
 
 if TYPE_CHECKING:
-    from instep.arguments.settings import Settings
+    from instep.arguments.settings import AlgorithmSettings
 
 _REMEDY = {
     "loss_weights": "the worker fills this column from the schedule (algorithms.reductions.loss_weights)",
@@ -33,7 +33,7 @@ _GAP = ("log_prob_gap_mean", "engine_kl")
 _MEANS = "log_prob entropy pg_clipfrac ppo_kl kl_loss tis tis_clipfrac rs_clipfrac opsm_clipfrac value_clipfrac".split()
 
 
-def loss_fn_from_args(args: Settings) -> LossFn:
+def loss_fn_from_args(args: AlgorithmSettings) -> LossFn:
     """Return the loss of `--loss-type`, with the users' functions for it."""
     return LOSSES[args.loss_type](args)
 

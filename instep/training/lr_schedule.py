@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from instep.errors import ConfigError
 
 if TYPE_CHECKING:
-    from instep.arguments.settings import Settings
+    from instep.arguments.settings import OptimizerSettings
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class LRSchedule:
         return 1 - math.sqrt(ratio)  # minus_sqrt
 
 
-def from_args(args: Settings, total_steps: int) -> LRSchedule:
+def from_args(args: OptimizerSettings, total_steps: int) -> LRSchedule:
     """Return the schedule of `--lr*` and `--min-lr`, for a run of `total_steps` optimizer steps."""
     decay = args.lr_decay_iters or total_steps
     wsd: dict[str, Any] = {}

@@ -13,7 +13,7 @@ from torch import nn
 from instep.errors import ConfigError
 
 if TYPE_CHECKING:
-    from instep.arguments.settings import Settings
+    from instep.arguments.settings import ModelSettings
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Selection:
             )
 
 
-def selection_of(args: Settings) -> Selection | None:
+def selection_of(args: ModelSettings) -> Selection | None:
     """Return the selection of the flags; None: all weights are trained."""
     only, frozen = args.only_train_params_name_list, args.freeze_params_name_list
     patterns = only or frozen

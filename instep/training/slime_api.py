@@ -14,7 +14,7 @@ from torch import Tensor
 from instep.training.log_probs import log_probs_and_entropy
 
 if TYPE_CHECKING:
-    from instep.arguments.settings import Settings
+    from instep.arguments.settings import RolloutSettings
 
 
 def all_gather_with_cp(tensor: Tensor, total_length: int, response_length: int) -> Tensor:
@@ -30,7 +30,7 @@ def slice_log_prob_with_cp(log_prob: Tensor, total_length: int, response_length:
 def get_log_probs_and_entropy(
     logits: Tensor,
     *,
-    args: Settings,
+    args: RolloutSettings,
     unconcat_tokens: list[Tensor],
     total_lengths: list[int],
     response_lengths: list[int],

@@ -25,7 +25,7 @@ from instep_neighbours.verifiers.servers import environment_of
 from instep_neighbours.verifiers.traces import CutError, samples_of
 
 if TYPE_CHECKING:
-    from instep.arguments.settings import HookSettings, Settings
+    from instep.arguments.settings import DataSettings, HookSettings
 
 MAX_CUT = 3  # episodes of a sample with requests that an engine has cut off
 _PARAMETERS = ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "stop")
@@ -94,7 +94,7 @@ class Tasks(RolloutDataSourceWithBuffer):
         ConfigError: the environment does not start.
     """
 
-    def read(self, args: Settings, tokenizer: Any) -> Mixture:
+    def read(self, args: DataSettings, tokenizer: Any) -> Mixture:
         environment = environment_of(args)  # type: ignore[arg-type]  # a data source gets what hooks get
         dataset = load_dataset(str(environment.tasks()), RowFormat(), cache_path=str(environment.folder))
         return Mixture([dataset], None, args.rollout_seed if args.rollout_shuffle else None)

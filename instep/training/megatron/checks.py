@@ -9,7 +9,7 @@ from instep.models.shape import Experts, ModelShape
 from instep.models.stages import stage_layers
 
 if TYPE_CHECKING:
-    from instep.arguments.settings import Settings
+    from instep.arguments.settings import ParallelSettings, Settings
 
 CANNOT, WHERE = "the megatron train backend cannot do", "the Megatron arguments"
 REMEDY = "choose parallel sizes that divide these numbers of the model; remove refused flags"
@@ -25,7 +25,7 @@ REFUSED_OVERRIDES = {
 }
 
 
-def padded_vocab_size(vocab_size: int, args: Settings) -> int:
+def padded_vocab_size(vocab_size: int, args: ParallelSettings) -> int:
     """Return `vocab_size`, or the next multiple of `make_vocab_size_divisible_by` (128) x
     tensor_model_parallel_size."""
     multiple = (getattr(args, "make_vocab_size_divisible_by", None) or 128) * args.tensor_model_parallel_size
@@ -69,7 +69,7 @@ def refused_by_model(args: Settings, shape: ModelShape) -> list[str]:
     return problems + [f"{name} ({why})" for name, why in REFUSED_OVERRIDES.items() if overrides.get(name)]
 
 
-def _widths(args: Settings, experts: Experts) -> list[str]:
+def _widths(args: ParallelSettings, experts: Experts) -> list[str]:
     tp, problems = args.tensor_model_parallel_size, []
     etp = args.expert_tensor_parallel_size or tp
     if experts.ffn_hidden_size % etp:
@@ -81,7 +81,7 @@ def _widths(args: Settings, experts: Experts) -> list[str]:
     return problems
 
 
-def _virtual_stages(args: Settings, num_layers: int) -> list[str]:
+def _virtual_stages(args: ParallelSettings, num_layers: int) -> list[str]:
     try:
         sizes = stage_layers(args, num_layers)
     except ValueError:

@@ -21,7 +21,7 @@ from instep.models.stages import num_chunks
 from instep.training.megatron.layout import expert_tensor_parallel_size
 
 if TYPE_CHECKING:
-    from instep.arguments.settings import Settings
+    from instep.arguments.settings import ParallelSettings, Settings
 
 
 def configs(
@@ -109,7 +109,7 @@ def _model(args: Settings, shape: ModelShape, device: torch.device, dtype: torch
     )
 
 
-def _mixture(args: Settings, experts: Experts, num_layers: int) -> dict[str, Any]:
+def _mixture(args: ParallelSettings, experts: Experts, num_layers: int) -> dict[str, Any]:
     model: dict[str, Any] = dict(
         num_moe_experts=experts.num,
         moe_router_topk=experts.num_active,

@@ -18,7 +18,7 @@ from instep.training.backend import ParallelInfo
 from instep.training.megatron import cpu_platform
 
 if TYPE_CHECKING:
-    from instep.arguments.settings import Settings
+    from instep.arguments.settings import ParallelSettings, Settings
 
 
 @dataclass
@@ -84,7 +84,7 @@ class Placement:
         return 0 if entry.kind is Kind.VOCAB and entry.megatron.startswith("embedding.") else self.pp_size - 1
 
 
-def expert_tensor_parallel_size(args: Settings) -> int:
+def expert_tensor_parallel_size(args: ParallelSettings) -> int:
     """Return the size for experts; by default that of the other layers, as in Megatron."""
     return args.expert_tensor_parallel_size or args.tensor_model_parallel_size
 
