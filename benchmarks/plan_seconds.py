@@ -16,8 +16,8 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.random_model import dimensions  # noqa: E402
 from instep.arguments.parse import parse  # noqa: E402
-from instep.plan.card import Card, read  # noqa: E402
-from instep.plan.seconds import predict  # noqa: E402
+from instep.preflight.plan.card import Card, read  # noqa: E402
+from instep.preflight.plan.seconds import predict  # noqa: E402
 
 # Measured: products and copies. The rate of compiled layers that are trained is fitted: `train_step.py` alone shows
 # 298e12, whole steps of `gpu_grpo.py`, whose training has the round's own work in it, less.

@@ -40,7 +40,7 @@ from instep.controller.role import RoleTrainer  # noqa: E402
 from instep.errors import InstepError  # noqa: E402
 from instep.models.shape import num_experts  # noqa: E402
 from instep.observability.versions import versions  # noqa: E402
-from instep.plan.memory import allocated  # noqa: E402
+from instep.preflight.plan.memory import allocated  # noqa: E402
 from instep.system.processes import num_usable_cpus  # noqa: E402
 from instep.system.spans import ON_GPU  # noqa: E402
 from instep.training import lr_schedule  # noqa: E402

@@ -110,7 +110,7 @@ class Run:
         evaluations: dict[str, list[dict[str, Any]]] = {}
         notes: list[str] = []
         if not (reward_funcs is train_dataset is eval_dataset is args is None):
-            from instep.hooks.neighbours import added
+            from instep.system.hooks.neighbours import added
 
             if not command.startswith("train"):
                 what = f"TRL's reward_funcs, train_dataset and args belong to GRPO, not to {command!r}"

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from instep import __version__
 from instep.errors import ConfigError, InstepError
-from instep.hooks.neighbours import Command, added, commands
 from instep.system import fork_server
+from instep.system.hooks.neighbours import Command, added, commands
 from instep.system.importing import first_import
 from instep.system.kernel import allow_descriptors
 from instep.system.private import private_files
@@ -39,7 +39,7 @@ OWN = {
     ),
     "plan": Command(
         "show where ranks and engines of a run would go, and their memory and time; starts nothing",
-        "instep.plan.command:main",
+        "instep.preflight.plan.command:main",
     ),
     "profile": Command(
         "run three steps of `train`, and show a timeline of the last step and where its time went",
@@ -55,7 +55,9 @@ OWN = {
         "hf-to-megatron | megatron-to-hf | fp8-to-bf16: convert weights, read them back and compare",
         "instep.checkpoints.convert:main",
     ),
-    "doctor": Command("[RUN_DIR]: check this installation, or the state of a run", "instep.doctor.command:main"),
+    "doctor": Command(
+        "[RUN_DIR]: check this installation, or the state of a run", "instep.preflight.doctor.command:main"
+    ),
 }
 
 END = """
@@ -151,12 +153,12 @@ def arguments(command: str, words: list[str]) -> Args:
     if "--device" not in names and no_driver():
         words = [*words, "--device", "cpu"]
     args = parse(words, command)
-    from instep.controller.preflight import check_inputs
+    from instep.preflight.inputs import check_inputs
 
     check_inputs(args)
     if args.device != "cpu":
         from instep.controller.device import device_here
-        from instep.plan.command import check_launch
+        from instep.preflight.plan.command import check_launch
 
         # Defaults and rules depend on the device; the plan depends on its memory.
         device = device_here() if args.device == "auto" else args.device

@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from instep.errors import RewardError
-from instep.hooks.user_code import said
+from instep.system.hooks.user_code import said
 
 if TYPE_CHECKING:
     import torch

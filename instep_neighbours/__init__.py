@@ -1,6 +1,6 @@
 """Support for unmodified programs of other projects; the core does not name them."""
 
-from instep.hooks.neighbours import Addition, Command
+from instep.system.hooks.neighbours import Addition, Command
 
 TRL = Addition(
     commands={

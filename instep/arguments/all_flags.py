@@ -24,7 +24,7 @@ from instep.arguments.optimizer import OPTIMIZER
 from instep.arguments.parallel import PARALLEL
 from instep.arguments.reward import REWARD
 from instep.arguments.rollout import ROLLOUT
-from instep.hooks.neighbours import added, is_own
+from instep.system.hooks.neighbours import added, is_own
 
 # Concerns without resolvers and rules.
 NOT_SGLANG = "the engine is vLLM, not SGLang"

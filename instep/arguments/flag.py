@@ -18,8 +18,8 @@ from urllib.parse import urlsplit
 
 from instep.data.rows import split_files
 from instep.engines.topology import MAX_GPUS
-from instep.hooks.aliases import instep_hook, is_aliased, is_installed
 from instep.system.documents import parse_choice, parse_json, parse_whole
+from instep.system.hooks.aliases import instep_hook, is_aliased, is_installed
 
 FlagStatus = Literal["acts", "accepted", "later", "refused"]
 

@@ -12,9 +12,9 @@ from instep.arguments.args import Draft
 from instep.arguments.concern import Given, Problem, Settings
 from instep.errors import ConfigError
 from instep.models.sizes import shape_of
-from instep.plan.engine import rollout_samples
-from instep.plan.memory import TIGHT, Gpus, plan_memory
-from instep.plan.trainer import GB, PARKED
+from instep.preflight.plan.engine import rollout_samples
+from instep.preflight.plan.memory import TIGHT, Gpus, plan_memory
+from instep.preflight.plan.trainer import GB, PARKED
 
 TOKENS = (32768, 24576, 16384, 12288, 8192, 6144, 4096, 2048, 1024)  # of a micro-batch; more are not faster
 EFFICIENT = 8192  # tokens of a micro-batch that are enough for a step that begins early (`controller/role.py`)

@@ -15,7 +15,7 @@ from instep.arguments.concern import Problem
 from instep.arguments.engine_flags import family, prefixed
 from instep.arguments.flag import Flag
 from instep.engines.flags import PREFIXES, flag_table
-from instep.hooks.neighbours import added
+from instep.system.hooks.neighbours import added
 
 _NAMED = re.compile(r"--[a-z][\w.-]*\w\b(?!-)")  # not a prefix like `--vllm-`
 _SETTING = re.compile(r"\+{0,2}[A-Za-z_][\w.]*=.*", re.DOTALL)

@@ -39,7 +39,7 @@ from instep.arguments.named import name_models
 from instep.arguments.parser import Scan
 from instep.arguments.roles import read_roles
 from instep.errors import ConfigError
-from instep.hooks.neighbours import added
+from instep.system.hooks.neighbours import added
 
 # The order matters: a resolver may read what earlier ones have set. Each module has RESOLVERS, RULES, or both.
 CONCERNS = (

@@ -20,7 +20,7 @@ from instep.algorithms.catalog import Estimator, algorithm_of
 from instep.algorithms.kl import approx_kl
 from instep.algorithms.losses.distillation import distilled_advantages
 from instep.errors import RolloutError
-from instep.hooks import Hook
+from instep.system.hooks import Hook
 from instep.types import Sample, TokenBatch, as_number, name_of
 
 if TYPE_CHECKING:

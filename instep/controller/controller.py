@@ -51,7 +51,6 @@ from instep.data.messages import clock
 from instep.data.source import load_source, num_rollouts
 from instep.engines.kind import kind_of
 from instep.errors import CheckpointError, SyncError
-from instep.hooks import Hook
 from instep.observability.memory import PssSampler
 from instep.observability.run_logger import RunLogger
 from instep.rollout import runtime
@@ -59,6 +58,7 @@ from instep.rollout.eval import read_sets
 from instep.rollout.outputs import as_eval_output, as_train_output
 from instep.rollout.request_gate import gate
 from instep.system.endings import raise_for_exit
+from instep.system.hooks import Hook
 from instep.system.processes import lock_folders
 from instep.types import RolloutFnTrainOutput
 

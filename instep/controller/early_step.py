@@ -20,7 +20,7 @@ import torch
 from instep.algorithms.catalog import algorithm_of
 from instep.controller.role import Metrics, RoleTrainer
 from instep.errors import ConfigError, RolloutError
-from instep.hooks.neighbours import is_own
+from instep.system.hooks.neighbours import is_own
 from instep.types import Sample, Schedule, TokenBatch
 
 if TYPE_CHECKING:

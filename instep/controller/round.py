@@ -26,10 +26,10 @@ from instep.data.batch import build_batch, older_tokens
 from instep.data.conversion import FLAG, read_conversion
 from instep.data.schedule import steps_of_samples
 from instep.errors import RolloutError
-from instep.hooks import Hook
 from instep.rollout.outputs import flatten
 from instep.rollout.scorer import ServedScorer, served_reference
 from instep.rollout.teacher import served_teacher
+from instep.system.hooks import Hook
 from instep.system.processes import watched
 from instep.system.spans import span
 from instep.training.gap import COLUMN as FRESH

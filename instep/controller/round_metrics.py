@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 from instep.algorithms.catalog import algorithm_of
 from instep.algorithms.losses.value import explained_variance
 from instep.arguments.algorithm.distillation import NO_REWARD
-from instep.hooks import Hook
 from instep.observability.metrics import pass_rates, rollout_metrics
 from instep.rollout.outputs import flatten
 from instep.rollout.request_gate import gate
+from instep.system.hooks import Hook
 from instep.types import RolloutFnEvalOutput, RolloutFnTrainOutput, TokenBatch, reward_of
 
 if TYPE_CHECKING:

@@ -22,7 +22,6 @@ from instep.algorithms.catalog import DEFAULT_ROLLOUT
 from instep.arguments.args import RUNTIME_ATTRIBUTES
 from instep.controller.advantage_columns import processed_rewards
 from instep.errors import ConfigError, InstepError, RolloutError
-from instep.hooks import Hook
 from instep.rollout import runtime
 from instep.rollout.execute import (
     Execution,
@@ -35,6 +34,7 @@ from instep.rollout.filters import verdict_of
 from instep.rollout.rewards.dispatch import apply_rewards
 from instep.rollout.room import Room
 from instep.rollout.tokens import prompt_ids, tokenizer_of
+from instep.system.hooks import Hook
 from instep.types import Group, Sample, Status, VersionSpan, reward_of
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from instep.errors import RolloutError
-from instep.hooks import Hook
-from instep.hooks.user_code import said
+from instep.system.hooks import Hook
+from instep.system.hooks.user_code import said
 from instep.types import Sample, as_number
 
 logger = logging.getLogger(__name__)

@@ -15,9 +15,9 @@ from instep.data.mixture import Mixture
 from instep.data.rows import split_files
 from instep.data.tokenizer import tokenizer_of
 from instep.errors import ConfigError, DataError, RolloutError
-from instep.hooks import Hook
-from instep.hooks.neighbours import is_own
-from instep.hooks.user_code import said
+from instep.system.hooks import Hook
+from instep.system.hooks.neighbours import is_own
+from instep.system.hooks.user_code import said
 from instep.types import Group, Sample
 
 if TYPE_CHECKING:

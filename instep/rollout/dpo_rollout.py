@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from instep.data.chat import tokenize_conversation
 from instep.data.tokenizer import text_ids
 from instep.errors import DataError, RolloutError
-from instep.hooks.user_code import said
 from instep.rollout.outputs import taken_from
 from instep.rollout.sft_rollout import as_completed
 from instep.rollout.tokens import tokenizer_of, where_of
+from instep.system.hooks.user_code import said
 from instep.types import Group, RolloutFnTrainOutput, Sample
 
 if TYPE_CHECKING:

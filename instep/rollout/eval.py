@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 from instep.data.dataset import Record, load_dataset, options_of, tell_of_bos
 from instep.data.formats import eval_row_format
 from instep.errors import ConfigError, RolloutError
-from instep.hooks.neighbours import is_own
 from instep.rollout import runtime
 from instep.rollout.execute import Execution, longest_response, new_execution, run_group
 from instep.rollout.rewards.dispatch import BUILT_IN
 from instep.rollout.together import generate_group
 from instep.rollout.tokens import tokenizer_of
+from instep.system.hooks.neighbours import is_own
 from instep.system.run_context import PerRun
 from instep.types import Group, RolloutFnEvalOutput, Sample, Status, reward_of
 

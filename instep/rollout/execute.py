@@ -15,7 +15,6 @@ from instep.arguments.rollout import context_of_model
 from instep.data.sampling import Presumed, requests_noted, settle
 from instep.engines.kind import kind_of
 from instep.errors import DataError, RolloutError
-from instep.hooks import Hook, load_function
 from instep.rollout.client import to_vllm
 from instep.rollout.outputs import DONE, check_sample, check_versions, flatten
 from instep.rollout.request_gate import gate
@@ -24,6 +23,7 @@ from instep.rollout.room import SAMPLES_PER_ENGINE, Room
 from instep.rollout.runtime import gather
 from instep.rollout.tokens import prompt_ids
 from instep.system import spans
+from instep.system.hooks import Hook, load_function
 from instep.system.run_context import PerRun
 from instep.types import Group, Sample, Status, name_of
 

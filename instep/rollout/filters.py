@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
-from instep.hooks import Hook
 from instep.rollout.outputs import flatten
+from instep.system.hooks import Hook
 from instep.types import Group, as_number, reward_of
 
 if TYPE_CHECKING:

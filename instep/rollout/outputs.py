@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from instep.errors import RolloutError
-from instep.hooks import Hook
-from instep.hooks.user_code import said
+from instep.system.hooks import Hook
+from instep.system.hooks.user_code import said
 from instep.types import (
     Group,
     RolloutFnEvalOutput,

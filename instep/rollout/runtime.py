@@ -20,8 +20,8 @@ import aiohttp
 
 from instep.engines.http import checked_socket
 from instep.errors import EngineError, InstepError, RolloutError
-from instep.hooks import raised_at
-from instep.hooks.user_code import said
+from instep.system.hooks import raised_at
+from instep.system.hooks.user_code import said
 from instep.system.run_context import PerRun, carried
 from instep.types import Group
 

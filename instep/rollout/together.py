@@ -13,12 +13,12 @@ from instep.data.sampling import distribution_of
 from instep.engines.stops import find_stop
 from instep.engines.wire import Completion
 from instep.errors import EngineError
-from instep.hooks import Hook
 from instep.rollout.client import MAX_RETRIES, complete_n, get_model_url, to_vllm, wire_of
 from instep.rollout.execute import DEFAULT_GENERATE
 from instep.rollout.outputs import check_sample
 from instep.rollout.runtime import gather
 from instep.rollout.tokens import decode, prompt_ids
+from instep.system.hooks import Hook
 from instep.types import Group, Sample, Status
 
 if TYPE_CHECKING:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from instep.data.sampling import record_turn
 from instep.errors import RewardError, RolloutError
-from instep.hooks import Hook
 from instep.rollout import runtime
 from instep.rollout.client import abort_all, get_model_url, to_vllm, wire_of
 from instep.rollout.eval import evaluate
@@ -21,6 +20,7 @@ from instep.rollout.filters import DynamicFilterOutput, verdict_of
 from instep.rollout.outputs import flatten, taken_from
 from instep.rollout.together import ask, ended_at_joint, experts_wanted, generate_group, take
 from instep.rollout.tokens import TOKENS_BEFORE, prompt_ids, tokenizer_of
+from instep.system.hooks import Hook
 from instep.types import Group, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, Status
 
 if TYPE_CHECKING:

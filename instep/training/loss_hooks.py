@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from instep.algorithms.losses.policy import Correct, Correction, Reduce
-from instep.hooks import Hook
+from instep.system.hooks import Hook
 from instep.training.backend import LossFn, LossOutput, TokenOutputs
 from instep.types import TokenBatch
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from instep.hooks import Hook
-from instep.hooks.user_code import said
+from instep.system.hooks import Hook
+from instep.system.hooks.user_code import said
 from instep.types import TokenBatch
 
 if TYPE_CHECKING:

@@ -36,7 +36,7 @@ def flags_of(reward_funcs: Any, weights: Sequence[float] | None) -> dict[str, An
 
 
 def _function(given: Any) -> Function:
-    from instep.hooks import load_function
+    from instep.system.hooks import load_function
 
     if isinstance(given, str) and ("/" in given or "." not in given):
         remedy = "call the model in a function; for built-in rewards use reward='math'"

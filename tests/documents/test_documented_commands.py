@@ -15,7 +15,7 @@ from instep.arguments.help import format_help
 from instep.arguments.parse import parse
 from instep.arguments.parser import scan
 from instep.arguments.suggest import acts_in, named_flags
-from instep.plan.command import own_options
+from instep.preflight.plan.command import own_options
 from instep_neighbours.atropos import env_api, server, trainer_flags
 from instep_neighbours.trl.command_line import FLAGS as TRL_FLAGS
 from instep_neighbours.trl.command_line import read

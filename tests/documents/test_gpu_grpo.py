@@ -13,7 +13,7 @@ from benchmarks import gpu_grpo
 from benchmarks.gpu_grpo import ON_TWO, add_rooflines, flags, measure_fitting, of_instep, phases_of
 from benchmarks.random_model import dimensions
 from instep.arguments.parse import parse
-from instep.plan.memory import plan_memory
+from instep.preflight.plan.memory import plan_memory
 
 FILES = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("gpu-grpo-*.json"))
 

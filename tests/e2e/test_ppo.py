@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from instep.doctor.run_dir import check_run
+from instep.preflight.doctor.run_dir import check_run
 from tests.documented import undocumented
 from tests.e2e.commands import grpo_arguments, run
 

@@ -6,12 +6,12 @@ import copy
 
 import torch
 
-from instep.hooks import load_function
 from instep.rollout.filters import DynamicFilterOutput
 from instep.rollout.http import post
 from instep.rollout.sglang_rollout import GenerateState
 from instep.rollout.tokens import tokenizer_of
 from instep.rollout.vllm_rollout import generate_rollout as default_rollout
+from instep.system.hooks import load_function
 from instep.types import RolloutFnTrainOutput, Sample
 
 seen = []

@@ -15,10 +15,10 @@ import pytest
 
 from examples import hooks
 from instep.engines.engine import Engine
-from instep.hooks import Hook
 from instep.rollout.outputs import as_eval_output, as_train_output
 from instep.rollout.tokens import tokenizer_of
 from instep.rollout.vllm_rollout import generate_rollout
+from instep.system.hooks import Hook
 from tests.engines.rollouts import rollout, source_of
 from tests.unit.test_hook_errors import WAYS, current, folder, parsed  # noqa: F401
 

@@ -8,7 +8,7 @@ import torch
 from instep.arguments.parse import parse
 from instep.data.batch import build_batch
 from instep.data.conversion import FLAG, read_conversion
-from instep.hooks import Hook
+from instep.system.hooks import Hook
 from instep.training.backend import TokenOutputs
 from instep.training.loss_hooks import custom_loss_fn
 from instep.types import Sample

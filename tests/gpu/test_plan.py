@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.random_model import make_model
 from benchmarks.train_step import measure
-from instep.plan.card import card_of
+from instep.preflight.plan.card import card_of
 from instep.system.gpus import memory_of_gpus
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

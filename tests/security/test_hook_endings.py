@@ -19,10 +19,10 @@ import pytest
 from instep.arguments.parse import parse
 from instep.cluster.local import WorkerGroup
 from instep.errors import ConfigError, InstepError, RewardError, RolloutError
-from instep.hooks import Hook
 from instep.rollout import runtime
 from instep.rollout.rewards.dispatch import apply_rewards
 from instep.system.endings import raise_for_exit
+from instep.system.hooks import Hook
 from instep.system.processes import FolderLock
 from instep.system.scratch import Scratch, left
 from instep.types import Sample, Status
@@ -266,7 +266,7 @@ def test_a_run_whose_reward_ends_it(how: str, folder: Path, tmp_path: Path, monk
 
 WORKER = """
 from instep.cluster.worker_main import answer, leave
-from instep.hooks import Hook
+from instep.system.hooks import Hook
 
 class Worker:
     def train(self):

@@ -11,11 +11,11 @@ import pytest
 
 from instep.controller.advantage_columns import processed_rewards
 from instep.errors import ConfigError, InstepError, RewardError, RolloutError
-from instep.hooks import Hook
-from instep.hooks.user_code import described, said
 from instep.rollout import runtime
 from instep.rollout.outputs import as_eval_output, as_train_output
 from instep.rollout.rewards.dispatch import _guard, _one_each
+from instep.system.hooks import Hook
+from instep.system.hooks.user_code import described, said
 from instep.types import Sample, reward_of
 
 ME = __name__

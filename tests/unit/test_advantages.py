@@ -67,7 +67,7 @@ def hook(monkeypatch):
         module = types.ModuleType("hooks_of_advantages")
         module.function = function
         monkeypatch.setitem(sys.modules, "hooks_of_advantages", module)
-        from instep.hooks import load_function
+        from instep.system.hooks import load_function
 
         load_function.cache_clear()
         return "hooks_of_advantages.function"
@@ -227,7 +227,7 @@ def test_a_combination_names_flags_that_exist():
         assert flags and set(flags) <= set(own_flags())
 
 
-REWARD_HOOK = "--custom-reward-post-process-path instep.hooks.load_function"
+REWARD_HOOK = "--custom-reward-post-process-path instep.system.hooks.load_function"
 FILTER = "--dynamic-sampling-filter-path instep.rollout.filters.check_reward_nonzero_std"
 REFUSED = [
     ("--n-samples-per-prompt 1", "a group of one"),

@@ -17,15 +17,15 @@ import pytest
 import torch
 
 import instep
-from instep import hooks
 from instep.api import _CALLED_HERE
 from instep.cli import arguments
-from instep.controller import preflight
 from instep.data.dataset import check_file, load_dataset
 from instep.data.formats import row_format
 from instep.data.rows import RowFormat, split_files
 from instep.errors import ConfigError, DataError, InstepError
+from instep.preflight import inputs
 from instep.rollout.rewards.trl import arguments as rewards_of_trl
+from instep.system import hooks
 from instep.types import Sample
 from tests.assets import make_checkpoint, make_tokenizer
 from tests.command_line import argv, keywords, make_folder
@@ -205,7 +205,7 @@ class Split(list[Any]):
 def test_what_is_no_rows_is_refused_by_its_place(prompts: Any, where: str, what: str) -> None:
     base = keywords(argv("--device cpu", "--hf-checkpoint --prompt-data --rm-type --label-key"))
     with pytest.raises(InstepError, match=what) as caught:
-        preflight.check_inputs(instep.Run(model="model", prompts=prompts, reward=reward, **base).args)
+        inputs.check_inputs(instep.Run(model="model", prompts=prompts, reward=reward, **base).args)
     assert caught.value.where == where or not where
 
 

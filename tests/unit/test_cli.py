@@ -12,7 +12,7 @@ import torch
 
 import instep
 from instep.cli import OWN, main, overview
-from instep.hooks.neighbours import commands
+from instep.system.hooks.neighbours import commands
 from tests.assets import make_checkpoint, make_prompts
 from tests.bounds import allowed
 

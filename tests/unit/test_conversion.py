@@ -16,7 +16,7 @@ from instep.controller.role import RoleTrainer
 from instep.controller.round import TrainedBatch, TrainingRound
 from instep.data.conversion import _sample
 from instep.errors import ConfigError, RolloutError
-from instep.hooks import Hook
+from instep.system.hooks import Hook
 from instep.training import lr_schedule
 from instep.training.loss_hooks import hook_batch
 from instep.types import Group, Sample, Status, TokenBatch

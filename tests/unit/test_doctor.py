@@ -12,10 +12,10 @@ import pytest
 
 from instep.checkpoints.integrity import write_manifest
 from instep.cli import main
-from instep.doctor import installation, run_dir
-from instep.doctor.run_dir import check_run
 from instep.errors import ConfigError
 from instep.observability.versions import versions
+from instep.preflight.doctor import installation, run_dir
+from instep.preflight.doctor.run_dir import check_run
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ from instep.checkpoints import convert
 from instep.checkpoints.hf_weights import opened_weights
 from instep.checkpoints.megatron import MegatronCheckpoint
 from instep.cli import main
-from instep.controller.preflight import check_inputs
 from instep.errors import CheckpointError, ConfigError, InstepError
+from instep.preflight.inputs import check_inputs
 from instep.training.worker import Worker
 from tests.architectures import tiny_config
 from tests.assets import make_prompts, make_tokenizer

@@ -17,12 +17,12 @@ import pytest
 from instep.arguments.all_flags import own_flags
 from instep.arguments.flag import Number
 from instep.arguments.parse import parse
-from instep.controller.preflight import check_inputs
 from instep.data.chat import render, tokenize_conversation
 from instep.data.dataset import check_file, load_dataset
 from instep.data.graders import NEED_LABELS
 from instep.data.rows import RowFormat
 from instep.errors import DataError, InstepError
+from instep.preflight.inputs import check_inputs
 from instep.rollout.rewards import text
 from instep.rollout.rewards.dapo import dapo
 from instep.types import Sample

@@ -27,9 +27,9 @@ from instep.data.conversion import read_conversion
 from instep.data.ledger import Ledger, LedgeredDataSource
 from instep.data.source import load_source
 from instep.errors import InstepError
-from instep.hooks import Hook, load_function
 from instep.rollout.outputs import as_eval_output, as_train_output
 from instep.rollout.vllm_rollout import generate_rollout
+from instep.system.hooks import Hook, load_function
 from instep.training.backend import TokenOutputs
 from instep.training.loss_hooks import LossHooks, custom_loss_fn
 from instep.training.megatron.hooks import MegatronHooks

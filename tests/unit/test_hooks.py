@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from instep.errors import ConfigError
-from instep.hooks import load_function
+from instep.system.hooks import load_function
 
 
 def test_load_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

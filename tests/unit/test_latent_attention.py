@@ -15,7 +15,7 @@ from instep.engines.embedded.model import Runner, load_model
 from instep.models.shape import LatentAttention, model_shape
 from instep.models.sizes import shape_in, shape_of
 from instep.models.weight_map import weight_entries
-from instep.plan.engine import plan_engine
+from instep.preflight.plan.engine import plan_engine
 from tests.command_line import CONFIG, argv, make_folder, refusal
 from tests.distributed.megatron_layouts import MODELS, random_model
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from instep.arguments.all_flags import find, own_flags
-from instep.hooks import load_function
-from instep.hooks.aliases import instep_hook
+from instep.system.hooks import load_function
+from instep.system.hooks.aliases import instep_hook
 from instep_neighbours.settings import OPENRLHF, TRL, TRL_DPO, VERL
 from instep_neighbours.slime import SLIME as MODULES
 from scripts.docs.migration import markdown

@@ -14,7 +14,7 @@ from transformers import AutoConfig
 
 from instep.models.decoder_layers import decoder_layers
 from instep.models.sizes import Shape, shape_of
-from instep.plan.trainer import Rank, forward_work, kept, kept_in_layer
+from instep.preflight.plan.trainer import Rank, forward_work, kept, kept_in_layer
 from instep.training.hf import layout
 from instep.training.hf.model import Policy
 from instep.training.packing import within

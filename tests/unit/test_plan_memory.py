@@ -12,10 +12,10 @@ from instep.cluster.engine_plan import planned_way
 from instep.errors import ConfigError
 from instep.models.shape import read_config
 from instep.models.sizes import shape_of
-from instep.plan import command, trainer
-from instep.plan.engine import plan_engine
-from instep.plan.memory import allocated, plan_engines, plan_memory, tables
-from instep.plan.trainer import rank_of, work
+from instep.preflight.plan import command, trainer
+from instep.preflight.plan.engine import plan_engine
+from instep.preflight.plan.memory import allocated, plan_engines, plan_memory, tables
+from instep.preflight.plan.trainer import rank_of, work
 from tests.assets import make_checkpoint
 
 QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "max_position_embeddings": 40960}

@@ -11,11 +11,11 @@ from instep.arguments.parse import parse
 from instep.cli import main
 from instep.errors import ConfigError
 from instep.models.sizes import shape_of
-from instep.plan import card as module
-from instep.plan.card import cached, card_of, layer_flops, read
-from instep.plan.engine import plan_engine
-from instep.plan.memory import plan_engines
-from instep.plan.seconds import predict
+from instep.preflight.plan import card as module
+from instep.preflight.plan.card import cached, card_of, layer_flops, read
+from instep.preflight.plan.engine import plan_engine
+from instep.preflight.plan.memory import plan_engines
+from instep.preflight.plan.seconds import predict
 
 WORKLOAD = "--rollout-batch-size 32 --n-samples-per-prompt 8 --rollout-max-prompt-len 128 "
 WORKLOAD += "--rollout-max-response-len 512 --use-dynamic-batch-size --max-tokens-per-gpu 32768 --precision bf16 "

@@ -10,9 +10,9 @@ from instep.arguments.parse import parse
 from instep.controller.profile import StepProfile
 from instep.errors import ConfigError, EngineError
 from instep.models.sizes import quantized_bytes, shape_of
-from instep.plan import command
-from instep.plan.memory import plan_memory
-from instep.plan.trainer import rank_of
+from instep.preflight.plan import command
+from instep.preflight.plan.memory import plan_memory
+from instep.preflight.plan.trainer import rank_of
 from instep.system.spans import of_torch
 
 QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "max_position_embeddings": 40960}

@@ -15,11 +15,11 @@ from instep.checkpoints.hf_weights import opened_weights
 from instep.checkpoints.weight_files import weight_names
 from instep.cli import main
 from instep.controller.device import resolve_on_machine
-from instep.controller.preflight import check_inputs
 from instep.engines.embedded.model import load_model
 from instep.engines.embedded.weights import LiveWeights
 from instep.errors import CheckpointError, ConfigError
 from instep.models.checkpoint_names import CheckpointNames
+from instep.preflight.inputs import check_inputs
 from tests.architectures import tiny_config
 from tests.assets import make_checkpoint, make_prompts
 from tests.fp8 import change_config

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from instep.arguments.parse import parse
-from instep.controller.preflight import check_inputs
 from instep.data.ledger import Ledger, LedgeredDataSource
 from instep.data.source import load_source
 from instep.errors import ConfigError, RewardError, RolloutError
+from instep.preflight.inputs import check_inputs
 from instep.rollout import runtime
 from instep.rollout.outputs import as_train_output
 from instep.rollout.rewards.dispatch import apply_rewards

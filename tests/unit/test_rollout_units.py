@@ -18,7 +18,6 @@ from instep.data.batch import build_batch
 from instep.engines.stops import find_stop
 from instep.engines.wire import Completion
 from instep.errors import ConfigError, DataError, RewardError, RolloutError
-from instep.hooks import Hook
 from instep.rollout import sft_rollout
 from instep.rollout.client import get_model_url, to_vllm
 from instep.rollout.execute import sampling_seed
@@ -31,6 +30,7 @@ from instep.rollout.filters import (
 from instep.rollout.outputs import as_eval_output, as_train_output
 from instep.rollout.together import ended_at_joint, take
 from instep.rollout.tokens import encode, tokenizer_of
+from instep.system.hooks import Hook
 from instep.types import RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, Status, VersionSpan
 from tests.assets import make_checkpoint
 

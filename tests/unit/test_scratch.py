@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from instep.doctor.installation import leftover_folders
+from instep.preflight.doctor.installation import leftover_folders
 from instep.system.processes import FolderLock
 from instep.system.scratch import LOCK, Scratch, boot_id, left, sweep
 

@@ -10,14 +10,14 @@ import pytest
 
 from instep.arguments.parse import parse
 from instep.errors import ConfigError
-from instep.hooks import load_function
-from instep.hooks.aliases import is_installed
 from instep.rollout import runtime
 from instep.rollout.execute import train_sampling_params
 from instep.rollout.rm_hub import async_rm, batched_async_rm, grade_answer_verl
 from instep.rollout.rm_hub.math_dapo_utils import compute_score
 from instep.rollout.rm_hub.math_utils import _grader, extract_answer
 from instep.rollout.sglang_rollout import GenerateState
+from instep.system.hooks import load_function
+from instep.system.hooks.aliases import is_installed
 from instep.types import Sample
 from instep_neighbours.slime import SLIME as MODULES
 from tests.assets import make_checkpoint

@@ -16,7 +16,7 @@ import pytest
 import instep
 from instep.arguments.all_flags import find
 from instep.errors import ConfigError
-from instep.hooks import load_function
+from instep.system.hooks import load_function
 from instep.types import Sample, Status
 from instep_neighbours.settings import TRL
 from instep_neighbours.trl import rewards

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from instep.arguments.parse import parse
-from instep.controller.preflight import check_inputs
 from instep.errors import ConfigError
+from instep.preflight.inputs import check_inputs
 from instep.training.worker import Worker
 from instep.types import TokenBatch
 from tests.architectures import tiny_config

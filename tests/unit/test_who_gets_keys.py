@@ -31,9 +31,9 @@ from instep.engines.gate import Gate
 from instep.engines.http import get_json
 from instep.engines.router import Router
 from instep.errors import ConfigError, EngineError, NoAnswerError, RolloutError
-from instep.hooks import Hook
 from instep.rollout import runtime
 from instep.rollout.http import api_key, headers_for, post
+from instep.system.hooks import Hook
 from instep.system.ports import users_listening
 from instep_engine.guard import GENERATE_VARIABLE, KEY_VARIABLE, Guard
 from tests.bounds import allowed

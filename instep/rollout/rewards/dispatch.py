@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from instep.data.graders import GRADERS, grader_of
 from instep.errors import ConfigError, InstepError, RewardError
-from instep.hooks import defined_at, load_function, raised_at, signature_for
-from instep.hooks.user_code import is_from_outside, said
 from instep.rollout import runtime
 from instep.rollout.http import post_within
 from instep.rollout.rewards import text
@@ -24,6 +22,8 @@ from instep.rollout.rewards.rules import Algebra, grade
 from instep.rollout.rewards.trl import arguments, is_trls
 from instep.rollout.tokens import without_end
 from instep.system import spans
+from instep.system.hooks import defined_at, load_function, raised_at, signature_for
+from instep.system.hooks.user_code import is_from_outside, said
 from instep.types import Group, Sample, Status, as_number, name_of, reward_of
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ import inspect
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from instep.hooks import load_function
 from instep.rollout.tokens import without_end
+from instep.system.hooks import load_function
 from instep.types import Group
 
 if TYPE_CHECKING:

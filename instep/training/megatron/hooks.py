@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
-from instep.hooks import Hook
+from instep.system.hooks import Hook
 
 if TYPE_CHECKING:
     from instep.arguments.args import Args

@@ -10,7 +10,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-from instep.hooks.neighbours import added
+from instep.system.hooks.neighbours import added
 
 
 @cache

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from instep.hooks.neighbours import packages
+from instep.system.hooks.neighbours import packages
 
 T = TypeVar("T")
 
@@ -20,7 +20,7 @@ _CUT = " ..."  # the end of a shortened text
 @functools.cache
 def ours() -> tuple[str, ...]:
     """Return how the paths of instep's own files begin."""
-    return tuple(f"{Path(__file__).parents[2] / package}{os.sep}" for package in packages())
+    return tuple(f"{Path(__file__).parents[3] / package}{os.sep}" for package in packages())
 
 
 def is_from_outside(error: BaseException) -> bool:

@@ -11,8 +11,8 @@ from instep.cluster.engine_plan import plan_engines
 from instep.cluster.placement import make_plan
 from instep.engines.spec import EngineSpec, Slot
 from instep.models.sizes import Shape, shape_of
-from instep.plan.engine import EnginePlan, plan_engine
-from instep.plan.trainer import BUCKETS, GB, LIBRARIES, PHASES, Item, frozen, items, rank_of
+from instep.preflight.plan.engine import EnginePlan, plan_engine
+from instep.preflight.plan.trainer import BUCKETS, GB, LIBRARIES, PHASES, Item, frozen, items, rank_of
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from instep.errors import ConfigError, InstepError, RolloutError
-from instep.hooks.neighbours import is_own
-from instep.hooks.user_code import described, is_from_outside, is_interrupt, ours, said
+from instep.system.hooks.neighbours import is_own
+from instep.system.hooks.user_code import described, is_from_outside, is_interrupt, ours, said
 
 T = TypeVar("T")
 # The errors of aiohttp, httpx, requests, urllib and openai for status 401.
@@ -120,7 +120,10 @@ def load_function(dotted_path: str) -> Callable[..., Any]:
     if not module_name or "/" in dotted_path or ":" in dotted_path:
         remedy = "write package.module.function, without .py"
         raise ConfigError(f"{dotted_path!r} is not a dotted path", where="hook", remedy=remedy)
-    from instep.hooks.aliases import install_aliases, is_aliased  # here, because that package imports this module
+    from instep.system.hooks.aliases import (  # here, because that package imports this module
+        install_aliases,
+        is_aliased,
+    )
 
     install_aliases()
     try:

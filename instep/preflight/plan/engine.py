@@ -10,7 +10,7 @@ from instep.engines.kind import planned_kind
 from instep.engines.spec import EngineSpec
 from instep.engines.topology import num_tokens
 from instep.models.sizes import Shape, quantized_bytes
-from instep.plan.trainer import CONTEXT, GB, PHASES, PROCESS, Item, lengths
+from instep.preflight.plan.trainer import CONTEXT, GB, PHASES, PROCESS, Item, lengths
 from instep.weights.way import RESTART
 
 if TYPE_CHECKING:

@@ -20,9 +20,9 @@ from instep.data.formats import EvalDataset, eval_row_format, row_format
 from instep.data.graders import grader_of
 from instep.data.rows import split_files
 from instep.errors import ConfigError, InstepError
-from instep.hooks import load_function
 from instep.observability.run_folder import config_of
 from instep.rollout.sandbox import check_sandbox
+from instep.system.hooks import load_function
 from instep.system.run_context import RunThreads
 from instep.system.scratch import export_folder
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from instep.algorithms.catalog import OFFLINE
 from instep.errors import ConfigError
-from instep.plan.memory import MARGIN, Gpus, as_json, plan_memory, tables
-from instep.plan.trainer import GB
+from instep.preflight.plan.memory import MARGIN, Gpus, as_json, plan_memory, tables
+from instep.preflight.plan.trainer import GB
 from instep.system.options import OptionParser
 
 if TYPE_CHECKING:
@@ -98,8 +98,8 @@ def _seconds(args: Args, options: argparse.Namespace) -> tuple[str, dict[str, fl
     """Return the device of the profile, and a step's seconds by phase; both are empty without a profile."""
     if options.card_profile is None:
         return "", {}
-    from instep.plan.card import card_of
-    from instep.plan.seconds import predict
+    from instep.preflight.plan.card import card_of
+    from instep.preflight.plan.seconds import predict
 
     card, path = card_of(options.card_profile)
     return f"{card.device} ({path})", predict(args, card, options.mean_response_len)

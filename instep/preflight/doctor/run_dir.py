@@ -15,14 +15,14 @@ import psutil
 from instep.checkpoints.folders import read_state
 from instep.checkpoints.integrity import TRACKER, check_whole, has_digests
 from instep.data.ledger import Ledger
-from instep.doctor.check import Check
-from instep.doctor.installation import leftover_folders
 from instep.errors import CheckpointError, ConfigError, InstepError, OutputError
 from instep.observability.alarms import describe, first_raised
 from instep.observability.figures import duration
 from instep.observability.metrics import is_step
 from instep.observability.sinks import read_json, read_json_lines
 from instep.observability.versions import versions
+from instep.preflight.doctor.check import Check
+from instep.preflight.doctor.installation import leftover_folders
 from instep.system.scratch import roots
 
 TAIL = 12  # lines of an error or log

@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from instep.doctor.check import Check
+from instep.preflight.doctor.check import Check
 from instep.system.options import OptionParser
 
 MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
@@ -20,11 +20,11 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print a JSON list instead of lines")
     options = parser.parse_args(words)
     if options.run is None:
-        from instep.doctor.installation import check_installation
+        from instep.preflight.doctor.installation import check_installation
 
         checks = check_installation()
     else:
-        from instep.doctor.run_dir import check_run
+        from instep.preflight.doctor.run_dir import check_run
 
         checks = check_run(options.run)
     if options.json:

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import psutil
 
-from instep.doctor.check import Check, Status
 from instep.errors import ConfigError
 from instep.observability.versions import package_version
+from instep.preflight.doctor.check import Check, Status
 from instep.system.ports import check_loopback
 from instep.system.processes import num_usable_cpus
 from instep.system.scratch import left, memory_root

@@ -13,9 +13,9 @@ from instep.algorithms.catalog import OFFLINE, algorithm_of, uses_reference
 from instep.cluster.engine_plan import plan_engines, planned_way
 from instep.engines.kind import planned_kind
 from instep.models.sizes import Shape, shape_of
-from instep.plan.card import Card, layer_flops
-from instep.plan.engine import BLOCK, plan_engine
-from instep.plan.trainer import Rank, gradients, kept_logits, lengths, masters, moments, rank_of
+from instep.preflight.plan.card import Card, layer_flops
+from instep.preflight.plan.engine import BLOCK, plan_engine
+from instep.preflight.plan.trainer import Rank, gradients, kept_logits, lengths, masters, moments, rank_of
 from instep.weights.way import SINGLE_COPY
 
 if TYPE_CHECKING:
