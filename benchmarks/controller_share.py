@@ -154,7 +154,7 @@ class StandInDeployment:
             vllm_router_ip=host, vllm_router_port=int(port), vllm_model_routers={}, rollout_engine_urls=[self.url],
             rollout_engine_kind="vllm", vllm_model_engine_urls={}, num_rollout=STEPS,
         )  # fmt: skip
-        gate().guard(self.url)
+        gate().guarded = self.url
         gate().open("1")
         self._workers = StandInWorkers(Path(self._args.run_dir) / "logs")
         schedule = lr_schedule.from_args(self._args, STEPS)

@@ -7,16 +7,13 @@ the same errors are raised.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import sys
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from enum import Enum
-from importlib.machinery import ModuleSpec
 from os import PathLike
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from instep.errors import ConfigError, writing
@@ -28,8 +25,7 @@ if TYPE_CHECKING:
 Reward = str | Callable[..., Any] | Iterable[Callable[..., Any]]
 
 _COMMANDS = ("train", "train-async", "sft", "dpo")
-_FUNCTIONS = "instep_functions"  # modules for functions that other processes cannot import, one for each `Run`
-_numbers = itertools.count(1)
+_FUNCTIONS = "instep_functions"  # the module in the paths of functions that no module has
 # Hooks that this process calls; the others are called by the trainer's processes.
 _CALLED_HERE = frozenset(
     "custom_rm_path custom_generate_function_path custom_reward_post_process_path dynamic_sampling_filter_path "
@@ -145,8 +141,10 @@ class Run:
                 sets = eval_prompts if named else {"eval": eval_prompts}
                 evaluations = {name: listed(rows, f"eval_prompts {name}") for name, rows in sets.items()}
             flags |= _evaluated(command, evaluations, flags)
-            with RunContext().entered():
-                self.args = arguments(command, list(_words(flags)))
+            self._functions: dict[str, Callable[..., Any]] = {}
+            words = list(_words(flags, self._functions))
+            with self._entered(RunContext()):
+                self.args = arguments(command, words)
             self.args = self.args.replace(notes=[*self.args.notes, *notes])
         self.summary: dict[str, Any] = {}
         self._session: Callable[[], Generator[Step, None, None] | None] = lambda: None
@@ -166,7 +164,7 @@ class Run:
 
         @contextlib.contextmanager
         def at_work() -> Iterator[None]:  # not in the user's part of the loop
-            with context.entered(), private_files(), lasting_output(Path(self.args.run_dir) / "logs"):
+            with self._entered(context), private_files(), lasting_output(Path(self.args.run_dir) / "logs"):
                 yield
 
         with context.opened():
@@ -182,6 +180,14 @@ class Run:
             finally:
                 with at_work():
                     loop.close()
+
+    @contextlib.contextmanager
+    def _entered(self, context: RunContext) -> Iterator[None]:
+        from instep.system.hooks.user_code import functions_of_run
+
+        with context.entered():
+            functions_of_run().update(self._functions)
+            yield
 
     def close(self) -> None:
         """End the session, if one is open."""
@@ -233,13 +239,12 @@ def _written(command: str, prompts: list[Any], flags: Mapping[str, Any]) -> dict
     return {"prompt_data": path, **keys}
 
 
-def _words(flags: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the keywords as words of a command line. Functions that no module has are put into one."""
+def _words(flags: Mapping[str, Any], functions: dict[str, Callable[..., Any]]) -> Iterator[str]:
+    """Yield the keywords as words of a command line. Functions that no module has are added to `functions`."""
     from instep.arguments.all_flags import find
     from instep.arguments.extra import find_on_path
     from instep.arguments.parser import Value
 
-    functions = ModuleType(_FUNCTIONS, "Functions that an `instep.Run` was given.")
     for name, value in flags.items():
         word = "--" + name.replace("_", "-")
         flag = find(word) or find_on_path(word)
@@ -261,7 +266,7 @@ def _is_several(value: Any) -> TypeGuard[Iterable[Any]]:
     return isinstance(value, Iterable) and not of_one
 
 
-def _typed(name: str, value: Any, functions: ModuleType) -> str:
+def _typed(name: str, value: Any, functions: dict[str, Callable[..., Any]]) -> str:
     """Return one value as a user would type it."""
     value = value.item() if getattr(value, "shape", None) == () else value  # of numpy or torch
     value = value.value if isinstance(value, Enum) else value
@@ -276,7 +281,7 @@ def _typed(name: str, value: Any, functions: ModuleType) -> str:
     raise ConfigError(f"no flag takes this {type(value).__name__}", where=f"{name}=...", remedy=remedy)
 
 
-def _path(name: str, function: Callable[..., Any], functions: ModuleType) -> str:
+def _path(name: str, function: Callable[..., Any], functions: dict[str, Callable[..., Any]]) -> str:
     """Return the dotted path of a hook that is given as a function. Add it to `functions` if no module has it."""
     module, own = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
     if module not in (None, "__main__") and getattr(sys.modules.get(module), own, None) is function:
@@ -288,12 +293,7 @@ def _path(name: str, function: Callable[..., Any], functions: ModuleType) -> str
             remedy="put the function into a file beside this one, and import it from there",
         )
     own = getattr(function, "__name__", "")
-    if functions.__name__ not in sys.modules:
-        functions.__name__ = f"{_FUNCTIONS}_{next(_numbers)}"
-        functions.__spec__ = ModuleSpec(functions.__name__, None)
-        sys.modules[functions.__name__] = functions
-    known = vars(functions)
-    if not own.isidentifier() or own in known:
-        own = name if name not in known else f"{name}_{len(known)}"  # of several
-    setattr(functions, own, function)
-    return f"{functions.__name__}.{own}"
+    if not own.isidentifier() or f"{_FUNCTIONS}.{own}" in functions:
+        own = name if f"{_FUNCTIONS}.{name}" not in functions else f"{name}_{len(functions)}"  # of several
+    functions[path := f"{_FUNCTIONS}.{own}"] = function
+    return path

@@ -144,7 +144,8 @@ def arguments(command: str, words: list[str]) -> Args:
     """
     if sys.__stderr__ is not None:
         faulthandler.enable(sys.__stderr__)  # names the line of a hook that crashes this process
-        faulthandler.register(signal.SIGUSR1, sys.__stderr__)  # until the controller takes it over
+        if not callable(signal.getsignal(signal.SIGUSR1)):  # the controller of another run has it
+            faulthandler.register(signal.SIGUSR1, sys.__stderr__)  # until the controller takes it over
     _import_from_here()
     from instep.arguments.parse import parse
     from instep.system.gpus import memory_of_gpus, no_driver

@@ -20,6 +20,7 @@ from instep.data.rows import split_files
 from instep.engines.topology import MAX_GPUS
 from instep.system.documents import parse_choice, parse_json, parse_whole
 from instep.system.hooks.aliases import instep_hook, is_aliased, is_installed
+from instep.system.hooks.user_code import functions_of_run
 
 FlagStatus = Literal["acts", "accepted", "later", "refused"]
 
@@ -137,7 +138,7 @@ def hook(value: str) -> str:
     if "." not in value or not all(part.isidentifier() for part in value.split(".")):
         raise ValueError("is not a dotted path like my_module.my_function (no file name, no colon)")
     top = value.partition(".")[0]
-    if not is_installed(top):
+    if value not in functions_of_run() and not is_installed(top):
         if ours := instep_hook(value):
             return ours
         here = "; docs/migration.md, 'Hooks', lists instep's equivalents" if is_aliased(top) else ""

@@ -181,6 +181,10 @@ class Ray:
             options |= self._own(num_cpus)
         import ray  # after the environment: Ray reads it now
 
+        if ray.is_initialized():
+            what = "this process has joined a Ray already"
+            raise ConfigError(what, where="--cluster ray", remedy="begin the run when the other one with Ray has ended")
+
         try:
             if self.address not in ("local", "auto"):  # Ray itself needs minutes to notice a missing server
                 host, _, port = self.address.rpartition(":")

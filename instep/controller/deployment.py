@@ -147,7 +147,7 @@ class Deployment:
             proof = self._wait_ready(fleet)
         self._runtime.update(fleet.hook_attributes())
         self._runtime["num_rollout"] = self._num_rollout
-        gate().guard(get_model_url(self._hook_args, endpoint="/"))
+        gate().guarded = get_model_url(self._hook_args, endpoint="/")
         gate().num_cached_tokens = fleet.num_cached_tokens()
         if self.engines and self.trainer is not None:
             way, actor = self._chosen_way(cluster), self.trainer.actor

@@ -69,7 +69,7 @@ def write_dump(folder: Path, queues: Mapping[str, Any], children: Sequence[Proce
     sections: dict[str, Iterable[str]] = {
         "Queues": [f"{name}: {value}" for name, value in queues.items()],
         "Threads of the controller": _thread_stacks(),
-        "Tasks of the rollout loop": _task_stacks(runtime.background_loop()),
+        "Tasks of the rollout loop": _task_stacks(home.loop if (home := runtime.state().loop) is not None else None),
         "Processes": _processes(),
         **{f"{engine.name} at {engine.url}": _engine_state(engine) for engine in engines},
     }

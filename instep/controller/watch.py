@@ -7,10 +7,10 @@ still end the run within seconds.
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import wait
-from functools import partial
 from typing import TypeVar
 
 import psutil
@@ -111,12 +111,18 @@ def collect_seldom() -> Callable[[], None]:
     return undo
 
 
-@shared_by_runs
-def compute_in_one_thread() -> Callable[[], None]:
-    """Give torch one thread in this process; return a function that ends this.
+_of_thread = threading.local()  # `before`: torch's number of threads in this thread, once for each run
 
-    A thread pool would spin between the short operations of the controller.
-    """
-    before = torch.get_num_threads()
+
+def compute_in_one_thread() -> Callable[[], None]:
+    """Give torch one thread here, as a pool would spin between the controller's short operations; return the undo."""
+    before: list[int] = vars(_of_thread).setdefault("before", [])
+    before.append(torch.get_num_threads())
     torch.set_num_threads(1)
-    return partial(torch.set_num_threads, before)
+
+    def undo() -> None:
+        number = before.pop()
+        if not before:
+            torch.set_num_threads(number)
+
+    return undo

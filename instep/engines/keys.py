@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from instep.errors import ConfigError, writing
 from instep.system.ports import LOOPBACK, users_listening
-from instep.system.run_context import cached_per_run
+from instep.system.run_context import PerRun, cached_per_run
 from instep_engine.guard import EVERYONE, GENERATE_VARIABLE, HOSTS_VARIABLE, KEY_VARIABLE, LONGEST_KEY, fault_of_key
 
 if TYPE_CHECKING:
@@ -28,8 +28,10 @@ if TYPE_CHECKING:
 KEY_FILE = "api_key"  # in the run's folder
 CONTROL_FILE = "control_key"  # also in the run's folder, of `instep serve`: opens control routes, too
 _MAKE = "python -c 'import secrets; print(secrets.token_hex(32))'"
-_by_address: dict[tuple[str, int], str] = {}
-_users: dict[tuple[str, int], int] = {}  # address of this run's server on this host -> the user that runs it
+_by_address: PerRun[dict[tuple[str, int], str]] = PerRun(dict)
+_users: PerRun[dict[tuple[str, int], int]] = PerRun(
+    dict
+)  # address of this run's server on this host -> the user that runs it
 
 
 @cached_per_run
@@ -87,20 +89,20 @@ def know(url: str, key: str, *, user: int | None = None) -> None:
         user: the user that runs the server, if it belongs to this run and is on this host. No other user's server gets
             the key.
     """
-    _by_address[_address(url)] = key
-    _users.pop(_address(url), None)
+    _by_address()[_address(url)] = key
+    _users().pop(_address(url), None)
     if user is not None:
-        _users[_address(url)] = user
+        _users()[_address(url)] = user
 
 
 def user_at(url: str) -> int | None:
     """Return the `user` that `know` got for the server."""
-    return _users.get(_address(url))
+    return _users().get(_address(url))
 
 
 def key_of(url: str) -> str:
-    """Return the key that requests to `url` need, as far as this process knows; "" if it knows none."""
-    return _by_address.get(_address(url), "")
+    """Return the key that requests to `url` need, as far as this run knows; "" if it knows none."""
+    return _by_address().get(_address(url), "")
 
 
 def api_key(url: str) -> str:
@@ -122,7 +124,7 @@ def headers_for(url: str) -> dict[str, str]:
 def check_listener(host: str, port: int) -> None:
     """Raise ConnectionError if another user of this host listens at the port of a server of this run."""
     host = _name(host)
-    user = _users.get((host, port))
+    user = _users().get((host, port))
     if user is not None and (strangers := users_listening(port, host, "::1") - {user}):
         what = f"user {min(strangers)} of this host listens at {host}:{port}, where a server of this run should"
         raise ConnectionRefusedError(errno.ECONNREFUSED, what)

@@ -174,7 +174,7 @@ class WandB:
         folder = Path(options.get("dir") or run_dir)
         folder.mkdir(parents=True, exist_ok=True)
         # console="off": wandb must not wrap stdout, which the progress panel uses. Every wait has a limit.
-        settings = wandb.Settings(console="off", silent=True, init_timeout=90, finish_timeout=300)
+        settings = wandb.Settings(console="off", silent=True, init_timeout=90, finish_timeout=300, reinit="create_new")
         try:
             self._run = wandb.init(
                 project=options.get("project"),

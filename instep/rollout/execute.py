@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import hashlib
 import inspect
 import math
@@ -24,7 +23,7 @@ from instep.rollout.runtime import gather
 from instep.rollout.tokens import prompt_ids
 from instep.system import spans
 from instep.system.hooks import Hook, load_function
-from instep.system.run_context import PerRun
+from instep.system.run_context import PerRun, cached_per_run
 from instep.types import Group, Sample, Status, name_of
 
 if TYPE_CHECKING:
@@ -318,7 +317,7 @@ def _accepted(path: str, **kwargs: Any) -> dict[str, Any]:
     return kwargs if names is None else {name: value for name, value in kwargs.items() if name in names}
 
 
-@functools.cache  # to read a signature takes longer than all other work here for a sample
+@cached_per_run  # to read a signature takes longer than all other work here for a sample
 def _parameters(path: str) -> frozenset[str] | None:
     parameters = inspect.signature(load_function(path)).parameters
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())

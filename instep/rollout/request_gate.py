@@ -22,7 +22,9 @@ class RequestGate:
     the gate freely: those to other models, and those that do not go through `rollout/client.py`.
 
     Attributes:
+        guarded: how the URLs of the policy's requests begin, which the gate holds back.
         closed: whether requests wait.
+        num_under_way: how many were admitted and have no answer yet.
         version: of the weights that make tokens now; None: engines report it, or it is not known.
         num_cached_tokens: the capacity of the KV caches of the policy's engines together, which bounds how many samples
             rollouts send at once (`room.py`); inf: not known.
@@ -30,22 +32,18 @@ class RequestGate:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._num_under_way = 0
+        self.num_under_way = 0
         self._idle_since: float | None = time.monotonic()  # None: requests are under way
         self._idle_seconds = 0.0
         self.reset()
 
     def reset(self) -> None:
         """Open the gate, for requests to any model, as in a new run."""
-        self._guarded, self.num_cached_tokens = "", math.inf
+        self.guarded, self.num_cached_tokens = "", math.inf
         self.open()
 
-    def guard(self, url: str) -> None:
-        """Let the gate hold back the requests whose URL begins with `url`."""
-        self._guarded = url
-
     def guards(self, url: str) -> bool:
-        return url.startswith(self._guarded)
+        return url.startswith(self.guarded)
 
     def close(self) -> None:
         with self._lock:
@@ -57,8 +55,7 @@ class RequestGate:
 
     @contextlib.asynccontextmanager
     async def admitted(self, url: str) -> AsyncIterator[None]:
-        """Wait until the gate is open, then count as under way. The deadline of the sync that closed it bounds the
-        wait."""
+        """Wait until the gate is open, at most until the deadline of the sync that closed it; then count the request."""
         if not self.guards(url):
             yield
             return
@@ -78,15 +75,11 @@ class RequestGate:
 
     def _count(self, change: int) -> None:
         now = time.monotonic()
-        self._num_under_way += change
-        if self._idle_since is not None and self._num_under_way:
+        self.num_under_way += change
+        if self._idle_since is not None and self.num_under_way:
             self._idle_seconds, self._idle_since = self._idle_seconds + now - self._idle_since, None
-        elif not self._num_under_way:
+        elif not self.num_under_way:
             self._idle_since = now
-
-    def num_under_way(self) -> int:
-        with self._lock:
-            return self._num_under_way
 
     def idle_seconds(self) -> float:
         """Return for how long no request to the policy was under way, since the run began."""

@@ -13,7 +13,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import aiohttp
@@ -22,7 +21,7 @@ from instep.engines.http import checked_socket
 from instep.errors import EngineError, InstepError, RolloutError
 from instep.system.hooks import raised_at
 from instep.system.hooks.user_code import said
-from instep.system.run_context import PerRun, carried
+from instep.system.run_context import PerRun, RunThreads, carried
 from instep.types import Group
 
 T = TypeVar("T")
@@ -39,6 +38,7 @@ class _Loop:
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
+        self.loop.set_default_executor(RunThreads())  # also for what hooks run in it
         self.session: aiohttp.ClientSession | None = None
         self.closers: list[Callable[[], Awaitable[None]]] = []
         self.step: tuple[float, InstepError] | None = None  # deadline and error of the step that runs now
@@ -81,25 +81,17 @@ class _Loop:
                 waiting.set_exception(error)
 
 
-@dataclass
 class RolloutState:
-    """What the rollouts of a run share.
+    """What the rollouts of a run share."""
 
-    Attributes:
-        lock: of `loop`.
-        listener, kept_listener: see `report_progress` and `report_kept`.
-        last_progress: of the rollout or evaluation that runs, or ran last.
-        requests_in_flight: by URL.
-        answers_by_form: "arrays" and "json", of engines that may answer in arrays.
-    """
-
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    loop: _Loop | None = None
-    listener: ProgressListener | None = None
-    kept_listener: Callable[[Group], None] | None = None
-    last_progress: tuple[int, int, dict[str, Any]] | None = None
-    requests_in_flight: Counter[str] = field(default_factory=Counter)
-    answers_by_form: Counter[str] = field(default_factory=Counter)
+    def __init__(self) -> None:
+        self.lock = threading.Lock()  # of `loop`
+        self.loop: _Loop | None = None
+        self.listener: ProgressListener | None = None
+        self.kept_listener: Callable[[Group], None] | None = None
+        self.last_progress: tuple[int, int, dict[str, Any]] | None = None  # of the rollout or evaluation that ran last
+        self.requests_in_flight = Counter[str]()  # by URL
+        self.answers_by_form = Counter[str]()  # "arrays" and "json", of engines that may answer in arrays
 
     def ensured(self) -> _Loop:
         """Return the loop, and start it if none exists. The caller holds the lock."""
@@ -230,12 +222,6 @@ async def http_session() -> AsyncIterator[aiohttp.ClientSession]:
         connector = aiohttp.TCPConnector(limit=MAX_CONNECTIONS, keepalive_timeout=30.0, socket_factory=checked_socket)
         home.session = aiohttp.ClientSession(connector=connector, timeout=_LIMITS, cookie_jar=aiohttp.DummyCookieJar())
     yield home.session
-
-
-def background_loop() -> asyncio.AbstractEventLoop | None:
-    """Return the loop if one runs; for inspection only."""
-    home = state().loop
-    return home.loop if home is not None else None
 
 
 class bounded_steps(Awaitable[T]):  # used like a function: `await bounded_steps(coro, limit, error)`

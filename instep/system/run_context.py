@@ -59,11 +59,12 @@ def current() -> RunContext:
     run = _current.get()
     if run is not None:
         return run
-    if len(_open) > 1:
-        what = f"{len(_open)} runs are open, and this thread belongs to none of them"
-        remedy = "start it with `threading.Thread(target=contextvars.copy_context().run, args=(function,))`"
-        raise ConfigError(what, where="a hook's own thread", remedy=remedy)
-    return _open[0] if _open else _of_process
+    runs = list(_open)
+    if len(runs) > 1:
+        what = f"{len(runs)} runs are open, and this code works for none of them"
+        remedy = "start a thread with `threading.Thread(target=contextvars.copy_context().run, args=(function,))`"
+        raise ConfigError(what, where="a thread of a hook, or the body of a loop", remedy=remedy)
+    return runs[0] if runs else _of_process
 
 
 def carried(function: Callable[P, T]) -> Callable[P, T]:
@@ -106,4 +107,5 @@ def cached_per_run(function: Callable[P, T]) -> Callable[P, T]:
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         return caches()(*args, **kwargs)  # type: ignore[arg-type]
 
+    call.cache_clear = lambda: caches().cache_clear()  # type: ignore[attr-defined]
     return call

@@ -12,7 +12,7 @@ def shared_by_runs(change: Callable[[], Callable[[], object]]) -> Callable[[], C
 
     The first run makes the change, and the last one undoes it.
     """
-    lock = threading.Lock()
+    lock = threading.RLock()  # a garbage collection may end a forgotten run here
     undo: list[Callable[[], object]] = []  # once for each run
 
     def leave() -> None:

@@ -82,6 +82,8 @@ def goes_on_from_our_torch(root: Path, saves: str, loads: str, dtype: torch.dtyp
     straight = train(backend, range(1, 3))
     if backend.parallel.dp_rank == 0:  # the ranks that write
         assert "was not written" in refusal(lambda: backend.save(root / "nowhere")).what
+    else:
+        backend.save(root / "nowhere")
     other, _ = make_backend(root, loads, dtype=dtype)
     other.load(folder)
     read = export(other)

@@ -19,7 +19,7 @@ _under_way: list[int] = []
 
 
 def rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
-    _under_way.append(gate().num_under_way())  # what the sync before has left
+    _under_way.append(gate().num_under_way)  # what the sync before has left
     output = generate_rollout(args, rollout_id, data_source, evaluation)
     if rollout_id < args.num_rollout - 1:
         runtime.run(_begin(args, rollout_id))

@@ -11,6 +11,7 @@ import pytest
 from tests.bounds import allowed
 from tests.e2e.commands import ENVIRONMENT
 
+pytestmark = pytest.mark.vllm  # whose requests the benchmark writes
 ROOT = Path(__file__).parents[2]
 
 

@@ -279,7 +279,7 @@ FAULTS = {
         lambda m: {**m, "config": {**m["config"], "lora_alpha": 3}} if "config" in m else m,
         "another alpha",
     ),
-    "names swapped": (lambda m: with_names_swapped(m) if "config" in m else m, "changed by .* over the golden path"),
+    "names swapped": (lambda m: with_names_swapped(m) if "config" in m else m, "is not what was sent"),
     "half of the adapter": (lambda m: {**m, "config": {**m["config"], "num_tensors": 56}}, "28 of 56 tensors"),
     "an old session": (lambda m: {**m, "nonce": "0000"}, "version and nonce"),
 }

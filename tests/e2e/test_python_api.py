@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
+import signal
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,9 +14,11 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from safetensors.torch import load_file
 
 import instep
+from instep.system.private import UMASK_VARIABLE
 from tests.command_line import keywords
 from tests.e2e.commands import gone_within, grpo_arguments, run, sft_arguments
 from tests.e2e.killing import metrics
@@ -82,6 +88,14 @@ def both_in_threads(runs: list[instep.Run]) -> None:
         list(pool.map(list, runs))
 
 
+def of_process() -> tuple[Any, ...]:
+    """What runs change in the process that they work in."""
+    os.umask(mask := os.umask(0))
+    handlers = [signal.getsignal(one) for one in (signal.SIGUSR1, signal.SIGTERM)]
+    threads = torch.get_num_threads(), gc.get_threshold()
+    return mask, os.environ.get(UMASK_VARIABLE), sys.stdout, sys.stderr, os._exit, *handlers, *threads
+
+
 @pytest.mark.parametrize("together", [both_in_turns, pytest.param(both_in_threads, marks=pytest.mark.slow)])
 def test_two_runs_at_a_time_compute_what_each_computes_alone(
     tiny: Path, tmp_path: Path, together: Callable[[list[instep.Run]], None]
@@ -104,7 +118,9 @@ def test_two_runs_at_a_time_compute_what_each_computes_alone(
 
     for number in (1, 2):
         assert len(list(run_of("alone", number))) == 2
+    before = of_process()
     together([run_of("both", number) for number in (1, 2)])
+    assert of_process() == before
     for number in (1, 2):
         alone, beside = tmp_path / f"alone-{number}", tmp_path / f"both-{number}"
         assert metrics(beside) == metrics(alone) and sorted(metrics(alone)) == [0, 1]

@@ -85,18 +85,17 @@ def not_started_anew(place: Place) -> None:
 @scenario(slow=True, memory_too_small="error: shared memory is too small for the weights (`--weight-sync single-copy`)")
 def memory_too_small(place: Place) -> None:
     patch = """
-        import shutil
-        real = shutil.disk_usage
-        def full(path):
-            if not str(path).startswith("/dev/shm"):
-                return real(path)
+        from instep_engine import memory
+        real = memory.new_file
+        def limited(path, num_bytes):
+            import resource
             mark()
-            return real(path)._replace(free=100_000)
-        shutil.disk_usage = full
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+            return real(path, num_bytes)
+        memory.new_file = limited
         """
-    with place.run("--weight-sync", "single-copy", patches={"controller": patch}) as run:
-        words = ("SyncError: the weights of 1 engine, ", "(100,000 bytes) are free", "where:  /dev/shm/", "--shm-size")
-        run.error("memory_too_small", *words)
+    with place.run("--weight-sync", "single-copy", patches={"engine": patch}) as run:
+        run.error("memory_too_small", "EngineError", "of weights do not fit into /dev/shm", "--shm-size")
 
 
 @scenario(slow=True, other_dtype="error: the engine holds its weights in another dtype (`--weight-sync single-copy`)")

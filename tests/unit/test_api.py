@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import runpy
 import subprocess
@@ -26,6 +27,7 @@ from instep.errors import ConfigError, DataError, InstepError
 from instep.preflight import inputs
 from instep.rollout.rewards.trl import arguments as rewards_of_trl
 from instep.system import hooks
+from instep.system.run_context import RunContext
 from instep.types import Sample
 from tests.assets import make_checkpoint, make_tokenizer
 from tests.command_line import argv, keywords, make_folder
@@ -219,6 +221,12 @@ def test_a_token_that_the_model_does_not_have_is_named_by_its_row(tmp_path: Path
     assert caught.value.where == "prompts[1]" and not list(Path(run.args.run_dir).glob("logs/*"))
 
 
+def loaded(run: instep.Run, path: str) -> Any:
+    """The function that the hooks of the run find at `path`."""
+    with run._entered(RunContext()):
+        return hooks.load_function(path)
+
+
 def test_functions_that_no_module_has() -> None:
     base = keywords(argv("--device cpu", "--rm-type"))
     for answer in (1.0, 2.0):  # a cell of a notebook is run twice
@@ -226,11 +234,10 @@ def test_functions_that_no_module_has() -> None:
         def score(args: Any, sample: Any) -> float:
             return answer  # noqa: B023
 
-        args = instep.Run(reward=score, dynamic_sampling_filter_path=lambda args, group: True, **base).args
-        module, _, name = args.custom_rm_path.rpartition(".")
-        assert module.startswith("instep_functions_") and name == "score"
-        assert hooks.load_function(args.custom_rm_path)(None, None) == answer
-    assert args.dynamic_sampling_filter_path == f"{module}.dynamic_sampling_filter_path"
+        run = instep.Run(reward=score, dynamic_sampling_filter_path=lambda args, group: True, **base)
+        assert run.args.custom_rm_path == "instep_functions.score"
+        assert loaded(run, run.args.custom_rm_path)(None, None) == answer
+    assert run.args.dynamic_sampling_filter_path == "instep_functions.dynamic_sampling_filter_path"
     with pytest.raises(ConfigError, match="no module that the trainer's processes can import"):
         instep.Run(reward=score, custom_tis_function_path=lambda: None, **base)
 
@@ -241,13 +248,14 @@ def test_functions_of_sample_hooks_and_advantages() -> None:
     hook = "rollout_sample_hook_path"
 
     def found(value: Any) -> list[Any]:
-        return [hooks.load_function(path) for path in instep.Run(**base, **{hook: value}).args.rollout_sample_hook_path]
+        run = instep.Run(**base, **{hook: value})
+        return [loaded(run, path) for path in run.args.rollout_sample_hook_path]
 
     one, two = (lambda args, sample: None), (lambda args, sample: sample)
     assert found(one) == [one] and found([one, two, reward]) == [one, two, reward]
     assert found(f"{__name__}.reward") == [reward]
-    args = instep.Run(**base, custom_advantage_function_path=two).args
-    assert hooks.load_function(args.custom_advantage_function_path) is two
+    run = instep.Run(**base, custom_advantage_function_path=two)
+    assert loaded(run, run.args.custom_advantage_function_path) is two
 
 
 async def slow(args: Any, sample: Any) -> float:
@@ -257,12 +265,13 @@ async def slow(args: Any, sample: Any) -> float:
 @pytest.mark.parametrize(("more", "total"), [({}, 4.0), ({"reward_weights": [1, 0.5]}, 2.5)])
 def test_several_rewards_are_added_up(more: dict[str, Any], total: float) -> None:
     base = {**keywords(argv("--device cpu")), "rm_type": None}
-    both = instep.Run(**base, reward=[reward, slow], **more).args
-    assert both.reward_key == "reward"
-    found = asyncio.run(hooks.load_function(both.custom_rm_path)(None, Sample()))
+    both = instep.Run(**base, reward=[reward, slow], **more)
+    assert both.args.reward_key == "reward"
+    found = asyncio.run(loaded(both, both.args.custom_rm_path)(None, Sample()))
     assert found == {"reward_0": 1.0, "slow": 3.0, "reward": total}
-    at_once = instep.Run(**base, reward=(reward for _ in "ab"), reward_key="reward_1").args
-    assert hooks.load_function(at_once.custom_rm_path)(None, None)["reward"] == 2.0 and at_once.reward_key == "reward_1"
+    at_once = instep.Run(**base, reward=(reward for _ in "ab"), reward_key="reward_1")
+    assert loaded(at_once, at_once.args.custom_rm_path)(None, None)["reward"] == 2.0
+    assert at_once.args.reward_key == "reward_1"
 
 
 @pytest.mark.parametrize(
@@ -332,13 +341,25 @@ def test_import_instep_is_light() -> None:
 
 def test_two_runs_keep_their_own_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     def steps(args: Any) -> Iterator[float]:
-        yield hooks.load_function(args.custom_rm_path)()
+        for _ in range(2):
+            yield hooks.load_function(args.custom_rm_path)()
 
     monkeypatch.setattr("instep.train_sync.steps", steps)  # which calls a reward, and starts nothing
     given = keywords(argv(""))
     given.pop("rm_type", None)
-    first, second = (instep.Run(reward=lambda *_, n=n: n, **given) for n in (1, 2))
-    for run, expected in ((first, 1), (second, 2), (first, 1)):
-        loop = iter(run)
-        assert next(loop) == expected
-        run.close()
+    runs = [instep.Run(reward=lambda *_, n=n: n, **given) for n in (1, 2)]
+    assert list(zip(*runs, strict=True)) == [(1, 2)] * 2
+    assert [list(run) for run in runs] == [[1, 1], [2, 2]]
+
+
+def test_a_module_that_is_loaded_again_gives_its_new_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "again.py").write_text("def score(args, sample):\n    return 1.0\n")
+    base = keywords(argv("--device cpu", "--rm-type"))
+    module = importlib.import_module("again")
+    run = instep.Run(reward=module.score, **base)
+    assert loaded(run, run.args.custom_rm_path)(None, None) == 1.0
+    (tmp_path / "again.py").write_text("def score(args, sample):\n    return 2.00\n")
+    importlib.reload(module)
+    run = instep.Run(reward=module.score, **base)
+    assert loaded(run, run.args.custom_rm_path)(None, None) == 2.0

@@ -18,6 +18,7 @@ from instep.arguments.parse import parse
 from instep.engines import keys
 from instep.errors import ConfigError
 from instep.rollout.http import api_key, headers_for
+from instep.system.run_context import RunContext
 from instep_engine import guard
 from instep_engine.guard import EVERYONE, GENERATION_ROUTES, Guard
 from instep_engine.vllm.auth import Middleware
@@ -174,8 +175,13 @@ def test_the_middleware_of_vllm(monkeypatch):
 # ---- where keys come from, and go to
 
 
-def test_a_key_goes_to_its_address_only(monkeypatch):
-    monkeypatch.setattr(keys, "_by_address", {})
+@pytest.fixture
+def of_a_run():
+    with RunContext().entered():
+        yield
+
+
+def test_a_key_goes_to_its_address_only(of_a_run):
     keys.know("http://127.0.0.1:4000", "secret")
     assert headers_for("http://127.0.0.1:4000/pause?mode=abort") == {"Authorization": "Bearer secret"}
     assert api_key("http://127.0.0.1:4000/v1") == "secret"

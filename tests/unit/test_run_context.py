@@ -8,7 +8,13 @@ from collections.abc import Callable
 
 import pytest
 
+from instep.data.messages import clock
+from instep.engines import keys
 from instep.errors import ConfigError
+from instep.rollout import eval, execute, runtime
+from instep.rollout.request_gate import gate
+from instep.rollout.rewards import pool
+from instep.system import spans
 from instep.system.run_context import PerRun, RunContext, RunThreads, cached_per_run, carried, current
 from instep.system.shared import shared_by_runs
 
@@ -59,7 +65,7 @@ def test_a_thread_without_a_run_works_for_the_open_one_and_for_none_of_several()
         with two.opened():
             refused = in_plain_thread(current)
             assert isinstance(refused, ConfigError) and "2 runs are open" in refused.what
-            with pytest.raises(ConfigError, match="this thread belongs to none"):
+            with pytest.raises(ConfigError, match="this code works for none"):
                 number()
         assert in_plain_thread(current) is one
     assert in_plain_thread(current) is before
@@ -92,3 +98,27 @@ def test_what_runs_share_ends_with_the_last_one() -> None:
     assert told == ["made", "undone"]
     change()()
     assert told == ["made", "undone"] * 2
+
+
+def test_the_state_of_a_run_is_its_own() -> None:
+    states = (
+        gate,
+        runtime.state,
+        clock,
+        keys.run_key,
+        keys._by_address,
+        execute._last,
+        eval._loaded,
+        pool._pools,
+        spans._state,
+    )
+    found = []
+    for run in (one := RunContext()), RunContext():
+        with run.entered():
+            gate().close()
+            spans.start("here")
+            found.append([state() for state in states])
+    assert all(ours is not theirs for ours, theirs in zip(*found, strict=True)) and not gate().closed
+    assert spans.now() is None and found[0][3] != found[1][3]
+    with one.entered():
+        assert gate().closed and spans.now() is not None and keys.run_key() == found[0][3]

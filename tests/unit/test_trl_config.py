@@ -16,7 +16,6 @@ import pytest
 import instep
 from instep.arguments.all_flags import find
 from instep.errors import ConfigError
-from instep.system.hooks import load_function
 from instep.types import Sample, Status
 from instep_neighbours.settings import TRL
 from instep_neighbours.trl import rewards
@@ -133,10 +132,10 @@ def test_rows_keep_their_columns(checkpoint: Path) -> None:
     assert (args.eval_interval, args.skip_eval_before_train, args.n_samples_per_eval_prompt) == (4, True, 8)
     name, file = args.eval_prompt_data
     assert name == "held-out" and json.loads(Path(file).read_text().splitlines()[1]) == CHATS[1]
-    assert args.reward_key == "reward" and args.custom_rm_path.endswith(".rewards")
+    assert args.reward_key == "reward" and args.custom_rm_path == "instep_functions.rewards"
     assert any(note.startswith("torch_compile: it changes nothing here") for note in args.notes)
     assert "run_name: it changes nothing without report_to='wandb'" in args.notes and args.wandb_group is None
-    function = load_function(args.custom_rm_path)
+    function = run._functions[args.custom_rm_path]
     assert not set(args.custom_rm_path) & {" "} and "completions" in function.__annotations__
 
 

@@ -107,7 +107,7 @@ class Session:
 
     def drain(self) -> None:
         """Wait for the open requests of this run; with `keep` they stay, and the engines report versions."""
-        while self.args.pause_mode != "keep" and gate().num_under_way():
+        while self.args.pause_mode != "keep" and gate().num_under_way:
             if self.args.pause_mode == "abort":  # repeatedly: a request may have been on its way to an engine
                 self.each(lambda e: e.abort_requests(timeout=self.seconds_left()))
             time.sleep(LOOK_SECONDS)

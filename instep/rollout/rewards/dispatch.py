@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import inspect
 import re
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
@@ -24,6 +23,7 @@ from instep.rollout.tokens import without_end
 from instep.system import spans
 from instep.system.hooks import defined_at, load_function, raised_at, signature_for
 from instep.system.hooks.user_code import is_from_outside, said
+from instep.system.run_context import cached_per_run
 from instep.types import Group, Sample, Status, as_number, name_of, reward_of
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def _plain(reward: Any) -> Any:
     return reward if number is None else number
 
 
-@functools.cache
+@cached_per_run
 def takes_lists(path: str | None) -> bool:
     """Return whether the function declares several samples: `samples`, or an annotation such as `list[Sample]`."""
     if path in (None, BUILT_IN):

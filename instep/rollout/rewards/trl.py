@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from instep.rollout.tokens import without_end
 from instep.system.hooks import load_function
+from instep.system.run_context import cached_per_run
 from instep.types import Group
 
 if TYPE_CHECKING:
     from instep.arguments.settings import HookSettings
 
 
-@cache
+@cached_per_run
 def is_trls(path: str) -> bool:
     """Return whether the function is in TRL's form: it has a parameter `completions`."""
     return "completions" in inspect.signature(load_function(path)).parameters

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import inspect
 import re
@@ -14,7 +13,8 @@ from typing import Any, TypeVar
 
 from instep.errors import ConfigError, InstepError, RolloutError
 from instep.system.hooks.neighbours import is_own
-from instep.system.hooks.user_code import described, is_from_outside, is_interrupt, ours, said
+from instep.system.hooks.user_code import described, functions_of_run, is_from_outside, is_interrupt, ours, said
+from instep.system.run_context import cached_per_run
 
 T = TypeVar("T")
 # The errors of aiohttp, httpx, requests, urllib and openai for status 401.
@@ -108,13 +108,15 @@ class Hook:
         return "; ".join(part for part in (f"{self}{at and f', {at}'}", where) if part)
 
 
-@functools.cache
+@cached_per_run
 def load_function(dotted_path: str) -> Callable[..., Any]:
-    """Return the function or class `package.module.name`. It is imported once per process.
+    """Return the function or class `package.module.name`. It is imported once per process, and looked up once per run.
 
     Raises:
         ConfigError: the module does not exist or cannot be imported, or the name does not exist or is not callable.
     """
+    if (given := functions_of_run().get(dotted_path)) is not None:
+        return given
     module_name, _, name = dotted_path.rpartition(".")
     where = f"hook {dotted_path}"
     if not module_name or "/" in dotted_path or ":" in dotted_path:
@@ -191,7 +193,7 @@ def _source(function: Callable[..., Any] | None) -> str | None:
     return inspect.getsourcefile(inspect.unwrap(function)) if inspect.isfunction(function) else None
 
 
-@functools.cache
+@cached_per_run
 def defined_at(dotted_path: str) -> str:
     """Return `file:line` of the definition of a function or class; empty if Python does not know it."""
     try:

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from instep.system.hooks.neighbours import packages
+from instep.system.run_context import PerRun
 
 T = TypeVar("T")
 
+functions_of_run: PerRun[dict[str, Callable[..., Any]]] = PerRun(dict)  # that `instep.Run` was given, by their paths
 _CUT = " ..."  # the end of a shortened text
 
 
