@@ -55,7 +55,7 @@ class RequestGate:
 
     @contextlib.asynccontextmanager
     async def admitted(self, url: str) -> AsyncIterator[None]:
-        """Wait until the gate is open, at most until the deadline of the sync that closed it; then count the request."""
+        """Wait until the gate is open, or the deadline of the sync that closed it is over; then count the request."""
         if not self.guards(url):
             yield
             return
