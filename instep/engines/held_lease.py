@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from instep.errors import EngineError
-from instep.system.run_context import carried
+from instep.system.run_context import cached_per_run, carried
 from instep_engine.lease import EXPIRED, HELD, UNKNOWN
 
 LEASE_SECONDS, RENEW_SECONDS = 10.0, 1.0
@@ -25,6 +25,12 @@ _OTHER = "restart the engine with the plugin of this instep and a vLLM that it s
 _OTHER += "--rollout-external-engine-addrs: an engine that the run starts ends with it"
 
 
+@cached_per_run
+def _owner(process: int) -> str:
+    """Name this run in a process, unlike any other on any host; a fork has another name."""
+    return f"process {process} on {socket.gethostname()} ({secrets.token_hex(4)})"
+
+
 class HeldLease:
     """A run's lease of an engine. A thread renews it from `take` to `end`.
 
@@ -35,7 +41,6 @@ class HeldLease:
 
     def __init__(self, name: str, ask: Callable[[dict[str, Any], float, bool], bool]):
         self._name, self._send = name, ask
-        self._owner = f"process {os.getpid()} on {socket.gethostname()} ({secrets.token_hex(4)})"  # unlike any other
         self._begun, self._renewed = False, 0.0  # when the last renewing request was made
         self._ended: threading.Event | None = None  # ends the renewing thread
 
@@ -84,7 +89,7 @@ class HeldLease:
 
     def _ask(self, begin: bool, in_place: bool, timeout: float, aside: bool = False) -> bool:
         asked = time.monotonic()
-        about = {"owner": self._owner, "seconds": LEASE_SECONDS, "begin": begin, "in_place": in_place}
+        about = {"owner": _owner(os.getpid()), "seconds": LEASE_SECONDS, "begin": begin, "in_place": in_place}
         has_leases = self._send(about, timeout, aside)
         self._renewed = asked
         return has_leases

@@ -281,6 +281,9 @@ class Receiver:
         if len(self.tensors) != self._adapter["num_tensors"]:
             total = self._adapter["num_tensors"]
             raise WeightMismatch(f"{len(self.tensors)} of {total} tensors of the adapter were delivered")
+        partners = {n.removesuffix(A) + B if n.endswith(A) else n.removesuffix(B) + A for n in self.tensors}
+        for name in sorted(partners - self.tensors.keys()):
+            raise WeightMismatch(f"{name} of the adapter was not delivered", name)
         before, _held = _held, (self.tensors, self._adapter)
         manager: Any = self._model.lora_manager
         try:

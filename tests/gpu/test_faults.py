@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,10 @@ SMALL = [
     "--no-offload-rollout",
 ]
 ON_ONE = [fault for fault in ON_VLLM if fault.way != "nccl"]  # NCCL joins no two processes on one GPU
-ON_TWO = [fault for fault in FAULTS if fault.way == "nccl"]
+# vLLM converts what it loads, so the probe alone tells that a bucket names its tensors wrongly.
+UNNAMED = {"names exchanged", "another dtype"}
+GOLDEN = "changed by .* over the golden path"
+ON_TWO = [replace(f, words=GOLDEN) if f.name in UNNAMED else f for f in FAULTS if f.way == "nccl"]
 # vLLM's adapters are bf16 on a GPU, in which the probe tells less of this model than the checks of the engine.
 CHECKED = {
     "half written",

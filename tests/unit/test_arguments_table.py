@@ -237,7 +237,7 @@ def test_types_are_made_from_the_table(tmp_path, monkeypatch):
     assert path.read_text() == stub(), "python scripts/docs/args_stub.py"
     make_folder(tmp_path, monkeypatch)
     declared = re.findall(r"^    (\w+): ", stub().partition("class HookSettings")[0], re.M)
-    assert sorted(vars(parse(argv()))) == declared
+    assert sorted(vars(parse(argv()))) == sorted(declared)  # each in one concern
 
 
 @pytest.mark.slow
