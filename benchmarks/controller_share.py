@@ -42,7 +42,7 @@ from instep.controller import round as rounds
 from instep.controller.role import RoleTrainer
 from instep.data.byte_texts import ByteTexts
 from instep.engines import keys, wire
-from instep.rollout import execute, http, together
+from instep.rollout import execute, group_request, http
 from instep.rollout.request_gate import gate
 from instep.rollout.rewards import text
 from instep.system import fork_server
@@ -67,9 +67,9 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
         (Sample, "append_plain"),
         (execute, "settle"),
         (execute, "check_sample"),
-        (together, "check_sample"),
+        (group_request, "check_sample"),
     ],
-    "prompts to tokens": [(together, "prompt_ids"), (execute, "prompt_ids")],
+    "prompts to tokens": [(group_request, "prompt_ids"), (execute, "prompt_ids")],
     "detokenization": [(ByteTexts, "decode"), (transformers.PreTrainedTokenizerFast, "decode")],
     "rewards": [(text, "last_boxed"), (text, "quick_equal")],
     "groups checked": [(controlling, "as_train_output")],

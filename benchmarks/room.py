@@ -3,7 +3,7 @@
     python benchmarks/room.py [--out FILE]
 
 The engine decodes a token of every sample that it runs in 4 ms + 12 us a sample, and throws out the last sample when
-its KV cache is full. 512 groups of 8 samples come in as `rollout/room.py` lets them, 512 samples at most. A sample
+its KV cache is full. 512 groups of 8 samples come in as `rollout/kv_budget.py` lets them, 512 samples at most. A sample
 leaves when it ends (`alone`), with its group (`kept`), or with its group but for `Execution.num_short`, which leave at
 once (`short`, what rollouts do). Seconds are simulated ones of the rollout; `recomputed` is a share of its tokens.
 """
@@ -21,7 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from instep.rollout.execute import Execution
-from instep.rollout.room import SAMPLES_PER_ENGINE, Room
+from instep.rollout.kv_budget import SAMPLES_PER_ENGINE, KVBudget
 
 PROMPT, GROUP, NUM_GROUPS, MOST_RUNNING = 128, 8, 512, 1024
 FIXED_SECONDS, SECONDS_A_SAMPLE = 4e-3, 12e-6  # of a decode step
@@ -43,7 +43,7 @@ def simulate(lengths: list[list[int]], cache: int, way: str, num_short: int, tok
         cache: tokens that the KV cache holds.
         tokens: those that the room expects of a sample.
     """
-    room, groups = Room(SAMPLES_PER_ENGINE, cache), deque(enumerate(lengths))
+    room, groups = KVBudget(SAMPLES_PER_ENGINE, cache), deque(enumerate(lengths))
     left = [GROUP] * len(lengths)
     waiting: deque[list[int]] = deque()  # [length, tokens that it has, group]
     running: list[list[int]] = []
@@ -87,7 +87,7 @@ def measure(name: str, cache: int) -> dict[str, Any]:
     mean = sum(map(sum, lengths)) / (GROUP * NUM_GROUPS)
     spread = sum(map(max, lengths)) / NUM_GROUPS / mean
     args: Any = SimpleNamespace()
-    num_short = Execution(args, 0, False, Room(1), spread=spread).num_short(GROUP)
+    num_short = Execution(args, 0, False, KVBudget(1), spread=spread).num_short(GROUP)
     row: dict[str, Any] = {"lengths": name, "cache": cache, "spread": spread, "num_short": num_short}
     for way in ("alone", "kept", "short"):
         seconds, recomputed = simulate(lengths, cache, way, num_short, mean + PROMPT / GROUP)

@@ -30,7 +30,7 @@ from instep.checkpoints.integrity import (
     put_in_place,
     write_manifest,
 )
-from instep.checkpoints.values import SAVABLE, from_text, to_text
+from instep.checkpoints.state_json import SAVABLE, from_text, to_text
 from instep.errors import CheckpointError, ConfigError
 from instep.system.atomic import free_name, write_text
 from instep.system.documents import read_text
@@ -255,7 +255,7 @@ def has_optimizer(folder: Path) -> bool:
     Raises:
         CheckpointError: it cannot be read.
     """
-    from instep.checkpoints.plain import METADATA, read_index  # torch is imported only here
+    from instep.checkpoints.dist_checkpoint import METADATA, read_index  # torch is imported only here
     from instep.checkpoints.torch_files import load_data
 
     if (folder / METADATA).is_file():

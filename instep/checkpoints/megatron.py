@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from instep.checkpoints.dist_checkpoint import METADATA
 from instep.checkpoints.megatron_files import (
     EXPERTS,
     FUSED,
@@ -35,7 +36,6 @@ from instep.checkpoints.megatron_files import (
     torch_dist_tensors,
     torch_tensors,
 )
-from instep.checkpoints.plain import METADATA
 from instep.checkpoints.torch_files import load_data
 from instep.errors import CheckpointError
 from instep.models.shape import ModelShape

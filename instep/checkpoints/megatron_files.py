@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from instep.checkpoints.inert import MAX_NAME
-from instep.checkpoints.plain import read_index
+from instep.checkpoints.dist_checkpoint import read_index
+from instep.checkpoints.safe_pickle import MAX_NAME
 from instep.checkpoints.torch_files import TensorFiles, load_data
 from instep.errors import CheckpointError
 from instep.models.weight_map import Kind, WeightEntry

@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from instep.checkpoints.dist_checkpoint import METADATA
 from instep.checkpoints.megatron_files import EXPERTS, FUSED, LAYERS, LOCAL_EXPERTS, full_shape
-from instep.checkpoints.plain import METADATA
 from instep.errors import CheckpointError
 from instep.models.shape import ModelShape
 from instep.models.weight_map import Kind, WeightEntry, pieces, weight_entries

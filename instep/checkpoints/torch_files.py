@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.utils import _create_file_view
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from instep.checkpoints.inert import DAMAGED, class_for
+from instep.checkpoints.safe_pickle import DAMAGED, class_for
 from instep.errors import CheckpointError
 from instep.system.documents import open_regular
 

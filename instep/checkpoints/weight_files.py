@@ -10,7 +10,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from instep.checkpoints.inert import MAX_NAME
+from instep.checkpoints.safe_pickle import MAX_NAME
 from instep.errors import CheckpointError
 from instep.models.files import INDEX, SINGLE, weight_map
 from instep.system.documents import open_regular

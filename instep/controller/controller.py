@@ -23,6 +23,7 @@ from instep.checkpoints.folders import checkpoints_read, finish_renames
 from instep.checkpoints.hf_export import check_hf_checkpoint
 from instep.checkpoints.integrity import check_whole
 from instep.controller import dumps
+from instep.controller.debug_dump import dump_on_signal, write_dump
 from instep.controller.deployment import Deployment
 from instep.controller.device import resolve_on_machine
 from instep.controller.profile import StepProfile
@@ -41,7 +42,6 @@ from instep.controller.round_metrics import (
 from instep.controller.run_state import beginning, check_savable, data_state, how_to_go_on, restore_data
 from instep.controller.saves import Saves
 from instep.controller.space import check_space, num_saves
-from instep.controller.stacks import dump_on_signal, write_dump
 from instep.controller.totals import Totals
 from instep.controller.trainer import Trainer
 from instep.controller.trial import HookTrial

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from instep.checkpoints.folders import RELEASE, find_checkpoint, has_optimizer, read_state
 from instep.checkpoints.integrity import TRACKER, has_digests, others
-from instep.checkpoints.values import SAVABLE, to_text
+from instep.checkpoints.state_json import SAVABLE, to_text
 from instep.data.ledger import LedgeredDataSource, group_indices
 from instep.errors import CheckpointError, ConfigError, RolloutError
 from instep.observability.run_folder import config_of

@@ -22,7 +22,7 @@ from instep.checkpoints.folders import (
     weights_folder,
 )
 from instep.checkpoints.integrity import linked_digests
-from instep.checkpoints.written import remove_notes, wait_written
+from instep.checkpoints.save_markers import remove_notes, wait_written
 from instep.cluster.base import Cluster
 from instep.controller.role import RoleTrainer
 from instep.controller.run_state import Beginning

@@ -31,8 +31,8 @@ from instep.rollout.execute import (
     train_sampling_params,
 )
 from instep.rollout.filters import verdict_of
+from instep.rollout.kv_budget import KVBudget
 from instep.rollout.rewards.dispatch import apply_rewards
-from instep.rollout.room import Room
 from instep.rollout.tokens import prompt_ids, tokenizer_of
 from instep.system.hooks import Hook
 from instep.types import Group, Sample, Status, VersionSpan, reward_of
@@ -140,7 +140,7 @@ class HookTrial:
         """
         args, lower = self._args, False
         num_tried = len(group) if args.group_rm else 1
-        execution = Execution(self._hook_args, 0, evaluation=False, room=Room(1))
+        execution = Execution(self._hook_args, 0, evaluation=False, kv_budget=KVBudget(1))
         try:
             for i in range(num_tried):
                 hooks = ", ".join(args.rollout_sample_hook_path)

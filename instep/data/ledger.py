@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from instep.checkpoints.values import SAVABLE
+from instep.checkpoints.state_json import SAVABLE
 from instep.errors import RolloutError
 from instep.types import Group, Sample
 

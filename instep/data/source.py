@@ -8,7 +8,7 @@ import threading
 from collections.abc import Sized
 from typing import TYPE_CHECKING, Any
 
-from instep.checkpoints.values import to_text
+from instep.checkpoints.state_json import to_text
 from instep.data.dataset import check_tokens, load_dataset, options_of, tell_of_bos
 from instep.data.formats import row_format
 from instep.data.mixture import Mixture

@@ -11,8 +11,8 @@ from instep.data.formats import eval_row_format
 from instep.errors import ConfigError, RolloutError
 from instep.rollout import runtime
 from instep.rollout.execute import Execution, longest_response, new_execution, run_group
+from instep.rollout.group_request import generate_group
 from instep.rollout.rewards.dispatch import BUILT_IN
-from instep.rollout.together import generate_group
 from instep.rollout.tokens import tokenizer_of
 from instep.system.hooks.neighbours import is_own
 from instep.system.run_context import PerRun

@@ -15,10 +15,10 @@ from instep.data.sampling import Presumed, requests_noted, settle
 from instep.engines.kind import kind_of
 from instep.errors import DataError, RolloutError
 from instep.rollout.client import to_vllm
+from instep.rollout.kv_budget import SAMPLES_PER_ENGINE, KVBudget
 from instep.rollout.outputs import DONE, check_sample, check_versions, flatten
 from instep.rollout.request_gate import gate
 from instep.rollout.rewards.dispatch import apply_rewards
-from instep.rollout.room import SAMPLES_PER_ENGINE, Room
 from instep.rollout.runtime import gather
 from instep.rollout.tokens import prompt_ids
 from instep.system import spans
@@ -50,7 +50,7 @@ class Execution:
     args: HookSettings
     rollout_id: int
     evaluation: bool
-    room: Room
+    kv_budget: KVBudget
     reward_key: str | None = None
     max_context_len: int | None = None
     seed_tag: str = ""  # keeps the sampling seeds of evaluation sets apart
@@ -68,7 +68,7 @@ class Execution:
     def num_short(self, num_samples: int) -> int:
         """Return how many of a group's samples have ended on average, over the time until its longest one ends.
 
-        The group's request is answered only then. This many samples leave the room at once, so that as many run as if
+        The group's request is answered only then. This many samples leave the budget at once, so that as many run as if
         each left when it ends.
         """
         return min(num_samples - 1, round(num_samples * (1 - 1 / self.spread))) if self.spread <= WIDEST else 0
@@ -107,8 +107,8 @@ def new_execution(
     The first one has no expectation: too high a guess keeps engines idle, and that costs more than a KV cache that
     overflows. The lengths of a trial are forgotten.
     """
-    room = Room(SAMPLES_PER_ENGINE * max(1, len(args.rollout_engine_urls)), gate().num_cached_tokens)
-    out = Execution(args, rollout_id, evaluation, room, args.reward_key, args.rollout_max_context_len)
+    budget = KVBudget(SAMPLES_PER_ENGINE * max(1, len(args.rollout_engine_urls)), gate().num_cached_tokens)
+    out = Execution(args, rollout_id, evaluation, budget, args.reward_key, args.rollout_max_context_len)
     before = _last().get(evaluation)
     if before is not None and before.num_samples:
         out.expected_tokens = before.num_tokens / before.num_samples
@@ -164,12 +164,12 @@ async def run_group(
     new = sum(not _is_generated(sample) for sample in group)
     tokens = execution.tokens_of_group(new)
     if new:
-        await execution.room.enter(new, tokens)
+        await execution.kv_budget.enter(new, tokens)
     for sample in group:
         sample.execution_id = sample.execution_id or f"{sample.group_index}.{sample.index}"
     seed = sampling_seed(f"{execution.seed_tag}{args.rollout_seed}", group[0].group_index) if group else 0
     if together is not None and new == len(group) > 1:
-        await asyncio.sleep(0)  # let all groups that begin now ask for room, so that it is known whether others wait
+        await asyncio.sleep(0)  # let all groups that begin now ask for it, so that it is known whether others wait
         if _may_go_together(execution, group):
             at_once = {**_within_context(execution, group[0], params), "seed": seed}
             await _at_once(execution, group, at_once, tokens, together)
@@ -195,7 +195,7 @@ def _may_go_together(execution: Execution, group: Group) -> bool:
     args = execution.args
     if args.custom_generate_function_path or args.rollout_sample_hook_path:
         return False
-    if execution.aborted or spans.now() is not None or (execution.room.is_crowded and execution.spread > WIDEST):
+    if execution.aborted or spans.now() is not None or (execution.kv_budget.is_crowded and execution.spread > WIDEST):
         return False
     return not any(s.generate_function_path or s.response_length for s in group)
 
@@ -203,19 +203,19 @@ def _may_go_together(execution: Execution, group: Group) -> bool:
 async def _at_once(
     execution: Execution, group: Group, params: dict[str, Any], tokens: float, together: Together
 ) -> None:
-    """Let `together` generate the group. Samples that it has not generated, if any, are still in the room."""
-    room, short = execution.room, 0
+    """Let `together` generate the group. Samples that it has not generated, if any, still count."""
+    budget, short = execution.kv_budget, 0
     try:
         if (work := together(execution.args, group, params, execution.evaluation)) is None:
             return
         short = execution.num_short(len(group))
-        room.leave(tokens, short)
+        budget.leave(tokens, short)
         await work
     except BaseException:  # also a cancellation
-        room.leave(tokens, len(group) - short)
+        budget.leave(tokens, len(group) - short)
         raise
     generated = [sample for sample in group if _is_generated(sample)]
-    room.leave(tokens, len(generated) - short)
+    budget.leave(tokens, len(generated) - short)
     for sample in generated:
         execution.count(sample)
 
@@ -252,7 +252,7 @@ async def _run_inside(execution: Execution, sample: Sample, params: dict[str, An
                 return [sample]
             samples, are_siblings = await _generate(execution, sample, params)
         finally:
-            execution.room.leave(tokens)
+            execution.kv_budget.leave(tokens)
         if any(s.status is Status.ABORTED for s in samples):
             return samples
         if args.rollout_sample_hook_path:

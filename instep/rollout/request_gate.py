@@ -27,7 +27,7 @@ class RequestGate:
         num_under_way: how many were admitted and have no answer yet.
         version: of the weights that make tokens now; None: engines report it, or it is not known.
         num_cached_tokens: the capacity of the KV caches of the policy's engines together, which bounds how many samples
-            rollouts send at once (`room.py`); inf: not known.
+            rollouts send at once (`kv_budget.py`); inf: not known.
     """
 
     def __init__(self) -> None:

@@ -18,8 +18,8 @@ from instep.data.ledger import begin_under
 from instep.errors import RewardError, RolloutError
 from instep.rollout import runtime
 from instep.rollout.execute import run_group
+from instep.rollout.group_request import generate_group
 from instep.rollout.outputs import flatten, taken_from
-from instep.rollout.together import generate_group
 from instep.rollout.vllm_rollout import GroupRollout, order_of
 from instep.types import Group, RolloutFnTrainOutput, Status
 

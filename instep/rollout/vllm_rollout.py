@@ -17,8 +17,8 @@ from instep.rollout.client import abort_all, get_model_url, to_vllm, wire_of
 from instep.rollout.eval import evaluate
 from instep.rollout.execute import Execution, new_execution, run_group, sampling_seed, train_sampling_params
 from instep.rollout.filters import DynamicFilterOutput, verdict_of
+from instep.rollout.group_request import ask, ended_at_joint, experts_wanted, generate_group, take
 from instep.rollout.outputs import flatten, taken_from
-from instep.rollout.together import ask, ended_at_joint, experts_wanted, generate_group, take
 from instep.rollout.tokens import TOKENS_BEFORE, prompt_ids, tokenizer_of
 from instep.system.hooks import Hook
 from instep.types import Group, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, Status

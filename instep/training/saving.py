@@ -2,7 +2,7 @@
 
 With --async-save the ranks plan the save together, as always, and each copies its tensors to host memory. Then training
 continues, and a thread of each rank writes the same files as without the flag. It needs no other rank, except that the
-first rank lists all files in `.metadata`. So ranks report to each other by files (`written.py`).
+first rank lists all files in `.metadata`. So ranks report to each other by files (`save_markers.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from instep.checkpoints.integrity import digests_of_rank
-from instep.checkpoints.written import tell_written, wait_written
+from instep.checkpoints.save_markers import tell_written, wait_written
 from instep.weights.parking import HostCopies
 
 

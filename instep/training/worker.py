@@ -22,16 +22,16 @@ import torch
 import torch.distributed as dist
 
 from instep.checkpoints.adapter import lora_of
-from instep.checkpoints.plain import seed_all
+from instep.checkpoints.dist_checkpoint import seed_all
 from instep.checkpoints.remote_code import load_config
 from instep.system.importing import first_import
 from instep.training.backend import Frozen, LossFn, LossOutput, ParallelInfo, Role, TokenOutputs, TrainBackend
-from instep.training.begun import BegunStep
-from instep.training.choices import OwnChoices
+from instep.training.begun_step import BegunStep
 from instep.training.gap import COLUMN, FreshGap, measured
 from instep.training.losses import loss_fn_from_args, metrics_of_step, value_loss_fn
 from instep.training.megatron.hooks import MegatronHooks
 from instep.training.megatron.upstream_fixes import require_megatron
+from instep.training.own_choices import OwnChoices
 from instep.training.postprocess import postprocessed
 from instep.training.profile import Profiled
 from instep.training.rendezvous import store

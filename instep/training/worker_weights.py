@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from instep.checkpoints.plain import random_state, set_random_state
+from instep.checkpoints.dist_checkpoint import random_state, set_random_state
 from instep.errors import CheckpointError
 from instep.training.backend import TrainBackend
 from instep.weights import single_copy

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from instep.checkpoints.inert import Made, NoData, read
+from instep.checkpoints.safe_pickle import Made, NoData, read
 from instep.cluster.worker_main import answer, leave
 from instep.errors import SyncError
 from instep_engine.gloo import make_devices, shut

@@ -11,7 +11,7 @@ import torch
 
 from instep.errors import RolloutError
 from instep.models.shape import num_experts
-from instep.training.choices import CHOSEN, OwnChoices
+from instep.training.own_choices import CHOSEN, OwnChoices
 from instep.types import TokenBatch
 from tests.distributed.megatron_layouts import CUDA, LAYOUTS, MODELS
 from tests.distributed.megatron_runs import make_backend, micro_batches, weighted_loss

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from instep.checkpoints.written import remove_notes, tell_written, wait_written
+from instep.checkpoints.save_markers import remove_notes, tell_written, wait_written
 from instep.errors import CheckpointError
 from instep.training import saving
 from instep.training.hf.backend import HfBackend

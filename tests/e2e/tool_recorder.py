@@ -8,10 +8,10 @@ import os
 
 from python_tool import generate as generate_with_tool
 
-from instep.rollout import together
+from instep.rollout import group_request
 
 _asking = contextvars.ContextVar("_asking")
-_complete = together.complete_n
+_complete = group_request.complete_n
 
 
 async def _recorded(url, model, token_ids, params, n, **kwargs):
@@ -22,7 +22,7 @@ async def _recorded(url, model, token_ids, params, n, **kwargs):
     return answers
 
 
-together.complete_n = _recorded
+group_request.complete_n = _recorded
 
 
 async def generate(args, sample, sampling_params):

@@ -17,8 +17,8 @@ from instep.engines.engine import Engine
 from instep.errors import EngineError, RolloutError
 from instep.rollout import runtime
 from instep.rollout.execute import new_execution, run_group, train_sampling_params
-from instep.rollout.room import Room
-from instep.rollout.together import generate_group
+from instep.rollout.group_request import generate_group
+from instep.rollout.kv_budget import KVBudget
 from instep.rollout.vllm_rollout import generate_rollout
 from instep.types import Group, Sample, VersionSpan
 from tests.engines.rollouts import calls, check_log_probs, eos, rollout, source_of
@@ -197,7 +197,7 @@ def test_oracle_a_group_at_once_is_what_its_samples_are_one_by_one(
         rows = [await run_group(alone, copy.deepcopy(group), params)]
         rows.append(await run_group(together, copy.deepcopy(group), params, generate_group))
         assert together.lengths == alone.lengths and together.num_tokens == alone.num_tokens > 0
-        assert together.room.num_inside == alone.room.num_inside == 0
+        assert together.kv_budget.num_inside == alone.kv_budget.num_inside == 0
         seeded, direct = {**params, "seed": rows[0][0].sampling_params["seed"]}, copy.deepcopy(group)
         work = generate_group(args, direct, seeded)
         assert work is not None  # it has not left them to the other way
@@ -225,12 +225,12 @@ def test_a_group_that_ends_early_leaves_the_room(make_args: Callable[..., Any], 
             raise EngineError("no answer")
 
         async def aborted(*_: Any) -> None:
-            assert execution.room.num_inside == {1.0: 3, 1.6: 2, 3.0: 1}[spread]
+            assert execution.kv_budget.num_inside == {1.0: 3, 1.6: 2, 3.0: 1}[spread]
             execution.aborted = True
 
         with pytest.raises(EngineError) if ends == "fails" else contextlib.nullcontext():
             await run_group(execution, group, train_sampling_params(args), fails if ends == "fails" else aborted)
-        return execution.room.num_inside
+        return execution.kv_budget.num_inside
 
     assert runtime.run(main(), timeout=60) == 0
 
@@ -256,9 +256,11 @@ def test_oracle_groups_of_known_spread_go_together_where_others_wait(
 
     async def rollout(spread: float, together: Any) -> list[list[Any]]:
         execution, params = new_execution(args, 0), train_sampling_params(args)
-        execution.room, execution.spread = Room(7), spread
+        execution.kv_budget, execution.spread = KVBudget(7), spread
         rows = await asyncio.gather(*(run_group(execution, group, params, together) for group in copy.deepcopy(groups)))
-        assert execution.room.num_inside == 0  # log-probs depend on what an engine runs at once, in their last bits
+        assert (
+            execution.kv_budget.num_inside == 0
+        )  # log-probs depend on what an engine runs at once, in their last bits
         return [[(s.execution_id, s.tokens, s.response, s.status, s.sampling_params) for s in row] for row in rows]
 
     async def both() -> tuple[Any, Any]:
@@ -281,7 +283,7 @@ def test_groups_for_whose_room_others_wait_are_no_single_requests(
 
     async def main() -> None:
         execution = new_execution(args, 0)
-        execution.room, execution.spread = Room(6), math.inf
+        execution.kv_budget, execution.spread = KVBudget(6), math.inf
         params = train_sampling_params(args)
         await asyncio.gather(*(run_group(execution, group, params, noted) for group in groups))
 

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
     StorageMeta,
 )
 
-from instep.checkpoints.plain import METADATA, read_index
+from instep.checkpoints.dist_checkpoint import METADATA, read_index
 
 Damage = Callable[[Path], object]  # of a folder
 DEEP = 20_000

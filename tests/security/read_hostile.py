@@ -21,7 +21,7 @@ import torch.distributed._shard.sharded_tensor.metadata
 import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.planner
 
-from instep.checkpoints.plain import METADATA, read_index
+from instep.checkpoints.dist_checkpoint import METADATA, read_index
 from instep.checkpoints.torch_files import load_data
 from instep.errors import CheckpointError
 from tests.security import hostile

@@ -9,7 +9,7 @@ from pathlib import Path, PosixPath
 
 import torch.distributed.checkpoint as dcp
 
-from instep.checkpoints.plain import METADATA
+from instep.checkpoints.dist_checkpoint import METADATA
 from instep.errors import CheckpointError
 from tests.assets import make_prompts
 from tests.distributed.helpers import RankPool

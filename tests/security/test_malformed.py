@@ -16,9 +16,9 @@ import torch.distributed.checkpoint as dcp
 
 from instep.checkpoints.adapter import TENSORS, read_adapter
 from instep.checkpoints.convert import _shape
+from instep.checkpoints.dist_checkpoint import load_tensors, read_index
 from instep.checkpoints.megatron import MegatronCheckpoint, _steps
 from instep.checkpoints.megatron_files import full_shape
-from instep.checkpoints.plain import load_tensors, read_index
 from instep.checkpoints.torch_files import load_data
 from instep.cli import main
 from instep.errors import CheckpointError

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from instep.checkpoints import inert
-from instep.checkpoints.inert import Made, NoData
+from instep.checkpoints import safe_pickle
+from instep.checkpoints.safe_pickle import Made, NoData
 
 
 class Evil:
@@ -20,12 +20,12 @@ class Evil:
 
 
 def test_what_a_pickle_would_make_is_kept_as_data(capsys: pytest.CaptureFixture[str]) -> None:
-    made = inert.read(pickle.dumps({"evil": Evil(), "list": [1, (2.5, None)]}))
+    made = safe_pickle.read(pickle.dumps({"evil": Evil(), "list": [1, (2.5, None)]}))
     assert made["list"] == [1, (2.5, None)] and isinstance(made["evil"], Made)
     assert (made["evil"].of, made["evil"].args, made["evil"].state) == ("builtins.print", ("was here",), {"a": 1})
     assert capsys.readouterr().out == ""
     with pytest.raises(NoData):  # BUILD on a class, which would change it
-        inert.read(b"\x80\4cbuiltins\nprint\nN}X\1\0\0\0aK\1s\x86b.")
+        safe_pickle.read(b"\x80\4cbuiltins\nprint\nN}X\1\0\0\0aK\1s\x86b.")
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 
-from instep.checkpoints.inert import Made
-from instep.checkpoints.plain import METADATA, load_tensors, random_state, read_index, set_random_state
+from instep.checkpoints.dist_checkpoint import METADATA, load_tensors, random_state, read_index, set_random_state
+from instep.checkpoints.safe_pickle import Made
 from instep.checkpoints.torch_files import load_data
 from instep.data.tokenizer import load_tokenizer
 from instep.errors import CheckpointError

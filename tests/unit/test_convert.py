@@ -19,10 +19,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from instep.checkpoints import convert, hf_export
+from instep.checkpoints.dist_checkpoint import read_index
 from instep.checkpoints.integrity import write_manifest
 from instep.checkpoints.megatron import MegatronCheckpoint
 from instep.checkpoints.megatron_writer import _no_scales
-from instep.checkpoints.plain import read_index
 from instep.checkpoints.remote_code import load_config
 from instep.cli import main
 from instep.errors import CheckpointError

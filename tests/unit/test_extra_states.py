@@ -10,9 +10,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from instep.checkpoints import convert
+from instep.checkpoints.dist_checkpoint import read_index
 from instep.checkpoints.megatron import MegatronCheckpoint
 from instep.checkpoints.megatron_files import full_shape
-from instep.checkpoints.plain import read_index
 from instep.models.shape import ModelShape
 from instep.models.weight_map import Kind
 from tests.distributed.megatron_layouts import MODELS, random_model

@@ -27,8 +27,8 @@ from instep.rollout.filters import (
     check_reward_nonzero_std_with_fallback,
     verdict_of,
 )
+from instep.rollout.group_request import ended_at_joint, take
 from instep.rollout.outputs import as_eval_output, as_train_output
-from instep.rollout.together import ended_at_joint, take
 from instep.rollout.tokens import encode, tokenizer_of
 from instep.system.hooks import Hook
 from instep.types import RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, Status, VersionSpan

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from instep.checkpoints.folders import read_state, save_checkpoint
-from instep.checkpoints.values import from_text
+from instep.checkpoints.state_json import from_text
 from instep.controller.round import Rollout
 from instep.controller.run_state import check_savable, data_state, restore_data
 from instep.data.ledger import Ledger, LedgeredDataSource

@@ -18,7 +18,7 @@ from instep.engines.embedded.protocol import Request
 from instep.engines.wire import Completion
 from instep.errors import RolloutError
 from instep.models import routes
-from instep.rollout import together, vllm_rollout
+from instep.rollout import group_request, vllm_rollout
 from instep.training.megatron.replay import has_twice
 from instep.types import Sample, Status
 from instep_engine import answers
@@ -104,7 +104,7 @@ def test_an_engine_is_never_asked_for_rows_behind_the_prompt(cut, start, evaluat
         return ""
 
     monkeypatch.setattr(vllm_rollout, "ask", answer)
-    monkeypatch.setattr(together, "decode", text)
+    monkeypatch.setattr(group_request, "decode", text)
     args = SimpleNamespace(use_rollout_routing_replay=True)
     asyncio.run(vllm_rollout.generate(args, sample, {}, evaluation=evaluation))
     if evaluation:

@@ -21,8 +21,8 @@ from instep.rollout import runtime
 from instep.rollout.client import get_model_url
 from instep.rollout.eval import evaluate
 from instep.rollout.execute import new_execution, run_group, train_sampling_params
+from instep.rollout.group_request import generate_group
 from instep.rollout.http import post
-from instep.rollout.together import generate_group
 from instep.rollout.vllm_rollout import generate
 from instep.types import Sample, Status
 from tests.assets import make_checkpoint, make_prompts

@@ -24,7 +24,7 @@ from transformers import PretrainedConfig
 
 from instep.checkpoints.adapter import CONFIG as ADAPTER_CONFIG
 from instep.checkpoints.adapter import Base, Lora, base_of, check_layout, export_adapter, write_layout
-from instep.checkpoints.plain import cause_of, load_tensors, read_index, refuse_others
+from instep.checkpoints.dist_checkpoint import cause_of, load_tensors, read_index, refuse_others
 from instep.checkpoints.weight_files import weight_files, weight_names
 from instep.errors import CheckpointError
 from instep.models.checkpoint_names import CheckpointNames, named_weights

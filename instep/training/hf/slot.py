@@ -1,4 +1,4 @@
-"""Room on a GPU for moments in host memory, during the step of their weights."""
+"""KVBudget on a GPU for moments in host memory, during the step of their weights."""
 
 from __future__ import annotations
 

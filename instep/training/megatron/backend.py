@@ -22,13 +22,13 @@ from instep.models.mtp import left_out
 from instep.models.shape import model_shape
 from instep.models.weight_map import EMBEDDING, HEAD
 from instep.training.backend import LossFn, LossOutput, Role, StepResult, TokenOutputs
-from instep.training.choices import CHOSEN
 from instep.training.megatron import cpu_platform, layout, upstream_fixes
 from instep.training.megatron.checks import check_arguments, padded_vocab_size
 from instep.training.megatron.hooks import MegatronHooks
 from instep.training.megatron.moments import keep_moments_as_asked
 from instep.training.megatron.replay import routes_of
 from instep.training.megatron.weights import MegatronWeightSource, check_parameters, load_hf, local_parameters
+from instep.training.own_choices import CHOSEN
 from instep.training.saving import Saver
 from instep.training.selection import Selection
 from instep.types import TokenBatch

@@ -9,14 +9,14 @@ import pytest
 
 from instep.engines.vllm import tokens_of_caches
 from instep.rollout import execute
+from instep.rollout.kv_budget import KVBudget
 from instep.rollout.request_gate import gate
-from instep.rollout.room import Room
 from instep.types import Sample, Status
 
 
 def test_groups_come_in_whole_and_in_order() -> None:
     async def main() -> None:
-        room, came = Room(5, 100.0), list[int]()
+        room, came = KVBudget(5, 100.0), list[int]()
 
         async def group(number: int, size: int, tokens: float) -> None:
             await room.enter(size, tokens)
@@ -38,7 +38,7 @@ def test_groups_come_in_whole_and_in_order() -> None:
 @pytest.mark.parametrize("tokens, at_once", [(10.0, 10), (25.0, 4), (1000.0, 1)])
 def test_expected_tokens_stay_below_the_caches(tokens: float, at_once: int) -> None:
     async def main() -> int:
-        room, most = Room(1024, 100.0), 0
+        room, most = KVBudget(1024, 100.0), 0
 
         async def sample() -> None:
             nonlocal most
@@ -56,7 +56,7 @@ def test_expected_tokens_stay_below_the_caches(tokens: float, at_once: int) -> N
 
 def test_who_is_cancelled_leaves_no_trace() -> None:
     async def main() -> None:
-        room = Room(2, math.inf)
+        room = KVBudget(2, math.inf)
         await room.enter(2, 1.0)
         waiting = [asyncio.create_task(room.enter(1, 1.0)) for _ in range(3)]
         await asyncio.sleep(0)
@@ -97,7 +97,7 @@ def test_a_rollout_expects_the_lengths_of_the_last_one() -> None:
         assert second.expected_tokens == second.tokens_of_group(1) == 20.0 and second.tokens_of_group(4) == 14.0
         assert execute.new_execution(args, 1, is_trial=True).expected_tokens == 0.0  # nothing came of the second yet
         assert execute.new_execution(args, 2).expected_tokens == 0.0  # nothing came of the second
-        assert second.room._num_tokens == 5000.0 and second.room._num_samples == 1024
+        assert second.kv_budget._num_tokens == 5000.0 and second.kv_budget._num_samples == 1024
     finally:
         gate().reset()
         execute._last().clear()
@@ -128,7 +128,7 @@ def test_a_rollout_expects_the_spread_of_the_last_one() -> None:
 
 def test_a_sample_for_whose_room_others_wait_asks_alone() -> None:
     async def main() -> None:
-        room = Room(2)
+        room = KVBudget(2)
         await room.enter(2, 1.0)
         assert not room.is_crowded
         waits = asyncio.create_task(room.enter(1, 1.0))
@@ -143,7 +143,7 @@ def test_a_sample_for_whose_room_others_wait_asks_alone() -> None:
 
 def test_waiters_that_are_cancelled_with_a_leave_hear_of_the_cancellation() -> None:
     async def main() -> None:
-        room = Room(1)
+        room = KVBudget(1)
         await room.enter(1, 1.0)
         waits = asyncio.create_task(room.enter(1, 1.0))
         await asyncio.sleep(0)

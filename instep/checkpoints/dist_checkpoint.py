@@ -1,6 +1,6 @@
 """Read checkpoints as data: a checkpoint from an untrusted source cannot run code here.
 
-The index `.metadata` of a distributed checkpoint is a pickle. It is read once, as data (`inert.py`), and torch's
+The index `.metadata` of a distributed checkpoint is a pickle. It is read once, as data (`safe_pickle.py`), and torch's
 `Metadata` is made from it. torch itself reads no index and no entry.
 """
 
@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType
 from torch.futures import Future
 
-from instep.checkpoints.inert import MAX_NAME, Made, NoData, read
+from instep.checkpoints.safe_pickle import MAX_NAME, Made, NoData, read
 from instep.checkpoints.torch_files import TensorFiles, load_data
 from instep.errors import CheckpointError
 from instep.system.documents import open_regular

@@ -23,7 +23,7 @@ class _Turn(NamedTuple):
     come: asyncio.Future[None]
 
 
-class Room:
+class KVBudget:
     """Admits groups in order, as soon as there is room for all samples of a group. Samples leave one by one.
 
     A group of any size comes in when no other one is inside.
