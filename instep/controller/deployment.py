@@ -94,13 +94,22 @@ class Deployment:
 
     def start(self) -> None:
         """Start all processes, load the models, and let the engines serve the weights of `--hf-checkpoint`."""
+        self._check_servers()
+        cluster = self._start_processes()
+        proof = self._load_models(cluster)
+        self._serve(cluster, proof)
+
+    def _check_servers(self) -> None:
+        """Report servers that do not work or do not fit, before anything starts."""
         check_loopback()
-        self._shared()  # reports a dead server before anything starts
-        args, turns, line = self._args, self._turns, self._log.progress.line
-        if (teacher := served_teacher(args)) is not None and not args.debug_rollout_only:
-            self._bound_context(teacher.check(tokenizer_of(args)))
+        self._shared()
+        if (teacher := served_teacher(self._args)) is not None and not self._args.debug_rollout_only:
+            self._bound_context(teacher.check(tokenizer_of(self._args)))
+
+    def _start_processes(self) -> Cluster:
+        """Start workers, engines and routers; none of them has a model yet."""
         self._cluster = cluster = make_cluster(
-            args,
+            self._args,
             log_dir=self._log.run_dir / "logs",
             scratch=self._scratch.path,
             memory=self._memory.path,
@@ -111,40 +120,49 @@ class Deployment:
         self.engines = cluster.engines
         self.worker_groups = [group for group in (cluster.workers, cluster.critic) if group.num_ranks]
         for group in self.worker_groups:
-            group.watch, group.hooks = self.check, own_hooks(args)
+            group.watch, group.hooks = self.check, own_hooks(self._args)
         for engine in self.engines:
             engine.watch = partial(self._check_call, engine)
-        self._fleet = fleet = Fleet(
-            args,
+        self._fleet = Fleet(
+            self._args,
             self.engines,
             restart=cluster.restart_engine,
             log_dir=self._log.run_dir / "logs",
-            status=line,
-            takes_turns=turns.are_taken,
+            status=self._log.progress.line,
+            takes_turns=self._turns.are_taken,
         )
-        if args.rollout_top_p < 1 or args.rollout_top_k > 0:
-            self._log.status(
-                "top-p/top-k: the engine's log-probs are of the truncated distribution, the gap shows the difference"
-            )
+        return cluster
+
+    def _load_models(self, cluster: Cluster) -> Proof | None:
+        """Load the trainer, and wait for the engines. Where both are on the same GPUs, one goes before the other."""
+        args, turns = self._args, self._turns
         if cluster.room is not None:  # engines only import until the trainer has left the GPUs
             self._load_trainer(cluster)
             if self.trainer is not None:  # compile its layers while the engines start
                 self.trainer.actor.probe_log_probs(self._proof(128).probe.batch(), args.sync_timeout)
             turns.leave()
             cluster.room.touch()
-            proof = self._wait_ready(fleet)
-        elif turns.sleeps:  # engines measure the free memory
+            return self._wait_ready()
+        if turns.sleeps:  # engines measure the free memory
             timeout = args.worker_start_timeout + args.engine_start_timeout
             setup = cluster.setup_requests
             imports = [g.start("prepare", setup[g.role][0][0], timeout=timeout) for g in self.worker_groups]
-            proof = self._wait_ready(fleet)
+            proof = self._wait_ready()
             turns.begin(self.engines)
             for finish in imports:
                 finish()
             self._load_trainer(cluster)
-        else:
-            self._load_trainer(cluster)
-            proof = self._wait_ready(fleet)
+            return proof
+        self._load_trainer(cluster)
+        return self._wait_ready()
+
+    def _serve(self, cluster: Cluster, proof: Proof | None) -> None:
+        """Admit requests to the engines. They have the weights of --hf-checkpoint: a trial keeps no samples."""
+        args, fleet, turns = self._args, self._fleet, self._turns
+        if args.rollout_top_p < 1 or args.rollout_top_k > 0:
+            self._log.status(
+                "top-p/top-k: the engine's log-probs are of the truncated distribution, the gap shows the difference"
+            )
         self._runtime.update(fleet.hook_attributes())
         self._runtime["num_rollout"] = self._num_rollout
         gate().guarded = get_model_url(self._hook_args, endpoint="/")
@@ -156,7 +174,7 @@ class Deployment:
                 self._sync.begin([engine for engine in self.engines if engine.update_weights])
             # The first sync of a resume brings the weights of the checkpoint, which already have this version.
             self._sync.version = max(0, int((self._beginning.state or {}).get("version", 0)) - 1)
-        fleet.admit(self.engines)  # with --hf-checkpoint's weights: a trial keeps nothing that they generate
+        fleet.admit(self.engines)
         if (name := args.ref_served_model) and (reference := served_reference(args, self._hook_args)) is not None:
             self._bound_context(reference.check(tokenizer_of(args), fleet.of_model(name)[0].url))
 
@@ -179,9 +197,9 @@ class Deployment:
         config = self._hf_config
         return Proof(self._args, vocab_size=int(config["vocab_size"]), max_len=max_len, start=start_token(config))
 
-    def _wait_ready(self, fleet: Fleet) -> Proof | None:
+    def _wait_ready(self) -> Proof | None:
         """Wait for the engines; one of them writes the first texts of the probe."""
-        fleet.wait_ready(self._args.engine_start_timeout)
+        self._fleet.wait_ready(self._args.engine_start_timeout)
         if not self.engines or self._args.debug_rollout_only:
             return None
         proof = self._proof(context_of_model(self._args) or 128)
