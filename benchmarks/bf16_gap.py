@@ -105,7 +105,8 @@ def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
             loaded = asyncio.run(generate_again(fresh, scratch / "exported", synced))
             between = largest_difference(controller, fresh, synced)
         assert controller.totals.last_sync is not None
-        version, probe = controller.totals.last_sync.version, controller.last_sync.proven.last.largest
+        last = controller.totals.last_sync
+        version, probe = last.version, last.proven.last.largest
         differences = gaps_of(controller, synced)
         clipped = clipped_by_gspo(differences, synced)
         loaded_gap = float(gaps_of(controller, loaded).abs().mean())

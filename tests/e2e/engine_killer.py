@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 import urllib.request
@@ -10,8 +11,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
-
-from tests.e2e.commands import words_of
 
 KILL_AT, WAIT_AT = int(os.environ.get("KILL_AT", "20")), 40  # calls
 WAIT_SECONDS = 240.0
@@ -46,12 +45,14 @@ async def reward_that_stops_it(args: Any, sample: Any) -> float:
 
 def process_at(url: str) -> psutil.Process:
     """The engine's own process, or, where KILL_CORE is set, the one of vLLM that computes."""
-    port = str(urlsplit(url).port)
+    port = urlsplit(url).port
     family = psutil.Process(os.getpid())
     siblings = family.parent().children()  # an engine that the test runs
     for process in [*family.children(recursive=True), *siblings]:
-        words = words_of(process)
-        if "--port" in words and words[words.index("--port") + 1] == port:
+        listening = set[int]()
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            listening = {c.laddr.port for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+        if port in listening:
             if os.environ.get("KILL_CORE"):
                 return max(process.children(), key=lambda child: child.memory_info().rss)
             return process

@@ -209,7 +209,7 @@ class Run:
         seconds = time.time() - since
         assert self.process.poll() is not None, f"still running after {limit} s"
         stderr = self.process.communicate()[1]
-        assert "Traceback" not in stderr, stderr[-3000:]
+        assert not any(line.startswith("Traceback") for line in stderr.splitlines()), stderr[-3000:]
         return self.process.returncode, stderr, seconds
 
     def recovered(self, fault: str, seen: str, seconds: float | None = None) -> None:
