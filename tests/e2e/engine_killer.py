@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import time
 import urllib.request
@@ -11,6 +10,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
+
+from tests.e2e.commands import words_of
 
 KILL_AT, WAIT_AT = int(os.environ.get("KILL_AT", "20")), 40  # calls
 WAIT_SECONDS = 240.0
@@ -48,15 +49,20 @@ def process_at(url: str) -> psutil.Process:
     port = urlsplit(url).port
     family = psutil.Process(os.getpid())
     siblings = family.parent().children()  # an engine that the test runs
-    for process in [*family.children(recursive=True), *siblings]:
-        listening = set[int]()
-        with contextlib.suppress(psutil.Error):  # it has just ended
-            listening = {c.laddr.port for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
-        if port in listening:
-            if os.environ.get("KILL_CORE"):
-                return max(process.children(), key=lambda child: child.memory_info().rss)
-            return process
+    members = [*family.children(recursive=True), *siblings]
+    by_name = [p for p in members if f"--port {port} " in " ".join(words_of(p)) + " "]
+    for process in by_name or [p for p in members if listens_at(p, port)]:  # vLLM's title has no port
+        if os.environ.get("KILL_CORE"):
+            return max(process.children(), key=lambda child: child.memory_info().rss)
+        return process
     raise AssertionError(f"no process of {url}")
+
+
+def listens_at(process: psutil.Process, port: int | None) -> bool:
+    try:
+        return any(c.status == psutil.CONN_LISTEN and c.laddr.port == port for c in process.net_connections("tcp"))
+    except psutil.Error:  # it has just ended
+        return False
 
 
 def healthy(url: str) -> bool:
