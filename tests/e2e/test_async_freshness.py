@@ -17,6 +17,11 @@ NUM_ROLLOUT = 4
 NEAR = 1e-4  # of log-probs
 
 
+def moved(one, other):
+    """The largest change of a weight. Steps whose groups have equal rewards change little."""
+    return max(float((a - b).abs().max()) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
 def gap_of_every_token(folder, mode, *more):
     """The largest gap of the log-probs of all tokens that are trained on to those under the trainer's weights of the
     version that each claims."""
@@ -42,10 +47,11 @@ def gap_of_every_token(folder, mode, *more):
                 theirs = log_probs_under(models[version - 1], sample["tokens"])
                 largest = max(largest, float((theirs[-len(ours) :][start:end] - ours[start:end]).abs().max()))
                 num_tokens += end - start
-            if len(spans) > 1 and len(ours) > 40:  # the other versions would have been told apart
-                start, end = spans[0][1:]
-                other = log_probs_under(models[spans[-1][0] - 1], sample["tokens"])[-len(ours) :][start:end]
-                assert end - start < 20 or (other - ours[start:end]).abs().max() > 1e-3
+            first, last = models[spans[0][0] - 1], models[spans[-1][0] - 1]
+            start, end = spans[0][1:]
+            if end - start >= 20 and moved(first, last) > 1e-3:  # the other version would have been told apart
+                other = log_probs_under(last, sample["tokens"])[-len(ours) :][start:end]
+                assert (other - ours[start:end]).abs().max() > 1e-3
     assert num_tokens > 2000 and num_mixed > 0
     return largest
 

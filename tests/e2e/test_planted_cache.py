@@ -128,7 +128,7 @@ def test_an_old_cache_is_named_in_the_sync(stack: Stack, sync: WeightSync, monke
     assert (
         time.monotonic() - began < allowed(SECONDS) and caught.value.where == stack.engine.url and caught.value.remedy
     )
-    assert gate().closed and not under_way.done()  # nobody gets a token of it
+    assert gate().closed and not under_way.done()  # no client gets a token of it
     stack.engine.abort_requests(timeout=30)
     under_way.result(30)
 

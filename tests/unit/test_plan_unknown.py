@@ -212,3 +212,7 @@ def test_an_odd_trace_ends_no_run(tmp_path):
     engines = [engine("engine 0", lambda: of_torch(cut, "engine 0")), engine("engine 1", refuses)]
     assert profile._stop(engines, 0, 1) == [] and waits == [300.0, 300.0]
     assert "cut.pt.trace.json.gz is not a complete trace" in lines[0] and lines[1].endswith("it is gone")
+
+
+def test_without_a_model_or_gpus_nothing_is_said_about_memory(plan):
+    assert kinds("--colocate --actor-num-gpus-per-node 1".split()) == kinds(plan("--device cpu")) == []
