@@ -60,8 +60,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=f"{', '.join(names)}: not installed (make install-vllm)"))
         params = item.callspec.params if hasattr(item, "callspec") else {}
         names = [f"{name} {params.get(name, '')}" for name in sorted(SHARED.intersection(item.fixturenames))]
-        if not names and item.get_closest_marker("vllm"):
-            item.add_marker(pytest.mark.xdist_group("vllm"))  # several processes of a gigabyte each
-        elif names or "unit" in item.path.parts:
+        if names or "unit" in item.path.parts:
             room = "" if OF_SESSION.intersection(item.fixturenames) else item.path.stem
             item.add_marker(pytest.mark.xdist_group(" ".join(filter(None, [room, *names[:1]]))))

@@ -210,8 +210,8 @@ class VllmKind(EngineKind):
         if node_host == "127.0.0.1":  # gloo, and UCX below NIXL, would listen on the addresses of all interfaces
             here = {"VLLM_HOST_IP": node_host, "GLOO_SOCKET_IFNAME": "lo"}
             here["UCX_NET_DEVICES"] = os.environ.get("UCX_NET_DEVICES", "lo")
-        if args.device != "cpu" and len(spec.slots) == 1:  # vLLM's CPU platform always spawns
-            # The core inherits the imports of its server (12 to 15 s). vLLM still spawns it where it must.
+        if len(spec.slots) == 1 or args.device == "cpu":
+            # The core inherits the imports of its server (8 to 15 s). vLLM still spawns it where it must.
             here["VLLM_WORKER_MULTIPROC_METHOD"] = os.environ.get("VLLM_WORKER_MULTIPROC_METHOD", "fork")
         if args.weight_sync in OF_ADAPTERS:
             here[LORA_VARIABLE] = "1"

@@ -62,6 +62,10 @@ def register() -> None:
             from instep_engine.vllm.fast import sampler
 
             sampler.install()
+    if current_platform.is_cpu():
+        from instep_engine.vllm import cpu_fork
+
+        cpu_fork.install()
     if os.environ.get(PARENT_VARIABLE):
         from instep_engine.vllm import end_tokens
 

@@ -37,7 +37,7 @@ def port() -> Iterator[int]:
 
 @pytest.mark.parametrize("half", HALVES)
 def test_it_is_closed(port: int, half: str) -> None:
-    with socket.create_connection(("127.0.0.1", port), timeout=300) as one:
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as one:
         one.sendall(HALVES[half])
         if half.startswith("a whole one"):
             assert b"200 OK" in one.recv(4096)
@@ -58,14 +58,14 @@ NO_HTTP = {
 
 @pytest.mark.parametrize("kind", NO_HTTP)
 def test_what_is_no_request_fills_no_log(port: int, kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    with socket.create_connection(("127.0.0.1", port), timeout=300) as one:
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as one:
         one.sendall(NO_HTTP[kind])
         assert b" 400 Bad Request" in one.recv(4096)
     assert not caplog.records
 
 
 def test_many_at_once(port: int) -> None:
-    held = [socket.create_connection(("127.0.0.1", port), timeout=300) for _ in range(200)]
+    held = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(200)]
     for one in held:
         one.sendall(HEAD)
     for one in held:
@@ -74,7 +74,7 @@ def test_many_at_once(port: int) -> None:
 
 
 def test_a_client_that_waits_between_two_requests_is_not(port: int) -> None:
-    with socket.create_connection(("127.0.0.1", port), timeout=300) as one:
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as one:
         for _ in range(2):
             one.sendall(b"GET /status HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert b"200 OK" in one.recv(4096)
@@ -89,7 +89,7 @@ def test_a_large_body_has_its_time(port: int, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(bodies, "BODY_SECONDS", 300.0)
     monkeypatch.setattr(bodies, "BYTES_PER_SECOND", 4e4)
     body = b'{"a": "' + b"x" * (4 << 20) + b'"}'
-    with socket.create_connection(("127.0.0.1", port), timeout=300) as one:
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as one:
         one.sendall(HEAD + f"Content-Length: {len(body)}\r\n\r\n".encode() + body[:1000])
         threading.Event().wait(1.0)
         one.sendall(body[1000:])

@@ -67,7 +67,7 @@ def test_nothing_is_compiled_beside_the_start_of_an_engine_by_processes_without_
     assert vllm_env(resolved("cuda", "bf16"), 1)["HUMMING_DISABLE_PARALLEL_BUILD"] == "0"  # the user's
 
 
-def test_the_core_of_one_gpu_takes_over_what_its_server_has_imported(monkeypatch):
+def test_the_core_of_one_gpu_and_the_processes_of_a_cpu_take_over_what_their_server_has_imported(monkeypatch):
     monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD", raising=False)
 
     def method(device, *flags):
@@ -78,7 +78,8 @@ def test_the_core_of_one_gpu_takes_over_what_its_server_has_imported(monkeypatch
 
     assert method("cuda") == "fork"
     assert method("cuda", "--rollout-num-gpus", "2", "--rollout-num-gpus-per-engine", "2") is None
-    assert method("cpu") is None
+    assert method("cpu") == "fork"
+    assert method("cpu", "--rollout-num-gpus", "2", "--rollout-num-gpus-per-engine", "2") == "fork"
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     assert method("cuda") == "spawn"  # the user's
 
