@@ -7,10 +7,13 @@ An environment that only runs engines needs this package and xxhash. `pip instal
 packages and none of the trainer's requirements.
 """
 
+import re
+
 PROTOCOL = 4  # of the weight sync: an engine refuses a trainer with another protocol
 
 # Messages of an engine that trainers look for.
 OTHER_MEMORY = "the trainer would write into other memory than this engine's"
+MISMATCH = re.compile(r"WeightMismatch\[(.*?)\]: (.*)", re.DOTALL)  # a refused weight: its name, and why
 BROKEN = "the stream of weights broke"  # another process' death may be the cause
 
 # Settings from instep for an engine that it starts.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -71,3 +73,13 @@ def read_checkpoint(
         if got != (t.shape, t.dtype, t.digest):
             raise WeightMismatch(f"{name} of the checkpoint is not what was sent", name)
     return tensors
+
+
+def checkpoint_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a local checkpoint's tensors by name, from the file headers; empty without one."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
+        shapes |= {name: tuple(t["shape"]) for name, t in header.items() if name != "__metadata__"}
+    return shapes

@@ -20,7 +20,8 @@ SHARED = set("bad cluster computed dumped engine finished golden planted run_ran
 SHARED |= {"planted_lora", "planted_vllm", "prepared"}
 OF_SESSION = {"engine"}
 # What tests with a mark need, and how it gets here.
-NEEDED = {"vllm": ("vllm",), "router": ("vllm_router",)}
+NEEDED = {"vllm": ("vllm",), "router": ("vllm_router",), "sglang": ("sglang", "sglang_router")}
+INSTALLS = {"sglang": "make install-sglang"}
 MISSING = {mark: [name for name in names if importlib.util.find_spec(name) is None] for mark, names in NEEDED.items()}
 
 
@@ -38,8 +39,9 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Whatever a test with vLLM starts, its fixtures included, is forked from a process that has imported vLLM."""
-    with forks.using(forks.VLLM if item.get_closest_marker("vllm") else fork_server.current):
+    """What a test with vLLM or SGLang starts, its fixtures included, is forked from a process that has imported it."""
+    of_mark = next((server for mark, server in forks.OF_MARKS.items() if item.get_closest_marker(mark)), None)
+    with forks.using(of_mark or fork_server.current):
         return (yield)
 
 
@@ -57,7 +59,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         for mark, names in MISSING.items():
             if names and item.get_closest_marker(mark):
-                item.add_marker(pytest.mark.skip(reason=f"{', '.join(names)}: not installed (make install-vllm)"))
+                item.add_marker(
+                    pytest.mark.skip(
+                        reason=f"{', '.join(names)}: not installed ({INSTALLS.get(mark, 'make install-vllm')})"
+                    )
+                )
         params = item.callspec.params if hasattr(item, "callspec") else {}
         names = [f"{name} {params.get(name, '')}" for name in sorted(SHARED.intersection(item.fixturenames))]
         if names or "unit" in item.path.parts:

@@ -80,8 +80,10 @@ class OfTests(ForkServer):
 
 SERVER = OfTests(OF_A_RUN)
 VLLM = OfTests(OF_VLLM, SERVER)  # for tests with the mark `vllm`
+SGLANG = OfTests(["tests.sglang_on_cpu"], SERVER)  # for tests with the mark `sglang`
 MEGATRON = OfTests(["tests.megatron_on_cpu"], SERVER)  # with its stand-ins for CUDA
-SERVERS = (MEGATRON, VLLM, SERVER)
+SERVERS = (MEGATRON, SGLANG, VLLM, SERVER)
+OF_MARKS = {"vllm": VLLM, "sglang": SGLANG}
 
 
 class Popen(subprocess.Popen):  # type: ignore[type-arg]

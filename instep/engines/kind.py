@@ -100,6 +100,7 @@ class EngineKind(Protocol):
         needs_router: whether even a single engine needs a router.
         sends_heartbeats: whether silence of its process for `--heartbeat-timeout` means that it no longer computes.
         dequantizes: whether its engines dequantize a quantized checkpoint when they load it.
+        renormalizes: whether its log-probs under a top-p or top-k are of the kept tokens only; else of all tokens.
         dying_seconds: how long its server may live after the computing process has died.
         core_route: a GET that only the computing process can answer, not the HTTP server alone.
         state_routes: GETs that report the engine's activity, for a dump.
@@ -116,6 +117,7 @@ class EngineKind(Protocol):
     needs_router: bool = False
     sends_heartbeats: bool = True
     dequantizes: bool = False
+    renormalizes: bool = True
     dying_seconds: float = 0.0
     core_route: str = "/is_paused"
     state_routes: tuple[str, ...] = ("/is_paused", "/weight_info")
@@ -267,7 +269,11 @@ class EngineKind(Protocol):
         engine.post("/finish_weight_update", {"weight_version": version}, timeout=timeout)
 
 
-_BUILT_IN = {"embedded": "instep.engines.embedded.kind", "vllm": "instep.engines.vllm"}
+_BUILT_IN = {
+    "embedded": "instep.engines.embedded.kind",
+    "vllm": "instep.engines.vllm",
+    "sglang": "instep.engines.sglang",
+}
 _registered: dict[str, EngineKind] = {}
 
 

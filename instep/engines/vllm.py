@@ -32,7 +32,7 @@ from instep.engines.vllm_process import node_environment, profiler_config, serve
 from instep.errors import ConfigError, EngineError
 from instep.system.spans import Span, of_torch
 from instep.weights.way import OF_ADAPTERS, SINGLE_COPY
-from instep_engine import LORA_VARIABLE, PROTOCOL, vllm
+from instep_engine import LORA_VARIABLE, MISMATCH, PROTOCOL, vllm
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
 OTHER_PROTOCOL = re.compile(r"instep speaks protocol \d+, this (?:plugin|instep-vllm) \d+")
 PLUGIN_REMEDY = "install this instep where the engine runs (pip install --no-deps), and restart the engine"
-PLUGIN_MISMATCH = re.compile(r"WeightMismatch\[(.*?)\]: (.*)", re.DOTALL)  # the form of the plugin's refusals
 NO_ROOM = re.compile(r"less than desired GPU memory utilization|No available memory for the cache|out of memory")
 INFO_SECONDS = 60.0  # for /server_info, which examines the host first
 # A core hangs if it answers nothing for so many --heartbeat-timeout: by default 5 minutes, as long as vLLM waits for
@@ -250,7 +249,7 @@ class VllmKind(EngineKind):
 
     def read_refusal(self, error: Mapping[str, Any]) -> tuple[str, str | None]:
         message, tensor = super().read_refusal(error)
-        match = PLUGIN_MISMATCH.search(message)
+        match = MISMATCH.search(message)
         return (match[2], match[1]) if match else (message, tensor)
 
     def start_remedy(self, log: str) -> str:

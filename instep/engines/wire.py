@@ -19,7 +19,7 @@ GENERATE = "/inference/v1/generate"
 FINAL_ONLY = 2  # vLLM's `output_kind`: whole responses only; without it 0.26 loses all but one of n
 # Sends the JSON of one request. Returns the JSON of its answer and, if the engine does not say it itself, the
 # weight version of all its tokens.
-Send = Callable[[dict[str, Any]], Awaitable[tuple[dict[str, Any], str | None]]]
+Send = Callable[[dict[str, Any]], Awaitable[tuple[Any, str | None]]]
 
 
 # The remedy for an answer in another form than vLLM's.
@@ -90,9 +90,9 @@ class WireFormat:
         named = {"model": request.model} if request.model else {}
         payload = {**named, "token_ids": list(request.token_ids), "sampling_params": sampling_params}
         answer, version = await send(payload)
-        choices = answer.get("choices")
+        choices = answer.get("choices") if isinstance(answer, dict) else None
         if not isinstance(choices, list) or len(choices) != n:
-            what = f"the answer does not have the form of {n} choices; it has {sorted(answer)}"
+            what = f"the answer does not have the form of {n} choices: {answer!r:.200}"
             raise EngineError(what, where=request.url, remedy=_OTHER_FORM)
         return [_completion(choice, request.url, version) for choice in choices]
 
@@ -145,8 +145,7 @@ def _completion(choice: dict[str, Any], url: str, version: str | None) -> Comple
         ) from error
     if log_probs is not None and len(log_probs) != len(ids):
         raise EngineError(f"{len(ids)} tokens came with {len(log_probs)} log-probs", where=url, remedy=_OTHER_FORM)
-    if ids and spans and [s.start for s in spans] + [len(ids)] != [0] + [s.end for s in spans]:
-        raise EngineError(f"version spans {spans} do not cover {len(ids)} tokens", where=url, remedy=_OTHER_FORM)
+    check_spans(spans, len(ids), url)
     return Completion(
         ids,
         log_probs,
@@ -155,3 +154,9 @@ def _completion(choice: dict[str, Any], url: str, version: str | None) -> Comple
         choice.get("stop_reason"),
         experts if ids else None,
     )
+
+
+def check_spans(spans: list[VersionSpan], num_tokens: int, url: str) -> None:
+    """Raise EngineError if there are spans, and they do not cover the tokens one after the other."""
+    if num_tokens and spans and [s.start for s in spans] + [num_tokens] != [0] + [s.end for s in spans]:
+        raise EngineError(f"version spans {spans} do not cover {num_tokens} tokens", where=url, remedy=_OTHER_FORM)

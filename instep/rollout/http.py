@@ -49,7 +49,7 @@ async def post(
     in_sglangs_form = gate().guards(url) and urlsplit(url).path == sglang_form.PATH
     if in_sglangs_form:
         headers = {sglang_form.HEADER: sglang_form.repeated(payload), **(headers or {})}
-    answer = await post_json(url, payload, max_retries=max_retries, timeout=timeout, headers=headers)
+    answer = _object(url, await post_json(url, payload, max_retries=max_retries, timeout=timeout, headers=headers))
     if in_sglangs_form:
         params = {sglang_form.VLLM_NAMES.get(k, k): v for k, v in (payload.get("sampling_params") or {}).items()}
         note_request(params, [answer.get("output_ids") or []], payload.get("input_ids"))
@@ -60,9 +60,9 @@ async def post(
 
 async def post_json(
     url: str, payload: dict[str, Any], *, max_retries: int, timeout: float, headers: dict[str, str] | None
-) -> dict[str, Any]:
-    """Do the same as `post`, but do not note the request as one of a generate function."""
-    return _object(url, await _ask("POST", url, max_retries, timeout, headers, json=payload))
+) -> Any:
+    """POST as `post` does, and return any JSON value. The request is not noted as one of a generate function."""
+    return await _ask("POST", url, max_retries, timeout, headers, json=payload)
 
 
 async def get(url: str, *, max_retries: int = 4, timeout: float = 3600.0) -> dict[str, Any]:

@@ -27,14 +27,13 @@ is refused with ACTIVE, and POST /finish_weight_update ends the active one.
 
 from __future__ import annotations
 
-import json
 import os
-import struct
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from vllm.config import set_current_vllm_config
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.distributed.weight_transfer.base import (
@@ -45,11 +44,12 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.logger import init_logger
 
 from instep_engine import PROTOCOL
+from instep_engine.bucket import checkpoint_shapes
+from instep_engine.direct import DirectLoader
 from instep_engine.lease import LOADED
 from instep_engine.manifest import WeightMismatch
 from instep_engine.receiving import Receiving
 from instep_engine.vllm.cpu_packing import CpuPacking
-from instep_engine.vllm.direct import DirectLoader, loads_directly
 from instep_engine.vllm.lora import Receiver, session_begins
 
 logger = init_logger("vllm.instep")
@@ -194,7 +194,7 @@ class ShmWeightTransferEngine(Receiving, WeightTransferEngine[WeightTransferInit
         if not self.delivered:
             raise WeightMismatch("no tensor was delivered")
         if self._direct is not None:
-            self._direct.check_complete()
+            self._direct.check_complete(lambda layer: isinstance(layer, VocabParallelEmbedding))
             return
         for path, layer in self.model.named_modules():
             info = get_layerwise_info(layer)
@@ -258,11 +258,22 @@ class ShmWeightTransferEngine(Receiving, WeightTransferEngine[WeightTransferInit
             self._packing.redo()
 
 
-def checkpoint_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a local checkpoint's tensors by name, from the file headers; empty without one."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with path.open("rb") as file:
-            header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
-        shapes |= {name: tuple(t["shape"]) for name, t in header.items() if name != "__metadata__"}
-    return shapes
+def loads_directly(model: nn.Module, vllm_config: Any, device: torch.device) -> bool:
+    """Return whether vLLM keeps each weight of this model as in the checkpoint (`DirectLoader`).
+
+    Its own reload makes each layer again, processes it, and copies it over the old one, which takes seconds.
+    """
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    if device.type != "cuda" or vllm_config.lora_config is not None or vllm_config.quant_config is not None:
+        return False
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        processes = getattr(layer, "process_weights_after_loading", None) is not None
+        if method is not None and type(method) not in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
+            return False
+        if processes and (type(layer) is not Attention or any(True for _ in layer.parameters(False))):
+            return False
+    return True

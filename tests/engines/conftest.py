@@ -16,7 +16,11 @@ if TYPE_CHECKING:
     from instep.engines.engine import Engine as ControlledEngine
     from tests.engines.running import Engine
 
-ENGINE_KINDS = {"embedded": [], "vllm": [pytest.mark.vllm]}  # and marks of the tests that use it
+ENGINE_KINDS = {
+    "embedded": [],
+    "vllm": [pytest.mark.vllm],
+    "sglang": [pytest.mark.sglang],
+}  # and marks of the tests that use it
 
 
 def _params(*fast: tuple[str, str]) -> list[Any]:

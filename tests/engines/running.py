@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -26,7 +28,7 @@ from instep.engines.engine import Engine as ControlledEngine
 from instep.engines.kind import Capabilities, kind_of
 from instep.engines.spec import Addresses
 from instep.engines.vllm_process import vllm_env
-from instep.engines.wire import FINAL_ONLY, VLLM_WIRE
+from instep.engines.wire import FINAL_ONLY, VLLM_WIRE, GenerationRequest
 from instep.system.ports import free_port
 from tests import keys
 from tests.assets import with_head
@@ -94,17 +96,68 @@ def vllm_args(model: Path, *more: str) -> Any:
     return parse([*words.split(), "--hf-checkpoint", str(model), *more], "plan")
 
 
+def sglang_args(model: Path, *more: str) -> Any:
+    """The arguments of a run whose engine is SGLang."""
+    words = f"--rollout-backend sglang --device cpu --precision fp32 --seed 0 --sglang-context-length {MAX_MODEL_LEN} "
+    words += "--sglang-max-running-requests 64"
+    return parse([*words.split(), "--hf-checkpoint", str(model), *more], "plan")
+
+
 def engine_environment(kind: str = "embedded") -> dict[str, str]:
     root = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     common = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     common |= keys.ENVIRONMENT
+    if kind == "sglang":
+        args = parse(
+            [
+                "--rollout-backend",
+                "sglang",
+                "--device",
+                "cpu",
+                "--precision",
+                "fp32",
+                "--seed",
+                "0",
+                "--hf-checkpoint",
+                "x",
+            ],
+            "plan",
+        )
+        at = Addresses("127.0.0.1", 1)
+        return common | kind_of(kind).environment(args, plan_engines(args)[0], at, "127.0.0.1", 1)
     return common | (vllm_env(vllm_args(Path()), 1) if kind == "vllm" else {})
 
 
 def engine_command(kind: str, model: Path, port: int, **flags: Any) -> list[str]:
-    if kind == "vllm":
-        args = vllm_args(model)
+    if kind == "sglang":  # TEMPORARY
+        from instep.engines.spec import EngineSpec, Slot
+        from instep.engines.topology import Parallel, ServerGroup
+
+        args = parse(
+            [
+                "--rollout-backend",
+                "sglang",
+                "--device",
+                "cpu",
+                "--precision",
+                "fp32",
+                "--seed",
+                "0",
+                "--hf-checkpoint",
+                str(model),
+            ],
+            "plan",
+        )
+        words = {
+            "context_length": ["--context-length", str(MAX_MODEL_LEN)],
+            "max_running_requests": ["--max-running-requests", "64"],
+        }
+        own = kind_of(kind).own_words(args, ServerGroup("regular", 1, 1), words, True)
+        spec = EngineSpec(0, "actor", str(model), "regular", (Slot(0, 0),), Parallel(), words, own)
+        return [sys.executable, *kind_of(kind).command(args, spec, Addresses("127.0.0.1", port))]
+    if kind in ("vllm", "sglang"):
+        args = vllm_args(model) if kind == "vllm" else sglang_args(model)
         return [sys.executable, *kind_of(kind).command(args, plan_engines(args)[0], Addresses("127.0.0.1", port))]
     options = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 64, **flags}
     extra = [x for k, v in options.items() for x in (f"--{k.replace('_', '-')}", str(v))]
@@ -134,6 +187,8 @@ class Engine:
         self, route: str, body: Any = None, *, method: str = "POST", timeout: float = 60, headers: Any = None
     ) -> tuple[int, Any]:
         """HTTP status and decoded JSON."""
+        if self.kind == "sglang" and route == VLLM_WIRE.generate_route:
+            pytest.skip("SGLang has another form of requests; tests/engines/test_sglang.py tests it")
         data = body if isinstance(body, bytes) else json.dumps(body or {}).encode()
         headers = {"Content-Type": "application/json", **keys.HEADERS, **(headers or {})}
         request = urllib.request.Request(self.url + route, data if method == "POST" else None, headers)
@@ -156,9 +211,37 @@ class Engine:
         return choice
 
     def choices(self, token_ids: list[int], **sampling_params: Any) -> list[dict[str, Any]]:
-        """All of them, asked for as the client does."""
+        """All of them, asked for as the client does; in vLLM's form."""
+        if self.kind == "sglang":
+            return self._choices_by_wire(token_ids, sampling_params)
         body = {"token_ids": token_ids, "sampling_params": {"output_kind": FINAL_ONLY, **sampling_params}}
         return self.ok("/inference/v1/generate", body)["choices"]
+
+    def _choices_by_wire(self, token_ids: list[int], params: dict[str, Any]) -> list[dict[str, Any]]:
+        wire, n = kind_of(self.kind).wire, params.pop("n", 1)
+
+        async def send(payload: dict[str, Any]) -> tuple[Any, None]:
+            return self.ok(wire.generate_route, payload), None
+
+        request = GenerationRequest(self.url, "", token_ids, params)
+        with ThreadPoolExecutor(1) as pool:
+            done = pool.submit(asyncio.run, wire.complete_n(request, n, send)).result()
+        return [
+            {
+                "index": i,
+                "token_ids": one.token_ids,
+                "logprobs": {
+                    "content": [
+                        {"token": f"token_id:{token}", "logprob": p}
+                        for token, p in zip(one.token_ids, one.log_probs or [], strict=True)
+                    ]
+                },
+                "finish_reason": one.finish_reason,
+                "stop_reason": one.stop_reason,
+                "weight_versions": [vars(span) for span in one.weight_versions],
+            }
+            for i, one in enumerate(done)
+        ]
 
     def submit(self, token_ids: list[int], **sampling_params: Any) -> Future[dict[str, Any]]:
         return self.pool.submit(self.generate, token_ids, **sampling_params)
@@ -168,9 +251,8 @@ class Engine:
         return not self.ok("/reset_prefix_cache")["success"]
 
     def prompt_log_probs(self, token_ids: list[int]) -> list[float]:
-        answer = self.ok("/inference/v1/generate", VLLM_WIRE.scoring_request(token_ids))
-        assert answer["prompt_logprobs"][0] is None
-        return VLLM_WIRE.prompt_log_probs(answer, token_ids, self.url)
+        wire = kind_of(self.kind).wire
+        return wire.prompt_log_probs(self.ok(wire.generate_route, wire.scoring_request(token_ids)), token_ids, self.url)
 
 
 @contextlib.contextmanager
@@ -192,6 +274,6 @@ def run_engine(
             time.sleep(0.1)
         yield engine
     finally:
-        (process.terminate if kind == "vllm" else process.kill)()  # vLLM has children of its own
+        (process.kill if kind == "embedded" else process.terminate)()  # the others have children of their own
         process.wait(timeout=60)
         engine.pool.shutdown(wait=False)

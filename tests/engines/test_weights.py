@@ -306,7 +306,7 @@ def test_a_weight_that_nobody_announced_is_missed(original: Engine, tmp_path: Pa
         with pytest.raises(EngineRefusal) as caught:
             control.finish_update("5", [t.name for t in rest], timeout=10)
         fused = {Q1: "model.layers.1.self_attn.qkv_proj", "model.norm.weight": "model.norm"}
-        assert caught.value.tensor == (fused[name] if engine.kind == "vllm" else name)
+        assert caught.value.tensor == (name if engine.kind == "embedded" else fused[name])
 
 
 def test_old_bytes_under_a_new_manifest_are_refused(original: Engine, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from instep_engine.vllm.direct import DirectLoader
+from instep_engine.direct import DirectLoader
 
 SHAPES = {"q": (4, 6), "k": (2, 6), "o": (6, 4), "norm": (6,), "decay": (3,)}
 

@@ -1,37 +1,19 @@
-"""Loads weights straight into the live parameters of a model on a GPU, at the addresses in its CUDA graphs.
+"""Loads weights straight into the live parameters of a model, at the addresses in its CUDA graphs.
 
-vLLM's own reload makes each layer again, processes it, and copies it over the old one, which takes seconds. A model
-whose weights stay as in the checkpoint needs none of that. The first session loads through the model's own
-`load_weights`, and records to which slices of which parameters each weight is copied. Later ones copy directly.
+The weights of the model must stay as in the checkpoint: not packed, quantized or fused. The first session loads
+through the model's own `load_weights`, and records to which slices of which parameters each weight is copied. Later
+ones copy directly.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from instep_engine.manifest import WeightMismatch
 from instep_engine.memory import Recorder, Slice
-
-
-def loads_directly(model: nn.Module, vllm_config: Any, device: torch.device) -> bool:
-    """Return whether vLLM keeps each weight of this model as in the checkpoint: not packed, quantized or fused."""
-    from vllm.model_executor.layers.attention import Attention
-    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
-
-    if device.type != "cuda" or vllm_config.lora_config is not None or vllm_config.quant_config is not None:
-        return False
-    for layer in model.modules():
-        method = getattr(layer, "quant_method", None)
-        processes = getattr(layer, "process_weights_after_loading", None) is not None
-        if method is not None and type(method) not in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
-            return False
-        if processes and (type(layer) is not Attention or any(True for _ in layer.parameters(False))):
-            return False
-    return True
 
 
 class DirectLoader:
@@ -74,15 +56,16 @@ class DirectLoader:
         for into, out_of in targets.values():
             torch._foreach_copy_(into, out_of)
 
-    def check_complete(self) -> None:
-        """Raise WeightMismatch unless each parameter was completely written in this session."""
-        from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+    def check_complete(self, padded: Callable[[nn.Module], bool]) -> None:
+        """Raise WeightMismatch unless each parameter was completely written in this session.
 
+        Args:
+            padded: whether a layer has more rows than the checkpoint, which are not written.
+        """
         written = {id(p): self._written.get(name, 0) for name, p in self._model.named_parameters()}  # tied ones once
         for path, layer in self._model.named_modules():
             for parameter in layer.parameters(recurse=False):
                 here = written[id(parameter)]
-                padded = isinstance(layer, VocabParallelEmbedding) and here > 0  # padded to a multiple of 64 rows
-                if here < parameter.numel() and not padded:
+                if here < parameter.numel() and not (here > 0 and padded(layer)):
                     some = f"{here} of {parameter.numel()} elements"
                     raise WeightMismatch(f"{path} was not delivered whole ({some})", path)

@@ -1,0 +1,192 @@
+"""The kind `sglang`: stock SGLang. This module neither imports nor patches it.
+
+instep uses SGLang's own interfaces: flags, environment variables, HTTP routes and plugins. One of the plugins is
+instep's (`instep_engine/sglang`), which adds the control routes of instep's other engines.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+import shlex
+import urllib.error
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from instep.engines.flags import release
+from instep.engines.http import get_json
+from instep.engines.kind import Capabilities, EngineKind, RunningEngine, engine_dtype
+from instep.engines.spec import Addresses, EngineSpec
+from instep.engines.topology import ServerGroup
+from instep.errors import ConfigError
+from instep.system.processes import DETERMINISTIC_ENV, OPENMP_ENV
+from instep_engine import MISMATCH, PARENT_VARIABLE, PROTOCOL
+
+if TYPE_CHECKING:
+    from instep.arguments.settings import Settings
+    from instep.engines.wire import WireFormat
+
+INSTALL = "make install-sglang (CPU); on a GPU host pip install sglang==0.5.17 sglang-router==0.3.2"
+OLDEST, WITH_SPANS = (0, 5, 17), (0, 5, 19)
+CPU_TOKENS = 16_384  # of the KV cache on a CPU, where SGLang's default is a share of the host's memory
+FIT_FRACTION, TURN_FRACTION = 0.4, 0.8  # of a GPU's memory, as for vLLM (`vllm.py`)
+SILENT_HEARTBEATS = 5  # a scheduler hangs if it answers nothing for so many --heartbeat-timeout
+
+
+class SglangKind(EngineKind):
+    """Engines of the installed SGLang, or of `version` ("0.5.17")."""
+
+    name, title = "sglang", "SGLang"
+    own_gpus = needs_router = True
+    renormalizes = False
+    sends_heartbeats = False  # its server sends them, but does not notice a scheduler that hangs
+    core_route = "/instep/alive"
+    dying_seconds = 10.0
+
+    def __init__(self, version: str = ""):
+        self._version = version
+
+    @functools.cached_property
+    def capabilities(self) -> Capabilities:
+        """The capabilities of this version. Raises ConfigError: the version is too old for instep."""
+        version = self._version or importlib.metadata.version("sglang")
+        if _numbers(version) < OLDEST:
+            what = f"SGLang {version} lacks the hooks that instep's plugin needs"
+            raise ConfigError(what, where="--rollout-backend sglang", remedy=f"install 0.5.17 or newer: {INSTALL}")
+        return Capabilities(self.title, version, version_spans=_numbers(version) >= WITH_SPANS)
+
+    @functools.cached_property
+    def wire(self) -> WireFormat:
+        from instep.engines.sglang_wire import SGLANG_WIRE
+
+        return SGLANG_WIRE
+
+    def check_installed(self, where: str) -> None:
+        if importlib.util.find_spec("sglang") is None:
+            remedy = f"{INSTALL}; --rollout-backend vllm reads the flags of SGLang that have an equivalent"
+            raise ConfigError("SGLang is not installed here", where=where, remedy=remedy)
+        plugins = importlib.metadata.entry_points(group="sglang.srt.plugins")
+        if not any(plugin.value.startswith("instep_engine.sglang:") for plugin in plugins):
+            raise ConfigError(
+                "instep can be imported here, but is not installed: SGLang finds its plugin only by the entry point",
+                where=where,
+                remedy="install this instep where the engine runs (pip install --no-deps)",
+            )
+
+    # ---- plan and start ----------------------------------------------------------------------------------------------
+
+    def own_words(
+        self, args: Settings, group: ServerGroup, words: Mapping[str, list[str]], update_weights: bool
+    ) -> dict[str, list[str]]:
+        """Return instep's words for fields that flags and overrides leave open."""
+        own = super().own_words(args, group, words, update_weights) | {
+            "dtype": ["--dtype", engine_dtype(args)],
+            "random_seed": ["--random-seed", str(args.seed)],
+            "sampling_backend": ["--sampling-backend", "pytorch"],  # the only one whose seeds act
+            "log_level": ["--log-level", "info"],
+            "log_level_http": ["--log-level-http", "warning"],
+            "skip_server_warmup": ["--skip-server-warmup"],
+        }
+        if args.trust_remote_code:
+            own["trust_remote_code"] = ["--trust-remote-code"]
+        if update_weights and args.use_rollout_routing_replay:
+            own["enable_return_routed_experts"] = ["--enable-return-routed-experts"]
+        if args.device == "cpu":
+            own["device"] = ["--device", "cpu"]
+            own["attention_backend"] = ["--attention-backend", "torch_native"]  # the others need kernels
+            own["grammar_backend"] = ["--grammar-backend", "none"]
+            own["sleep_on_idle"] = ["--sleep-on-idle"]  # otherwise an idle engine keeps a core busy
+            own["disable_overlap_schedule"] = ["--disable-overlap-schedule"]
+            own["max_total_tokens"] = ["--max-total-tokens", str(CPU_TOKENS)]
+            own["lora_backend"] = ["--lora-backend", "torch_native"]
+        else:
+            if update_weights and args.offload_rollout:
+                own["enable_memory_saver"] = ["--enable-memory-saver"]
+            if args.colocate:
+                alone = update_weights and args.offload_train and args.offload_rollout
+                own["mem_fraction_static"] = ["--mem-fraction-static", str(TURN_FRACTION if alone else FIT_FRACTION)]
+            if importlib.util.find_spec("flashinfer") is None:
+                own["attention_backend"] = ["--attention-backend", "fa3"]
+                own["grammar_backend"] = ["--grammar-backend", "none"]
+                own["fusion"] = ["--enforce-disable-flashinfer-allreduce-fusion"]
+        return {field: given for field, given in own.items() if field not in words}
+
+    def plan_line(self, spec: EngineSpec, at: Addresses, node_rank: int, node_host: str) -> str:
+        return f"sglang serve {shlex.join(serve_arguments(spec, at, node_rank))}"
+
+    def command(self, args: Settings, spec: EngineSpec, at: Addresses, node_rank: int = 0) -> list[str]:
+        return ["-m", "instep.engines.sglang_main", *serve_arguments(spec, at, node_rank)]
+
+    def environment(
+        self, args: Settings, spec: EngineSpec, at: Addresses, node_host: str, num_threads: int
+    ) -> dict[str, str]:
+        env = {
+            PARENT_VARIABLE: "1",
+            "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # otherwise /health generates, and waits while paused
+            "SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS": "0",  # a server that dies would wait a minute first
+        }
+        if args.device == "cpu":
+            env |= {"SGLANG_USE_CPU_ENGINE": "1", "TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": str(num_threads)}
+            if spec.parallel.tensor > 1:  # the cores of each rank; otherwise SGLang wants a NUMA node for each
+                env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(["all"] * spec.parallel.tensor)
+            env |= OPENMP_ENV
+        elif importlib.util.find_spec("flashinfer") is None:
+            env |= {"SGLANG_IS_FLASHINFER_AVAILABLE": "false"}
+        return env | (DETERMINISTIC_ENV if args.deterministic_mode else {})
+
+    # ---- a running engine --------------------------------------------------------------------------------------------
+
+    def identify(self, engine: RunningEngine) -> EngineKind | None:
+        try:
+            about = get_json(engine.url + "/server_info", 10.0)
+        except urllib.error.HTTPError:
+            return None
+        if "internal_states" not in about:
+            return None
+        kind = SglangKind(str(about["version"]))
+        _ = kind.capabilities  # refuses versions that are too old
+        try:
+            get_json(engine.url + "/weight_info", 10.0)
+        except urllib.error.HTTPError:
+            what, remedy = f"{engine.name} runs without instep's plugin", f"start it with {'INSTEP_API_KEY'} set"
+            raise ConfigError(what, where=engine.url, remedy=remedy) from None
+        return kind
+
+    def read_refusal(self, error: Mapping[str, Any]) -> tuple[str, str | None]:
+        message, tensor = super().read_refusal(error)
+        match = MISMATCH.search(message)
+        return (match[2], match[1]) if match else (message, tensor)
+
+    def core_patience(self, heartbeat_timeout: float) -> float | None:
+        return SILENT_HEARTBEATS * heartbeat_timeout
+
+    def num_workers(self, engine: RunningEngine, timeout: float) -> int:
+        about = get_json(engine.url + "/server_info", timeout)
+        return int(about["tp_size"]) * int(about["pp_size"])
+
+    def start_update(self, engine: RunningEngine, version: str, nonce: str, *, timeout: float) -> None:
+        body = {"protocol": PROTOCOL, "version": version, "nonce": nonce}
+        engine.post("/start_weight_update", body, timeout=timeout)
+
+    def finish_update(self, engine: RunningEngine, version: str, names: Any, *, timeout: float) -> None:
+        self.update(engine, {"backend": "complete", "names": list(names)}, timeout=timeout)
+        super().finish_update(engine, version, names, timeout=timeout)
+
+
+KIND = SglangKind()
+
+
+def serve_arguments(spec: EngineSpec, at: Addresses, node_rank: int = 0) -> list[str]:
+    """Return the arguments of SGLang's server for the process on the engine's `node_rank`-th node."""
+    words = ["--model-path", spec.path, *spec.flags, "--host", at.host, "--port", str(at.port)]
+    words += ["--tp-size", str(spec.parallel.tensor)] if spec.parallel.tensor > 1 else []
+    words += ["--served-model-name", spec.names[-1]] if spec.names != [spec.path] else []
+    if (num_nodes := len(spec.nodes)) > 1:
+        words += ["--nnodes", str(num_nodes), "--node-rank", str(node_rank)]
+        words += ["--dist-init-addr", f"{at.master_host}:{at.master_port}"]
+    return words
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return (*release(version), int("".join(filter(str.isdigit, version.split(".")[2][:2])) or 0))

@@ -1,0 +1,109 @@
+"""instep's additions to stock SGLang, through its own plugins and hooks. The plugin does not import instep.
+
+SGLang calls `register` in its HTTP server and in each scheduler (entry point `sglang.srt.plugins`). It only logs a hook
+whose target is missing, so `check` proves at the start that all are in force.
+"""
+
+from __future__ import annotations
+
+import os
+import pkgutil
+from typing import Any
+
+from instep_engine.guard import KEY_VARIABLE
+
+SERVER = "sglang.srt.entrypoints.http_server._setup_and_run_http_server"
+VALIDATE = "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request"
+SCHEDULER = "sglang.srt.managers.scheduler.Scheduler.__init__"
+UPDATE = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.update_weights_from_tensor"
+SEEDS = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch"
+SAMPLE = "sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch"
+TOKENIZER = "sglang.srt.managers.scheduler.Scheduler.init_tokenizer"
+HASH = "sglang.kernels.ops.sampling.murmur_hash.murmur_hash32"
+START = "sglang.srt.entrypoints.engine._set_envs_and_config"
+FORKS = "SGLANG_USE_CPU_ENGINE"  # instep sets it for engines on a CPU
+
+
+def register() -> None:
+    if KEY_VARIABLE not in os.environ:  # a server of somebody else, in an environment that happens to have instep
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from instep_engine.sglang.sampling import add_seeds, murmur_hash32, sample
+    from instep_engine.sglang.weights import update
+
+    HookRegistry.register(SERVER, serve, HookType.BEFORE)
+    HookRegistry.register(VALIDATE, validate, HookType.BEFORE)
+    HookRegistry.register(SCHEDULER, check, HookType.BEFORE)
+    HookRegistry.register(UPDATE, update, HookType.AROUND)
+    HookRegistry.register(SEEDS, add_seeds, HookType.AFTER)
+    HookRegistry.register(SAMPLE, sample, HookType.REPLACE)
+    HookRegistry.register(TOKENIZER, end_at_special_tokens, HookType.AFTER)
+    if os.environ.get(FORKS) == "1":
+        HookRegistry.register(HASH, murmur_hash32, HookType.REPLACE)
+        HookRegistry.register(START, fork, HookType.AFTER)
+
+
+def targets() -> list[str]:
+    on_cpu = [HASH, START] if os.environ.get(FORKS) == "1" else []
+    return [SERVER, VALIDATE, SCHEDULER, UPDATE, SEEDS, SAMPLE, TOKENIZER, *on_cpu]
+
+
+def check(*_: Any, **__: Any) -> None:
+    """Raise RuntimeError if this SGLang lacks the target of a hook."""
+    missing = [name for name in targets() if not hasattr(_function(name), "__wrapped__")]
+    if missing:
+        from sglang.version import __version__
+
+        raise RuntimeError(f"instep: SGLang {__version__} has no {', '.join(missing)}, which the weight sync needs")
+
+
+def _function(name: str) -> Any:
+    try:
+        return pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return None
+
+
+def serve(server_args: Any, tokenizer_manager: Any, *args: Any, **kwargs: Any) -> None:
+    """Add instep's routes before the server listens."""
+    from sglang.srt.entrypoints import http_server
+
+    from instep_engine.sglang.server import add_routes
+
+    check()
+    add_routes(http_server.app, tokenizer_manager)
+
+
+def validate(manager: Any, obj: Any, input_ids: Any) -> None:
+    """Refuse token ids outside the vocabulary, of which SGLang's scheduler would die. Cap the length of a response.
+
+    SGLang would refuse a request that may exceed the context. instep's other engines let it end there.
+    """
+    size = manager.model_config.vocab_size
+    if input_ids is None or not len(input_ids):
+        return
+    if not 0 <= min(input_ids) <= max(input_ids) < size:
+        raise ValueError(f"the prompt has a token id outside the vocabulary of {size}")
+    room = manager.context_len - manager.num_reserved_tokens - len(input_ids)
+    params = obj.sampling_params
+    if isinstance(params, dict) and (params.get("max_new_tokens") or 0) > room > 0:
+        params["max_new_tokens"] = room
+
+
+def end_at_special_tokens(result: Any, scheduler: Any) -> None:
+    """Let only special tokens of the tokenizer end a response, of those that the generation config lists.
+
+    A config that was never set says 0, which is an ordinary token of many tokenizers, such as "!".
+    """
+    config, tokenizer = scheduler.model_config, scheduler.tokenizer
+    if config.hf_eos_token_id and tokenizer is not None:
+        special = {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}
+        config.hf_eos_token_id = config.hf_eos_token_id & special or None
+
+
+def fork(*_: Any, **__: Any) -> None:
+    """Let the server's processes be forked from it on a CPU: each would import SGLang again (12 to 24 s)."""
+    import multiprocessing
+
+    multiprocessing.set_start_method("fork", force=True)

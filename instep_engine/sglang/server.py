@@ -1,0 +1,199 @@
+"""instep's routes in SGLang's HTTP server, and the check of every request's key (`guard.py`).
+
+SGLang's own routes stay as they are. instep's are those of its other engines:
+
+    GET  /is_paused   GET /weight_info   GET /instep/alive (answered by the scheduler)
+    POST /pause?mode=abort|wait|keep   POST /resume   POST /abort_requests   POST /reset_prefix_cache
+    POST /sleep?level=1|2   POST /wake_up?tags=weights|kv_cache
+    POST /start_weight_update {"protocol", "version", "nonce"}   POST /update_weights {"update_info": {...}}
+    POST /finish_weight_update {"weight_version"}
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from instep_engine.asgi import App, Message, Receive, Send, reply
+from instep_engine.guard import Guard
+from instep_engine.sglang.weights import FORMAT
+
+LOOK_SECONDS = 0.02  # between two looks for requests under way; SGLang itself looks once a second
+TAGS = ("weights", "kv_cache", "cuda_graph")
+
+
+class Refusal(Exception):
+    """The answer to a refused call: `args` are its HTTP status and message."""
+
+
+class Middleware:
+    """An ASGI middleware that passes on the requests that `guard.Guard` accepts.
+
+    Raises:
+        ValueError: the environment holds no key.
+    """
+
+    def __init__(self, app: App):
+        self.app, self.guard = app, Guard.from_environment()
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        refusal = None
+        if scope["type"] != "lifespan":
+            headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+            refusal = self.guard.refusal(scope["path"], headers, (scope.get("server") or ("",))[0])
+        if refusal is None:
+            await self.app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008, "reason": refusal[1]})
+        else:
+            kind = "Unauthorized" if refusal[0] == 401 else "Forbidden"
+            await reply(send, refusal[0], {"error": {"message": refusal[1], "type": kind, "code": refusal[0]}})
+
+
+class Control:
+    """The routes of one server, over its `TokenizerManager`."""
+
+    def __init__(self, manager: Any):
+        self.manager = manager
+        self.session: tuple[str, str] | None = None  # version and nonce of the one under way
+        self._asleep: set[str] = set()
+
+    @property
+    def version(self) -> str:
+        return str(self.manager.config_value("weight_version"))
+
+    async def is_paused(self) -> dict[str, Any]:
+        return {"is_paused": self.manager.is_pause}
+
+    async def weight_info(self) -> dict[str, Any]:
+        return {"weight_version": self.version, "in_session": self.session is not None}
+
+    async def alive(self) -> dict[str, Any]:
+        await self.manager.get_internal_state()
+        return {"alive": True}
+
+    async def pause(self, mode: str = "abort") -> dict[str, Any]:
+        """Hold new requests; end those under way (abort), let them end (wait), or keep them for later (keep)."""
+        from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
+        if mode not in ("abort", "wait", "keep"):
+            raise Refusal(400, f"no such mode: {mode!r}")
+        if mode == "keep":
+            await self.manager.pause_generation(PauseGenerationReqInput(mode="retract"))
+            return {"status": "paused"}
+        async with self.manager.is_pause_cond:
+            self.manager.is_pause = True
+        while await self.manager.model_update_lock.is_locked():
+            if mode == "abort":  # again: a request may have been on its way to the scheduler
+                self.manager.abort_request(abort_all=True)
+            await asyncio.sleep(LOOK_SECONDS)
+        return {"status": "paused"}
+
+    async def resume(self) -> dict[str, Any]:
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
+        await self.manager.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
+        return {"status": "resumed"}
+
+    async def abort_requests(self) -> dict[str, Any]:
+        under_way = len(self.manager.rid_to_state)
+        self.manager.abort_request(abort_all=True)
+        return {"aborted": under_way}
+
+    async def reset_prefix_cache(self) -> dict[str, Any]:
+        return {"success": bool((await self.manager.flush_cache()).success)}
+
+    async def sleep(self, level: int = 1) -> dict[str, Any]:
+        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
+
+        tags = [tag for tag in TAGS if tag not in self._asleep]
+        await self.manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=tags))
+        self._asleep.update(tags)
+        return {}
+
+    async def wake_up(self, tags: str) -> dict[str, Any]:
+        from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
+
+        wanted = {tags} | ({"cuda_graph"} if tags == "kv_cache" else set())
+        if found := sorted(wanted & self._asleep):
+            await self.manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=found))
+            self._asleep.difference_update(found)
+        return {}
+
+    async def start_weight_update(self, body: dict[str, Any]) -> dict[str, Any]:
+        self.session = None
+        await self._call({"call": "start", **{name: body[name] for name in ("protocol", "version", "nonce")}})
+        self.session = body["version"], body["nonce"]
+        return {}
+
+    async def update_weights(self, body: dict[str, Any]) -> dict[str, Any]:
+        if self.session is None:
+            raise Refusal(400, "WeightMismatch[]: no session was announced, or it was refused")
+        await self._call({"call": "update", "info": body["update_info"]})
+        return {}
+
+    async def finish_weight_update(self, body: dict[str, Any]) -> dict[str, Any]:
+        if self.session is None or self.session[0] != body["weight_version"]:
+            raise Refusal(400, f"WeightMismatch[]: no session of version {body['weight_version']} is under way")
+        await self._call({"call": "finish"}, body["weight_version"])
+        self.session = None
+        return {}
+
+    async def _call(self, asked: dict[str, Any], version: str | None = None) -> None:
+        """Let all schedulers answer a call of a session (`weights.py`); `version`: the new one."""
+        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+        from sglang.srt.utils import MultiprocessingSerializer
+
+        words = [MultiprocessingSerializer.serialize(asked)] * self.manager.server_args.tp_size
+        options = {"flush_cache": False, "disable_draft_model": True, "weight_version": version}
+        request = UpdateWeightsFromTensorReqInput(serialized_named_tensors=words, load_format=FORMAT, **options)
+        accepted, message = await self.manager.update_weights_from_tensor(request)
+        if not accepted:
+            self.session = None
+            raise Refusal(400, message)
+
+
+def add_routes(app: Any, manager: Any) -> None:
+    """Add instep's routes and its guard to SGLang's FastAPI application."""
+    control = Control(manager)
+    routes: dict[str, tuple[str, Callable[..., Any]]] = {
+        "/is_paused": ("GET", control.is_paused),
+        "/weight_info": ("GET", control.weight_info),
+        "/instep/alive": ("GET", control.alive),
+        **{
+            f"/{method.__name__}": ("POST", method)
+            for method in (
+                *(control.pause, control.resume, control.abort_requests, control.reset_prefix_cache),
+                *(control.sleep, control.wake_up, control.start_weight_update),
+                *(control.update_weights, control.finish_weight_update),
+            )
+        },
+    }
+    for path, (method, function) in routes.items():
+        app.add_api_route(path, _answering(function), methods=[method])
+    app.add_middleware(Middleware)
+
+
+def _answering(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the endpoint of a method of `Control`: query and body become its arguments."""
+    from fastapi import Request
+    from fastapi.responses import JSONResponse
+
+    async def endpoint(request: Request) -> JSONResponse:
+        given: dict[str, Any] = dict(request.query_params)
+        takes = function.__annotations__
+        try:
+            if "body" in takes:
+                given = {"body": await request.json()}
+            if "level" in given:
+                given["level"] = int(given["level"])
+            return JSONResponse(await function(**{name: value for name, value in given.items() if name in takes}))
+        except Refusal as refusal:
+            status, message = refusal.args
+        except (ValueError, KeyError, TypeError) as error:
+            status, message = 400, f"the request has another form: {error!r}"
+        return JSONResponse({"error": {"message": message, "code": status}}, status)
+
+    endpoint.__annotations__ = {"request": Request, "return": JSONResponse}  # FastAPI reads objects, not their names
+    return endpoint

@@ -1,0 +1,149 @@
+"""Stand-ins for packages that SGLang imports, does not use here, and that are not installed.
+
+A CPU has no build of its kernels, and Triton is absent. A GPU host may lack FlashInfer. Call `prepare` before the first
+import of SGLang, in every process. A name of an absent package can then be imported, subclassed and used as a type.
+A call of it is an error.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+ON_CPU = ("sgl_kernel", "torchvision", "triton", "IPython", "gguf", "soundfile")
+ON_CUDA = ("torchvision", "flashinfer", "IPython", "gguf", "soundfile")
+
+
+class _Missing(type):
+    """A name of an absent package."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _missing(f"{cls.__module__}.{cls.__name__}", name)
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        where = f"{cls.__module__}.{cls.__name__}"
+        if not where.startswith("triton."):
+            raise RuntimeError(f"{where} is not installed here")
+        if len(args) == 1 and callable(args[0]) and not kwargs:
+            return args[0]  # @triton.jit
+        return lambda function: function  # @triton.autotune(...)
+
+    def __or__(cls, other: Any) -> Any:  # type: ignore[override]
+        return cls
+
+    __ror__ = __or__
+
+    def __getitem__(cls, key: Any) -> Any:
+        return cls
+
+
+def _missing(module: str, name: str) -> _Missing:
+    return _Missing(name, (), {"__module__": module})
+
+
+class _Module(types.ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "get_ipython":  # by which other packages ask for a notebook
+            raise AttributeError(name)
+        return _missing(self.__name__, name)
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """The last finder: it answers for `absent` packages."""
+
+    def __init__(self, absent: Sequence[str]):
+        self.absent = absent
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if name.partition(".")[0] in self.absent and name != "IPython.get_ipython":
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        return _Module(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        if module.__name__ == "triton":
+            module.__dict__.update(__version__="0", cdiv=_cdiv, next_power_of_2=_next_power_of_2)
+        elif module.__name__ == "flashinfer.norm":
+            module.__dict__.update(rmsnorm=_rmsnorm, fused_add_rmsnorm=_fused_add_rmsnorm)
+
+
+def prepare() -> None:
+    """Let SGLang be imported in this process. A second call changes nothing."""
+    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        return
+    on_cuda = torch.version.cuda is not None
+    absent = [name for name in (ON_CUDA if on_cuda else ON_CPU) if importlib.util.find_spec(name) is None]
+    if not on_cuda:
+        _prepare_cpu()
+    from transformers import AutoConfig
+
+    register = AutoConfig.register  # SGLang registers configurations that a newer transformers has
+    AutoConfig.register = staticmethod(_accepting(register))  # type: ignore[method-assign,assignment]
+    sys.meta_path.append(_Finder(absent))
+    # For a debugging aid SGLang imports all of Megatron where it is installed, in every process.
+    sys.modules["megatron"] = None  # type: ignore[assignment]
+
+
+def _accepting(register: Callable[..., None]) -> Callable[..., None]:
+    def accept(name: str, config: Any, exist_ok: bool = False) -> None:
+        register(name, config, exist_ok=True)
+
+    return accept
+
+
+def _prepare_cpu() -> None:
+    """Let torch and transformers note first that Triton and torchvision are absent, and drop pinned memory."""
+    import torch._inductor.compile_fx  # both ask for Triton
+    import torch._inductor.select_algorithm
+    from torch.utils import _triton
+    from transformers.utils import import_utils
+
+    for cached in (
+        _triton.has_triton_package,
+        import_utils.is_torchvision_available,
+        import_utils.is_torchaudio_available,
+    ):
+        cached()
+    for name in ("empty", "zeros", "tensor", "ones"):  # torch refuses pinned memory without an accelerator
+        setattr(torch, name, _unpinned(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda self, *_, **__: self  # type: ignore[method-assign]
+
+
+def _unpinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def unpinned(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        return make(*args, **kwargs)
+
+    return unpinned
+
+
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _next_power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+def _rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, out: Any = None, **_: Any) -> torch.Tensor:
+    """Compute FlashInfer's `rmsnorm` in torch: SGLang calls it on a GPU even with other kernels chosen."""
+    wide = x.float()
+    y = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
+    return y if out is None else out.copy_(y)
+
+
+def _fused_add_rmsnorm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, **_: Any
+) -> None:
+    residual.add_(x)
+    x.copy_(_rmsnorm(residual, weight, eps))

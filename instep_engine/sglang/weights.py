@@ -1,0 +1,170 @@
+"""The weight sessions in a scheduler of SGLang: each tensor-parallel rank reads, checks and loads what a trainer sends.
+
+Calls come through SGLang's `update_weights_from_tensor` with the load format FORMAT. Their JSON takes the place of the
+tensors (`server.py` sends it):
+
+    {"call": "start", "protocol": 4, "version": "3", "nonce": "..."}
+    {"call": "update", "info": {"backend": "shm", ...}}                 as in `vllm/engine.py`
+    {"call": "update", "info": {"backend": "complete", "names": [...]}} refuses if something is missing
+    {"call": "finish"}
+
+SGLang answers with the verdict of rank 0 alone. So the ranks exchange theirs, and all return the first refusal. For
+weights from files they do so before any of them loads. A refusal ends the session, and the server stays paused until a
+later session has succeeded.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from instep_engine import PROTOCOL
+from instep_engine.bucket import checkpoint_shapes
+from instep_engine.direct import DirectLoader
+from instep_engine.manifest import WeightMismatch
+from instep_engine.receiving import Receiving
+
+FORMAT = "instep"
+STREAMS = ("nccl", "ipc")
+logger = logging.getLogger("instep")
+
+
+def update(original: Callable[..., Any], updater: Any, named_tensors: Any, load_format: str | None = None) -> Any:
+    """Answer a call of a session; other load formats go on to SGLang (around `update_weights_from_tensor`)."""
+    if load_format != FORMAT:
+        return original(updater, named_tensors, load_format)
+    failure = Weights.of(updater).answer(named_tensors)
+    return failure is None, failure or "Success"
+
+
+class Refused(Exception):
+    """Another rank has refused the update."""
+
+
+class Weights(Receiving):
+    """The sessions of one model in this process."""
+
+    keeps = False
+    _made: dict[int, Weights] = {}  # a process may hold a draft model, too
+
+    def __init__(self, updater: Any):
+        device = torch.device(updater.device, updater.gpu_id) if updater.device == "cuda" else torch.device("cpu")
+        super().__init__(device)
+        self._updater, self._model, self._path = updater, updater.get_model(), updater.model_config.model_path
+        self._shapes = checkpoint_shapes(Path(self._path))
+        weights = dict(self._model.named_parameters(remove_duplicate=False))
+        head, words = weights.get("lm_head.weight"), weights.get("model.embed_tokens.weight")
+        if head is not None and head is words:
+            self._shapes.pop("lm_head.weight", None)  # some checkpoints hold it twice
+        self._loader = DirectLoader(self._model)
+        self._started = self._agreed = self._from_files = False
+
+    @classmethod
+    def of(cls, updater: Any) -> Weights:
+        if id(updater) not in cls._made:
+            cls._made[id(updater)] = cls(updater)
+        return cls._made[id(updater)]
+
+    def answer(self, asked: Mapping[str, Any]) -> str | None:
+        """Answer a call; return why the ranks refuse it, or None."""
+        failure, self._agreed = None, False
+        info = asked.get("info") or {}
+        try:
+            if asked["call"] == "start":
+                self._start(asked)
+            elif asked["call"] == "finish":
+                self.session = None
+            else:
+                self.receive_weights(info)
+        except Refused:
+            pass  # the other rank says why
+        except Exception as error:  # the error goes to the trainer
+            logger.exception("a call of a weight session was refused")
+            failure = str(error) if isinstance(error, WeightMismatch) else f"WeightMismatch[]: {error!r}"
+        first = failure
+        if asked["call"] == "update" and info.get("backend") not in STREAMS and not self._agreed:
+            first = self._agree(first)  # the one before loading
+        first = self._agree(first)
+        if first is not None:
+            self.session = None
+        return first
+
+    def _agree(self, failure: str | None) -> str | None:
+        """Return the first failure of any rank."""
+        from sglang.srt.distributed.parallel_state import get_pp_group, get_tp_group
+
+        failures = [failure]
+        for group in (get_tp_group(), get_pp_group()):
+            if group.world_size > 1:
+                gathered: list[Any] = [None] * group.world_size
+                torch.distributed.all_gather_object(gathered, failures, group=group.cpu_group)
+                failures = [f for part in gathered for f in part]
+        return next((f for f in failures if f is not None), None)
+
+    def _start(self, asked: Mapping[str, Any]) -> None:
+        if (protocol := asked["protocol"]) != PROTOCOL:
+            raise WeightMismatch(f"instep speaks protocol {protocol}, this plugin {PROTOCOL}")
+        self.session = asked["version"], asked["nonce"]
+        self.delivered, self._started = set(), False
+        self._loader.begin()
+
+    def receive_weights(self, info: Mapping[str, Any]) -> None:
+        if self.session is None:
+            raise WeightMismatch("no session was announced, or it was refused")
+        if info["backend"] == "complete":
+            self._check_complete(info["names"])
+        else:
+            self._from_files = info["backend"] not in STREAMS
+            super().receive_weights(info)
+            if self._at.type == "cuda":
+                torch.cuda.synchronize(self._at)
+
+    def load(self, tensors: dict[str, torch.Tensor], exact: bool) -> Iterable[str]:
+        """Load a bucket, or all of a checkpoint that this model has, after all ranks have accepted it."""
+        if exact:
+            self._check_names(tensors)
+        else:
+            tensors = {name: t for name, t in tensors.items() if not self._shapes or name in self._shapes}
+        if self._from_files:
+            self._agreed = True
+            if (failure := self._agree(None)) is not None:
+                raise Refused(failure)
+        try:
+            self._loader.load(tensors)
+        except (KeyError, ValueError, AssertionError, RuntimeError) as error:
+            first = next(iter(tensors), None)
+            raise WeightMismatch(f"the model cannot load these weights: {error!r}", first) from error
+        return tensors
+
+    def compare_start(self, path: str, tensors: dict[str, torch.Tensor]) -> None:
+        """Check that it is the checkpoint that SGLang has loaded itself."""
+        if os.path.realpath(path) != os.path.realpath(self._path):
+            raise WeightMismatch(f"this engine was started on {self._path}, not on {path}")
+        self._started = True
+
+    def _check_names(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
+            shape = tuple(tensor.shape)
+            if name in self.delivered:
+                raise WeightMismatch(f"{name} came twice", name)
+            if self._shapes and name not in self._shapes:
+                raise WeightMismatch(f"{name} is no tensor of this model", name)
+            if self._shapes and shape != self._shapes[name]:
+                raise WeightMismatch(f"{name}: received shape {shape}, the model has {self._shapes[name]}", name)
+
+    def _check_complete(self, names: Iterable[str] | None) -> None:
+        """Raise WeightMismatch unless all `names` and every weight of this rank's model have arrived."""
+        from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+        if missing := sorted(set(names or ()) - self.delivered):
+            raise WeightMismatch(f"{len(missing)} tensors were not delivered: {missing[:3]}", missing[0])
+        if self._started:
+            return
+        if not self.delivered:
+            raise WeightMismatch("no tensor was delivered")
+        self._loader.check_complete(lambda layer: isinstance(layer, VocabParallelEmbedding))
