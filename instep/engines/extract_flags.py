@@ -105,7 +105,9 @@ def _kind(action: argparse.Action) -> str:
         return name
     if name.startswith("human_readable_int"):
         return "si_size" if str(getattr(kind, "__module__", "")).startswith("sglang") else "size"
-    if kind is json.loads or name in ("parse_dataclass", "json_list_type") or "valid JSON string or JSON keys" in (action.help or ""):
+    if kind is json.loads or name in ("parse_dataclass", "json_list_type"):
+        return "json"
+    if "valid JSON string or JSON keys" in (action.help or ""):
         return "json"
     return "json_or_text" if name == "union_dict_and_str" else "text"
 

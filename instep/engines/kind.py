@@ -267,7 +267,11 @@ class EngineKind(Protocol):
         engine.post("/finish_weight_update", {"weight_version": version}, timeout=timeout)
 
 
-_BUILT_IN = {"embedded": "instep.engines.embedded.kind", "vllm": "instep.engines.vllm"}
+_BUILT_IN = {
+    "embedded": "instep.engines.embedded.kind",
+    "vllm": "instep.engines.vllm",
+    "sglang": "instep.engines.sglang",
+}
 _registered: dict[str, EngineKind] = {}
 
 
