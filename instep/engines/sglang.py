@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from instep.engines.flags import given_names
-from instep.engines.kind import EngineKind
+from instep.engines.kind import Capabilities, EngineKind
 from instep.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,6 +21,10 @@ class SglangKind(EngineKind):
 
     name, title = "sglang", "SGLang"
     own_gpus = needs_router = True
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(self.title, version_spans=False)
 
     def meant_by(self, args: Settings) -> str:
         return ", ".join(args.sglang_flags)
@@ -40,4 +44,4 @@ class SglangKind(EngineKind):
             raise ConfigError("SGLang is not installed here", where=where, remedy=remedy)
 
 
-KIND = SglangKind()
+KIND = SglangKind()  # type: ignore[abstract]
