@@ -27,7 +27,7 @@ from instep.arguments.rollout import ROLLOUT
 from instep.system.hooks.neighbours import added, is_own
 
 # Concerns without resolvers and rules.
-NOT_SGLANG = "the engine is vLLM, not SGLang"
+NOT_SGLANG, NOT_VLLM = "the engine is vLLM, not SGLang", "the engine is SGLang, not vLLM"
 LOGGERS, TIMEOUTS, SGLANG = (
     read_flags(str(Path(__file__).with_name(name)), note=NOT_SGLANG) for name in ("loggers", "timeouts", "sglang")
 )
@@ -35,6 +35,8 @@ _OWN: tuple[FlagGroup, ...] = (
     *(MODEL, DATA, ROLLOUT, REWARD, EVAL, ALGORITHM, OPTIMIZER, LORA, ASYNCHRONOUS, CLUSTER, ENGINE, PARALLEL, SHAPE),
     *(LOGGERS, TIMEOUTS, DEBUGGING, SGLANG),
 )
+# How flags of SGLang and vLLM are read if the engines are SGLang's.
+SGLANG_ENGINES = read_flags(str(Path(__file__).with_name("sglang_engines")), note=NOT_VLLM)
 
 # Flags that are refused by their prefix: prefix, note, and what to use instead.
 _FAMILIES = (("--sglang-", NOT_SGLANG, "the --vllm- flag of the same meaning (docs/engines_flags.md)"),)
@@ -52,9 +54,14 @@ def families() -> tuple[tuple[str, str, str], ...]:
 
 
 @cache
-def own_flags() -> dict[str, Flag]:
-    """Return the flags of `groups()`, by each of their names."""
-    return {name: flag for group in groups() for flag in group.flags for name in (flag.name, *flag.aliases)}
+def own_flags(*, sglang: bool = False) -> dict[str, Flag]:
+    """Return the flags of `groups()`, by each of their names.
+
+    Args:
+        sglang: as they are read if the engines are SGLang's.
+    """
+    here = [*(group for group in groups() if group is not SGLANG), SGLANG_ENGINES] if sglang else groups()
+    return {name: flag for group in here for flag in group.flags for name in (flag.name, *flag.aliases)}
 
 
 def own_hooks(args: Settings) -> list[tuple[str, str]]:
@@ -75,15 +82,19 @@ def passed_through() -> dict[str, Flag]:
     return {name: flag for flag in megatron_table() for name in (flag.name, *flag.aliases) if name not in own}
 
 
-def find(name: str) -> Flag | None:
+def find(name: str, *, sglang: bool = False) -> Flag | None:
     """Return the record of a flag; None for an unknown one. The name may have underscores instead of dashes.
 
-    The search goes through instep, the user's `train.py`, Megatron, vLLM, the router and the refused prefixes.
+    The search goes through instep, the user's `train.py`, Megatron, the engine, its router and the refused prefixes.
+
+    Args:
+        sglang: whether the engines are SGLang's.
     """
-    flag = own_flags().get(name) or of_user().get(name) or passed_through().get(name) or find_engine_flag(name)
+    flag = own_flags(sglang=sglang).get(name) or of_user().get(name) or passed_through().get(name)
+    flag = flag or find_engine_flag(name, sglang=sglang)
     if flag is None:
         for prefix, note, instead in families():
-            if name.startswith(prefix):
+            if name.startswith(prefix) and not (sglang and prefix == "--sglang-"):
                 return Flag(name, status="refused", note=note, instead=instead)
     own, dot, key = name.partition(".")  # the key of a JSON value keeps its underscores
-    return find(own.replace("_", "-") + dot + key) if flag is None and "_" in own else flag
+    return find(own.replace("_", "-") + dot + key, sglang=sglang) if flag is None and "_" in own else flag

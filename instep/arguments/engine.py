@@ -1,4 +1,4 @@
-"""Engines and the weight sync: kind and topology of the engines (`--vllm-config`), and who may send requests."""
+"""Engines and the weight sync: kind and topology of the engines (a file of groups), and who may send requests."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import ipaddress
 import os
 import re
 from collections.abc import Iterator
+from typing import Literal
 
 from instep.algorithms.catalog import OFFLINE, ONLINE
 from instep.arguments.concern import Given, Problem, Settings
 from instep.arguments.flag import read_flags
+from instep.engines.dialect import dialect_of
 from instep.engines.keys import given_key
 from instep.engines.kind import AUTO, all_kinds, kind_names, named_kind
-from instep.engines.topology import parse, read, served_models
+from instep.engines.topology import entries, file_of, num_tokens, parse, read, served_models
 from instep.weights.way import AUTO as AUTO_WAY
 from instep.weights.way import WAYS
 
@@ -22,13 +24,13 @@ _HOST_NAME = re.compile(r"[A-Za-z0-9_](?:[\w.-]*\w)?", re.ASCII)
 
 
 def read_topology(args: Settings) -> Iterator[Problem]:
-    """Set `args.vllm_topology` from the file of `--vllm-config`. If it is wrong, rules that read it are skipped."""
+    """Set `args.vllm_topology` from the file of groups. If it is wrong, rules that read it are skipped."""
     args.vllm_topology = None
     if args.vllm_config is None:
         return
-    args.vllm_topology = read(args.vllm_config)
-    where = f"--vllm-config {args.vllm_config}"
-    _, errors = parse(args.vllm_topology, where, args.rollout_num_gpus_per_engine, args.hf_checkpoint)
+    args.vllm_topology = read(args.vllm_config, where := file_of(args))
+    size, dialect = args.rollout_num_gpus_per_engine, dialect_of(args)
+    _, errors = parse(args.vllm_topology, where, size, args.hf_checkpoint, dialect)
     for error in errors:
         yield Problem(error.what, error.where, error.remedy)
 
@@ -39,18 +41,39 @@ def rollout_backend(args: Settings, given: Given) -> str:
     return next(meant, args.rollout_backend)
 
 
+def vllm_max_model_len(args: Settings, given: Given) -> int | None:
+    """Return the most tokens of a sequence by the flag of the engine, vLLM's or SGLang's."""
+    words = args.sglang_overrides.get("context_length")
+    return num_tokens(words[-1], dialect_of(args).units) if words else args.vllm_max_model_len
+
+
+def vllm_dtype(args: Settings, given: Given) -> Literal["auto", "float32", "bfloat16", "float16"]:
+    """Return the dtype by the flag of the engine, vLLM's or SGLang's, under vLLM's name."""
+    match args.sglang_overrides.get("dtype", [""])[-1]:
+        case "auto":
+            return "auto"
+        case "float" | "float32":
+            return "float32"
+        case "half" | "float16":
+            return "float16"
+        case "bfloat16":
+            return "bfloat16"
+    return args.vllm_dtype
+
+
 def port(args: Settings, given: Given) -> int | None:
     """Return the port of `instep serve`, by default that of vLLM."""
     return args.port or (8000 if args.command == "serve" else None)
 
 
 def half_precision(args: Settings, given: set[str]) -> Iterator[Problem]:
+    flag = f"--{dialect_of(args).package}-dtype float16"
     if args.vllm_dtype == "float16" and args.command != "serve":
         what = "float16 gradients need a loss scale; the trainer has no loss scale, and engines use its dtype"
-        yield Problem(what, "--vllm-dtype float16", "use bfloat16 or float32")
+        yield Problem(what, flag, "use bfloat16 or float32")
     elif args.vllm_dtype == "float16" and args.rollout_backend == "embedded":
         what = "the embedded engine computes in float32 or bfloat16"
-        yield Problem(what, "--vllm-dtype float16", "use one of these dtypes, or --rollout-backend vllm")
+        yield Problem(what, flag, "use one of these dtypes, or --rollout-backend vllm")
 
 
 def topology(args: Settings, given: set[str]) -> Iterator[Problem]:
@@ -60,47 +83,51 @@ def topology(args: Settings, given: set[str]) -> Iterator[Problem]:
     if (kind := named_kind(args)) is not None:
         for error in kind.refusals(args):
             yield Problem(error.what, error.where, error.remedy)
+    dialect = dialect_of(args)
+    file_flag, router = dialect.file_flag, f"--{dialect.package}-router-ip"
     if args.vllm_config is not None and args.prefill_num_servers is not None:
         what = "the file says which engines prefill"
-        yield Problem(what, "--vllm-config and --prefill-num-servers", "give one of the two")
+        yield Problem(what, f"{file_flag} and --prefill-num-servers", "give one of the two")
     elif args.prefill_num_servers is not None and args.prefill_num_servers >= args.rollout_num_engines:
         what = f"{args.prefill_num_servers} of {args.rollout_num_engines} engines prefill: no engine is left to decode"
         yield Problem(what, "--prefill-num-servers", "raise --rollout-num-gpus, or lower it")
     if args.rollout_external_engine_addrs and (args.vllm_config or args.prefill_num_servers):
-        flag = "--vllm-config" if args.vllm_config else "--prefill-num-servers"
+        flag = file_flag if args.vllm_config else "--prefill-num-servers"
         yield Problem("no engine is started", f"{flag} and --rollout-external-engine-addrs", "give one of the two")
     if (args.vllm_router_ip is None) != (args.vllm_router_port is None):
-        yield Problem("only one is given", "--vllm-router-ip and --vllm-router-port", "give both")
+        yield Problem("only one is given", f"{router} and {router.replace('ip', 'port')}", "give both")
     if args.command == "serve" and "port" in given and args.vllm_router_ip is not None:
-        yield Problem("requests go to your router", "--port and --vllm-router-ip", "give one of the two")
+        yield Problem("requests go to your router", f"--port and {router}", "give one of the two")
     disaggregated = [model for model in served_models(args) if model.disaggregated]
     if args.vllm_router_ip is not None and disaggregated:
         what = "a router takes prefill and decode engines only when it starts"
-        yield Problem(what, "--vllm-router-ip", "leave it out: instep starts it")
+        yield Problem(what, router, "leave it out: instep starts it")
     if args.pause_mode == "keep" and disaggregated:
         what = "a KV cache on its way from a prefill to a decode engine would be of the old weights after a sync"
         yield Problem(what, "--pause-mode keep with prefill and decode engines", "use abort or wait")
     if args.ref_served_model is not None and args.command in ONLINE:
         yield from _served_reference(args)
+    if args.sglang_enable_ep_moe:
+        what = "is read as --sglang-ep-size with the tensor parallelism of each engine: SGLang has it no longer"
+        yield Problem(what, "--sglang-enable-ep-moe", refused=False)
     if args.vllm_topology is None:
         return
-    models = args.vllm_topology["vllm"]
+    models = entries(args)
     if args.vllm_router_ip is not None and len(models) > 1:
         what = f"each of the {len(models)} models needs its own router"
-        yield Problem(what, "--vllm-router-ip with --vllm-config", "leave it out: instep starts them")
+        yield Problem(what, f"{router} with {file_flag}", "leave it out: instep starts them")
     if not args.colocate and "rollout_num_gpus" in given and args.rollout_num_gpus != args.topology_num_gpus:
         what = f"{args.rollout_num_gpus}, but the groups of {args.vllm_config} take {args.topology_num_gpus}"
         yield Problem(what, "--rollout-num-gpus", "leave it out: the file decides")
-    for i, model in enumerate(models):
+    for where, model in models:
         path = model.get("model_path")
         if args.command != "plan" and path is not None and not os.path.isfile(os.path.join(path, "config.json")):
             what = f"{path} is not a Hugging Face folder: it has no config.json"
-            remedy = "give the folder of a checkpoint"
-            yield Problem(what, f"--vllm-config {args.vllm_config}, vllm[{i}].model_path", remedy)
+            yield Problem(what, f"{where}.model_path", "give the folder of a checkpoint")
     trains = args.command in ONLINE and not args.debug_rollout_only
-    if trains and not any(model.get("update_weights", True) for model in models):
+    if trains and not any(model.get("update_weights", True) for _, model in models):
         what = "no model gets the trainer's weights"
-        yield Problem(what, f"--vllm-config {args.vllm_config}", "set update_weights: true for one model")
+        yield Problem(what, file_of(args), "set update_weights: true for one model")
 
 
 def api_keys(args: Settings, given: set[str]) -> Iterator[Problem]:
@@ -141,10 +168,10 @@ def _served_reference(args: Settings) -> Iterator[Problem]:
     elif model is None:
         frozen = [name for name, model in found.items() if not model.update_weights]
         names = f"name one of {', '.join(frozen)}" if frozen else "add one with update_weights: false"
-        yield Problem("no such model is served", flag, f"{names} (--vllm-config)")
+        yield Problem("no such model is served", flag, f"{names} ({dialect_of(args).file_flag})")
     elif model.update_weights:
         yield Problem("gets the trainer's weights, so it cannot be the reference", flag, "set update_weights: false")
 
 
-RESOLVERS = (port, rollout_backend)
+RESOLVERS = (port, vllm_max_model_len, vllm_dtype, rollout_backend)
 RULES = (half_precision, topology, api_keys)

@@ -1,4 +1,4 @@
-"""`--vllm-*` and `--router-*`: flags of `vllm serve` and `vllm-router`, read from their tables and passed unchanged.
+"""`--vllm-*`, `--sglang-*` and `--router-*`: flags of engines and their router, read from tables and passed unchanged.
 
 A flag that instep sets itself is refused, and the error names the alternative. `--vllm-compilation-config.mode 3`,
 vLLM's spelling for one key of a JSON value, is passed as well.
@@ -10,12 +10,17 @@ from typing import Any
 
 from instep.arguments.flag import Flag, text
 from instep.engines.flags import PREFIXES, EngineFlag, FlagTable, Package, flag_table
-from instep.engines.reserved_flags import reserved
+from instep.engines.reserved_flags import reserved, same
 
 
-def family(name: str) -> Package | None:
-    """Return the package that gets a flag, by its prefix; None for other flags."""
-    return next((package for package, prefix in PREFIXES.items() if name.startswith(prefix)), None)
+def family(name: str, *, sglang: bool = False) -> Package | None:
+    """Return the package that gets a flag, by its prefix; None for other flags.
+
+    Args:
+        sglang: whether the engines are SGLang's. Otherwise `--sglang-*` have no package, and the router is vLLM's.
+    """
+    packages: tuple[Package, ...] = ("vllm", "sglang", "sglang-router") if sglang else ("vllm", "vllm-router")
+    return next((package for package in packages if name.startswith(PREFIXES[package])), None)
 
 
 def prefixed(package: Package, name: str) -> str:
@@ -23,9 +28,9 @@ def prefixed(package: Package, name: str) -> str:
     return PREFIXES[package] + name.removeprefix("--")
 
 
-def find_engine_flag(name: str) -> Flag | None:
-    """Return the record of `--vllm-...` or `--router-...`; None if the package has no such flag."""
-    package = family(name)
+def find_engine_flag(name: str, *, sglang: bool = False) -> Flag | None:
+    """Return the record of `--vllm-...`, `--sglang-...` or `--router-...`; None if the package has no such flag."""
+    package = family(name, sglang=sglang)
     if package is None:
         return None
     found = _known(flag_table(package), name)
@@ -62,7 +67,8 @@ def as_flag(package: Package, name: str, known: EngineFlag, key: str) -> Flag:
     """
     for field, why, instead in reserved(package):
         if field == known.field:
-            return Flag(name, status="refused", note=why, instead=instead, passed_to=package)
+            neutral = same(package, field)
+            return Flag(name, status="refused", note=why, instead=instead, neutral=neutral, passed_to=package)
     dest = PREFIXES[package].strip("-").replace("-", "_") + "_" + known.field
     if key:
         return Flag(name, text, dest=f"{dest}.{key}", passed_to=package)

@@ -1,4 +1,4 @@
-"""`instep train --help` and `instep train --help vllm | router`, made from the records of the flags."""
+"""`instep train --help` and, for each of TOPICS, `instep train --help vllm`, made from the records of the flags."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from instep.arguments.all_flags import groups, own_flags, passed_through
+from instep.arguments.all_flags import SGLANG_ENGINES, groups, own_flags, passed_through
 from instep.arguments.commands import acts_in
 from instep.arguments.engine_flags import as_flag, prefixed
 from instep.arguments.flag import Flag
@@ -15,7 +15,19 @@ from instep.engines.flags import PREFIXES, EngineFlag, Package, flag_table
 
 TEXTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="ascii"))
 PROFILE_HELP: str = TEXTS["profile"]
-TOPICS: dict[str, Package] = {"vllm": "vllm", "router": "vllm-router"}
+TOPICS: dict[str, Package] = {
+    "vllm": "vllm",
+    "router": "vllm-router",
+    "sglang": "sglang",
+    "sglang-router": "sglang-router",
+}
+# What a package's flags are passed to, and how that explains them.
+_PROGRAMS: dict[Package, tuple[str, str]] = {
+    "vllm": ("vllm serve", "vllm serve --help=all"),
+    "vllm-router": ("vllm-router", "vllm-router --help"),
+    "sglang": ("sglang.launch_server", "python -m sglang.launch_server --help"),
+    "sglang-router": ("sglang-router", "python -m sglang_router.launch_router --help"),
+}
 
 
 def default_text(flag: Flag) -> str:
@@ -29,13 +41,13 @@ def default_text(flag: Flag) -> str:
 def record(package: Package, known: EngineFlag) -> Flag:
     """Return instep's record of a package's flag: its own flag of that name, else a flag that is passed on."""
     name = prefixed(package, known.name)
-    return own_flags().get(name) or as_flag(package, name, known, "")
+    return own_flags(sglang=package.startswith("sglang")).get(name) or as_flag(package, name, known, "")
 
 
 def format_help(command: str = "train") -> str:
     """Return the help text of a command: all flags that act in it, by group, and an example."""
     lines = [f"usage: instep {command} --flag value ...", "", textwrap.fill(TEXTS[command]["intro"], 118), ""]
-    for group in groups():
+    for group in (*groups(), SGLANG_ENGINES):
         acting = [f for f in group.flags if acts_in(command, f)]
         if acting:
             lines += [f"{group.title}:", *(line for flag in acting for line in _own_entry(flag)), ""]
@@ -61,10 +73,10 @@ def format_help(command: str = "train") -> str:
 def format_engine_help(package: Package) -> str:
     """Return the list of a package's flags, with the version that has them."""
     table = flag_table(package, extract=False)
-    program, option = ("vllm serve", "--help=all") if package == "vllm" else ("vllm-router", "--help")
+    program, explains = _PROGRAMS[package]
     lines = [
         f"Flags of {table.describe}.",
-        f"They are checked here and passed to `{program}` unchanged; `{program} {option}` explains them.",
+        f"They are checked here and passed to `{program}` unchanged; `{explains}` explains them.",
         "",
     ]
     for known in table.flags:

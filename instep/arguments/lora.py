@@ -10,6 +10,8 @@ from instep.algorithms.catalog import ONLINE
 from instep.arguments.concern import Given, Problem, Settings
 from instep.arguments.flag import read_flags
 from instep.arguments.model import known_config
+from instep.engines.dialect import dialect_of
+from instep.engines.flags import passed_on
 from instep.engines.kind import named_kind, served_dtype
 from instep.models.shape import KV_B
 from instep.weights.way import RESTART, SINGLE_COPY
@@ -26,7 +28,7 @@ RESOLVERS = (lora_alpha,)
 
 def quantization(args: Settings) -> str:
     """Return the quantization of the base in the engines; "" if there is no quantization."""
-    words = args.vllm_overrides.get("quantization", [])
+    words = passed_on(args).get("quantization", [])
     return words[-1] if len(words) > 1 else ""
 
 
@@ -67,11 +69,11 @@ def adapter_way(args: Settings, given: set[str]) -> Iterator[Problem]:
     if on_vllm and args.command in ONLINE and any(n.endswith(KV_B) for n in args.lora_target_modules or ()):
         what = f"vLLM computes latent attention with the loaded weight of {KV_B}, without an adapter"
         yield Problem(what, f"--lora-target-modules {KV_B}", "leave it out, or use --weight-sync shm")
-    words = args.vllm_overrides
+    words, package = passed_on(args), dialect_of(args).package
     largest = words.get("max_lora_rank", ["", ""])[-1]
     if largest.isdigit() and int(largest) < args.lora_rank:
         what = f"{largest} is below --lora-rank {args.lora_rank}"
-        yield Problem(what, "--vllm-max-lora-rank", "leave it out: --weight-sync lora sets it")
+        yield Problem(what, f"--{package}-max-lora-rank", "leave it out: --weight-sync lora sets it")
     if words.get("enable_lora", [""])[0].startswith("--no-"):
         yield Problem("is needed by --weight-sync lora", "--vllm-no-enable-lora", "leave it out")
 
@@ -82,7 +84,7 @@ def quantized(args: Settings, given: set[str]) -> Iterator[Problem]:
     if how and args.command in ONLINE and not (args.lora_rank and args.weight_sync == "lora"):
         what = f"an engine with weights in {how} does not hold the trained weights"
         remedy = "train an adapter (--lora-rank with --weight-sync lora), or leave it out"
-        yield Problem(what, f"--vllm-quantization {how}", remedy)
+        yield Problem(what, f"--{dialect_of(args).package}-quantization {how}", remedy)
 
 
 def quantized_base(args: Settings, given: set[str]) -> Iterator[Problem]:

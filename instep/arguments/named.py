@@ -13,6 +13,7 @@ from instep.arguments.parser import Scan
 from instep.checkpoints.folders import find_checkpoint, read_state
 from instep.data.named import file_of, is_named
 from instep.data.rows import split_files
+from instep.engines.topology import entries
 from instep.errors import ConfigError
 from instep.models import hub
 
@@ -70,10 +71,10 @@ def fetch(args: Settings) -> None:
 
 
 def _served(args: Settings) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the models of `--vllm-config` that have a path, each with its location for errors."""
-    for i, model in enumerate(args.vllm_topology["vllm"] if args.vllm_topology is not None else ()):
+    """Yield the models of the file of groups that have a path, each with its location for errors."""
+    for where, model in entries(args):
         if model.get("model_path") is not None:
-            yield f"--vllm-config {args.vllm_config}, vllm[{i}].model_path", model
+            yield f"{where}.model_path", model
 
 
 def _before(args: Settings) -> dict[str, Any]:

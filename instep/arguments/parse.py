@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from itertools import chain
 
+from instep.algorithms.catalog import OFFLINE
 from instep.arguments.all_flags import own_flags, passed_through
 from instep.arguments.args import Args, Draft
 from instep.arguments.concern import Problem
@@ -13,6 +15,7 @@ from instep.arguments.extra import of_user
 from instep.arguments.named import fetch
 from instep.arguments.parser import scan
 from instep.arguments.validate import check, complete
+from instep.engines.kind import AUTO
 from instep.errors import ConfigError
 
 
@@ -23,7 +26,8 @@ def parse(argv: Sequence[str], command: str = "train") -> Args:
         ConfigError: one error for all mistakes, before anything heavy is loaded.
     """
     found = scan(argv, command)
-    acting = {flag.attribute: flag for flag in own_flags().values() if flag.status == "acts"}
+    own = chain(own_flags(sglang=True).values(), own_flags().values())
+    acting = {flag.attribute: flag for flag in own if flag.status == "acts"}
     from_path = {name: flag for name, flag in found.flags.items() if flag.passed_to == "megatron"}
     extra = {flag.attribute: flag for flag in of_user().values()} | from_path
     args = Draft(
@@ -35,8 +39,17 @@ def parse(argv: Sequence[str], command: str = "train") -> Args:
             name: value for name, value in found.given.items() if found.flags[name].name in passed_through()
         },
         vllm_overrides=given_words(found.given, found.flags, "vllm"),
-        router_overrides=given_words(found.given, found.flags, "vllm-router"),
+        sglang_overrides=given_words(found.given, found.flags, "sglang"),
+        router_overrides=given_words(found.given, found.flags, "sglang-router" if found.sglang else "vllm-router"),
+        sglang_flags=[flag.name for flag in found.flags.values() if found.sglang and flag.name.startswith("--sglang-")],
     )
+    if found.sglang:
+        args.rollout_backend = "sglang"
+        if found.given.get("rollout_backend", AUTO) == AUTO and command not in OFFLINE:
+            what = "means --rollout-backend sglang; --rollout-backend vllm reads the flags with an equivalent there"
+            found.problems.append(
+                Problem(what, args.sglang_flags[0] if args.sglang_flags else "--sglang-*", refused=False)
+            )
     problems = list(dict.fromkeys([*found.problems, *complete(args, found), *check(args, found)]))
     if refused := [problem for problem in problems if problem.refused]:
         raise _error(refused, command)

@@ -12,6 +12,7 @@ from instep.arguments.concern import Problem
 from instep.arguments.extra import find_on_path
 from instep.arguments.flag import Flag
 from instep.arguments.suggest import named_flags, of_others, remedy_of, setting, unknown
+from instep.engines.kind import AUTO
 
 _WORDS = {**dict.fromkeys(("true", "yes", "on", "1"), True), **dict.fromkeys(("false", "no", "off", "0"), False)}
 
@@ -25,6 +26,7 @@ class Scan:
         broken: attributes whose value is invalid.
         meant: attributes of flags that a remedy names. They count as invalid, so that their absence is not a second
             problem.
+        sglang: whether the engines are SGLang's.
     """
 
     given: dict[str, Any] = field(default_factory=dict)
@@ -32,6 +34,7 @@ class Scan:
     problems: list[Problem] = field(default_factory=list)
     broken: set[str] = field(default_factory=set)
     meant: set[str] = field(default_factory=set)
+    sglang: bool = False
 
 
 class Value(str):
@@ -49,8 +52,8 @@ def is_flag(token: str) -> bool:
 
 def scan(argv: Sequence[str], command: str = "train") -> Scan:
     """Split `argv` into flags and values, and convert the values by the flags' records. Mistakes become problems."""
-    result = Scan()
     tokens = list(argv)
+    result = Scan(sglang=for_sglang(tokens))
     while tokens:
         token = tokens.pop(0)
         if not is_flag(token):
@@ -60,7 +63,7 @@ def scan(argv: Sequence[str], command: str = "train") -> Scan:
             _reject(result, setting(token, command) or stray)
             continue
         name, equals, value = token.partition("=")
-        values, flag = [value] if equals else [], find(name) or find_on_path(name)
+        values, flag = [value] if equals else [], find(name, sglang=result.sglang) or find_on_path(name)
         takes_one = flag and flag.status == "acts" and not (flag.nargs or flag.together or flag.is_switch)
         while tokens and not is_flag(tokens[0]) and not (takes_one and values):
             values.append(tokens.pop(0))
@@ -69,14 +72,23 @@ def scan(argv: Sequence[str], command: str = "train") -> Scan:
     return result
 
 
+def for_sglang(tokens: Sequence[str]) -> bool:
+    """Return whether the engines are SGLang's: it is named, or a `--sglang-*` flag is given and no kind is named."""
+    named, names = AUTO, [token.partition("=")[0].replace("_", "-") if is_flag(token) else "" for token in tokens]
+    for i in (i for i, name in enumerate(names) if name == "--rollout-backend"):
+        named = tokens[i].partition("=")[2] or "".join(tokens[i + 1 : i + 2])
+    return named == "sglang" or named == AUTO and any(name.startswith("--sglang-") for name in names)
+
+
 def _reject(result: Scan, problem: Problem) -> None:
     result.problems.append(problem)
-    result.meant.update(flag.attribute for name in named_flags(problem.remedy) if (flag := find(name)) is not None)
+    flags = (find(name, sglang=result.sglang) for name in named_flags(problem.remedy))
+    result.meant.update(flag.attribute for flag in flags if flag is not None)
 
 
 def _take(result: Scan, name: str, flag: Flag | None, values: list[str], command: str) -> None:
     if flag is None:
-        _reject(result, unknown(name, values[0] if values else "", command))
+        _reject(result, unknown(name, values[0] if values else "", command, result.sglang))
         return
     if "_" in name and flag.choices and not {*map(str, flag.choices)} & {*map(str.lower, values)}:  # `--loss_type dapo`
         if found := of_others(name, "".join(values[:1]), command, name):
@@ -88,7 +100,8 @@ def _take(result: Scan, name: str, flag: Flag | None, values: list[str], command
         what = f"is read as {flag.read_as}: {flag.note}" if flag.read_as else f"changes nothing: {flag.note}"
         result.problems.append(Problem(what, name, refused=False))
         if flag.read_as:
-            _take(result, flag.read_as, find(flag.read_as), values, command)
+            read_as, *fixed = flag.read_as.split()
+            _take(result, read_as, find(read_as, sglang=result.sglang), fixed or values, command)
         return
     result.flags[flag.attribute] = flag
     if flag.status != "acts":
@@ -107,7 +120,7 @@ def _store(result: Scan, flag: Flag, values: list[str]) -> None:
         if is_on is None or len(values) > 1:
             raise ValueError(f"takes only true or false as value, but got {_shown(' '.join(values))}")
         result.given.pop(flag.attribute, None)
-        if meant := flag if is_on else _opposite(flag):
+        if meant := flag if is_on else _opposite(flag, result.sglang):
             result.flags[meant.attribute] = meant
             result.given[meant.attribute] = meant.constant
         return
@@ -133,9 +146,9 @@ def _store(result: Scan, flag: Flag, values: list[str]) -> None:
         result.given[flag.attribute] = converted[0] if flag.nargs in (None, "2") else converted
 
 
-def _opposite(switch: Flag) -> Flag | None:
+def _opposite(switch: Flag, sglang: bool) -> Flag | None:
     """Return the switch that means the opposite of `switch`; None if leaving out `switch` means that."""
-    package, no, name = re.fullmatch(r"(--(?:vllm-|router-)?)(no-)?(.*)", switch.name).groups()  # type: ignore[union-attr]
-    other = find(f"{package}{'' if no else 'no-'}{name}")
+    package, no, name = re.fullmatch(r"(--(?:vllm-|router-|sglang-)?)(no-)?(.*)", switch.name).groups()  # type: ignore[union-attr]
+    other = find(f"{package}{'' if no else 'no-'}{name}", sglang=sglang)
     means = other is not None and other.status == "acts" and (not no or other.attribute == switch.attribute)
     return other if means else None

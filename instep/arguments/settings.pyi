@@ -267,6 +267,10 @@ class EngineSettings(Common):
     rollout_backend: str
     rollout_external_engine_addrs: list[str] | None
     router_overrides: dict[str, list[str]]
+    sglang_enable_ep_moe: bool
+    sglang_flags: list[str]
+    sglang_overrides: dict[str, list[str]]
+    sglang_server_concurrency: int | None
     sync_tolerance: float | None
     update_weight_buffer_size: int
     vllm_config: str | None

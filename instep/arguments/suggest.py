@@ -37,7 +37,7 @@ def named_flags(text: str) -> list[str]:
 
 
 def _all_act(command: str, names: list[str]) -> bool:
-    return all(acts_in(command, find(name)) for name in names)
+    return all(acts_in(command, find(name)) or acts_in(command, find(name, sglang=True)) for name in names)
 
 
 def remedy_of(flag: Flag, command: str) -> str:
@@ -57,13 +57,18 @@ def setting(token: str, command: str) -> Problem | None:
     return of_others(name, value, command, token) or Problem("is not a flag", f"'{token}'", remedy)
 
 
-def unknown(name: str, value: str, command: str) -> Problem:
-    """Return what is wrong with an unknown flag; `value` is the first word after it."""
+def unknown(name: str, value: str, command: str, sglang: bool = False) -> Problem:
+    """Return what is wrong with an unknown flag.
+
+    Args:
+        value: the first word after it.
+        sglang: whether the engines are SGLang's.
+    """
     wanted = "--" + name.lower().replace("_", "-").lstrip("-")
-    if acts_in(command, find(wanted)):
+    if acts_in(command, find(wanted, sglang=sglang)):
         return Problem("unknown flag", name, f"did you mean {wanted}?")
     found = _negated(wanted, name, command) or of_others(name, value, command, name)
-    return found or _of_vllm(wanted, name, command) or _near(wanted, name, command)
+    return found or _of_vllm(wanted, name, command) or _near(wanted, name, command, sglang)
 
 
 def of_others(name: str, value: str, command: str, where: str) -> Problem | None:
@@ -119,25 +124,25 @@ def _negated(wanted: str, name: str, command: str) -> Problem | None:
     return Problem(f"unknown flag; {flag.name} is {_why_not(flag, command)}", name, "leave it out: it is off")
 
 
-def _near(wanted: str, name: str, command: str) -> Problem:
+def _near(wanted: str, name: str, command: str, sglang: bool) -> Problem:
     """Return what is wrong with an unknown flag, with the most similar known one.
 
     A flag with a package's prefix is compared with the flags of that package.
     """
-    package, what = family(wanted), "unknown flag"
-    known = list(own_flags() if command == "serve" else {**passed_through(), **own_flags()})
+    package, what, own = family(wanted, sglang=sglang), "unknown flag", own_flags(sglang=sglang)
+    known = list(own if command == "serve" else {**passed_through(), **own})
     if package is not None:
         what = f"unknown flag of {flag_table(package).describe}"
-        own = [n for n in known if n.startswith(PREFIXES[package])]
-        known = own + [prefixed(package, n) for n in flag_table(package).by_name]
+        known = [n for n in known if n.startswith(PREFIXES[package])]
+        known += [prefixed(package, n) for n in flag_table(package).by_name]
     names = difflib.get_close_matches(wanted, known, n=3, cutoff=0.75)
-    if like := next((n for n in names if acts_in(command, find(n))), ""):
+    if like := next((n for n in names if acts_in(command, find(n, sglang=sglang))), ""):
         return Problem(what, name, f"did you mean {like}?")
     alike = difflib.get_close_matches(wanted, names, n=1, cutoff=0.9)
-    if alike and (flag := find(alike[0])) is not None:
+    if alike and (flag := find(alike[0], sglang=sglang)) is not None:
         what = f"unknown flag; the similar {alike[0]} is {_why_not(flag, command)}"
         return Problem(what, name, remedy_of(flag, command))
-    topic = {"vllm": " vllm", "vllm-router": " router"}.get(package or "", "")
+    topic = {None: "", "vllm-router": " router"}.get(package, f" {package}")
     shown = "train" if command == "plan" else command  # `plan` takes the flags of `train`
     lists = f"`instep {shown} --help{topic}` lists the flags; docs/migration.md lists those of other frameworks"
     return Problem(what, name, lists)

@@ -14,18 +14,11 @@ from typing import TYPE_CHECKING
 
 from instep.algorithms.catalog import OFFLINE
 from instep.cluster.placement import make_plan, node_size
+from instep.engines.dialect import VLLM, Parallel, dialect_of
 from instep.engines.kind import planned_kind
 from instep.engines.router import router_words
 from instep.engines.spec import KV_CONNECTORS, Addresses, EngineSpec
-from instep.engines.topology import (
-    Parallel,
-    ServerRole,
-    group_words,
-    model_path,
-    parallel,
-    policy_model,
-    served_models,
-)
+from instep.engines.topology import ServerRole, group_words, model_path, policy_model, served_models
 from instep.errors import ConfigError
 from instep.weights.way import Sharing, way_meant
 
@@ -86,7 +79,7 @@ def plan_engines(args: Settings) -> list[EngineSpec]:
             if group.num_engines < 1:  # no engine; a rule reports a negative number
                 continue
             words = group_words(args, group)
-            layout = parallel(words, group.num_gpus_per_engine, model.where)
+            layout = dialect_of(args).parallel(words, group.num_gpus_per_engine, model.where)
             _check_nodes(layout, group.num_gpus_per_engine, node_size(args), model.where)
             own = planned_kind(args).own_words(args, group, words, model.update_weights)
             for mine in itertools.islice(slots, group.num_engines):
@@ -106,7 +99,7 @@ def plan_engines(args: Settings) -> list[EngineSpec]:
                         sleeps=args.offload_rollout and model.update_weights and not trainer.isdisjoint(mine),
                     )
                 )
-            if group.role != "regular" and not out[-1].kv_connector:
+            if dialect_of(args) is VLLM and group.role != "regular" and not out[-1].kv_connector:
                 raise ConfigError(
                     f"kv_transfer_config names no connector that the router knows: {', '.join(KV_CONNECTORS)}",
                     where=f"{model.where}, {group.role} engines",

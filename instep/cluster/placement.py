@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from instep.algorithms.catalog import OFFLINE, algorithm_of
 from instep.engines.spec import Slot
-from instep.engines.topology import ServedModel, served_models
+from instep.engines.topology import ServedModel, file_of, served_models
 from instep.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def _check_colocated(args: EngineSettings, models: tuple[ServedModel, ...], num_
     if args.vllm_topology is not None and total < num_trainer:
         raise ConfigError(
             f"its groups take {total} GPUs, but the trainer, which shares with engines (--colocate), has {num_trainer}",
-            where=f"--vllm-config {args.vllm_config}",
+            where=file_of(args),
             remedy="add a placeholder group for GPUs without an engine",
         )
     for model in models:

@@ -1,12 +1,14 @@
-"""Ask an installed vLLM or vllm-router for its flags: `python extract_flags.py vllm|vllm-router VERSION > TABLE.json`.
+"""Ask an installed engine or router for its flags: `python extract_flags.py PACKAGE VERSION > TABLE.json`.
 
-This program imports nothing of instep and runs in a separate process, because importing the package has costs and side
-effects. It reads the actions of the package's own argparse parser.
+PACKAGE is one of PARSERS. This program imports nothing of instep, only its stand-ins for packages that SGLang imports.
+It runs in a separate process, because importing the package has costs and side effects. It reads the actions of the
+package's own argparse parser.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import inspect
 import json
 import os
@@ -29,6 +31,36 @@ def router_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
     RouterArgs.add_cli_args(parser)
     return parser
+
+
+def sglang_parser() -> argparse.ArgumentParser:
+    """Return the parser of `sglang.launch_server`."""
+    with contextlib.suppress(ImportError):  # without them SGLang needs CUDA's packages
+        from instep_engine.sglang.stand_ins import prepare
+
+        prepare()
+    from sglang.srt.server_args import ServerArgs  # type: ignore[import-not-found]
+
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    return parser
+
+
+def sglang_router_parser() -> argparse.ArgumentParser:
+    """Return the parser of sglang-router."""
+    from sglang_router.router_args import RouterArgs  # type: ignore[import-not-found]
+
+    parser = argparse.ArgumentParser()
+    RouterArgs.add_cli_args(parser)
+    return parser
+
+
+PARSERS = {
+    "vllm": vllm_parser,
+    "vllm-router": router_parser,
+    "sglang": sglang_parser,
+    "sglang-router": sglang_router_parser,
+}
 
 
 def rows(parser: argparse.ArgumentParser) -> list[dict[str, Any]]:
@@ -72,8 +104,10 @@ def _kind(action: argparse.Action) -> str:
     if kind in (int, float):
         return name
     if name.startswith("human_readable_int"):
-        return "size"
-    if kind is json.loads or name == "parse_dataclass" or "valid JSON string or JSON keys" in (action.help or ""):
+        return "si_size" if str(getattr(kind, "__module__", "")).startswith("sglang") else "size"
+    if kind is json.loads or name in ("parse_dataclass", "json_list_type"):
+        return "json"
+    if "valid JSON string or JSON keys" in (action.help or ""):
         return "json"
     return "json_or_text" if name == "union_dict_and_str" else "text"
 
@@ -97,6 +131,5 @@ if __name__ == "__main__":
     sys.argv = [package]
     out, sys.stdout = sys.stdout, sys.stderr  # the package's own output does not belong into the table
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    parser = vllm_parser() if package == "vllm" else router_parser()
-    flags = ",\n  ".join(json.dumps(row, sort_keys=True) for row in rows(parser))
+    flags = ",\n  ".join(json.dumps(row, sort_keys=True) for row in rows(PARSERS[package]()))
     print(f'{{"package": "{package}", "version": "{version}", "flags": [\n  {flags}\n]}}', file=out)

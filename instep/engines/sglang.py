@@ -11,10 +11,10 @@ import importlib.metadata
 import importlib.util
 import shlex
 import urllib.error
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from instep.engines.flags import release
+from instep.engines.flags import given_names, release
 from instep.engines.http import get_json
 from instep.engines.kind import Capabilities, EngineKind, RunningEngine, engine_dtype
 from instep.engines.spec import Addresses, EngineSpec
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from instep.engines.wire import WireFormat
 
 INSTALL = "make install-sglang (CPU); on a GPU host pip install sglang==0.5.17 sglang-router==0.3.2"
+READS_VLLM = "--rollout-backend vllm, which reads the flags that have an equivalent there"
 OLDEST, WITH_SPANS = (0, 5, 17), (0, 5, 19)
 CPU_TOKENS = 16_384  # of the KV cache on a CPU, where SGLang's default is a share of the host's memory
 FIT_FRACTION, TURN_FRACTION = 0.4, 0.8  # of a GPU's memory, as for vLLM (`vllm.py`)
@@ -62,10 +63,21 @@ class SglangKind(EngineKind):
 
         return SGLANG_WIRE
 
+    def meant_by(self, args: Settings) -> str:
+        return ", ".join(args.sglang_flags)
+
+    def refusals(self, args: Settings) -> Iterator[ConfigError]:
+        """Yield an error about flags that only vLLM has."""
+        if names := given_names(args):
+            yield ConfigError(
+                "a run has engines of one kind, SGLang's or vLLM's",
+                where=f"{', '.join(names)} beside {self.meant_by(args) or '--rollout-backend sglang'}",
+                remedy=f"use SGLang's flags of the same meaning, or {READS_VLLM}",
+            )
+
     def check_installed(self, where: str) -> None:
         if importlib.util.find_spec("sglang") is None:
-            remedy = f"{INSTALL}; --rollout-backend vllm reads the flags of SGLang that have an equivalent"
-            raise ConfigError("SGLang is not installed here", where=where, remedy=remedy)
+            raise ConfigError("SGLang is not installed here", where=where, remedy=f"{INSTALL}; or {READS_VLLM}")
         plugins = importlib.metadata.entry_points(group="sglang.srt.plugins")
         if not any(plugin.value.startswith("instep_engine.sglang:") for plugin in plugins):
             raise ConfigError(
@@ -180,7 +192,10 @@ KIND = SglangKind()
 def serve_arguments(spec: EngineSpec, at: Addresses, node_rank: int = 0) -> list[str]:
     """Return the arguments of SGLang's server for the process on the engine's `node_rank`-th node."""
     words = ["--model-path", spec.path, *spec.flags, "--host", at.host, "--port", str(at.port)]
-    words += ["--tp-size", str(spec.parallel.tensor)] if spec.parallel.tensor > 1 else []
+    layout = {"--tp-size": spec.parallel.tensor, "--ep-size": spec.parallel.expert}
+    words += [
+        word for flag, size in layout.items() if size > 1 and flag not in spec.flags for word in (flag, str(size))
+    ]
     words += ["--served-model-name", spec.names[-1]] if spec.names != [spec.path] else []
     if (num_nodes := len(spec.nodes)) > 1:
         words += ["--nnodes", str(num_nodes), "--node-rank", str(node_rank)]

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from instep.engines.topology import Parallel, ServerRole
+from instep.engines.dialect import Parallel
+from instep.engines.topology import ServerRole
 from instep.models.hub import name_of
 
 # vLLM's own limit for a start, in seconds: a day. The flags of a run bound the start of its engines and each load

@@ -1,6 +1,6 @@
-"""The topology: which groups of engines serve which models, by `--vllm-config` or simple flags.
+"""The topology: which groups of engines serve which models, by `--vllm-config`, `--sglang-config` or simple flags.
 
-The file has the form of vime's guide:
+The file has the form of vime's guide, and with the key `sglang` that of slime:
 
     vllm:
       - name: actor
@@ -15,7 +15,6 @@ The file has the form of vime's guide:
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -23,13 +22,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from instep.engines.flags import FlagTable, engine_words, flag_table, merge, nearest_name
+from instep.engines.dialect import VLLM, Dialect, dialect_of
+from instep.engines.flags import TITLES, FlagTable, engine_words, flag_table, merge, nearest_name
 from instep.engines.reserved_flags import reserved
 from instep.errors import ConfigError
 from instep.system.documents import parse_yaml
 
 if TYPE_CHECKING:
-    from instep.arguments.settings import ModelSettings, Settings
+    from instep.arguments.settings import EngineSettings, ModelSettings, Settings
 
 ServerRole = Literal["regular", "prefill", "decode", "placeholder"]
 ROLES: tuple[ServerRole, ...] = ("regular", "prefill", "decode", "placeholder")
@@ -37,9 +37,7 @@ POLICY = "actor"  # the name of the only model of a run without --vllm-config
 _MODEL_KEYS = ("name", "model_path", "update_weights", "server_groups")
 _GROUP_KEYS = ("worker_type", "num_gpus", "num_gpus_per_engine", "overrides")
 MAX_GPUS = 2**15  # of a plan, which has an entry for each GPU
-_NUM_TOKENS = re.compile(r"(\d+(?:\.\d+)?)([kmgtKMGT]?)")  # as vLLM's flags of the kind "size"
-_UNITS = {"": 1, **{u: 1000**n for n, u in enumerate("kmgt", 1)}, **{u: 1024**n for n, u in enumerate("KMGT", 1)}}
-_KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
+_NUM_TOKENS = re.compile(r"(\d+(?:\.\d+)?)([kmgtKMGT]?i?)")  # as flags of the kinds "size" and "si_size"
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ class ServerGroup:
     """A group of engines of one role and size.
 
     Attributes:
-        overrides: words for `vllm serve`, by field; they replace those of the command line.
+        overrides: words for the engine's command line, by field; they replace those of the command line.
     """
 
     role: ServerRole
@@ -85,31 +83,15 @@ class ServedModel:
         return any(group.role == "prefill" for group in self.groups)
 
 
-@dataclass(frozen=True)
-class Parallel:
-    """How the GPUs of one engine share the work: GPUs = tensor x pipeline x data (x prefill context)."""
-
-    tensor: int = 1
-    pipeline: int = 1
-    data: int = 1
-    prefill_context: int = 1
-    expert: int = 1  # the number of GPUs that share the experts of a layer
-
-    def __str__(self) -> str:
-        parts = [f"TP {self.tensor}"] + [f"PP {self.pipeline}"] * (self.pipeline > 1)
-        parts += [f"DP {self.data}"] * (self.data > 1) + [f"PCP {self.prefill_context}"] * (self.prefill_context > 1)
-        return " x ".join(parts) + (f", EP {self.expert}" if self.expert > 1 else "")
-
-
 def served_models(args: Settings) -> tuple[ServedModel, ...]:
-    """Return the models of a run: those of `--vllm-config`, or the one that the flags describe.
+    """Return the models of a run: those of the file, or the one that the flags describe.
 
     Raises:
         ConfigError: the first error in the file.
     """
     size = args.rollout_num_gpus_per_engine
     if args.vllm_topology is not None:
-        models, errors = parse(args.vllm_topology, f"--vllm-config {args.vllm_config}", size, args.hf_checkpoint)
+        models, errors = parse(args.vllm_topology, file_of(args), size, args.hf_checkpoint, dialect_of(args))
         if errors:
             raise errors[0]
         return models
@@ -131,13 +113,24 @@ def model_path(args: ModelSettings, model: ServedModel) -> str:
     return model.path
 
 
-def read(path: str) -> Any:
-    """Return the content of the YAML file of `--vllm-config`.
+def file_of(args: EngineSettings) -> str:
+    """Return the flag of the file and its path, for errors."""
+    return f"{dialect_of(args).file_flag} {args.vllm_config}"
+
+
+def entries(args: EngineSettings) -> list[tuple[str, dict[str, Any]]]:
+    """Return the models in the file, each with its location for errors; [] without a file."""
+    key = dialect_of(args).package
+    models = args.vllm_topology[key] if args.vllm_topology is not None else ()
+    return [(f"{file_of(args)}, {key}[{i}]", model) for i, model in enumerate(models)]
+
+
+def read(path: str, where: str) -> Any:
+    """Return the content of the YAML file.
 
     Raises:
         ConfigError: it cannot be read, or is not YAML.
     """
-    where = f"--vllm-config {path}"
     try:
         return parse_yaml(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -148,7 +141,7 @@ def read(path: str) -> Any:
 
 
 def parse(
-    raw: Any, where: str, num_gpus_per_engine: int, hf_checkpoint: str | None
+    raw: Any, where: str, num_gpus_per_engine: int, hf_checkpoint: str | None, dialect: Dialect = VLLM
 ) -> tuple[tuple[ServedModel, ...], list[ConfigError]]:
     """Return the models of a file with the content `raw`, and all errors in it.
 
@@ -156,7 +149,7 @@ def parse(
         num_gpus_per_engine: the size of engines in groups that do not set it.
         hf_checkpoint: the trained model.
     """
-    reader = _Reader(where, num_gpus_per_engine, hf_checkpoint)
+    reader = _Reader(where, num_gpus_per_engine, hf_checkpoint, dialect)
     models = reader.file(raw)
     return tuple(models), reader.errors
 
@@ -164,23 +157,24 @@ def parse(
 class _Reader:
     """Reads a file and collects its errors."""
 
-    def __init__(self, where: str, num_gpus_per_engine: int, hf_checkpoint: str | None):
-        self.where, self.size, self.hf_checkpoint = where, num_gpus_per_engine, hf_checkpoint
+    def __init__(self, where: str, num_gpus_per_engine: int, hf_checkpoint: str | None, dialect: Dialect):
+        self.where, self.size, self.hf_checkpoint, self.dialect = where, num_gpus_per_engine, hf_checkpoint, dialect
         self.errors: list[ConfigError] = []
 
     def wrong(self, key: str, what: str, remedy: str = "") -> None:
         self.errors.append(ConfigError(what, where=f"{self.where}, {key}" if key else self.where, remedy=remedy))
 
     def file(self, raw: Any) -> list[ServedModel]:
-        entries = self.mapping(raw, ("vllm",), "").get("vllm")
+        top = self.dialect.package
+        entries = self.mapping(raw, (top,), "").get(top)
         if not isinstance(entries, list) or not entries:
             if not self.errors:
-                self.wrong("vllm", "is no list of models", "see docs/engines_topologies.md")
+                self.wrong(top, "is no list of models", "see docs/engines_topologies.md")
             return []
-        models = [self.model(entry, f"vllm[{i}]") for i, entry in enumerate(entries)]
+        models = [self.model(entry, f"{top}[{i}]") for i, entry in enumerate(entries)]
         names = [model.name for model in models]
         for name in sorted({name for name in names if names.count(name) > 1}):
-            self.wrong("vllm", f"two models are named '{name}'", "give each a different name")
+            self.wrong(top, f"two models are named '{name}'", "give each a different name")
         return models
 
     def mapping(self, raw: Any, known: tuple[str, ...], key: str) -> dict[str, Any]:
@@ -264,9 +258,10 @@ class _Reader:
 
     def overrides(self, raw: Any, key: str) -> dict[str, list[str]]:
         if not isinstance(raw, dict):
-            self.wrong(key, "is no mapping of vLLM's fields", "such as {max_model_len: 4096}")
+            what = f"is no mapping of {TITLES[self.dialect.package]}'s fields"
+            self.wrong(key, what, f"such as {{{self.dialect.length}: 4096}}")
             return {}
-        table, out = flag_table("vllm"), {}
+        table, out = flag_table(self.dialect.package), {}
         for name, value in ((str(name), value) for name, value in raw.items()):
             problem, remedy = _override_problem(name, table)
             if problem:
@@ -286,7 +281,7 @@ def _shown(value: Any) -> str:
 
 def _override_problem(name: str, table: FlagTable) -> tuple[str, str]:
     """Return what is wrong with a field's name, and the remedy; both "" if it is right."""
-    for field_name, why, instead in reserved("vllm"):
+    for field_name, why, instead in reserved(table.package):
         if name == field_name:
             return why, f"use {instead}" if instead else "remove it"
     if name in table.by_field:
@@ -296,15 +291,15 @@ def _override_problem(name: str, table: FlagTable) -> tuple[str, str]:
 
 
 def group_words(args: Settings, group: ServerGroup) -> dict[str, list[str]]:
-    """Return the words for `vllm serve` of this group's engines, by field: those of the command line, then `overrides`.
+    """Return the words of this group's engines, by field: those of the command line, then `overrides`.
 
-    Prefill and decode engines pass the KV cache by NIXL unless `kv_transfer_config` sets another connector.
+    Prefill and decode engines of vLLM pass the KV cache by NIXL unless `kv_transfer_config` sets another connector.
     """
     words = merge(engine_words(args), group.overrides)
-    if group.role in _KV_ROLES and not any(f.partition(".")[0] == "kv_transfer_config" for f in words):
-        config = {"kv_connector": "NixlConnector", "kv_role": _KV_ROLES[group.role]}
-        words["kv_transfer_config"] = ["--kv-transfer-config", json.dumps(config)]
-    return words
+    if args.sglang_enable_ep_moe and "ep_size" not in words:
+        parallel = dialect_of(args).parallel(words, group.num_gpus_per_engine, "--sglang-enable-ep-moe")
+        words["ep_size"] = ["--ep-size", str(parallel.tensor)]
+    return words | (dialect_of(args).role_words(group.role, words) if group.role in ("prefill", "decode") else {})
 
 
 def max_model_lens(args: Settings) -> list[int | None]:
@@ -312,36 +307,13 @@ def max_model_lens(args: Settings) -> list[int | None]:
 
     None means the model's own length. A run without such engines has the value of `--vllm-max-model-len`.
     """
+    dialect = dialect_of(args)
     groups = [group for model in served_models(args) if model.update_weights for group in model.groups]
-    texts = [group_words(args, group).get("max_model_len", [""])[-1] for group in groups if group.num_engines]
-    return [num_tokens(text) for text in texts] or [args.vllm_max_model_len]
+    texts = [group_words(args, group).get(dialect.length, [""])[-1] for group in groups if group.num_engines]
+    return [num_tokens(text, dialect.units) for text in texts] or [args.vllm_max_model_len]
 
 
-def num_tokens(text: str) -> int | None:
-    """Return the number that vLLM reads in `text`: 4096, 4k (thousands) or 4K (of 1024); None for "auto", -1 or ""."""
+def num_tokens(text: str, units: Mapping[str, int] = VLLM.units) -> int | None:
+    """Return the number that an engine reads in `text`: 4096, or one with one of `units`; None for "auto", -1 or ""."""
     found = _NUM_TOKENS.fullmatch(text)
-    return int(float(found[1]) * _UNITS[found[2]]) if found else None
-
-
-def parallel(words: Mapping[str, list[str]], num_gpus: int, where: str) -> Parallel:
-    """Return how the `num_gpus` GPUs of an engine share the work.
-
-    Raises:
-        ConfigError: PP x DP (x PCP) does not divide them, or one of these degrees is below 1.
-    """
-    names = ("pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size")
-    degrees = {name: int(words[name][-1]) if name in words else 1 for name in names}
-    if low := [name for name in names if degrees[name] < 1]:
-        raise ConfigError(f"{low[0]} is {degrees[low[0]]}", where=where, remedy="use at least 1")
-    pipeline, data, context = degrees.values()
-    rest = pipeline * data * context
-    if num_gpus % rest:
-        product = f"PP {pipeline} x DP {data}" + (f" x PCP {context}" if context > 1 else "") + f" = {rest}"
-        raise ConfigError(
-            f"the GPUs of an engine are TP x PP x DP, but {num_gpus} are no multiple of {product}",
-            where=where,
-            remedy=f"give an engine a multiple of {rest} GPUs (--rollout-num-gpus-per-engine or num_gpus_per_engine)",
-        )
-    spread = words.get("enable_expert_parallel") == ["--enable-expert-parallel"]
-    tensor = num_gpus // rest
-    return Parallel(tensor, pipeline, data, context, tensor * data * context if spread else 1)
+    return int(float(found[1]) * (units[found[2]] if found[2] else 1)) if found else None

@@ -29,6 +29,8 @@ FURTHER = {
     "megatron_config": "dict[str, dict[str, Any]]",
     "megatron_overrides": "dict[str, Any]",
     "router_overrides": "dict[str, list[str]]",
+    "sglang_flags": "list[str]",
+    "sglang_overrides": "dict[str, list[str]]",
     "vllm_overrides": "dict[str, list[str]]",
     "vllm_topology": "Any",
 }
@@ -55,6 +57,8 @@ SECTIONS = {
 PLACES = {
     "eval_datasets": "EvalSettings",
     "router_overrides": "EngineSettings",
+    **dict.fromkeys(("sglang_enable_ep_moe", "sglang_flags", "sglang_overrides"), "EngineSettings"),
+    "sglang_server_concurrency": "EngineSettings",
     "tis_lower_bound": "AlgorithmSettings",
     "tis_upper_bound": "AlgorithmSettings",
     "vllm_overrides": "EngineSettings",
@@ -88,12 +92,13 @@ def type_of(flag: Flag) -> str:
 
 def stub() -> str:
     """The text of settings.pyi."""
-    fields = {flag.attribute: type_of(flag) for flag in own_flags().values() if flag.status == "acts"} | FURTHER
+    own = (*own_flags(sglang=True).values(), *own_flags().values())
+    fields = {flag.attribute: type_of(flag) for flag in own if flag.status == "acts"} | FURTHER
     for resolver in resolvers():
         name, given = resolver.__name__, resolver.__annotations__["return"]
         fields[name] = given.removesuffix(" | None") if name in REQUIRED else given
-    own = {name: given.__forward_arg__ for name, given in Runtime.__annotations__.items()}
-    runtime = {name: own[name] for name in RUNTIME_ATTRIBUTES}
+    types = {name: given.__forward_arg__ for name, given in Runtime.__annotations__.items()}
+    runtime = {name: types[name] for name in RUNTIME_ATTRIBUTES}
     runtime |= {slime: runtime[name] for slime, name in SLIME_NAMES.items()}
     sections = {name: sorted((_names(title) | _placed(name)) & fields.keys()) for title, name in SECTIONS.items()}
     rest = sorted(fields.keys() - set(chain.from_iterable(sections.values())))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from instep.arguments.all_flags import groups, own_flags, passed_through
+from instep.arguments.all_flags import SGLANG_ENGINES, groups, own_flags, passed_through
 from instep.arguments.flag import Flag
 from instep.arguments.help import default_text
 
@@ -34,7 +34,7 @@ def flags_markdown() -> str:
         "tells whose flag it is: " + ", ".join(_WHOSE.values()) + "; otherwise instep's own.",
         "",
     ]
-    for group in groups():
+    for group in (*groups(), SGLANG_ENGINES):
         acting = [f for f in group.flags if f.status == "acts"]
         others = [f for f in group.flags if f.status != "acts"]
         lines += [f"## {group.title}", ""]
@@ -45,9 +45,9 @@ def flags_markdown() -> str:
             lines += ["| flag | status | why | instead | from |", "|---|---|---|---|---|"]
             lines += [_row(_names(f), _status(f), f.note, f.read_as or f.instead, _origin(f)) for f in others] + [""]
     lines += [
-        "## vLLM and its router",
+        "## vLLM, SGLang and their routers",
         "",
-        "Their flags are `--vllm-*` and `--router-*`: see [engines_flags.md](engines_flags.md).",
+        "Their flags are `--vllm-*`, `--sglang-*` and `--router-*`: see [engines_flags.md](engines_flags.md).",
         "",
         "## Megatron: all other flags of core_v0.16.1",
         "",

@@ -2,39 +2,43 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 from instep.arguments.engine_flags import prefixed
 from instep.arguments.help import record
-from instep.engines.flags import PREFIXES, TABLES, FlagTable, Package, read_table
+from instep.engines.flags import PREFIXES, TABLES, TITLES, FlagTable, Package, read_table
 
 _INTRODUCTION = """\
-Every flag of `vllm serve` is a flag of instep with the prefix `--vllm-`, every flag of `vllm-router` one with the
+Every flag of `vllm serve` is a flag of instep with the prefix `--vllm-`, every flag of SGLang's server one with the
+prefix `--sglang-`, every flag of the router that belongs to the engines (`vllm-router` or `sglang-router`) one with the
 prefix `--router-`. instep checks names, types, choices and JSON, and hands the values on as they are. Those that it
-sets itself are refused. A flag that only vLLM has chooses `--rollout-backend vllm`.
+sets itself are refused. A flag that only vLLM has chooses `--rollout-backend vllm`, a flag of SGLang chooses
+`--rollout-backend sglang`. With `--rollout-backend vllm` or `embedded`, a flag of SGLang that has an equivalent is read
+as that ([arguments.md](arguments.md) lists them), and the others are refused.
 
 The flags are those of the installed version, asked from the package's own parser. The tables of the versions below come
 with instep; another version is asked once, in a process of its own, and its table kept in `~/.cache/instep/flags` (or
-below `$XDG_CACHE_HOME`). Where the package is not installed, the newest of these counts. `instep train --help vllm` and
-`--help router` print the list that counts, and say of which version it is.
+below `$XDG_CACHE_HOME`). Where the package is not installed, the newest of these counts. `instep train --help vllm`,
+`--help router`, `--help sglang` and `--help sglang-router` print the list that counts, and say of which version it is.
 
 A flag that is on or off has both spellings, as in vLLM: `--vllm-enable-prefix-caching` and
 `--vllm-no-enable-prefix-caching`. A SIZE is a whole number, or one like 2k and 1.5g (powers of 1000) or 4G (of 1024).
-One key of a JSON value may be given by itself: `--vllm-compilation-config.mode 3`."""
+One key of a JSON value may be given by itself: `--vllm-compilation-config.mode 3`. In SGLang a SI_SIZE is a whole
+number, or one like 2k and 1.5M (powers of 1000) or 4Ki (of 1024)."""
 
 
 def engine_flags_markdown() -> str:
     """docs/engines_flags.md."""
-    vllm = [read_table("vllm", version) for version in TABLES["vllm"]]
-    router = [read_table("vllm-router", version) for version in TABLES["vllm-router"]]
+    sections = (_section(p, [read_table(p, version) for version in versions]) for p, versions in TABLES.items())
     return "\n".join(
         [
-            "# Flags of vLLM and of its router",
+            "# Flags of vLLM, SGLang and their routers",
             "",
             "Made by `python scripts/docs/engines_flags.py > docs/engines_flags.md`; do not edit.",
             "",
             _INTRODUCTION,
             "",
-            *_section("vllm", vllm),
-            *_section("vllm-router", router),
+            *chain.from_iterable(sections),
         ]
     )
 
@@ -43,7 +47,7 @@ def _section(package: Package, tables: list[FlagTable]) -> list[str]:
     versions = " and ".join(table.version for table in tables)
     newest = {name: flag for table in reversed(tables) for name, flag in ((f.name, f) for f in table.flags)}
     lines = [
-        f"## `{PREFIXES[package]}*`: {'vLLM' if package == 'vllm' else package} {versions}",
+        f"## `{PREFIXES[package]}*`: {TITLES[package]} {versions}",
         "",
         "| flag | value | default | only in | set by instep, because | instead |",
         "|---|---|---|---|---|---|",

@@ -68,8 +68,9 @@ def _slime_and_vime() -> Iterator[str]:
     yield (
         f"Flags keep their names: {len(flags) - len(other)} of {len(flags)} act as they are named "
         "([arguments.md](arguments.md) has them with their defaults; `--n-samples-per-prompt` is 8, in slime 1). Those "
-        "below do not. `--vllm-*` and `--router-*` take every flag of vLLM and its "
-        "router ([engines_flags.md](engines_flags.md)); SGLang flags that are not listed here are refused, too. "
+        "below do not. `--vllm-*`, `--sglang-*` and `--router-*` take every flag of vLLM, of SGLang and of the router "
+        "([engines_flags.md](engines_flags.md)): slime's `--sglang-*` mean `--rollout-backend sglang`. Those below are "
+        "how `--rollout-backend vllm` and `embedded` read them; with these, others of SGLang are refused, too. "
         "Megatron's flags are in [arguments.md](arguments.md), too."
     )
     yield ""

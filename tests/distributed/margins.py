@@ -68,7 +68,8 @@ class Pair:
         else:
             self.engine = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[precision]).eval()
             self._score = self._plain
-        settings: Any = SimpleNamespace(precision=precision, sync_tolerance=None, vllm_overrides={}, weight_sync="shm")
+        given = {"precision": precision, "sync_tolerance": None, "vllm_overrides": {}, "sglang_overrides": {}}
+        settings: Any = SimpleNamespace(**given, weight_sync="shm")
         self.proof = Proof(settings, vocab_size=config.vocab_size, max_len=128)
         self.vocab_size, start = config.vocab_size, config.bos_token_id
         self.start = start if isinstance(start, int) else 0

@@ -109,53 +109,13 @@ def engine_environment(kind: str = "embedded") -> dict[str, str]:
     common = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     common |= keys.ENVIRONMENT
     if kind == "sglang":
-        args = parse(
-            [
-                "--rollout-backend",
-                "sglang",
-                "--device",
-                "cpu",
-                "--precision",
-                "fp32",
-                "--seed",
-                "0",
-                "--hf-checkpoint",
-                "x",
-            ],
-            "plan",
-        )
+        args = sglang_args(Path())
         at = Addresses("127.0.0.1", 1)
         return common | kind_of(kind).environment(args, plan_engines(args)[0], at, "127.0.0.1", 1)
     return common | (vllm_env(vllm_args(Path()), 1) if kind == "vllm" else {})
 
 
 def engine_command(kind: str, model: Path, port: int, **flags: Any) -> list[str]:
-    if kind == "sglang":  # TEMPORARY
-        from instep.engines.spec import EngineSpec, Slot
-        from instep.engines.topology import Parallel, ServerGroup
-
-        args = parse(
-            [
-                "--rollout-backend",
-                "sglang",
-                "--device",
-                "cpu",
-                "--precision",
-                "fp32",
-                "--seed",
-                "0",
-                "--hf-checkpoint",
-                str(model),
-            ],
-            "plan",
-        )
-        words = {
-            "context_length": ["--context-length", str(MAX_MODEL_LEN)],
-            "max_running_requests": ["--max-running-requests", "64"],
-        }
-        own = kind_of(kind).own_words(args, ServerGroup("regular", 1, 1), words, True)
-        spec = EngineSpec(0, "actor", str(model), "regular", (Slot(0, 0),), Parallel(), words, own)
-        return [sys.executable, *kind_of(kind).command(args, spec, Addresses("127.0.0.1", port))]
     if kind in ("vllm", "sglang"):
         args = vllm_args(model) if kind == "vllm" else sglang_args(model)
         return [sys.executable, *kind_of(kind).command(args, plan_engines(args)[0], Addresses("127.0.0.1", port))]

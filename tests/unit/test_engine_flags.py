@@ -48,7 +48,8 @@ def refusal(*words: str) -> str:
 
 def test_tables_hold_the_packages_flags():
     counts = {(p, v): len(read_table(p, v).flags) for p, versions in TABLES.items() for v in versions}
-    assert counts == {("vllm", "0.32.0"): 316, ("vllm", "0.26.0"): 274, ("vllm-router", "0.1.17"): 71}
+    of_vllm = {("vllm", "0.32.0"): 316, ("vllm", "0.26.0"): 274, ("vllm-router", "0.1.17"): 71}
+    assert counts == of_vllm | {("sglang", "0.5.17"): 474, ("sglang-router", "0.3.2"): 98}
     new, old = read_table("vllm", "0.32.0").by_name, read_table("vllm", "0.26.0").by_name
     assert "--enable-scale-out" in new and "--enable-scale-out" not in old
     assert new["--gpu-memory-utilization"].kind == "float"
@@ -64,14 +65,16 @@ def test_every_flag_acts_or_says_what_to_use_instead():
         fields = {flag.field for version in versions for flag in read_table(package, version).flags}
         reasons = {field: (why, instead) for field, why, instead in reserved(package)}
         assert set(reasons) <= fields, set(reasons) - fields
+        sglang = package.startswith("sglang")
         for flag in flag_table(package).flags:
             for name in (*flag.names, *flag.negations):
-                record = find(PREFIXES[package] + name.removeprefix("--"))
+                record = find(PREFIXES[package] + name.removeprefix("--"), sglang=sglang)
                 assert record is not None, name
-                if flag.field in reasons and record.name not in own_flags():
+                if flag.field in reasons and record.name not in own_flags(sglang=sglang):
                     assert (record.status, record.note, record.instead) == ("refused", *reasons[flag.field])
         for _, instead in reasons.values():
-            assert all(find(word.strip(",")) for word in instead.split() if word.startswith("--")), instead
+            named = [word.strip(",") for word in instead.split() if word.startswith("--")]
+            assert all(find(word, sglang=sglang) for word in named), instead
 
 
 def test_values_reach_the_command_lines_unchanged():
@@ -181,8 +184,9 @@ def test_sglang_flags_are_read_as_their_equivalents_or_refused_with_them():
         known = find(flag.read_as or flag.instead) if flag.read_as or flag.instead else None
         assert known is None or known.status in ("acts", "later"), flag.name
         assert flag.status == ("refused" if flag.instead or "tuned" not in flag.note and not known else "accepted")
-    assert "use --rollout-num-gpus-per-engine" in refusal("--sglang-tp-size", "2")
-    assert "use the --vllm- flag of the same meaning" in refusal("--sglang-anything-else")
+    named = ("--rollout-backend", "vllm")
+    assert "use --rollout-num-gpus-per-engine" in refusal("--sglang-tp-size", "2", *named)
+    assert "use the --vllm- flag of the same meaning" in refusal("--sglang-anything-else", *named)
 
 
 def test_docs_and_help_are_made_from_the_tables():

@@ -10,8 +10,9 @@ from instep.arguments.parse import parse
 from instep.cli import main
 from instep.cluster.engine_plan import describe_engines, plan_engines, plan_routers
 from instep.cluster.placement import describe, make_plan
+from instep.engines.dialect import Parallel
 from instep.engines.kind import kind_of
-from instep.engines.topology import Parallel, max_model_lens
+from instep.engines.topology import max_model_lens
 from instep.engines.vllm_process import node_environment, serve_arguments
 from instep.errors import ConfigError
 from instep.rollout.vllm_rollout import get_model_url

@@ -75,7 +75,8 @@ def sent(digest: str) -> Sent:
 
 
 def make_proof(**settings: Any) -> Proof:
-    defaults = {"precision": "bf16", "sync_tolerance": None, "vllm_overrides": {}, "pause_mode": "abort"}
+    defaults = {"precision": "bf16", "sync_tolerance": None, "pause_mode": "abort"}
+    defaults |= {"vllm_overrides": {}, "sglang_overrides": {}}
     defaults |= {"weight_sync": "shm"}
     proof = Proof(SimpleNamespace(**defaults | settings), vocab_size=50, max_len=LENGTH + 1)  # type: ignore[arg-type]
     proof._wrongly_sent = lambda *_: []  # type: ignore[method-assign]

@@ -208,7 +208,8 @@ def test_the_last_engine_that_dies_ends_the_run(transfer: Any) -> None:
 
 def test_an_accusation_that_fails_says_why_it_did(tmp_path: Path) -> None:
     settings = {"sync_timeout": 60.0, "offload_train": False, "offload_rollout": True, "weight_sync": "shm"}
-    args: Any = SimpleNamespace(precision="fp32", sync_tolerance=None, vllm_overrides={}, **settings)
+    settings |= {"vllm_overrides": {}, "sglang_overrides": {}}
+    args: Any = SimpleNamespace(precision="fp32", sync_tolerance=None, **settings)
     sync, engine = WeightSync(args, SimpleNamespace(), "shm", tmp_path, vocab_size=50, max_len=9), Scripted("one")  # type: ignore[arg-type]
     engine.has_weights = False
     error = sync.accuse([engine], SyncError("a gap"), "rollout 3")

@@ -16,6 +16,7 @@ from instep.checkpoints.quantization import PACKED, quantization_of
 from instep.controller.sync.probe import Difference, Probe, Text, difference
 from instep.controller.sync.session import Session
 from instep.engines.engine import Engine, EngineRefusal
+from instep.engines.flags import passed_on
 from instep.engines.kind import kind_of
 from instep.errors import SyncError
 from instep.models.shape import read_config
@@ -74,8 +75,9 @@ class Proof:
     def __init__(self, args: Settings, *, vocab_size: int, max_len: int, start: int = 0):
         self._args = args
         self.probe = Probe(vocab_size=vocab_size, max_len=max_len, start=start)
-        cache = args.vllm_overrides.get("kv_cache_dtype", ["auto"])[-1]
-        self._quantized = bool(args.vllm_overrides.get("quantization")) or "8" in cache or "4" in cache
+        words = passed_on(args)
+        cache = words.get("kv_cache_dtype", ["auto"])[-1]
+        self._quantized = bool(words.get("quantization")) or "8" in cache or "4" in cache
         if args.weight_sync == LORA and not kind_of(args.rollout_backend).dequantizes:
             how = quantization_of(read_config(args.hf_checkpoint), args.hf_checkpoint)
             self._quantized |= how is not None and how.name not in PACKED

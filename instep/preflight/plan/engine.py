@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from instep.engines.dialect import SGLANG
 from instep.engines.kind import planned_kind
 from instep.engines.spec import EngineSpec
 from instep.engines.topology import num_tokens
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 GRAPHS = 0.3 * GB  # CUDA graphs of all batch sizes, beyond CONTEXT
 BLOCK = 16  # tokens of a block of the KV cache
-VLLM_FRACTION = 0.9  # of a card, by default
+VLLM_FRACTION, SGLANG_FRACTION = 0.9, 0.88  # of a card, by default; SGLang's is of weights and KV cache alone
 LARGE_CARD = 70 * 2**30  # bytes
 VLLM_TOKENS, VLLM_REQUESTS = 8192, 1024  # of a step, on a large card
 SMALL_TOKENS, SMALL_REQUESTS = 2048, 256  # on a smaller one
@@ -69,7 +70,14 @@ def plan_engine(args: Settings, spec: EngineSpec, shape: Shape, card: float) -> 
     per_token = shape.num_layers / spec.parallel.pipeline * (shape.cached or 2 * heads * shape.head_dim) * stream
     prompt, response = lengths(args, shape)
     longest = prompt + response
-    if planned_kind(args).name != "vllm":
+    if planned_kind(args).name == "sglang":
+        most = VLLM_REQUESTS if card >= LARGE_CARD else SMALL_REQUESTS
+        requests = int(_last(words, "max_running_requests", most))
+        work = CONTEXT + GRAPHS + requests * shape.vocab * 8.0
+        cache = float(_last(words, "mem_fraction_static", SGLANG_FRACTION)) * card - weights
+        if limit := num_tokens(_last(words, "max_total_tokens", ""), SGLANG.units):
+            cache = min(cache, limit * per_token)
+    elif planned_kind(args).name != "vllm":
         most = num_tokens(_last(words, "max_num_seqs", EMBEDDED_REQUESTS)) or EMBEDDED_REQUESTS
         at_once = min(rollout_samples(args), most)
         cache = at_once * longest * per_token
