@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from instep.engines.keys import key_of
 from instep.engines.router import CALL_SECONDS, NoRoute, Router
 from instep.engines.topology import ServerRole
-from instep.errors import EngineError
+from instep.errors import ConfigError, EngineError
 from instep_engine.guard import KEY_VARIABLE
 from instep_engine.sglang_form import PATH
+
+if TYPE_CHECKING:
+    from instep.arguments.settings import Settings
 
 # What sglang-router 0.3.2 passes on of a body of SGLang's `/generate`, and of its sampling parameters.
 PASSED = frozenset(
@@ -52,6 +55,18 @@ class SglangRouter(Router):
         "health_success_threshold": ["1"],
         "cors_allowed_origins": ["http://127.0.0.1"],  # an empty list would mean all
     }
+
+    @classmethod
+    def words(cls, args: Settings) -> list[str]:
+        """Do the same as `Router.words`. Raises ConfigError: a policy with which it does not start without engines."""
+        for field in ("policy", "prefill_policy", "decode_policy"):
+            if args.router_overrides.get(field, [])[-1:] == ["power_of_two"]:
+                raise ConfigError(
+                    "sglang-router does not start with this policy: its engines join later, once they are ready",
+                    where=f"--router-{field.replace('_', '-')} power_of_two",
+                    remedy="use cache_aware (the default), round_robin, random or manual",
+                )
+        return super().words(args)
 
     @classmethod
     def disaggregated_words(cls, kv_connector: str, members: Iterable[tuple[ServerRole, str]]) -> list[str]:

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -138,8 +139,8 @@ def test_it_asks_for_the_runs_key_and_sends_engines_theirs(router: Router, worke
         assert ask(router.url + "/workers", key=key) == ask(router.url + "/generate", prompt(1), key) == 401
     assert not any(worker.asked for worker in workers)
     assert ask(router.url + "/generate", prompt(1)) == 200
-    ((worker, (key, _)),) = [(worker, one) for worker in workers for one in worker.asked]
-    assert key == f"Bearer {worker.key}" and worker.key != keys.run_key()
+    ((worker, (sent, _)),) = [(worker, one) for worker in workers for one in worker.asked]
+    assert sent == f"Bearer {worker.key}" and worker.key != keys.run_key()
 
 
 @pytest.mark.sglang_router
@@ -376,6 +377,10 @@ def test_its_flags_and_their_replacements() -> None:
     assert words[-2:] == ["--request-timeout-secs", "60"]
     given: Any = SimpleNamespace(rollout_timeout=60.0, router_overrides={"policy": ["--policy", "round_robin"]})
     assert SglangRouter.words(given) == [*words[2:], "--policy", "round_robin"]
+    given.router_overrides = {"decode_policy": ["--decode-policy", "power_of_two"]}
+    with pytest.raises(ConfigError, match="its engines join later") as caught:
+        SglangRouter.words(given)
+    assert caught.value.where == "--router-decode-policy power_of_two"
     spec = RouterSpec("actor", (0, 1), ("--x",), disaggregated=True, kind=SglangRouter)
     assert spec.arguments("h", 1, 2) == ["--host", "h", "--port", "1", "--prometheus-port", "2", "--x"] + [
         "--pd-disaggregation"
@@ -396,8 +401,7 @@ class _Old(BaseHTTPRequestHandler):
     urls: set[str]
 
     def do_GET(self) -> None:
-        path, _, url = self.path.partition("?url=")
-        url = urllib.request.unquote(url)
+        path, _, url = urllib.parse.unquote(self.path).partition("?url=")
         known = {"/list_workers": lambda: None, "/add_worker": lambda: self.urls.add(url)}
         known["/remove_worker"] = lambda: self.urls.discard(url)
         self.send_response(200 if path in known else 404)
