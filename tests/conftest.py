@@ -20,8 +20,7 @@ SHARED = set("bad cluster computed dumped engine finished golden planted run_ran
 SHARED |= {"planted_lora", "planted_vllm", "prepared"}
 OF_SESSION = {"engine"}
 # What tests with a mark need, and how it gets here.
-NEEDED = {"vllm": ("vllm",), "router": ("vllm_router",), "sglang": ("sglang", "sglang_router")}
-INSTALLS = {"sglang": "make install-sglang"}
+NEEDED = {"vllm": ("vllm",), "router": ("vllm_router",), "sglang": ("sglang",), "sglang_router": ("sglang_router",)}
 MISSING = {mark: [name for name in names if importlib.util.find_spec(name) is None] for mark, names in NEEDED.items()}
 
 
@@ -59,11 +58,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         for mark, names in MISSING.items():
             if names and item.get_closest_marker(mark):
-                item.add_marker(
-                    pytest.mark.skip(
-                        reason=f"{', '.join(names)}: not installed ({INSTALLS.get(mark, 'make install-vllm')})"
-                    )
-                )
+                how = "make install-sglang" if mark.startswith("sglang") else "make install-vllm"
+                item.add_marker(pytest.mark.skip(reason=f"{', '.join(names)}: not installed ({how})"))
         params = item.callspec.params if hasattr(item, "callspec") else {}
         names = [f"{name} {params.get(name, '')}" for name in sorted(SHARED.intersection(item.fixturenames))]
         if names or "unit" in item.path.parts:

@@ -58,7 +58,7 @@ class Cluster:
             self.engines.append(self._start_engine(spec))
 
     def restart_engine(self, index: int, checkpoint: Path | None = None) -> None:
-        """End the rest of an engine and start it again at its address; this replaces its `process`.
+        """End the rest of an engine and start it again at its address, as another `process`.
 
         Args:
             checkpoint: the new checkpoint, under the same name; None: the checkpoint of the plan.
@@ -73,7 +73,8 @@ class Cluster:
                 where=engine.process.describe(),
                 remedy="end it on its host: its process is named above",
             )
-        engine.process = self._start_engine(self._specs[index].on(checkpoint), urlsplit(engine.url).port).process
+        started = self._start_engine(self._specs[index].on(checkpoint), urlsplit(engine.url).port)
+        engine.process, engine.bootstrap_port = started.process, started.bootstrap_port
 
     def close(self) -> None:
         """End all processes, also after a `start` that failed."""

@@ -16,7 +16,7 @@ from instep.algorithms.catalog import OFFLINE
 from instep.cluster.placement import make_plan, node_size
 from instep.engines.dialect import VLLM, Parallel, dialect_of
 from instep.engines.kind import planned_kind
-from instep.engines.router import router_words
+from instep.engines.router import Router
 from instep.engines.spec import KV_CONNECTORS, Addresses, EngineSpec
 from instep.engines.topology import ServerRole, group_words, model_path, policy_model, served_models
 from instep.errors import ConfigError
@@ -36,6 +36,7 @@ class RouterSpec:
         external: (ip, port) of an external router (`--vllm-router-ip`).
         default: whether rollouts use it unless they name a model.
         port: the port of the model for clients of `instep serve` (`--port`); None: a free port.
+        kind: its program, by the kind of the engines.
     """
 
     model: str
@@ -46,20 +47,19 @@ class RouterSpec:
     external: tuple[str, int] | None = None
     default: bool = False
     port: int | None = None
+    kind: type[Router] = Router
 
     def arguments(
         self, host: str, port: int | str, prometheus_port: int | str, members: Iterable[tuple[ServerRole, str]] = ()
     ) -> list[str]:
-        """Return the arguments of `vllm-router`.
+        """Return the arguments of the router's program.
 
         Args:
             members: role and URL of each prefill and decode engine that serves; regular engines join later.
         """
         words = ["--host", host, "--port", str(port), "--prometheus-port", str(prometheus_port), *self.flags]
         if self.disaggregated:
-            words += ["--vllm-pd-disaggregation"]
-            words += ["--kv-connector", self.kv_connector] if self.kv_connector else []
-            words += [word for role, url in members for word in ("--" + role, url)]
+            words += self.kind.disaggregated_words(self.kv_connector, members)
         return words
 
 
@@ -133,19 +133,20 @@ def plan_routers(args: Settings, engines: list[EngineSpec]) -> list[RouterSpec]:
     ports = [None] * len(models) if args.port is None else range(args.port, args.port + len(models))
     host, external_port = args.vllm_router_ip, args.vllm_router_port
     external = (host, external_port) if host is not None and external_port is not None else None
-    out = []
+    kind, out = planned_kind(args).router, []
     for model, port in zip(models, ports, strict=True):
         mine = [engine for engine in engines if engine.model == model.name]
         out.append(
             RouterSpec(
                 model.name,
                 tuple(engine.index for engine in mine),
-                tuple(router_words(args)),
+                tuple(kind.words(args)),
                 model.disaggregated,
                 next((engine.kv_connector for engine in mine if engine.kv_connector), ""),
                 external,
                 model is default,
                 port,
+                kind,
             )
         )
     return out
@@ -175,7 +176,7 @@ def describe_engines(args: Settings) -> Iterator[str]:
             yield f"  router: {router.external[0]}:{router.external[1]}, which is not instep's"
         else:
             members = [(engine.role, f"URL_{engine.index}") for engine in mine]
-            yield f"  router: vllm-router {shlex.join(router.arguments('HOST', 'PORT', 'PORT', members))}"
+            yield f"  router: {router.kind.program} {shlex.join(router.arguments('HOST', 'PORT', 'PORT', members))}"
 
 
 def _alike(engines: list[EngineSpec]) -> list[list[EngineSpec]]:

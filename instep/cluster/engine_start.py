@@ -14,7 +14,7 @@ from instep.engines import keys
 from instep.engines.engine import Engine
 from instep.engines.gate import Gate
 from instep.engines.kind import kind_of
-from instep.engines.router import DisaggregatedRouter, Router, router_command
+from instep.engines.router import Router
 from instep.engines.spec import Addresses, EngineSpec
 from instep.engines.topology import ServerRole
 from instep.system.ports import LOOPBACK, choose_port, free_port, free_ports
@@ -45,6 +45,7 @@ def engine_at(args: EngineSettings, spec: EngineSpec, at: Addresses, process: Pr
         update_weights=spec.update_weights,
         num_replicas=spec.parallel.data,
         sleeps=spec.sleeps,
+        bootstrap_port=int(at.side_channel_port) or None,
     )
 
 
@@ -82,18 +83,18 @@ def start_engine(
 def start_router(
     args: Settings, spec: RouterSpec, engines: Sequence[Engine], log_dir: Path, name: str = "router"
 ) -> Router:
-    """Return the router of `--vllm-router-ip/-port`, or start a vllm-router here on loopback; it is not ready yet.
+    """Return the router of `--vllm-router-ip/-port`, or start one here on loopback; it is not ready yet.
 
     Args:
         engines: the engines that the router may have.
 
     Raises:
-        ConfigError: vllm-router is not installed.
+        ConfigError: its program is not installed.
     """
     if spec.external is not None:
         url = f"http://{spec.external[0]}:{spec.external[1]}"
         keys.know(url, keys.client_key(args) if spec.engines else keys.given_key(args))
-        return Router(url)
+        return spec.kind(url, engines=engines)
     key = keys.router_key(args, ours=bool(spec.engines))
     port, prometheus_port = free_port(), free_port()
     roles: dict[str, ServerRole] = {engine.url: engine.role for engine in engines}
@@ -101,13 +102,12 @@ def start_router(
 
     def start(urls: Sequence[str]) -> SupervisedProcess:
         words = spec.arguments(LOOPBACK, port, prometheus_port, [(roles[url], url) for url in urls])
-        # It sends the key in OPENAI_API_KEY to prefill and decode engines.
-        env = {"RUST_LOG": "warn", KEY_VARIABLE: key, "OPENAI_API_KEY": key}
-        return SupervisedProcess(name, [sys.executable, *router_command(words)], log, env)
+        return SupervisedProcess(name, [sys.executable, *spec.kind.command(words)], log, spec.kind.environment(key))
 
     url = f"http://{LOOPBACK}:{port}"
     keys.know(url, key, user=os.geteuid())
-    return DisaggregatedRouter(url, start) if spec.disaggregated else Router(url, start)
+    kind = spec.kind.disaggregated() if spec.disaggregated else spec.kind
+    return kind(url, start, engines)
 
 
 def start_gate(args: EngineSettings, spec: RouterSpec, to: str, log_dir: Path, name: str = "gate") -> Gate:

@@ -13,11 +13,11 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import as_completed
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
 from instep.arguments.args import Runtime
@@ -30,6 +30,7 @@ from instep.engines.gate import Gate, needs_gate
 from instep.engines.router import Router
 from instep.engines.topology import policy_model, served_models
 from instep.errors import EngineError, InstepError
+from instep.rollout.request_gate import gate as request_gate
 from instep.system.processes import Process, in_thread, stop_all
 
 if TYPE_CHECKING:
@@ -120,6 +121,12 @@ class Fleet:
         engines = [engine for engine in self.of_model(self._default) if engine.role != "prefill"]
         return sum(engine.kind.num_cached_tokens(engine, ASK_SECONDS) for engine in engines) or math.inf
 
+    def drops(self) -> Callable[[str, Mapping[str, Any]], bool] | None:
+        """Return which requests the policy's router would drop a part of; None: its engines serve only behind it."""
+        router = self.routers.get(self._default)
+        regular = all(engine.role == "regular" for engine in self.of_model(self._default))
+        return router.drops if router is not None and regular else None
+
     def _inner_url(self, model: str) -> str:
         router = self.routers.get(model)
         return router.url if router is not None else self.of_model(model)[0].url
@@ -166,8 +173,8 @@ class Fleet:
         if others := sorted(self._found - self._states.keys()):
             raise EngineError(
                 f"the router has engines that are not the run's: {', '.join(others)}",
-                where=f"--vllm-router-ip and --vllm-router-port: {router.url}",
-                remedy="name them with --rollout-external-engine-addrs, or remove them (POST /remove_worker?url=...)",
+                where=f"{router.external_flags}: {router.url}",
+                remedy=f"name them with --rollout-external-engine-addrs, or remove them ({router.remove_route})",
             )
 
     def available(self) -> list[Engine]:
@@ -366,6 +373,7 @@ class Fleet:
         self._closed.wait()  # the kernel ends a process with the thread that started it (`follow_parent`)
 
     def _tell_routers(self) -> None:
+        request_gate().members = tuple(e.url for e in self.of_model(self._default) if self._states[e.url] == "serving")
         for model, router in self.routers.items():
             urls = [e.url for e in self.of_model(model) if self._states[e.url] == "serving"]
             deadline = time.monotonic() + ROUTER_SECONDS

@@ -47,6 +47,7 @@ class Engine(Server):
         num_replicas: the number of data-parallel replicas, each of which has the weights.
         sleeps: whether it sleeps while the trainer works.
         written_in_place: whether the trainer's steps write into the memory that it computes with.
+        bootstrap_port: where decode engines ask a prefill engine for the KV cache, if the router tells them.
     """
 
     def __init__(
@@ -62,10 +63,12 @@ class Engine(Server):
         num_replicas: int = 1,
         sleeps: bool = False,
         written_in_place: bool = False,
+        bootstrap_port: int | None = None,
     ):
         self.name, self.title, self.url, self.process, self._kind = name, name, url, process, kind
         self.model, self.role, self.update_weights = model, role, update_weights
         self.num_replicas, self.sleeps, self.written_in_place = num_replicas, sleeps, written_in_place
+        self.bootstrap_port = bootstrap_port
         self.asleep = frozenset[str]()  # the TAGS without memory now
         self.has_weights = True  # sleep has not dropped them since the last sync
         self.watch: Callable[[], None] = self.check_alive  # called while a control call waits

@@ -21,6 +21,7 @@ from instep.system.spans import Span
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
+    from instep.engines.router import Router
     from instep.engines.wire import WireFormat  # a command line does not need it
 
 SHARED_MEMORY_REMEDY = "enlarge /dev/shm (docker: --shm-size), or use --weight-sync shm, which needs two buckets there"
@@ -127,6 +128,13 @@ class EngineKind(Protocol):
 
     @property
     def wire(self) -> WireFormat: ...
+
+    @property
+    def router(self) -> type[Router]:
+        """The router that runs start in front of its engines."""
+        from instep.engines.router import Router
+
+        return Router
 
     # ---- the choice, and a command line ------------------------------------------------------------------------------
 

@@ -1,5 +1,7 @@
 """The router in front of the engines: vllm-router, or an external one. Only generation goes through it.
 
+`sglang_router.py` has the other router. The kind of the engines says which of the two a run starts.
+
 The router proxies an unknown path to one engine of its choice, so every control call goes to each engine directly.
 Engines join when they hold proven weights and leave when they die. If an engine dies, the client repeats its requests.
 The router's own retries are off, because they would run whole generations unseen.
@@ -15,13 +17,15 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from instep.engines.flags import router_arguments
 from instep.engines.http import REFUSED, check_server, open_directly, refusal
+from instep.engines.topology import ServerRole
 from instep.errors import ConfigError, EngineError
 from instep.system.processes import Process, SupervisedProcess, stop_all
+from instep_engine.guard import KEY_VARIABLE
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
@@ -63,21 +67,87 @@ class Server:
             stop_all([self.process])
 
 
+class Member(Protocol):
+    """The parts of an engine that a router uses; `engine.Engine` is one."""
+
+    url: str
+    role: ServerRole
+    bootstrap_port: int | None
+
+
 class Router(Server):
     """A router: its address, its process (None for an external one) and the engines behind it.
 
     Args:
         start: starts the process at `url`; None: the router is external.
+        engines: the engines that may join.
+
+    Attributes:
+        program: its name; package: the Python package that has it; main: the module that runs it.
+        external_flags: the flags for an external one; remove_route: how a user removes an engine there.
     """
 
     title = "the router"
+    program, package, main = "vllm-router", "vllm_router", "instep.engines.router_main"
+    external_flags, remove_route = "--vllm-router-ip and --vllm-router-port", "POST /remove_worker?url=..."
+    how_to_install = "pip install vllm-router (make install-vllm does so on a CPU)"
+    own_flags: ClassVar[Mapping[str, Sequence[str]]] = _DEFAULTS
     _starts_empty = True
 
-    def __init__(self, url: str, start: Start | None = None):
-        self.url, self._start = url, start
+    def __init__(self, url: str, start: Start | None = None, engines: Iterable[Member] = ()):
+        self.url, self._start, self._engines = url, start, {engine.url: engine for engine in engines}
         self.process = start(()) if start is not None and self._starts_empty else None
         self._members: set[str] = set()
         self._lock = threading.Lock()
+
+    # ---- the command line --------------------------------------------------------------------------------------------
+
+    @classmethod
+    def command(cls, arguments: Sequence[str]) -> list[str]:
+        """Return the arguments of the Python interpreter that run it with `arguments`.
+
+        Raises:
+            ConfigError: it is not installed.
+        """
+        if importlib.util.find_spec(cls.package) is None:
+            raise ConfigError(
+                f"{cls.program} is not installed here",
+                where=f"several engines, or --rollout-backend {cls.package.removesuffix('_router')}",
+                remedy=f"{cls.how_to_install}, or name one with {cls.external_flags}",
+            )
+        return ["-m", cls.main, *arguments]
+
+    @classmethod
+    def words(cls, args: Settings) -> list[str]:
+        """Return the flags of every router that instep starts: its own choices, which `--router-*` replace."""
+        own = {**cls.own_flags, "request_timeout_secs": [str(round(args.rollout_timeout))]}
+        words = [
+            w for f, ws in own.items() if f not in args.router_overrides for w in ("--" + f.replace("_", "-"), *ws)
+        ]
+        return [*words, *router_arguments(args)]
+
+    @classmethod
+    def disaggregated_words(cls, kv_connector: str, members: Iterable[tuple[ServerRole, str]]) -> list[str]:
+        """Return the flags for prefill and decode engines; `members` are role and URL of those that serve."""
+        words = ["--vllm-pd-disaggregation", *(["--kv-connector", kv_connector] if kv_connector else [])]
+        return [*words, *(word for role, url in members for word in ("--" + role, url))]
+
+    @classmethod
+    def environment(cls, key: str) -> dict[str, str]:
+        """Return the variables of its process, which asks for `key`. It sends OPENAI_API_KEY to prefill and decode."""
+        return {"RUST_LOG": "warn", KEY_VARIABLE: key, "OPENAI_API_KEY": key}
+
+    @classmethod
+    def disaggregated(cls) -> type[Router]:
+        """Return the class in front of prefill and decode engines."""
+        return DisaggregatedRouter
+
+    @classmethod
+    def drops(cls, path: str, payload: Mapping[str, Any]) -> bool:
+        """Return whether it would drop a part of a request, which therefore goes to an engine directly."""
+        return False
+
+    # ---- a running router --------------------------------------------------------------------------------------------
 
     @property
     def members(self) -> list[str]:
@@ -97,7 +167,7 @@ class Router(Server):
             self.check_alive()
             check_server("the router", self.url)
             try:
-                self._call("GET", "/list_workers")
+                self.listed()
                 return
             except EngineError:
                 if time.monotonic() > deadline:
@@ -105,7 +175,7 @@ class Router(Server):
                     raise EngineError(
                         f"the router did not answer within {timeout:.0f} s",
                         where=f"{self.url}\n{tail}",
-                        remedy="see its log" if self.process is not None else "check --vllm-router-ip/-port",
+                        remedy="see its log" if self.process is not None else f"check {self.external_flags}",
                     ) from None
             time.sleep(0.1)
 
@@ -122,11 +192,14 @@ class Router(Server):
         with self._lock:
             known = self.listed()
             ours = known if self.process is not None else known & self._members
-            for url in sorted(ours - set(urls)):
-                self._call("POST", "/remove_worker", url=url)
-            for url in sorted(set(urls) - known):
-                self._call("POST", "/add_worker", url=url)
+            self._change(sorted(ours - set(urls)), sorted(set(urls) - known))
             self._members = set(urls)
+
+    def _change(self, leave: Sequence[str], join: Sequence[str]) -> None:
+        for url in leave:
+            self._call("POST", "/remove_worker", url=url)
+        for url in join:
+            self._call("POST", "/add_worker", url=url)
 
     def drop_requests(self) -> None:
         """Restart the router at its address, in half a second. Clients repeat the requests that it drops.
@@ -144,9 +217,10 @@ class Router(Server):
         self.wait_ready(CALL_SECONDS)
         self.set_members(urls)
 
-    def _call(self, method: str, path: str, **query: str) -> Any:
+    def _call(self, method: str, path: str, body: dict[str, Any] | None = None, **query: str) -> Any:
         url = self.url + path + ("?" + urllib.parse.urlencode(query) if query else "")
-        request = urllib.request.Request(url, b"" if method == "POST" else None, method=method)
+        data = json.dumps(body).encode() if body is not None else b"" if method == "POST" else None
+        request = urllib.request.Request(url, data, {"Content-Type": "application/json"} if body else {}, method=method)
         try:
             with open_directly(request, timeout=CALL_SECONDS) as answer:
                 text = answer.read().decode()
@@ -155,7 +229,8 @@ class Router(Server):
             if self._start is None and error.code in REFUSED:
                 raise refusal(url, error.code, text) from None
             what = f"the router refused {path} with {error.code}: {text[:300]}"
-            raise EngineError(what, where=url, remedy="see the router's log") from None
+            kind = NoRoute if error.code == 404 else EngineError
+            raise kind(what, where=url, remedy="see the router's log") from None
         except (OSError, http.client.HTTPException) as error:
             what = f"the router did not answer {path}: {error}"
             raise EngineError(what, where=url, remedy="see the router's log; check that it is still running") from error
@@ -163,6 +238,10 @@ class Router(Server):
             return json.loads(text)
         except ValueError:
             return text
+
+
+class NoRoute(EngineError):
+    """A router has no such route, or no such engine (404)."""
 
 
 class DisaggregatedRouter(Router):
@@ -189,25 +268,3 @@ class DisaggregatedRouter(Router):
             self.stop()
             self.process, self._members = self._start(urls), set(urls)
         super().wait_ready(START_SECONDS)
-
-
-def router_command(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments of the Python interpreter that run vllm-router with `arguments`.
-
-    Raises:
-        ConfigError: vllm-router is not installed.
-    """
-    if importlib.util.find_spec("vllm_router") is None:
-        raise ConfigError(
-            "vllm-router is not installed here",
-            where="several engines, or --rollout-backend vllm",
-            remedy="pip install vllm-router (make install-vllm does so on a CPU), or name one with --vllm-router-ip",
-        )
-    return ["-m", "instep.engines.router_main", *arguments]
-
-
-def router_words(args: Settings) -> list[str]:
-    """Return the flags of every router that instep starts: its own choices, which `--router-*` replace."""
-    own = {**_DEFAULTS, "request_timeout_secs": [str(round(args.rollout_timeout))]}
-    words = [w for f, ws in own.items() if f not in args.router_overrides for w in ("--" + f.replace("_", "-"), *ws)]
-    return [*words, *router_arguments(args)]

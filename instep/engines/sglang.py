@@ -25,6 +25,7 @@ from instep_engine import MISMATCH, PARENT_VARIABLE, PROTOCOL
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
+    from instep.engines.router import Router
     from instep.engines.wire import WireFormat
 
 INSTALL = "make install-sglang (CPU); on a GPU host pip install sglang==0.5.17 sglang-router==0.3.2"
@@ -62,6 +63,12 @@ class SglangKind(EngineKind):
         from instep.engines.sglang_wire import SGLANG_WIRE
 
         return SGLANG_WIRE
+
+    @property
+    def router(self) -> type[Router]:
+        from instep.engines.sglang_router import SglangRouter
+
+        return SglangRouter
 
     def meant_by(self, args: Settings) -> str:
         return ", ".join(args.sglang_flags)

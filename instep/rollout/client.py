@@ -11,7 +11,7 @@ from instep.data.sampling import note_request
 from instep.engines.kind import kind_of
 from instep.engines.wire import GENERATE, VLLM_WIRE, Completion, GenerationRequest, WireFormat
 from instep.errors import ConfigError, EngineError, RolloutError
-from instep.rollout.http import post, post_json
+from instep.rollout.http import SESSION_HEADER, post, post_json
 from instep.rollout.request_gate import gate
 from instep.system import spans
 from instep_engine.answers import CONTENT_TYPE
@@ -20,7 +20,6 @@ from instep_engine.sglang_form import VLLM_NAMES
 if TYPE_CHECKING:
     from instep.arguments.settings import HookSettings
 
-SESSION_HEADER = "x-session-id"  # vllm-router's sticky and hashing policies read it
 MAX_RETRIES = 8  # 21 seconds: time for other engines to take over the requests of a dead one
 
 _VLLM_NAMES = frozenset(

@@ -6,8 +6,11 @@ A hook that uses another HTTP client sends the header `Authorization: Bearer {ap
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
+from collections import Counter
+from collections.abc import AsyncIterator
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -27,6 +30,7 @@ __all__ = ["api_key", "get", "headers_for", "post", "post_within"]
 
 FIRST_PAUSE = 0.2  # seconds before the second attempt; doubled for each further one
 LONGEST_PAUSE = 5.0
+SESSION_HEADER = "x-session-id"  # the sticky and hashing policies of vllm-router read it
 TOO_MANY = 429  # requests: the server asks the client to wait
 
 
@@ -83,17 +87,19 @@ async def _ask(
     method: str, url: str, max_retries: int | None, timeout: float, headers: dict[str, str] | None, **body: Any
 ) -> Any:
     """Return the answer. `timeout` bounds each of `max_retries` + 1 attempts, or all together if that is None."""
-    headers, end, attempt = bearer(key_of(url)) | (headers or {}), time.monotonic() + timeout, 0
+    headers, end, attempt, router = headers or {}, time.monotonic() + timeout, 0, url
     of_run = runtime.state()
+    under_way = of_run.requests_in_flight
     while True:  # each new connection is checked (runtime.py)
         attempt += 1
         seconds = timeout if max_retries is not None else max(1.0, end - time.monotonic())
         limits = aiohttp.ClientTimeout(total=seconds, sock_connect=min(CONNECT_SECONDS, seconds))
-        of_run.requests_in_flight[url] += 1
         try:
+            url = gate().url_of(router, body.get("json"), headers.get(SESSION_HEADER, ""), under_way)
             async with (
+                _counted(under_way, url),
                 http_session() as session,
-                session.request(method, url, timeout=limits, headers=headers, **body) as answer,
+                session.request(method, url, timeout=limits, headers=bearer(key_of(url)) | headers, **body) as answer,
             ):
                 if answer.status < 400:
                     if "Accept" in headers:
@@ -106,14 +112,12 @@ async def _ask(
                 if answer.status < 500 and answer.status != TOO_MANY:
                     remedy = "correct what the message names; --rollout-max-prompt-len skips long prompts"
                     raise EngineError(f"the request was refused with {problem}", where=url, remedy=remedy)
-        except aiohttp.ClientError as error:
+        except (aiohttp.ClientError, ConnectionError) as error:
             problem = f"{type(error).__name__}: {error}"
         except TimeoutError:
             raise EngineError(
                 f"no answer within {seconds:.0f} s", where=url, remedy="see the server's log; is it overloaded?"
             ) from None
-        finally:
-            of_run.requests_in_flight[url] -= 1
         pause = min(FIRST_PAUSE * 2 ** min(attempt - 1, 9), LONGEST_PAUSE)
         if max_retries is None:
             left = end - time.monotonic()
@@ -123,6 +127,15 @@ async def _ask(
             remedy = "see the server's log; is it still running, and at this address?"
             raise NoAnswerError(f"{attempt} attempts{within} failed, the last with {problem}", where=url, remedy=remedy)
         await asyncio.sleep(pause)
+
+
+@contextlib.asynccontextmanager
+async def _counted(counts: Counter[str], url: str) -> AsyncIterator[None]:
+    counts[url] += 1
+    try:
+        yield
+    finally:
+        counts[url] -= 1
 
 
 def _parse(url: str, body: bytes, content_type: str) -> Any:

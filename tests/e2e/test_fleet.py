@@ -18,6 +18,7 @@ from instep.engines.engine import Engine, external_engines
 from instep.engines.kind import kind_of
 from instep.engines.vllm import SILENT_HEARTBEATS, VllmKind
 from instep.errors import ConfigError, EngineError
+from instep.rollout.request_gate import gate
 from instep.system.ports import free_port
 from instep.system.processes import SupervisedProcess
 from tests.bounds import allowed, until
@@ -129,10 +130,11 @@ def test_an_engine_of_somebody_else_comes_back(tiny, tmp_path, fast):
         fleet.wait_ready(10)
         fleet.admit(fleet.engines)
         urls = [engine.url for engine in fleet.engines]
-        assert router.workers == sorted(urls)
+        assert router.workers == sorted(urls) and gate().members == tuple(urls)
         first.well = False
         until(lambda: router.workers == urls[1:])
         fleet.check()
+        assert gate().members == (urls[1],)  # what the router would drop goes to this one
         first.well = True
         until(fleet.waiting)
         fleet.admit(fleet.waiting())

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from instep.engines.router import Router, router_command
+from instep.engines.router import Router
 from instep.engines.wire import FINAL_ONLY, GENERATE
 from instep.rollout import runtime
 from instep.rollout.client import complete
@@ -105,7 +105,7 @@ def test_arrays_come_through_the_router(engine: Engine, monkeypatch: pytest.Monk
     bodies = list[bytes]()
     monkeypatch.setattr("instep.rollout.http.decode", lambda body: [bodies.append(body), decode(body)][1])
     port = free_port()
-    words = router_command(["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())])
+    words = Router.command(["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())])
     url = keys.knowing(f"http://127.0.0.1:{port}")
     start = partial(SupervisedProcess, "router", [sys.executable, *words], tmp_path / "log.txt", keys.ENVIRONMENT)
     router, params = Router(url, lambda urls: start()), {"max_tokens": 20, "seed": 1, "n": 1}

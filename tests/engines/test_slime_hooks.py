@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from instep.engines.engine import Engine as ControlledEngine
-from instep.engines.router import Router, router_command
+from instep.engines.router import Router
 from instep.rollout.outputs import as_train_output
 from instep.rollout.tokens import tokenizer_of
 from instep.system.ports import free_port
@@ -113,7 +113,7 @@ def test_slimes_own_generate_function_makes_the_same_samples(view: Callable[...,
 def test_a_seed_passes_the_router(make_args: Callable[..., Any], server: ControlledEngine, tmp_path: Path) -> None:
     """It knows `/generate`, and drops from its body what SGLang had not when it was written."""
     port = free_port()
-    words = router_command(["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())])
+    words = Router.command(["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())])
     command, log = [sys.executable, *words], tmp_path / "log.txt"
     url = keys.knowing(f"http://127.0.0.1:{port}")
     router = Router(url, lambda urls: SupervisedProcess("router", command, log, keys.ENVIRONMENT))

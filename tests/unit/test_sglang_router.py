@@ -1,0 +1,428 @@
+"""sglang-router as a run starts it, in front of two servers that stand for SGLang engines."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import threading
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from instep.cluster.engine_plan import RouterSpec
+from instep.cluster.engine_start import start_router
+from instep.engines import keys
+from instep.engines.engine import Engine
+from instep.engines.router import Router
+from instep.engines.sglang_router import SglangRouter
+from instep.errors import ConfigError, EngineError, NoAnswerError
+from instep.rollout.http import SESSION_HEADER, post
+from instep.rollout.request_gate import RequestGate, gate
+from tests.bounds import until
+
+ARGS: Any = SimpleNamespace(rollout_timeout=60.0, router_overrides={}, api_key_file=None)
+ANSWER = {"text": "", "output_ids": [1], "meta_info": {"id": "a", "finish_reason": {"type": "length", "length": 1}}}
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Worker
+
+    def do_GET(self) -> None:
+        self.reply(200, {"model_path": "", "is_generation": True, "version": "0.5.17"})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.asked.append((self.headers.get("Authorization"), body))
+        time.sleep(self.server.delay)
+        self.reply(self.server.status, ANSWER)
+
+    def reply(self, status: int, value: Any) -> None:
+        data = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+class Worker(ThreadingHTTPServer):
+    """Answers as an SGLang server does, and notes key and JSON of each request."""
+
+    daemon_threads, request_queue_size = True, 128
+
+    def __init__(self, key: str):
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.key, self.url = key, f"http://127.0.0.1:{self.server_port}"
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+        self.reset()
+
+    def reset(self) -> None:
+        self.asked: list[tuple[str | None, dict[str, Any]]] = []
+        self.status, self.delay = 200, 0.0
+        keys.know(self.url, self.key)
+
+
+@pytest.fixture(scope="module")
+def both() -> Iterator[list[Worker]]:
+    workers = [Worker("key-of-0"), Worker("key-of-1")]
+    yield workers
+    for worker in workers:
+        worker.shutdown()
+        worker.server_close()
+
+
+@pytest.fixture
+def workers(both: list[Worker]) -> Iterator[list[Worker]]:
+    for worker in both:
+        worker.reset()
+    yield both
+    gate().reset()
+
+
+def started(folder: Any, engines: list[Engine], **spec: Any) -> Router:
+    words = tuple(SglangRouter.words(ARGS))
+    spec = {"kind": SglangRouter, "flags": words, **spec}
+    router = start_router(ARGS, RouterSpec("actor", tuple(range(len(engines))), **spec), engines, folder)
+    router.wait_ready(60.0)
+    return router
+
+
+@pytest.fixture(scope="module")
+def running(both: list[Worker], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Router]:
+    engines = [Engine(f"engine {i}", worker.url) for i, worker in enumerate(both)]
+    router = started(tmp_path_factory.mktemp("router"), engines)
+    yield router
+    router.stop()
+
+
+@pytest.fixture
+def router(running: Router, workers: list[Worker]) -> Router:
+    keys.know(running.url, keys.run_key(), user=os.geteuid())
+    running.set_members([worker.url for worker in workers])
+    return running
+
+
+def ask(url: str, payload: Any = None, key: str | None = None) -> int:
+    """Return the status of an answer; `key` None: that of the address."""
+    headers = {"Content-Type": "application/json", **keys.bearer(keys.key_of(url) if key is None else key)}
+    data = None if payload is None else json.dumps(payload).encode()
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=30) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def prompt(*ids: int) -> dict[str, Any]:
+    return {"input_ids": list(ids), "sampling_params": {"max_new_tokens": 1}}
+
+
+# ---- who may ask, and where it listens
+
+
+@pytest.mark.sglang_router
+def test_it_asks_for_the_runs_key_and_sends_engines_theirs(router: Router, workers: list[Worker]) -> None:
+    for key in ("", "another"):
+        assert ask(router.url + "/workers", key=key) == ask(router.url + "/generate", prompt(1), key) == 401
+    assert not any(worker.asked for worker in workers)
+    assert ask(router.url + "/generate", prompt(1)) == 200
+    ((worker, (sent, _)),) = [(worker, one) for worker in workers for one in worker.asked]
+    assert sent == f"Bearer {worker.key}" and worker.key != keys.run_key()
+
+
+@pytest.mark.sglang_router
+def test_it_listens_on_loopback_alone_and_shows_no_key(router: Router) -> None:
+    assert router.process is not None
+    process = psutil.Process(router.process.pid)
+    listening = [one.laddr for one in process.net_connections() if one.status == psutil.CONN_LISTEN]
+    assert {at.ip for at in listening} == {"127.0.0.1"}
+    words = process.cmdline()
+    wanted = {int(words[words.index(flag) + 1]) for flag in ("--port", "--prometheus-port")}
+    assert wanted == {at.port for at in listening} and len(wanted) == 2
+    assert not any(keys.run_key() in word for word in words)
+
+
+# ---- who answers
+
+
+@pytest.mark.sglang_router
+@pytest.mark.parametrize("status", [500, 503])
+def test_a_request_that_fails_is_sent_once(router: Router, workers: list[Worker], status: int) -> None:
+    """And an engine that fails often is asked all the same: its process decides whether it is dead."""
+    router.set_members([workers[0].url])
+    workers[0].status = status
+    assert [ask(router.url + "/generate", prompt(1, 2, 3)) for _ in range(12)] == [status] * 12
+    assert len(workers[0].asked) == 12
+    workers[0].status = 200
+    assert ask(router.url + "/generate", prompt(1, 2, 3)) == 200
+
+
+@pytest.mark.sglang_router
+def test_members_share_requests(router: Router, workers: list[Worker]) -> None:
+    for worker in workers:
+        worker.delay = 0.2
+    with ThreadPoolExecutor(40) as pool:
+        answers = pool.map(lambda i: ask(router.url + "/generate", prompt(*range(i * 50, i * 50 + 40))), range(40))
+        assert list(answers) == [200] * 40
+    counts = [len(worker.asked) for worker in workers]
+    assert sum(counts) == 40 and min(counts) >= 10, counts
+
+
+@pytest.mark.sglang_router
+def test_engines_leave_and_join(router: Router, workers: list[Worker]) -> None:
+    first, second = (worker.url for worker in workers)
+    router.set_members([second])
+    assert router.listed() == {second} and router.members == [second]
+    assert [ask(router.url + "/generate", prompt(i)) for i in range(4)] == [200] * 4
+    assert [len(worker.asked) for worker in workers] == [0, 4]
+    router.set_members([])
+    assert router.listed() == set() and ask(router.url + "/generate", prompt(1)) == 503
+    router.set_members([first, second])
+    assert router.listed() == {first, second}
+
+
+@pytest.mark.sglang_router
+def test_an_external_router_gives_engines_the_key_of_its_clients(router: Router, workers: list[Worker]) -> None:
+    router.set_members([])
+    theirs = SglangRouter(router.url)
+    theirs.wait_ready(10.0)
+    theirs.set_members([workers[0].url])
+    assert ask(router.url + "/generate", prompt(1)) == 200
+    assert [key for key, _ in workers[0].asked] == [f"Bearer {keys.key_of(router.url)}"]
+    keys.know(router.url, "wrong")
+    with pytest.raises(ConfigError, match="does not accept the key"):
+        theirs.listed()
+
+
+@pytest.mark.sglang_router
+def test_an_engine_that_is_not_there_does_not_join(
+    router: Router, workers: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("instep.engines.sglang_router.CALL_SECONDS", 1.0)
+    with pytest.raises(EngineError, match="the router takes no http://127.0.0.1:9 within 1 s") as caught:
+        router.set_members([workers[0].url, "http://127.0.0.1:9"])
+    assert caught.value.where == router.url and "do /health, /model_info" in caught.value.remedy
+
+
+@pytest.mark.sglang_router
+def test_a_dead_router_is_noticed_and_a_hung_request_is_dropped(workers: list[Worker], tmp_path: Any) -> None:
+    router = started(tmp_path, [Engine("engine 0", workers[0].url)])
+    try:
+        router.set_members([workers[0].url])
+        workers[0].delay = 30.0
+        with ThreadPoolExecutor(1) as pool:
+            hung = pool.submit(ask, router.url + "/generate", prompt(1))
+            until(lambda: workers[0].asked)
+            router.drop_requests()
+            assert isinstance(hung.exception(timeout=10), OSError)
+        assert router.listed() == {workers[0].url}
+        assert router.process is not None
+        os.kill(router.process.pid, 9)
+        until(lambda: router.process is not None and not router.process.alive())
+        with pytest.raises(EngineError, match=r"the router died \(SIGKILL\)"):
+            router.check_alive()
+    finally:
+        router.stop()
+
+
+@pytest.mark.sglang_router
+def test_prefill_and_decode(workers: list[Worker], tmp_path: Any) -> None:
+    """Both get the request, with the place where they meet. They join while the router runs."""
+    engines = [Engine("engine 0", workers[0].url, role="prefill", bootstrap_port=9123)]
+    engines.append(Engine("engine 1", workers[1].url, role="decode"))
+    router = started(tmp_path, engines, disaggregated=True)
+    try:
+        assert router.process is not None
+        words, pid = psutil.Process(router.process.pid).cmdline(), router.process.pid
+        assert "--pd-disaggregation" in words and not {"--prefill", "--decode"} & {*words}
+        router.set_members([workers[0].url])
+        router.set_members([worker.url for worker in workers])
+        assert router.process.pid == pid
+        assert ask(router.url + "/generate", prompt(1, 2)) == 200
+        sent = [one for worker in workers for one in worker.asked]
+        assert [body["input_ids"] for _, body in sent] == [[1, 2]] * 2
+        assert {(body["bootstrap_host"], body["bootstrap_port"]) for _, body in sent} == {("127.0.0.1", 9123)}
+        assert len({body["bootstrap_room"] for _, body in sent}) == 1
+        assert {key for key, _ in sent} == {f"Bearer {keys.run_key()}"}  # its client's, which is the run's
+    finally:
+        router.stop()
+
+
+# ---- what it drops
+
+
+FIELDS: dict[str, Any] = {
+    **{"rid": "a", "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 1, "token_ids_logprob": [1]},
+    **{"return_text_in_logprobs": True, "return_hidden_states": True, "return_bytes": True, "return_entropy": True},
+    **{"image_data": ["x"], "video_data": ["x"], "audio_data": ["x"], "modalities": ["image"], "lora_path": "a"},
+    **{"session_params": {"id": "a"}, "custom_logit_processor": "x", "lora_id": "b", "conversation_id": "c"},
+    **{"bootstrap_host": "h", "bootstrap_port": 1, "bootstrap_room": 1, "data_parallel_rank": 1, "priority": 1},
+    **{"bootstrap_pair_key": "k", "extra_key": "k", "no_logs": True, "log_metrics": False, "background": True},
+    **{"custom_labels": {"a": "b"}, "model": "m", "stream": False, "session_id": "s", "mm_hashes": ["a"]},
+    **{"return_sampling_mask": True, "return_flat_raw_top_logprobs": True, "return_routed_experts": True},
+    **{"routed_experts_start_len": 1, "return_indexer_topk": True, "routed_dp_rank": 1, "routing_key": "r"},
+    **{"require_reasoning": True, "max_thinking_tokens": 4, "return_prompt_token_ids": True},
+}
+SAMPLING: dict[str, Any] = {
+    **{"max_new_tokens": 5, "min_new_tokens": 1, "temperature": 0.5, "top_p": 0.5, "top_k": 4, "min_p": 0.1, "n": 2},
+    **{"frequency_penalty": 0.1, "presence_penalty": 0.1, "repetition_penalty": 1.1, "stop": ["a"], "regex": "a"},
+    **{"stop_token_ids": [1], "ignore_eos": True, "skip_special_tokens": False, "no_stop_trim": True, "ebnf": "a"},
+    **{"sampling_seed": 1, "json_schema": "{}", "custom_params": {"a": 1}, "logit_bias": {"1": 1.0}},
+    **{"stop_regex": ["a"], "structural_tag": "a", "stream_interval": 2, "spaces_between_special_tokens": False},
+}
+EXPERTS: dict[str, Any] = {"input_ids": [5, 6], "return_routed_experts": True, "sampling_params": SAMPLING}
+
+
+@pytest.mark.sglang_router
+def test_the_router_drops_what_it_is_known_to_drop(router: Router, workers: list[Worker]) -> None:
+    router.set_members([workers[0].url])
+    requests = [{**prompt(5), name: value} for name, value in FIELDS.items()]
+    requests += [{"input_ids": [5], "sampling_params": {name: value}} for name, value in SAMPLING.items()]
+    for payload in requests:
+        assert ask(router.url + "/generate", payload) == 200, payload
+        _, body = workers[0].asked.pop()
+        params = body["sampling_params"]
+        arrived = {**body, "sampling_params": {k: params[k] for k in payload["sampling_params"] if k in params}}
+        assert ({**arrived, **payload} != arrived) is SglangRouter.drops("/generate", payload), payload
+    assert sum(SglangRouter.drops("/generate", payload) for payload in requests) == 12 + 6
+
+
+@pytest.mark.sglang_router
+def test_what_the_router_drops_goes_to_an_engine(router: Router, workers: list[Worker]) -> None:
+    asyncio.run(post(router.url + "/generate", EXPERTS))
+    ((_, body),) = [one for worker in workers for one in worker.asked]
+    assert "return_routed_experts" not in body and "custom_params" not in body["sampling_params"]
+    for worker in workers:
+        worker.reset()
+    gate().guarded, gate().drops = router.url, router.drops
+    gate().members = tuple(worker.url for worker in workers)
+    asyncio.run(post(router.url + "/generate", EXPERTS))
+    ((worker, (key, body)),) = [(worker, one) for worker in workers for one in worker.asked]
+    assert body == EXPERTS and key == f"Bearer {worker.key}"
+    worker.reset()
+    asyncio.run(post(router.url + "/generate", prompt(1)))
+    assert [body for worker in workers for _, body in worker.asked if "log_metrics" in body]  # a field of the router's
+
+
+def test_a_request_for_an_engine_waits_until_one_serves(workers: list[Worker]) -> None:
+    """The engine that it was sent to has died: the next attempt goes to another one."""
+    gate().guarded, gate().drops = "http://127.0.0.1:9", SglangRouter.drops
+    with pytest.raises(NoAnswerError, match="2 attempts failed, the last with .*no engine serves now"):
+        asyncio.run(post("http://127.0.0.1:9/generate", EXPERTS, max_retries=1))
+    gate().members = ("http://127.0.0.1:9",)
+
+    async def dies() -> None:
+        asked = asyncio.create_task(post("http://127.0.0.1:9/generate", EXPERTS, max_retries=4))
+        await asyncio.sleep(0.1)
+        gate().members = (workers[1].url,)
+        await asked
+
+    asyncio.run(dies())
+    assert [body for _, body in workers[1].asked] == [EXPERTS]
+
+
+@pytest.mark.parametrize(
+    ("payload", "dropped"),
+    [
+        ({"return_routed_experts": True}, True),
+        ({"return_routed_experts": False, "sampling_params": {"spaces_between_special_tokens": True}}, False),
+        ({"sampling_params": {"logit_bias": None, "temperature": 1.0}}, False),
+        ({"sampling_params": [{"temperature": 1.0}, {"custom_params": {"a": 1}}]}, True),
+    ],
+)
+def test_which_requests_go_to_an_engine(payload: dict[str, Any], dropped: bool) -> None:
+    assert SglangRouter.drops("/generate", payload) is dropped
+    assert not SglangRouter.drops("/v1/completions", payload) and not Router.drops("/generate", payload)
+
+
+def test_requests_of_a_session_share_an_engine_unless_it_is_far_busier() -> None:
+    policy, asked = RequestGate(), {"return_routed_experts": True}
+    policy.guarded, policy.drops, policy.members = "http://r", SglangRouter.drops, ("http://a", "http://b")
+    idle = {"http://a/generate": 0, "http://b/generate": 0}
+    homes = {i: policy.url_of("http://r/generate", asked, f"group-{i}", idle) for i in range(16)}
+    assert {*homes.values()} == {*idle} and homes == {
+        i: policy.url_of("http://r/generate", asked, f"group-{i}", idle) for i in range(16)
+    }
+    for n, stays in ((10, True), (11, False)):
+        url = policy.url_of("http://r/generate", asked, "group-3", idle | {homes[3]: n})
+        assert (url == homes[3]) is stays
+    assert policy.url_of("http://r/generate", asked, "group-3", {one: 100 + 19 * (one == homes[3]) for one in idle})
+    prompts = [policy.url_of("http://r/generate", asked | {"input_ids": [i]}, "", idle) for i in (1, 1, 2, 3, 4, 5)]
+    assert prompts[0] == prompts[1] and len({*prompts}) == 2
+    assert policy.url_of("http://x/generate", asked, "", idle) == "http://x/generate"  # another model's
+    assert policy.url_of("http://r/v1/models", None, "", idle) == "http://r/v1/models"
+    assert SESSION_HEADER == "x-session-id"
+
+
+# ---- its command line, and older ones
+
+
+def test_its_flags_and_their_replacements() -> None:
+    words = SglangRouter.words(ARGS)
+    assert words[:6] == ["--policy", "cache_aware", "--balance-abs-threshold", "10", "--balance-rel-threshold", "1.2"]
+    assert {"--disable-retries", "--disable-circuit-breaker"} < {*words} and "--disable-health-check" not in words
+    assert words[-2:] == ["--request-timeout-secs", "60"]
+    given: Any = SimpleNamespace(rollout_timeout=60.0, router_overrides={"policy": ["--policy", "round_robin"]})
+    assert SglangRouter.words(given) == [*words[2:], "--policy", "round_robin"]
+    given.router_overrides = {"decode_policy": ["--decode-policy", "power_of_two"]}
+    with pytest.raises(ConfigError, match="its engines join later") as caught:
+        SglangRouter.words(given)
+    assert caught.value.where == "--router-decode-policy power_of_two"
+    spec = RouterSpec("actor", (0, 1), ("--x",), disaggregated=True, kind=SglangRouter)
+    assert spec.arguments("h", 1, 2) == ["--host", "h", "--port", "1", "--prometheus-port", "2", "--x"] + [
+        "--pd-disaggregation"
+    ]
+
+
+def test_it_says_when_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="sglang-router is not installed here") as caught:
+        SglangRouter.command([])
+    assert "--rollout-backend sglang" in caught.value.where
+    assert "pip install sglang-router, or name one with --sglang-router-ip" in caught.value.remedy
+
+
+class _Old(BaseHTTPRequestHandler):
+    """A router of 0.1: it lists, adds and removes engines by other routes."""
+
+    urls: set[str]
+
+    def do_GET(self) -> None:
+        path, _, url = urllib.parse.unquote(self.path).partition("?url=")
+        known = {"/list_workers": lambda: None, "/add_worker": lambda: self.urls.add(url)}
+        known["/remove_worker"] = lambda: self.urls.discard(url)
+        self.send_response(200 if path in known else 404)
+        self.end_headers()
+        known.get(path, lambda: None)()
+        self.wfile.write(json.dumps({"urls": sorted(self.urls)}).encode())
+
+    do_POST = do_DELETE = do_GET
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def test_an_older_external_router() -> None:
+    _Old.urls = {"http://10.0.0.1:1"}
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Old) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        router = SglangRouter(f"http://127.0.0.1:{server.server_port}")
+        router.wait_ready(10.0)
+        router.set_members(["http://10.0.0.2:2"])
+        assert router.listed() == _Old.urls == {"http://10.0.0.1:1", "http://10.0.0.2:2"}
+        router.set_members([])
+        assert _Old.urls == {"http://10.0.0.1:1"}
+        server.shutdown()
