@@ -26,7 +26,7 @@ _OTHER_FORM = "see the engine's log, and compare its version with docs/engines_s
 
 
 class SglangWire(WireFormat):
-    """Token ids in and out. A group is one batch, whose requests have seeds of their own."""
+    """Token ids in and out."""
 
     generate_route = PATH
 
@@ -35,8 +35,7 @@ class SglangWire(WireFormat):
         params = to_sglang(given, request.url)
         payload: dict[str, Any] = {"return_logprob": True, "input_ids": ids, "sampling_params": params}
         if n > 1:
-            each = [{**params, "sampling_seed": given["seed"] + i} if "seed" in given else params for i in range(n)]
-            payload |= {"input_ids": [ids] * n, "sampling_params": each}
+            params["n"] = n  # the plugin gives response i the seed `sampling_seed + i`
         answer, version = await send(payload)
         answers = answer if n > 1 else [answer]
         if not isinstance(answers, list) or len(answers) != n:
@@ -56,7 +55,9 @@ class SglangWire(WireFormat):
     def prompt_log_probs(self, answer: dict[str, Any], tokens: Sequence[int], where: str) -> list[float]:
         try:
             entries = answer["meta_info"]["input_token_logprobs"]
-            if [entry[1] for entry in entries] != list(tokens):
+            if len(entries) != len(tokens) or not all(
+                entry[1] in (token, 0) for entry, token in zip(entries, tokens, strict=True)
+            ):  # SGLang writes 0 for the last id of the vocabulary
                 raise ValueError(f"{len(entries)} log-probs of {len(tokens)} tokens, or of other tokens")
             return [float(entry[0]) for entry in entries[1:]]
         except (KeyError, IndexError, TypeError, ValueError) as error:

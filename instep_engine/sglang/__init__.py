@@ -14,6 +14,7 @@ from instep_engine.guard import KEY_VARIABLE
 
 SERVER = "sglang.srt.entrypoints.http_server._setup_and_run_http_server"
 VALIDATE = "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request"
+GENERATE = "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request"
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler.__init__"
 UPDATE = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.update_weights_from_tensor"
 SEEDS = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch"
@@ -34,6 +35,7 @@ def register() -> None:
 
     HookRegistry.register(SERVER, serve, HookType.BEFORE)
     HookRegistry.register(VALIDATE, validate, HookType.BEFORE)
+    HookRegistry.register(GENERATE, expand, HookType.BEFORE)
     HookRegistry.register(SCHEDULER, check, HookType.BEFORE)
     HookRegistry.register(UPDATE, update, HookType.AROUND)
     HookRegistry.register(SEEDS, add_seeds, HookType.AFTER)
@@ -46,7 +48,7 @@ def register() -> None:
 
 def targets() -> list[str]:
     on_cpu = [HASH, START] if os.environ.get(FORKS) == "1" else []
-    return [SERVER, VALIDATE, SCHEDULER, UPDATE, SEEDS, SAMPLE, TOKENIZER, *on_cpu]
+    return [SERVER, VALIDATE, GENERATE, SCHEDULER, UPDATE, SEEDS, SAMPLE, TOKENIZER, *on_cpu]
 
 
 def check(*_: Any, **__: Any) -> None:
@@ -89,6 +91,24 @@ def validate(manager: Any, obj: Any, input_ids: Any) -> None:
     params = obj.sampling_params
     if isinstance(params, dict) and (params.get("max_new_tokens") or 0) > room > 0:
         params["max_new_tokens"] = room
+
+
+def expand(manager: Any, obj: Any, request: Any = None) -> None:
+    """Make a batch of a request for n responses. Response i gets `sampling_seed + i`; SGLang would sample n equal ones.
+
+    A batch cannot come from the client in this form: sglang-router takes one set of sampling parameters.
+    """
+    params = getattr(obj, "sampling_params", None)
+    n = params.get("n") or 1 if isinstance(params, dict) else 1
+    prompt = obj.text if obj.text is not None else obj.input_ids
+    if n == 1 or prompt is None or (not isinstance(prompt, str) and isinstance(prompt[0], list)):
+        return
+    seed, rest = params.get("sampling_seed"), {name: value for name, value in params.items() if name != "n"}
+    obj.sampling_params = [rest if seed is None else {**rest, "sampling_seed": seed + i} for i in range(n)]
+    if obj.text is not None:
+        obj.text = [obj.text] * n
+    else:
+        obj.input_ids = [obj.input_ids] * n
 
 
 def end_at_special_tokens(result: Any, scheduler: Any) -> None:
