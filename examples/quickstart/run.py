@@ -35,11 +35,11 @@ def settings(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--precision", choices=("auto", "fp32", "bf16"), default="auto", help="auto: bf16 on a GPU")
     parser.add_argument(
         "--rollout-backend",
-        choices=("auto", "embedded", "vllm"),
+        choices=("auto", "embedded", "vllm", "sglang"),
         default="auto",
         help="what generates; auto: vllm on a GPU host that has it, else the embedded engine",
     )
-    parser.add_argument("--num-engines", type=int, default=1, help="several stand behind vllm-router")
+    parser.add_argument("--num-engines", type=int, default=1, help="several stand behind a router")
     parser.add_argument("--seed", type=int, default=0, help="of the data, the weights and the sampling")
     parser.add_argument("--num-threads", type=int, help="cores to use (default: all)")
     parser.add_argument("--grpo-flags", default="", help="more flags for GRPO, such as '--vllm-max-num-seqs 64'")
