@@ -396,18 +396,20 @@ def test_it_says_when_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 class _Old(BaseHTTPRequestHandler):
-    """A router of 0.1: it lists, adds and removes engines by other routes."""
+    """An older router: it lists, adds and removes engines by other routes; `/workers` says no ids."""
 
     urls: set[str]
 
     def do_GET(self) -> None:
         path, _, url = urllib.parse.unquote(self.path).partition("?url=")
-        known = {"/list_workers": lambda: None, "/add_worker": lambda: self.urls.add(url)}
+        known = {"/list_workers": lambda: None, "/workers": lambda: None, "/add_worker": lambda: self.urls.add(url)}
         known["/remove_worker"] = lambda: self.urls.discard(url)
         self.send_response(200 if path in known else 404)
         self.end_headers()
         known.get(path, lambda: None)()
-        self.wfile.write(json.dumps({"urls": sorted(self.urls)}).encode())
+        self.wfile.write(
+            json.dumps({"urls": sorted(self.urls), "workers": [{"url": url} for url in self.urls]}).encode()
+        )
 
     do_POST = do_DELETE = do_GET
 
