@@ -19,16 +19,18 @@ from typing import Any
 import psutil
 import pytest
 
-from instep.cluster.engine_plan import RouterSpec
+from instep.cluster.engine_plan import RouterSpec, describe_engines, plan_engines, plan_routers
 from instep.cluster.engine_start import start_router
 from instep.engines import keys
 from instep.engines.engine import Engine
+from instep.engines.kind import kind_of
 from instep.engines.router import Router
 from instep.engines.sglang_router import SglangRouter
 from instep.errors import ConfigError, EngineError, NoAnswerError
 from instep.rollout.http import SESSION_HEADER, post
 from instep.rollout.request_gate import RequestGate, gate
 from tests.bounds import until
+from tests.plans import arguments
 
 ARGS: Any = SimpleNamespace(rollout_timeout=60.0, router_overrides={}, api_key_file=None)
 ANSWER = {"text": "", "output_ids": [1], "meta_info": {"id": "a", "finish_reason": {"type": "length", "length": 1}}}
@@ -385,6 +387,15 @@ def test_its_flags_and_their_replacements() -> None:
     assert spec.arguments("h", 1, 2) == ["--host", "h", "--port", "1", "--prometheus-port", "2", "--x"] + [
         "--pd-disaggregation"
     ]
+
+
+def test_the_kind_of_the_engines_chooses_the_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = arguments("--rollout-num-gpus 2")
+    assert [router.kind for router in plan_routers(args, plan_engines(args))] == [Router]
+    monkeypatch.setattr(type(kind_of("vllm")), "router", SglangRouter, raising=False)
+    (router,) = plan_routers(args, plan_engines(args))
+    assert router.kind is SglangRouter and list(router.flags) == SglangRouter.words(args)
+    assert any("router: sglang-router --host HOST --port PORT" in line for line in describe_engines(args))
 
 
 def test_it_says_when_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
