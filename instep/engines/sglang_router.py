@@ -56,6 +56,8 @@ class SglangRouter(Router):
         "cors_allowed_origins": ["http://127.0.0.1"],  # an empty list would mean all
     }
 
+    _has_ids = False  # older routers do not have them: they have the routes of vllm-router
+
     @classmethod
     def words(cls, args: Settings) -> list[str]:
         """Do the same as `Router.words`. Raises ConfigError: a policy with which it does not start without engines."""
@@ -89,28 +91,29 @@ class SglangRouter(Router):
         return path == PATH and lost
 
     def listed(self) -> set[str]:
-        workers = self._workers()
-        return super().listed() if workers is None else set(workers)
+        if not self._has_ids:
+            try:
+                return super().listed()
+            except NoRoute:
+                self._has_ids = True
+        return set(self._workers())
 
-    def _workers(self) -> dict[str, dict[str, Any]] | None:
-        """Return what the router says about each engine, by URL; None: it is of 0.1, with the routes of vllm-router."""
-        try:
-            return {worker["url"]: worker for worker in self._call("GET", "/workers")["workers"]}
-        except NoRoute:
-            return None
+    def _workers(self) -> dict[str, dict[str, Any]]:
+        """Return what the router says about each engine, by URL."""
+        return {worker["url"]: worker for worker in self._call("GET", "/workers")["workers"]}
 
     def _change(self, leave: Sequence[str], join: Sequence[str]) -> None:
         """Let engines leave and join, and wait until they have: the router answers before it has done so."""
-        workers = self._workers()
-        if workers is None:
+        if not self._has_ids:
             return super()._change(leave, join)
-        for url in leave:
+        workers = self._workers()
+        for url in workers.keys() & set(leave):
             self._call("DELETE", f"/workers/{workers[url]['id']}")
         for url in join:
             self._call("POST", "/workers", self._about(url))
         deadline = time.monotonic() + CALL_SECONDS
         while True:
-            workers = self._workers() or {}
+            workers = self._workers()
             still = sorted(workers.keys() & set(leave))
             absent = [url for url in join if not workers.get(url, {}).get("is_healthy")]
             if not still and not absent:
@@ -136,6 +139,8 @@ class SglangRouter(Router):
         return about
 
 
-def _more(given: Mapping[str, Any], passed: frozenset[str]) -> bool:
+def _more(given: Any, passed: frozenset[str]) -> bool:
     """Return whether `given` has a field beyond `passed` that asks for something."""
+    if not isinstance(given, Mapping):  # the engine refuses it
+        return False
     return any(given[name] not in (None, name == _TRUE_ANYWAY) for name in given.keys() - passed)

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import threading
-import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -19,60 +18,21 @@ from typing import Any
 import psutil
 import pytest
 
-from instep.cluster.engine_plan import RouterSpec
+from instep.cluster.engine_plan import RouterSpec, describe_engines, plan_engines, plan_routers
 from instep.cluster.engine_start import start_router
 from instep.engines import keys
 from instep.engines.engine import Engine
+from instep.engines.kind import kind_of
 from instep.engines.router import Router
 from instep.engines.sglang_router import SglangRouter
 from instep.errors import ConfigError, EngineError, NoAnswerError
 from instep.rollout.http import SESSION_HEADER, post
 from instep.rollout.request_gate import RequestGate, gate
 from tests.bounds import until
+from tests.plans import arguments
+from tests.sglang_worker import Worker
 
 ARGS: Any = SimpleNamespace(rollout_timeout=60.0, router_overrides={}, api_key_file=None)
-ANSWER = {"text": "", "output_ids": [1], "meta_info": {"id": "a", "finish_reason": {"type": "length", "length": 1}}}
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: Worker
-
-    def do_GET(self) -> None:
-        self.reply(200, {"model_path": "", "is_generation": True, "version": "0.5.17"})
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.asked.append((self.headers.get("Authorization"), body))
-        time.sleep(self.server.delay)
-        self.reply(self.server.status, ANSWER)
-
-    def reply(self, status: int, value: Any) -> None:
-        data = json.dumps(value).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
-class Worker(ThreadingHTTPServer):
-    """Answers as an SGLang server does, and notes key and JSON of each request."""
-
-    daemon_threads, request_queue_size = True, 128
-
-    def __init__(self, key: str):
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.key, self.url = key, f"http://127.0.0.1:{self.server_port}"
-        threading.Thread(target=self.serve_forever, daemon=True).start()
-        self.reset()
-
-    def reset(self) -> None:
-        self.asked: list[tuple[str | None, dict[str, Any]]] = []
-        self.status, self.delay = 200, 0.0
-        keys.know(self.url, self.key)
 
 
 @pytest.fixture(scope="module")
@@ -387,6 +347,15 @@ def test_its_flags_and_their_replacements() -> None:
     ]
 
 
+def test_the_kind_of_the_engines_chooses_the_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = arguments("--rollout-num-gpus 2")
+    assert [router.kind for router in plan_routers(args, plan_engines(args))] == [Router]
+    monkeypatch.setattr(type(kind_of("vllm")), "router", SglangRouter, raising=False)
+    (router,) = plan_routers(args, plan_engines(args))
+    assert router.kind is SglangRouter and list(router.flags) == SglangRouter.words(args)
+    assert any("router: sglang-router --host HOST --port PORT" in line for line in describe_engines(args))
+
+
 def test_it_says_when_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="sglang-router is not installed here") as caught:
@@ -396,18 +365,20 @@ def test_it_says_when_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 class _Old(BaseHTTPRequestHandler):
-    """A router of 0.1: it lists, adds and removes engines by other routes."""
+    """An older router: it lists, adds and removes engines by other routes; `/workers` says no ids."""
 
     urls: set[str]
 
     def do_GET(self) -> None:
         path, _, url = urllib.parse.unquote(self.path).partition("?url=")
-        known = {"/list_workers": lambda: None, "/add_worker": lambda: self.urls.add(url)}
+        known = {"/list_workers": lambda: None, "/workers": lambda: None, "/add_worker": lambda: self.urls.add(url)}
         known["/remove_worker"] = lambda: self.urls.discard(url)
         self.send_response(200 if path in known else 404)
         self.end_headers()
         known.get(path, lambda: None)()
-        self.wfile.write(json.dumps({"urls": sorted(self.urls)}).encode())
+        self.wfile.write(
+            json.dumps({"urls": sorted(self.urls), "workers": [{"url": url} for url in self.urls]}).encode()
+        )
 
     do_POST = do_DELETE = do_GET
 
