@@ -1,6 +1,6 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help venv install-vllm quickstart quickstart-vllm tool-use real test test-full test-vllm-fast test-vllm test-peers test-neighbours test-megatron test-real test-mutants test-learning lint format bench clean
+.PHONY: help venv install-vllm install-sglang quickstart quickstart-vllm quickstart-sglang tool-use real test test-full test-vllm-fast test-vllm test-sglang-fast test-sglang test-peers test-neighbours test-megatron test-real test-mutants test-learning lint format bench clean
 
 BACKEND ?= hf
 DEVICE ?= cpu
@@ -29,6 +29,9 @@ venv:  ## make .venv with the pinned packages (every target below does it; the s
 install-vllm:  ## add vLLM's CPU variant and vllm-router to .venv (about 1.5 GB)
 	@scripts/setup_vllm.sh
 
+install-sglang:  ## add SGLang and sglang-router to .venv, beside vLLM (about 55 MB more)
+	@scripts/setup_sglang.sh
+
 quickstart: venv  ## train a tiny model to a better policy in five minutes [BACKEND=hf|megatron DEVICE=cpu|cuda CLUSTER=local|ray SEED=0 OUT=]
 	HF_HUB_OFFLINE=1 .venv/bin/python examples/quickstart/run.py --backend $(BACKEND) --device $(DEVICE) \
 	    --cluster $(CLUSTER) --seed $(SEED) --out $(OUT)
@@ -36,6 +39,10 @@ quickstart: venv  ## train a tiny model to a better policy in five minutes [BACK
 quickstart-vllm: install-vllm  ## the quickstart on two vLLM engines behind vllm-router, on a CPU [BACKEND= SEED=]
 	HF_HUB_OFFLINE=1 .venv/bin/python examples/quickstart/run.py --backend $(BACKEND) --seed $(SEED) \
 	    --rollout-backend vllm --num-engines 2 --out runs/quickstart-vllm
+
+quickstart-sglang: install-sglang  ## the quickstart on two SGLang engines behind sglang-router, on a CPU [BACKEND= SEED=]
+	HF_HUB_OFFLINE=1 .venv/bin/python examples/quickstart/run.py --backend $(BACKEND) --seed $(SEED) \
+	    --rollout-backend sglang --num-engines 2 --out runs/quickstart-sglang
 
 tool-use: venv  ## train a tiny model to ask a Python tool (minutes) [BACKEND= ENGINE=vllm SEED=]
 	HF_HUB_OFFLINE=1 .venv/bin/python examples/tool_use/run.py --backend $(BACKEND) --seed $(SEED) \
@@ -45,8 +52,8 @@ real: venv  ## fetch a pretrained model, Gemma 3 270M, and train it (17 minutes 
 	HF_HUB_OFFLINE=1 .venv/bin/python examples/real/run.py --device $(DEVICE)
 
 test: venv  ## the fast tests, without those that need vLLM [JOBS=]
-	$(PYTEST) -m '$(FAST) and not vllm and not alone' $(PARALLEL) $(TESTS)
-	$(PYTEST) -m '$(FAST) and not vllm and alone' $(ALONE)
+	$(PYTEST) -m '$(FAST) and not vllm and not sglang and not alone' $(PARALLEL) $(TESTS)
+	$(PYTEST) -m '$(FAST) and not vllm and not sglang and alone' $(ALONE)
 
 test-full: venv  ## all tests that a CPU can run
 	$(PYTEST) -m 'not gpu and not peers and not alone' $(PARALLEL) $(TESTS)
@@ -58,6 +65,12 @@ test-vllm-fast: install-vllm  ## the fast tests that need vLLM, on a CPU
 test-vllm: install-vllm  ## all tests that need vLLM, on a CPU
 	$(PYTEST) -m 'vllm and not gpu and not alone' $(PARALLEL) -n 2 $(TESTS)
 	$(PYTEST) -m 'vllm and not gpu and alone' $(ALONE)
+
+test-sglang-fast: install-sglang  ## the fast tests that need SGLang, on a CPU
+	$(PYTEST) -m '$(FAST) and sglang' $(PARALLEL) -n 2 $(TESTS)
+
+test-sglang: install-sglang  ## all tests that need SGLang, on a CPU
+	$(PYTEST) -m '(sglang or sglang_router) and not gpu' $(PARALLEL) -n 2 $(TESTS)
 
 test-peers: venv  ## our losses and LoRA against TRL's, verl's and peft's own functions (makes .venv-peers, once)
 	@scripts/setup_beside.sh peers

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
+import os
 import shlex
 import urllib.error
 from collections.abc import Iterator, Mapping
@@ -21,6 +22,7 @@ from instep.engines.spec import Addresses, EngineSpec
 from instep.engines.topology import ServerGroup
 from instep.errors import ConfigError
 from instep.system.processes import DETERMINISTIC_ENV, OPENMP_ENV
+from instep.weights.way import OF_ADAPTERS
 from instep_engine import MISMATCH, PARENT_VARIABLE, PROTOCOL
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ INSTALL = "make install-sglang (CPU); on a GPU host pip install sglang==0.5.17 s
 READS_VLLM = "--rollout-backend vllm, which reads the flags that have an equivalent there"
 OLDEST, WITH_SPANS = (0, 5, 17), (0, 5, 19)
 CPU_TOKENS = 16_384  # of the KV cache on a CPU, where SGLang's default is a share of the host's memory
+LORA_LAYERS = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
 FIT_FRACTION, TURN_FRACTION = 0.4, 0.8  # of a GPU's memory, as for vLLM (`vllm.py`)
 SILENT_HEARTBEATS = 5  # a scheduler hangs if it answers nothing for so many --heartbeat-timeout
 
@@ -109,6 +112,11 @@ class SglangKind(EngineKind):
         }
         if args.trust_remote_code:
             own["trust_remote_code"] = ["--trust-remote-code"]
+        if update_weights and args.weight_sync in OF_ADAPTERS:
+            own["enable_lora"] = ["--enable-lora"]
+            own["max_lora_rank"] = ["--max-lora-rank", str(args.lora_rank)]
+            own["lora_target_modules"] = ["--lora-target-modules", *LORA_LAYERS]
+            own["max_loras_per_batch"] = ["--max-loras-per-batch", "2"]  # the base counts as one
         if update_weights and args.use_rollout_routing_replay:
             own["enable_return_routed_experts"] = ["--enable-return-routed-experts"]
         if args.device == "cpu":
@@ -118,7 +126,8 @@ class SglangKind(EngineKind):
             own["sleep_on_idle"] = ["--sleep-on-idle"]  # otherwise an idle engine keeps a core busy
             own["disable_overlap_schedule"] = ["--disable-overlap-schedule"]
             own["max_total_tokens"] = ["--max-total-tokens", str(CPU_TOKENS)]
-            own["lora_backend"] = ["--lora-backend", "torch_native"]
+            if update_weights and args.weight_sync in OF_ADAPTERS:
+                own["lora_backend"] = ["--lora-backend", "torch_native"]
         else:
             if update_weights and args.offload_rollout:
                 own["enable_memory_saver"] = ["--enable-memory-saver"]
@@ -148,7 +157,9 @@ class SglangKind(EngineKind):
         if args.device == "cpu":
             env |= {"SGLANG_USE_CPU_ENGINE": "1", "TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": str(num_threads)}
             if spec.parallel.tensor > 1:  # the cores of each rank; otherwise SGLang wants a NUMA node for each
-                env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(["all"] * spec.parallel.tensor)
+                cores = sorted(os.sched_getaffinity(0))
+                bound = [str(cores[rank % len(cores)]) for rank in range(spec.parallel.tensor)]
+                env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(bound)
             env |= OPENMP_ENV
         elif importlib.util.find_spec("flashinfer") is None:
             env |= {"SGLANG_IS_FLASHINFER_AVAILABLE": "false"}

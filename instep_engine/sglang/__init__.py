@@ -17,6 +17,7 @@ VALIDATE = "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one
 GENERATE = "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request"
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler.__init__"
 UPDATE = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.update_weights_from_tensor"
+ADAPTERS = "sglang.srt.lora.lora_manager.LoRAManager.load_lora_adapter_from_tensors"
 SEEDS = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch"
 SAMPLE = "sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch"
 TOKENIZER = "sglang.srt.managers.scheduler.Scheduler.init_tokenizer"
@@ -31,13 +32,14 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from instep_engine.sglang.sampling import add_seeds, murmur_hash32, sample
-    from instep_engine.sglang.weights import update
+    from instep_engine.sglang.weights import load_adapter, update
 
     HookRegistry.register(SERVER, serve, HookType.BEFORE)
     HookRegistry.register(VALIDATE, validate, HookType.BEFORE)
     HookRegistry.register(GENERATE, expand, HookType.BEFORE)
     HookRegistry.register(SCHEDULER, check, HookType.BEFORE)
     HookRegistry.register(UPDATE, update, HookType.AROUND)
+    HookRegistry.register(ADAPTERS, load_adapter, HookType.AROUND)
     HookRegistry.register(SEEDS, add_seeds, HookType.AFTER)
     HookRegistry.register(SAMPLE, sample, HookType.REPLACE)
     HookRegistry.register(TOKENIZER, end_at_special_tokens, HookType.AFTER)
@@ -48,7 +50,7 @@ def register() -> None:
 
 def targets() -> list[str]:
     on_cpu = [HASH, START] if os.environ.get(FORKS) == "1" else []
-    return [SERVER, VALIDATE, GENERATE, SCHEDULER, UPDATE, SEEDS, SAMPLE, TOKENIZER, *on_cpu]
+    return [SERVER, VALIDATE, GENERATE, SCHEDULER, UPDATE, ADAPTERS, SEEDS, SAMPLE, TOKENIZER, *on_cpu]
 
 
 def check(*_: Any, **__: Any) -> None:
@@ -74,7 +76,7 @@ def serve(server_args: Any, tokenizer_manager: Any, *args: Any, **kwargs: Any) -
     from instep_engine.sglang.server import add_routes
 
     check()
-    add_routes(http_server.app, tokenizer_manager)
+    tokenizer_manager.instep = add_routes(http_server.app, tokenizer_manager)
 
 
 def validate(manager: Any, obj: Any, input_ids: Any) -> None:
@@ -94,10 +96,12 @@ def validate(manager: Any, obj: Any, input_ids: Any) -> None:
 
 
 def expand(manager: Any, obj: Any, request: Any = None) -> None:
-    """Make a batch of a request for n responses. Response i gets `sampling_seed + i`; SGLang would sample n equal ones.
+    """Give a request the trainer's adapter, and make a batch of a request for n responses.
 
-    A batch cannot come from the client in this form: sglang-router takes one set of sampling parameters.
+    Response i gets `sampling_seed + i`; SGLang would sample n equal ones. A batch cannot come from the client in this form: sglang-router takes one set of sampling parameters.
     """
+    if manager.instep.adapter and obj.lora_path is None:
+        obj.lora_path = manager.instep.adapter
     params = getattr(obj, "sampling_params", None)
     n = params.get("n") or 1 if isinstance(params, dict) else 1
     prompt = obj.text if obj.text is not None else obj.input_ids

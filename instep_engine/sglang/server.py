@@ -17,7 +17,7 @@ from typing import Any
 
 from instep_engine.asgi import App, Message, Receive, Send, reply
 from instep_engine.guard import Guard
-from instep_engine.sglang.weights import FORMAT
+from instep_engine.sglang.weights import ADAPTER, FORMAT
 
 LOOK_SECONDS = 0.02  # between two looks for requests under way; SGLang itself looks once a second
 TAGS = ("weights", "kv_cache", "cuda_graph")
@@ -57,7 +57,9 @@ class Control:
     def __init__(self, manager: Any):
         self.manager = manager
         self.session: tuple[str, str] | None = None  # version and nonce of the one under way
+        self.adapter = ""  # serves requests that name none
         self._asleep: set[str] = set()
+        self._brings_adapter = False
 
     @property
     def version(self) -> str:
@@ -122,7 +124,7 @@ class Control:
         return {}
 
     async def start_weight_update(self, body: dict[str, Any]) -> dict[str, Any]:
-        self.session = None
+        self.session, self._brings_adapter = None, False
         await self._call({"call": "start", **{name: body[name] for name in ("protocol", "version", "nonce")}})
         self.session = body["version"], body["nonce"]
         return {}
@@ -131,14 +133,37 @@ class Control:
         if self.session is None:
             raise Refusal(400, "WeightMismatch[]: no session was announced, or it was refused")
         await self._call({"call": "update", "info": body["update_info"]})
+        self._brings_adapter |= str(body["update_info"]["backend"]).startswith("lora")
         return {}
 
     async def finish_weight_update(self, body: dict[str, Any]) -> dict[str, Any]:
         if self.session is None or self.session[0] != body["weight_version"]:
             raise Refusal(400, f"WeightMismatch[]: no session of version {body['weight_version']} is under way")
+        if self._brings_adapter:
+            await self._load_adapter("@".join(self.session))
         await self._call({"call": "finish"}, body["weight_version"])
         self.session = None
         return {}
+
+    async def _load_adapter(self, name: str) -> None:
+        """Serve the adapter of the session, under a name of its own, and forget the last one.
+
+        SGLang would load an adapter again, by itself, for a request with the old name.
+        """
+        from sglang.srt.managers.io_struct import LoadLoRAAdapterFromTensorsReqInput, UnloadLoRAAdapterReqInput
+        from sglang.srt.utils import MultiprocessingSerializer
+
+        words = [MultiprocessingSerializer.serialize({})] * self.manager.server_args.tp_size
+        request = LoadLoRAAdapterFromTensorsReqInput(
+            lora_name=ADAPTER + name, config_dict={}, serialized_named_tensors=words
+        )
+        loaded = await self.manager.load_lora_adapter_from_tensors(request)
+        if not loaded.success:
+            raise Refusal(400, f"WeightMismatch[]: the adapter cannot be loaded: {loaded.error_message}")
+        last, self.adapter = self.adapter, ADAPTER + name
+        if last:
+            await self.manager.unload_lora_adapter(UnloadLoRAAdapterReqInput(lora_name=last))
+            self.manager.lora_ref_cache.pop(last, None)
 
     async def _call(self, asked: dict[str, Any], version: str | None = None) -> None:
         """Let all schedulers answer a call of a session (`weights.py`); `version`: the new one."""
@@ -154,7 +179,7 @@ class Control:
             raise Refusal(400, message)
 
 
-def add_routes(app: Any, manager: Any) -> None:
+def add_routes(app: Any, manager: Any) -> Control:
     """Add instep's routes and its guard to SGLang's FastAPI application."""
     control = Control(manager)
     routes: dict[str, tuple[str, Callable[..., Any]]] = {
@@ -173,6 +198,7 @@ def add_routes(app: Any, manager: Any) -> None:
     for path, (method, function) in routes.items():
         app.add_api_route(path, _answering(function), methods=[method])
     app.add_middleware(Middleware)
+    return control
 
 
 def _answering(function: Callable[..., Any]) -> Callable[..., Any]:

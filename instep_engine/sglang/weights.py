@@ -30,7 +30,9 @@ from instep_engine.manifest import WeightMismatch
 from instep_engine.receiving import Receiving
 
 FORMAT = "instep"
-STREAMS = ("nccl", "ipc")
+STREAMS = ("nccl", "ipc", "lora_ipc")
+ADAPTER = "instep@"  # begins the names of a trainer's adapters, one for each version
+PEFT, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 logger = logging.getLogger("instep")
 
 
@@ -42,14 +44,31 @@ def update(original: Callable[..., Any], updater: Any, named_tensors: Any, load_
     return failure is None, failure or "Success"
 
 
+def load_adapter(
+    original: Callable[..., Any], manager: Any, ref: Any, tensors: Any, config: Any, added_tokens: Any = None
+) -> Any:
+    """Load the adapter of the last session under the name that the server has chosen; others go on to SGLang.
+
+    Around `LoRAManager.load_lora_adapter_from_tensors`.
+    """
+    if ref.lora_name.startswith(ADAPTER):
+        tensors, config = Weights.adapter
+    return original(manager, ref, tensors, config, added_tokens)
+
+
 class Refused(Exception):
     """Another rank has refused the update."""
 
 
 class Weights(Receiving):
-    """The sessions of one model in this process."""
+    """The sessions of one model in this process.
+
+    Attributes:
+        adapter: the tensors and the configuration of the current session's adapter.
+    """
 
     keeps = False
+    adapter: tuple[dict[str, torch.Tensor], dict[str, Any]] = ({}, {})
     _made: dict[int, Weights] = {}  # a process may hold a draft model, too
 
     def __init__(self, updater: Any):
@@ -110,7 +129,7 @@ class Weights(Receiving):
         if (protocol := asked["protocol"]) != PROTOCOL:
             raise WeightMismatch(f"instep speaks protocol {protocol}, this plugin {PROTOCOL}")
         self.session = asked["version"], asked["nonce"]
-        self.delivered, self._started = set(), False
+        self.delivered, self._started, Weights.adapter = set(), False, ({}, {})
         self._loader.begin()
 
     def receive_weights(self, info: Mapping[str, Any]) -> None:
@@ -141,6 +160,12 @@ class Weights(Receiving):
             raise WeightMismatch(f"the model cannot load these weights: {error!r}", first) from error
         return tensors
 
+    def load_adapter(self, tensors: dict[str, torch.Tensor], config: dict[str, Any], lasting: bool) -> None:
+        kept = {name: tensor.clone() for name, tensor in tensors.items()}
+        if twice := sorted(kept.keys() & Weights.adapter[0].keys()):
+            raise WeightMismatch(f"{twice[0]} came twice", twice[0])
+        Weights.adapter = ({**Weights.adapter[0], **kept}, config)
+
     def compare_start(self, path: str, tensors: dict[str, torch.Tensor]) -> None:
         """Check that it is the checkpoint that SGLang has loaded itself."""
         if os.path.realpath(path) != os.path.realpath(self._path):
@@ -163,8 +188,28 @@ class Weights(Receiving):
 
         if missing := sorted(set(names or ()) - self.delivered):
             raise WeightMismatch(f"{len(missing)} tensors were not delivered: {missing[:3]}", missing[0])
+        if Weights.adapter[0]:
+            self._check_pairs(Weights.adapter[0])
+            return
         if self._started:
             return
         if not self.delivered:
             raise WeightMismatch("no tensor was delivered")
         self._loader.check_complete(lambda layer: isinstance(layer, VocabParallelEmbedding))
+
+    def _check_pairs(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Check the names and shapes of an adapter's pairs: SGLang ignores a half one, and a layer that it lacks."""
+        for name, tensor in tensors.items():
+            ending, other = (A, B) if name.endswith(A) else (B, A)
+            layer = name.removesuffix(ending)
+            partner, base = tensors.get(layer + other), self._shapes.get(layer.removeprefix(PEFT) + ".weight")
+            if partner is None:
+                raise WeightMismatch(f"{name} came without its {other[1:7]}", name)
+            if self._shapes and base is None:
+                raise WeightMismatch(f"{name} is for no layer of this model", name)
+            if base is None:
+                continue
+            rank = tensor.shape[0 if ending == A else 1]
+            wanted = (rank, base[1]) if ending == A else (base[0], rank)
+            if tuple(tensor.shape) != wanted:
+                raise WeightMismatch(f"{name}: received shape {tuple(tensor.shape)}, the layer takes {wanted}", name)
