@@ -17,7 +17,7 @@ forks.install()
 # Fixtures that take seconds to make: the tests that share one run in one process of pytest-xdist, those of a file or,
 # where the fixture is the session's, all of them.
 SHARED = set("bad cluster computed dumped engine finished golden planted run_ranks served stack trained".split())
-SHARED |= {"planted_lora", "planted_vllm", "prepared"}
+SHARED |= {"planted_lora", "planted_vllm", "prepared", "planted_sglang", "planted_sglang_two", "planted_sglang_lora"}
 OF_SESSION = {"engine"}
 # What tests with a mark need, and how it gets here.
 NEEDED = {"vllm": ("vllm",), "router": ("vllm_router",), "sglang": ("sglang",), "sglang_router": ("sglang_router",)}

@@ -98,7 +98,8 @@ def validate(manager: Any, obj: Any, input_ids: Any) -> None:
 def expand(manager: Any, obj: Any, request: Any = None) -> None:
     """Give a request the trainer's adapter, and make a batch of a request for n responses.
 
-    Response i gets `sampling_seed + i`; SGLang would sample n equal ones. A batch cannot come from the client in this form: sglang-router takes one set of sampling parameters.
+    Response i gets `sampling_seed + i`; SGLang would sample n equal ones. A client cannot send such a batch through
+    sglang-router, which takes one set of sampling parameters.
     """
     if manager.instep.adapter and obj.lora_path is None:
         obj.lora_path = manager.instep.adapter

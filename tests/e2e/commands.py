@@ -64,6 +64,12 @@ def on_vllm(num_engines: int = 1, trainer: bool = True) -> list[str]:
     return [*flags, "--colocate", "--actor-num-gpus-per-node", str(num_engines)]
 
 
+def on_sglang(num_engines: int = 1) -> list[str]:
+    """SGLang engines in float32 on the CPU."""
+    flags = ["--rollout-backend", "sglang", "--rollout-num-gpus", str(num_engines)]
+    return [*flags, "--sglang-max-total-tokens", "8192", "--sglang-max-running-requests", "64"]
+
+
 def sync_folder(args: Any) -> Path:
     """The folder through which the weights of a run travel that has no `Deployment`."""
     folder = Path(args.run_dir) / f"{SYNC}1"

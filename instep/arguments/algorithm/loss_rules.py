@@ -5,6 +5,7 @@ from __future__ import annotations
 from instep.algorithms.catalog import DEFAULT_ROLLOUT, listed, names_where
 from instep.arguments.algorithm.combination import Combination, given
 from instep.arguments.concern import Settings
+from instep.engines.kind import planned_kind
 
 _CLIPPED_RATIO = names_where(lambda estimator, loss: loss.bounds == "ratio")
 _BOUNDED_WEIGHT = names_where(lambda estimator, loss: loss.bounds == "weight")
@@ -31,8 +32,8 @@ def _always_on_policy(args: Settings) -> bool:
 
 
 def _truncates(args: Settings) -> bool:
-    """Return whether engines sample from a truncated distribution."""
-    return args.rollout_top_p < 1 or args.rollout_top_k > 0
+    """Return whether the engines' log-probs are of a truncated distribution. SGLang's are of all tokens."""
+    return (args.rollout_top_p < 1 or args.rollout_top_k > 0) and planned_kind(args).renormalizes
 
 
 def _rounding_clips(args: Settings) -> bool:
