@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -59,7 +60,7 @@ class SglangWire(WireFormat):
                 entry[1] in (token, 0) for entry, token in zip(entries, tokens, strict=True)
             ):  # SGLang writes 0 for the last id of the vocabulary
                 raise ValueError(f"{len(entries)} log-probs of {len(tokens)} tokens, or of other tokens")
-            return [float(entry[0]) for entry in entries[1:]]
+            return [math.nan if entry[0] is None else float(entry[0]) for entry in entries[1:]]  # JSON has no NaN
         except (KeyError, IndexError, TypeError, ValueError) as error:
             what = f"no log-probs of the tokens that were sent: {error!r}"
             raise EngineError(what, where=where, remedy="see its log") from error

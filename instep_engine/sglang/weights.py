@@ -189,7 +189,7 @@ class Weights(Receiving):
         if missing := sorted(set(names or ()) - self.delivered):
             raise WeightMismatch(f"{len(missing)} tensors were not delivered: {missing[:3]}", missing[0])
         if Weights.adapter[0]:
-            self._check_pairs(Weights.adapter[0])
+            self._check_pairs(*Weights.adapter)
             return
         if self._started:
             return
@@ -197,8 +197,8 @@ class Weights(Receiving):
             raise WeightMismatch("no tensor was delivered")
         self._loader.check_complete(lambda layer: isinstance(layer, VocabParallelEmbedding))
 
-    def _check_pairs(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Check the names and shapes of an adapter's pairs: SGLang ignores a half one, and a layer that it lacks."""
+    def _check_pairs(self, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:
+        """Check an adapter's pairs: SGLang ignores a half one, and a layer that it lacks."""
         for name, tensor in tensors.items():
             ending, other = (A, B) if name.endswith(A) else (B, A)
             layer = name.removesuffix(ending)
@@ -206,10 +206,13 @@ class Weights(Receiving):
             if partner is None:
                 raise WeightMismatch(f"{name} came without its {other[1:7]}", name)
             if self._shapes and base is None:
-                raise WeightMismatch(f"{name} is for no layer of this model", name)
+                raise WeightMismatch(f"{name} belongs to no layer of this model", name)
+            if not tensor.is_floating_point() or tensor.dtype != partner.dtype:
+                raise WeightMismatch(f"{name} is {tensor.dtype}, its partner {partner.dtype}", name)
+            if not tensor.isfinite().all():
+                raise WeightMismatch(f"{name} is not finite", name)
             if base is None:
                 continue
-            rank = tensor.shape[0 if ending == A else 1]
-            wanted = (rank, base[1]) if ending == A else (base[0], rank)
+            wanted = (config["r"], base[1]) if ending == A else (base[0], config["r"])
             if tuple(tensor.shape) != wanted:
-                raise WeightMismatch(f"{name}: received shape {tuple(tensor.shape)}, the layer takes {wanted}", name)
+                raise WeightMismatch(f"{name}: received shape {tuple(tensor.shape)}, expected {wanted}", name)
