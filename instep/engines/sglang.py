@@ -15,14 +15,15 @@ import urllib.error
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from instep.engines.dialect import dialect_of
 from instep.engines.flags import given_names, release
 from instep.engines.http import get_json
 from instep.engines.kind import Capabilities, EngineKind, RunningEngine, engine_dtype
 from instep.engines.spec import Addresses, EngineSpec
-from instep.engines.topology import ServerGroup
+from instep.engines.topology import ServerGroup, served_models
 from instep.errors import ConfigError
 from instep.system.processes import DETERMINISTIC_ENV, OPENMP_ENV
-from instep.weights.way import OF_ADAPTERS
+from instep.weights.way import OF_ADAPTERS, SINGLE_COPY
 from instep_engine import MISMATCH, PARENT_VARIABLE, PROTOCOL
 
 if TYPE_CHECKING:
@@ -77,13 +78,26 @@ class SglangKind(EngineKind):
         return ", ".join(args.sglang_flags)
 
     def refusals(self, args: Settings) -> Iterator[ConfigError]:
-        """Yield an error about flags that only vLLM has."""
+        """Yield errors about flags that only vLLM has, and about what instep cannot do with SGLang yet."""
         if names := given_names(args):
             yield ConfigError(
                 "a run has engines of one kind, SGLang's or vLLM's",
                 where=f"{', '.join(names)} beside {self.meant_by(args) or '--rollout-backend sglang'}",
                 remedy=f"use SGLang's flags of the same meaning, or {READS_VLLM}",
             )
+        if args.weight_sync == SINGLE_COPY:
+            what = "SGLang's weights are not shared with the trainer"
+            yield ConfigError(
+                what, where="--weight-sync single-copy", remedy="use ipc or shm, or --rollout-backend vllm"
+            )
+        if args.use_rollout_routing_replay:
+            what = "routed experts of SGLang are not replayed"
+            remedy = "leave it out, or use --rollout-backend vllm"
+            yield ConfigError(what, where="--use-rollout-routing-replay", remedy=remedy)
+        if args.prefill_num_servers or any(model.disaggregated for model in served_models(args)):
+            what = "prefill and decode on separate engines of SGLang have not been tried"
+            where = f"--prefill-num-servers, or the groups of {dialect_of(args).file_flag}"
+            yield ConfigError(what, where=where, remedy="use regular engines, or --rollout-backend vllm")
 
     def check_installed(self, where: str) -> None:
         if importlib.util.find_spec("sglang") is None:
@@ -117,8 +131,6 @@ class SglangKind(EngineKind):
             own["max_lora_rank"] = ["--max-lora-rank", str(args.lora_rank)]
             own["lora_target_modules"] = ["--lora-target-modules", *LORA_LAYERS]
             own["max_loras_per_batch"] = ["--max-loras-per-batch", "2"]  # the base counts as one
-        if update_weights and args.use_rollout_routing_replay:
-            own["enable_return_routed_experts"] = ["--enable-return-routed-experts"]
         if args.device == "cpu":
             own["device"] = ["--device", "cpu"]
             own["attention_backend"] = ["--attention-backend", "torch_native"]  # the others need kernels

@@ -103,8 +103,10 @@ def expand(manager: Any, obj: Any, request: Any = None) -> None:
     """
     if manager.instep.adapter and obj.lora_path is None:
         obj.lora_path = manager.instep.adapter
-    params = getattr(obj, "sampling_params", None)
-    n = params.get("n") or 1 if isinstance(params, dict) else 1
+    params = obj.sampling_params
+    if not isinstance(params, dict):
+        return
+    n = params.get("n") or 1
     prompt = obj.text if obj.text is not None else obj.input_ids
     if n == 1 or prompt is None or (not isinstance(prompt, str) and isinstance(prompt[0], list)):
         return
