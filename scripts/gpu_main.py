@@ -1,4 +1,4 @@
-"""Runs of the main job with real vLLM on one GPU that trainer and engine share, by every way of the weights.
+"""Runs of the main job with real vLLM or SGLang on the GPU of the trainer, by every way of the weights.
 
     python scripts/gpu_main.py --out DIR [--only NAME ...] [--limit 540] [--side-by-side 2] [--list]
     python scripts/gpu_main.py --out DIR --tests [WORD ...] [--side-by-side 4]
@@ -39,9 +39,12 @@ from benchmarks.random_model import dimensions, prompt  # noqa: E402
 from instep.observability.versions import versions  # noqa: E402
 from scripts.gpu_vllm import end  # noqa: E402
 
-COMMON = "--input-key prompt --rm-type random --rollout-backend vllm --rollout-batch-size 16 --n-samples-per-prompt 8 "
+COMMON = "--input-key prompt --rm-type random --rollout-batch-size 16 --n-samples-per-prompt 8 "
 COMMON += "--lr 1e-5 --lr-decay-style constant --use-dynamic-batch-size --actor-num-gpus-per-node 1 "
-COMMON += "--vllm-max-model-len 512"
+ON_VLLM = "--rollout-backend vllm --vllm-max-model-len 512"
+ON_SGLANG = "--rollout-backend sglang --sglang-context-length 512 --sglang-max-running-requests 256 "
+ON_SGLANG += "--sglang-cuda-graph-max-bs 128 --sglang-mem-fraction-static 0.2 --sglang-disable-custom-all-reduce "
+ON_SGLANG += "--colocate --max-tokens-per-gpu 8192"
 SMALL = "--colocate --vllm-gpu-memory-utilization 0.2 --vllm-kv-cache-memory-bytes 4294967296 --max-tokens-per-gpu 8192"
 LARGE = "--colocate --vllm-gpu-memory-utilization 0.65 --vllm-kv-cache-memory-bytes 42949672960 "
 LARGE += "--max-tokens-per-gpu 8192 --recompute-granularity full"
@@ -57,6 +60,8 @@ WAYS = {  # in the order of their importance
     "shm-hf": "--train-backend hf --weight-sync shm " + AWAKE,
     "ipc-hf-awake": "--train-backend hf --weight-sync ipc " + AWAKE,
     "4b": "--train-backend hf --weight-sync ipc --offload",
+    "sglang-ipc-hf": "--train-backend hf --weight-sync ipc --offload",
+    "sglang-lora-hf": "--train-backend hf --weight-sync lora --lora-rank 16 " + AWAKE,
 }
 
 
@@ -132,9 +137,15 @@ def job(name: str, options: argparse.Namespace, out: Path) -> Job:
     model = options.models.absolute() / f"{size_of(name, options.tiny)}-0"
     length = 16 if options.device == "cpu" else 128
     where = ON_CPU if options.device == "cpu" else LARGE if large else SMALL
+    where = f"{ON_VLLM} {where}"
+    if name.startswith("sglang"):
+        where = f"--rollout-backend sglang {ON_CPU}" if options.device == "cpu" else ON_SGLANG
     words = f"train --hf-checkpoint {model} --prompt-data {model}/train.jsonl {COMMON} --num-rollout {steps} "
     words += f"--rollout-max-response-len {length} --run-dir {out}/{name} {where} {WAYS[name]}"
-    words += " --vllm-enforce-eager --no-torch-compile" if options.eager else ""
+    if options.eager:
+        words += " --no-torch-compile " + (
+            "--sglang-disable-cuda-graph" if "sglang" in name else "--vllm-enforce-eager"
+        )
     return Job(name, [sys.executable, "-m", "instep.cli", *words.split()], steps)
 
 

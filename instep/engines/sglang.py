@@ -149,7 +149,8 @@ class SglangKind(EngineKind):
             if importlib.util.find_spec("flashinfer") is None:
                 own["attention_backend"] = ["--attention-backend", "fa3"]
                 own["grammar_backend"] = ["--grammar-backend", "none"]
-                own["fusion"] = ["--enforce-disable-flashinfer-allreduce-fusion"]
+                field = "enforce_disable_flashinfer_allreduce_fusion"
+                own[field] = ["--" + field.replace("_", "-")]
         return {field: given for field, given in own.items() if field not in words}
 
     def plan_line(self, spec: EngineSpec, at: Addresses, node_rank: int, node_host: str) -> str:

@@ -108,7 +108,7 @@ def expand(manager: Any, obj: Any, request: Any = None) -> None:
         return
     n = params.get("n") or 1
     prompt = obj.text if obj.text is not None else obj.input_ids
-    if n == 1 or prompt is None or (not isinstance(prompt, str) and isinstance(prompt[0], list)):
+    if n == 1 or not prompt or (not isinstance(prompt, str) and isinstance(prompt[0], list)):
         return
     seed, rest = params.get("sampling_seed"), {name: value for name, value in params.items() if name != "n"}
     obj.sampling_params = [rest if seed is None else {**rest, "sampling_seed": seed + i} for i in range(n)]

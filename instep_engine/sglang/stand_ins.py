@@ -74,8 +74,9 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module: types.ModuleType) -> None:
         if module.__name__ == "triton":
             module.__dict__.update(__version__="0", cdiv=_cdiv, next_power_of_2=_next_power_of_2)
-        elif module.__name__ == "flashinfer.norm":
-            module.__dict__.update(rmsnorm=_rmsnorm, fused_add_rmsnorm=_fused_add_rmsnorm)
+        elif module.__name__ in ("flashinfer", "flashinfer.norm", "flashinfer.activation"):
+            # SGLang calls these on a GPU even with other kernels chosen.
+            module.__dict__.update(rmsnorm=_rmsnorm, fused_add_rmsnorm=_fused_add_rmsnorm, silu_and_mul=_silu_and_mul)
 
 
 def prepare() -> None:
@@ -136,7 +137,7 @@ def _next_power_of_2(n: int) -> int:
 
 
 def _rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, out: Any = None, **_: Any) -> torch.Tensor:
-    """Compute FlashInfer's `rmsnorm` in torch: SGLang calls it on a GPU even with other kernels chosen."""
+    """Compute FlashInfer's `rmsnorm` in torch."""
     wide = x.float()
     y = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
     return y if out is None else out.copy_(y)
@@ -147,3 +148,9 @@ def _fused_add_rmsnorm(
 ) -> None:
     residual.add_(x)
     x.copy_(_rmsnorm(residual, weight, eps))
+
+
+def _silu_and_mul(x: torch.Tensor, out: Any = None, **_: Any) -> torch.Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    y = torch.nn.functional.silu(gate) * up
+    return y if out is None else out.copy_(y)
