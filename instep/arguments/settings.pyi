@@ -275,7 +275,7 @@ class EngineSettings(Common):
     update_weight_buffer_size: int
     vllm_config: str | None
     vllm_config_path: str | None
-    vllm_dtype: Literal['auto', 'float32', 'bfloat16', 'float16']
+    vllm_dtype: Literal["auto", "float32", "bfloat16", "float16"]
     vllm_max_model_len: int | None
     vllm_max_num_seqs: int | None
     vllm_overrides: dict[str, list[str]]
