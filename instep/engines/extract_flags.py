@@ -105,7 +105,7 @@ def _kind(action: argparse.Action) -> str:
         return name
     if name.startswith("human_readable_int"):
         return "si_size" if str(getattr(kind, "__module__", "")).startswith("sglang") else "size"
-    if kind is json.loads or name in ("parse_dataclass", "json_list_type"):
+    if kind is json.loads or name in ("parse_dataclass", "json_list_type", "parse_cuda_graph_config_arg"):
         return "json"
     if "valid JSON string or JSON keys" in (action.help or ""):
         return "json"

@@ -15,7 +15,7 @@ from instep.arguments.flag import Flag
 from instep.arguments.parse import parse
 from instep.arguments.parser import scan
 from instep.arguments.suggest import acts_in, named_flags
-from instep.engines.flags import PREFIXES, TABLES
+from instep.engines.flags import PREFIXES
 from instep.engines.reserved_flags import reserved
 from instep.errors import InstepError, NoAnswerError
 from tests.command_line import CONFIG, argv, make_folder, refusal
@@ -116,7 +116,7 @@ def _acts(name: str) -> bool:
 def flags_that_do_not_act() -> dict[str, Flag]:
     flags = {name: flag for name, flag in {**passed_through(), **own_flags()}.items()}
     flags = {name: flag for name, flag in flags.items() if flag.status in ("later", "refused")}
-    for package in TABLES:
+    for package in ("vllm", "vllm-router"):
         for field, _, _ in reserved(package):
             flag = find(PREFIXES[package] + field.replace("_", "-"))
             if flag is not None and flag.status != "acts":

@@ -178,7 +178,7 @@ WRONG = [
     ("--sglang-mem-fraction 0.5", "unknown flag of SGLang 0.5.17", "did you mean --sglang-mem-fraction-static?"),
     ("--sglang-xyzzy 1", "unknown flag of SGLang 0.5.17", "`instep train --help sglang`"),
     ("--sglang-mem-fraction-static much", "'much' is not a number", ""),
-    ("--sglang-kv-cache-dtype int3", "'int3' is not one of auto, fp8_e5m2", ""),
+    ("--sglang-kv-cache-dtype int3", "'int3' is not one of auto, bf16", ""),
     ("--sglang-dp-size 2", "an engine would have 2 replicas", "make more engines instead (--rollout-num-gpus)"),
     ("--sglang-dtype half --vllm-config x", "the engine is SGLang, not vLLM", "use --sglang-config"),
     ("--router-api-key x --rollout-backend sglang", "read by all users of the host", "use --api-key-file"),
