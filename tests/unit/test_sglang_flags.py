@@ -181,6 +181,8 @@ WRONG = [
     ("--sglang-kv-cache-dtype int3", "'int3' is not one of auto, bf16", ""),
     ("--sglang-dp-size 2", "an engine would have 2 replicas", "make more engines instead (--rollout-num-gpus)"),
     ("--sglang-dtype half --vllm-config x", "the engine is SGLang, not vLLM", "use --sglang-config"),
+    ("--mem-fraction-static 1 --sglang-dtype half", "carry a prefix", "use --sglang-mem-fraction-static"),
+    ("--cpu-offload-gb 1 --sglang-dtype half", "is a flag of SGLang, which needs a prefix", "use --sglang-cpu-offload"),
     ("--router-api-key x --rollout-backend sglang", "read by all users of the host", "use --api-key-file"),
     ("--router-mini-lb --rollout-backend sglang", "instep gives the router its engines", "or --sglang-config"),
 ]
