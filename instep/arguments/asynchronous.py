@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from instep.arguments.concern import Given, Problem, Settings, flag_name
 from instep.arguments.flag import read_flags
 from instep.arguments.rollout import DEFAULT_ROLLOUT
+from instep.engines.dialect import dialect_of
 from instep.engines.kind import AUTO, tells_versions
 from instep.weights.way import RESTART, SINGLE_COPY
 
@@ -35,7 +36,8 @@ def both_at_work(args: Settings, given: set[str]) -> Iterator[Problem]:
     asked = [flag_name(name) for name in ("offload", "offload_train", "offload_rollout") if name in given]
     if asked:
         what = "trainer and engines work at the same time, so neither can sleep"
-        remedy = "leave it out (both share the GPU's memory: --vllm-gpu-memory-utilization), or use `instep train`"
+        dialect = dialect_of(args)
+        remedy = f"leave it out (both share the GPU's memory: {dialect.flag(dialect.memory)}), or use `instep train`"
         yield Problem(what, " and ".join(asked), remedy)
     if args.weight_sync == SINGLE_COPY:
         what = "the engines would compute with weights that a step is changing"

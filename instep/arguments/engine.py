@@ -67,7 +67,7 @@ def port(args: Settings, given: Given) -> int | None:
 
 
 def half_precision(args: Settings, given: set[str]) -> Iterator[Problem]:
-    flag = f"--{dialect_of(args).package}-dtype float16"
+    flag = f"{dialect_of(args).flag('dtype')} float16"
     if args.vllm_dtype == "float16" and args.command != "serve":
         what = "float16 gradients need a loss scale; the trainer has no loss scale, and engines use its dtype"
         yield Problem(what, flag, "use bfloat16 or float32")
@@ -84,7 +84,7 @@ def topology(args: Settings, given: set[str]) -> Iterator[Problem]:
         for error in kind.refusals(args):
             yield Problem(error.what, error.where, error.remedy)
     dialect = dialect_of(args)
-    file_flag, router = dialect.file_flag, f"--{dialect.package}-router-ip"
+    file_flag, router = dialect.file_flag, dialect.flag("router_ip")
     if args.vllm_config is not None and args.prefill_num_servers is not None:
         what = "the file says which engines prefill"
         yield Problem(what, f"{file_flag} and --prefill-num-servers", "give one of the two")

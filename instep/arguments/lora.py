@@ -69,11 +69,11 @@ def adapter_way(args: Settings, given: set[str]) -> Iterator[Problem]:
     if on_vllm and args.command in ONLINE and any(n.endswith(KV_B) for n in args.lora_target_modules or ()):
         what = f"vLLM computes latent attention with the loaded weight of {KV_B}, without an adapter"
         yield Problem(what, f"--lora-target-modules {KV_B}", "leave it out, or use --weight-sync shm")
-    words, package = passed_on(args), dialect_of(args).package
+    words = passed_on(args)
     largest = words.get("max_lora_rank", ["", ""])[-1]
     if largest.isdigit() and int(largest) < args.lora_rank:
         what = f"{largest} is below --lora-rank {args.lora_rank}"
-        yield Problem(what, f"--{package}-max-lora-rank", "leave it out: --weight-sync lora sets it")
+        yield Problem(what, dialect_of(args).flag("max_lora_rank"), "leave it out: --weight-sync lora sets it")
     if words.get("enable_lora", [""])[0].startswith("--no-"):
         yield Problem("is needed by --weight-sync lora", "--vllm-no-enable-lora", "leave it out")
 
@@ -84,7 +84,7 @@ def quantized(args: Settings, given: set[str]) -> Iterator[Problem]:
     if how and args.command in ONLINE and not (args.lora_rank and args.weight_sync == "lora"):
         what = f"an engine with weights in {how} does not hold the trained weights"
         remedy = "train an adapter (--lora-rank with --weight-sync lora), or leave it out"
-        yield Problem(what, f"--{dialect_of(args).package}-quantization {how}", remedy)
+        yield Problem(what, f"{dialect_of(args).flag('quantization')} {how}", remedy)
 
 
 def quantized_base(args: Settings, given: set[str]) -> Iterator[Problem]:

@@ -47,9 +47,7 @@ def parse(argv: Sequence[str], command: str = "train") -> Args:
         args.rollout_backend = "sglang"
         if found.given.get("rollout_backend", AUTO) == AUTO and command not in OFFLINE:
             what = "means --rollout-backend sglang; --rollout-backend vllm reads the flags with an equivalent there"
-            found.problems.append(
-                Problem(what, args.sglang_flags[0] if args.sglang_flags else "--sglang-*", refused=False)
-            )
+            found.problems.append(Problem(what, ", ".join(args.sglang_flags) or "--sglang-*", refused=False))
     problems = list(dict.fromkeys([*found.problems, *complete(args, found), *check(args, found)]))
     if refused := [problem for problem in problems if problem.refused]:
         raise _error(refused, command)

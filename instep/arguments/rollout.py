@@ -9,6 +9,7 @@ from instep.algorithms.catalog import DEFAULT_ROLLOUT
 from instep.arguments.concern import Given, Problem, Settings, flag_name
 from instep.arguments.flag import read_flags
 from instep.arguments.model import known_config
+from instep.engines.dialect import dialect_of
 from instep.engines.topology import max_model_lens
 from instep.models.rope import context_length, rope_by_layer
 
@@ -62,7 +63,7 @@ def prompt_length(args: Settings, given: set[str]) -> Iterator[Problem]:
 def response_length(args: Settings, given: set[str]) -> Iterator[Problem]:
     response, whole = args.rollout_max_response_len, args.vllm_max_model_len
     if whole is not None and response is not None and response >= whole:
-        what = f"leaves no room for a prompt in --vllm-max-model-len {whole}"
+        what = f"leaves no room for a prompt in {dialect_of(args).flag(dialect_of(args).length)} {whole}"
         yield Problem(what, f"--rollout-max-response-len {response}", "raise the former or lower the latter")
         return
     context = context_of_model(args)
@@ -82,7 +83,8 @@ def one_context(args: Settings, given: set[str]) -> Iterator[Problem]:
         if contexts and contexts[0] <= original < contexts[-1]:
             what = f"engines of {contexts[0]} and of {contexts[-1]} tokens have different rotary factors (longrope)"
             remedy = f"give all of them at most {original} tokens, or all of them more"
-            yield Problem(what, "max_model_len of the groups in --vllm-config", remedy)
+            dialect = dialect_of(args)
+            yield Problem(what, f"{dialect.length} of the groups in {dialect.file_flag}", remedy)
 
 
 def stop_tokens(args: Settings, given: set[str]) -> Iterator[Problem]:

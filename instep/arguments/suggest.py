@@ -14,7 +14,7 @@ from instep.arguments.commands import acts_in
 from instep.arguments.concern import Problem
 from instep.arguments.engine_flags import family, prefixed
 from instep.arguments.flag import Flag
-from instep.engines.flags import PREFIXES, flag_table
+from instep.engines.flags import PREFIXES, TITLES, Package, flag_table
 from instep.system.hooks.neighbours import added
 
 _NAMED = re.compile(r"--[a-z][\w.-]*\w\b(?!-)")  # not a prefix like `--vllm-`
@@ -68,7 +68,7 @@ def unknown(name: str, value: str, command: str, sglang: bool = False) -> Proble
     if acts_in(command, find(wanted, sglang=sglang)):
         return Problem("unknown flag", name, f"did you mean {wanted}?")
     found = _negated(wanted, name, command) or of_others(name, value, command, name)
-    return found or _of_vllm(wanted, name, command) or _near(wanted, name, command, sglang)
+    return found or _of_engine(wanted, name, command, sglang) or _near(wanted, name, command, sglang)
 
 
 def of_others(name: str, value: str, command: str, where: str) -> Problem | None:
@@ -104,14 +104,15 @@ def _look_up(typed: str, value: str, command: str) -> Found | None:
     return None
 
 
-def _of_vllm(wanted: str, name: str, command: str) -> Problem | None:
-    """Return what is wrong with a flag of `vllm serve` that lacks instep's prefix; None for other words."""
-    flag = find(prefixed("vllm", wanted))
+def _of_engine(wanted: str, name: str, command: str, sglang: bool) -> Problem | None:
+    """Return what is wrong with a flag of the engine that lacks instep's prefix; None for other words."""
+    package: Package = "sglang" if sglang else "vllm"
+    flag = find(prefixed(package, wanted), sglang=sglang)
     if flag is None:
         return None
     if acts_in(command, flag):
-        return Problem("is a flag of vLLM, which needs a prefix in instep", name, f"use {flag.name}")
-    return Problem(f"is vLLM's; {_why_not(flag, command)}", name, remedy_of(flag, command))
+        return Problem(f"is a flag of {TITLES[package]}, which needs a prefix in instep", name, f"use {flag.name}")
+    return Problem(f"is {TITLES[package]}'s; {_why_not(flag, command)}", name, remedy_of(flag, command))
 
 
 def _negated(wanted: str, name: str, command: str) -> Problem | None:

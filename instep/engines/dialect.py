@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from instep.engines.flags import Package
+from instep.engines.flags import PREFIXES, Package
 from instep.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -42,18 +42,27 @@ class Dialect:
 
     Attributes:
         package: whose flags they are. It is also the key of the models in the file of groups.
-        file_flag: the flag of that file.
         length: the field of the most tokens of a sequence; units: the suffixes of such a number.
+        memory: the field of the fraction of a GPU's memory.
         parallel: returns how the GPUs of an engine share the work, by its words, their number, and a place for errors.
         role_words: returns the words of a prefill or decode engine beside its others.
     """
 
     package: Package
-    file_flag: str
     length: str
+    memory: str
     units: Mapping[str, int]
     parallel: Callable[[Words, int, str], Parallel]
     role_words: Callable[[str, Words], dict[str, list[str]]]
+
+    @property
+    def file_flag(self) -> str:
+        """The flag of the file of models and groups."""
+        return self.flag("config")
+
+    def flag(self, field: str) -> str:
+        """Return instep's flag for a field of the engine's command line."""
+        return PREFIXES[self.package] + field.replace("_", "-")
 
 
 def dialect_of(args: EngineSettings) -> Dialect:
@@ -133,16 +142,16 @@ def _mode(role: str, words: Words) -> dict[str, list[str]]:
 
 VLLM = Dialect(
     package="vllm",
-    file_flag="--vllm-config",
     length="max_model_len",
+    memory="gpu_memory_utilization",
     units={**_SI, **{unit.upper(): size for unit, size in _IEC.items()}},
     parallel=of_vllm,
     role_words=_kv_transfer,
 )
 SGLANG = Dialect(
     package="sglang",
-    file_flag="--sglang-config",
     length="context_length",
+    memory="mem_fraction_static",
     units={
         **{"k": 1000, **{unit.upper(): _SI[unit] for unit in "mgt"}},
         **{unit.upper() + "i": size for unit, size in _IEC.items()},

@@ -105,7 +105,7 @@ def _kind(action: argparse.Action) -> str:
         return name
     if name.startswith("human_readable_int"):
         return "si_size" if str(getattr(kind, "__module__", "")).startswith("sglang") else "size"
-    if kind is json.loads or name in ("parse_dataclass", "json_list_type"):
+    if kind is json.loads or name in ("parse_dataclass", "json_list_type", "parse_cuda_graph_config_arg"):
         return "json"
     if "valid JSON string or JSON keys" in (action.help or ""):
         return "json"
@@ -131,5 +131,8 @@ if __name__ == "__main__":
     sys.argv = [package]
     out, sys.stdout = sys.stdout, sys.stderr  # the package's own output does not belong into the table
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    flags = ",\n  ".join(json.dumps(row, sort_keys=True) for row in rows(PARSERS[package]()))
+    found = rows(PARSERS[package]())
+    if package.startswith("sglang"):  # some of its choices come from sets, in another order in each process
+        found = [row | {"choices": sorted(row["choices"])} if "choices" in row else row for row in found]
+    flags = ",\n  ".join(json.dumps(row, sort_keys=True) for row in found)
     print(f'{{"package": "{package}", "version": "{version}", "flags": [\n  {flags}\n]}}', file=out)

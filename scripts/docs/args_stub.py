@@ -95,7 +95,7 @@ def stub() -> str:
     own = (*own_flags(sglang=True).values(), *own_flags().values())
     fields = {flag.attribute: type_of(flag) for flag in own if flag.status == "acts"} | FURTHER
     for resolver in resolvers():
-        name, given = resolver.__name__, resolver.__annotations__["return"]
+        name, given = resolver.__name__, resolver.__annotations__["return"].replace("'", '"')
         fields[name] = given.removesuffix(" | None") if name in REQUIRED else given
     types = {name: given.__forward_arg__ for name, given in Runtime.__annotations__.items()}
     runtime = {name: types[name] for name in RUNTIME_ATTRIBUTES}

@@ -15,7 +15,7 @@ from instep.arguments.flag import Flag
 from instep.arguments.parse import parse
 from instep.arguments.parser import scan
 from instep.arguments.suggest import acts_in, named_flags
-from instep.engines.flags import PREFIXES, TABLES
+from instep.engines.flags import PREFIXES
 from instep.engines.reserved_flags import reserved
 from instep.errors import InstepError, NoAnswerError
 from tests.command_line import CONFIG, argv, make_folder, refusal
@@ -109,13 +109,14 @@ def of_command(where: str) -> set[str]:
 
 
 def _acts(name: str) -> bool:
-    return any(acts_in(command, find(name)) for command in ("train", "sft", "dpo", "serve"))
+    known = [find(name), find(name, sglang=True)]
+    return any(acts_in(command, flag) for command in ("train", "sft", "dpo", "serve") for flag in known)
 
 
 def flags_that_do_not_act() -> dict[str, Flag]:
     flags = {name: flag for name, flag in {**passed_through(), **own_flags()}.items()}
     flags = {name: flag for name, flag in flags.items() if flag.status in ("later", "refused")}
-    for package in TABLES:
+    for package in ("vllm", "vllm-router"):
         for field, _, _ in reserved(package):
             flag = find(PREFIXES[package] + field.replace("_", "-"))
             if flag is not None and flag.status != "acts":
@@ -125,18 +126,34 @@ def flags_that_do_not_act() -> dict[str, Flag]:
     return flags
 
 
+def reading(flags: dict[str, Flag]) -> list[tuple[list[str], Flag]]:
+    """The words that give each flag: SGLang's with a backend that reads them as vLLM's, and as its own."""
+    typed = [([name, *["--rollout-backend=vllm"] * name.startswith("--sglang-")], flag) for name, flag in flags.items()]
+    for package in ("sglang", "sglang-router"):
+        for field, _, _ in reserved(package):
+            name = PREFIXES[package] + field.replace("_", "-")
+            if (flag := find(name, sglang=True)) is not None and flag.status != "acts" and "" not in flag.neutral:
+                typed.append(([name, "--rollout-backend=sglang"], flag))
+    return typed
+
+
 @pytest.mark.parametrize("command", ["train", "sft", "dpo", "serve"])
 def test_what_is_named_instead_of_a_flag_acts_in_the_command(command):
     flags = flags_that_do_not_act()
     assert len(flags) > 550
-    for flag_name, flag in flags.items():
-        (problem,) = scan([flag_name], command).problems
+    for (flag_name, *more), flag in reading(flags):
+        (problem,) = scan([flag_name, *more], command).problems
         assert problem.remedy and problem.what.startswith(flag.status), problem
         for name in named_flags(problem.remedy):
-            assert acts_in(command, find(name)), (flag_name, problem.remedy)
+            assert acts_in(command, find(name)) or acts_in(command, find(name, sglang=True)), (
+                flag_name,
+                problem.remedy,
+            )
         assert not wrong_values(problem.remedy), problem
         for name in named_flags(problem.remedy):
-            choices = find(name).choices  # a value that SGLang's flag takes is good for vLLM's, too
+            choices = (
+                find(name) or find(name, sglang=True)
+            ).choices  # a value that SGLang's flag takes is good for vLLM's, too
             assert (
                 not choices
                 or flag_name.startswith("--sglang-")

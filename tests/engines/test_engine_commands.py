@@ -8,6 +8,8 @@ import sys
 import threading
 import time
 import urllib.request
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -66,9 +68,11 @@ def answers(package: str, argvs: list[list[str]]) -> list[dict | None]:
 
 def example(flag: EngineFlag) -> list[str]:
     """A value that it takes."""
-    if flag.field in (special := {"lora_modules": "name=path", "mm_processor_device": "auto"}):
+    special = {"lora_modules": "name=path", "mm_processor_device": "auto", "mm_feature_transport": "cpu"}
+    if flag.field in special:
         return [special[flag.field]]
     values = {"int": "1", "float": "0.5", "size": "2k", "json": "{}", "text": "x", "json_or_text": '{"a": "b"}'}
+    values["si_size"] = "2Ki"
     return [] if flag.kind in ("switch", "boolean") else [flag.choices[0] if flag.choices else values[flag.kind]]
 
 
@@ -201,6 +205,33 @@ def test_vllms_table_and_commands(tmp_path, monkeypatch):
 def planned(words: str):
     args = parse(f"--hf-checkpoint models/policy {words}".split(), "plan")
     return args, plan_engines(args)
+
+
+@needs("sglang-router", "sglang_router")
+def test_sglangs_router_takes_every_flag():
+    takes_every_flag("sglang-router", "sglang_router", "--router-", "--rollout-backend=sglang", router_arguments)
+
+
+@pytest.mark.slow
+@needs("sglang", "sglang")
+def test_sglang_takes_every_flag():
+    pytest.importorskip("instep_engine.sglang.stand_ins")
+    takes_every_flag("sglang", "sglang", "--sglang-", "--sglang-enable-dp-attention", words_of_engine)
+
+
+def words_of_engine(args: Any) -> list[str]:
+    return ["--model-path", "model", *(word for words in engine_words(args).values() for word in words)]
+
+
+def takes_every_flag(package: Package, module: str, prefix: str, more: str, read: Callable[[Any], list[str]]) -> None:
+    """Compare the installed package with its table; its parser takes the words of each flag that is not refused."""
+    if installed_version(package) in TABLES[package]:
+        assert extracted(package) == read_table(package, installed_version(package)).flags
+    refused = {field for field, _, _ in reserved(package)}
+    known = [flag for flag in flag_table(package).flags if flag.field not in refused]
+    given = [[prefix + flag.name.removeprefix("--"), *example(flag)] for flag in known]
+    found = answers(module, [read(parse([*words, more], "plan")) for words in given])
+    assert [flag.name for flag, answer in zip(known, found, strict=True) if answer is None] == []
 
 
 def extracted(package: Package) -> tuple[EngineFlag, ...]:

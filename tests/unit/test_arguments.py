@@ -138,7 +138,7 @@ NOT_ACTING = [
     ("--release-train", "refused", "live as long as the run"),
     ("--use-distributed-post", "refused", "through the controller"),
     ("--sglang-tp-size 2", "refused", "use --rollout-num-gpus-per-engine"),
-    ("--sglang-anything", "refused", "use the --vllm- flag"),
+    ("--sglang-anything --rollout-backend vllm", "refused", "use the --vllm- flag"),
     ("--mem-fraction-static 0.5", "refused", "use --vllm-gpu-memory-utilization"),
     ("--memory-recorder", "later", "memory snapshots of PyTorch"),
     ("--hybrid-context-parallel", "refused", "context-parallel ranks gather keys and values"),
@@ -166,7 +166,7 @@ def test_every_flag_that_does_not_act_is_an_error():
     }
     assert len(flags) > 500
     with pytest.raises(ConfigError) as caught:
-        parse([*argv(), *sorted(flags)])
+        parse([*argv("--rollout-backend vllm"), *sorted(flags)])
     text = str(caught.value)
     assert f"{len(flags)} things are wrong" in text
     assert all(f" {name}: " in text for name in flags)
@@ -299,9 +299,10 @@ def test_help_shows_every_flag_that_acts():
     text = format_help()
     elsewhere = ["--port", "--dpo-beta", "--dpo-label-smoothing", "--chosen-key", "--rejected-key"]  # of serve and dpo
     elsewhere += ["--update-weights-interval", "--max-staleness", "--stale-groups"]  # of train-async
-    for flag in own_flags().values():
-        acts = flag.status == "acts" and flag.name not in elsewhere
-        assert (f"  {flag.name} " in text or f"  {flag.name}\n" in text) == acts, flag.name
+    known = [*own_flags().values(), *own_flags(sglang=True).values()]
+    acting = {flag.name for flag in known if flag.status == "acts" and flag.name not in elsewhere}
+    for flag in known:
+        assert (f"  {flag.name} " in text or f"  {flag.name}\n" in text) == (flag.name in acting), flag.name
     assert "Example:" in text and max(map(len, text.splitlines())) <= 120
     example = text[text.index("instep train --hf-checkpoint") :].replace("\\\n", " ").split()[2:]
     for name in ("models/tiny", "train.jsonl", "eval.jsonl"):
@@ -317,7 +318,8 @@ def test_serve_takes_the_flags_of_engines_and_no_other(monkeypatch):
     assert parse(["--hf-checkpoint", "model", "--device", "cpu"], "serve").device == "cpu"
     text = format_help("serve")
     shown = {name for name in own_flags() if f"  {name} " in text or f"  {name}\n" in text}
-    assert shown == {flag.name for flag in own_flags().values() if flag.served}
+    known = [*own_flags().values(), *own_flags(sglang=True).values()]
+    assert shown == {flag.name for flag in known if flag.served}
     assert max(map(len, text.splitlines())) <= 120
     args = parse(["--hf-checkpoint", "model", "--rollout-num-gpus", "2", "--vllm-max-num-seqs", "8"], "serve")
     assert (args.port, args.rollout_num_engines, args.run_dir) == (8000, 2, "runs/serve")

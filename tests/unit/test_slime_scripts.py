@@ -6,11 +6,13 @@ anything refused but what LEFT names; without it those of MODELS parse, with the
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from instep.arguments.parse import parse
 from instep.arguments.parser import scan
+from instep.engines.flags import engine_words
 from tests.command_line import make_folder
 from tests.published import config
 
@@ -43,6 +45,10 @@ LEFT = set(
     --mtp-num-layers --mtp-loss-scaling-factor --enable-mtp-training
     --disable-compute-advantages-and-returns
     --moe-enable-deepep --moe-token-dispatcher-type --fp8-format --fp8-recipe --transformer-impl
+    """.split()
+)
+LEFT_BY_VLLM = LEFT | set(
+    """
     --sglang-ep-size --sglang-expert-parallel-size --sglang-dp-size --sglang-enable-dp-attention --sglang-config
     --sglang-speculative-algorithm --sglang-speculative-eagle-topk --sglang-speculative-num-draft-tokens
     --sglang-speculative-num-steps --sglang-disaggregation-transfer-backend
@@ -75,31 +81,51 @@ def local(words: list[str]) -> list[str]:
     return found
 
 
-def without_left(words: list[str]) -> list[str]:
-    """The words without the flags of LEFT and their values."""
+def without(left: set[str], words: list[str]) -> list[str]:
+    """The words without the flags `left` and their values."""
     found, kept = list[str](), True
     for word in words:
-        kept = word not in LEFT if word.startswith("--") else kept
+        kept = word not in left if word.startswith("--") else kept
         found += [word] * kept
     return found
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_scripts_of_families_that_are_here_parse(name):
-    words = without_left(local(SCRIPTS[name]))
+def parsed(name: str, left: set[str], *more: str) -> Any:
+    """The arguments of a script for a model that is here."""
+    words = without(left, local(SCRIPTS[name]))
     Path("data.jsonl").write_text('{"prompt": "1 + 1", "label": "2", "messages": [{"role": "user", "content": "1"}]}\n')
     Path("model/config.json").write_text(json.dumps(config(MODELS[name])))
-    sft = "sft_loss" in words
-    args = parse([*words, "--train-backend", "megatron"], "sft" if sft else "train")
+    return parse([*words, "--train-backend", "megatron", *more], "sft" if "sft_loss" in words else "train")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_scripts_of_families_that_are_here_parse(name):
+    """As they stand: their flags of SGLang mean engines of SGLang, and arrive there as they are."""
+    words, args = SCRIPTS[name], parsed(name, LEFT)
     assert args.num_layers == int(value(words, "--num-layers"))
     assert args.cluster == ("ray" if args.actor_num_nodes > 1 else "local")
-    assert sft or args.vllm_overrides["gpu_memory_utilization"][-1] == value(words, "--sglang-mem-fraction-static")
-    assert sft or any("--sglang-mem-fraction-static: is read as --vllm-gpu-memory-util" in n for n in args.notes)
+    engines = engine_words(args)
+    typed = {word: value(words, word) for word in words if word.startswith("--sglang-")}
+    assert args.rollout_backend == ("sglang" if typed else "auto")
+    if "--sglang-mem-fraction-static" in typed:
+        fraction = typed["--sglang-mem-fraction-static"]
+        assert engines["mem_fraction_static"] == ["--mem-fraction-static", fraction]
+        assert any(": means --rollout-backend sglang" in note for note in args.notes)
 
 
-def test_nothing_is_refused_but_what_is_known():
-    problems = [p for words in SCRIPTS.values() for p in scan(words).problems if p.refused]
+@pytest.mark.parametrize("name", [name for name in MODELS if "sft" not in name])
+def test_they_parse_for_engines_of_vllm(name):
+    words, args = SCRIPTS[name], parsed(name, LEFT_BY_VLLM, "--rollout-backend", "vllm")
+    assert args.rollout_backend == "vllm" and not args.sglang_overrides
+    assert args.vllm_overrides["gpu_memory_utilization"][-1] == value(words, "--sglang-mem-fraction-static")
+    assert any("--sglang-mem-fraction-static: is read as --vllm-gpu-memory-util" in n for n in args.notes)
+
+
+@pytest.mark.parametrize("more,left", [([], LEFT), (["--rollout-backend=vllm"], LEFT_BY_VLLM)], ids=["sglang", "vllm"])
+def test_nothing_is_refused_but_what_is_known(more, left):
+    problems = [p for words in SCRIPTS.values() for p in scan([*words, *more]).problems if p.refused]
     assert not [p for p in problems if p.what == "unknown flag"]
     specs = [p for p in problems if p.where == "--spec"]
     assert specs and all("names the module 'slime_plugins'" in p.what for p in specs)  # which is not installed here
-    assert {p.where.split()[0] for p in problems} == LEFT | {"--spec"}
+    # One script names the file of --sglang-config by a variable.
+    assert {p.where.split()[0] for p in problems} == left | {"--spec", "--sglang-config"}

@@ -134,7 +134,7 @@ RULES = (
         "--ref-served-model and --ref-load or --ref-update-interval",
         lambda a, given: a.ref_served_model is not None and not given.isdisjoint(("ref_load", "ref_update_interval")),
         "there is one reference: a served model, or a copy in the trainer",
-        "name its folder as model_path in --vllm-config, or leave --ref-served-model out",
+        "name its folder as model_path in the file of groups, or leave --ref-served-model out",
     ),
     Combination(
         "--ref-served-model with --rollout-temperature",

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from instep.algorithms.catalog import OFFLINE
+from instep.engines.dialect import dialect_of
 from instep.errors import ConfigError
 from instep.preflight.plan.memory import MARGIN, Gpus, as_json, plan_memory, tables
 from instep.preflight.plan.trainer import GB
@@ -156,12 +157,12 @@ def check(args: Args, gpus: Sequence[Gpus]) -> None:
 def _savings(args: Args) -> str:
     """Return the unused flags that save memory, the cheapest first."""
     megatron = args.train_backend == "megatron"
-    tokens = (args.max_tokens_per_gpu or 2**15) // 2
+    tokens, dialect = (args.max_tokens_per_gpu or 2**15) // 2, dialect_of(args)
     possible = {
         "--offload (without --no-offload-train and --no-offload-rollout)": (
             args.colocate and not (args.offload_train and args.offload_rollout)
         ),
-        "another --vllm-gpu-memory-utilization": args.command not in OFFLINE,
+        f"another {dialect.flag(dialect.memory)}": args.command not in OFFLINE,
         f"--use-dynamic-batch-size --max-tokens-per-gpu {tokens} or less": tokens >= 512,
         "--recompute-granularity full": args.recompute_granularity != "full",
         "--optimizer adamw_8bit": args.optimizer != "adamw_8bit",
