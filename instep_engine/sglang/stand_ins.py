@@ -136,7 +136,9 @@ def _next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def _rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, out: Any = None, **_: Any) -> torch.Tensor:
+def _rmsnorm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, out: Any = None, enable_pdl: Any = None
+) -> torch.Tensor:
     """Compute FlashInfer's `rmsnorm` in torch."""
     wide = x.float()
     y = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
@@ -144,13 +146,13 @@ def _rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, out: Any 
 
 
 def _fused_add_rmsnorm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, **_: Any
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, enable_pdl: Any = None
 ) -> None:
     residual.add_(x)
     x.copy_(_rmsnorm(residual, weight, eps))
 
 
-def _silu_and_mul(x: torch.Tensor, out: Any = None, **_: Any) -> torch.Tensor:
+def _silu_and_mul(x: torch.Tensor, out: Any = None, enable_pdl: Any = None) -> torch.Tensor:
     gate, up = x.chunk(2, dim=-1)
     y = torch.nn.functional.silu(gate) * up
     return y if out is None else out.copy_(y)

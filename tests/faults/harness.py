@@ -176,12 +176,14 @@ class Run:
     def pids(self, role: str) -> list[int]:
         """All processes of this role.
 
-        Of an embedded engine the one that computes, then the one that answers HTTP; of vLLM the one that answers HTTP,
-        then the one that computes.
+        Of an embedded engine the one that computes, then the one that answers HTTP; of vLLM and SGLang the one that
+        answers HTTP, then the one that computes.
         """
-        if role == "vllm":
-            server = next(p for p in self.children if p.is_running() and "instep.engines.vllm_main" in words_of(p))
-            return [server.pid, max(server.children(), key=lambda child: child.memory_info().rss).pid]
+        if role in ("vllm", "sglang"):
+            main = f"instep.engines.{role}_main"
+            server = next(p for p in self.children if p.is_running() and main in words_of(p))
+            core = [c for c in server.children() if "sglang::scheduler" in words_of(c)] or server.children()
+            return [server.pid, max(core, key=lambda child: child.memory_info().rss).pid]
         return [p.pid for p in self.children if not has_ended(p) and ROLES[role] in words_of(p)]
 
     def signal(self, role: str, number: int, which: int = 0) -> None:

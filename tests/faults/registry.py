@@ -11,16 +11,17 @@ FAULTS: dict[str, tuple[str, str]] = {}  # name -> what happens, outcome
 SCENARIOS: dict[str, Callable[[Place], None]] = {}
 SLOW: set[str] = set()
 VLLM: set[str] = set()
+SGLANG: set[str] = set()
 
 
 def scenario(
-    slow: bool = False, vllm: bool = False, **faults: str
+    slow: bool = False, vllm: bool = False, sglang: bool = False, **faults: str
 ) -> Callable[[Callable[[Place], None]], Callable[[Place], None]]:
     """One function may try several faults, one after the other. `name="outcome: what happens"`.
 
     Args:
         slow: only `make test-full` and the document run it, because a faster test covers most of it.
-        vllm: it needs vLLM.
+        vllm, sglang: it needs vLLM, or SGLang with its router.
     """
 
     def register(function: Callable[[Place], None]) -> Callable[[Place], None]:
@@ -30,6 +31,7 @@ def scenario(
         SCENARIOS[function.__name__] = function
         SLOW.update([function.__name__] if slow else [])
         VLLM.update([function.__name__] if vllm else [])
+        SGLANG.update([function.__name__] if sglang else [])
         return function
 
     return register

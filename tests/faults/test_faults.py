@@ -3,11 +3,12 @@
 import pytest
 
 from tests.faults.document import PATH, documented
-from tests.faults.suite import FAULTS, SCENARIOS, SLOW, VLLM
+from tests.faults.suite import FAULTS, SCENARIOS, SGLANG, SLOW, VLLM
 
 
 def marks(name):
-    return [mark for mark, names in ((pytest.mark.slow, SLOW), (pytest.mark.vllm, VLLM)) if name in names]
+    of = ((pytest.mark.slow, SLOW), (pytest.mark.vllm, VLLM), (pytest.mark.sglang, SGLANG))
+    return [mark for mark, names in of if name in names]
 
 
 @pytest.mark.parametrize("scenario", [pytest.param(name, marks=marks(name)) for name in SCENARIOS])
