@@ -179,6 +179,8 @@ class Weights(Receiving):
                 raise WeightMismatch(f"{name} came twice", name)
             if self._shapes and name not in self._shapes:
                 raise WeightMismatch(f"{name} is no tensor of this model", name)
+            if not tensor.is_floating_point():
+                raise WeightMismatch(f"{name}: received {tensor.dtype}, the model has floating-point weights", name)
             if self._shapes and shape != self._shapes[name]:
                 raise WeightMismatch(f"{name}: received shape {shape}, the model has {self._shapes[name]}", name)
 
