@@ -27,7 +27,7 @@ FORKS = "SGLANG_USE_CPU_ENGINE"  # instep sets it for engines on a CPU
 
 
 def register() -> None:
-    if KEY_VARIABLE not in os.environ:  # a server of somebody else, in an environment that happens to have instep
+    if KEY_VARIABLE not in os.environ:  # another user's server, in an environment that happens to have instep
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
