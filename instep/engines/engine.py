@@ -254,7 +254,7 @@ class Engine(Server):
         """Allocate the memory of `tag` again. When the last one is back the engine generates."""
         if tag in self.asleep:
             rest = "the trainer and other processes leave free on its GPU (see the metrics memory/...)"
-            remedy = f"lower --vllm-gpu-memory-utilization or --vllm-kv-cache-memory-bytes to what {rest}"
+            remedy = f"lower {self.kind.memory_flags} to what {rest}"
             with self._changing(f"does not get the memory of its {tag} back", remedy):
                 self.kind.wake(self, tag, timeout=timeout)
             self.asleep -= {tag}

@@ -101,6 +101,7 @@ class EngineKind(Protocol):
         needs_router: whether even a single engine needs a router.
         sends_heartbeats: whether silence of its process for `--heartbeat-timeout` means that it no longer computes.
         dequantizes: whether its engines dequantize a quantized checkpoint when they load it.
+        memory_flags: those that bound what its engines take of a GPU, for errors.
         renormalizes: whether its log-probs under a top-p or top-k are of the kept tokens only; else of all tokens.
         dying_seconds: how long its server may live after the computing process has died.
         core_route: a GET that only the computing process can answer, not the HTTP server alone.
@@ -118,6 +119,7 @@ class EngineKind(Protocol):
     needs_router: bool = False
     sends_heartbeats: bool = True
     dequantizes: bool = False
+    memory_flags: str = "--vllm-gpu-memory-utilization or --vllm-kv-cache-memory-bytes"
     renormalizes: bool = True
     dying_seconds: float = 0.0
     core_route: str = "/is_paused"

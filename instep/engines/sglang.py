@@ -46,6 +46,7 @@ class SglangKind(EngineKind):
     name, title = "sglang", "SGLang"
     own_gpus = needs_router = True
     renormalizes = False
+    memory_flags = "--sglang-mem-fraction-static"
     sends_heartbeats = False  # its server sends them, but does not notice a scheduler that hangs
     core_route = "/instep/alive"
     dying_seconds = 10.0
@@ -143,6 +144,8 @@ class SglangKind(EngineKind):
         else:
             if update_weights and args.offload_rollout:
                 own["enable_memory_saver"] = ["--enable-memory-saver"]
+                if args.weight_sync in OF_ADAPTERS:  # a sync does not bring the base back
+                    own["enable_weights_cpu_backup"] = ["--enable-weights-cpu-backup"]
             if args.colocate:
                 alone = update_weights and args.offload_train and args.offload_rollout
                 own["mem_fraction_static"] = ["--mem-fraction-static", str(TURN_FRACTION if alone else FIT_FRACTION)]

@@ -107,9 +107,11 @@ class Control:
         return {"success": bool((await self.manager.flush_cache()).success)}
 
     async def sleep(self, level: int = 1) -> dict[str, Any]:
+        """Free the memory of weights and KV cache. Level 1 keeps the weights: on the host, else on the GPU."""
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
-        tags = [tag for tag in TAGS if tag not in self._asleep]
+        kept = level == 1 and not self.manager.server_args.enable_weights_cpu_backup  # SGLang would lose them
+        tags = [tag for tag in TAGS if tag not in self._asleep and not (kept and tag == "weights")]
         await self.manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=tags))
         self._asleep.update(tags)
         return {}

@@ -203,6 +203,20 @@ def test_a_session_is_one_at_a_time_and_in_order(engine: Engine, tmp_path: Path)
     assert status == 400 and "speaks protocol 1" in reply["error"]["message"]
 
 
+@real
+def test_it_sleeps_and_wakes_in_stages(engine: Engine) -> None:
+    """On a CPU nothing is freed, but each tag must be released before it is resumed, or the server dies."""
+    before = engine.generate(PROMPT, max_tokens=8, seed=1)["token_ids"]
+    engine.ok("/pause")
+    for level, tags in ((2, ("weights", "kv_cache")), (1, ("kv_cache", "weights"))):
+        engine.ok(f"/sleep?level={level}")
+        engine.ok(f"/sleep?level={level}")  # again: nothing is left to free
+        for tag in (*tags, *tags):
+            engine.ok(f"/wake_up?tags={tag}")
+    engine.ok("/resume")
+    assert engine.generate(PROMPT, max_tokens=8, seed=1)["token_ids"] == before
+
+
 def engine_finish(engine: Engine, version: str) -> None:
     engine.control().post("/finish_weight_update", {"weight_version": version}, timeout=30)
 

@@ -29,7 +29,10 @@ PINS = {
     "transformers": (">=5.17,<6", "models and tokenizers"),
     "megatron-core": ("==0.16.1", "--train-backend megatron"),
 }
-OPTIONAL = {"ray": "several hosts", "math-verify": "--rm-type math", "pyarrow": "parquet"}
+OPTIONAL = {
+    **{"ray": "several hosts", "math-verify": "--rm-type math", "pyarrow": "parquet"},
+    **dict.fromkeys(("sglang", "sglang-router"), "--rollout-backend sglang (make install-sglang)"),
+}
 VLLM_SECONDS = 120.0  # for `import vllm`, cold
 MIN_FILES = 4096  # descriptors: a rollout keeps up to 2048 connections
 MIN_SHM = 1 << 30  # bytes; a sync over `shm` keeps two buckets of --update-weight-buffer-size there
