@@ -19,6 +19,12 @@ forks.install()
 SHARED = set("bad cluster computed dumped engine finished golden planted run_ranks served stack trained".split())
 SHARED |= {"planted_lora", "planted_vllm", "prepared", "planted_sglang", "planted_sglang_two", "planted_sglang_lora"}
 OF_SESSION = {"engine"}
+LONG = {
+    "test_tool_use",
+    "test_bf16_gap",
+    "test_atropos_trainer",
+    "test_quickstart",
+}  # minutes: no core waits at the end
 # What tests with a mark need, and how it gets here.
 NEEDED = {"vllm": ("vllm",), "router": ("vllm_router",), "sglang": ("sglang",), "sglang_router": ("sglang_router",)}
 MISSING = {mark: [name for name in names if importlib.util.find_spec(name) is None] for mark, names in NEEDED.items()}
@@ -53,7 +59,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     others = [item for item in items if "unit" not in item.path.parts]
     places = {item: place / len(others) for place, item in enumerate(others)}
-    places |= {item: -1.0 for item in others if "cluster" in getattr(item, "fixturenames", ())}
+    places |= {item: -1.0 for item in others if item.path.stem in LONG and item.get_closest_marker("slow")}
+    places |= {item: -2.0 for item in others if "cluster" in getattr(item, "fixturenames", ())}
     items.sort(key=lambda item: places[item] if item in places else zlib.crc32(item.path.name.encode()) / 2**32)
     for item in items:
         for mark, names in MISSING.items():

@@ -95,17 +95,10 @@ def of_sglang(words: Words, num_gpus: int, where: str) -> Parallel:
     """Return how the `num_gpus` GPUs of an engine of SGLang share the work.
 
     Raises:
-        ConfigError: PP does not divide them, DP or EP does not divide TP, there are replicas, or a degree is below 1.
+        ConfigError: DP or EP does not divide TP, there are replicas, or a degree is below 1.
     """
-    pipeline, data, expert = _degrees(words, ("pp_size", "dp_size", "ep_size"), where)
-    if num_gpus % pipeline:
-        raise ConfigError(
-            f"the GPUs of an engine are TP x PP, but {num_gpus} are no multiple of PP {pipeline}",
-            where=where,
-            remedy=f"give an engine a multiple of {pipeline} GPUs (--rollout-num-gpus-per-engine or "
-            "num_gpus_per_engine)",
-        )
-    tensor = num_gpus // pipeline
+    data, expert = _degrees(words, ("dp_size", "ep_size"), where)
+    tensor = num_gpus
     if data > 1 and not words.get("enable_dp_attention"):
         raise ConfigError(
             f"an engine would have {data} replicas (dp_size), but a weight sync updates one",
@@ -118,7 +111,7 @@ def of_sglang(words: Words, num_gpus: int, where: str) -> Parallel:
             raise ConfigError(what, where=where, remedy=f"use a divisor of {tensor}, or larger engines")
     if words.get("moe_a2a_backend", [""])[-1] == "deepep":  # SGLang sets it then
         expert = tensor
-    return Parallel(tensor, pipeline, expert=expert, attention=data)
+    return Parallel(tensor, expert=expert, attention=data)
 
 
 def _degrees(words: Words, names: tuple[str, ...], where: str) -> list[int]:

@@ -152,17 +152,17 @@ class Engine(Server):
             EngineError: it does not say, or its kind is not known.
             ConfigError: its kind is known, but instep cannot use it as it was started.
         """
-        found: list[EngineKind] = []
+        found: EngineKind | None = None
         known = ", ".join(kind.title for kind in all_kinds())
         what, cause = f"{self.name} is not an engine that instep knows: {known}", None
         try:
-            found = [kind for known in all_kinds() if (kind := known.identify(self)) is not None]
+            found = next((kind for known in all_kinds() if (kind := known.identify(self)) is not None), None)
         except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
             what, cause = f"{self.name} does not say what it is: {error!r}", error
-        if not found:
+        if found is None:
             remedy = "check the address, or start a vLLM with instep's plugin there (docs/engines.md)"
             raise EngineError(what, where=self.url, remedy=remedy) from cause
-        self._kind = found[0]
+        self._kind = found
 
     def post(
         self,

@@ -10,21 +10,22 @@ import functools
 import importlib.metadata
 import importlib.util
 import os
+import re
 import shlex
 import urllib.error
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from instep.engines.dialect import dialect_of
-from instep.engines.flags import given_names, release
+from instep.engines.flags import given_names
 from instep.engines.http import get_json
 from instep.engines.kind import Capabilities, EngineKind, RunningEngine, engine_dtype
 from instep.engines.spec import Addresses, EngineSpec
-from instep.engines.topology import ServerGroup, served_models
+from instep.engines.topology import ServerGroup
 from instep.errors import ConfigError
 from instep.system.processes import DETERMINISTIC_ENV, OPENMP_ENV
 from instep.weights.way import OF_ADAPTERS, SINGLE_COPY
-from instep_engine import MISMATCH, PARENT_VARIABLE, PROTOCOL
+from instep_engine import MISMATCH, PROTOCOL
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
@@ -91,14 +92,13 @@ class SglangKind(EngineKind):
             yield ConfigError(
                 what, where="--weight-sync single-copy", remedy="use ipc or shm, or --rollout-backend vllm"
             )
+        if args.pause_mode == "keep" and args.weight_sync in OF_ADAPTERS:
+            what = "a response that continues after a sync would need the last adapter, which is gone"
+            yield ConfigError(what, where="--pause-mode keep with --weight-sync lora", remedy="use abort or wait")
         if args.use_rollout_routing_replay:
             what = "routed experts of SGLang are not replayed"
             remedy = "leave it out, or use --rollout-backend vllm"
             yield ConfigError(what, where="--use-rollout-routing-replay", remedy=remedy)
-        if args.prefill_num_servers or any(model.disaggregated for model in served_models(args)):
-            what = "prefill and decode on separate engines of SGLang have not been tried"
-            where = f"--prefill-num-servers, or the groups of {dialect_of(args).file_flag}"
-            yield ConfigError(what, where=where, remedy="use regular engines, or --rollout-backend vllm")
 
     def check_installed(self, where: str) -> None:
         if importlib.util.find_spec("sglang") is None:
@@ -159,6 +159,12 @@ class SglangKind(EngineKind):
     def plan_line(self, spec: EngineSpec, at: Addresses, node_rank: int, node_host: str) -> str:
         return f"sglang serve {shlex.join(serve_arguments(spec, at, node_rank))}"
 
+    def check_start(self, args: Settings, spec: EngineSpec) -> None:
+        if spec.role != "regular":
+            what = "prefill and decode on separate engines of SGLang have not been tried"
+            where = f"--prefill-num-servers, or the groups of {dialect_of(args).file_flag}"
+            raise ConfigError(what, where=where, remedy="use regular engines, or --rollout-backend vllm")
+
     def command(self, args: Settings, spec: EngineSpec, at: Addresses, node_rank: int = 0) -> list[str]:
         return ["-m", "instep.engines.sglang_main", *serve_arguments(spec, at, node_rank)]
 
@@ -166,10 +172,12 @@ class SglangKind(EngineKind):
         self, args: Settings, spec: EngineSpec, at: Addresses, node_host: str, num_threads: int
     ) -> dict[str, str]:
         env = {
-            PARENT_VARIABLE: "1",
+            "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",  # log-probs at the sampling temperature, as the trainer's
             "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # otherwise /health generates, and waits while paused
             "SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS": "0",  # a server that dies would wait a minute first
         }
+        if plugins := os.environ.get("SGLANG_PLUGINS"):  # SGLang loads only these
+            env["SGLANG_PLUGINS"] = f"{plugins},instep_engine"
         if args.device == "cpu":
             env |= {"SGLANG_USE_CPU_ENGINE": "1", "TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": str(num_threads)}
             if spec.parallel.tensor > 1:  # the cores of each rank; otherwise SGLang wants a NUMA node for each
@@ -195,8 +203,16 @@ class SglangKind(EngineKind):
         try:
             get_json(engine.url + "/weight_info", 10.0)
         except urllib.error.HTTPError:
-            what, remedy = f"{engine.name} runs without instep's plugin", f"start it with {'INSTEP_API_KEY'} set"
+            what, remedy = (
+                f"{engine.name} runs without instep's plugin",
+                "start it with INSTEP_API_KEY set, beside instep",
+            )
             raise ConfigError(what, where=engine.url, remedy=remedy) from None
+        replicas = int(about["dp_size"]) > 1 and not about["enable_dp_attention"]
+        if about["sampling_backend"] != "pytorch" or int(about["pp_size"]) > 1 or replicas:
+            what = f"{engine.name} has another sampler than pytorch, pipeline stages, or replicas"
+            remedy = "start it with --sampling-backend pytorch, without --pp-size and --dp-size"
+            raise ConfigError(what, where=engine.url, remedy=remedy)
         return kind
 
     def read_refusal(self, error: Mapping[str, Any]) -> tuple[str, str | None]:
@@ -209,7 +225,7 @@ class SglangKind(EngineKind):
 
     def num_workers(self, engine: RunningEngine, timeout: float) -> int:
         about = get_json(engine.url + "/server_info", timeout)
-        return int(about["tp_size"]) * int(about["pp_size"])
+        return int(about["tp_size"])
 
     def start_update(self, engine: RunningEngine, version: str, nonce: str, *, timeout: float) -> None:
         body = {"protocol": PROTOCOL, "version": version, "nonce": nonce}
@@ -238,4 +254,6 @@ def serve_arguments(spec: EngineSpec, at: Addresses, node_rank: int = 0) -> list
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    return (*release(version), int("".join(filter(str.isdigit, version.split(".")[2][:2])) or 0))
+    """Return the numbers of a version, such as (0, 5, 17) of "0.5.17.post1"."""
+    found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
+    return tuple(int(number or 0) for number in found.groups()) if found else (0, 0, 0)

@@ -7,6 +7,7 @@ again if they are spawned.
 import sys
 
 from instep.system.processes import follow_parent
+from instep_engine.sglang import check
 from instep_engine.sglang.stand_ins import prepare
 
 prepare()
@@ -16,6 +17,7 @@ if __name__ == "__main__":
     from sglang.srt.plugins import load_plugins  # type: ignore[import-not-found]
 
     load_plugins()
+    check()  # without the plugin no route would ask for a key
     from sglang.launch_server import run_server  # type: ignore[import-not-found]
     from sglang.srt.server_args import prepare_server_args  # type: ignore[import-not-found]
 

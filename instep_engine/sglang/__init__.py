@@ -17,6 +17,7 @@ VALIDATE = "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one
 GENERATE = "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request"
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler.__init__"
 UPDATE = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.update_weights_from_tensor"
+RESOLVE = "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_and_resolve_lora"
 ADAPTERS = "sglang.srt.lora.lora_manager.LoRAManager.load_lora_adapter_from_tensors"
 SEEDS = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch"
 SAMPLE = "sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch"
@@ -37,6 +38,7 @@ def register() -> None:
     HookRegistry.register(SERVER, serve, HookType.BEFORE)
     HookRegistry.register(VALIDATE, validate, HookType.BEFORE)
     HookRegistry.register(GENERATE, expand, HookType.BEFORE)
+    HookRegistry.register(RESOLVE, name_adapter, HookType.BEFORE)
     HookRegistry.register(SCHEDULER, check, HookType.BEFORE)
     HookRegistry.register(UPDATE, update, HookType.AROUND)
     HookRegistry.register(ADAPTERS, load_adapter, HookType.AROUND)
@@ -50,7 +52,7 @@ def register() -> None:
 
 def targets() -> list[str]:
     on_cpu = [HASH, START] if os.environ.get(FORKS) == "1" else []
-    return [SERVER, VALIDATE, GENERATE, SCHEDULER, UPDATE, ADAPTERS, SEEDS, SAMPLE, TOKENIZER, *on_cpu]
+    return [SERVER, VALIDATE, GENERATE, RESOLVE, SCHEDULER, UPDATE, ADAPTERS, SEEDS, SAMPLE, TOKENIZER, *on_cpu]
 
 
 def check(*_: Any, **__: Any) -> None:
@@ -75,6 +77,8 @@ def serve(server_args: Any, tokenizer_manager: Any, *args: Any, **kwargs: Any) -
 
     from instep_engine.sglang.server import add_routes
 
+    if server_args.tokenizer_worker_num != 1 or server_args.smg_grpc_mode or server_args.grpc_port is not None:
+        raise RuntimeError("instep: its keys and control routes need one tokenizer worker, and no gRPC server")
     check()
     tokenizer_manager.instep = add_routes(http_server.app, tokenizer_manager)
 
@@ -91,18 +95,30 @@ def validate(manager: Any, obj: Any, input_ids: Any) -> None:
         raise ValueError(f"the prompt has a token id outside the vocabulary of {size}")
     room = manager.context_len - manager.num_reserved_tokens - len(input_ids)
     params = obj.sampling_params
-    if isinstance(params, dict) and (params.get("max_new_tokens") or 0) > room > 0:
-        params["max_new_tokens"] = room
+    if not isinstance(params, dict):
+        return
+    seed = params.get("sampling_seed")
+    if seed is not None and not (isinstance(seed, int) and 0 <= seed < 1 << 63):
+        raise ValueError(f"sampling_seed {seed!r} is no whole number from 0 to 2^63 - 1")
+    if (params.get("max_new_tokens") or 0) > room > 0:
+        obj.sampling_params = {**params, "max_new_tokens": room}  # a batch shares the other one
+
+
+def name_adapter(manager: Any, obj: Any) -> None:
+    """Give a request the trainer's adapter, when no pause holds it any more."""
+    if not manager.instep.adapter or obj.lora_path:
+        return
+    obj.lora_path = manager.instep.adapter
+    if not obj.is_single:
+        obj.lora_path = [manager.instep.adapter] * (obj.batch_size * getattr(obj, "parallel_sample_num", 1))
 
 
 def expand(manager: Any, obj: Any, request: Any = None) -> None:
-    """Give a request the trainer's adapter, and make a batch of a request for n responses.
+    """Make a batch of a request for n responses.
 
     Response i gets `sampling_seed + i`; SGLang would sample n equal ones. A client cannot send such a batch through
     sglang-router, which takes one set of sampling parameters.
     """
-    if manager.instep.adapter and obj.lora_path is None:
-        obj.lora_path = manager.instep.adapter
     params = obj.sampling_params
     if not isinstance(params, dict):
         return

@@ -12,6 +12,7 @@ SGLang's own routes stay as they are. instep's are those of its other engines:
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from instep_engine.guard import Guard
 from instep_engine.sglang.weights import ADAPTER, FORMAT
 
 LOOK_SECONDS = 0.02  # between two looks for requests under way; SGLang itself looks once a second
+IDLE_SECONDS = 30.0
 TAGS = ("weights", "kv_cache", "cuda_graph")
 
 
@@ -60,6 +62,7 @@ class Control:
         self.adapter = ""  # serves requests that name none
         self._asleep: set[str] = set()
         self._brings_adapter = False
+        self._pauses = 0  # how often generation was paused or resumed
 
     @property
     def version(self) -> str:
@@ -86,30 +89,51 @@ class Control:
             return {"status": "paused"}
         async with self.manager.is_pause_cond:
             self.manager.is_pause = True
-        while await self.manager.model_update_lock.is_locked():
+        self._pauses, mine = self._pauses + 1, self._pauses + 1
+        while self._pauses == mine and await self.manager.model_update_lock.is_locked():
             if mode == "abort":  # again: a request may have been on its way to the scheduler
-                self.manager.abort_request(abort_all=True)
+                self._abort()
             await asyncio.sleep(LOOK_SECONDS)
         return {"status": "paused"}
+
+    def _abort(self) -> None:
+        """End all requests that the schedulers have. SGLang's own call would also fail those that a pause holds."""
+        from sglang.srt.managers.io_struct import AbortReq
+
+        self.manager._dispatch_to_scheduler(AbortReq(rid="", abort_all=True))
 
     async def resume(self) -> dict[str, Any]:
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput
 
+        self._pauses += 1  # a call that still waits for requests gives up
         await self.manager.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
         return {"status": "resumed"}
 
     async def abort_requests(self) -> dict[str, Any]:
         under_way = len(self.manager.rid_to_state)
-        self.manager.abort_request(abort_all=True)
+        self._abort()
         return {"aborted": under_way}
 
     async def reset_prefix_cache(self) -> dict[str, Any]:
-        return {"success": bool((await self.manager.flush_cache()).success)}
+        return {"success": await self._flush()}
+
+    async def _flush(self) -> bool:
+        """Drop the caches. Return False if requests are about on any rank."""
+        from sglang.srt.managers.io_struct import FlushCacheReqInput
+
+        self.manager.auto_create_handle_loop()
+        return all(one.success for one in await self.manager.flush_cache_communicator(FlushCacheReqInput()))
 
     async def sleep(self, level: int = 1) -> dict[str, Any]:
         """Free the memory of weights and KV cache. Level 1 keeps the weights: on the host, else on the GPU."""
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
+        self._abort()
+        deadline = time.monotonic() + IDLE_SECONDS
+        while not await self._flush():  # a scheduler that is not idle would die of what follows
+            if time.monotonic() > deadline:
+                raise Refusal(409, f"requests are under way, also {IDLE_SECONDS:.0f} s after they were aborted")
+            await asyncio.sleep(LOOK_SECONDS)
         kept = level == 1 and not self.manager.server_args.enable_weights_cpu_backup  # SGLang would lose them
         tags = [tag for tag in TAGS if tag not in self._asleep and not (kept and tag == "weights")]
         await self.manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=tags))
@@ -134,6 +158,8 @@ class Control:
     async def update_weights(self, body: dict[str, Any]) -> dict[str, Any]:
         if self.session is None:
             raise Refusal(400, "WeightMismatch[]: no session was announced, or it was refused")
+        if not isinstance(body["update_info"], dict):
+            raise Refusal(400, "update_info is no JSON object")
         await self._call({"call": "update", "info": body["update_info"]})
         self._brings_adapter |= str(body["update_info"]["backend"]).startswith("lora")
         return {}
@@ -163,22 +189,38 @@ class Control:
         if not loaded.success:
             raise Refusal(400, f"WeightMismatch[]: the adapter cannot be loaded: {loaded.error_message}")
         last, self.adapter = self.adapter, ADAPTER + name
-        if last:
-            await self.manager.unload_lora_adapter(UnloadLoRAAdapterReqInput(lora_name=last))
+        if not last:
+            return
+        # Generation is paused: no request uses the last one. SGLang's own call would wait for its count of users,
+        # which 0.5.17 does not lower for every aborted request.
+        async with self.manager.lora_update_lock:
+            number = await self.manager.lora_registry.unregister(last)
+            self.manager.lora_registry._counters.pop(number, None)
             self.manager.lora_ref_cache.pop(last, None)
+            request = UnloadLoRAAdapterReqInput(lora_name=last, lora_id=number)
+            results = await self.manager.update_lora_adapter_communicator(request)
+        if refused := [one.error_message for one in results if not one.success]:
+            raise Refusal(400, f"WeightMismatch[]: the last adapter cannot be unloaded: {refused[0]}")
 
     async def _call(self, asked: dict[str, Any], version: str | None = None) -> None:
         """Let all schedulers answer a call of a session (`weights.py`); `version`: the new one."""
+        from sglang.srt.managers.communicator import FanOutCommunicator
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
         from sglang.srt.utils import MultiprocessingSerializer
 
         words = [MultiprocessingSerializer.serialize(asked)] * self.manager.server_args.tp_size
-        options = {"flush_cache": False, "disable_draft_model": True, "weight_version": version}
-        request = UpdateWeightsFromTensorReqInput(serialized_named_tensors=words, load_format=FORMAT, **options)
-        accepted, message = await self.manager.update_weights_from_tensor(request)
+        request = UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=words, load_format=FORMAT, flush_cache=False, disable_draft_model=True
+        )
+        self.manager.auto_create_handle_loop()
+        # SGLang's own call would wait for the requests under way, also where nothing is loaded.
+        results = await self.manager.update_weights_from_tensor_communicator(request)
+        accepted, message = FanOutCommunicator.merge_results(results)
         if not accepted:
             self.session = None
             raise Refusal(400, message)
+        if version is not None:
+            self.manager._update_weight_version_if_provided(version)
 
 
 def add_routes(app: Any, manager: Any) -> Control:

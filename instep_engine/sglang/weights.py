@@ -30,6 +30,7 @@ from instep_engine.manifest import WeightMismatch
 from instep_engine.receiving import Receiving
 
 FORMAT = "instep"
+PLAIN = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod")
 STREAMS = ("nccl", "ipc", "lora_ipc")
 ADAPTER = "instep@"  # begins the names of a trainer's adapters, one for each version
 PEFT, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
@@ -56,6 +57,19 @@ def load_adapter(
     return original(manager, ref, tensors, config, added_tokens)
 
 
+def why_not(model: torch.nn.Module) -> str:
+    """Return why SGLang computes with other weights than the checkpoint's, which a plain copy would not renew."""
+    if hasattr(model, "post_load_weights"):
+        return f"{type(model).__name__} derives some of them"
+    for path, layer in model.named_modules():
+        method = getattr(layer, "quant_method", None)
+        if method is not None and type(method).__name__ not in PLAIN:
+            return f"{path} is quantized, or packed ({type(method).__name__})"
+        if getattr(layer, "use_intel_amx_backend", False):
+            return f"{path} is packed for AMX"
+    return ""
+
+
 class Refused(Exception):
     """Another rank has refused the update."""
 
@@ -80,6 +94,7 @@ class Weights(Receiving):
         head, words = weights.get("lm_head.weight"), weights.get("model.embed_tokens.weight")
         if head is not None and head is words:
             self._shapes.pop("lm_head.weight", None)  # some checkpoints hold it twice
+        self._reason = why_not(self._model)
         self._loader = DirectLoader(self._model)
         self._started = self._agreed = self._from_files = False
 
@@ -97,7 +112,7 @@ class Weights(Receiving):
             if asked["call"] == "start":
                 self._start(asked)
             elif asked["call"] == "finish":
-                self.session = None
+                self.session, Weights.adapter = None, ({}, {})
             else:
                 self.receive_weights(info)
         except Refused:
@@ -115,19 +130,19 @@ class Weights(Receiving):
 
     def _agree(self, failure: str | None) -> str | None:
         """Return the first failure of any rank."""
-        from sglang.srt.distributed.parallel_state import get_pp_group, get_tp_group
+        from sglang.srt.distributed.parallel_state import get_tp_group
 
-        failures = [failure]
-        for group in (get_tp_group(), get_pp_group()):
-            if group.world_size > 1:
-                gathered: list[Any] = [None] * group.world_size
-                torch.distributed.all_gather_object(gathered, failures, group=group.cpu_group)
-                failures = [f for part in gathered for f in part]
+        group = get_tp_group()
+        failures: list[Any] = [failure] * group.world_size
+        if group.world_size > 1:
+            torch.distributed.all_gather_object(failures, failure, group=group.cpu_group)
         return next((f for f in failures if f is not None), None)
 
     def _start(self, asked: Mapping[str, Any]) -> None:
         if (protocol := asked["protocol"]) != PROTOCOL:
             raise WeightMismatch(f"instep speaks protocol {protocol}, this plugin {PROTOCOL}")
+        if self._reason:
+            raise WeightMismatch(f"SGLang's weights of this model are not those of the checkpoint: {self._reason}")
         self.session = asked["version"], asked["nonce"]
         self.delivered, self._started, Weights.adapter = set(), False, ({}, {})
         self._loader.begin()

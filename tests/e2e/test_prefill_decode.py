@@ -47,6 +47,6 @@ def test_a_killed_one_costs_no_sample(small, tmp_path, num_prefill):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["abort", "wait"])
-def test_responses_across_weight_syncs(long, mode):
-    assert (numbers_of_versions(long, mode, train(long, mode, *apart(2, 1))) == {1}) == (mode == "wait")
+def test_responses_across_weight_syncs(long):
+    """Of an aborted response the rest is of the next version, with keys and values that are computed again."""
+    assert len(numbers_of_versions(long, "abort", train(long, "abort", *apart(2, 1)))) > 1

@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_two_workers_take_their_shards(tmp_path: Path, tied: bool) -> None:
+    (tmp_path := tmp_path / "instep-sync-1").mkdir(mode=0o700)  # engines take it for the folder of a run
     hf = make_checkpoint(tmp_path / "model", tied=tied)
     args = vllm_args(tmp_path / "model", "--rollout-num-gpus-per-engine", "2")
     started = start_engine(args, plan_engines(args)[0], num_threads=1, log_dir=tmp_path)
