@@ -106,8 +106,8 @@ def _completion(answer: Any, given: dict[str, Any], url: str, version: str | Non
         if [int(entry[1]) for entry in entries] != ids:
             raise ValueError(f"{len(ids)} tokens came with log-probs of {len(entries)} others")
         spans = [VersionSpan(str(s["version"]), s["start"], s["end"]) for s in meta.get("weight_versions") or []]
-        if not spans and version is not None:
-            spans = [VersionSpan(version, 0, len(ids))]
+        if not spans:  # below 0.5.19 the answer has the label of its end, and no request is under way when it changes
+            spans = [VersionSpan(str(meta["weight_version"]) if version is None else version, 0, len(ids))]
         reason = meta["finish_reason"]
         matched = reason.get("matched")
         stop = matched if isinstance(matched, str) or matched in (given.get("stop_token_ids") or ()) else None

@@ -23,6 +23,9 @@ ENGINE_KINDS = {
 }  # and marks of the tests that use it
 
 
+VLLMS_FORM = ("test_vllm_form", "test_teacher", "test_streaming", "test_robustness", "test_conformance_routes")
+
+
 def _params(*fast: tuple[str, str]) -> list[Any]:
     """Every kind with every model; those that are not `fast` are slow."""
     return [
@@ -50,6 +53,13 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     hf = make_checkpoint(folder / "model", tied=model == "tied")
     with run_engine(kind, folder / "model", hf, folder / "log") as running:
         yield running
+
+
+@pytest.fixture(autouse=True)
+def _of_its_form(request: pytest.FixtureRequest) -> None:
+    if request.path.stem in VLLMS_FORM and "engine" in request.fixturenames:
+        if request.getfixturevalue("engine").kind == "sglang":
+            pytest.skip("SGLang's routes have another form: tests/engines/test_sglang.py")
 
 
 @pytest.fixture(autouse=True)
