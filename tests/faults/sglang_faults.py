@@ -48,4 +48,4 @@ def sglang_scheduler_hangs(place: Place) -> None:
         run.wait_steps()
         run.signal("sglang", signal.SIGSTOP, which=1)
         hangs = "EngineError: engine 0 hangs: it has computed nothing for "
-        run.error("sglang_scheduler_hangs", hangs, "--heartbeat-timeout")
+        run.error("sglang_scheduler_hangs", hangs, "SIGSTOP")
