@@ -32,6 +32,7 @@ FOREIGN = {
     "--num-cpus",
     "--node-ip-address",
     "--weight-transfer-config",
+    *("--sampling-backend", "--pp-size", "--dp-size"),  # of a SGLang that a user starts
     "--logprobs-mode",
     "--enable-return-routed-experts",
     "--api-server-count",
