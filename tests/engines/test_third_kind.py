@@ -35,6 +35,6 @@ def test_a_run_with_a_kind_that_nobody_knows(tiny_model: Path, data: Path, tmp_p
 def test_flags_and_help_know_it() -> None:
     words = ["plan", "--rollout-backend", "third", "--rollout-num-gpus-per-engine", "2", "--vllm-block-size", "16"]
     with cold():
-        assert "auto|embedded|vllm|third" in run(["train", "--help"]).stdout
+        assert "auto|embedded|vllm|sglang|third" in run(["train", "--help"]).stdout
         refused = run(words)
     assert refused.returncode == 2 and "--vllm-block-size" in refused.stderr
