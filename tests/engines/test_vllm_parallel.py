@@ -32,8 +32,9 @@ def test_two_workers_take_their_shards(tmp_path: Path, tied: bool) -> None:
         other = perturbed(hf, seed=5)
         assert session(engine, other, tmp_path / "bucket", "3") is None
         assert gap(engine.prompt_log_probs(PROMPT), log_probs(other, PROMPT)) < TOLERANCE
-        new.save_pretrained(tmp_path / "hf")
-        disk_session(engine, tmp_path / "hf", "4")
+        (golden := tmp_path / "instep-golden-1").mkdir(mode=0o700)
+        new.save_pretrained(golden / "hf")
+        disk_session(engine, golden / "hf", "4")
         assert gap(engine.prompt_log_probs(PROMPT), log_probs(new, PROMPT)) < TOLERANCE
     finally:
         started.stop()
