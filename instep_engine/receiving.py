@@ -23,6 +23,7 @@ class Receiving:
     Attributes:
         session: the version and the nonce of the current session; None without one.
         delivered: the names of the tensors that have come in it.
+        shapes: those of the model's tensors in its checkpoint, by name; empty if they are unknown.
         nonce: of the memory that this worker shares with a trainer.
         keeps: whether `load` may keep tensors. Then tensors are copied if the next bucket uses their memory.
     """
@@ -34,6 +35,7 @@ class Receiving:
         """Store the settings. `alive` is called repeatedly while this waits or reads."""
         self.session: tuple[str | None, str | None] | None = None
         self.delivered: set[str] = set()
+        self.shapes: dict[str, tuple[int, ...]] = {}
         self._at, self._alive = device, alive
         self._group: Group | Receiver | None = None  # of the last stream, open for later ones
 
@@ -56,6 +58,17 @@ class Receiving:
     def compare_samples(self, told: Mapping[str, str]) -> None:
         """Compare digests of samples, by name, with the memory that a trainer has written into."""
         raise NotImplementedError
+
+    def check_names(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Raise WeightMismatch for a tensor that has come in this session, or is none of the model."""
+        for name, tensor in tensors.items():
+            shape = tuple(tensor.shape)
+            if name in self.delivered:
+                raise WeightMismatch(f"{name} came twice", name)
+            if self.shapes and name not in self.shapes:
+                raise WeightMismatch(f"{name} is no tensor of this model", name)
+            if self.shapes and shape != self.shapes[name]:
+                raise WeightMismatch(f"{name}: received shape {shape}, the model has {self.shapes[name]}", name)
 
     def leave_stream(self) -> None:
         """Leave the group of former streams."""

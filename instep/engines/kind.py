@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from instep.engines.spec import Addresses, EngineSpec
 from instep.engines.topology import ServerGroup
 from instep.errors import ConfigError
 from instep.system.spans import Span
+from instep_engine import MISMATCH
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 
 SHARED_MEMORY_REMEDY = "enlarge /dev/shm (docker: --shm-size), or use --weight-sync shm, which needs two buckets there"
 NO_SHARED_MEMORY = "of weights do not fit into"  # an engine's message if it finds no room there
+FIT_FRACTION = 0.4  # of a GPU's memory, if the trainer keeps its own beside the engine
+TURN_FRACTION = 0.8  # if the trainer frees its own; CUDA contexts, NCCL and the allocators keep a few GB
 AUTO = "auto"  # the value of --rollout-backend that chooses a kind
 
 
@@ -202,7 +206,9 @@ class EngineKind(Protocol):
 
     def read_refusal(self, error: Mapping[str, Any]) -> tuple[str, str | None]:
         """Return the message of the `error` for a refused control call, and the tensor (see `EngineRefusal`)."""
-        return str(error["message"]), error.get("tensor")
+        message = str(error["message"])
+        found = MISMATCH.search(message)  # of a plugin
+        return (found[2], found[1]) if found else (message, error.get("tensor"))
 
     def start_remedy(self, log: str) -> str:
         """Return the remedy for an engine that ended before it was ready, by the end of its log; "" if unknown."""
@@ -383,3 +389,11 @@ def engine_dtype(args: Settings) -> str:
 def served_dtype(args: Settings) -> str:
     """Return the dtype of an engine's weights, with `--vllm-dtype`."""
     return engine_dtype(args) if args.vllm_dtype == "auto" else str(args.vllm_dtype)
+
+
+def config_json(folder: str) -> dict[str, Any]:
+    """Return the config.json of a model; empty if it cannot be read, which other code reports."""
+    with contextlib.suppress(OSError, ValueError):
+        config: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text())
+        return config
+    return {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
+import json
 import os
 import re
 import shlex
@@ -19,13 +20,22 @@ from typing import TYPE_CHECKING, Any
 from instep.engines.dialect import dialect_of
 from instep.engines.flags import given_names
 from instep.engines.http import get_json
-from instep.engines.kind import Capabilities, EngineKind, RunningEngine, engine_dtype
+from instep.engines.kind import (
+    FIT_FRACTION,
+    TURN_FRACTION,
+    Capabilities,
+    EngineKind,
+    RunningEngine,
+    config_json,
+    engine_dtype,
+)
 from instep.engines.spec import Addresses, EngineSpec
 from instep.engines.topology import ServerGroup
 from instep.errors import ConfigError
+from instep.models.files import has_own_head
 from instep.system.processes import DETERMINISTIC_ENV, OPENMP_ENV
 from instep.weights.way import OF_ADAPTERS, SINGLE_COPY
-from instep_engine import MISMATCH, PROTOCOL
+from instep_engine import PROTOCOL
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
@@ -37,7 +47,6 @@ READS_VLLM = "--rollout-backend vllm, which reads the flags that have an equival
 OLDEST, WITH_SPANS = (0, 5, 17), (0, 5, 19)
 CPU_TOKENS = 16_384  # of the KV cache on a CPU, where SGLang's default is a share of the host's memory
 LORA_LAYERS = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
-FIT_FRACTION, TURN_FRACTION = 0.4, 0.8  # of a GPU's memory, as for vLLM (`vllm.py`)
 SILENT_HEARTBEATS = 5  # a scheduler hangs if it answers nothing for so many --heartbeat-timeout
 
 
@@ -203,10 +212,8 @@ class SglangKind(EngineKind):
         try:
             get_json(engine.url + "/weight_info", 10.0)
         except urllib.error.HTTPError:
-            what, remedy = (
-                f"{engine.name} runs without instep's plugin",
-                "start it with INSTEP_API_KEY set, beside instep",
-            )
+            what = f"{engine.name} runs without instep's plugin"
+            remedy = "install instep beside it (pip install --no-deps), and start it with INSTEP_API_KEY set"
             raise ConfigError(what, where=engine.url, remedy=remedy) from None
         replicas = int(about["dp_size"]) > 1 and not about["enable_dp_attention"]
         if about["sampling_backend"] != "pytorch" or int(about["pp_size"]) > 1 or replicas:
@@ -214,11 +221,6 @@ class SglangKind(EngineKind):
             remedy = "start it with --sampling-backend pytorch, without --pp-size and --dp-size"
             raise ConfigError(what, where=engine.url, remedy=remedy)
         return kind
-
-    def read_refusal(self, error: Mapping[str, Any]) -> tuple[str, str | None]:
-        message, tensor = super().read_refusal(error)
-        match = MISMATCH.search(message)
-        return (match[2], match[1]) if match else (message, tensor)
 
     def core_patience(self, heartbeat_timeout: float) -> float | None:
         return SILENT_HEARTBEATS * heartbeat_timeout
@@ -246,6 +248,9 @@ def serve_arguments(spec: EngineSpec, at: Addresses, node_rank: int = 0) -> list
     words += [
         word for flag, size in layout.items() if size > 1 and flag not in spec.flags for word in (flag, str(size))
     ]
+    if "json_model_override_args" not in spec.words and config_json(spec.path).get("tie_word_embeddings"):
+        if has_own_head(spec.path):  # config.json is wrong, and SGLang would compute with the embedding
+            words += ["--json-model-override-args", json.dumps({"tie_word_embeddings": False})]
     words += ["--served-model-name", spec.names[-1]] if spec.names != [spec.path] else []
     if (num_nodes := len(spec.nodes)) > 1:
         words += ["--nnodes", str(num_nodes), "--node-rank", str(node_rank)]

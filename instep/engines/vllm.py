@@ -25,14 +25,22 @@ from typing import TYPE_CHECKING, Any
 from instep.engines.engine import EngineRefusal
 from instep.engines.flags import TABLES, engine_words, given_names, installed_version, merge, release
 from instep.engines.http import get_json, open_directly
-from instep.engines.kind import Capabilities, EngineKind, RunningEngine, engine_dtype
+from instep.engines.kind import (
+    FIT_FRACTION,
+    TURN_FRACTION,
+    Capabilities,
+    EngineKind,
+    RunningEngine,
+    config_json,
+    engine_dtype,
+)
 from instep.engines.spec import Addresses, EngineSpec
 from instep.engines.topology import ServerGroup, group_words, model_path, policy_model, served_models
 from instep.engines.vllm_process import node_environment, profiler_config, serve_arguments, vllm_env
 from instep.errors import ConfigError, EngineError
 from instep.system.spans import Span, of_torch
 from instep.weights.way import OF_ADAPTERS, SINGLE_COPY
-from instep_engine import LORA_VARIABLE, MISMATCH, PROTOCOL, vllm
+from instep_engine import LORA_VARIABLE, PROTOCOL, vllm
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
@@ -50,8 +58,6 @@ CPU_KV_CACHE_BYTES = 256 << 20  # vLLM's default is 4 GiB per engine
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values that --max-lora-rank accepts
 ONE_PRODUCT = {"instep_adapter": 1}  # for `vllm/fast/adapter.py`; part of vLLM's compilation key
 SEVERAL = ("middleware",)  # flags that may be on a command line more than once
-FIT_FRACTION = 0.4  # of a GPU's memory, if the trainer keeps its own beside the engine
-TURN_FRACTION = 0.8  # if the trainer frees its own; CUDA contexts, NCCL and the allocators keep a few GB
 
 
 class VllmKind(EngineKind):
@@ -171,7 +177,7 @@ class VllmKind(EngineKind):
             own["kv_cache_memory_bytes"] = ["--kv-cache-memory-bytes", str(CPU_KV_CACHE_BYTES)]
             # 0.32 crashes on a prompt in two pieces if its request has a seed ("CPU Generator does not use offset").
             own["enable_chunked_prefill"] = ["--no-enable-chunked-prefill"]
-            if "linear_num_key_heads" in _config(str(args.hf_checkpoint)):  # otherwise vLLM needs those pieces
+            if "linear_num_key_heads" in config_json(str(args.hf_checkpoint)):  # otherwise vLLM needs those pieces
                 own["enable_prefix_caching"] = ["--no-enable-prefix-caching"]
             if group.num_gpus_per_engine == 1:  # saves a process and half a gigabyte
                 own["distributed_executor_backend"] = ["--distributed-executor-backend", "uni"]
@@ -246,11 +252,6 @@ class VllmKind(EngineKind):
             remedy = f"""start it with instep's plugin and --weight-transfer-config '{{"backend": "{vllm.ENGINE}"}}'"""
             raise ConfigError(what, where=engine.url, remedy=remedy)
         return kind
-
-    def read_refusal(self, error: Mapping[str, Any]) -> tuple[str, str | None]:
-        message, tensor = super().read_refusal(error)
-        match = MISMATCH.search(message)
-        return (match[2], match[1]) if match else (message, tensor)
 
     def start_remedy(self, log: str) -> str:
         if not NO_ROOM.search(log):
@@ -341,17 +342,9 @@ def _generation_config(folder: str) -> Mapping[str, Any]:
     return config
 
 
-def _config(folder: str) -> dict[str, Any]:
-    """Return the config.json of a model; empty if it cannot be read, which other code reports."""
-    with contextlib.suppress(OSError, ValueError):
-        config: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text())
-        return config
-    return {}
-
-
 def _check_attention(model: str, dtype: str) -> None:
     """Raise ConfigError for a model with which vLLM on a CPU would not start, or would crash at the first request."""
-    config = _config(model)
+    config = config_json(model)
     if dtype == "float32" and ("linear_num_key_heads" in config or config.get("kv_lora_rank")):
         raise ConfigError(
             "vLLM's linear and latent attention on a CPU support only bfloat16, not float32",

@@ -1,4 +1,4 @@
-"""instep's routes in SGLang's HTTP server, and the check of every request's key (`guard.py`).
+"""instep's routes in SGLang's HTTP server, and the check of every request's key (`guarded.py`).
 
 SGLang's own routes stay as they are. instep's are those of its other engines:
 
@@ -16,8 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from instep_engine.asgi import App, Message, Receive, Send, reply
-from instep_engine.guard import Guard
+from instep_engine.guarded import Guarded
 from instep_engine.sglang.weights import ADAPTER, FORMAT
 
 LOOK_SECONDS = 0.02  # between two looks for requests under way; SGLang itself looks once a second
@@ -27,30 +26,6 @@ TAGS = ("weights", "kv_cache", "cuda_graph")
 
 class Refusal(Exception):
     """The answer to a refused call: `args` are its HTTP status and message."""
-
-
-class Middleware:
-    """An ASGI middleware that passes on the requests that `guard.Guard` accepts.
-
-    Raises:
-        ValueError: the environment holds no key.
-    """
-
-    def __init__(self, app: App):
-        self.app, self.guard = app, Guard.from_environment()
-
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        refusal = None
-        if scope["type"] != "lifespan":
-            headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-            refusal = self.guard.refusal(scope["path"], headers, (scope.get("server") or ("",))[0])
-        if refusal is None:
-            await self.app(scope, receive, send)
-        elif scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1008, "reason": refusal[1]})
-        else:
-            kind = "Unauthorized" if refusal[0] == 401 else "Forbidden"
-            await reply(send, refusal[0], {"error": {"message": refusal[1], "type": kind, "code": refusal[0]}})
 
 
 class Control:
@@ -84,12 +59,12 @@ class Control:
 
         if mode not in ("abort", "wait", "keep"):
             raise Refusal(400, f"no such mode: {mode!r}")
+        self._pauses, mine = self._pauses + 1, self._pauses + 1
         if mode == "keep":
             await self.manager.pause_generation(PauseGenerationReqInput(mode="retract"))
             return {"status": "paused"}
         async with self.manager.is_pause_cond:
             self.manager.is_pause = True
-        self._pauses, mine = self._pauses + 1, self._pauses + 1
         while self._pauses == mine and await self.manager.model_update_lock.is_locked():
             if mode == "abort":  # again: a request may have been on its way to the scheduler
                 self._abort()
@@ -179,11 +154,9 @@ class Control:
         SGLang would load an adapter again, by itself, for a request with the old name.
         """
         from sglang.srt.managers.io_struct import LoadLoRAAdapterFromTensorsReqInput, UnloadLoRAAdapterReqInput
-        from sglang.srt.utils import MultiprocessingSerializer
 
-        words = [MultiprocessingSerializer.serialize({})] * self.manager.server_args.tp_size
         request = LoadLoRAAdapterFromTensorsReqInput(
-            lora_name=ADAPTER + name, config_dict={}, serialized_named_tensors=words
+            lora_name=ADAPTER + name, config_dict={}, serialized_named_tensors=self._for_ranks({})
         )
         loaded = await self.manager.load_lora_adapter_from_tensors(request)
         if not loaded.success:
@@ -202,13 +175,18 @@ class Control:
         if refused := [one.error_message for one in results if not one.success]:
             raise Refusal(400, f"WeightMismatch[]: the last adapter cannot be unloaded: {refused[0]}")
 
+    def _for_ranks(self, asked: dict[str, Any]) -> list[bytes]:
+        """Return JSON in the form in which SGLang's processes exchange tensors, once for each rank."""
+        from sglang.srt.utils import MultiprocessingSerializer
+
+        return [MultiprocessingSerializer.serialize(asked)] * self.manager.server_args.tp_size
+
     async def _call(self, asked: dict[str, Any], version: str | None = None) -> None:
         """Let all schedulers answer a call of a session (`weights.py`); `version`: the new one."""
         from sglang.srt.managers.communicator import FanOutCommunicator
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
-        from sglang.srt.utils import MultiprocessingSerializer
 
-        words = [MultiprocessingSerializer.serialize(asked)] * self.manager.server_args.tp_size
+        words = self._for_ranks(asked)
         request = UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=words, load_format=FORMAT, flush_cache=False, disable_draft_model=True
         )
@@ -241,7 +219,7 @@ def add_routes(app: Any, manager: Any) -> Control:
     }
     for path, (method, function) in routes.items():
         app.add_api_route(path, _answering(function), methods=[method])
-    app.add_middleware(Middleware)
+    app.add_middleware(Guarded)
     return control
 
 

@@ -88,14 +88,14 @@ class Weights(Receiving):
     def __init__(self, updater: Any):
         device = torch.device(updater.device, updater.gpu_id) if updater.device == "cuda" else torch.device("cpu")
         super().__init__(device)
-        self._updater, self._model, self._path = updater, updater.get_model(), updater.model_config.model_path
-        self._shapes = checkpoint_shapes(Path(self._path))
-        weights = dict(self._model.named_parameters(remove_duplicate=False))
+        self._path, model = updater.model_config.model_path, updater.get_model()
+        self.shapes = checkpoint_shapes(Path(self._path))
+        weights = dict(model.named_parameters(remove_duplicate=False))
         head, words = weights.get("lm_head.weight"), weights.get("model.embed_tokens.weight")
         if head is not None and head is words:
-            self._shapes.pop("lm_head.weight", None)  # some checkpoints hold it twice
-        self._reason = why_not(self._model)
-        self._loader = DirectLoader(self._model)
+            self.shapes.pop("lm_head.weight", None)  # some checkpoints hold it twice
+        self._reason = why_not(model)
+        self._loader = DirectLoader(model)
         self._started = self._agreed = self._from_files = False
 
     @classmethod
@@ -161,9 +161,11 @@ class Weights(Receiving):
     def load(self, tensors: dict[str, torch.Tensor], exact: bool) -> Iterable[str]:
         """Load a bucket, or all of a checkpoint that this model has, after all ranks have accepted it."""
         if exact:
-            self._check_names(tensors)
+            self.check_names(tensors)
+            if wrong := next((name for name, t in tensors.items() if not t.is_floating_point()), None):
+                raise WeightMismatch(f"{wrong}: received {tensors[wrong].dtype}, no floating-point weight", wrong)
         else:
-            tensors = {name: t for name, t in tensors.items() if not self._shapes or name in self._shapes}
+            tensors = {name: t for name, t in tensors.items() if not self.shapes or name in self.shapes}
         if self._from_files:
             self._agreed = True
             if (failure := self._agree(None)) is not None:
@@ -187,18 +189,6 @@ class Weights(Receiving):
             raise WeightMismatch(f"this engine was started on {self._path}, not on {path}")
         self._started = True
 
-    def _check_names(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        for name, tensor in tensors.items():
-            shape = tuple(tensor.shape)
-            if name in self.delivered:
-                raise WeightMismatch(f"{name} came twice", name)
-            if self._shapes and name not in self._shapes:
-                raise WeightMismatch(f"{name} is no tensor of this model", name)
-            if not tensor.is_floating_point():
-                raise WeightMismatch(f"{name}: received {tensor.dtype}, the model has floating-point weights", name)
-            if self._shapes and shape != self._shapes[name]:
-                raise WeightMismatch(f"{name}: received shape {shape}, the model has {self._shapes[name]}", name)
-
     def _check_complete(self, names: Iterable[str] | None) -> None:
         """Raise WeightMismatch unless all `names` and every weight of this rank's model have arrived."""
         from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -219,10 +209,10 @@ class Weights(Receiving):
         for name, tensor in tensors.items():
             ending, other = (A, B) if name.endswith(A) else (B, A)
             layer = name.removesuffix(ending)
-            partner, base = tensors.get(layer + other), self._shapes.get(layer.removeprefix(PEFT) + ".weight")
+            partner, base = tensors.get(layer + other), self.shapes.get(layer.removeprefix(PEFT) + ".weight")
             if partner is None:
                 raise WeightMismatch(f"{name} came without its {other[1:7]}", name)
-            if self._shapes and base is None:
+            if self.shapes and base is None:
                 raise WeightMismatch(f"{name} belongs to no layer of this model", name)
             if not tensor.is_floating_point() or tensor.dtype != partner.dtype:
                 raise WeightMismatch(f"{name} is {tensor.dtype}, its partner {partner.dtype}", name)

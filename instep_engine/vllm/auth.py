@@ -9,40 +9,22 @@ from __future__ import annotations
 
 from urllib.parse import parse_qs
 
-from instep_engine.asgi import App, Message, Receive, Send, reply
-from instep_engine.guard import Guard
+from instep_engine.asgi import Message, Receive, Send, reply
+from instep_engine.guarded import Guarded
 from instep_engine.vllm import sglang
 
 PAUSE, MODES = "/instep/pause", ("abort", "keep", "wait")
 
 
-class Middleware:
-    """An ASGI middleware that passes on the requests that `guard.Guard` accepts.
-
-    Raises:
-        ValueError: the environment holds no key.
-    """
-
-    def __init__(self, app: App):
-        self.app, self.guard = app, Guard.from_environment()
-
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        refusal = None
-        if scope["type"] != "lifespan":
-            headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-            refusal = self.guard.refusal(scope["path"], headers, (scope.get("server") or ("",))[0])
+class Middleware(Guarded):
+    async def serve(self, scope: Message, receive: Receive, send: Send) -> None:
         posted = scope["path"] if (scope["type"], scope.get("method")) == ("http", "POST") else ""
-        if refusal is None and posted == PAUSE:
+        if posted == PAUSE:
             await _pause(scope, send)
-        elif refusal is None and posted == sglang.PATH:
+        elif posted == sglang.PATH:
             await sglang.answer(self.app, scope, receive, send)
-        elif refusal is None:
-            await self.app(scope, receive, send)
-        elif scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1008, "reason": refusal[1]})
         else:
-            kind = "Unauthorized" if refusal[0] == 401 else "Forbidden"
-            await reply(send, refusal[0], {"error": {"message": refusal[1], "type": kind, "code": refusal[0]}})
+            await super().serve(scope, receive, send)
 
 
 async def _pause(scope: Message, send: Send) -> None:

@@ -65,15 +65,15 @@ class ShmWeightTransferEngine(Receiving, WeightTransferEngine[WeightTransferInit
         self._complete = self._active = self._started = False
         self._wrote = False  # this session has loaded weights
         self._packing = CpuPacking(self.model) if self.device.type == "cpu" else None
-        self._shapes = checkpoint_shapes(Path(self.model_config.model))
+        self.shapes = checkpoint_shapes(Path(self.model_config.model))
         weights = dict(self.model.named_parameters(remove_duplicate=False))
         head = next((weight for name, weight in weights.items() if name.endswith("lm_head.weight")), None)
         self._tied = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
         self._tied |= sum(weight is head for weight in weights.values()) > 1  # vLLM ties equal copies anyway
         if self._tied:
-            self._shapes.pop("lm_head.weight", None)  # some checkpoints hold it twice
+            self.shapes.pop("lm_head.weight", None)  # some checkpoints hold it twice
         self._reloading = False
-        self._adapter = Receiver(self.vllm_config, self.model, self._shapes)
+        self._adapter = Receiver(self.vllm_config, self.model, self.shapes)
         self._direct = DirectLoader(self.model) if loads_directly(self.model, self.vllm_config, self.device) else None
         self.keeps = self._direct is None  # vLLM's reload keeps tensors until their layer is complete
 
@@ -166,16 +166,6 @@ class ShmWeightTransferEngine(Receiving, WeightTransferEngine[WeightTransferInit
 
     # ---- checks --------------------------------------------------------------------------------------------------
 
-    def _check_names(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        for name, tensor in tensors.items():
-            shape = tuple(tensor.shape)
-            if name in self.delivered:
-                raise WeightMismatch(f"{name} came twice", name)
-            if self._shapes and name not in self._shapes:
-                raise WeightMismatch(f"{name} is no tensor of this model", name)
-            if self._shapes and shape != self._shapes[name]:
-                raise WeightMismatch(f"{name}: received shape {shape}, the model has {self._shapes[name]}", name)
-
     def compare_start(self, path: str, tensors: dict[str, torch.Tensor]) -> None:
         """Check that it is the checkpoint that vLLM has loaded itself."""
         if os.path.realpath(path) != os.path.realpath(self.model_config.model):
@@ -220,9 +210,9 @@ class ShmWeightTransferEngine(Receiving, WeightTransferEngine[WeightTransferInit
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         if exact:
-            self._check_names(tensors)
+            self.check_names(tensors)
         else:
-            tensors = {name: t for name, t in tensors.items() if not self._shapes or name in self._shapes}
+            tensors = {name: t for name, t in tensors.items() if not self.shapes or name in self.shapes}
         self._wrote = True
         try:
             if self._direct is not None:

@@ -19,7 +19,9 @@ as that ([arguments.md](arguments.md) lists them), and the others are refused.
 The flags are those of the installed version, asked from the package's own parser. The tables of the versions below come
 with instep; another version is asked once, in a process of its own, and its table kept in `~/.cache/instep/flags` (or
 below `$XDG_CACHE_HOME`). Where the package is not installed, the newest of these counts. `instep train --help vllm`,
-`--help router`, `--help sglang` and `--help sglang-router` print the list that counts, and say of which version it is.
+`--help router`, `--help sglang` and `--help sglang-router` print the whole list that counts, with values and defaults,
+and say of which version it is. The tables below have only what that list cannot say: which flags are in one of the
+versions only, and which instep sets itself.
 
 A flag that is on or off has both spellings, as in vLLM: `--vllm-enable-prefix-caching` and
 `--vllm-no-enable-prefix-caching`. A SIZE is a whole number, or one like 2k and 1.5g (powers of 1000) or 4G (of 1024).
@@ -57,6 +59,8 @@ def _section(package: Package, tables: list[FlagTable]) -> list[str]:
         having = [table.version for table in tables if name in table.by_name]
         other = f" `{prefixed(package, known.negations[0])}`" if known.negations else ""
         refused = flag.status != "acts"
+        if not refused and len(having) == len(tables):
+            continue
         cells = (
             f"`{flag.name}`{other}",
             known.label + (" ..." if flag.nargs else ""),

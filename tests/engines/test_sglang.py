@@ -161,6 +161,7 @@ def test_a_client_that_leaves_is_forgotten(engine: Engine) -> None:
     connection.close()
     engine.ok("/resume")
     until(lambda: engine.ok("/abort_requests")["aborted"] == 0)
+    assert engine.ok("/reset_prefix_cache") == {"success": True}  # no request uses it
 
 
 @real
