@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import forks
 from tests.assets import make_checkpoint, make_prompts
 from tests.e2e.commands import grpo_arguments, run
 from tests.faults.harness import Place
@@ -18,7 +19,8 @@ def prepare(root: Path) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory) -> tuple[Path, Path]:
-    return prepare(tmp_path_factory.mktemp("faults"))
+    with forks.using(forks.SERVER):  # a server that has imported SGLang patches torch: other logprobs
+        return prepare(tmp_path_factory.mktemp("faults"))
 
 
 @pytest.fixture
