@@ -140,6 +140,7 @@ def test_an_engine_of_somebody_else_comes_back(tiny, tmp_path, fast):
         fleet.admit(fleet.waiting())
         assert sorted(router.workers) == sorted(urls)
         fleet.close()
+    gate().reset()
 
 
 def of_processes(tiny, tmp_path, codes, router_port=1, kind=None, **options):

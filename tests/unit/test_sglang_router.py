@@ -46,6 +46,7 @@ def both() -> Iterator[list[Worker]]:
 
 @pytest.fixture
 def workers(both: list[Worker]) -> Iterator[list[Worker]]:
+    gate().reset()
     for worker in both:
         worker.reset()
     yield both
