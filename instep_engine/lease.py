@@ -13,6 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import multiprocessing
+import os
+import signal
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +25,7 @@ HELD = "another run has paused this engine"  # trainers look for these three in 
 EXPIRED = "no request renewed the lease of this pause, and the engine resumed"
 UNKNOWN = "no process holds the lease of this engine: it has resumed, or was restarted"
 LONGEST = 3600.0  # seconds
+GRACE = 10.0  # seconds from SIGTERM to the end
 LATE = 1.0  # seconds after the end at which the server itself must have stood still
 LOADED = "; some weights of the session were loaded before"  # ends the refusals of workers of which this is true
 # Updates after which the engine computes as before: "complete" loads adapters, and "memory" loads nothing.
@@ -35,6 +39,15 @@ class NoLease(RuntimeError):
     def __init__(self, what: str):
         super().__init__(f"WeightMismatch[]: {what}")
         self.what = what
+
+
+async def end_server() -> None:
+    """End this server with its other processes."""
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.sleep(GRACE)
+    for child in multiprocessing.active_children():
+        child.kill()
+    os._exit(1)
 
 
 class Lease:
@@ -115,7 +128,7 @@ class Keeper:
         resume: lets the engine generate; end: ends it, if it may hold weights of two versions.
     """
 
-    def __init__(self, resume: Callable[[], Awaitable[None]], end: Callable[[], Awaitable[None]]):
+    def __init__(self, resume: Callable[[], Awaitable[Any]], end: Callable[[], Awaitable[None]]):
         self.lease = Lease(self._expired)
         self._resume, self._end = resume, end
         self._version = ""  # announced by the session

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 PATH = "/generate"
 HEADER = "x-instep-request"  # repeats, as JSON, what vllm-router drops from a body of this form, such as a seed
+MORE_LABEL = "instep"  # one of SGLang's `custom_labels`: as JSON, what sglang-router drops from a body of this form
 DEFAULT_TOKENS = 128  # as in SGLang
 VLLM_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
 _SAMPLING = frozenset(

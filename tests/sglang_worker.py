@@ -11,13 +11,17 @@ from typing import Any
 from instep.engines import keys
 
 ANSWER = {"text": "", "output_ids": [1], "meta_info": {"id": "a", "finish_reason": {"type": "length", "length": 1}}}
+ABOUT = {
+    **{"model_path": "", "is_generation": True, "version": "0.5.17", "data": [{"owned_by": "sglang"}]},
+    **{"internal_states": [], "sampling_backend": "pytorch", "dp_size": 1, "enable_dp_attention": False, "pp_size": 1},
+}
 
 
 class _Handler(BaseHTTPRequestHandler):
     server: Worker
 
     def do_GET(self) -> None:
-        self.reply(200, {"model_path": "", "is_generation": True, "version": "0.5.17"})
+        self.reply(404 if self.path == "/version" else 200, ABOUT)
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

@@ -45,7 +45,8 @@ def acts_in(command: str, flag: Flag | None) -> bool:
 
 def elsewhere(args: Settings, given: set[str]) -> Iterator[Problem]:
     """Report flags that act only in another command, except `--update-weights-interval 1`: every run does that."""
-    command, flags = args.command, {f.attribute: f for f in (*passed_through().values(), *own_flags().values())}
+    command, own = args.command, own_flags(sglang=args.rollout_backend == "sglang")
+    flags = {f.attribute: f for f in (*passed_through().values(), *own.values())}
     for flag in (flag for name, flag in flags.items() if name in given and not acts_in(command, flag)):
         what = f"has no meaning for `instep {command}`"
         if command == "serve":

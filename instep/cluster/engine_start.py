@@ -114,6 +114,7 @@ def start_gate(args: EngineSettings, spec: RouterSpec, to: str, log_dir: Path, n
     """Start a gate in front of the router or engine `to`, at `spec.port` or a free port; it is not ready yet."""
     port = spec.port or free_port()
     command = [sys.executable, "-m", "instep.engines.gate_main", "--host", LOOPBACK, "--port", str(port), "--to", to]
+    command += ["--backend", args.rollout_backend]
     if (user := keys.user_at(to)) is not None:
         command += ["--user", str(user)]
     env = keys.server_environment(args) | {KEY_VARIABLE: keys.key_of(to)}

@@ -166,7 +166,9 @@ class Deployment:
         self._runtime.update(fleet.hook_attributes())
         self._runtime["num_rollout"] = self._num_rollout
         gate().guarded = get_model_url(self._hook_args, endpoint="/")
-        gate().num_cached_tokens, gate().drops = fleet.num_cached_tokens(), fleet.drops()
+        gate().num_cached_tokens = fleet.num_cached_tokens()
+        if (router := fleet.policy_router) is not None:
+            gate().packed = router.packed
         if self.engines and self.trainer is not None:
             way, actor = self._chosen_way(cluster), self.trainer.actor
             self._sync = WeightSync(args, actor, way, self._shared(), proof=proof, start_on=fleet.start_on, turns=turns)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import torch
 
 from instep.arguments.args import Args
 from instep.arguments.cluster import cpu_cores, own_gpus, same_gpus, single_copy
 from instep.arguments.lora import quantized_base
-from instep.engines.kind import resolve_backend
-from instep.errors import ConfigError
+from instep.engines.engine import external_engines
+from instep.engines.kind import named_kind, planned_kind, resolve_backend
+from instep.errors import ConfigError, EngineError
 from instep.system.processes import num_usable_cpus
 
 FREED = {"cuda"}  # devices whose memory trainer and engines hand to each other
@@ -46,7 +49,18 @@ def resolve_on_machine(args: Args, *, with_engines: bool) -> Args:
         said = ["offload has nothing to free on a CPU"] if asked else []
         args = args.replace(offload_train=False, offload_rollout=False, notes=[*args.notes, *said])
     if with_engines:
-        args = args.replace(rollout_backend=resolve_backend(args))
+        args = args.replace(rollout_backend=_other_kind_there(args) or resolve_backend(args))
         for problem in quantized_base(args, set()):
             raise ConfigError(problem.what, where=problem.where, remedy=problem.remedy)
     return args
+
+
+def _other_kind_there(args: Args) -> str | None:
+    """Return the kind of the first external engine, if it serves already and needs another router than `auto` means."""
+    planned, engines = planned_kind(args), external_engines(args)
+    if named_kind(args) is not None or not engines:
+        return None
+    with suppress(EngineError):  # it does not serve yet
+        engines[0].identify()
+        return None if engines[0].kind.router is planned.router else engines[0].kind.name
+    return None

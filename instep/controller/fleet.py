@@ -13,11 +13,11 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import as_completed
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
 from instep.arguments.args import Runtime
@@ -29,8 +29,7 @@ from instep.engines.engine import Engine
 from instep.engines.gate import Gate, needs_gate
 from instep.engines.router import Router
 from instep.engines.topology import policy_model, served_models
-from instep.errors import EngineError, InstepError
-from instep.rollout.request_gate import gate as request_gate
+from instep.errors import ConfigError, EngineError, InstepError
 from instep.system.processes import Process, in_thread, stop_all
 
 if TYPE_CHECKING:
@@ -121,11 +120,9 @@ class Fleet:
         engines = [engine for engine in self.of_model(self._default) if engine.role != "prefill"]
         return sum(engine.kind.num_cached_tokens(engine, ASK_SECONDS) for engine in engines) or math.inf
 
-    def drops(self) -> Callable[[str, Mapping[str, Any]], bool] | None:
-        """Return which requests the policy's router would drop a part of; None: its engines serve only behind it."""
-        router = self.routers.get(self._default)
-        regular = all(engine.role == "regular" for engine in self.of_model(self._default))
-        return router.drops if router is not None and regular else None
+    @property
+    def policy_router(self) -> Router | None:
+        return self.routers.get(self._default)
 
     def _inner_url(self, model: str) -> str:
         router = self.routers.get(model)
@@ -161,11 +158,21 @@ class Fleet:
         for engine in self.engines:
             if engine.process is None:
                 engine.identify()
+                self._check_router_of(engine)
         self._states = dict.fromkeys(self._states, "ready")
         self._ready = True
         for engine in self.engines:
             if engine.process is None or not engine.kind.sends_heartbeats:
                 watch_health(engine, self._args.heartbeat_timeout, self._notice, self._is_well, self._closed)
+
+    def _check_router_of(self, engine: Engine) -> None:
+        router, needed = self.routers.get(engine.model), engine.kind.router.program
+        if router is not None and router.program != needed:
+            raise ConfigError(
+                f"{engine.name} needs {needed}, and {router.program} stands before it",
+                where=f"--rollout-backend: {engine.url}",
+                remedy=f"give --rollout-backend {engine.kind.name}, and engines of one kind",
+            )
 
     def _check_theirs(self, router: Router) -> None:
         """Check that an external router has only this run's engines: all its engines would get requests."""
@@ -373,7 +380,6 @@ class Fleet:
         self._closed.wait()  # the kernel ends a process with the thread that started it (`follow_parent`)
 
     def _tell_routers(self) -> None:
-        request_gate().members = tuple(e.url for e in self.of_model(self._default) if self._states[e.url] == "serving")
         for model, router in self.routers.items():
             urls = [e.url for e in self.of_model(model) if self._states[e.url] == "serving"]
             deadline = time.monotonic() + ROUTER_SECONDS

@@ -17,6 +17,8 @@ from yarl import URL
 from instep.engines import keys
 from instep.engines.bodies import AS_THEY_COME, body_of
 from instep.engines.http import checked_socket
+from instep.engines.kind import kind_of
+from instep.engines.router import Router
 from instep.system.processes import follow_parent
 from instep_engine import sglang_form, vllm_form
 from instep_engine.guard import ATROPOS_ROUTES, GENERATION_ROUTES, KEY_VARIABLE, OPEN_ROUTES, Guard
@@ -31,8 +33,8 @@ _NOT_SENT = _OF_CONNECTION | {"host", "origin", "authorization", "content-length
 
 
 class Gate:
-    def __init__(self, to: str, user: int | None):
-        self.to, self.guard = to, Guard.from_environment()
+    def __init__(self, to: str, user: int | None, router: type[Router]):
+        self.to, self.guard, self.router = to, Guard.from_environment(), router
         self.key = os.environ[KEY_VARIABLE]
         keys.know(to, self.key, user=user)
 
@@ -47,19 +49,21 @@ class Gate:
         address = request.transport.get_extra_info("sockname")[0] if request.transport is not None else ""
         if (refusal := self.guard.refusal(request.path, request.headers, address)) is not None:
             return _error(*refusal)
-        return await forward(self.http, request, self.to, self.key)
+        return await forward(self.http, request, self.to, self.key, self.router)
 
 
-async def forward(http: aiohttp.ClientSession, request: web.Request, to: str, key: str) -> web.StreamResponse:
-    """Pass a request on to the server `to`, with its key, and return the answer."""
+async def forward(
+    http: aiohttp.ClientSession, request: web.Request, to: str, key: str, router: type[Router]
+) -> web.StreamResponse:
+    """Pass a request on to the server `to`, a `router` or its engine, with its key, and return the answer."""
     headers = [(name, value) for name, value in request.headers.items() if name.lower() not in _NOT_SENT]
     headers.append(("Authorization", f"Bearer {key}"))
     query = request.rel_url.raw_query_string
     url = URL(to + request.path + (f"?{query}" if query else ""), encoded=True)  # the path that was checked
     body = await body_of(request, MAX_BODY)
-    if request.path == sglang_form.PATH and b'"prompt"' in body:
+    if request.path == sglang_form.PATH:
         try:
-            body, more = _known_to_routers(body)
+            body, more = _known_to(router, body)
         except ValueError as error:
             return _error(400, str(error))
         headers += [(sglang_form.HEADER, header) for header in more]
@@ -77,13 +81,14 @@ async def forward(http: aiohttp.ClientSession, request: web.Request, to: str, ke
         return _error(400, "a header is not text")
 
 
-def _known_to_routers(body: bytes) -> tuple[bytes, list[str]]:
-    """Return a `/generate` request in a form that vllm-router passes on, and its header if it needs one."""
+def _known_to(router: type[Router], body: bytes) -> tuple[bytes, list[str]]:
+    """Return a `/generate` request in a form of which `router` drops nothing, and its header if it needs one."""
     given = json.loads(body)
-    if not vllm_form.is_asked(given):
-        return body, []
-    asked, header = vllm_form.for_router(given)
-    return json.dumps(asked).encode(), [header]
+    if router is Router and vllm_form.is_asked(given):
+        asked, header = vllm_form.for_router(given)
+        return json.dumps(asked).encode(), [header]
+    packed = router.packed(sglang_form.PATH, given)
+    return (body if packed is given else json.dumps(packed).encode()), []
 
 
 async def pass_on(request: web.Request, answer: aiohttp.ClientResponse) -> web.StreamResponse:
@@ -108,9 +113,11 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--to", required=True, help="http://HOST:PORT of a router or an engine")
+    parser.add_argument("--backend", required=True, help="the kind of the engines")
     parser.add_argument("--user", type=int, help="the user that runs it on this host: no other user gets the key")
     args = parser.parse_args()
-    gate, app = Gate(args.to, args.user), web.Application(client_max_size=MAX_BODY, handler_args=AS_THEY_COME)
+    gate = Gate(args.to, args.user, kind_of(args.backend).router)
+    app = web.Application(client_max_size=MAX_BODY, handler_args=AS_THEY_COME)
     app.cleanup_ctx.append(gate.session)
     app.router.add_route("*", "/{route:.*}", gate.handle)
     web.run_app(app, host=args.host, port=args.port, print=None, access_log=None, handler_cancellation=True)

@@ -143,9 +143,9 @@ class Router(Server):
         return DisaggregatedRouter
 
     @classmethod
-    def drops(cls, path: str, payload: Mapping[str, Any]) -> bool:
-        """Return whether it would drop a part of a request, which therefore goes to an engine directly."""
-        return False
+    def packed(cls, path: str, payload: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a request in a form of which it drops nothing."""
+        return payload
 
     # ---- a running router --------------------------------------------------------------------------------------------
 

@@ -104,10 +104,6 @@ class SglangKind(EngineKind):
         if args.pause_mode == "keep" and args.weight_sync in OF_ADAPTERS:
             what = "a response that continues after a sync would need the last adapter, which is gone"
             yield ConfigError(what, where="--pause-mode keep with --weight-sync lora", remedy="use abort or wait")
-        if args.use_rollout_routing_replay:
-            what = "routed experts of SGLang are not replayed"
-            remedy = "leave it out, or use --rollout-backend vllm"
-            yield ConfigError(what, where="--use-rollout-routing-replay", remedy=remedy)
 
     def check_installed(self, where: str) -> None:
         if importlib.util.find_spec("sglang") is None:
@@ -136,6 +132,8 @@ class SglangKind(EngineKind):
         }
         if args.trust_remote_code:
             own["trust_remote_code"] = ["--trust-remote-code"]
+        if update_weights and args.use_rollout_routing_replay:
+            own["enable_return_routed_experts"] = ["--enable-return-routed-experts"]
         if update_weights and args.weight_sync in OF_ADAPTERS:
             own["enable_lora"] = ["--enable-lora"]
             own["max_lora_rank"] = ["--max-lora-rank", str(args.lora_rank)]
@@ -224,6 +222,9 @@ class SglangKind(EngineKind):
 
     def core_patience(self, heartbeat_timeout: float) -> float | None:
         return SILENT_HEARTBEATS * heartbeat_timeout
+
+    def lease(self, about: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        return "/lease", about
 
     def num_workers(self, engine: RunningEngine, timeout: float) -> int:
         about = get_json(engine.url + "/server_info", timeout)

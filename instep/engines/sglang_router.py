@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -11,7 +12,7 @@ from instep.engines.router import CALL_SECONDS, NoRoute, Router
 from instep.engines.topology import ServerRole
 from instep.errors import ConfigError, EngineError
 from instep_engine.guard import KEY_VARIABLE
-from instep_engine.sglang_form import PATH
+from instep_engine.sglang_form import MORE_LABEL, PATH
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
@@ -84,11 +85,17 @@ class SglangRouter(Router):
         return cls
 
     @classmethod
-    def drops(cls, path: str, payload: Mapping[str, Any]) -> bool:
-        given = payload.get("sampling_params") or {}
-        each = given if isinstance(given, list) else [given]
-        lost = _more(payload, PASSED) or any(_more(params, PASSED_SAMPLING) for params in each)
-        return path == PATH and lost
+    def packed(cls, path: str, payload: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a request in a form of which it drops nothing: the rest is JSON in a label, which the plugin reads."""
+        if path != PATH or not isinstance(payload, Mapping):
+            return payload
+        given = payload.get("sampling_params")
+        rest = _more(payload, PASSED)
+        if any(_more(params, PASSED_SAMPLING) for params in (given if isinstance(given, list) else [given])):
+            rest["sampling_params"] = given
+        if not rest:
+            return payload
+        return {**payload, "custom_labels": {**(payload.get("custom_labels") or {}), MORE_LABEL: json.dumps(rest)}}
 
     def listed(self) -> set[str]:
         if not self._has_ids:
@@ -139,8 +146,8 @@ class SglangRouter(Router):
         return about
 
 
-def _more(given: Any, passed: frozenset[str]) -> bool:
-    """Return whether `given` has a field beyond `passed` that asks for something."""
-    if not isinstance(given, Mapping):  # the engine refuses it
-        return False
-    return any(given[name] not in (None, name == _TRUE_ANYWAY) for name in given.keys() - passed)
+def _more(given: Any, passed: frozenset[str]) -> dict[str, Any]:
+    """Return the fields of `given` beyond `passed` that ask for something."""
+    if not isinstance(given, Mapping):  # absent, or the engine refuses it
+        return {}
+    return {name: x for name, x in given.items() if name not in passed and x not in (None, name == _TRUE_ANYWAY)}

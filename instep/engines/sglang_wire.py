@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
+from instep.engines.kind import config_json
 from instep.engines.wire import Completion, GenerationRequest, Send, WireFormat, check_spans
 from instep.errors import EngineError
 from instep.models import routes
@@ -18,7 +23,8 @@ _SAME = frozenset(
     "ignore_eos skip_special_tokens spaces_between_special_tokens logit_bias".split()
 )
 _STRUCTURED = {"json": "json_schema", "regex": "regex", "grammar": "ebnf", "structural_tag": "structural_tag"}
-_NOT_SENT = ("logprobs", "prompt_logprobs", "detokenize", "include_stop_str_in_output")  # about vLLM's answers
+_EXPERTS = "routed_experts_prompt_start"  # vLLM's name; SGLang's is no sampling parameter
+_NOT_SENT = ("logprobs", "prompt_logprobs", "detokenize", "include_stop_str_in_output", _EXPERTS)  # about the answers
 _IGNORED = (
     ("ignore_eos", "stop_token_ids", "does not end a response at stop_token_ids if ignore_eos is set"),
     ("min_tokens", "stop", "ends a response at a stop string before min_tokens tokens"),
@@ -35,6 +41,8 @@ class SglangWire(WireFormat):
         given, ids = request.sampling_params, list(request.token_ids)
         params = to_sglang(given, request.url)
         payload: dict[str, Any] = {"return_logprob": True, "input_ids": ids, "sampling_params": params}
+        if _EXPERTS in given:
+            payload |= {"return_routed_experts": True, "routed_experts_start_len": given[_EXPERTS]}
         if n > 1:
             params["n"] = n  # the plugin gives response i the seed `sampling_seed + i`
         answer, version = await send(payload)
@@ -42,7 +50,7 @@ class SglangWire(WireFormat):
         if not isinstance(answers, list) or len(answers) != n:
             what = f"the answer does not have the form of {n} responses"
             raise EngineError(what, where=request.url, remedy=_OTHER_FORM)
-        return [_completion(one, given, request.url, version) for one in answers]
+        return [_completion(one, request, version) for one in answers]
 
     def scoring_request(self, tokens: Sequence[int]) -> dict[str, Any]:
         params = {"max_new_tokens": 0, "temperature": 1.0}
@@ -97,8 +105,9 @@ def to_sglang(given: dict[str, Any], where: str) -> dict[str, Any]:
     return out
 
 
-def _completion(answer: Any, given: dict[str, Any], url: str, version: str | None) -> Completion:
+def _completion(answer: Any, request: GenerationRequest, version: str | None) -> Completion:
     """Return one checked response; `version` is that of all tokens if the engine does not say it."""
+    given, url = request.sampling_params, request.url
     try:
         ids, meta = list(map(int, answer["output_ids"])), answer["meta_info"]
         entries = meta.get("output_token_logprobs") or []
@@ -111,11 +120,20 @@ def _completion(answer: Any, given: dict[str, Any], url: str, version: str | Non
         reason = meta["finish_reason"]
         matched = reason.get("matched")
         stop = matched if isinstance(matched, str) or matched in (given.get("stop_token_ids") or ()) else None
-        experts = meta.get("routed_experts")
-        experts = routes.decode(experts) if isinstance(experts, str) else experts
+        experts = None
+        if ids and (text := meta.get("routed_experts")) is not None:
+            num_rows = len(request.token_ids) + len(ids) - 1 - given[_EXPERTS]
+            flat = np.frombuffer(base64.b64decode(text), np.int32)
+            experts = routes.as_routes(flat.reshape(num_rows, -1, _experts_per_token(request.model)))
         kind = str(reason["type"])
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
         what = f"a response of another form: {error!r}; {answer!r:.200}"
         raise EngineError(what, where=url, remedy=_OTHER_FORM) from error
     check_spans(spans, len(ids), url)
-    return Completion(ids, log_probs, spans if ids else [], kind, stop, experts if ids else None)
+    return Completion(ids, log_probs, spans if ids else [], kind, stop, experts)
+
+
+@functools.cache
+def _experts_per_token(model: str) -> int:
+    config = config_json(model)
+    return int(config.get("text_config", config)["num_experts_per_tok"])

@@ -87,17 +87,17 @@ async def _ask(
     method: str, url: str, max_retries: int | None, timeout: float, headers: dict[str, str] | None, **body: Any
 ) -> Any:
     """Return the answer. `timeout` bounds each of `max_retries` + 1 attempts, or all together if that is None."""
-    headers, end, attempt, router = headers or {}, time.monotonic() + timeout, 0, url
+    headers, end, attempt = headers or {}, time.monotonic() + timeout, 0
     of_run = runtime.state()
-    under_way = of_run.requests_in_flight
+    if "json" in body and gate().guards(url):
+        body["json"] = gate().packed(urlsplit(url).path, body["json"])
     while True:  # each new connection is checked (runtime.py)
         attempt += 1
         seconds = timeout if max_retries is not None else max(1.0, end - time.monotonic())
         limits = aiohttp.ClientTimeout(total=seconds, sock_connect=min(CONNECT_SECONDS, seconds))
         try:
-            url = gate().url_of(router, body.get("json"), headers.get(SESSION_HEADER, ""), under_way)
             async with (
-                _counted(under_way, url),
+                _counted(of_run.requests_in_flight, url),
                 http_session() as session,
                 session.request(method, url, timeout=limits, headers=bearer(key_of(url)) | headers, **body) as answer,
             ):

@@ -7,15 +7,12 @@ import contextlib
 import math
 import threading
 import time
-import zlib
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
-from urllib.parse import urlsplit
 
 from instep.system.run_context import PerRun
 
 LOOK_SECONDS = 0.02
-FAR_MORE_REQUESTS, FAR_MORE_TIMES = 10, 1.2
 
 
 class RequestGate:
@@ -29,8 +26,7 @@ class RequestGate:
         guarded: how the URLs of the policy's requests begin, which the gate holds back.
         closed: whether requests wait.
         num_under_way: how many were admitted and have no answer yet.
-        drops: whether the policy's router would drop a part of a request, by path and JSON; None: it drops nothing.
-        members: the engines that serve the policy. What the router would drop goes to one of them directly.
+        packed: makes a request of which the policy's router drops nothing, of its path and JSON (`Router.packed`).
         version: of the weights that make tokens now; None: engines report it, or it is not known.
         num_cached_tokens: the capacity of the KV caches of the policy's engines together, which bounds how many samples
             rollouts send at once (`kv_budget.py`); inf: not known.
@@ -46,34 +42,11 @@ class RequestGate:
     def reset(self) -> None:
         """Open the gate, for requests to any model, as in a new run."""
         self.guarded, self.num_cached_tokens = "", math.inf
-        self.drops: Callable[[str, Mapping[str, Any]], bool] | None = None
-        self.members: tuple[str, ...] = ()
+        self.packed: Callable[[str, Mapping[str, Any]], Mapping[str, Any]] = lambda _, payload: payload
         self.open()
 
     def guards(self, url: str) -> bool:
         return url.startswith(self.guarded)
-
-    def url_of(self, url: str, payload: Mapping[str, Any] | None, session: str, load: Mapping[str, int]) -> str:
-        """Return the URL for a request: `url`, or that of an engine if the router would drop a part of the request.
-
-        Requests of one session, or else with one prompt, go to one engine, because they share a prefix. As with
-        slime's settings of sglang-router, they go to the least busy engine if that one has far more to do.
-
-        Args:
-            load: how many requests are under way, by URL.
-
-        Raises:
-            ConnectionError: no engine serves now.
-        """
-        path = urlsplit(url).path
-        if self.drops is None or payload is None or not self.guards(url) or not self.drops(path, payload):
-            return url
-        if not (urls := [member + path for member in self.members]):
-            raise ConnectionError("no engine serves now")
-        shared = session or repr(payload.get("input_ids") or payload.get("text"))
-        home, idlest = urls[zlib.crc32(shared.encode()) % len(urls)], min(urls, key=lambda one: load[one])
-        far_more = load[home] > max(load[idlest] + FAR_MORE_REQUESTS, load[idlest] * FAR_MORE_TIMES)
-        return idlest if far_more else home
 
     def close(self) -> None:
         with self._lock:

@@ -6,11 +6,13 @@ whose target is missing, so `check` proves at the start that all are in force.
 
 from __future__ import annotations
 
+import json
 import os
 import pkgutil
 from typing import Any
 
 from instep_engine.guard import KEY_VARIABLE
+from instep_engine.sglang_form import MORE_LABEL
 
 SERVER = "sglang.srt.entrypoints.http_server._setup_and_run_http_server"
 VALIDATE = "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request"
@@ -114,11 +116,15 @@ def name_adapter(manager: Any, obj: Any) -> None:
 
 
 def expand(manager: Any, obj: Any, request: Any = None) -> None:
-    """Make a batch of a request for n responses.
+    """Add to a request what sglang-router would have dropped. Make a batch of a request for n responses.
 
     Response i gets `sampling_seed + i`; SGLang would sample n equal ones. A client cannot send such a batch through
     sglang-router, which takes one set of sampling parameters.
     """
+    labels = getattr(obj, "custom_labels", None) or {}  # a request for an embedding has none
+    if more := labels.pop(MORE_LABEL, None):
+        for name, value in json.loads(more).items():
+            setattr(obj, name, value)
     if isinstance(obj.sampling_params, list):
         obj.sampling_params = [_named(params) for params in obj.sampling_params]
         return

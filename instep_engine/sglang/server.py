@@ -6,7 +6,7 @@ SGLang's own routes stay as they are. instep's are those of its other engines:
     POST /pause?mode=abort|wait|keep   POST /resume   POST /abort_requests   POST /reset_prefix_cache
     POST /sleep?level=1|2   POST /wake_up?tags=weights|kv_cache
     POST /start_weight_update {"protocol", "version", "nonce"}   POST /update_weights {"update_info": {...}}
-    POST /finish_weight_update {"weight_version"}
+    POST /finish_weight_update {"weight_version"}   POST /lease (`lease.py`)
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from collections.abc import Callable
 from typing import Any
 
 from instep_engine.guarded import Guarded
-from instep_engine.sglang.weights import ADAPTER, FORMAT
+from instep_engine.lease import Keeper, NoLease, end_server
+from instep_engine.sglang.weights import ADAPTER, FORMAT, STREAMS
 
 LOOK_SECONDS = 0.02  # between two looks for requests under way; SGLang itself looks once a second
 IDLE_SECONDS = 30.0
@@ -38,6 +39,7 @@ class Control:
         self._asleep: set[str] = set()
         self._brings_adapter = False
         self._pauses = 0  # how often generation was paused or resumed
+        self.keeper = Keeper(self.resume, end_server)
 
     @property
     def version(self) -> str:
@@ -82,7 +84,12 @@ class Control:
 
         self._pauses += 1  # a call that still waits for requests gives up
         await self.manager.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
+        self.keeper.lease.end()
         return {"status": "resumed"}
+
+    async def lease(self, body: dict[str, Any]) -> dict[str, Any]:
+        self.keeper.lease.ask(body)
+        return {}
 
     async def abort_requests(self) -> dict[str, Any]:
         under_way = len(self.manager.rid_to_state)
@@ -125,9 +132,11 @@ class Control:
         return {}
 
     async def start_weight_update(self, body: dict[str, Any]) -> dict[str, Any]:
+        self.keeper.lease.check()
         self.session, self._brings_adapter = None, False
         await self._call({"call": "start", **{name: body[name] for name in ("protocol", "version", "nonce")}})
         self.session = body["version"], body["nonce"]
+        self.keeper.begun(body["version"])
         return {}
 
     async def update_weights(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -135,16 +144,20 @@ class Control:
             raise Refusal(400, "WeightMismatch[]: no session was announced, or it was refused")
         if not isinstance(body["update_info"], dict):
             raise Refusal(400, "update_info is no JSON object")
-        await self._call({"call": "update", "info": body["update_info"]})
-        self._brings_adapter |= str(body["update_info"]["backend"]).startswith("lora")
+        backend = str(body["update_info"]["backend"])
+        with self.keeper.loading(backend, several=backend in STREAMS):
+            await self._call({"call": "update", "info": body["update_info"]})
+        self._brings_adapter |= backend.startswith("lora")
         return {}
 
     async def finish_weight_update(self, body: dict[str, Any]) -> dict[str, Any]:
         if self.session is None or self.session[0] != body["weight_version"]:
             raise Refusal(400, f"WeightMismatch[]: no session of version {body['weight_version']} is under way")
+        self.keeper.lease.check()
         if self._brings_adapter:
             await self._load_adapter("@".join(self.session))
         await self._call({"call": "finish"}, body["weight_version"])
+        self.keeper.finished()
         self.session = None
         return {}
 
@@ -211,7 +224,7 @@ def add_routes(app: Any, manager: Any) -> Control:
         **{
             f"/{method.__name__}": ("POST", method)
             for method in (
-                *(control.pause, control.resume, control.abort_requests, control.reset_prefix_cache),
+                *(control.pause, control.resume, control.lease, control.abort_requests, control.reset_prefix_cache),
                 *(control.sleep, control.wake_up, control.start_weight_update),
                 *(control.update_weights, control.finish_weight_update),
             )
@@ -239,6 +252,8 @@ def _answering(function: Callable[..., Any]) -> Callable[..., Any]:
             return JSONResponse(await function(**{name: value for name, value in given.items() if name in takes}))
         except Refusal as refusal:
             status, message = refusal.args
+        except NoLease as refusal:
+            status, message = 400, str(refusal)
         except (ValueError, KeyError, TypeError) as error:
             status, message = 400, f"the request has another form: {error!r}"
         return JSONResponse({"error": {"message": message, "code": status}}, status)

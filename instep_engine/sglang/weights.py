@@ -26,6 +26,7 @@ import torch
 from instep_engine import PROTOCOL
 from instep_engine.bucket import checkpoint_shapes
 from instep_engine.direct import DirectLoader
+from instep_engine.lease import LOADED
 from instep_engine.manifest import WeightMismatch
 from instep_engine.receiving import Receiving
 
@@ -174,7 +175,7 @@ class Weights(Receiving):
             self._loader.load(tensors)
         except (KeyError, ValueError, AssertionError, RuntimeError) as error:
             first = next(iter(tensors), None)
-            raise WeightMismatch(f"the model cannot load these weights: {error!r}", first) from error
+            raise WeightMismatch(f"the model cannot load these weights: {error!r}{LOADED}", first) from error
         return tensors
 
     def load_adapter(self, tensors: dict[str, torch.Tensor], config: dict[str, Any], lasting: bool) -> None:

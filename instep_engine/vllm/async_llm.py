@@ -11,21 +11,16 @@ or the trainer has written in place.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import inspect
 import logging
-import multiprocessing
-import os
-import signal
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from instep_engine.lease import Keeper
+from instep_engine.lease import Keeper, end_server
 from instep_engine.vllm.fast.versions import tell
 
 logger = logging.getLogger("vllm.instep")
-GRACE = 10.0  # seconds from SIGTERM to the end
 WRAPPED = ("init_weight_transfer_engine", "update_weights", "finish_weight_update", "resume_generation")  # of AsyncLLM
 
 
@@ -39,15 +34,7 @@ class Loaded:
     count = 0
 
 
-async def _end_server() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
-    await asyncio.sleep(GRACE)
-    for child in multiprocessing.active_children():  # its engine core
-        child.kill()
-    os._exit(1)
-
-
-def install(llm: Any, end: Callable[[], Awaitable[None]] = _end_server) -> None:
+def install(llm: Any, end: Callable[[], Awaitable[None]] = end_server) -> None:
     """Let servers with an engine of the class `llm`, vLLM's `AsyncLLM`, keep a lease. Once in a process.
 
     A class without the known methods keeps no lease, and its workers refuse a trainer that requests one.

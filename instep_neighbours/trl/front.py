@@ -24,7 +24,7 @@ from instep.engines import keys
 from instep.engines.bodies import AS_THEY_COME, body_of
 from instep.engines.gate_main import MAX_BODY, forward
 from instep.engines.http import checked_socket, message
-from instep.engines.kind import served_dtype
+from instep.engines.kind import kind_of, served_dtype
 from instep.engines.wire import GENERATE
 from instep.errors import InstepError
 from instep.rollout.request_gate import gate
@@ -78,7 +78,7 @@ class Front:
         self, args: Args, url: str, model: str, access: Access, host: str, updates: Updates, serves: Callable[[], bool]
     ):
         self._serves, self._args, self._url, self._model, self._host = serves, args, url, model, host
-        self._access, self._updates = access, updates
+        self._access, self._updates, self._kind = access, updates, kind_of(args.rollout_backend)
         hosts = keys.server_environment(args)[HOSTS_VARIABLE].split(",")
         self._guard = Guard(keys.run_key(), EVERYONE, [*hosts, "0.0.0.0", host])
         self._texts, self._dtype = Texts(tokenizer_of(args)), f"torch.{served_dtype(args)}"
@@ -209,10 +209,12 @@ class Front:
         if not self._serves():
             raise Refused("no engine is ready: one is restarting", 503)
         async with gate().admitted(self._url):
-            return await forward(self._http, http, self._url, keys.key_of(self._url))
+            return await forward(self._http, http, self._url, keys.key_of(self._url), self._kind.router)
 
     async def _ask(self, payloads: Sequence[Body]) -> list[Body]:
         """Return the engines' answers, in order. If one refuses, all others are cancelled."""
+        if self._kind.wire.generate_route != GENERATE:
+            raise Refused(f"{self._kind.title} answers OpenAI's requests here; TRL's need --rollout-backend vllm", 501)
         self._check_whole()
         try:
             async with asyncio.TaskGroup() as group:

@@ -13,16 +13,17 @@ from instep.arguments.parse import parse
 from instep.cluster.joint import JointProcess
 from instep.controller import fleet as fleet_module
 from instep.controller import health
+from instep.controller.device import resolve_on_machine
 from instep.controller.fleet import Fleet
 from instep.engines.engine import Engine, external_engines
 from instep.engines.kind import kind_of
 from instep.engines.vllm import SILENT_HEARTBEATS, VllmKind
 from instep.errors import ConfigError, EngineError
-from instep.rollout.request_gate import gate
 from instep.system.ports import free_port
 from instep.system.processes import SupervisedProcess
 from tests.bounds import allowed, until
 from tests.e2e.commands import grpo_arguments
+from tests.sglang_worker import Worker
 
 
 class Server(ThreadingHTTPServer):
@@ -68,11 +69,16 @@ class Handler(BaseHTTPRequestHandler):
         self.do_GET()
 
 
+def fleet_arguments(tiny, tmp_path, engines, *words):
+    addresses = ["--rollout-external-engine-addrs", *(engine.address for engine in engines)]
+    return parse(grpo_arguments(tiny, tmp_path, "--rollout-backend", "embedded", *addresses, *words)[1:], "train")
+
+
 def fleet_of(tiny, tmp_path, engines, router=None, status=lambda _: None):
-    words = ["--rollout-backend", "embedded", "--rollout-external-engine-addrs", *(e.address for e in engines)]
+    words = []
     if router is not None:
-        words += ["--vllm-router-ip", "127.0.0.1", "--vllm-router-port", str(router.server_port)]
-    args = parse(grpo_arguments(tiny, tmp_path, *words)[1:], "train")
+        words = ["--vllm-router-ip", "127.0.0.1", "--vllm-router-port", str(router.server_port)]
+    args = fleet_arguments(tiny, tmp_path, engines, *words)
     return Fleet(args, external_engines(args), restart=None, log_dir=tmp_path, status=status)
 
 
@@ -130,17 +136,33 @@ def test_an_engine_of_somebody_else_comes_back(tiny, tmp_path, fast):
         fleet.wait_ready(10)
         fleet.admit(fleet.engines)
         urls = [engine.url for engine in fleet.engines]
-        assert router.workers == sorted(urls) and gate().members == tuple(urls)
+        assert router.workers == sorted(urls)
         first.well = False
         until(lambda: router.workers == urls[1:])
         fleet.check()
-        assert gate().members == (urls[1],)  # what the router would drop goes to this one
         first.well = True
         until(fleet.waiting)
         fleet.admit(fleet.waiting())
         assert sorted(router.workers) == sorted(urls)
         fleet.close()
-    gate().reset()
+
+
+def test_engines_of_sglang_need_no_flag_for_their_router(tiny, tmp_path):
+    with Server() as router:
+        engine = Worker("key")
+        engine.address = engine.url.removeprefix("http://")
+        fleet = fleet_of(tiny, tmp_path, [engine], router)
+        with pytest.raises(ConfigError, match="engine 0 needs sglang-router, and vllm-router stands before") as caught:
+            fleet.wait_ready(10)
+        assert caught.value.remedy == "give --rollout-backend sglang, and engines of one kind"
+        fleet.close()
+        for named, found in (("auto", "sglang"), ("embedded", "embedded")):
+            args = fleet_arguments(tiny, tmp_path, [engine], "--rollout-backend", named)
+            assert resolve_on_machine(args, with_engines=True).rollout_backend == found
+        engine.shutdown()
+        engine.server_close()
+        args = args.replace(rollout_backend="auto")
+        assert resolve_on_machine(args, with_engines=True).rollout_backend == "embedded"  # it does not answer yet
 
 
 def of_processes(tiny, tmp_path, codes, router_port=1, kind=None, **options):

@@ -24,7 +24,7 @@ from instep_engine import MEMORY_VARIABLE
 from instep_engine.lease import EXPIRED, HELD
 from instep_engine.place import GOLDEN, SYNC
 from tests.assets import make_checkpoint
-from tests.e2e.commands import ENVIRONMENT, grpo_arguments, on_vllm
+from tests.e2e.commands import ENVIRONMENT, grpo_arguments, on_sglang, on_vllm
 from tests.e2e.lease_holder import LEASE
 
 PAUSE, RESUME = 'engine.pause("abort", timeout=30)', "engine.resume(timeout=30)"
@@ -69,15 +69,19 @@ def memory() -> Iterator[Path]:
         yield folder
 
 
-@pytest.fixture(scope="module", params=["embedded", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.slow])])
+FLAGS = {"embedded": ["--rollout-backend", "embedded"], "vllm": on_vllm(), "sglang": on_sglang()}
+OTHERS = [pytest.param(name, marks=[getattr(pytest.mark, name), pytest.mark.slow]) for name in ("vllm", "sglang")]
+
+
+@pytest.fixture(scope="module", params=["embedded", *OTHERS])
 def served(
     request: pytest.FixtureRequest, tiny: Path, memory: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engine]:
     """An engine; the embedded one shares its memory."""
     folder = tmp_path_factory.mktemp("served")
     model = make_checkpoint(folder / "hf", head_dim=32)
-    flags = on_vllm() if request.param == "vllm" else ["--rollout-backend", "embedded"]
-    args = parse(grpo_arguments(tiny, folder, "--hf-checkpoint", str(model), *flags)[1:], "train")
+    words = ["--hf-checkpoint", str(model), *FLAGS[request.param]]
+    args = parse(grpo_arguments(tiny, folder, *words)[1:], "train")
     args = args.replace(device="cpu", precision="fp32", rollout_backend=request.param)
     env = {MEMORY_VARIABLE: str(memory)} if request.param == "embedded" else {}
     engine = start_engine(args, plan_engines(args)[0], num_threads=1, log_dir=folder / "logs", env=env)
@@ -129,8 +133,8 @@ def test_a_trainer_that_stood_still_meanwhile_is_refused(served: Engine) -> None
 
 
 def test_weights_that_a_killed_trainer_has_half_written_are_served_to_nobody(served: Engine, memory: Path) -> None:
-    if served.kind.name == "vllm":
-        pytest.skip("a vLLM with buckets; tests/unit/test_lease.py has what its server does")
+    if served.kind.name != "embedded":
+        pytest.skip("a server with buckets; tests/unit/test_lease.py has what its server does")
     before = served.prompt_log_probs(TOKENS, timeout=60)
     writer = Controller(served, folder=str(memory))
     assert writer.do(ATTACH) == "done" and writer.do("[view.mul_(2) for view in views]") == "done"
@@ -152,7 +156,7 @@ def test_weights_that_a_killed_trainer_has_half_written_are_served_to_nobody(ser
 
 
 def test_an_engine_with_weights_of_a_session_that_did_not_end_serves_nothing(served: Engine) -> None:
-    """vLLM ends, and the embedded engine refuses all requests until a session has succeeded. The last test: it ends."""
+    """vLLM and SGLang end. The embedded engine refuses all requests until a session has succeeded. The last test."""
     assert served.process is not None
     controller = Controller(served)
     with Scratch(GOLDEN) as root:
@@ -162,7 +166,7 @@ def test_an_engine_with_weights_of_a_session_that_did_not_end_serves_nothing(ser
         info = {"backend": "disk", "path": str(root / "hf")}
         assert controller.do(f"engine.update({info!r}, timeout=60)") == "done"
         controller.end()
-        if served.kind.name == "vllm":
+        if served.kind.name != "embedded":
             assert within(90.0, lambda: served.process is not None and not served.process.alive())
             return
     assert within(60.0, lambda: not paused(served))

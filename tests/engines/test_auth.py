@@ -78,7 +78,17 @@ def test_a_server_without_its_key_is_a_named_error(engine: Engine) -> None:
 def gate(request: Any, server: ControlledEngine, tmp_path_factory: Any) -> Iterator[tuple[Gate, str]]:
     """A gate before an embedded engine, and the key of its clients."""
     port, log = free_port(), tmp_path_factory.mktemp("gate") / "log.txt"
-    command = [sys.executable, "-m", "instep.engines.gate_main", "--port", str(port), "--to", server.url]
+    command = [
+        sys.executable,
+        "-m",
+        "instep.engines.gate_main",
+        "--backend",
+        "embedded",
+        "--port",
+        str(port),
+        "--to",
+        server.url,
+    ]
     env = {KEY_VARIABLE: keys.run_key(), GENERATE_VARIABLE: request.param}
     gate = Gate(f"http://127.0.0.1:{port}", SupervisedProcess("gate", command, log, env))
     gate.wait_ready(30)
@@ -128,7 +138,7 @@ def test_a_gate_passes_generation_on(gate: tuple[Gate, str], tiny_model: Path) -
 
 def test_a_gate_without_an_engine_is_a_503(tmp_path: Path) -> None:
     port = free_port()
-    command = [sys.executable, "-m", "instep.engines.gate_main", "--port", str(port)]
+    command = [sys.executable, "-m", "instep.engines.gate_main", "--backend", "embedded", "--port", str(port)]
     command += ["--to", f"http://127.0.0.1:{free_port()}"]
     env = {KEY_VARIABLE: "x", GENERATE_VARIABLE: EVERYONE}
     gate = Gate(f"http://127.0.0.1:{port}", SupervisedProcess("gate", command, tmp_path / "log.txt", env))

@@ -24,10 +24,11 @@ from instep.engines import keys
 from instep.engines.engine import Engine
 from instep.engines.kind import kind_of
 from instep.engines.router import Router
-from instep.engines.sglang_router import SglangRouter
-from instep.errors import ConfigError, EngineError, NoAnswerError
-from instep.rollout.http import SESSION_HEADER, post
-from instep.rollout.request_gate import RequestGate, gate
+from instep.engines.sglang_router import PASSED, SglangRouter
+from instep.errors import ConfigError, EngineError
+from instep.rollout.http import post
+from instep.rollout.request_gate import gate
+from instep_engine.sglang import expand
 from tests.bounds import until
 from tests.plans import arguments
 from tests.sglang_worker import Worker
@@ -244,11 +245,15 @@ SAMPLING: dict[str, Any] = {
     **{"sampling_seed": 1, "json_schema": "{}", "custom_params": {"a": 1}, "logit_bias": {"1": 1.0}},
     **{"stop_regex": ["a"], "structural_tag": "a", "stream_interval": 2, "spaces_between_special_tokens": False},
 }
-EXPERTS: dict[str, Any] = {"input_ids": [5, 6], "return_routed_experts": True, "sampling_params": SAMPLING}
+EXPERTS: dict[str, Any] = {
+    "input_ids": [5, 6],
+    "return_routed_experts": True,
+    "sampling_params": {"temperature": 0.5, "logit_bias": {"5": 1.0}, "custom_params": {"a": 1}},
+}
 
 
 @pytest.mark.sglang_router
-def test_the_router_drops_what_it_is_known_to_drop(router: Router, workers: list[Worker]) -> None:
+def test_what_the_router_is_known_to_drop(router: Router, workers: list[Worker]) -> None:
     router.set_members([workers[0].url])
     requests = [{**prompt(5), name: value} for name, value in FIELDS.items()]
     requests += [{"input_ids": [5], "sampling_params": {name: value}} for name, value in SAMPLING.items()]
@@ -257,46 +262,46 @@ def test_the_router_drops_what_it_is_known_to_drop(router: Router, workers: list
         _, body = workers[0].asked.pop()
         params = body["sampling_params"]
         arrived = {**body, "sampling_params": {k: params[k] for k in payload["sampling_params"] if k in params}}
-        assert ({**arrived, **payload} != arrived) is SglangRouter.drops("/generate", payload), payload
-    assert sum(SglangRouter.drops("/generate", payload) for payload in requests) == 12 + 6
+        assert ({**arrived, **payload} != arrived) is is_packed(payload), payload
+    assert sum(map(is_packed, requests)) == 12 + 6
+
+
+def is_packed(payload: dict[str, Any]) -> bool:
+    return SglangRouter.packed("/generate", payload) is not payload
 
 
 @pytest.mark.sglang_router
-def test_what_the_router_drops_goes_to_an_engine(router: Router, workers: list[Worker]) -> None:
-    asyncio.run(post(router.url + "/generate", EXPERTS))
+def test_what_the_router_drops_reaches_the_engine(router: Router, workers: list[Worker]) -> None:
+    gate().guarded, gate().packed = router.url, router.packed
+    asyncio.run(post(router.url + "/generate", {**EXPERTS, "custom_labels": {"a": "b"}}))
     ((_, body),) = [one for worker in workers for one in worker.asked]
     assert "return_routed_experts" not in body and "custom_params" not in body["sampling_params"]
-    for worker in workers:
-        worker.reset()
-    gate().guarded, gate().drops = router.url, router.drops
-    gate().members = tuple(worker.url for worker in workers)
-    asyncio.run(post(router.url + "/generate", EXPERTS))
-    ((worker, (key, body)),) = [(worker, one) for worker in workers for one in worker.asked]
-    assert body == EXPERTS and key == f"Bearer {worker.key}"
-    worker.reset()
-    asyncio.run(post(router.url + "/generate", prompt(1)))
-    assert [body for worker in workers for _, body in worker.asked if "log_metrics" in body]  # a field of the router's
+    asked = SimpleNamespace(**body, text=None)
+    expand(None, asked)
+    assert asked.return_routed_experts is True and asked.sampling_params == EXPERTS["sampling_params"]
+    assert asked.custom_labels == {"a": "b"}
 
 
-def test_a_request_for_an_engine_waits_until_one_serves(workers: list[Worker]) -> None:
-    """The engine that it was sent to has died: the next attempt goes to another one."""
-    gate().guarded, gate().drops = "http://127.0.0.1:9", SglangRouter.drops
-    with pytest.raises(NoAnswerError, match="2 attempts failed, the last with .*no engine serves now"):
-        asyncio.run(post("http://127.0.0.1:9/generate", EXPERTS, max_retries=1))
-    gate().members = ("http://127.0.0.1:9",)
+def test_what_the_router_drops_rides_in_a_label(workers: list[Worker]) -> None:
+    gate().guarded, gate().packed = workers[0].url, SglangRouter.packed
+    asyncio.run(post(workers[0].url + "/generate", EXPERTS))
+    ((_, body),) = workers[0].asked
+    rest = {"return_routed_experts": True, "sampling_params": EXPERTS["sampling_params"]}
+    assert body == {**EXPERTS, "custom_labels": {"instep": json.dumps(rest)}}
 
-    async def dies() -> None:
-        asked = asyncio.create_task(post("http://127.0.0.1:9/generate", EXPERTS, max_retries=4))
-        await asyncio.sleep(0.1)
-        gate().members = (workers[1].url,)
-        await asked
 
-    asyncio.run(dies())
-    assert [body for _, body in workers[1].asked] == [EXPERTS]
+def test_the_plugin_unpacks_what_rides_in_a_label() -> None:
+    batch = {"sampling_params": [{"top_k": 1}, EXPERTS["sampling_params"]], "custom_labels": {"a": "b"}}
+    for one in (EXPERTS, EXPERTS | batch):
+        packed = SglangRouter.packed("/generate", one)
+        passed = {name: value for name, value in packed.items() if name in PASSED} | {"sampling_params": {"n": 1}}
+        asked = SimpleNamespace(**passed, text=None)
+        expand(None, asked)
+        assert vars(asked) == {"custom_labels": {}, **one, "text": None}
 
 
 @pytest.mark.parametrize(
-    ("payload", "dropped"),
+    ("payload", "packed"),
     [
         ({"return_routed_experts": True}, True),
         ({"return_routed_experts": False, "sampling_params": {"spaces_between_special_tokens": True}}, False),
@@ -304,28 +309,9 @@ def test_a_request_for_an_engine_waits_until_one_serves(workers: list[Worker]) -
         ({"sampling_params": [{"temperature": 1.0}, {"custom_params": {"a": 1}}]}, True),
     ],
 )
-def test_which_requests_go_to_an_engine(payload: dict[str, Any], dropped: bool) -> None:
-    assert SglangRouter.drops("/generate", payload) is dropped
-    assert not SglangRouter.drops("/v1/completions", payload) and not Router.drops("/generate", payload)
-
-
-def test_requests_of_a_session_share_an_engine_unless_it_is_far_busier() -> None:
-    policy, asked = RequestGate(), {"return_routed_experts": True}
-    policy.guarded, policy.drops, policy.members = "http://r", SglangRouter.drops, ("http://a", "http://b")
-    idle = {"http://a/generate": 0, "http://b/generate": 0}
-    homes = {i: policy.url_of("http://r/generate", asked, f"group-{i}", idle) for i in range(16)}
-    assert {*homes.values()} == {*idle} and homes == {
-        i: policy.url_of("http://r/generate", asked, f"group-{i}", idle) for i in range(16)
-    }
-    for n, stays in ((10, True), (11, False)):
-        url = policy.url_of("http://r/generate", asked, "group-3", idle | {homes[3]: n})
-        assert (url == homes[3]) is stays
-    assert policy.url_of("http://r/generate", asked, "group-3", {one: 100 + 19 * (one == homes[3]) for one in idle})
-    prompts = [policy.url_of("http://r/generate", asked | {"input_ids": [i]}, "", idle) for i in (1, 1, 2, 3, 4, 5)]
-    assert prompts[0] == prompts[1] and len({*prompts}) == 2
-    assert policy.url_of("http://x/generate", asked, "", idle) == "http://x/generate"  # another model's
-    assert policy.url_of("http://r/v1/models", None, "", idle) == "http://r/v1/models"
-    assert SESSION_HEADER == "x-session-id"
+def test_which_requests_have_a_label(payload: dict[str, Any], packed: bool) -> None:
+    assert is_packed(payload) is packed
+    assert SglangRouter.packed("/v1/completions", payload) is Router.packed("/generate", payload) is payload
 
 
 # ---- its command line, and older ones

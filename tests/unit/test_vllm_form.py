@@ -6,7 +6,9 @@ import json
 
 import pytest
 
-from instep.engines.gate_main import _known_to_routers
+from instep.engines.gate_main import _known_to
+from instep.engines.router import Router
+from instep.engines.sglang_router import SglangRouter
 from instep_engine import sglang_form
 from instep_engine.vllm_form import Asked, for_router, is_asked
 
@@ -33,10 +35,15 @@ def test_a_request_comes_through_a_router_as_it_was() -> None:
 
 
 def test_a_gate_changes_this_form_alone() -> None:
-    body, headers = _known_to_routers(json.dumps(BODY).encode())
+    body, headers = _known_to(Router, json.dumps(BODY).encode())
     assert json.loads(body) == {"input_ids": [4, 5]} and is_asked({}, headers[0])
     other = json.dumps({"text": 'a "prompt"'}).encode()
-    assert _known_to_routers(other) == (other, [])
+    assert _known_to(Router, other) == _known_to(SglangRouter, other) == (other, [])
+    more = {"text": "x", "sampling_params": {"n": 1, "logit_bias": {"5": 1.0}}}
+    body, headers = _known_to(SglangRouter, json.dumps(more).encode())
+    assert headers == [] and json.loads(json.loads(body)["custom_labels"]["instep"]) == {
+        "sampling_params": more["sampling_params"]
+    }
     with pytest.raises(ValueError, match="sampling parameters of"):
         for_router({**BODY, "stop": ["x" * 5000]})
 

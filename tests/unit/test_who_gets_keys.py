@@ -159,7 +159,7 @@ def test_another_user_at_the_port_of_a_server_gets_no_key(server: Any) -> None:
 def test_a_gate_hands_no_key_on_to_another_user(server: Any, tmp_path: Path) -> None:
     url, seen = server
     args: Any = SimpleNamespace(
-        command="serve", api_key_file=None, no_api_key=False, allowed_hosts=None, vllm_router_ip=None
+        command="serve", api_key_file=None, no_api_key=False, allowed_hosts=None, rollout_backend="vllm"
     )
     for user, status in ((os.geteuid(), 200), (os.geteuid() + 1, 503)):
         keys.know(url, keys.run_key(), user=user)
