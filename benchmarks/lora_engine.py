@@ -186,7 +186,10 @@ def cell(order: dict[str, Any]) -> None:
         llm.generate([{"prompt_token_ids": each} for each in ids], draw, lora_request=with_it, use_tqdm=False)
         rates.append(len(ids) * RESPONSE / (time.monotonic() - began))
     rate = statistics.median(rates[1:]) if rates else None  # the first load warms up
-    print(json.dumps({"kind": kind, "tokens_per_s": rate, "rates": rates, "decoded": decoded, "log_probs": log_probs}))
+    found = {"kind": kind, "tokens_per_s": rate, "rates": rates, "decoded": decoded, "log_probs": log_probs}
+    print(json.dumps(found), flush=True)
+    llm.llm_engine.engine_core.shutdown()
+    os._exit(0)  # at the interpreter's end a thread of vLLM's aborts the process now and then
 
 
 def answered(llm: Any, prompts: list[dict[str, Any]], adapters: Any) -> dict[str, float]:
