@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import xxhash
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from instep_engine.mapped import cuda_record, file_record, new_file
@@ -61,6 +62,20 @@ def file_memory(folder: Path, rank: int, num_bytes: int) -> tuple[Memory, torch.
             "(docker: --shm-size), or use --weight-sync shm"
         ) from error
     return Memory(file_record(path, num_bytes), data.data_ptr(), data.data_ptr() + num_bytes), data
+
+
+def move(parameters: Iterable[nn.Parameter], folder: Path, rank: int) -> Memory:
+    """Give each parameter a place in one memory, with its values. Raises CannotShare: there is no room for it."""
+    places, end = [], 0
+    for parameter in parameters:
+        places.append((parameter, end))
+        end += -(-parameter.nbytes // ALIGNMENT) * ALIGNMENT
+    memory, data = file_memory(folder, rank, end)
+    for parameter, offset in places:
+        view = data[offset : offset + parameter.nbytes].view(parameter.dtype).view(parameter.shape)
+        view.copy_(parameter.data)
+        parameter.data = view
+    return memory
 
 
 def cuda_memories(parameters: Iterable[torch.Tensor], device: torch.device) -> list[Memory]:
@@ -179,6 +194,34 @@ class Recorder(TorchDispatchMode):
                 self.slices.setdefault(name, []).append(Slice(target.detach(), place, stride, number))
                 return
         self.unknown.append(tuple(target.shape))
+
+
+def check_record(recorder: Recorder, model: nn.Module, vocabulary: type[nn.Module]) -> None:
+    """Check that each parameter comes from plain copies of the checkpoint's weights, except padded vocabulary rows.
+
+    Args:
+        vocabulary: the class of layers that may have more rows than the checkpoint.
+
+    Raises:
+        CannotShare: the error names the parameter or the weight.
+    """
+    if recorder.unknown:
+        what = f"something of shape {recorder.unknown[0]} is not a plain copy of a weight of the checkpoint"
+        raise CannotShare(f"--weight-sync single-copy: {what}; use --weight-sync shm")
+    for name, parts in recorder.slices.items():
+        for part in parts:
+            if not torch.equal(part.view, part.held(recorder.sources[name])):
+                raise CannotShare(f"{name} is not what the engine holds after it was loaded: it is transformed")
+    covered: dict[int, int] = {}
+    starts = [(part.view.data_ptr(), part.view.numel()) for parts in recorder.slices.values() for part in parts]
+    for path, layer in model.named_modules():
+        for name, p in layer.named_parameters(recurse=False):
+            begin, stop = p.data_ptr(), p.data_ptr() + p.numel() * p.element_size()
+            covered[begin] = sum(n for at, n in starts if begin <= at < stop)
+            padded = isinstance(layer, vocabulary) and covered[begin] > 0
+            if covered[begin] != p.numel() and not padded:
+                what = f"{covered[begin]} of {p.numel()} elements of {path}.{name} come from the checkpoint"
+                raise CannotShare(f"--weight-sync single-copy: {what}; use --weight-sync shm")
 
 
 class Sample:

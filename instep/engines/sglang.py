@@ -96,11 +96,10 @@ class SglangKind(EngineKind):
                 where=f"{', '.join(names)} beside {self.meant_by(args) or '--rollout-backend sglang'}",
                 remedy=f"use SGLang's flags of the same meaning, or {READS_VLLM}",
             )
-        if args.weight_sync == SINGLE_COPY:
-            what = "SGLang's weights are not shared with the trainer"
-            yield ConfigError(
-                what, where="--weight-sync single-copy", remedy="use ipc or shm, or --rollout-backend vllm"
-            )
+        if args.weight_sync == SINGLE_COPY and args.rollout_external_engine_addrs:
+            what = "an SGLang that already runs does not share its weights"
+            where = "--weight-sync single-copy with --rollout-external-engine-addrs"
+            yield ConfigError(what, where=where, remedy="use ipc or shm, or let the run start it")
         if args.pause_mode == "keep" and args.weight_sync in OF_ADAPTERS:
             what = "a response that continues after a sync would need the last adapter, which is gone"
             yield ConfigError(what, where="--pause-mode keep with --weight-sync lora", remedy="use abort or wait")

@@ -11,6 +11,7 @@ import os
 import pkgutil
 from typing import Any
 
+from instep_engine import MEMORY_VARIABLE
 from instep_engine.guard import KEY_VARIABLE
 from instep_engine.sglang_form import MORE_LABEL
 
@@ -18,7 +19,8 @@ SERVER = "sglang.srt.entrypoints.http_server._setup_and_run_http_server"
 VALIDATE = "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request"
 GENERATE = "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request"
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler.__init__"
-UPDATE = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.update_weights_from_tensor"
+UPDATERS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+UPDATE = f"{UPDATERS}.update_weights_from_tensor"
 RESOLVE = "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_and_resolve_lora"
 ADAPTERS = "sglang.srt.lora.lora_manager.LoRAManager.load_lora_adapter_from_tensors"
 SEEDS = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch"
@@ -42,6 +44,7 @@ def register() -> None:
     HookRegistry.register(GENERATE, expand, HookType.BEFORE)
     HookRegistry.register(RESOLVE, name_adapter, HookType.BEFORE)
     HookRegistry.register(SCHEDULER, check, HookType.BEFORE)
+    HookRegistry.register(SCHEDULER, share, HookType.AFTER)
     HookRegistry.register(UPDATE, update, HookType.AROUND)
     HookRegistry.register(ADAPTERS, load_adapter, HookType.AROUND)
     HookRegistry.register(SEEDS, add_seeds, HookType.AFTER)
@@ -64,6 +67,14 @@ def check(*_: Any, **__: Any) -> None:
         from sglang.version import __version__
 
         raise RuntimeError(f"instep: SGLang {__version__} has no {', '.join(missing)}, which the weight sync needs")
+
+
+def share(result: Any, scheduler: Any, *_: Any, **__: Any) -> None:
+    """Share the weights with the trainer (`--weight-sync single-copy`), before the server is ready."""
+    if MEMORY_VARIABLE in os.environ:
+        from instep_engine.sglang.single_copy import Shared
+
+        Shared.of(scheduler.tp_worker.model_runner.weight_updater)
 
 
 def _function(name: str) -> Any:

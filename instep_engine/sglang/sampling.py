@@ -31,7 +31,10 @@ def sample(
     need_min_p_sampling: bool,
     sampling_seed: torch.Tensor,
     positions: torch.Tensor,
-) -> torch.Tensor:
+    *,
+    return_filtered_probs: bool = False,
+    max_top_k: int | None = None,
+) -> Any:
     """Sample as SGLang's function with these arguments does, with the noise of a token tied to its id.
 
     SGLang ties it to the rank of the token, but only if some request of the batch has a top-p, top-k or min-p. Then the
@@ -41,7 +44,8 @@ def sample(
         probs: float32 `[num_requests, vocab_size]`; the others `[num_requests]`.
 
     Returns:
-        Token ids, int32 `[num_requests]`.
+        Token ids, int32 `[num_requests]`. With `return_filtered_probs` (from 0.5.19) also the kept probabilities in
+        descending order, their ids, and the probabilities of the tokens.
     """
     from sglang.srt.layers.sampler import multinomial_with_seed
 
@@ -52,7 +56,11 @@ def sample(
         keep &= ordered >= ordered[:, :1] * min_ps[:, None]
     kept = torch.zeros_like(keep).scatter(-1, order, keep)
     log_probs = probs.log().masked_fill(~kept, -torch.inf)
-    return multinomial_with_seed(log_probs, sampling_seed, positions).view(-1).to(torch.int32)
+    tokens = multinomial_with_seed(log_probs, sampling_seed, positions).view(-1, 1)
+    ids = tokens.view(-1).to(torch.int32)
+    if not return_filtered_probs:
+        return ids
+    return ids, ordered * keep, order.to(torch.int32), probs.gather(-1, tokens).view(-1)
 
 
 def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, col_indices: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ SGLang's own routes stay as they are. instep's are those of its other engines:
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Callable
 from typing import Any
@@ -167,9 +168,11 @@ class Control:
         SGLang would load an adapter again, by itself, for a request with the old name.
         """
         from sglang.srt.managers.io_struct import LoadLoRAAdapterFromTensorsReqInput, UnloadLoRAAdapterReqInput
+        from sglang.srt.utils import MultiprocessingSerializer
 
+        nothing = [MultiprocessingSerializer.serialize({})] * self.manager.server_args.tp_size  # schedulers have it
         request = LoadLoRAAdapterFromTensorsReqInput(
-            lora_name=ADAPTER + name, config_dict={}, serialized_named_tensors=self._for_ranks({})
+            lora_name=ADAPTER + name, config_dict={}, serialized_named_tensors=nothing
         )
         loaded = await self.manager.load_lora_adapter_from_tensors(request)
         if not loaded.success:
@@ -188,20 +191,14 @@ class Control:
         if refused := [one.error_message for one in results if not one.success]:
             raise Refusal(400, f"WeightMismatch[]: the last adapter cannot be unloaded: {refused[0]}")
 
-    def _for_ranks(self, asked: dict[str, Any]) -> list[bytes]:
-        """Return JSON in the form in which SGLang's processes exchange tensors, once for each rank."""
-        from sglang.srt.utils import MultiprocessingSerializer
-
-        return [MultiprocessingSerializer.serialize(asked)] * self.manager.server_args.tp_size
-
     async def _call(self, asked: dict[str, Any], version: str | None = None) -> None:
         """Let all schedulers answer a call of a session (`weights.py`); `version`: the new one."""
         from sglang.srt.managers.communicator import FanOutCommunicator
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
-        words = self._for_ranks(asked)
+        words = [json.dumps(asked).encode()]
         request = UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=words, load_format=FORMAT, flush_cache=False, disable_draft_model=True
+            serialized_named_tensors=words, load_format=FORMAT, flush_cache=False, weight_version=version
         )
         self.manager.auto_create_handle_loop()
         # SGLang's own call would wait for the requests under way, also where nothing is loaded.

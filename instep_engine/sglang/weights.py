@@ -1,7 +1,7 @@
 """The weight sessions in a scheduler of SGLang: each tensor-parallel rank reads, checks and loads what a trainer sends.
 
-Calls come through SGLang's `update_weights_from_tensor` with the load format FORMAT. Their JSON takes the place of the
-tensors (`server.py` sends it):
+Calls come through SGLang's `update_weights_from_tensor` with the load format FORMAT. JSON takes the place of tensors
+(`server.py` sends it):
 
     {"call": "start", "protocol": 4, "version": "3", "nonce": "..."}
     {"call": "update", "info": {"backend": "shm", ...}}                 as in `vllm/engine.py`
@@ -15,6 +15,7 @@ later session has succeeded.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -38,12 +39,18 @@ PEFT, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 logger = logging.getLogger("instep")
 
 
-def update(original: Callable[..., Any], updater: Any, named_tensors: Any, load_format: str | None = None) -> Any:
+def update(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     """Answer a call of a session; other load formats go on to SGLang (around `update_weights_from_tensor`)."""
-    if load_format != FORMAT:
-        return original(updater, named_tensors, load_format)
-    failure = Weights.of(updater).answer(named_tensors)
-    return failure is None, failure or "Success"
+    from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqOutput
+
+    if request.load_format != FORMAT:
+        return original(manager, request)
+    asked = json.loads(request.serialized_named_tensors[0])
+    failure = Weights.of(manager.tp_worker.model_runner.weight_updater).answer(asked)
+    if failure is None and request.weight_version is not None:
+        if (note := getattr(manager, "record_weight_version_after_update", None)) is not None:  # from 0.5.19
+            note(request.weight_version)
+    return UpdateWeightsFromTensorReqOutput(success=failure is None, message=failure or "Success")
 
 
 def load_adapter(
@@ -101,9 +108,10 @@ class Weights(Receiving):
 
     @classmethod
     def of(cls, updater: Any) -> Weights:
-        if id(updater) not in cls._made:
-            cls._made[id(updater)] = cls(updater)
-        return cls._made[id(updater)]
+        """Return those of a model; the first call makes them."""
+        if (key := id(updater.get_model())) not in cls._made:
+            cls._made[key] = cls(updater)
+        return cls._made[key]
 
     def answer(self, asked: Mapping[str, Any]) -> str | None:
         """Answer a call; return why the ranks refuse it, or None."""

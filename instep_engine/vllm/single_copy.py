@@ -14,7 +14,6 @@ third compares every byte of a whole checkpoint with them, and writes nothing.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +24,15 @@ from vllm.distributed.parallel_state import get_world_group
 from vllm.logger import init_logger
 
 from instep_engine import MEMORY_VARIABLE
-from instep_engine.manifest import WeightMismatch
+from instep_engine.in_place import InPlace
 from instep_engine.memory import (
     ALIGNMENT,
     CannotShare,
     Memory,
-    Ranges,
     Recorder,
     Sample,
     Slice,
+    check_record,
     cuda_memories,
     file_memory,
     write_manifest,
@@ -45,7 +44,7 @@ from instep_engine.vllm.engine import ShmWeightTransferEngine
 logger = init_logger("vllm.instep")
 
 
-class SingleCopyWeightTransferEngine(ShmWeightTransferEngine):
+class SingleCopyWeightTransferEngine(InPlace, ShmWeightTransferEngine):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._refuse_what_cannot_be_shared()
@@ -54,9 +53,9 @@ class SingleCopyWeightTransferEngine(ShmWeightTransferEngine):
         folder = self._folder()
         with torch.no_grad():
             memories = [self._move(folder)] if self.device.type == "cpu" else []
-            self._slices, shapes = self._record()
+            self.slices, shapes = self._record()
             memories = memories or cuda_memories(self.model.parameters(), self.device)
-        self._sample = Sample(self._slices)
+        self.sample = Sample(self.slices)
         for layer in self.model.modules():
             if "cpu_linear" in layer.__dict__:  # it multiplies with a packed copy of the weight
                 layer.cpu_linear = nn.functional.linear
@@ -68,7 +67,7 @@ class SingleCopyWeightTransferEngine(ShmWeightTransferEngine):
             "process": process_mark(os.getpid()),
         }
         meet = get_world_group().barrier
-        self.nonce = write_manifest(folder, self._rank, about, memories, self._slices, shapes, meet)
+        self.nonce = write_manifest(folder, self._rank, about, memories, self.slices, shapes, meet)
         size = sum(memory.end - memory.begin for memory in memories)
         logger.info("rank %d shares %.1f MB of weights on %s (%s)", self._rank, size / 1e6, self.device, folder)
         if self._bridge is not None:
@@ -147,7 +146,7 @@ class SingleCopyWeightTransferEngine(ShmWeightTransferEngine):
 
     def _record(self) -> tuple[dict[str, list[Slice]], dict[str, tuple[int, ...]]]:
         """Load the checkpoint once more. Return its weights' slices, which are compared with it, and shapes."""
-        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
         from vllm.model_executor.model_loader import get_model_loader
 
         for layer in self.model.modules():
@@ -157,63 +156,11 @@ class SingleCopyWeightTransferEngine(ShmWeightTransferEngine):
         loader = get_model_loader(self.vllm_config.load_config)
         with set_current_vllm_config(self.vllm_config), recorder:
             self.model.load_weights(recorder.seen(loader.get_all_weights(self.model_config, self.model)))
-        self._check_record(recorder)
+        check_record(recorder, self.model, VocabParallelEmbedding)
         return recorder.slices, {name: tuple(recorder.sources[name].shape) for name in recorder.slices}
-
-    def _check_record(self, recorder: Recorder) -> None:
-        """Check that each parameter comes from plain copies of the checkpoint's weights, except padded vocabulary rows.
-
-        Raises:
-            CannotShare: the error names the parameter or the weight.
-        """
-        from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-
-        if recorder.unknown:
-            what = f"something of shape {recorder.unknown[0]} is not a plain copy of a weight of the checkpoint"
-            raise CannotShare(f"--weight-sync single-copy: {what}; use --weight-sync shm")
-        for name, parts in recorder.slices.items():
-            for part in parts:
-                if not torch.equal(part.view, part.held(recorder.sources[name])):
-                    raise CannotShare(f"{name} is not what the engine holds after it was loaded: it is transformed")
-        covered: dict[int, int] = {}
-        starts = [(part.view.data_ptr(), part.view.numel()) for parts in recorder.slices.values() for part in parts]
-        for path, layer in self.model.named_modules():
-            for name, p in layer.named_parameters(recurse=False):
-                begin, stop = p.data_ptr(), p.data_ptr() + p.numel() * p.element_size()
-                covered[begin] = sum(n for at, n in starts if begin <= at < stop)
-                padded = isinstance(layer, VocabParallelEmbedding) and covered[begin] > 0
-                if covered[begin] != p.numel() and not padded:
-                    what = f"{covered[begin]} of {p.numel()} elements of {path}.{name} come from the checkpoint"
-                    raise CannotShare(f"--weight-sync single-copy: {what}; use --weight-sync shm")
 
     # ---- in a session --------------------------------------------------------------------------------------------
 
     def start_weight_update(self) -> None:
         self._active = True
         self.delivered, self._complete = set(), False
-
-    def load(self, tensors: dict[str, torch.Tensor], exact: bool) -> Iterable[str]:
-        """Compare a whole checkpoint with the memory, and return its names; nothing is loaded."""
-        if exact:
-            what = "this engine shares its memory: it loads no buckets (--weight-sync single-copy)"
-            raise WeightMismatch(what, next(iter(self._slices)))
-        for name, whole in tensors.items():
-            for part in self._slices.get(name, ()):
-                if not torch.equal(part.view, part.held(whole)):
-                    raise WeightMismatch(f"{name} of the checkpoint is not what this engine holds", name)
-        return tensors
-
-    def _check_complete(self, names: Iterable[str] | None) -> None:
-        if missing := sorted(set(names or ()) - self.delivered):
-            raise WeightMismatch(f"{len(missing)} tensors were not delivered: {missing[:3]}", missing[0])
-
-    def compare_samples(self, told: Mapping[str, str]) -> None:
-        """Compare digests of samples with the memory. Raises WeightMismatch: other memory or values were written."""
-        if missing := sorted(self._slices.keys() - told.keys()):
-            raise WeightMismatch(f"{missing[0]} was not written", missing[0])
-        live, held = Ranges(self.model.parameters()), self._sample.digests()
-        for name, parts in self._slices.items():
-            if any(live.holding(part.view.data_ptr()) is None for part in parts):
-                raise WeightMismatch(f"this engine computes with other memory than what {name} was written to", name)
-            if held[name] != told[name]:
-                raise WeightMismatch(f"{name} is not what the trainer has written", name)

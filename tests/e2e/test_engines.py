@@ -18,10 +18,11 @@ from instep.cluster.engine_start import start_engine, start_router
 from instep.engines.wire import GENERATE
 from instep.rollout import runtime
 from instep.rollout.client import complete
-from tests.e2e.commands import ENVIRONMENT, gone_within, grpo_arguments, run, start
+from tests.e2e.commands import ENVIRONMENT, gone_within, grpo_arguments, on_sglang, run, start
 from tests.keys import key_file
 
 NUM_ROLLOUT = 4
+OF_SGLANG = ("sglang", "sglang_router", "slow")
 
 
 def two_engines(tiny, run_dir, backend, *more):
@@ -126,10 +127,16 @@ def test_a_killed_vllm_that_somebody_else_runs_costs_no_sample(small, tmp_path):
     assert max(row["sync/probe_max_abs_diff"] for row in steps) <= 1e-5
 
 
-@pytest.mark.router
-def test_engines_and_router_that_run_already(tiny, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "flags"),
+    [
+        pytest.param("embedded", [], marks=pytest.mark.router),
+        pytest.param("sglang", on_sglang(2)[4:], marks=[getattr(pytest.mark, x) for x in OF_SGLANG]),
+    ],
+)
+def test_engines_and_router_that_run_already(tiny, tmp_path, kind, flags):
     """Two engines and a router that somebody else has started; they outlive the run, with its last weights."""
-    args = parse(two_engines(tiny, tmp_path, "embedded")[1:], "train")
+    args = parse(two_engines(tiny, tmp_path, kind, *flags)[1:], "train")
     args = args.replace(device="cpu", precision="fp32")
     specs, logs = plan_engines(args), tmp_path / "theirs"
     engines = [start_engine(args, spec, num_threads=1, log_dir=logs) for spec in specs]
@@ -139,12 +146,13 @@ def test_engines_and_router_that_run_already(tiny, tmp_path):
             engine.wait_ready(120)
         router.wait_ready(120)
         router.set_members([engines[0].url])
-        given = [*two_engines(tiny, tmp_path, "embedded"), *key_file(tmp_path), "--rollout-external-engine-addrs"]
+        given = [*two_engines(tiny, tmp_path, kind), *key_file(tmp_path), "--rollout-external-engine-addrs"]
         given += [engine.url.removeprefix("http://") for engine in engines]
         given.remove("--rollout-num-gpus")
         given.remove("2")
         host, port = router.url.removeprefix("http://").split(":")
-        done = run([*given, "--vllm-router-ip", host, "--vllm-router-port", port])
+        name = "sglang" if kind == "sglang" else "vllm"
+        done = run([*given, f"--{name}-router-ip", host, f"--{name}-router-port", port])
         assert done.returncode == 0, done.stderr[-4000:]
         steps = steps_of(tmp_path)
         assert len(steps) == NUM_ROLLOUT and max(row["train/log_prob_gap_max"] for row in steps) < 1e-5

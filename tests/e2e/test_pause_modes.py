@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 
-from tests.e2e.commands import grpo_arguments, on_vllm, run
+from instep.engines.sglang import KIND
+from tests.e2e.commands import grpo_arguments, on_sglang, on_vllm, run
 
 NUM_ROLLOUT = 5
 
@@ -62,3 +63,13 @@ def test_responses_across_weight_syncs(long, mode):
 @pytest.mark.parametrize("mode", ["abort", "keep", "wait"])
 def test_responses_of_vllm_across_weight_syncs(long, mode):
     assert (numbers_of_versions(long, mode, train(long, mode, *on_vllm())) == {1}) == (mode == "wait")
+
+
+@pytest.mark.sglang
+@pytest.mark.sglang_router
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["abort", "keep", "wait"])
+def test_responses_of_sglang_across_weight_syncs(long, mode):
+    if mode == "keep" and not KIND.capabilities.version_spans:
+        pytest.skip("SGLang from 0.5.19 on")
+    assert (numbers_of_versions(long, mode, train(long, mode, *on_sglang())) == {1}) == (mode == "wait")

@@ -22,7 +22,7 @@ from instep_engine.place import SYNC
 from tests.bounds import allowed
 from tests.e2e import plants
 from tests.e2e.test_planted import SECONDS
-from tests.e2e.test_single_copy import SLOW, Pair, pairs
+from tests.e2e.test_single_copy import SGLANG, SLOW, Pair, pairs
 
 UP = "model.layers.1.mlp.up_proj.weight"
 K, V = (f"model.layers.0.self_attn.{x}_proj.weight" for x in "kv")
@@ -94,7 +94,9 @@ FAULTS: dict[str, tuple[Change, str]] = {
 }
 
 
-@pytest.fixture(scope="module", params=["embedded", pytest.param("vllm", marks=SLOW)])
+@pytest.fixture(
+    scope="module", params=["embedded", pytest.param("vllm", marks=SLOW), pytest.param("sglang", marks=SGLANG)]
+)
 def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("shared")
     yield from pairs(folder, request.param, "bf16", env=plants.environment(folder))

@@ -26,7 +26,7 @@ def test_a_run_on_two_engines(small, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["disk", "nccl", "ipc", "restart"])
+@pytest.mark.parametrize("way", ["disk", "nccl", "ipc", "restart", "single-copy"])
 def test_each_way_of_weights(small, tmp_path, way):
     done = run([*on_two(small, tmp_path), "--weight-sync", way], 400)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]

@@ -31,11 +31,14 @@ from instep_engine import MEMORY_VARIABLE
 from instep_engine.manifest import tensor_digest
 from instep_engine.place import SYNC
 from tests.assets import make_checkpoint
-from tests.e2e.commands import grpo_arguments, on_vllm
+from tests.e2e.commands import grpo_arguments, on_sglang, on_vllm
 from tests.e2e.test_sync_proof import train_once
 
 TOKENS = [40, 41, 42, 43, 44, 45, 46, 47, 30, 31, 32, 5, 6, 7]
 NORM = "model.norm.weight"
+
+
+FLAGS = {"embedded": ["--rollout-backend", "embedded"], "vllm": on_vllm(), "sglang": on_sglang()}
 
 
 @dataclass
@@ -84,8 +87,7 @@ def pairs(
 ) -> Iterator[Pair]:
     """`env`: more of the workers'."""
     checkpoint = make_checkpoint(root / "hf", head_dim=32)
-    flags = on_vllm() if kind == "vllm" else ["--rollout-backend", kind]
-    flags += ["--actor-num-gpus-per-node", str(num_ranks), "--weight-sync", "single-copy", *more]
+    flags = [*FLAGS[kind], "--actor-num-gpus-per-node", str(num_ranks), "--weight-sync", "single-copy", *more]
     shutil.copy(Path(__file__).parents[1] / "assets.py", root / "train.jsonl")  # no row of it is read
     args = parse(grpo_arguments(root, root / "run", *flags)[1:], "train")
     args = args.replace(device="cpu", precision=precision, rollout_backend=kind)
@@ -111,6 +113,7 @@ def pairs(
 
 VLLM = pytest.mark.vllm
 SLOW = [VLLM, pytest.mark.slow]
+SGLANG = [pytest.mark.sglang, pytest.mark.slow]
 KINDS = [
     "embedded fp32",
     pytest.param("embedded bf16", marks=pytest.mark.slow),
@@ -119,6 +122,8 @@ KINDS = [
     pytest.param("embedded bf16 2 megatron", marks=pytest.mark.slow),  # which keeps its own parameters
     pytest.param("vllm fp32", marks=VLLM),
     pytest.param("vllm bf16", marks=SLOW),
+    pytest.param("sglang fp32", marks=SGLANG),
+    pytest.param("sglang bf16", marks=SGLANG),
 ]
 
 
@@ -299,16 +304,22 @@ def test_an_engine_that_is_started_anew_shares_new_memory(shared: Pair, sync: We
     assert shared.actor.weight_digests("disk", 60) == weights
 
 
-@pytest.mark.parametrize("precision,num_ranks", [("fp32", 1), ("bf16", 1), ("fp32", 2), ("bf16", 2)])
-@pytest.mark.vllm
-@pytest.mark.slow
-def test_the_shards_of_two_workers_follow_the_trainer(tmp_path: Path, precision: str, num_ranks: int) -> None:
+SHARDS = [("vllm", "fp32", 1), ("vllm", "bf16", 1), ("vllm", "fp32", 2), ("vllm", "bf16", 2), ("sglang", "fp32", 2)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "precision", "num_ranks"),
+    [pytest.param(*each, marks=SLOW if each[0] == "vllm" else SGLANG) for each in SHARDS],
+)
+def test_the_shards_of_two_workers_follow_the_trainer(
+    tmp_path: Path, kind: str, precision: str, num_ranks: int
+) -> None:
     """One rank of the trainer writes each weight's slices into both workers' memory; of two with TP each views its own.
 
     The views are shown by a third process, which changes a row of each worker's part of a query projection.
     """
     more = ["--rollout-num-gpus", "2", "--rollout-num-gpus-per-engine", "2", "--tensor-model-parallel-size"]
-    for pair in pairs(tmp_path, "vllm", precision, num_ranks, *more, str(num_ranks)):
+    for pair in pairs(tmp_path, kind, precision, num_ranks, *more, str(num_ranks)):
         for sync in synced(pair):
             for number in range(2):
                 sync.hold([pair.engine])

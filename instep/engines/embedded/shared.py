@@ -15,7 +15,7 @@ from instep.errors import EngineError
 from instep.system.processes import pulse
 from instep.weights.memory import sample_digest
 from instep_engine.manifest import WeightMismatch, dtype_name
-from instep_engine.memory import ALIGNMENT, CannotShare, Slice, file_memory, write_manifest
+from instep_engine.memory import CannotShare, Slice, move, write_manifest
 from instep_engine.place import check_memory_folder, process_mark
 
 
@@ -38,19 +38,10 @@ class SharedWeights(LiveWeights):
         if fused := [group.checkpoint[0] for group in self.names.groups if group.converter is not None]:
             raise ValueError(f"{fused[0]} is a part of another tensor here: use --weight-sync shm")
         self.shared = {group.checkpoint[0]: self.weights[group.model[0]] for group in self.names.groups}
-        offsets, end = [], 0
-        for parameter in self.shared.values():
-            offsets.append(end)
-            end += -(-parameter.numel() * parameter.element_size() // ALIGNMENT) * ALIGNMENT
         try:
-            memory, data = file_memory(folder, 0, end)
+            memory = move(self.shared.values(), folder, 0)
         except CannotShare as error:
             raise EngineError(str(error), where=str(folder), remedy=SHARED_MEMORY_REMEDY) from error
-        for parameter, offset in zip(self.shared.values(), offsets, strict=True):
-            size = parameter.numel() * parameter.element_size()
-            view = data[offset : offset + size].view(parameter.dtype).view(parameter.shape)
-            view.copy_(parameter.data)
-            parameter.data = view
         slices = {name: [Slice(p.detach(), 0, p.stride())] for name, p in self.shared.items()}
         shapes = {name: p.shape for name, p in self.shared.items()}
         about = {
