@@ -52,6 +52,9 @@ async def post(
     """
     in_sglangs_form = gate().guards(url) and urlsplit(url).path == sglang_form.PATH
     if in_sglangs_form:
+        if "seed" in (payload.get("sampling_params") or {}):  # the name in what hooks get
+            params = {"sampling_seed" if k == "seed" else k: v for k, v in payload["sampling_params"].items()}
+            payload = {**payload, "sampling_params": params}
         headers = {sglang_form.HEADER: sglang_form.repeated(payload), **(headers or {})}
     answer = _object(url, await post_json(url, payload, max_retries=max_retries, timeout=timeout, headers=headers))
     if in_sglangs_form:

@@ -137,11 +137,8 @@ def expand(manager: Any, obj: Any, request: Any = None) -> None:
         for name, value in json.loads(more).items():
             setattr(obj, name, value)
     if isinstance(obj.sampling_params, list):
-        obj.sampling_params = [_named(params) for params in obj.sampling_params]
         return
-    if obj.sampling_params is None:
-        return
-    obj.sampling_params = params = _named(obj.sampling_params)
+    params = obj.sampling_params or {}
     n = params.get("n") or 1
     prompt = obj.text if obj.text is not None else obj.input_ids
     if n == 1 or not prompt or (not isinstance(prompt, str) and isinstance(prompt[0], list)):
@@ -152,11 +149,6 @@ def expand(manager: Any, obj: Any, request: Any = None) -> None:
         obj.text = [obj.text] * n
     else:
         obj.input_ids = [obj.input_ids] * n
-
-
-def _named(params: dict[str, Any]) -> dict[str, Any]:
-    """Return sampling parameters with SGLang's name of a seed: instep's hooks get vLLM's."""
-    return {"sampling_seed" if name == "seed" else name: value for name, value in params.items()}
 
 
 def end_at_special_tokens(result: Any, scheduler: Any) -> None:

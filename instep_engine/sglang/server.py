@@ -3,8 +3,8 @@
 SGLang's own routes stay as they are. instep's are those of its other engines:
 
     GET  /is_paused   GET /weight_info   GET /instep/alive (answered by the scheduler)
-    POST /pause?mode=abort|wait|keep   POST /resume   POST /abort_requests   POST /reset_prefix_cache
-    POST /sleep?level=1|2   POST /wake_up?tags=weights|kv_cache
+    POST /pause?mode=abort|wait|keep&clear_cache=true|false   POST /resume   POST /abort_requests
+    POST /reset_prefix_cache   POST /sleep?level=1|2   POST /wake_up?tags=weights|kv_cache
     POST /start_weight_update {"protocol", "version", "nonce"}   POST /update_weights {"update_info": {...}}
     POST /finish_weight_update {"weight_version"}   POST /lease (`lease.py`)
 """
@@ -56,8 +56,11 @@ class Control:
         await self.manager.get_internal_state()
         return {"alive": True}
 
-    async def pause(self, mode: str = "abort") -> dict[str, Any]:
-        """Hold new requests; end those under way (abort), let them end (wait), or keep them for later (keep)."""
+    async def pause(self, mode: str = "abort", clear_cache: str = "true") -> dict[str, Any]:
+        """Hold new requests; end those under way (abort), let them end (wait), or keep them for later (keep).
+
+        With `clear_cache`, kept requests compute their keys and values anew.
+        """
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
         if mode not in ("abort", "wait", "keep"):
@@ -65,6 +68,8 @@ class Control:
         self._pauses, mine = self._pauses + 1, self._pauses + 1
         if mode == "keep":
             await self.manager.pause_generation(PauseGenerationReqInput(mode="retract"))
+            if clear_cache == "true" and not await self._flush():
+                raise Refusal(409, "the cache of requests under way cannot be dropped")
             return {"status": "paused"}
         async with self.manager.is_pause_cond:
             self.manager.is_pause = True

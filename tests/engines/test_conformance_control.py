@@ -41,7 +41,9 @@ def test_requests_wait_while_paused(engine: Engine) -> None:
 @pytest.mark.parametrize("clear_cache", ["true", "false"])
 def test_pause_keep_freezes_and_spans_are_exact(engine: Engine, clear_cache: str) -> None:
     """Version changes under the pause; the tokens are those of an uninterrupted run (weights are the same)."""
-    spans = engine.capabilities.version_spans
+    spans, alone = engine.capabilities.version_spans, {"abort_all_requests": False} if engine.kind == "sglang" else {}
+    if engine.kind == "sglang" and not spans:
+        pytest.skip("SGLang from 0.5.19 on")
     before = engine.ok("/weight_info", method="GET")["weight_version"] if spans else ""
     free = engine.generate(PROMPT, ignore_eos=True, seed=4, max_tokens=300)["token_ids"]
     for wait in (0.2, 0.1, 0.4, 0.05, 1.0):
@@ -52,12 +54,12 @@ def test_pause_keep_freezes_and_spans_are_exact(engine: Engine, clear_cache: str
         time.sleep(0.2)
         assert future.done() != frozen
         if spans:
-            engine.ok("/update_weight_version", {"new_version": "next"})
+            engine.ok("/update_weight_version", {"new_version": "next", **alone})
         engine.ok("/resume")
         choice = future.result(timeout=60)
         assert choice["token_ids"] == free
         if spans:
-            engine.ok("/update_weight_version", {"new_version": before})
+            engine.ok("/update_weight_version", {"new_version": before, **alone})
         if frozen and (not spans or len(choice["weight_versions"]) == 2):
             break
     assert frozen
