@@ -119,6 +119,8 @@ def _prepare_cpu() -> None:
     for name in ("empty", "zeros", "tensor", "ones"):  # torch refuses pinned memory without an accelerator
         setattr(torch, name, _unpinned(getattr(torch, name)))
     torch.Tensor.pin_memory = lambda self, *_, **__: self  # type: ignore[method-assign]
+    # 0.5.23 pins the buffer of routed experts with CUDA's own call.
+    torch.cuda.cudart = lambda: types.SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
 
 
 def _unpinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

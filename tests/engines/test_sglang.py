@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import http.client
 import json
 import time
@@ -9,11 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from instep.engines.sglang import SglangKind, _numbers
 from instep.engines.sglang_wire import SGLANG_WIRE, to_sglang
+from instep.engines.wire import GenerationRequest
 from instep.errors import ConfigError, EngineError
 from instep_engine.sglang.sampling import murmur_hash32
 from tests.bounds import until
@@ -81,6 +85,31 @@ def test_answers_of_another_form_are_refused() -> None:
     meta["input_token_logprobs"][2][1] = 8
     with pytest.raises(EngineError, match="or of other tokens"):
         SGLANG_WIRE.prompt_log_probs({"meta_info": meta}, tokens, "u")
+
+
+def test_routed_experts_of_the_tokens_that_were_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"num_experts_per_tok": 2}')
+    rows, meta = (
+        np.arange(18, dtype=np.int32).reshape(3, 3, 2),
+        {"weight_version": "1", "finish_reason": {"type": "stop"}},
+    )
+    meta |= {"output_token_logprobs": [[-1.0, 7, None], [-2.0, 8, None]]}
+    asked = []
+
+    async def send(payload: dict[str, Any]) -> tuple[dict[str, Any], None]:
+        asked.append(payload)
+        experts = {"routed_experts": base64.b64encode(rows.tobytes()).decode()}
+        return {"output_ids": [7, 8], "meta_info": meta | experts}, None
+
+    params = {"routed_experts_prompt_start": 2, "max_tokens": 2}
+    request = GenerationRequest("u", str(tmp_path), [1, 2, 3, 4], params)
+    (made,) = asyncio.run(SGLANG_WIRE.complete_n(request, 1, send))
+    assert made.routed_experts is not None and (made.routed_experts == rows).all()
+    assert asked[0]["return_routed_experts"] is True and asked[0]["routed_experts_start_len"] == 2
+    assert asked[0]["sampling_params"] == {"max_new_tokens": 2, "no_stop_trim": True}
+    rows = rows[:2, :1]
+    with pytest.raises(EngineError, match="a response of another form"):
+        asyncio.run(SGLANG_WIRE.complete_n(request, 1, send))
 
 
 def test_versions() -> None:
