@@ -59,7 +59,7 @@ class Control:
     async def pause(self, mode: str = "abort", clear_cache: str = "true") -> dict[str, Any]:
         """Hold new requests; end those under way (abort), let them end (wait), or keep them for later (keep).
 
-        With `clear_cache`, kept requests compute their keys and values anew.
+        With `clear_cache`, kept requests compute their keys and values again.
         """
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
