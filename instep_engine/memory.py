@@ -155,6 +155,7 @@ class Recorder(TorchDispatchMode):
         sources: the weights by name; slices: the copied ones by name.
         written: the numbers of the parameters that were copied into, and how many elements.
         unknown: the shapes of copies from other sources; changed: whether anything but a copy has written.
+        spoiled: the names of sources that were written into.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor]):
@@ -164,6 +165,7 @@ class Recorder(TorchDispatchMode):
         self.slices: dict[str, list[Slice]] = {}
         self.written: list[tuple[int, int]] = []
         self.unknown: list[tuple[int, ...]] = []
+        self.spoiled: list[str] = []
         self.changed = False
 
     def seen(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -173,23 +175,31 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func._schema.is_mutable and args and isinstance(args[0], torch.Tensor):
-            target = self._ranges.holding(args[0].data_ptr())
-            if target is not None and func is torch.ops.aten.copy_.default:
+        written = (kwargs or {}).get("out", args[0] if args else None)
+        if func._schema.is_mutable and isinstance(written, torch.Tensor):
+            target = self._ranges.holding(written.data_ptr())
+            if target is None:
+                self.spoiled += self._source_at(written.data_ptr())[:1]
+            elif func is torch.ops.aten.copy_.default:
                 self._copied(target, args[0], args[1])
-            elif target is not None and func not in _SETS_ALL:
+            elif func not in _SETS_ALL:
                 self.changed = True
         return result
 
+    def _source_at(self, address: int) -> list[str]:
+        """Return the names of the sources that have this address, the latest first."""
+        return [
+            name
+            for name, whole in reversed(self.sources.items())
+            if whole.data_ptr() <= address < whole.data_ptr() + whole.numel() * whole.element_size()
+        ]
+
     def _copied(self, number: int, target: torch.Tensor, source: torch.Tensor) -> None:
         self.written.append((number, target.numel()))
-        address = source.data_ptr()
-        for name, whole in reversed(self.sources.items()):
-            begin = whole.data_ptr()
-            if begin <= address < begin + whole.numel() * whole.element_size():
-                if source.dtype != whole.dtype or not whole.is_contiguous():
-                    break
-                place = (address - begin) // whole.element_size()
+        for name in self._source_at(source.data_ptr())[:1]:
+            whole = self.sources[name]
+            if source.dtype == whole.dtype and whole.is_contiguous():
+                place = (source.data_ptr() - whole.data_ptr()) // whole.element_size()
                 stride = tuple(source.expand_as(target).stride())
                 self.slices.setdefault(name, []).append(Slice(target.detach(), place, stride, number))
                 return
@@ -205,8 +215,12 @@ def check_record(recorder: Recorder, model: nn.Module, vocabulary: type[nn.Modul
     Raises:
         CannotShare: the error names the parameter or the weight.
     """
+    what = ""
     if recorder.unknown:
         what = f"something of shape {recorder.unknown[0]} is not a plain copy of a weight of the checkpoint"
+    elif recorder.spoiled or recorder.changed:
+        what = "the model computes with other values than the checkpoint's"
+    if what:
         raise CannotShare(f"--weight-sync single-copy: {what}; use --weight-sync shm")
     for name, parts in recorder.slices.items():
         for part in parts:

@@ -49,7 +49,8 @@ class Shared(InPlace, Weights):
         from sglang.srt.configs.load_config import LoadConfig
         from sglang.srt.model_loader.loader import get_model_loader
 
-        recorder, loader = Recorder(self.model.parameters()), get_model_loader(LoadConfig(), updater.model_config)
+        recorder = Recorder([*self.model.parameters(), *self.model.buffers()])
+        loader = get_model_loader(LoadConfig(), updater.model_config)
         with recorder:
             self.model.load_weights(recorder.seen(loader._get_all_weights(updater.model_config, self.model)))
         return recorder

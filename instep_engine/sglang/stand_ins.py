@@ -72,7 +72,9 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return _Module(spec.name)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        if module.__name__ == "triton":
+        if module.__name__ == "soundfile":
+            module.__dict__["available_formats"] = dict  # mistral_common asks for them
+        elif module.__name__ == "triton":
             module.__dict__.update(__version__="0", cdiv=_cdiv, next_power_of_2=_next_power_of_2)
         elif module.__name__ in ("flashinfer", "flashinfer.norm", "flashinfer.activation"):
             # SGLang calls these on a GPU even with other kernels chosen.

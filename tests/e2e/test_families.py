@@ -31,10 +31,11 @@ from tests.assets import make_prompts
 from tests.distributed.helpers import started_workers
 from tests.distributed.margins import FAMILIES as LIKE_TRAINED
 from tests.distributed.margins import make_model
-from tests.e2e.commands import grpo_arguments, on_vllm
+from tests.e2e.commands import grpo_arguments, on_sglang, on_vllm
 from tests.families import FAMILIES, make_family
 
 DENSE = "phi qwen2 qwen3 llama yi mistral phi3 gemma gemma2 starcoder2".split()
+SERVING = {"vllm": on_vllm(), "embedded": ["--rollout-backend", "embedded"], "sglang": on_sglang()}
 LIMITS = {"fp32": 1.1e-4, "bf16": 0.5}  # of what a proof allows
 pytestmark = pytest.mark.vllm
 
@@ -113,13 +114,13 @@ def stack(name, folder, *more, kind="vllm", sizes=MappingProxyType({}), peaked_i
     if precision == family.precision == "bf16" and not torch.cpu._is_amx_tile_supported():
         pytest.skip("vLLM's linear and latent attention on a CPU need AMX")
     make_prompts(folder / "train.jsonl", 4)
-    serving = on_vllm() if kind == "vllm" else ["--rollout-backend", kind]
-    flags = [*serving, "--vllm-max-model-len", "128", "--precision", precision, *more]
+    flags = [*SERVING[kind], "--vllm-max-model-len", "128", "--precision", precision, *more]
     args = parse(grpo_arguments(folder, folder / "run", *flags)[1:], "train").replace(device="cpu")
     memory, logs = Scratch(f"{SYNC}test-", memory_root()), folder / "logs"
     n = args.world_size
     workers = started_workers(args, "actor", n, logs)
-    env = {MEMORY_VARIABLE: str(memory.path)} if kind == "vllm" else {}  # the embedded engine would share all weights
+    # The other engines would share all weights.
+    env = {MEMORY_VARIABLE: str(memory.path)} if kind == "vllm" or args.weight_sync == SINGLE_COPY else {}
     if name == "qwen3_5":
         env["PYTHONPATH"] = os.pathsep.join([str(empty_torchvision(folder)), os.environ.get("PYTHONPATH", "")])
     spec = plan_engines(args)[0]

@@ -5,6 +5,8 @@ import torch
 from torch import nn
 
 from instep_engine.direct import DirectLoader
+from instep_engine.manifest import WeightMismatch
+from instep_engine.memory import CannotShare, Recorder, check_record
 
 SHAPES = {"q": (4, 6), "k": (2, 6), "o": (6, 4), "norm": (6,), "decay": (3,)}
 
@@ -64,3 +66,44 @@ def test_what_was_written_is_counted_in_every_session():
         loader.begin()
         loader.load({name: t for name, t in weights(seed).items() if name != "k"})
         assert loader._written == {"qk": 12, "o": 12, "norm": 6, "decay": 3}
+
+
+class Spoiler(Fused):
+    """It adds 1 to a norm, in the memory that it is given, as SGLang's Gemma does."""
+
+    def load_weights(self, weights):
+        super().load_weights((name, weight.add_(1) if name == "norm" else weight) for name, weight in weights)
+
+
+def test_a_model_that_changes_what_it_is_given_is_refused():
+    loader = DirectLoader(Spoiler())
+    loader.begin()
+    with pytest.raises(WeightMismatch, match="norm: the model changes its value"):
+        loader.load(weights(0))
+    model = Spoiler()
+    recorder = Recorder(model.parameters())
+    with recorder:
+        model.load_weights(recorder.seen((name, t) for name, t in weights(0).items() if name != "decay"))
+    with pytest.raises(CannotShare, match="computes with other values"):
+        check_record(recorder, model, nn.Embedding)
+
+
+class Derived(Fused):
+    """Its buffer is derived from a norm by an operation with `out`, as in SGLang's GemmaRMSNorm."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("more", torch.zeros(8))
+
+    def load_weights(self, weights):
+        super().load_weights(weights)
+        torch.add(self.norm.data, 1.0, out=self.more)
+
+
+def test_a_value_that_the_model_derives_follows_each_session():
+    live, loader = Derived(), None
+    loader = DirectLoader(live)
+    for seed in range(3):
+        loader.begin()
+        loader.load(weights(seed))
+        assert torch.equal(live.more[:6], weights(seed)["norm"] + 1)
