@@ -17,7 +17,8 @@ sys.path.insert(0, "examples/real")
 import make_task
 from run import CACHE, FLAGS
 
-ENGINES = [pytest.param("embedded", id="embedded"), pytest.param("vllm", id="vllm", marks=pytest.mark.vllm)]
+OF_SGLANG = [pytest.mark.sglang, pytest.mark.sglang_router]
+ENGINES = ["embedded", pytest.param("vllm", marks=pytest.mark.vllm), pytest.param("sglang", marks=OF_SGLANG)]
 WAYS = ["shm", "single-copy", "disk", "lora", "restart"]
 LR = 1e-5
 
