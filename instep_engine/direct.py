@@ -37,7 +37,7 @@ class DirectLoader:
             with recorder:
                 self._model.load_weights(iter(new.items()))
             if recorder.spoiled:
-                raise WeightMismatch(f"{recorder.spoiled[0]}: the model changes its value", recorder.spoiled[0])
+                raise ValueError(f"{recorder.spoiled[0]}: the model changes its value")
             for number, count in recorder.written:
                 self._written[parameters[number]] = self._written.get(parameters[number], 0) + count
             if not recorder.unknown and not recorder.changed:

@@ -61,7 +61,7 @@ async def forward(
     query = request.rel_url.raw_query_string
     url = URL(to + request.path + (f"?{query}" if query else ""), encoded=True)  # the path that was checked
     body = await body_of(request, MAX_BODY)
-    if request.path == sglang_form.PATH:
+    if request.path == sglang_form.PATH and (router is not Router or b'"prompt"' in body):
         try:
             body, more = _known_to(router, body)
         except ValueError as error:

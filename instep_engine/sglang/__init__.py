@@ -6,10 +6,13 @@ whose target is missing, so `check` proves at the start that all are in force.
 
 from __future__ import annotations
 
-import json
+import functools
 import os
 import pkgutil
+import typing
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from instep_engine import MEMORY_VARIABLE
 from instep_engine.guard import KEY_VARIABLE
@@ -134,8 +137,8 @@ def expand(manager: Any, obj: Any, request: Any = None) -> None:
     """
     labels = getattr(obj, "custom_labels", None) or {}  # a request for an embedding has none
     if more := labels.pop(MORE_LABEL, None):
-        for name, value in json.loads(more).items():
-            setattr(obj, name, value)
+        for name, value in TypeAdapter(dict[str, Any]).validate_json(more).items():
+            setattr(obj, name, _field(obj.__class__, name).validate_python(value))
     if isinstance(obj.sampling_params, list):
         return
     params = obj.sampling_params or {}
@@ -149,6 +152,15 @@ def expand(manager: Any, obj: Any, request: Any = None) -> None:
         obj.text = [obj.text] * n
     else:
         obj.input_ids = [obj.input_ids] * n
+
+
+@functools.cache
+def _field(request: type, name: str) -> TypeAdapter[Any]:
+    """Return what checks a field of a request, as SGLang's route does in a body: its scheduler would die of others."""
+    hints = typing.get_type_hints(request)
+    if name not in hints:
+        raise ValueError(f"custom_labels[{MORE_LABEL!r}]: SGLang has no field {name!r}")
+    return TypeAdapter(hints[name])
 
 
 def end_at_special_tokens(result: Any, scheduler: Any) -> None:

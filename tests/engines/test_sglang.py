@@ -172,6 +172,8 @@ def test_min_p_keeps_the_likely_tokens(engine: Engine) -> None:
         ({"input_ids": [5] * MAX_MODEL_LEN, "sampling_params": {}}, str(MAX_MODEL_LEN)),
         ({"input_ids": [5], "sampling_params": {"temperature": -1}}, "temperature"),
         ({"input_ids": [5], "sampling_params": {"top_p": 0}}, "top_p"),
+        ({"input_ids": [5], "custom_labels": {"instep": '{"routed_experts_start_len": "x"}'}}, "integer"),
+        ({"input_ids": [5], "custom_labels": {"instep": '{"no_such": 1}'}}, "no_such"),
     ],
 )
 def test_bad_requests_get_a_named_400_and_the_server_lives(engine: Engine, body: Any, words: str) -> None:

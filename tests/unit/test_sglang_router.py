@@ -11,6 +11,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 from typing import Any
@@ -270,13 +271,24 @@ def is_packed(payload: dict[str, Any]) -> bool:
     return SglangRouter.packed("/generate", payload) is not payload
 
 
+@dataclass
+class Request:
+    """Some fields of SGLang's `GenerateReqInput`."""
+
+    text: str | None = None
+    input_ids: list[int] | None = None
+    sampling_params: Any = None
+    custom_labels: dict[str, str] | None = None
+    return_routed_experts: bool = False
+
+
 @pytest.mark.sglang_router
 def test_what_the_router_drops_reaches_the_engine(router: Router, workers: list[Worker]) -> None:
     gate().guarded, gate().packed = router.url, router.packed
     asyncio.run(post(router.url + "/generate", {**EXPERTS, "custom_labels": {"a": "b"}}))
     ((_, body),) = [one for worker in workers for one in worker.asked]
     assert "return_routed_experts" not in body and "custom_params" not in body["sampling_params"]
-    asked = SimpleNamespace(**body, text=None)
+    asked = Request(**{name: value for name, value in body.items() if name in Request.__annotations__})
     expand(None, asked)
     assert asked.return_routed_experts is True and asked.sampling_params == EXPERTS["sampling_params"]
     assert asked.custom_labels == {"a": "b"}
@@ -295,9 +307,12 @@ def test_the_plugin_unpacks_what_rides_in_a_label() -> None:
     for one in (EXPERTS, EXPERTS | batch):
         packed = SglangRouter.packed("/generate", one)
         passed = {name: value for name, value in packed.items() if name in PASSED} | {"sampling_params": {"n": 1}}
-        asked = SimpleNamespace(**passed, text=None)
+        asked = Request(**passed)
         expand(None, asked)
         assert vars(asked) == {"custom_labels": {}, **one, "text": None}
+    for label in ('{"return_routed_experts": "often"}', '{"no_such": 1}', "[1]", "{"):
+        with pytest.raises(ValueError, match="return_routed|no_such|dict|JSON|bool"):
+            expand(None, Request(custom_labels={"instep": label}))
 
 
 @pytest.mark.parametrize(
