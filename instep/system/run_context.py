@@ -100,12 +100,14 @@ class PerRun(Generic[T]):
 
 
 def cached_per_run(function: Callable[P, T]) -> Callable[P, T]:
-    """Cache the results of `function` for the rest of a run."""
-    caches = PerRun(lambda: functools.cache(function))
+    """Cache the results of `function` for the rest of a run. Threads that call it at once get one result."""
+    caches = PerRun[dict[Any, T]](dict)
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        return caches()(*args, **kwargs)  # type: ignore[arg-type]
+        results, key = caches(), (args, *sorted(kwargs.items()))
+        # Not `functools.cache`: there each thread gets the result of its own call, such as a key of its own.
+        return results[key] if key in results else results.setdefault(key, function(*args, **kwargs))
 
-    call.cache_clear = lambda: caches().cache_clear()  # type: ignore[attr-defined]
+    call.cache_clear = lambda: caches().clear()  # type: ignore[attr-defined]
     return call

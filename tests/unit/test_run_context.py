@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -81,6 +82,26 @@ def test_a_run_computes_a_cached_result_once() -> None:
         assert read("a") == "a 2"
     with first.entered():
         assert read("a") == "a 1" and calls == ["a", "a"]
+
+
+def test_threads_that_ask_at_once_get_one_result() -> None:
+    """Such as the owner of a lease: an engine refuses the renewals of another one."""
+    start = threading.Barrier(4)
+
+    @cached_per_run
+    def made(name: str, *, last: int) -> object:
+        time.sleep(0.01)  # another thread calls it meanwhile
+        return object()
+
+    def ask(_: int) -> object:
+        start.wait(10)
+        return made("owner", last=1)
+
+    with RunContext().entered(), RunThreads(4) as threads:
+        (one,) = set(threads.map(ask, range(4)))
+        assert made("owner", last=1) is one is not made("owner", last=2)
+        made.cache_clear()  # type: ignore[attr-defined]
+        assert made("owner", last=1) is not one
 
 
 def test_what_runs_share_ends_with_the_last_one() -> None:
