@@ -37,7 +37,9 @@ class DirectLoader:
             with recorder:
                 self._model.load_weights(iter(new.items()))
             if recorder.spoiled:
-                raise ValueError(f"{recorder.spoiled[0]}: the model changes its value")
+                raise ValueError(
+                    f"{recorder.spoiled[0]}: this engine changes it while it loads it; use another --rollout-backend"
+                )
             for number, count in recorder.written:
                 self._written[parameters[number]] = self._written.get(parameters[number], 0) + count
             if not recorder.unknown and not recorder.changed:

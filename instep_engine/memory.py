@@ -155,7 +155,7 @@ class Recorder(TorchDispatchMode):
         sources: the weights by name; slices: the copied ones by name.
         written: the numbers of the parameters that were copied into, and how many elements.
         unknown: the shapes of copies from other sources; changed: whether anything but a copy has written.
-        spoiled: the names of sources that were written into.
+        spoiled: the names of sources that the model has changed.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor]):
@@ -179,24 +179,24 @@ class Recorder(TorchDispatchMode):
         if func._schema.is_mutable and isinstance(written, torch.Tensor):
             target = self._ranges.holding(written.data_ptr())
             if target is None:
-                self.spoiled += self._source_at(written.data_ptr())[:1]
+                if (name := self._source_at(written.data_ptr())) is not None:
+                    self.spoiled.append(name)
             elif func is torch.ops.aten.copy_.default:
                 self._copied(target, args[0], args[1])
             elif func not in _SETS_ALL:
                 self.changed = True
         return result
 
-    def _source_at(self, address: int) -> list[str]:
-        """Return the names of the sources that have this address, the latest first."""
-        return [
-            name
-            for name, whole in reversed(self.sources.items())
-            if whole.data_ptr() <= address < whole.data_ptr() + whole.numel() * whole.element_size()
-        ]
+    def _source_at(self, address: int) -> str | None:
+        """Return the name of the source at this address. Models mostly load the latest one, so that comes first."""
+        for name, whole in reversed(self.sources.items()):
+            if whole.data_ptr() <= address < whole.data_ptr() + whole.nbytes:
+                return name
+        return None
 
     def _copied(self, number: int, target: torch.Tensor, source: torch.Tensor) -> None:
         self.written.append((number, target.numel()))
-        for name in self._source_at(source.data_ptr())[:1]:
+        if (name := self._source_at(source.data_ptr())) is not None:
             whole = self.sources[name]
             if source.dtype == whole.dtype and whole.is_contiguous():
                 place = (source.data_ptr() - whole.data_ptr()) // whole.element_size()

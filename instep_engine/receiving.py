@@ -60,7 +60,7 @@ class Receiving:
         raise NotImplementedError
 
     def check_names(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Raise WeightMismatch for a tensor that has come in this session, or is none of the model."""
+        """Raise WeightMismatch for a tensor that came earlier in this session, or that the model does not have."""
         for name, tensor in tensors.items():
             shape = tuple(tensor.shape)
             if name in self.delivered:

@@ -56,11 +56,10 @@ def resolve_on_machine(args: Args, *, with_engines: bool) -> Args:
 
 
 def _other_kind_there(args: Args) -> str | None:
-    """Return the kind of the first external engine, if it serves already and needs another router than `auto` means."""
-    planned, engines = planned_kind(args), external_engines(args)
-    if named_kind(args) is not None or not engines:
-        return None
-    with suppress(EngineError):  # it does not serve yet
-        engines[0].identify()
-        return None if engines[0].kind.router is planned.router else engines[0].kind.name
+    """Return the kind of the external engines, if `auto` would start the wrong router for them; else None."""
+    if named_kind(args) is None:
+        with suppress(EngineError):  # it does not answer yet: the fleet checks it later
+            for engine in external_engines(args)[:1]:
+                engine.identify()
+                return None if engine.kind.router is planned_kind(args).router else engine.kind.name
     return None

@@ -122,6 +122,7 @@ class Fleet:
 
     @property
     def policy_router(self) -> Router | None:
+        """The router of the model that is trained; None if its only engine answers by itself."""
         return self.routers.get(self._default)
 
     def _inner_url(self, model: str) -> str:
@@ -169,9 +170,9 @@ class Fleet:
         router, needed = self.routers.get(engine.model), engine.kind.router.program
         if router is not None and router.program != needed:
             raise ConfigError(
-                f"{engine.name} needs {needed}, and {router.program} stands before it",
+                f"{engine.name} needs {needed}, but the run has {router.program}",
                 where=f"--rollout-backend: {engine.url}",
-                remedy=f"give --rollout-backend {engine.kind.name}, and engines of one kind",
+                remedy=f"use --rollout-backend {engine.kind.name}, and engines of one kind only",
             )
 
     def _check_theirs(self, router: Router) -> None:

@@ -214,7 +214,9 @@ class Front:
     async def _ask(self, payloads: Sequence[Body]) -> list[Body]:
         """Return the engines' answers, in order. If one refuses, all others are cancelled."""
         if self._kind.wire.generate_route != GENERATE:
-            raise Refused(f"{self._kind.title} answers OpenAI's requests here; TRL's need --rollout-backend vllm", 501)
+            raise Refused(
+                f"{self._kind.title} cannot answer TRL's requests: use --rollout-backend vllm or embedded", 501
+            )
         self._check_whole()
         try:
             async with asyncio.TaskGroup() as group:

@@ -147,18 +147,39 @@ def stack(name, folder, *more, kind="vllm", sizes=MappingProxyType({}), peaked_i
         memory.remove()
 
 
+def prove_every_way(made, limit):
+    """A sync by each way, and a step of the trainer after it."""
+    sync = made.sync()
+    try:
+        for way in ("shm", "disk", "nccl", "ipc", "shm", RESTART):
+            off, allowed = made.difference(sync, way)
+            assert off <= allowed <= limit
+            train_once(made.actor)
+    finally:
+        sync.close()
+
+
+def prove_one_memory(made, limit):
+    """Steps of the trainer in the engine's memory, which holds each weight as a whole."""
+    sync = made.sync()
+    try:
+        for way in (SINGLE_COPY, SINGLE_COPY, "disk"):  # the last compares every byte
+            if way == SINGLE_COPY:
+                sync.hold([made.engine])
+                train_once(made.actor)
+            off, allowed = made.difference(sync, way)
+            assert off <= allowed <= limit
+        memory = attach(made.folder, lock=False)
+        assert [n for n in memory.shapes if memory.whole(n) is None] == []
+    finally:
+        sync.close()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "backend"), [*((name, "hf") for name in FAMILIES), ("deepseek_v3", "megatron")])
 def test_a_family_trains_and_is_proven_by_every_way(name, backend, tmp_path):
     with stack(name, tmp_path, "--train-backend", backend, "--weight-sync", "shm") as made:
-        sync = made.sync()
-        try:
-            for way in ("shm", "disk", "nccl", "ipc", "shm", RESTART):
-                off, allowed = made.difference(sync, way)
-                assert off <= allowed <= LIMITS[FAMILIES[name].precision]
-                train_once(made.actor)
-        finally:
-            sync.close()
+        prove_every_way(made, LIMITS[FAMILIES[name].precision])
 
 
 @pytest.mark.slow
@@ -184,18 +205,7 @@ def test_a_peaked_model_is_proven_at_the_default_tolerance(name, precision, tmp_
 def test_a_dense_family_shares_one_memory_with_the_trainer(name, tmp_path):
     """Biases, norms of other kinds and a window: the map is recorded, whatever the layers are called."""
     with stack(name, tmp_path, "--weight-sync", SINGLE_COPY) as made:
-        sync = made.sync()
-        try:
-            for way in (SINGLE_COPY, SINGLE_COPY, "disk"):  # the last compares every byte
-                if way == SINGLE_COPY:
-                    sync.hold([made.engine])
-                    train_once(made.actor)
-                off, allowed = made.difference(sync, way)
-                assert off <= allowed <= LIMITS[FAMILIES[name].precision]
-            memory = attach(made.folder, lock=False)
-            assert [n for n in memory.shapes if memory.whole(n) is None] == []
-        finally:
-            sync.close()
+        prove_one_memory(made, LIMITS[FAMILIES[name].precision])
 
 
 @pytest.mark.slow

@@ -3,8 +3,8 @@
 import pytest
 
 from instep.errors import SyncError
-from instep.weights.way import RESTART, SINGLE_COPY
-from tests.e2e.test_families import LIMITS, stack, train_once
+from instep.weights.way import SINGLE_COPY
+from tests.e2e.test_families import LIMITS, prove_every_way, prove_one_memory, stack
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 # SGLang 0.5.17 on a CPU has no sliding window, and no heads of another size in Mixtral.
@@ -25,35 +25,19 @@ FAMILIES = {
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_trains_and_is_proven_by_every_way(name, tmp_path):
     with stack(name, tmp_path, "--weight-sync", "shm", kind="sglang", sizes=FAMILIES[name]) as made:
-        sync = made.sync()
-        try:
-            for way in ("shm", "disk", "nccl", "ipc", "shm", RESTART):
-                off, allowed = made.difference(sync, way)
-                assert off <= allowed <= LIMITS["fp32"]
-                train_once(made.actor)
-        finally:
-            sync.close()
+        prove_every_way(made, LIMITS["fp32"])
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "llama", "phi3", "gemma3"])
 def test_a_family_shares_one_memory_with_the_trainer(name, tmp_path):
     with stack(name, tmp_path, "--weight-sync", SINGLE_COPY, kind="sglang") as made:
-        sync = made.sync()
-        try:
-            for way in (SINGLE_COPY, SINGLE_COPY, "disk"):  # the last compares every byte
-                if way == SINGLE_COPY:
-                    sync.hold([made.engine])
-                    train_once(made.actor)
-                off, allowed = made.difference(sync, way)
-                assert off <= allowed <= LIMITS["fp32"]
-        finally:
-            sync.close()
+        prove_one_memory(made, LIMITS["fp32"])
 
 
 def test_a_model_that_changes_what_it_loads_is_refused_by_name(tmp_path):
     """SGLang's Gemma adds 1 to norms, in the memory that it is given."""
     with stack("gemma", tmp_path, "--weight-sync", "shm", kind="sglang") as made:
         sync = made.sync()
-        with pytest.raises(SyncError, match="input_layernorm.weight: the model changes its value"):
+        with pytest.raises(SyncError, match="input_layernorm.weight: this engine changes it"):
             sync.run([made.engine])
         sync.close()

@@ -152,9 +152,9 @@ def test_engines_of_sglang_need_no_flag_for_their_router(tiny, tmp_path):
         engine = Worker("key")
         engine.address = engine.url.removeprefix("http://")
         fleet = fleet_of(tiny, tmp_path, [engine], router)
-        with pytest.raises(ConfigError, match="engine 0 needs sglang-router, and vllm-router stands before") as caught:
+        with pytest.raises(ConfigError, match="engine 0 needs sglang-router, but the run has vllm-router") as caught:
             fleet.wait_ready(10)
-        assert caught.value.remedy == "give --rollout-backend sglang, and engines of one kind"
+        assert caught.value.remedy == "use --rollout-backend sglang, and engines of one kind only"
         fleet.close()
         for named, found in (("auto", "sglang"), ("embedded", "embedded")):
             args = fleet_arguments(tiny, tmp_path, [engine], "--rollout-backend", named)

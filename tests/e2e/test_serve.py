@@ -280,12 +280,12 @@ def test_atropos_server_is_there(served):
     "served", [pytest.param(on_sglang(2), id="sglang", marks=OF_SGLANG)], indirect=True, scope="module"
 )
 def test_sglangs_own_form_reaches_it_whole(served):
-    """The router would cut `logit_bias`. TRL's clients are told what answers them."""
+    """Also `logit_bias`, which sglang-router drops. A request of TRL's client is refused with a remedy."""
     client = Http(f"http://user:{served.key}@127.0.0.1:{served.port}")
     params = {"max_new_tokens": 4, "temperature": 0, "logit_bias": {"7": 1000.0}}
     answer = client("/generate", {"input_ids": [5, 6], "sampling_params": params})
     assert answer["output_ids"] == [7] * 4
-    with pytest.raises(Refusal, match="TRL's need --rollout-backend vllm"):
+    with pytest.raises(Refusal, match="use --rollout-backend vllm or embedded"):
         client("/generate/", {"prompts": ["12+"], "max_tokens": 6})
 
 

@@ -77,7 +77,7 @@ class Spoiler(Fused):
 def test_a_model_that_changes_what_it_is_given_is_refused():
     loader = DirectLoader(Spoiler())
     loader.begin()
-    with pytest.raises(ValueError, match="norm: the model changes its value"):
+    with pytest.raises(ValueError, match="norm: this engine changes it"):
         loader.load(weights(0))
     model = Spoiler()
     recorder = Recorder(model.parameters())

@@ -11,7 +11,6 @@ import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +24,7 @@ from instep.engines import keys
 from instep.engines.engine import Engine
 from instep.engines.kind import kind_of
 from instep.engines.router import Router
-from instep.engines.sglang_router import PASSED, SglangRouter
+from instep.engines.sglang_router import SglangRouter
 from instep.errors import ConfigError, EngineError
 from instep.rollout.http import post
 from instep.rollout.request_gate import gate
@@ -33,6 +32,7 @@ from instep_engine.sglang import expand
 from tests.bounds import until
 from tests.plans import arguments
 from tests.sglang_worker import Worker
+from tests.unit.test_sglang_labels import EXPERTS, Request, is_packed
 
 ARGS: Any = SimpleNamespace(rollout_timeout=60.0, router_overrides={}, api_key_file=None)
 
@@ -246,11 +246,6 @@ SAMPLING: dict[str, Any] = {
     **{"sampling_seed": 1, "json_schema": "{}", "custom_params": {"a": 1}, "logit_bias": {"1": 1.0}},
     **{"stop_regex": ["a"], "structural_tag": "a", "stream_interval": 2, "spaces_between_special_tokens": False},
 }
-EXPERTS: dict[str, Any] = {
-    "input_ids": [5, 6],
-    "return_routed_experts": True,
-    "sampling_params": {"temperature": 0.5, "logit_bias": {"5": 1.0}, "custom_params": {"a": 1}},
-}
 
 
 @pytest.mark.sglang_router
@@ -267,21 +262,6 @@ def test_what_the_router_is_known_to_drop(router: Router, workers: list[Worker])
     assert sum(map(is_packed, requests)) == 12 + 6
 
 
-def is_packed(payload: dict[str, Any]) -> bool:
-    return SglangRouter.packed("/generate", payload) is not payload
-
-
-@dataclass
-class Request:
-    """Some fields of SGLang's `GenerateReqInput`."""
-
-    text: str | None = None
-    input_ids: list[int] | None = None
-    sampling_params: Any = None
-    custom_labels: dict[str, str] | None = None
-    return_routed_experts: bool = False
-
-
 @pytest.mark.sglang_router
 def test_what_the_router_drops_reaches_the_engine(router: Router, workers: list[Worker]) -> None:
     gate().guarded, gate().packed = router.url, router.packed
@@ -292,41 +272,6 @@ def test_what_the_router_drops_reaches_the_engine(router: Router, workers: list[
     expand(None, asked)
     assert asked.return_routed_experts is True and asked.sampling_params == EXPERTS["sampling_params"]
     assert asked.custom_labels == {"a": "b"}
-
-
-def test_what_the_router_drops_rides_in_a_label(workers: list[Worker]) -> None:
-    gate().guarded, gate().packed = workers[0].url, SglangRouter.packed
-    asyncio.run(post(workers[0].url + "/generate", EXPERTS))
-    ((_, body),) = workers[0].asked
-    rest = {"return_routed_experts": True, "sampling_params": EXPERTS["sampling_params"]}
-    assert body == {**EXPERTS, "custom_labels": {"instep": json.dumps(rest)}}
-
-
-def test_the_plugin_unpacks_what_rides_in_a_label() -> None:
-    batch = {"sampling_params": [{"top_k": 1}, EXPERTS["sampling_params"]], "custom_labels": {"a": "b"}}
-    for one in (EXPERTS, EXPERTS | batch):
-        packed = SglangRouter.packed("/generate", one)
-        passed = {name: value for name, value in packed.items() if name in PASSED} | {"sampling_params": {"n": 1}}
-        asked = Request(**passed)
-        expand(None, asked)
-        assert vars(asked) == {"custom_labels": {}, **one, "text": None}
-    for label in ('{"return_routed_experts": "often"}', '{"no_such": 1}', "[1]", "{"):
-        with pytest.raises(ValueError, match="return_routed|no_such|dict|JSON|bool"):
-            expand(None, Request(custom_labels={"instep": label}))
-
-
-@pytest.mark.parametrize(
-    ("payload", "packed"),
-    [
-        ({"return_routed_experts": True}, True),
-        ({"return_routed_experts": False, "sampling_params": {"spaces_between_special_tokens": True}}, False),
-        ({"sampling_params": {"logit_bias": None, "temperature": 1.0}}, False),
-        ({"sampling_params": [{"temperature": 1.0}, {"custom_params": {"a": 1}}]}, True),
-    ],
-)
-def test_which_requests_have_a_label(payload: dict[str, Any], packed: bool) -> None:
-    assert is_packed(payload) is packed
-    assert SglangRouter.packed("/v1/completions", payload) is Router.packed("/generate", payload) is payload
 
 
 # ---- its command line, and older ones
