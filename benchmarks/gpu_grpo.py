@@ -5,7 +5,8 @@
 Random Qwen3 weights; 32 prompts of 128 tokens x 8 samples a step, `--new-tokens` tokens each (a random model ends one
 of 300 earlier), one optimizer step. `--lengths mixed` (instep only): prompts of 64 to 256 tokens, and 450 tokens end a
 response, so that lengths are geometric, cut off at `--new-tokens`. instep runs as a user runs it: fp32 masters, the
-log-prob of every sampled token, sync sessions with their proof. `trl` has the settings of its own documentation,
+log-prob of every sampled token, sync sessions with their proof. `instep-sglang` (by name) has SGLang's engine and the
+router in place of vLLM. `trl` has the settings of its own documentation,
 `trl-tuned` no gradient checkpointing, and the largest of 16, 8 and 4 samples a pass that fits. They run in turn on one
 machine; the first step of each does not count. With two GPUs, by name: `instep-hf-apart` trains on one and generates on
 the other, `instep-hf-dp2` and `-tp2` do both on both, with two engines and with one of TP 2. `phases` are the seconds
@@ -40,7 +41,9 @@ from instep.observability import floors  # noqa: E402
 from instep.observability.versions import versions  # noqa: E402
 
 SAMPLES, PROMPT = 256, 128
-INSTEP = "--input-key prompt --rollout-batch-size 32 --n-samples-per-prompt 8 --rollout-backend vllm --lr 1e-6"
+INSTEP = "--input-key prompt --rollout-batch-size 32 --n-samples-per-prompt 8 --lr 1e-6"
+# SGLang leaves the last two places of a context empty.
+SGLANG = "--rollout-backend sglang --sglang-disable-custom-all-reduce --sglang-context-length"
 SHARED = "--colocate --actor-num-gpus-per-node"
 MIXED = (64, 256)  # tokens of prompts
 ENDS = 450 / 151936  # share of the tokens that end a response of mixed length
@@ -50,11 +53,14 @@ RUNS = {
     "instep-megatron": f"--train-backend megatron {SHARED} 1",
     "trl-tuned": "--no-checkpointing --per-device-batch",
 }
+BY_NAME = {"instep-sglang": f"--train-backend hf {SHARED} 1"}
 ON_TWO = {
     "instep-hf-apart": "--train-backend hf --actor-num-gpus-per-node 1 --rollout-num-gpus 1",
     "instep-hf-dp2": f"--train-backend hf {SHARED} 2",
     # Its own all-reduce maps memory of several GPUs, which not every host allows.
     "instep-hf-tp2": f"--train-backend hf {SHARED} 2 --rollout-num-gpus-per-engine 2 --vllm-disable-custom-all-reduce",
+    "instep-sglang-apart": "--train-backend hf --actor-num-gpus-per-node 1 --rollout-num-gpus 1",
+    "instep-sglang-tp2": f"--train-backend hf {SHARED} 2 --rollout-num-gpus-per-engine 2",
 }
 TUNED = (16, 8, 4)  # samples a pass; with 0.6 B dimensions 32 do not fit beside vLLM's 0.35 of 80 GB
 EARLY = (
@@ -74,7 +80,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=512)
     parser.add_argument("--lengths", choices=("even", "mixed"), default="even")
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--only", nargs="+", choices=RUNS | ON_TWO, default=list(RUNS), metavar="NAME")
+    parser.add_argument("--only", nargs="+", choices=RUNS | BY_NAME | ON_TWO, default=list(RUNS), metavar="NAME")
     parser.add_argument("--more", default="", help="further flags of instep")
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try this script, without TRL"
@@ -151,10 +157,11 @@ def measure(options: argparse.Namespace, name: str, model: Path, folder: Path, *
 
 def flags(options: argparse.Namespace, name: str, model: Path, out: Path) -> str:
     """Those of `instep train`; the plan chooses the size of micro-batches."""
-    words = f"--hf-checkpoint {model} --prompt-data {model}/train.jsonl {INSTEP} {(RUNS | ON_TWO)[name]} "
+    words = f"--hf-checkpoint {model} --prompt-data {model}/train.jsonl {INSTEP} {(RUNS | BY_NAME | ON_TWO)[name]} "
     words += f"--custom-rm-path benchmarks.gpu_grpo.reward --rollout-max-response-len {options.new_tokens} "
-    words += f"--vllm-max-model-len {MIXED[1] + options.new_tokens} --run-dir {out} --device {options.device} "
-    words += f"--num-rollout {options.steps} "
+    longest = MIXED[1] + options.new_tokens
+    engine = f"{SGLANG} {longest + 2}" if "sglang" in name else f"--rollout-backend vllm --vllm-max-model-len {longest}"
+    words += f"{engine} --run-dir {out} --device {options.device} --num-rollout {options.steps} "
     if options.lengths == "mixed":
         num = max(1, round(ENDS * int(dimensions(options.size)["vocab_size"])))
         words += f"--rollout-stop-token-ids {' '.join(map(str, range(100, 100 + num)))} "
@@ -252,7 +259,7 @@ def report(options: argparse.Namespace, rows: list[dict[str, Any]]) -> dict[str,
     measured = {row["name"]: row["step_s"] for row in rows if "step_s" in row}
     headline = {
         f"{ours}_over_{peer}": round(measured[peer] / measured[ours], 2)
-        for ours in ("instep-hf", "instep-megatron")
+        for ours in ("instep-hf", "instep-megatron", "instep-sglang")
         for peer in ("trl", "trl-tuned")
         if {ours, peer} <= measured.keys()
     }

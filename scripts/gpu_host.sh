@@ -1,12 +1,12 @@
-# To be sourced in the repository's root on a GPU host without a network: what build_bundle.sh has packed becomes
-# importable there, with its bytecode, and instep with its entry point, by which vLLM finds the plugin.
+# To be sourced in the repository's root on a GPU host without a network: what build_bundle.sh and build_bundle_sglang.sh
+# have packed becomes importable there, with its bytecode, and instep with its entry point, by which vLLM finds the plugin.
 #
 #   PARTS=~/g SITE=~/site . scripts/gpu_host.sh      PARTS: the folder of part_0, part_1, ...; SITE: made if it is not there
 
 PARTS=${PARTS:-$HOME/g} SITE=${SITE:-$HOME/site}
 if [ ! -e "$SITE/vllm" ]; then
     mkdir -p "$SITE"
-    cat "$PARTS"/part_* | xz -dc -T8 | tar x -C "$SITE"
+    cat "$PARTS"/part_* | xz -dc -T8 | tar xi -C "$SITE"
     python -m compileall -q -j 0 "$SITE" > /dev/null 2>&1 || true # some packages ship files of other Pythons
 fi
 python - pyproject.toml "$SITE" << 'PY'

@@ -61,6 +61,7 @@ WAYS = {  # in the order of their importance
     "ipc-hf-awake": "--train-backend hf --weight-sync ipc " + AWAKE,
     "4b": "--train-backend hf --weight-sync ipc --offload",
     "sglang-ipc-hf": "--train-backend hf --weight-sync ipc --offload",
+    "sglang-single-copy-hf": "--train-backend hf --weight-sync single-copy",
     "sglang-lora-hf": "--train-backend hf --weight-sync lora --lora-rank 16 " + AWAKE,
 }
 

@@ -2,7 +2,8 @@
 # Measurements on a GPU host that has no network and is lent for minutes: everything is packed before it is asked for,
 # and runs there one after the other while each call only looks.
 #
-#   gpu_session.sh prepare            here: .gpu/s0 ... .gpu/s3 (the bundle) and .gpu/extra (wheels, the guide's model)
+#   gpu_session.sh prepare [sglang]   here: .gpu/s0 ... .gpu/s3 (the bundle) and .gpu/extra (wheels, the guide's model);
+#                                     with SGLang, .gpu/s4 and more
 #   gpu_session.sh keep FOLDER        there, a call for each of them: it goes to ~/g
 #   gpu_session.sh unpack             there: makes of ~/g what the items need
 #   gpu_session.sh start LANE ...     there: a copy of this tree runs the items of each lane in their order, the lanes side
@@ -10,11 +11,12 @@
 #   gpu_session.sh watch SECONDS      there: how far they are; logs and results to $OUT/results.txz
 #   gpu_session.sh items              their names
 #
-# BUNDLE is the program that builds the bundle. .gpu belongs into .git/info/exclude.
+# BUNDLE and BUNDLE_SGLANG are the programs that build the bundles. .gpu belongs into .git/info/exclude.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 HERE=$PWD Q=$HOME/q
 BUNDLE=${BUNDLE:-../shared/gpu/build_bundle.sh}
+BUNDLE_SGLANG=${BUNDLE_SGLANG:-../shared/gpu/build_bundle_sglang.sh}
 
 # ITEMS: each is run in a copy of the tree with its folder in $R. The figure is its limit in seconds.
 item_train_4b() { # 300 one optimizer step of 4B dimensions with 8-bit AdamW, both backends
@@ -134,6 +136,18 @@ item_grpo_side_by_side() { # 240 0.6B dimensions, nobody takes turns: early scor
 item_grpo_two() { # 480 two GPUs: one trains and one generates, and both on both, with two engines and with one of TP 2
     python benchmarks/gpu_grpo.py --only instep-hf-apart instep-hf-dp2 instep-hf-tp2 --out "$R/out.json"
 }
+item_sglang() { # 560 ten steps on SGLang by ipc with sleep, in one memory, and with an adapter
+    python scripts/gpu_main.py --only sglang-ipc-hf sglang-single-copy-hf sglang-lora-hf --side-by-side 1 --limit 540 \
+        --out "$R/out"
+}
+item_grpo_sglang() { # 590 0.6B dimensions on SGLang, on vLLM, and TRL tuned
+    python benchmarks/gpu_grpo.py --only instep-sglang instep-hf trl-tuned --steps 4 --limit 250 --logs "$R/logs" \
+        --out "$R/out.json"
+}
+item_grpo_sglang_two() { # 480 SGLang on two GPUs: apart by NCCL, and both on both with TP 2
+    python benchmarks/gpu_grpo.py --only instep-sglang-apart instep-sglang-tp2 --steps 4 --limit 230 --logs "$R/logs" \
+        --out "$R/out.json"
+}
 item_card() { # 150 the card's rates, for instep plan
     XDG_CACHE_HOME=$R/cache python -m instep.cli plan --card-profile measure --hf-checkpoint ~/g/extra/guide/models/policy \
         --rollout-backend vllm --colocate --actor-num-gpus-per-node 1 --rollout-batch-size 32
@@ -202,6 +216,12 @@ prepare() {
         cat .gpu/p[0-9]*/part_* >.gpu/all && rm -r .gpu/p[0-9]*
         split -n 4 -d -a 1 .gpu/all .gpu/part_ && rm .gpu/all
         for n in 0 1 2 3; do mkdir -p ".gpu/s$n" && mv ".gpu/part_$n" ".gpu/s$n/"; done
+    fi
+    if [[ ${1:-} == sglang && ! -e .gpu/s4 ]]; then
+        BESIDE_VLLM=1 "$BUNDLE_SGLANG" "$PWD/.gpu"
+        cat .gpu/p[0-9]*/part_* >.gpu/all && rm -r .gpu/p[0-9]*
+        split -b 54000000 -d -a 1 --numeric-suffixes=4 .gpu/all .gpu/part_ && rm .gpu/all
+        for part in .gpu/part_*; do mkdir -p ".gpu/s${part##*_}" && mv "$part" ".gpu/s${part##*_}/"; done
     fi
     .venv/bin/python -m pip --disable-pip-version-check download --quiet --no-deps --dest .gpu/extra/wheels \
         --python-version 3.12 --implementation cp --only-binary=:all: --platform any --platform manylinux2014_x86_64 \
@@ -298,7 +318,7 @@ watch() {
 }
 
 case ${1:-} in
-    prepare) prepare ;;
+    prepare) prepare "${2:-}" ;;
     keep) mkdir -p ~/g && if [[ $2 == */extra ]]; then cp -r "$2" ~/g/; else cp "$2"/* ~/g/; fi ;;
     unpack | start | queue | watch) "$@" ;;
     one) "item_$2" ;;

@@ -19,6 +19,8 @@ import torch
 
 ON_CPU = ("sgl_kernel", "torchvision", "triton", "IPython", "gguf", "soundfile")
 ON_CUDA = ("torchvision", "flashinfer", "IPython", "gguf", "soundfile")
+# Whoever cannot import them does without: sgl_kernel has norms of its own.
+LEFT_OUT = ("IPython.get_ipython", "flashinfer.norm")
 
 
 class _Missing(type):
@@ -64,7 +66,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self.absent = absent
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if name.partition(".")[0] in self.absent and name != "IPython.get_ipython":
+        if name.partition(".")[0] in self.absent and name not in LEFT_OUT:
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
         return None
 
@@ -76,9 +78,6 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             module.__dict__["available_formats"] = dict  # mistral_common asks for them
         elif module.__name__ == "triton":
             module.__dict__.update(__version__="0", cdiv=_cdiv, next_power_of_2=_next_power_of_2)
-        elif module.__name__ in ("flashinfer", "flashinfer.norm", "flashinfer.activation"):
-            # SGLang calls these on a GPU even with other kernels chosen.
-            module.__dict__.update(rmsnorm=_rmsnorm, fused_add_rmsnorm=_fused_add_rmsnorm, silu_and_mul=_silu_and_mul)
 
 
 def prepare() -> None:
@@ -138,25 +137,3 @@ def _cdiv(a: int, b: int) -> int:
 
 def _next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
-
-
-def _rmsnorm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, out: Any = None, enable_pdl: Any = None
-) -> torch.Tensor:
-    """Compute FlashInfer's `rmsnorm` in torch."""
-    wide = x.float()
-    y = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
-    return y if out is None else out.copy_(y)
-
-
-def _fused_add_rmsnorm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, enable_pdl: Any = None
-) -> None:
-    residual.add_(x)
-    x.copy_(_rmsnorm(residual, weight, eps))
-
-
-def _silu_and_mul(x: torch.Tensor, out: Any = None, enable_pdl: Any = None) -> torch.Tensor:
-    gate, up = x.chunk(2, dim=-1)
-    y = torch.nn.functional.silu(gate) * up
-    return y if out is None else out.copy_(y)
