@@ -54,7 +54,8 @@ def gpu_grpo() -> str:
         found = result(name)
         v, rows = found["versions"], [_GPU_GRPO.split("|"), *map(_gpu_grpo_row, found["rows"])]
         where = found.get("host", "one machine")
-        parts += [measured(found, f", vLLM {v['vllm']}, {where}"), table(*rows)]
+        engines = f"vLLM {v['vllm']}" + (f", SGLang {v['sglang']}" if v.get("sglang") else "")
+        parts += [measured(found, f", {engines}, {where}"), table(*rows)]
         if found["headline"]:
             ratios = ", ".join(f"`{name}` **{value:.2f}**" for name, value in found["headline"].items())
             parts.append(f"Ratios of samples/s: {ratios}.")

@@ -56,6 +56,8 @@ class Cluster:
     def _start_engines(self) -> None:
         for spec in self._specs:
             self.engines.append(self._start_engine(spec))
+        for engine in (engine for engine in self.engines if engine.role == "decode"):
+            engine.prefills = [e for e in self.engines if (e.model, e.role) == (engine.model, "prefill")]
 
     def restart_engine(self, index: int, checkpoint: Path | None = None) -> None:
         """End the rest of an engine and start it again at its address, as another `process`.

@@ -48,6 +48,7 @@ class Engine(Server):
         sleeps: whether it sleeps while the trainer works.
         written_in_place: whether the trainer's steps write into the memory that it computes with.
         bootstrap_port: where decode engines ask a prefill engine for the KV cache, if the router tells them.
+        prefills: those engines, for a decode engine.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Engine(Server):
         self.model, self.role, self.update_weights = model, role, update_weights
         self.num_replicas, self.sleeps, self.written_in_place = num_replicas, sleeps, written_in_place
         self.bootstrap_port = bootstrap_port
+        self.prefills: Sequence[Engine] = ()
         self.asleep = frozenset[str]()  # the TAGS without memory now
         self.has_weights = True  # sleep has not dropped them since the last sync
         self.watch: Callable[[], None] = self.check_alive  # called while a control call waits
@@ -315,9 +317,7 @@ class Engine(Server):
 
     def prompt_log_probs(self, tokens: Sequence[int], *, timeout: float, replica: int | None = None) -> list[float]:
         """Return log-probs of `tokens` from the second on, at temperature 1, under the engine's present weights."""
-        wire = self.kind.wire
-        answer = self.post(wire.generate_route, wire.scoring_request(tokens), timeout=timeout, replica=replica)
-        return wire.prompt_log_probs(answer, tokens, f"{self.name} at {self.url}")
+        return self.kind.prompt_log_probs(self, tokens, timeout=timeout, replica=replica)
 
     def sample(self, tokens: Sequence[int], num_tokens: int, *, num: int, timeout: float) -> list[list[int]]:
         """Return `num` texts of exactly `num_tokens` after `tokens`, at temperature 1; always the same ones."""
@@ -327,7 +327,7 @@ class Engine(Server):
         request = GenerationRequest(self.url, "", tokens, asked)
 
         async def send(payload: dict[str, Any]) -> tuple[dict[str, Any], None]:
-            return self.post(self.kind.wire.generate_route, payload, timeout=timeout), None
+            return self.kind.generate(self, payload, timeout=timeout), None
 
         with RunThreads(1) as pool:  # in a notebook this thread already runs a loop
             made = pool.submit(asyncio.run, self.kind.wire.complete_n(request, num, send)).result()

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from instep.engines.spec import Addresses, EngineSpec
-from instep.engines.topology import ServerGroup
+from instep.engines.topology import ServerGroup, ServerRole
 from instep.errors import ConfigError
 from instep.system.spans import Span
 from instep_engine import MISMATCH
@@ -87,6 +87,11 @@ class RunningEngine(Protocol):
     url: str
     update_weights: bool
     num_replicas: int
+    role: ServerRole
+    bootstrap_port: int | None
+
+    @property
+    def prefills(self) -> Sequence[RunningEngine]: ...
 
     def post(
         self, path: str, body: dict[str, Any] | None = None, *, timeout: float, **query: Any
@@ -247,6 +252,18 @@ class EngineKind(Protocol):
     def wake(self, engine: RunningEngine, tag: str, *, timeout: float) -> None:
         """Allocate the memory of `tag` again, weights or kv_cache. Dropped weights are undefined."""
         engine.post("/wake_up", timeout=timeout, tags=tag)
+
+    def generate(self, engine: RunningEngine, payload: dict[str, Any], *, timeout: float) -> Any:
+        """Return this engine's own answer to a request of its wire format."""
+        return engine.post(self.wire.generate_route, payload, timeout=timeout)
+
+    def prompt_log_probs(
+        self, engine: RunningEngine, tokens: Sequence[int], *, timeout: float, replica: int | None = None
+    ) -> list[float]:
+        """Return log-probs of `tokens` from the second on, at temperature 1, under the engine's present weights."""
+        wire = self.wire
+        answer = engine.post(wire.generate_route, wire.scoring_request(tokens), timeout=timeout, replica=replica)
+        return wire.prompt_log_probs(answer, tokens, f"{engine.name} at {engine.url}")
 
     def weight_digests(self, engine: RunningEngine, *, timeout: float) -> dict[str, str]:
         """Return the digest of each weight by its Hugging Face name; needs the capability `digests`."""

@@ -14,10 +14,9 @@ import os
 import re
 import shlex
 import urllib.error
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from instep.engines.dialect import dialect_of
 from instep.engines.flags import given_names
 from instep.engines.http import get_json
 from instep.engines.kind import (
@@ -29,6 +28,7 @@ from instep.engines.kind import (
     config_json,
     engine_dtype,
 )
+from instep.engines.sglang_pairs import ask_pair, scores_by_decode, scores_by_prefill
 from instep.engines.spec import Addresses, EngineSpec
 from instep.engines.topology import ServerGroup
 from instep.errors import ConfigError
@@ -46,6 +46,8 @@ INSTALL = "make install-sglang (CPU); on a GPU host pip install sglang==0.5.17 s
 READS_VLLM = "--rollout-backend vllm, which reads the flags that have an equivalent there"
 OLDEST, WITH_SPANS = (0, 5, 17), (0, 5, 19)
 CPU_TOKENS = 16_384  # of the KV cache on a CPU, where SGLang's default is a share of the host's memory
+MOONCAKE = "mooncake", "mooncake-transfer-engine"
+TRANSFERS = {"mooncake": MOONCAKE, "mooncake_tcp": MOONCAKE, "nixl": ("nixl", "nixl")}  # -> module, distribution
 LORA_LAYERS = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
 SILENT_HEARTBEATS = 5  # a scheduler hangs if it answers nothing for so many --heartbeat-timeout
 
@@ -131,6 +133,8 @@ class SglangKind(EngineKind):
         }
         if args.trust_remote_code:
             own["trust_remote_code"] = ["--trust-remote-code"]
+        if group.role in ("prefill", "decode") and args.device == "cpu":
+            own["disaggregation_transfer_backend"] = ["--disaggregation-transfer-backend", "mooncake_tcp"]
         if update_weights and args.use_rollout_routing_replay:
             own["enable_return_routed_experts"] = ["--enable-return-routed-experts"]
         if update_weights and args.weight_sync in OF_ADAPTERS:
@@ -166,10 +170,13 @@ class SglangKind(EngineKind):
         return f"sglang serve {shlex.join(serve_arguments(spec, at, node_rank))}"
 
     def check_start(self, args: Settings, spec: EngineSpec) -> None:
-        if spec.role != "regular":
-            what = "prefill and decode on separate engines of SGLang have not been tried"
-            where = f"--prefill-num-servers, or the groups of {dialect_of(args).file_flag}"
-            raise ConfigError(what, where=where, remedy="use regular engines, or --rollout-backend vllm")
+        chosen = {**spec.words, **spec.own}.get("disaggregation_transfer_backend", ["mooncake"])[-1]
+        if spec.role != "regular" and chosen in TRANSFERS and importlib.util.find_spec(TRANSFERS[chosen][0]) is None:
+            raise ConfigError(
+                f"prefill engines pass the KV cache to decode engines by {chosen}, which is not installed here",
+                where=f"{spec.name} ({spec.role})",
+                remedy=f"pip install {TRANSFERS[chosen][1]}, or another --sglang-disaggregation-transfer-backend",
+            )
 
     def command(self, args: Settings, spec: EngineSpec, at: Addresses, node_rank: int = 0) -> list[str]:
         return ["-m", "instep.engines.sglang_main", *serve_arguments(spec, at, node_rank)]
@@ -181,7 +188,11 @@ class SglangKind(EngineKind):
             "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",  # log-probs at the sampling temperature, as the trainer's
             "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # otherwise /health generates, and waits while paused
             "SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS": "0",  # a server that dies would wait a minute first
+            # NCCL's own default. SGLang would set 0, and a trainer with another kind of memory cannot join it.
+            "NCCL_CUMEM_ENABLE": os.environ.get("NCCL_CUMEM_ENABLE", "-2"),
         }
+        if node_host == "127.0.0.1":  # of prefill and decode engines
+            env |= {"SGLANG_HOST_IP": node_host, "MC_TCP_BIND_ADDRESS": node_host}
         if plugins := os.environ.get("SGLANG_PLUGINS"):  # SGLang loads only these
             env["SGLANG_PLUGINS"] = f"{plugins},instep_engine"
         if args.device == "cpu":
@@ -229,6 +240,20 @@ class SglangKind(EngineKind):
         about = get_json(engine.url + "/server_info", timeout)
         return int(about["tp_size"])
 
+    def generate(self, engine: RunningEngine, payload: dict[str, Any], *, timeout: float) -> Any:
+        if engine.role == "decode":
+            return ask_pair(engine, payload, payload, timeout)
+        return super().generate(engine, payload, timeout=timeout)
+
+    def prompt_log_probs(
+        self, engine: RunningEngine, tokens: Sequence[int], *, timeout: float, replica: int | None = None
+    ) -> list[float]:
+        if engine.role == "decode":
+            return scores_by_decode(engine, tokens, timeout)
+        if engine.role == "prefill":
+            return scores_by_prefill(engine, tokens, timeout)
+        return super().prompt_log_probs(engine, tokens, timeout=timeout, replica=replica)
+
     def start_update(self, engine: RunningEngine, version: str, nonce: str, *, timeout: float) -> None:
         body = {"protocol": PROTOCOL, "version": version, "nonce": nonce}
         engine.post("/start_weight_update", body, timeout=timeout)
@@ -251,6 +276,8 @@ def serve_arguments(spec: EngineSpec, at: Addresses, node_rank: int = 0) -> list
     if "json_model_override_args" not in spec.words and config_json(spec.path).get("tie_word_embeddings"):
         if has_own_head(spec.path):  # config.json is wrong, and SGLang would compute with the embedding
             words += ["--json-model-override-args", json.dumps({"tie_word_embeddings": False})]
+    if spec.role == "prefill":
+        words += ["--disaggregation-bootstrap-port", str(at.side_channel_port)]
     words += ["--served-model-name", spec.names[-1]] if spec.names != [spec.path] else []
     if (num_nodes := len(spec.nodes)) > 1:
         words += ["--nnodes", str(num_nodes), "--node-rank", str(node_rank)]

@@ -127,5 +127,7 @@ class EngineSpec:
 
     @property
     def num_side_channel_ports(self) -> int:
-        """How many consecutive ports each node needs to pass on the KV cache: one per data-parallel replica."""
+        """How many consecutive ports each node needs to pass on the KV cache: with vLLM one per replica."""
+        if "disaggregation_mode" in self.words:  # SGLang's
+            return int(self.role == "prefill")
         return self.parallel.data if self.kv_connector == "nixl" else 0

@@ -12,7 +12,7 @@ from typing import Any
 import instep
 from instep.system.gpus import gpus_here
 
-PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "megatron-core", "peft", "vllm", "ray", "numpy")
+PACKAGES = "torch transformers tokenizers safetensors megatron-core peft vllm sglang ray numpy".split()
 
 
 def package_version(name: str) -> str | None:

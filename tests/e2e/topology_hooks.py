@@ -42,11 +42,12 @@ def _weight_version(url: str) -> str:
 
 async def reward_that_looks_at_transfers(args: Any, sample: Any) -> float:
     """How many caches the engine that decodes has got, so far."""
-    text = await asyncio.to_thread(_read, args.rollout_engine_urls[-1] + "/metrics")
-    found = {name: float(value) for name, value in re.findall(r"^vllm:nixl_(\w+?)(?:{.*})? (\S+)$", text, re.MULTILINE)}
-    seen = {"transfers": found["xfer_time_seconds_count"]}
+    text = "\n".join([await asyncio.to_thread(_read, url + "/metrics") for url in args.rollout_engine_urls])
+    found = re.findall(
+        r"^(?:vllm:nixl_xfer_time_seconds|sglang:kv_transfer_latency_ms)_count(?:{.*})? (\S+)$", text, re.M
+    )
     with open(Path(args.run_dir, "transfers.jsonl"), "a") as file:
-        file.write(json.dumps(seen) + "\n")
+        file.write(json.dumps({"transfers": sum(map(float, found))}) + "\n")
     return await observed.reward(args, sample)
 
 

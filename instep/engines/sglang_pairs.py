@@ -1,0 +1,71 @@
+"""Control calls to SGLang's prefill and decode engines, which answer only in pairs. Rollouts leave that to the router.
+
+A prefill engine makes the first token of a response. A decode engine takes the keys and values from it, and makes the
+others. Both get the same request with a number of their own.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from instep.engines.sglang_wire import SGLANG_WIRE
+from instep.errors import EngineError
+from instep.system.run_context import RunThreads
+from instep_engine.sglang_form import PATH
+
+if TYPE_CHECKING:
+    from instep.engines.kind import RunningEngine
+
+NOBODY = {"bootstrap_host": "2.2.2.2", "bootstrap_room": 0}  # SGLang's own words for: hand the cache to nobody
+FORCE = 1e4  # added to the logit of a token
+EVERY = 6
+
+
+def ask_pair(decode: RunningEngine, for_prefill: dict[str, Any], for_decode: dict[str, Any], timeout: float) -> Any:
+    """Return the answer of a decode engine to a request, which a prefill engine of its model gets, too."""
+    prefill = decode.prefills[0]
+    at = {"bootstrap_host": urlsplit(prefill.url).hostname, "bootstrap_port": prefill.bootstrap_port}
+    at["bootstrap_room"] = secrets.randbits(62)
+    with RunThreads(1) as pool:
+        begun = pool.submit(prefill.post, PATH, for_prefill | at, timeout=timeout)
+        answer = decode.post(PATH, for_decode | at, timeout=timeout)
+        begun.result()
+    return answer
+
+
+def scores_by_prefill(engine: RunningEngine, tokens: Sequence[int], timeout: float) -> list[float]:
+    """Return log-probs of `tokens` from the second on by a prefill engine alone."""
+    answer = engine.post(PATH, SGLANG_WIRE.scoring_request(tokens) | NOBODY, timeout=timeout)
+    return SGLANG_WIRE.prompt_log_probs(answer, tokens, f"{engine.name} at {engine.url}")
+
+
+def scores_by_decode(engine: RunningEngine, tokens: Sequence[int], timeout: float) -> list[float]:
+    """Return log-probs of `tokens` from the second on. A decode engine computes one of EVERY.
+
+    For each of them a request ends two tokens before it. The prefill engine is forced to choose the next token. The
+    decode engine then says how likely the one after is. Its difference from the prefill engine stands for the tokens
+    up to the next.
+    """
+    scores = scores_by_prefill(engine.prefills[0], tokens, timeout)
+    ends = range(1, len(tokens) - 1, EVERY)
+    params: dict[str, Any] = {"max_new_tokens": 2, "temperature": 1.0, "ignore_eos": True}
+    body = {"input_ids": [list(tokens[:end]) for end in ends]}
+    forced = [params | {"logit_bias": {str(tokens[end]): FORCE}} for end in ends]
+    asked = {
+        "return_logprob": True,
+        "token_ids_logprob": [[tokens[end + 1]] for end in ends],
+        "sampling_params": params,
+    }
+    answers = ask_pair(engine, body | {"sampling_params": forced}, body | asked, timeout)
+    for end, answer in zip(ends, answers, strict=True):
+        if (got := answer["output_ids"][0]) != tokens[end]:
+            what = f"{engine.prefills[0].name} was to choose token {tokens[end]}, and chose {got}"
+            raise EngineError(what, where=engine.prefills[0].url, remedy="see its log")
+        found = answer["meta_info"]["output_token_ids_logprobs"][0][0][0]
+        difference = (math.nan if found is None else found) - scores[end]  # JSON has no NaN
+        scores[end : end + EVERY] = [score + difference for score in scores[end : end + EVERY]]
+    return scores
