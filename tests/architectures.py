@@ -32,7 +32,7 @@ LENGTHS = (6, 9)
 _MORE: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "axk1", "axk2"), {"num_key_value_heads": 4}),
     "gpt_neo": {"attention_types": [[["global"], 2]]},
-    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    **dict.fromkeys(("lfm2", "lfm2_moe"), {"layer_types": ["conv", "full_attention"]}),
 }
 
 # What `hf` trains packed as transformers has it, to 1e-5 of log-probs and gradients; docs/models.md shows the list.

@@ -149,6 +149,7 @@ def run_packed(
         packed_cu_seqlens=cu_seqlens,
         packed_max_seqlen=max_seqlen,
         packed_shared=shared,
+        seq_idx=(cu_seqlens, shared),  # of convolutions and linear attention
     )
     states: Tensor = output.last_hidden_state
     return states[0]

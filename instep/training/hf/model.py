@@ -23,6 +23,7 @@ from instep.models.attention import Unfit
 from instep.models.decoder_layers import decoder_layers
 from instep.models.rope import fix_rope
 from instep.training.hf.layout import ALONE, LAYOUTS, PACKED, Layout, body_of, own_errors, run_packed, run_rows
+from instep.training.hf.linear_attention import pack_linear_attention
 from instep.training.hf.tensor_parallel import TensorParallel
 from instep.training.log_probs import in_chunks, log_probs_and_entropy, values
 from instep.training.packed_attention import rows
@@ -99,6 +100,7 @@ class Policy(nn.Module):
             model.set_output_embeddings(nn.Linear(width, 1, bias=False, dtype=dtype))
         model.tie_weights()
         fix_rope(model, max_model_len)
+        pack_linear_attention(model)
         self.model: PreTrainedModel = model
         self.vocab_size: int = config.get_text_config().vocab_size
         self.layout = ALONE if self._not_packed else PACKED
