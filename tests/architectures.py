@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -29,24 +31,30 @@ _SMALL = {
 }
 _TINY = {name: value for value, names in _SMALL.items() for name in names.split()}
 LENGTHS = (6, 9)
+_DELTA = {  # both kinds of layers
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 6,
+}  # fmt: skip
 _MORE: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "axk1", "axk2"), {"num_key_value_heads": 4}),
     "gpt_neo": {"attention_types": [[["global"], 2]]},
     **dict.fromkeys(("lfm2", "lfm2_moe"), {"layer_types": ["conv", "full_attention"]}),
+    **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), _DELTA),
+    "kimi_linear": {"linear_num_heads": 2, "linear_head_dim": 8},
 }
 
 # What `hf` trains packed as transformers has it, to 1e-5 of log-probs and gradients; docs/models.md shows the list.
 PACKED = (
     "afmoe apertus arcee aria_text axk1 biogpt bitnet cohere cohere2 cohere2_moe ctrl cwm deepseek_v2 deepseek_v3 "
     "diffllama dots1 ernie4_5 ernie4_5_moe exaone4 flex_olmo gemma gemma3_text gemma4_text glm glm4 glm4_moe gpt2 "
-    "gpt_bigcode gpt_neox granite granitemoe helium jetmoe llama minimax_m2 mistral mixtral modernbert-decoder "
-    "nanochat olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 "
-    "solar_open starcoder2"
+    "gpt_bigcode gpt_neox granite granitemoe helium jetmoe lfm2 lfm2_moe llama minimax_m2 mistral mixtral "
+    "modernbert-decoder nanochat olmo olmo2 olmo3 olmo_hybrid olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe "
+    "qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next qwen4_exp_text seed_oss smollm3 solar_open starcoder2"
 ).split()
 # What it trains padded, as right, by a part of the reason.
 PADDED = {
-    "depend on other segments": "bloom codegen falcon_mamba jamba lfm2 mamba minimax nemotron_h openai-gpt "
-    "qwen3_5_text qwen3_next recurrent_gemma rwkv xglm",
+    "depend on other segments": "bloom codegen falcon_mamba jamba kimi_linear mamba minimax nemotron_h openai-gpt "
+    "recurrent_gemma rwkv xglm",
     "its attention cannot be replaced": "falcon gpt_neo gptj",
     "do not pass the packed segments": "nemotron stablelm",
     "caps scores|has sinks|uses its own mask": "doge gemma2 gpt_oss llama4_text vaultgemma",
@@ -56,9 +64,9 @@ REASONS = {name: reason for reason, names in PADDED.items() for name in names.sp
 # What tensor parallelism splits, as right; it refuses the others by name.
 SPLIT = (
     "apertus arcee aria_text biogpt cohere cohere2 cohere2_moe cwm ernie4_5 exaone4 gemma gemma2 gemma3_text "
-    "gemma4_text glm glm4 gpt_bigcode gpt_neo gpt_neox gptj granite granitemoe helium jamba lfm2 llama mistral "
-    "nanochat nemotron nemotron_h olmo olmo2 olmo3 opt phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_5_text "
-    "recurrent_gemma seed_oss smollm3 stablelm starcoder2 vaultgemma"
+    "gemma4_text glm glm4 gpt_bigcode gpt_neo gpt_neox gptj granite granitemoe helium jamba lfm2 lfm2_moe llama "
+    "mistral nanochat nemotron nemotron_h olmo olmo2 olmo3 olmo_hybrid opt phi phi3 phimoe qwen2 qwen2_moe qwen3 "
+    "qwen3_5_text recurrent_gemma seed_oss smollm3 stablelm starcoder2 vaultgemma"
 ).split()
 # What it refuses: as they are, they are not causal.
 REFUSED = "bert-generation big_bird cpmant".split()
@@ -95,8 +103,14 @@ class Comparison:
     remark: str
 
 
-def compare(model_type: str, window: int | None = None, mesh: DeviceMesh | None = None) -> Comparison:
-    """Two samples as a policy runs them, against transformers with its own attention, one sample at a time.
+def compare(
+    model_type: str,
+    window: int | None = None,
+    mesh: DeviceMesh | None = None,
+    lengths: Sequence[int] = LENGTHS,
+    recompute: str | None = None,
+) -> Comparison:
+    """Samples as a policy runs them, against transformers with its own attention, one sample at a time.
 
     Args:
         mesh: the ranks among which its layers are split (collective).
@@ -116,18 +130,18 @@ def compare(model_type: str, window: int | None = None, mesh: DeviceMesh | None 
                 parameter.normal_(0, 0.08)
             elif mesh is not None:  # what a rank has of a norm is to differ from what the others have
                 parameter.add_(0.3 * torch.randn_like(parameter))
-    policy = Policy(copy.deepcopy(config), torch.float32)
+    policy = Policy(copy.deepcopy(config), torch.float32, recompute)
     policy.model.load_state_dict(plain.state_dict())
     if mesh is not None:
         policy.parallelize(mesh)
-    samples = [torch.randint(3, policy.vocab_size, (length,)) for length in LENGTHS]
-    at = torch.cat([torch.arange(length) for length in LENGTHS])
-    bounds = torch.tensor([0, LENGTHS[0], sum(LENGTHS)], dtype=torch.int32)
-    predicts = torch.cat([torch.arange(LENGTHS[0] - 1), LENGTHS[0] + torch.arange(LENGTHS[1] - 1)])
+    samples = [torch.randint(3, policy.vocab_size, (length,)) for length in lengths]
+    at = torch.cat([torch.arange(length) for length in lengths])
+    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
+    predicts = torch.cat([torch.arange(a, b - 1) for a, b in pairwise(bounds.tolist())])
     targets = torch.cat([sample[1:] for sample in samples])
     weights = torch.linspace(-1, 1, len(targets))
     scale = torch.ones(len(targets))
-    got = policy(torch.cat(samples), at, bounds, max(LENGTHS), predicts, targets, scale, False, check=True)[0]
+    got = policy(torch.cat(samples), at, bounds, max(lengths), predicts, targets, scale, False, check=True)[0]
     assert got is not None
     (got * weights).sum().backward()
     if policy.parallel is not None:

@@ -80,10 +80,9 @@ FAMILIES = {
     "qwen3_next": Family(
         "qwen3_next",
         {**_HEADS, **_EXPERTS, **_DELTA, "num_experts": 4, "shared_expert_intermediate_size": 32},
-        packed=False,
         precision="bf16",
     ),
-    "qwen3_5": Family("qwen3_5_text", {**_HEADS, **_DELTA}, packed=False, precision="bf16"),
+    "qwen3_5": Family("qwen3_5_text", {**_HEADS, **_DELTA}, precision="bf16"),
 }  # fmt: skip
 
 

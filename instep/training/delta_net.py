@@ -74,7 +74,7 @@ def gated_delta_rule(
         outs.append(asked @ state)
         state = state * faded + stored.transpose(-1, -2) @ values[-1]
     chunks = torch.cat(outs) + (q @ k.transpose(-1, -2) * between) @ torch.cat(values)
-    return chunks.transpose(1, 2).flatten(0, 1).index_select(0, slot)[None].to(query.dtype)
+    return chunks.transpose(1, 2).flatten(0, 1)[None].index_select(1, slot).to(query.dtype)
 
 
 def causal_conv(
@@ -101,8 +101,8 @@ def causal_conv(
     at = at + gap * (torch.searchsorted(cu_seqlens, at, right=True) - 1)  # zeros before each sample
     spread = weight.new_zeros(x.shape[1] + gap * (len(cu_seqlens) - 1), x.shape[2])
     spread = spread.index_copy(0, at + gap, x[0].to(weight.dtype))
-    y = F.conv1d(spread.T[None], weight[:, None], bias, groups=len(weight))[0].T.index_select(0, at)
-    return (y if activation is None else getattr(F, activation)(y))[None].to(x.dtype)
+    y = F.conv1d(spread.T[None], weight[:, None], bias, groups=len(weight)).mT.index_select(1, at)
+    return (y if activation is None else getattr(F, activation)(y)).to(x.dtype)
 
 
 def _has_kernels(x: Tensor) -> bool:

@@ -90,3 +90,25 @@ def test_the_convolution_of_each_sample(activation: str | None, has_bias: bool):
     torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
     for a, b in zip(gradients(got, given), gradients(want, given), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_kernels_of_flash_linear_attention():
+    """bfloat16, against the plain form in float32 of the same numbers."""
+    pytest.importorskip("fla")
+    given = [x.detach().cuda().bfloat16() for x in inputs()]
+    given[3] = given[3].float()
+    x, weight = torch.randn(1, sum(LENGTHS), 16, device="cuda").bfloat16(), torch.randn(16, 4, device="cuda").bfloat16()
+    rule, conv = (
+        (lambda *x: gated_delta_rule(*x, BOUNDS.cuda())),
+        (lambda *x: causal_conv(*x, None, BOUNDS.cuda(), "silu")),
+    )
+    for function, args in ((rule, given), (conv, [x, weight])):
+        results = []
+        for dtype in (torch.bfloat16, torch.float32):
+            leaves = [a.to(dtype if a.dtype is torch.bfloat16 else a.dtype).requires_grad_() for a in args]
+            out = function(*leaves)
+            results.append([out, *torch.autograd.grad(out.float().square().sum(), leaves)])
+        for got, want in zip(*results, strict=True):
+            assert (got.float() - want).norm() <= 0.02 * want.norm()

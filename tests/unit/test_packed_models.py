@@ -17,9 +17,9 @@ from instep.training.hf.model import Policy
 from tests.architectures import PACKED, PADDED, REASONS, REFUSED, SPLIT, WINDOWED, compare
 
 # Layers unlike those of the others: these are tested each time, and the others, which are like one of them, are slow.
-UNLIKE = "afmoe cohere2_moe deepseek_v3 diffllama gemma3_text gemma4_text gpt2 gpt_neox granitemoe jetmoe llama "
-UNLIKE += "minimax_m2 modernbert-decoder opt phi3 qwen2 qwen3 qwen3_moe smollm3"
-UNLIKE_PADDED = "bloom jamba lfm2 qwen3_next rwkv falcon gpt_neo nemotron gemma2 gpt_oss doge axk2 mpt"
+UNLIKE = "afmoe cohere2_moe deepseek_v3 diffllama gemma3_text gemma4_text gpt2 gpt_neox granitemoe jetmoe lfm2 "
+UNLIKE += "llama minimax_m2 modernbert-decoder opt phi3 qwen2 qwen3 qwen3_5_text qwen3_moe qwen3_next smollm3"
+UNLIKE_PADDED = "bloom jamba nemotron_h rwkv falcon gpt_neo nemotron gemma2 gpt_oss doge axk2 mpt"
 UNLIKE_WINDOWED = "afmoe cohere2 gemma2 gemma3_text gemma4_text gpt_oss mistral modernbert-decoder phi3 qwen2 qwen2_moe"
 
 
@@ -30,6 +30,13 @@ def some(names: Iterable[str], fast: str) -> list[Any]:
 @pytest.mark.parametrize("model_type", some(PACKED, UNLIKE))
 def test_packed(model_type: str):
     difference = compare(model_type)
+    assert difference.log_probs < 1e-5 and difference.gradients < 1e-5 and not difference.remark
+
+
+@pytest.mark.parametrize("recompute", [None, "full", "selective"])
+@pytest.mark.parametrize("model_type", ["lfm2", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"])
+def test_samples_shorter_and_longer_than_the_chunks_of_linear_attention(model_type: str, recompute: str | None):
+    difference = compare(model_type, lengths=(1, 70, 2, 64, 1, 128, 3, 129, 9), recompute=recompute)
     assert difference.log_probs < 1e-5 and difference.gradients < 1e-5 and not difference.remark
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import Qwen3Config
+from transformers import Qwen3_5TextConfig, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from instep.training import packing
@@ -18,6 +18,12 @@ CONFIG = Qwen3Config(
 WINDOWED = Qwen3Config.from_dict(
     {**CONFIG.to_dict(), "layer_types": ["sliding_attention"] * 2, "use_sliding_window": True, "sliding_window": 8}
 )
+DELTA = Qwen3_5TextConfig.from_dict(
+    {
+        **CONFIG.to_dict(), "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 6,
+    }
+)  # fmt: skip
 
 
 def make_batch(samples: list[tuple[list[int], list[int]]]) -> TokenBatch:
@@ -76,8 +82,10 @@ def test_samples_that_stand_elsewhere_cost_nothing():
 
 @pytest.mark.parametrize("prompt_length", [12, 150], ids=["plain products", "fused kernel"])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-10), (torch.float32, 1e-5)])
-@pytest.mark.parametrize("recompute, config", [(None, CONFIG), ("full", CONFIG), (None, WINDOWED)])
+@pytest.mark.parametrize("recompute, config", [(None, CONFIG), ("full", CONFIG), (None, WINDOWED), ("full", DELTA)])
 def test_sharing_changes_no_result(monkeypatch, prompt_length, dtype, tolerance, recompute, config):
+    if dtype is torch.float64 and config is DELTA:
+        pytest.skip("the delta rule is computed in float32")
     if dtype is torch.float64:  # transformers' norm rounds to float32
         monkeypatch.setattr(Qwen3RMSNorm, "forward", lambda m, x: F.rms_norm(x, m.weight.shape, m.weight, 1e-6))
     policy = Policy(config, dtype, recompute)
@@ -107,7 +115,7 @@ def test_sharing_changes_no_result(monkeypatch, prompt_length, dtype, tolerance,
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("config", [CONFIG, WINDOWED], ids=["all", "window"])
+@pytest.mark.parametrize("config", [CONFIG, WINDOWED, DELTA], ids=["all", "window", "delta"])
 def test_on_a_gpu_sharing_changes_only_roundings(config):
     """bfloat16, through the varlen kernel, which sees fewer queries than keys, none of a sample that comes twice."""
     policy = Policy(config, torch.bfloat16)

@@ -77,4 +77,4 @@ def _apart(function: Callable[..., Tensor], segments: Segments, *given: Tensor) 
 
 
 _LAYERS = ("GatedDeltaNet", "ShortConv")
-_PACKED = {"causal_conv1d_fn": _conv, "torch_chunk_gated_delta_rule": _rule}
+_PACKED: dict[str, Callable[..., Any]] = {"causal_conv1d_fn": _conv, "torch_chunk_gated_delta_rule": _rule}
