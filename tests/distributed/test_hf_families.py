@@ -1,4 +1,4 @@
-"""Mixtures of experts, linear attention, and models that are trained padded, under FSDP2, against plain transformers."""
+"""Mixtures of experts, linear attention, and what is trained padded, under FSDP2, against plain transformers."""
 
 from pathlib import Path
 
