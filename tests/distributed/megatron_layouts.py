@@ -12,8 +12,11 @@ from transformers import (
     LlamaConfig,
     PretrainedConfig,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 CUDA = torch.cuda.is_available()
@@ -34,6 +37,11 @@ LATENT = dict(
     num_key_value_heads=4, kv_lora_rank=24, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12, n_routed_experts=8,
     num_experts_per_tok=2, moe_intermediate_size=32, tie_word_embeddings=False,
 )  # fmt: skip
+DELTA = dict(
+    num_hidden_layers=4, head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
+    linear_value_head_dim=12, linear_conv_kernel_dim=4, layer_types=["linear_attention", "full_attention"] * 2,
+)  # fmt: skip
+HYBRID = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=48)
 MODELS: dict[str, PretrainedConfig] = {
     "untied": Qwen3Config(**NUMBERS, head_dim=16, tie_word_embeddings=False),
     "tied": Qwen3Config(**NUMBERS, head_dim=16, tie_word_embeddings=True),
@@ -69,6 +77,12 @@ MODELS: dict[str, PretrainedConfig] = {
         norm_topk_prob=False,
         rope_interleave=False,
     ),
+    "qwen3.5": Qwen3_5TextConfig(**NUMBERS | DELTA, tie_word_embeddings=True),
+    "qwen3.5-moe": Qwen3_5MoeTextConfig(
+        **{name: n for name, n in NUMBERS.items() if name != "intermediate_size"} | DELTA | HYBRID,
+        tie_word_embeddings=False,
+    ),
+    "qwen3-next": Qwen3NextConfig(**NUMBERS | DELTA | HYBRID, mlp_only_layers=[1], tie_word_embeddings=False),
     "qwen2": Qwen2Config(**NUMBERS, tie_word_embeddings=True),
     "llama": LlamaConfig(**NUMBERS, head_dim=16, tie_word_embeddings=False, rope_parameters=LLAMA3),
 }
@@ -143,6 +157,9 @@ LAYOUTS = {
         tensor_model_parallel_size=2, sequence_parallel=True, pipeline_model_parallel_size=2,
         expert_model_parallel_size=2, expert_tensor_parallel_size=1,
     )),
+    "one-qwen3.5": (1, "qwen3.5", {}),
+    "one-qwen3.5-moe": (1, "qwen3.5-moe", {}),
+    "one-qwen3-next": (1, "qwen3-next", {}),
     "tp2": (2, "untied", dict(tensor_model_parallel_size=2)),
     "tp2-chunked": (2, "tied", dict(tensor_model_parallel_size=2, head_logits=200)),
     "tp2-tied": (2, "tied", dict(tensor_model_parallel_size=2)),

@@ -23,7 +23,7 @@ from instep.models.weight_map import (
     WeightEntry,
     fuse,
     join,
-    part_range,
+    part_ranges,
     weight_entries,
 )
 from instep.training.megatron.layout import Placement
@@ -184,8 +184,9 @@ def load_hf(
                 if entry.split_dim is None:
                     parts.append(tensors[hf_name].read())
                     continue
-                start, stop = part_range(entry, i, *placement.split(entry)[:2], padded_vocab)
-                parts.append(tensors[hf_name].read(entry.split_dim, start, stop))
+                ranges = part_ranges(entry, i, *placement.split(entry)[:2], padded_vocab)
+                sections = [tensors[hf_name].read(entry.split_dim, start, stop) for start, stop in ranges]
+                parts.append(torch.cat(sections) if len(sections) > 1 else sections[0])
             param.copy_(fuse(entry, [part.to(param.dtype) for part in parts], shape, param.shape[0]))
     return unread
 
