@@ -159,7 +159,26 @@ LAYOUTS = {
     )),
     "one-qwen3.5": (1, "qwen3.5", {}),
     "one-qwen3.5-moe": (1, "qwen3.5-moe", {}),
-    "one-qwen3-next": (1, "qwen3-next", {}),
+    "one-qwen3-next": (1, "qwen3-next", dict(moe_grouped_gemm=True)),
+    "tp2-qwen3.5": (2, "qwen3.5", dict(tensor_model_parallel_size=2)),
+    "tp2-sp-qwen3.5": (2, "qwen3.5", dict(
+        tensor_model_parallel_size=2, sequence_parallel=True, use_distributed_optimizer=True,
+    )),
+    "ep2-qwen3.5-moe": (2, "qwen3.5-moe", dict(
+        expert_model_parallel_size=2, use_distributed_optimizer=True, recompute_granularity="full",
+        recompute_method="uniform", recompute_num_layers=1,
+    )),
+    "tp2-sp-ep2-qwen3-next": (2, "qwen3-next", dict(
+        tensor_model_parallel_size=2, sequence_parallel=True, expert_model_parallel_size=2,
+        expert_tensor_parallel_size=1,
+    )),
+    "pp2-qwen3.5": (2, "qwen3.5", dict(pipeline_model_parallel_size=2, recompute_granularity="selective")),
+    "pp2-virtual-qwen3-next": (2, "qwen3-next", dict(
+        pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2,
+    )),
+    "tp2-sp-pp2-qwen3.5-moe": (4, "qwen3.5-moe", dict(
+        tensor_model_parallel_size=2, sequence_parallel=True, pipeline_model_parallel_size=2,
+    )),
     "tp2": (2, "untied", dict(tensor_model_parallel_size=2)),
     "tp2-chunked": (2, "tied", dict(tensor_model_parallel_size=2, head_logits=200)),
     "tp2-tied": (2, "tied", dict(tensor_model_parallel_size=2)),
@@ -225,7 +244,8 @@ RESUMES = [
     ("pp2-virtual", "one-deep"), ("cp2-dist-opt", "one-tied"), ("tp2-sp-cp2", "dp2-cp2-dist-opt"),
     ("tp2-sp-pp2-virtual", "pp2-deep"), ("ep2-etp2", "ep2"), ("ep2-dist-opt", "tp2-sp-ep2"),
     ("pp2-ep2", "one-moe-mixed"), ("tp2-sp-deepseek", "one-deepseek"), ("tp2-sp-pp2-deepseek", "ep2-deepseek"),
-    ("pp2-uneven", "pp2-deep"),
+    ("pp2-uneven", "pp2-deep"), ("tp2-sp-qwen3.5", "one-qwen3.5"), ("pp2-virtual-qwen3-next", "tp2-sp-ep2-qwen3-next"),
+    ("tp2-sp-pp2-qwen3.5-moe", "ep2-qwen3.5-moe"),
 ]  # fmt: skip
 
 
