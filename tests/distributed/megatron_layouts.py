@@ -176,6 +176,11 @@ LAYOUTS = {
     "pp2-virtual-qwen3-next": (2, "qwen3-next", dict(
         pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2,
     )),
+    "cp2-qwen3.5": (2, "qwen3.5", dict(context_parallel_size=2)),
+    "cp2-ep2-qwen3-next": (2, "qwen3-next", dict(
+        context_parallel_size=2, expert_model_parallel_size=2, recompute_granularity="full",
+        recompute_method="uniform", recompute_num_layers=1,
+    )),
     "tp2-sp-pp2-qwen3.5-moe": (4, "qwen3.5-moe", dict(
         tensor_model_parallel_size=2, sequence_parallel=True, pipeline_model_parallel_size=2,
     )),

@@ -4,6 +4,10 @@ Tensor-parallel ranks share the key heads, each with its value heads. Rows of th
 convolution are in the order of key heads, so that a rank's are neighbours: for each its query, key, values, output
 gates, then the numbers from which a value's share (beta) and decay (alpha) follow.
 
+Context-parallel ranks share the key heads of a tensor-parallel rank for the convolution and the delta rule: an
+all-to-all gives each the whole stream of some heads (Jacobs et al. 2023, arXiv 2309.14509), another one its own tokens.
+No rank computes what another one does.
+
 Imports `megatron.core`: only after `cpu_platform.install()`, see there.
 """
 
@@ -16,6 +20,7 @@ from megatron.core.jit import jit_fuser
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
+    all_to_all,
     copy_to_tensor_model_parallel_region,
     set_tensor_model_parallel_attributes,
 )
@@ -34,7 +39,7 @@ class GatedDeltaNet(MegatronModule):
 
     def __init__(self, config: TransformerConfig, pg_collection: Any, **_: Any):
         super().__init__(config)
-        self.tp_group, tp = pg_collection.tp, pg_collection.tp.size()
+        self.tp_group, self.cp_group, tp = pg_collection.tp, pg_collection.cp, pg_collection.tp.size()
         self.key_heads, value_heads = config.linear_num_key_heads // tp, config.linear_num_value_heads // tp
         self.per_key = value_heads // self.key_heads
         self.key_dim, self.value_dim = config.linear_key_head_dim, config.linear_value_head_dim
@@ -56,20 +61,33 @@ class GatedDeltaNet(MegatronModule):
     def forward(self, hidden: Tensor, *_: Any, packed_seq_params: Any, **__: Any) -> tuple[Tensor, None]:
         """Compute `[num_tokens, 1, hidden]` -> the same; with sequence parallelism, of this rank's part of the
         tokens."""
-        bounds = packed_seq_params.cu_seqlens_kv
-        heads = self.in_proj(hidden)[0].unflatten(-1, (self.key_heads, -1))  # [num_tokens, 1, key heads, ...]
-        keys, values = self.key_dim, self.per_key * self.value_dim
-        mixed, gate, beta, alpha = heads.split([2 * keys + values, values, self.per_key, self.per_key], dim=-1)
-        mixed = causal_conv(mixed.flatten(1)[None], self.conv1d.weight[:, 0], None, bounds, "silu")
-        query, key, value = mixed.unflatten(-1, (self.key_heads, -1)).split([keys, keys, values], dim=-1)
-        beta, alpha = (x.flatten(2).transpose(0, 1) for x in (beta, alpha))  # [1, num_tokens, value heads]
-        decay, share = _decay_and_share(alpha, self.A_log, self.dt_bias, beta)
-        value = value.reshape(1, value.shape[1], -1, self.value_dim)
-        out = gated_delta_rule(query.contiguous(), key.contiguous(), value, decay, share, bounds)
+        p, keys, values = packed_seq_params, self.key_dim, self.per_key * self.value_dim
+        heads = self.in_proj(hidden)[0][:, 0].unflatten(-1, (self.key_heads, -1))  # [num_tokens, key heads, ...]
+        mixed, gate, numbers = heads.split([2 * keys + values, values, 2 * self.per_key], dim=-1)
+        if p.order is None:
+            out = self._delta_rule(mixed, numbers, p.cu_seqlens_kv, 0)
+        else:
+            whole = _stream_of_heads(torch.cat([mixed, numbers], dim=-1), p.order, self.cp_group)
+            mixed, numbers = whole.split([2 * keys + values, 2 * self.per_key], dim=-1)
+            out = self._delta_rule(mixed, numbers, p.cu_samples, self.cp_group.rank() * mixed.shape[1])
+            out = _own_tokens(out, p.order, self.cp_group)
         # A rank has the gradient of its own heads: it is summed over the ranks that share them.
         weight = copy_to_tensor_model_parallel_region(self.out_norm.weight, group=self.tp_group)
-        out = _gated_norm(out[0], gate.reshape(out.shape[1:]), weight, self.config.layernorm_epsilon)
+        out = _gated_norm(out, gate.reshape(out.shape), weight, self.config.layernorm_epsilon)
         return self.out_proj(out.flatten(1)[:, None])[0], None
+
+    def _delta_rule(self, mixed: Tensor, numbers: Tensor, bounds: Tensor, first: int) -> Tensor:
+        """Compute `[num_tokens, key heads, ...]` of the key heads from `first` on -> `[num_tokens, value heads,
+        value_dim]`."""
+        key_heads = mixed.shape[1]
+        own = slice(first * self.per_key, (first + key_heads) * self.per_key)
+        weight = self.conv1d.weight[:, 0].unflatten(0, (self.key_heads, -1))[first : first + key_heads].flatten(0, 1)
+        mixed = causal_conv(mixed.flatten(1)[None], weight, None, bounds, "silu").unflatten(-1, (key_heads, -1))
+        query, key, value = mixed.split([self.key_dim, self.key_dim, self.per_key * self.value_dim], dim=-1)
+        value = value.reshape(*value.shape[:2], -1, self.value_dim)
+        beta, alpha = (x.flatten(1)[None] for x in numbers.chunk(2, dim=-1))
+        decay, share = _decay_and_share(alpha, self.A_log[own], self.dt_bias[own], beta)
+        return gated_delta_rule(query.contiguous(), key.contiguous(), value, decay, share, bounds)[0]
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
@@ -79,6 +97,19 @@ class GatedDeltaNet(MegatronModule):
         split = {name: self.get_parameter(name) for name in _SPLIT}
         groups = dict(tp_group=self.tp_group, dp_cp_group=metadata["dp_cp_group"])
         return whole | make_sharded_tensors_for_checkpoint(split, prefix, _SPLIT, sharded_offsets, **groups)
+
+
+def _stream_of_heads(x: Tensor, order: Tensor, group: Any) -> Tensor:
+    """Move all heads of this rank's tokens, `[num_local, heads, ...]`, to this rank's heads of all tokens, in the order
+    of the stream."""
+    parts = x.unflatten(1, (group.size(), -1)).transpose(0, 1).contiguous()
+    return all_to_all(group, parts).flatten(0, 1).index_select(0, order)
+
+
+def _own_tokens(x: Tensor, order: Tensor, group: Any) -> Tensor:
+    """Do the inverse of `_stream_of_heads`."""
+    parts = x.index_select(0, order.argsort()).unflatten(0, (group.size(), -1))
+    return all_to_all(group, parts.contiguous()).transpose(0, 1).flatten(1, 2)
 
 
 @jit_fuser

@@ -70,6 +70,8 @@ class PackedInput(PackedSeqParams):
     with_logits: bool
     padding: Tensor | None = None  # bool [1, num_tokens], if there is any
     shared: SharedPrefixes | None = None  # context parallelism: see `context_parallel.Share`
+    order: Tensor | None = None
+    cu_samples: Tensor | None = None
     own: Tensor | None = None
     num_response_tokens: int = 0
     routes: Tensor | None = None  # see `replay.routes_of`
@@ -146,6 +148,8 @@ def _pack_share(
         with_logits=False,
         padding=share.padding[None],
         shared=share.shared,
+        order=share.order,
+        cu_samples=share.cu_samples,
         own=share.own,
         num_response_tokens=int(batch.response_lengths.sum()),
     )
