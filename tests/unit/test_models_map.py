@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from types import SimpleNamespace
 
 import pytest
@@ -22,6 +23,7 @@ from transformers import (
 from instep.errors import ConfigError
 from instep.models.checkpoint_names import CheckpointNames
 from instep.models.shape import model_shape, shape_in_file
+from instep.models.sizes import shape_in
 from instep.models.weight_map import Kind, fuse, join, part_ranges, unfuse, weight_entries
 from instep.training.megatron.checks import check_arguments, padded_vocab_size
 
@@ -69,6 +71,8 @@ def test_names_and_shapes_are_those_of_transformers(config):
     got = [(n, s) for e in entries for n, s in zip(e.names, e.shapes, strict=True)]
     assert dict(got) == want and len(got) == len(want)
     assert len({e.megatron for e in entries}) == len(entries)
+    counted = shape_in(config.to_dict())
+    assert counted is not None and counted.total == sum(prod(size) for size in want.values())
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
