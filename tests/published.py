@@ -50,7 +50,8 @@ ARCHITECTURES = {
     "qwen3_next": "Qwen3Next", "qwen3_5_text": "Qwen3_5", "qwen3_5_moe_text": "Qwen3_5Moe",
 }  # fmt: skip
 NAMES = "num_hidden_layers hidden_size num_attention_heads num_key_value_heads intermediate_size tie_word_embeddings"
-# As published: layers, width, heads, key heads, width of the MLP (None: all layers have experts), tied; the rest of config.json; parameters in 10^9.
+# As published: layers, width, heads, key heads, width of the MLP (None: all layers have experts), tied; the rest of
+# config.json; parameters in 10^9.
 PUBLISHED = {
     "qwen2.5-0.5B": (24, 896, 14, 2, 4864, True, QWEN2 | {"vocab_size": 151936}, 0.494),
     "qwen2.5-1.5B": (28, 1536, 12, 2, 8960, True, QWEN2 | {"vocab_size": 151936}, 1.544),

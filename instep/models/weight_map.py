@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,8 +59,15 @@ class WeightEntry:
 
 
 Tensors = dict[str, tuple[int, ...]]
-# Of a layer: Megatron's name, layout, Hugging Face's tensors, and the sections of the first one if there are several.
-Part = tuple[str, Kind, Tensors] | tuple[str, Kind, Tensors, tuple[int, ...]]
+
+
+class Part(NamedTuple):
+    """Of a layer: Megatron's name, the layout, Hugging Face's tensors, and the sections of the first one."""
+
+    megatron: str
+    kind: Kind
+    tensors: Tensors
+    sections: tuple[int, ...] = ()
 
 
 def weight_entries(shape: ModelShape) -> list[WeightEntry]:
@@ -69,31 +77,31 @@ def weight_entries(shape: ModelShape) -> list[WeightEntry]:
     vocab = (shape.vocab_size, hidden)
     entries = [WeightEntry(EMBEDDING, ("model.embed_tokens.weight",), (vocab,), Kind.VOCAB)]
     for i in range(shape.num_layers):
-        layer: list[Part] = [("input_layernorm.weight", Kind.REPLICATED, {"input_layernorm.weight": (hidden,)})]
+        layer = [Part("input_layernorm.weight", Kind.REPLICATED, {"input_layernorm.weight": (hidden,)})]
         if shape.delta and i in shape.delta.layers:
             layer += _delta_net(shape.hidden_size, shape.delta)
         else:
             layer += _attention(shape) if shape.latent is None else _latent_attention(shape, shape.latent)
-        layer.append(("pre_mlp_layernorm.weight", Kind.REPLICATED, {"post_attention_layernorm.weight": (hidden,)}))
+        layer.append(Part("pre_mlp_layernorm.weight", Kind.REPLICATED, {"post_attention_layernorm.weight": (hidden,)}))
         experts = shape.experts if shape.experts and i in shape.experts.layers else None
         if experts is None:
             layer += _mlp("mlp", "mlp", hidden, shape.ffn_hidden_size)
         else:
-            layer.append(("mlp.router.weight", Kind.REPLICATED, {"mlp.gate.weight": (experts.num, hidden)}))
+            layer.append(Part("mlp.router.weight", Kind.REPLICATED, {"mlp.gate.weight": (experts.num, hidden)}))
             if experts.sigmoid:
                 bias: Tensors = {"mlp.gate.e_score_correction_bias": (experts.num,)}
-                layer.append((f"mlp.router.{EXPERT_BIAS}", Kind.REPLICATED, bias))
+                layer.append(Part(f"mlp.router.{EXPERT_BIAS}", Kind.REPLICATED, bias))
             if width := experts.shared_ffn_hidden_size:
                 name = "mlp.shared_expert" if experts.shared_gate else "mlp.shared_experts"
                 layer += _mlp("mlp.shared_experts", name, hidden, width)
             if experts.shared_gate:
                 gate: Tensors = {"mlp.shared_expert_gate.weight": (1, hidden)}
-                layer.append(("mlp.shared_experts.gate_weight", Kind.REPLICATED, gate))
-        entries += [_entry(i, *part) for part in layer]
+                layer.append(Part("mlp.shared_experts.gate_weight", Kind.REPLICATED, gate))
+        entries += [_entry(i, part) for part in layer]
         if experts is not None:
             for e in range(experts.num):
                 parts = _mlp(f"mlp.experts.local_experts.{e}", f"mlp.experts.{e}", hidden, experts.ffn_hidden_size)
-                entries += [_entry(i, *part, expert=e) for part in parts]
+                entries += [_entry(i, part, e) for part in parts]
     entries.append(WeightEntry("decoder.final_layernorm.weight", ("model.norm.weight",), ((hidden,),), Kind.REPLICATED))
     if shape.value_head:
         entries.append(WeightEntry(HEAD, ("lm_head.weight",), ((1, hidden),), Kind.REPLICATED))
@@ -107,15 +115,15 @@ def _attention(shape: ModelShape) -> list[Part]:
     q_rows, kv_rows = shape.num_attention_heads * head_dim, shape.num_query_groups * head_dim
     rows = {"q": q_rows * (2 if shape.delta else 1), "k": kv_rows, "v": kv_rows}
     weights: Tensors = {f"self_attn.{x}_proj.weight": (n, hidden) for x, n in rows.items()}
-    layer: list[Part] = [("self_attention.linear_qkv.weight", Kind.QKV, weights)]
+    layer = [Part("self_attention.linear_qkv.weight", Kind.QKV, weights)]
     if shape.qkv_bias:
         biases: Tensors = {f"self_attn.{x}_proj.bias": (n,) for x, n in rows.items()}
-        layer.append(("self_attention.linear_qkv.bias", Kind.QKV, biases))
+        layer.append(Part("self_attention.linear_qkv.bias", Kind.QKV, biases))
     if shape.qk_norm:
         for x in "qk":
             norm: Tensors = {f"self_attn.{x}_norm.weight": (head_dim,)}
-            layer.append((f"self_attention.{x}_layernorm.weight", Kind.REPLICATED, norm))
-    layer.append(("self_attention.linear_proj.weight", Kind.COLUMNS, {"self_attn.o_proj.weight": (hidden, q_rows)}))
+            layer.append(Part(f"self_attention.{x}_layernorm.weight", Kind.REPLICATED, norm))
+    layer.append(Part("self_attention.linear_proj.weight", Kind.COLUMNS, {"self_attn.o_proj.weight": (hidden, q_rows)}))
     return layer
 
 
@@ -135,7 +143,7 @@ def _latent_attention(shape: ModelShape, a: LatentAttention) -> list[Part]:
         ("linear_kv_up_proj", Kind.ROWS, "kv_b_proj", (kv_rows, a.kv_rank)),
         ("linear_proj", Kind.COLUMNS, "o_proj", (hidden, heads * a.value_dim)),
     ]
-    return [(f"self_attention.{m}.weight", kind, {f"self_attn.{n}.weight": size}) for m, kind, n, size in named]
+    return [Part(f"self_attention.{m}.weight", kind, {f"self_attn.{n}.weight": size}) for m, kind, n, size in named]
 
 
 def _delta_net(hidden: int, d: DeltaNet) -> list[Part]:
@@ -146,29 +154,27 @@ def _delta_net(hidden: int, d: DeltaNet) -> list[Part]:
     in_proj: Tensors = {f"linear_attn.in_proj_{x}.weight": (n, hidden) for x, n in rows.items()}
     conv: Tensors = {"linear_attn.conv1d.weight": (sum(mixed), 1, d.conv_width)}
     return [
-        ("self_attention.in_proj.weight", Kind.DELTA, in_proj, () if d.by_head else mixed),
-        ("self_attention.conv1d.weight", Kind.DELTA, conv, mixed),
-        ("self_attention.dt_bias", Kind.ROWS, {"linear_attn.dt_bias": (heads,)}),
-        ("self_attention.A_log", Kind.ROWS, {"linear_attn.A_log": (heads,)}),
-        ("self_attention.out_norm.weight", Kind.REPLICATED, {"linear_attn.norm.weight": (d.value_dim,)}),
-        ("self_attention.out_proj.weight", Kind.COLUMNS, {"linear_attn.out_proj.weight": (hidden, d.values)}),
+        Part("self_attention.in_proj.weight", Kind.DELTA, in_proj, () if d.by_head else mixed),
+        Part("self_attention.conv1d.weight", Kind.DELTA, conv, mixed),
+        Part("self_attention.dt_bias", Kind.ROWS, {"linear_attn.dt_bias": (heads,)}),
+        Part("self_attention.A_log", Kind.ROWS, {"linear_attn.A_log": (heads,)}),
+        Part("self_attention.out_norm.weight", Kind.REPLICATED, {"linear_attn.norm.weight": (d.value_dim,)}),
+        Part("self_attention.out_proj.weight", Kind.COLUMNS, {"linear_attn.out_proj.weight": (hidden, d.values)}),
     ]
 
 
 def _mlp(megatron: str, name: str, hidden: int, ffn: int) -> list[Part]:
     rows: Tensors = {f"{name}.{x}_proj.weight": (ffn, hidden) for x in ("gate", "up")}
     return [
-        (f"{megatron}.linear_fc1.weight", Kind.GATE_UP, rows),
-        (f"{megatron}.linear_fc2.weight", Kind.COLUMNS, {f"{name}.down_proj.weight": (hidden, ffn)}),
+        Part(f"{megatron}.linear_fc1.weight", Kind.GATE_UP, rows),
+        Part(f"{megatron}.linear_fc2.weight", Kind.COLUMNS, {f"{name}.down_proj.weight": (hidden, ffn)}),
     ]
 
 
-def _entry(
-    layer: int, name: str, kind: Kind, tensors: Tensors, sections: tuple[int, ...] = (), *, expert: int | None = None
-) -> WeightEntry:
-    names = tuple(f"model.layers.{layer}.{n}" for n in tensors)
-    megatron, shapes = f"decoder.layers.{layer}.{name}", tuple(tensors.values())
-    return WeightEntry(megatron, names, shapes, kind, layer, expert, name.endswith(EXPERT_BIAS), sections)
+def _entry(layer: int, part: Part, expert: int | None = None) -> WeightEntry:
+    names, shapes = tuple(f"model.layers.{layer}.{n}" for n in part.tensors), tuple(part.tensors.values())
+    megatron, keep_fp32 = f"decoder.layers.{layer}.{part.megatron}", part.megatron.endswith(EXPERT_BIAS)
+    return WeightEntry(megatron, names, shapes, part.kind, layer, expert, keep_fp32, part.sections)
 
 
 def part_ranges(entry: WeightEntry, index: int, rank: int, size: int, padded_vocab: int) -> list[tuple[int, int]]:
@@ -223,7 +229,7 @@ def unfuse(entry: WeightEntry, local: Tensor, shape: ModelShape) -> list[Tensor]
     if entry.kind in (Kind.QKV, Kind.DELTA):
         sizes = _rows(entry, shape)
         grouped = local.unflatten(0, (-1, sum(map(sum, sizes))))
-        parts = []
+        parts: list[Tensor] = []
         for tensor, sections in zip(grouped.split([*map(sum, sizes)], dim=1), sizes, strict=True):
             if entry.kind is Kind.QKV and shape.delta and not parts:
                 tensor = tensor.unflatten(1, (2, -1, shape.kv_channels)).transpose(1, 2).flatten(1, 3)

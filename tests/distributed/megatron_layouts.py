@@ -38,8 +38,9 @@ LATENT = dict(
     num_experts_per_tok=2, moe_intermediate_size=32, tie_word_embeddings=False,
 )  # fmt: skip
 DELTA = dict(
-    num_hidden_layers=4, head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
-    linear_value_head_dim=12, linear_conv_kernel_dim=4, rms_norm_eps=1e-3, layer_types=["linear_attention", "full_attention"] * 2,
+    num_hidden_layers=4, head_dim=16, linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=8,
+    linear_value_head_dim=12, linear_conv_kernel_dim=4, layer_types=["linear_attention", "full_attention"] * 2,
+    rms_norm_eps=1e-3,  # a first token's result may be small: its norm would blow rounding up
 )  # fmt: skip
 HYBRID = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=48)
 MODELS: dict[str, PretrainedConfig] = {
@@ -184,6 +185,9 @@ LAYOUTS = {
     "tp2-sp-pp2-qwen3.5-moe": (4, "qwen3.5-moe", dict(
         tensor_model_parallel_size=2, sequence_parallel=True, pipeline_model_parallel_size=2,
     )),
+    "tp2-sp-cp2-qwen3.5": (4, "qwen3.5", dict(
+        tensor_model_parallel_size=2, sequence_parallel=True, context_parallel_size=2, use_distributed_optimizer=True,
+    )),
     "tp2": (2, "untied", dict(tensor_model_parallel_size=2)),
     "tp2-chunked": (2, "tied", dict(tensor_model_parallel_size=2, head_logits=200)),
     "tp2-tied": (2, "tied", dict(tensor_model_parallel_size=2)),
@@ -241,6 +245,8 @@ SLOW = {
     "tp2-sp-ep2-deepseek", "ep2-deepseek", "pp2-deepseek", "cp2-deepseek", "pp2-uneven", "pp2-uneven-virtual",
     "pp2-qwen2", "tp2-llama", "pp2-llama", "ep2-overlap", "pp2-virtual-overlap", "tp2-recompute-distributed",
     "tp2-tied", "tp2-qwen2", "tp2-chunked", "dp2-dist-opt-overlap", "tp2", "tp2-sp-tied", "pp2", "dp2",
+    "one-qwen3.5-moe", "one-qwen3-next", "tp2-qwen3.5", "tp2-sp-qwen3.5", "ep2-qwen3.5-moe", "pp2-qwen3.5",
+    "pp2-virtual-qwen3-next", "cp2-ep2-qwen3-next",
 }  # fmt: skip
 # saved by -> loaded by
 RESUMES = [

@@ -90,7 +90,8 @@ def test_cut_fuse_join_gives_the_same_bits(config, size):
                     parts.append(tensor)
                 else:
                     ranges = part_ranges(entry, i, rank, size, padded)
-                    parts.append(torch.cat([tensor.narrow(entry.split_dim, a, b - a) for a, b in ranges], entry.split_dim))
+                    sections = [tensor.narrow(entry.split_dim, a, b - a) for a, b in ranges]
+                    parts.append(torch.cat(sections, entry.split_dim))
             rows = padded // size if entry.kind is Kind.VOCAB else sum(p.shape[0] for p in parts)
             locals_.append(fuse(entry, parts, shape, rows))
             assert locals_[-1].shape[0] == rows

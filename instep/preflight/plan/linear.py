@@ -24,7 +24,7 @@ def mixed(r: Rank, attention: float) -> float:
     if d is None:
         return attention
     gated = attention + 2 * e * s.queries / tp  # the gate and the product
-    # Inputs of the convolution and of its activation, and the result; the output gate, its product and the norm's input.
+    # Inputs of the convolution and of its activation, and the result; the output gate, the norm's input, the product.
     delta = e * (3 * (2 * d.keys + d.values) + 3 * d.values)
     if e == 2 and importlib.util.find_spec("fla") is not None:
         delta += e * (2 * d.keys + CHUNK * d.value_heads) + 4 * d.value_heads
