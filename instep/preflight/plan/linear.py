@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING
 
 from instep.models.sizes import Shape
 from instep.preflight.plan.card import layer_flops
 
-if TYPE_CHECKING:
-    from instep.preflight.plan.trainer import Rank
-
 CHUNK = 64  # tokens, see `training/delta_net.py`
 
 
-def mixed(r: Rank, attention: float) -> float:
+def mixed(s: Shape, e: int, tp: int, attention: float) -> float:
     """Return bytes per token and layer of attention or a gated delta net, the mean over layers.
 
     Args:
-        attention: those of plain attention.
+        e: bytes of an element in computations.
+        tp: ranks that share the heads.
+        attention: bytes of plain attention.
     """
-    s, d, e, tp = r.shape, r.shape.delta, r.e, r.tp
-    if d is None:
+    if (d := s.delta) is None:
         return attention
     gated = attention + 2 * e * s.queries / tp  # the gate and the product
     # Inputs of the convolution and of its activation, and the result; the output gate, the norm's input, the product.

@@ -229,10 +229,10 @@ def kept_in_layer(r: Rank, recompute: str | None) -> float:
         return e * (3 * h + 2 * q + 2 * k + 2 * f) + sums
     copies = e * r.routed * (1 if r.is_megatron else 2)  # inputs of experts; in `hf` also their weighted outputs
     if r.compiled:  # x and its norm twice; projection, rotation (and norm); attention's output; gate, up and product
-        return e * (4 * h + 3 * f) + mixed(r, e * (2 + norm) * (q + k) + sums) + copies
+        return e * (4 * h + 3 * f) + mixed(s, e, tp, e * (2 + norm) * (q + k) + sums) + copies
     scales = 4 * (2 + norm * (s.heads + s.kv_heads) / tp)
     norms = norm * (q + k) * (4 + e)  # x in fp32, normed, times the weight
-    attention = mixed(r, norms + 2 * e * (q + k) + sums + scales)
+    attention = mixed(s, e, tp, norms + 2 * e * (q + k) + sums + scales)
     kept = 2 * h * (4 + 2 * e) + attention + 4 * e * f + copies
     return kept - (2 * h + norm * (q + k)) * e * bool(r.adapter)
 
