@@ -74,7 +74,7 @@ def gated_delta_rule(
         outs.append(asked @ state)
         state = state * faded + stored.transpose(-1, -2) @ values[-1]
     chunks = torch.cat(outs) + (q @ k.transpose(-1, -2) * between) @ torch.cat(values)
-    return chunks.transpose(1, 2).flatten(0, 1).index_select(0, slot)[None].to(query.dtype)
+    return chunks.transpose(1, 2).flatten(0, 1)[None].index_select(1, slot).to(query.dtype)
 
 
 def causal_conv(
@@ -99,10 +99,10 @@ def causal_conv(
         return out
     gap, at = weight.shape[1] - 1, torch.arange(x.shape[1], device=x.device)
     at = at + gap * (torch.searchsorted(cu_seqlens, at, right=True) - 1)  # zeros before each sample
-    spread = weight.new_zeros(x.shape[1] + gap * (len(cu_seqlens) - 1), x.shape[2])
-    spread = spread.index_copy(0, at + gap, x[0].to(weight.dtype))
-    y = F.conv1d(spread.T[None], weight[:, None], bias, groups=len(weight))[0].T.index_select(0, at)
-    return (y if activation is None else getattr(F, activation)(y))[None].to(x.dtype)
+    spread = weight.new_zeros(len(weight), x.shape[1] + gap * (len(cu_seqlens) - 1))
+    spread = spread.index_copy(1, at + gap, x[0].T.to(weight.dtype))
+    y = F.conv1d(spread[None], weight[:, None], bias, groups=len(weight)).index_select(2, at)
+    return (y if activation is None else getattr(F, activation)(y)).mT.to(x.dtype).contiguous()
 
 
 def _has_kernels(x: Tensor) -> bool:

@@ -9,15 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from instep.arguments.parse import parse
-from instep.checkpoints.hf_weights import opened_weights
+from instep.cli import main
 from instep.errors import ConfigError
-from instep.models.shape import model_shape
 from instep.preflight.inputs import check_inputs
-from instep.training.megatron.weights import check_tensors, plain_names
 from instep.training.worker import Worker
 from instep.types import TokenBatch
 from tests.architectures import tiny_config
@@ -124,8 +122,7 @@ def test_the_language_model_of_a_published_folder_trains_after_the_remedy(
     torch.testing.assert_close(logits, published.eval()(input_ids=tokens, use_cache=False).logits, rtol=0, atol=1e-5)
     words = command_line(new, tmp_path)
     check_inputs(parse([*words, "--train-backend", "megatron", "--actor-num-gpus-per-node", "1"]))
-    with opened_weights(new, torch.float32) as stored:
-        assert check_tensors(new, model_shape(AutoConfig.from_pretrained(new)), plain_names(stored)) == []
+    assert main(["convert", "hf-to-megatron", "--hf-checkpoint", str(new), "--save", str(tmp_path / "megatron")]) == 0
     words += ["--train-backend", "hf"]
     check_inputs(parse([*words, "--actor-num-gpus-per-node", "1"]))
     check_training(words, tmp_path)
