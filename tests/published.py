@@ -23,11 +23,35 @@ MOONLIGHT = LATENT | {
     "moe_intermediate_size": 1408, "n_shared_experts": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
     "routed_scaling_factor": 2.446, "rope_theta": 50000,
 }  # fmt: skip
+HYBRID = COMMON | {
+    "rms_norm_eps": 1e-6, "head_dim": 256, "full_attention_interval": 4, "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
+}  # fmt: skip
+NEXT = HYBRID | {
+    "model_type": "qwen3_next", "rope_theta": 1e7, "partial_rotary_factor": 0.25, "vocab_size": 151936,
+    "linear_num_value_heads": 32, "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512, "norm_topk_prob": True,
+}  # fmt: skip
+QWEN35 = HYBRID | {
+    "model_type": "qwen3_5_text", "vocab_size": 248320,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+}  # fmt: skip
+QWEN35_27B = QWEN35 | {"linear_num_value_heads": 48}
+QWEN35_EXPERTS = QWEN35 | {
+    "model_type": "qwen3_5_moe_text", "linear_num_value_heads": 32, "num_experts": 256, "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+}  # fmt: skip
+QWEN35_397B = QWEN35_EXPERTS | {
+    "linear_num_value_heads": 64, "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 1024,
+    "shared_expert_intermediate_size": 1024,
+}  # fmt: skip
 ARCHITECTURES = {
     "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "llama": "Llama", "deepseek_v3": "DeepseekV3",
+    "qwen3_next": "Qwen3Next", "qwen3_5_text": "Qwen3_5", "qwen3_5_moe_text": "Qwen3_5Moe",
 }  # fmt: skip
 NAMES = "num_hidden_layers hidden_size num_attention_heads num_key_value_heads intermediate_size tie_word_embeddings"
-# As published: layers, width, heads, key heads, width of the MLP, tied; the rest of config.json; parameters in 10^9.
+# As published: layers, width, heads, key heads, width of the MLP (None: all layers have experts), tied; the rest of
+# config.json; parameters in 10^9.
 PUBLISHED = {
     "qwen2.5-0.5B": (24, 896, 14, 2, 4864, True, QWEN2 | {"vocab_size": 151936}, 0.494),
     "qwen2.5-1.5B": (28, 1536, 12, 2, 8960, True, QWEN2 | {"vocab_size": 151936}, 1.544),
@@ -49,6 +73,13 @@ PUBLISHED = {
     "llama3.2-3B": (28, 3072, 24, 8, 8192, True, LLAMA, 3.213),
     "llama3.3-70B": (80, 8192, 64, 8, 28672, False, LLAMA, 70.55),
     "deepseek-v3": (61, 7168, 128, 128, 18432, False, DEEPSEEK, 671.0),
+    "qwen3-next-80B-A3B": (48, 2048, 16, 2, 5120, False, NEXT, 79.67),
+    "qwen3.5-0.8B": (24, 1024, 8, 2, 3584, True, QWEN35 | {"linear_num_value_heads": 16}, 0.752),
+    "qwen3.5-27B": (64, 5120, 24, 4, 17408, False, QWEN35_27B, 26.9),
+    "qwen3.5-35B-A3B": (40, 2048, 16, 2, None, False, QWEN35_EXPERTS, 34.66),
+    "qwen3.5-397B-A17B": (60, 4096, 32, 2, None, False, QWEN35_397B, 396.3),
+    "qwen3.6-27B": (64, 5120, 24, 4, 17408, False, QWEN35_27B, 26.9),
+    "qwen3.6-35B-A3B": (40, 2048, 16, 2, None, False, QWEN35_EXPERTS, 34.66),
     "moonlight-16B-A3B": (27, 2048, 16, 16, 11264, False, MOONLIGHT, 15.96),
 }
 
@@ -56,4 +87,5 @@ PUBLISHED = {
 def config(name: str) -> dict[str, object]:
     *numbers, rest, _ = PUBLISHED[name]
     kind = ARCHITECTURES[rest["model_type"]]
-    return {"architectures": [f"{kind}ForCausalLM"], **dict(zip(NAMES.split(), numbers, strict=True)), **rest}
+    sizes = {n: size for n, size in zip(NAMES.split(), numbers, strict=True) if size is not None}
+    return {"architectures": [f"{kind}ForCausalLM"], **sizes, **rest}

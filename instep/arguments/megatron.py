@@ -102,6 +102,7 @@ def _verdict(name: str, is_field: bool, patterns: list[tuple[Any, ...]]) -> tupl
 def shape_in_file(config: dict[str, Any]) -> dict[str, Any]:
     """Return the values in config.json of the shape flags. None: config.json does not say (transformers' default)."""
     rope, family = config.get("rope_parameters") or {}, FAMILIES.get(config.get("model_type", ""))
+    delta = family and family.delta
     heads, width = (config.get(name) for name in ("num_attention_heads", "hidden_size"))
     groups, base = config.get("num_key_value_heads", heads), config.get("rope_theta", rope.get("rope_theta"))
     head_dim = config.get("head_dim") or (width // heads if width and heads else None)
@@ -109,11 +110,13 @@ def shape_in_file(config: dict[str, Any]) -> dict[str, Any]:
     gate = config.get("hidden_act", config.get("activation_function"))
     layer_norm = next((name for name in ("layer_norm_eps", "layer_norm_epsilon") if name in config), "")
     rotated = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", config.get("rotary_pct")))
+    rotated = (0.25 if delta else 1.0) if rotated is None and family else rotated
     tied = config.get("tie_word_embeddings")
     return {
         **{flag.name: config.get(flag.config) for flag in SHAPE.flags if flag.config},
         **_experts_in_file(config),
         "--num-experts": num_experts(config) or None,
+        "--ffn-hidden-size": config.get("intermediate_size", config.get("moe_intermediate_size")),
         "--group-query-attention": None if groups is None else groups < heads,
         "--num-query-groups": groups,
         # Megatron does not read it for latent attention.
@@ -121,11 +124,14 @@ def shape_in_file(config: dict[str, Any]) -> dict[str, Any]:
         "--normalization": "RMSNorm" if "rms_norm_eps" in config else "LayerNorm" if layer_norm else None,
         "--norm-epsilon": config.get("rms_norm_eps", config.get(layer_norm)),
         "--rotary-base": base,
-        "--rotary-percent": 1.0 if rotated is None and family else rotated,
+        "--rotary-percent": rotated,
         "--position-embedding-type": "rope" if base or rope else config.get("position_embedding_type"),
         "--use-rotary-position-embeddings": True if base or rope else None,
         "--swiglu": None if gate is None else gate in ("silu", "swish"),
         "--qk-layernorm": family and (family.qk_norm or family.latent),
+        "--attention-output-gate": delta,
+        "--apply-layernorm-1p": delta,
+        "--moe-shared-expert-gate": delta and num_experts(config) > 0,
         "--disable-bias-linear": True if family and not any(biases) else not any(biases) if biases else None,
         "--add-qkv-bias": family and family.qkv_bias,
         "--untie-embeddings-and-output-weights": None if tied is None else not tied,
@@ -139,7 +145,8 @@ def _experts_in_file(config: dict[str, Any]) -> dict[str, Any]:
     has_experts = family is not None and family.experts and num_experts(config) > 0
     layers = expert_layers(config, family) if family and has_experts and config.get("num_hidden_layers") else None
     shared = (config.get("n_shared_experts") or 0) * (config.get("moe_intermediate_size") or 0)
-    normalized = config.get("norm_topk_prob")
+    shared = config.get("shared_expert_intermediate_size", shared)
+    normalized = config.get("norm_topk_prob", True if family and family.delta else None)
     return {
         "--multi-latent-attention": latent,
         "--rotary-scaling-factor": rope.get("factor", 1.0),

@@ -313,7 +313,9 @@ class ParallelSettings(Common):
 
 class ShapeSettings(Common):
     add_qkv_bias: bool
+    apply_layernorm_1p: bool
     attention_dropout: float
+    attention_output_gate: bool
     disable_bias_linear: bool | None
     ffn_hidden_size: int | None
     group_query_attention: bool
@@ -332,6 +334,7 @@ class ShapeSettings(Common):
     moe_router_score_function: Literal["softmax", "sigmoid"] | None
     moe_router_topk: int | None
     moe_router_topk_scaling_factor: float | None
+    moe_shared_expert_gate: bool
     moe_shared_expert_intermediate_size: int | None
     mscale: float | None
     mscale_all_dim: float | None

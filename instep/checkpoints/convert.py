@@ -45,7 +45,7 @@ from instep.models.shape import KNOWN, ModelShape, model_shape
 from instep.models.weight_map import Kind, WeightEntry, weight_entries
 from instep.system.atomic import sync_folder
 from instep.system.options import OptionParser
-from instep.training.megatron.weights import check_tensors
+from instep.training.megatron.weights import check_tensors, plain_names
 from instep.weights.spec import TensorSpec
 
 TO_MEGATRON, TO_HF, TO_BF16 = "hf-to-megatron", "megatron-to-hf", "fp8-to-bf16"
@@ -237,6 +237,8 @@ class HuggingFace:
         self._stack, self._advised = ExitStack(), set[Path]()
         with self._stack:
             self._stored = self._stack.enter_context(opened_weights(folder, torch.bfloat16))
+            if shape:
+                self._stored = plain_names(self._stored)
             self._advice = self._stack.enter_context(ThreadPoolExecutor(1))
             self.unread = check_tensors(folder, shape, self._stored) if shape else []
             self._stack = self._stack.pop_all()

@@ -70,7 +70,7 @@ def _without_images(folder: Path) -> str:
         f"t.AutoTokenizer.from_pretrained({old}).save_pretrained({new})",
     )
     command = shlex.join(["python", "-c", "; ".join(lines)])
-    return f"write a checkpoint of only its language model: `{command}`; and give that, with --train-backend hf"
+    return f"write a checkpoint of only its language model: `{command}`; and give that"
 
 
 def check_hf_checkpoint(path: str | Path) -> dict[str, Any]:

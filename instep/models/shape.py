@@ -75,6 +75,8 @@ class Family:
     Attributes:
         latent: multi-head latent attention (`LatentAttention`), with norms on both latents.
         sigmoid: experts are chosen by sigmoids with a bias, not by a softmax (`Experts`).
+        delta: most layers have a gated delta net (`DeltaNet`). Attention has an output gate and partial rotary
+            positions, norms add 1 to their weights, and shared experts have a gate.
     """
 
     qk_norm: bool = False
@@ -82,6 +84,7 @@ class Family:
     experts: bool = False
     latent: bool = False
     sigmoid: bool = False
+    delta: bool = False
 
 
 FAMILIES = {
@@ -90,6 +93,9 @@ FAMILIES = {
     "llama": Family(),
     "qwen3_moe": Family(qk_norm=True, experts=True),
     "deepseek_v3": Family(experts=True, latent=True, sigmoid=True),
+    "qwen3_next": Family(qk_norm=True, experts=True, delta=True),
+    "qwen3_5_text": Family(qk_norm=True, delta=True),
+    "qwen3_5_moe_text": Family(qk_norm=True, experts=True, delta=True),
 }
 KNOWN = f"give one of {', '.join(FAMILIES)}"
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -111,6 +117,7 @@ class Experts:
             experts.
         scale: factor of the weights.
         shared_ffn_hidden_size: total width of the experts that every token uses; 0 without such experts.
+        shared_gate: their output is multiplied by a sigmoid, which is a token's own.
     """
 
     num: int
@@ -123,6 +130,7 @@ class Experts:
     num_active_groups: int = 1
     scale: float = 1.0
     shared_ffn_hidden_size: int = 0
+    shared_gate: bool = False
 
 
 KV_B = "kv_b_proj"  # of latent attention: vLLM computes with its loaded weight and supports no adapter on it
@@ -146,6 +154,35 @@ class LatentAttention:
 
 
 @dataclass(frozen=True)
+class DeltaNet:
+    """Gated delta nets (Yang et al. 2024, arXiv 2412.06464), which replace attention in some layers.
+
+    Attributes:
+        key_heads, value_heads: each key head has value_heads / key_heads value heads.
+        conv_width: tokens of the causal convolution of queries, keys and values.
+        layers: the layers that have one; the others have attention.
+        by_head: checkpoints hold two projections, ordered by key head (Qwen3-Next), not one of each kind (Qwen3.5).
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+    layers: tuple[int, ...]
+    by_head: bool
+
+    @property
+    def keys(self) -> int:
+        """The width of all keys, and of all queries."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        return self.value_heads * self.value_dim
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """Numbers of a decoder with rotary positions, RMS norms and a SwiGLU; names as in Megatron-Core."""
 
@@ -166,10 +203,13 @@ class ModelShape:
     value_head: bool = False  # a critic: the output layer has one row, on every tensor-parallel rank
     latent: LatentAttention | None = None
     num_mtp_layers: int = 0  # of multi-token prediction, at the end in checkpoints: not trained
+    delta: DeltaNet | None = None
 
     @property
     def rotary_dim(self) -> int:
-        return self.latent.rotary_dim if self.latent else self.kv_channels
+        if self.latent:
+            return self.latent.rotary_dim
+        return int(self.kv_channels * self.rope.get("partial_rotary_factor", 1.0))
 
     def as_critic(self) -> ModelShape:
         """Return the same transformer with a value head."""
@@ -195,7 +235,7 @@ def model_shape(hf_config: Any) -> ModelShape:
 
 
 _COUNTS = (
-    *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
+    *("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads"),
     "vocab_size",
 )
 
@@ -205,7 +245,8 @@ def shape_in_file(config: Mapping[str, Any]) -> ModelShape | None:
     transformers has a default), or if a number is invalid (the check of the checkpoint names it)."""
     family = FAMILIES.get(config.get("model_type", ""))
     try:
-        if family is None or unsupported(config) or any(type(config[n]) is not int or config[n] < 1 for n in _COUNTS):
+        counts = (*_COUNTS, "intermediate_size" if "intermediate_size" in config else "moe_intermediate_size")
+        if family is None or unsupported(config) or any(type(config[n]) is not int or config[n] < 1 for n in counts):
             return None
         rope = {} if rope_by_layer(config) else {"rope_parameters": {"rope_type": "default"}}
         return _shape({**config, **rope}, family)
@@ -218,7 +259,7 @@ def _shape(c: dict[str, Any], family: Family) -> ModelShape:
     return ModelShape(
         num_layers=c["num_hidden_layers"],
         hidden_size=c["hidden_size"],
-        ffn_hidden_size=c["intermediate_size"],
+        ffn_hidden_size=c["intermediate_size"] if "intermediate_size" in c else c["moe_intermediate_size"],
         num_attention_heads=c["num_attention_heads"],
         num_query_groups=c.get("num_key_value_heads") or c["num_attention_heads"],
         kv_channels=latent.content_dim + latent.rotary_dim if latent else _head_dim(c),
@@ -232,6 +273,7 @@ def _shape(c: dict[str, Any], family: Family) -> ModelShape:
         experts=_experts(c, family),
         latent=latent,
         num_mtp_layers=num_mtp_layers(c) if family.latent else 0,
+        delta=delta_net(c) if family.delta else None,
     )
 
 
@@ -269,8 +311,11 @@ def _head_dim(c: dict[str, Any]) -> int:
 def _experts(c: dict[str, Any], family: Family) -> Experts | None:
     if not (num := num_experts(c)):
         return None
-    width, normalized, layers = c["moe_intermediate_size"], bool(c["norm_topk_prob"]), expert_layers(c, family)
+    normalized = bool(c.get("norm_topk_prob", True) if family.delta else c["norm_topk_prob"])
+    width, layers = c["moe_intermediate_size"], expert_layers(c, family)
     plain = Experts(num, c["num_experts_per_tok"], width, normalized, layers)
+    if family.delta:
+        return replace(plain, shared_ffn_hidden_size=c["shared_expert_intermediate_size"], shared_gate=True)
     if not family.sigmoid:
         return plain
     groups, active = c.get("n_group") or 1, c.get("topk_group") or 1
@@ -292,6 +337,26 @@ def _latent(c: dict[str, Any]) -> LatentAttention:
         rotary_dim=c["qk_rope_head_dim"],
         value_dim=c["v_head_dim"],
     )
+
+
+def delta_net(c: Mapping[str, Any]) -> DeltaNet:
+    """Return the gated delta nets of a config.json with all entries of transformers' class."""
+    kinds = c.get("layer_types") or attention_pattern(c)
+    return DeltaNet(
+        key_heads=c["linear_num_key_heads"],
+        value_heads=c["linear_num_value_heads"],
+        key_dim=c["linear_key_head_dim"],
+        value_dim=c["linear_value_head_dim"],
+        conv_width=c["linear_conv_kernel_dim"],
+        layers=tuple(i for i, kind in enumerate(kinds) if kind == "linear_attention"),
+        by_head=c["model_type"] == "qwen3_next",
+    )
+
+
+def attention_pattern(c: Mapping[str, Any]) -> list[str]:
+    """Return the layer types of a hybrid model whose config.json has only their interval, 4 by default."""
+    every = c.get("full_attention_interval") or 4
+    return ["linear_attention" if (i + 1) % every else "full_attention" for i in range(c["num_hidden_layers"])]
 
 
 def _unsupported_experts(c: dict[str, Any], experts: Experts | None) -> list[str]:
@@ -322,10 +387,11 @@ def _unsupported(c: Mapping[str, Any]) -> list[str]:
     problems += [f"{key}=true" for key in ("attention_bias", "mlp_bias", "use_sliding_window") if c.get(key)]
     if c.get("attention_dropout"):
         problems.append(f"attention_dropout={c['attention_dropout']} (log-probs would change between passes)")
-    if set(c.get("layer_types") or ()) - {"full_attention"}:
+    delta = FAMILIES[c["model_type"]].delta
+    if set(c.get("layer_types") or ()) - {"full_attention", *(["linear_attention"] if delta else [])}:
         problems.append(f"layer_types {sorted(set(c['layer_types']))} (only full_attention)")
     if rope["rope_type"] not in ROPE_TYPES:
         problems.append(f"rope_type={rope['rope_type']!r} (only {', '.join(ROPE_TYPES)})")
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+    if rope.get("partial_rotary_factor", 1.0) != 1.0 and not delta:
         problems.append(f"partial_rotary_factor={rope['partial_rotary_factor']}")
     return problems

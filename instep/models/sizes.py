@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -11,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from instep.models.files import safetensors_header, tensor_files
-from instep.models.shape import FAMILIES, num_experts, read_config
+from instep.models.mtp import mtp_names
+from instep.models.shape import FAMILIES, DeltaNet, delta_net, expert_layers, num_experts, read_config
 
-_LAYER = re.compile(r"^model\.layers\.(\d{1,9})\.")
 _WHOLE = {"F64", "F32", "F16", "BF16"}  # types of weights that are not packed
 
 
@@ -29,6 +28,7 @@ class Shape:
         used: parameters that a token is multiplied with: with the output layer, without the input embedding.
         experts: the part of `total` in experts; 0 in a dense model.
         routed: experts per token in a layer, the mean; 0 in a dense model.
+        delta: linear attention of some layers; the others have `heads` and `kv_heads`.
         cached: numbers (not bytes) that an engine caches per token and layer on every rank, with latent attention; 0 if
             it caches keys and values. `kv_heads` and `head_dim` are those of the trainer.
     """
@@ -50,6 +50,19 @@ class Shape:
     value_head: bool = False
     cached: int = 0
     routed: float = 0.0
+    delta: DeltaNet | None = None
+
+    @property
+    def attending(self) -> int:
+        """The number of layers with attention to all earlier tokens."""
+        return self.num_layers - (len(self.delta.layers) if self.delta else 0)
+
+    @property
+    def state(self) -> int:
+        """Numbers that an engine keeps per request, whatever its length: the states of linear attention."""
+        d = self.delta
+        window = 0 if d is None else (d.conv_width - 1) * (2 * d.keys + d.values)
+        return 0 if d is None else len(d.layers) * (d.key_dim * d.values + window)
 
     @property
     def queries(self) -> int:
@@ -71,8 +84,8 @@ class Shape:
 
     def flops(self, length: int) -> float:
         """Return the FLOPs of the forward pass over a sequence, with logits of all tokens; a backward pass has twice as
-        many."""
-        return 2.0 * self.used * length + 2.0 * self.num_layers * self.queries * length**2
+        many. Those of linear attention's states, some percent, are left out."""
+        return 2.0 * self.used * length + 2.0 * self.attending * self.queries * length**2
 
     def as_critic(self) -> Shape:
         """Return the same decoder with a value head."""
@@ -148,9 +161,16 @@ def _of_config(config: Mapping[str, Any]) -> Shape:
         cached = kv_rank + int(config["qk_rope_head_dim"])
     router = (hidden + bool(family and family.sigmoid)) * experts if experts > 1 else 0
     dense = min(layers, int(config.get("first_k_dense_replace") or 0)) if experts > 1 else 0
+    if family is not None and family.experts and experts > 1:
+        dense = layers - len(expert_layers(config, family))
     shared = ffn * int(config.get("n_shared_experts") or 0) if experts > 1 else 0
     mixed, dense_width = layers - dense, int(config.get("intermediate_size") or ffn)
-    around = layers * (attention + small) + mixed * router + 3 * hidden * (dense * dense_width + mixed * shared)
+    attentions, delta = layers * attention, delta_net(config) if family is not None and family.delta else None
+    if delta is not None:
+        attentions, small = _hybrid(hidden, queries, keys, head_dim, layers, delta), 2 * hidden
+    if delta is not None and experts > 1:
+        shared, router = int(config["shared_expert_intermediate_size"]), router + hidden  # and its gate
+    around = attentions + layers * small + mixed * router + 3 * hidden * (dense * dense_width + mixed * shared)
     in_experts = mixed * 3 * hidden * ffn * max(1, experts)
     total = around + in_experts + vocab * hidden * (1 if tied else 2) + hidden
     used = around + mixed * 3 * hidden * ffn * chosen + vocab * hidden + hidden
@@ -158,8 +178,16 @@ def _of_config(config: Mapping[str, Any]) -> Shape:
     return Shape(
         layers, hidden, width, heads, kv_heads, head_dim, vocab, tied, qk_norm, (around + in_experts) // layers, total,
         used, int(config.get("max_position_embeddings") or 2**17), in_experts if experts > 1 else 0, cached=cached,
-        routed=mixed * chosen / layers if experts > 1 else 0.0,
+        routed=mixed * chosen / layers if experts > 1 else 0.0, delta=delta,
     )  # fmt: skip
+
+
+def _hybrid(hidden: int, queries: int, keys: int, head_dim: int, layers: int, d: DeltaNet) -> int:
+    """Return the parameters of attention, with output gates and norms of heads, and of delta nets in all layers."""
+    attention = hidden * (3 * queries + 2 * keys) + 2 * head_dim
+    mixed = 2 * d.keys + d.values
+    delta = hidden * (mixed + 2 * d.values + 2 * d.value_heads) + mixed * d.conv_width + 2 * d.value_heads + d.value_dim
+    return (layers - len(d.layers)) * attention + len(d.layers) * delta
 
 
 def _latent_attention(config: Mapping[str, Any], hidden: int, heads: int, kv_rank: int) -> int:
@@ -173,15 +201,16 @@ def _latent_attention(config: Mapping[str, Any], hidden: int, heads: int, kv_ran
 def _counted(folder: Path, shape: Shape) -> tuple[int, int] | None:
     """Count the elements of all tensors in the model's safetensors files, and of experts; None if this is not clear.
 
-    It is not clear for quantized models, without files, and with damaged files, which other checks report. Layers of
-    multi-token prediction, behind the model's own, do not count.
+    It is not clear for quantized models, without files, and with damaged files, which other checks report. Multi-token
+    prediction does not count.
     """
     count = experts = 0
     try:
         for path in tensor_files(folder):
             for name, tensor in safetensors_header(path).items():
-                behind = (index := _LAYER.search(name)) is not None and int(index[1]) >= shape.num_layers
-                if name == "__metadata__" or behind or (shape.tied and name == "lm_head.weight"):
+                if name == "__metadata__" or mtp_names([name], shape.num_layers, 10**9):
+                    continue
+                if shape.tied and name == "lm_head.weight":
                     continue
                 if tensor["dtype"] not in _WHOLE:
                     return None

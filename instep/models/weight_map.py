@@ -1,7 +1,8 @@
 """Hugging Face weights <-> Megatron-Core parameters of a decoder, for any tensor-parallel size.
 
 One rule is used for loading and exporting. Each Hugging Face tensor of an entry is cut along `split_dim` into equal
-parts, one per tensor-parallel rank. `fuse` makes a rank's Megatron parameter from its parts; `unfuse` is the inverse.
+parts, one per tensor-parallel rank; of a tensor with sections, each section is. `fuse` makes a rank's Megatron
+parameter from its parts; `unfuse` is the inverse.
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from instep.models.shape import LatentAttention, ModelShape
+from instep.models.shape import DeltaNet, LatentAttention, ModelShape
 
 EMBEDDING = "embedding.word_embeddings.weight"
 HEAD = "output_layer.weight"  # Megatron's name of the output layer
@@ -27,7 +29,8 @@ class Kind(StrEnum):
     VOCAB = "vocab"  # rows, padded with zeros to the padded vocabulary
     ROWS = "rows"  # split on dim 0
     COLUMNS = "columns"  # split on dim 1
-    QKV = "qkv"  # per group of key/value heads: its query heads, k, v
+    QKV = "qkv"  # per group of key/value heads: its query heads, their output gates if the model has any, k, v
+    DELTA = "delta"  # per key head of a gated delta net: its rows of each section
     GATE_UP = "gate_up"  # a rank's gate rows, then its up rows
 
 
@@ -38,6 +41,7 @@ class WeightEntry:
 
     Attributes:
         keep_fp32: the tensors are float32 in any model: a buffer that no gradient changes.
+        sections: the rows of the sections of the first tensor; empty if it is one section, as all others are.
     """
 
     megatron: str
@@ -47,13 +51,23 @@ class WeightEntry:
     layer: int | None = None  # None: before or after the layers
     expert: int | None = None
     keep_fp32: bool = False
+    sections: tuple[int, ...] = ()
 
     @property
     def split_dim(self) -> int | None:
         return {Kind.REPLICATED: None, Kind.COLUMNS: 1}.get(self.kind, 0)
 
 
-Part = tuple[str, Kind, dict[str, tuple[int, ...]]]  # of a layer: Megatron's name, layout, Hugging Face's tensors
+Tensors = dict[str, tuple[int, ...]]
+
+
+class Part(NamedTuple):
+    """Of a layer: Megatron's name, the layout, Hugging Face's tensors, and the sections of the first one."""
+
+    megatron: str
+    kind: Kind
+    tensors: Tensors
+    sections: tuple[int, ...] = ()
 
 
 def weight_entries(shape: ModelShape) -> list[WeightEntry]:
@@ -63,24 +77,31 @@ def weight_entries(shape: ModelShape) -> list[WeightEntry]:
     vocab = (shape.vocab_size, hidden)
     entries = [WeightEntry(EMBEDDING, ("model.embed_tokens.weight",), (vocab,), Kind.VOCAB)]
     for i in range(shape.num_layers):
-        layer: list[Part] = [("input_layernorm.weight", Kind.REPLICATED, {"input_layernorm.weight": (hidden,)})]
-        layer += _attention(shape) if shape.latent is None else _latent_attention(shape, shape.latent)
-        layer.append(("pre_mlp_layernorm.weight", Kind.REPLICATED, {"post_attention_layernorm.weight": (hidden,)}))
+        layer = [Part("input_layernorm.weight", Kind.REPLICATED, {"input_layernorm.weight": (hidden,)})]
+        if shape.delta and i in shape.delta.layers:
+            layer += _delta_net(shape.hidden_size, shape.delta)
+        else:
+            layer += _attention(shape) if shape.latent is None else _latent_attention(shape, shape.latent)
+        layer.append(Part("pre_mlp_layernorm.weight", Kind.REPLICATED, {"post_attention_layernorm.weight": (hidden,)}))
         experts = shape.experts if shape.experts and i in shape.experts.layers else None
         if experts is None:
             layer += _mlp("mlp", "mlp", hidden, shape.ffn_hidden_size)
         else:
-            layer.append(("mlp.router.weight", Kind.REPLICATED, {"mlp.gate.weight": (experts.num, hidden)}))
+            layer.append(Part("mlp.router.weight", Kind.REPLICATED, {"mlp.gate.weight": (experts.num, hidden)}))
             if experts.sigmoid:
-                bias: dict[str, tuple[int, ...]] = {"mlp.gate.e_score_correction_bias": (experts.num,)}
-                layer.append((f"mlp.router.{EXPERT_BIAS}", Kind.REPLICATED, bias))
+                bias: Tensors = {"mlp.gate.e_score_correction_bias": (experts.num,)}
+                layer.append(Part(f"mlp.router.{EXPERT_BIAS}", Kind.REPLICATED, bias))
             if width := experts.shared_ffn_hidden_size:
-                layer += _mlp("mlp.shared_experts", "mlp.shared_experts", hidden, width)
-        entries += [_entry(i, *part) for part in layer]
+                name = "mlp.shared_expert" if experts.shared_gate else "mlp.shared_experts"
+                layer += _mlp("mlp.shared_experts", name, hidden, width)
+            if experts.shared_gate:
+                gate: Tensors = {"mlp.shared_expert_gate.weight": (1, hidden)}
+                layer.append(Part("mlp.shared_experts.gate_weight", Kind.REPLICATED, gate))
+        entries += [_entry(i, part) for part in layer]
         if experts is not None:
             for e in range(experts.num):
                 parts = _mlp(f"mlp.experts.local_experts.{e}", f"mlp.experts.{e}", hidden, experts.ffn_hidden_size)
-                entries += [_entry(i, *part, e) for part in parts]
+                entries += [_entry(i, part, e) for part in parts]
     entries.append(WeightEntry("decoder.final_layernorm.weight", ("model.norm.weight",), ((hidden,),), Kind.REPLICATED))
     if shape.value_head:
         entries.append(WeightEntry(HEAD, ("lm_head.weight",), ((1, hidden),), Kind.REPLICATED))
@@ -92,17 +113,17 @@ def weight_entries(shape: ModelShape) -> list[WeightEntry]:
 def _attention(shape: ModelShape) -> list[Part]:
     hidden, head_dim = shape.hidden_size, shape.kv_channels
     q_rows, kv_rows = shape.num_attention_heads * head_dim, shape.num_query_groups * head_dim
-    rows = {"q": q_rows, "k": kv_rows, "v": kv_rows}
-    weights: dict[str, tuple[int, ...]] = {f"self_attn.{x}_proj.weight": (n, hidden) for x, n in rows.items()}
-    layer: list[Part] = [("self_attention.linear_qkv.weight", Kind.QKV, weights)]
+    rows = {"q": q_rows * (2 if shape.delta else 1), "k": kv_rows, "v": kv_rows}
+    weights: Tensors = {f"self_attn.{x}_proj.weight": (n, hidden) for x, n in rows.items()}
+    layer = [Part("self_attention.linear_qkv.weight", Kind.QKV, weights)]
     if shape.qkv_bias:
-        biases: dict[str, tuple[int, ...]] = {f"self_attn.{x}_proj.bias": (n,) for x, n in rows.items()}
-        layer.append(("self_attention.linear_qkv.bias", Kind.QKV, biases))
+        biases: Tensors = {f"self_attn.{x}_proj.bias": (n,) for x, n in rows.items()}
+        layer.append(Part("self_attention.linear_qkv.bias", Kind.QKV, biases))
     if shape.qk_norm:
         for x in "qk":
-            norm: dict[str, tuple[int, ...]] = {f"self_attn.{x}_norm.weight": (head_dim,)}
-            layer.append((f"self_attention.{x}_layernorm.weight", Kind.REPLICATED, norm))
-    layer.append(("self_attention.linear_proj.weight", Kind.COLUMNS, {"self_attn.o_proj.weight": (hidden, q_rows)}))
+            norm: Tensors = {f"self_attn.{x}_norm.weight": (head_dim,)}
+            layer.append(Part(f"self_attention.{x}_layernorm.weight", Kind.REPLICATED, norm))
+    layer.append(Part("self_attention.linear_proj.weight", Kind.COLUMNS, {"self_attn.o_proj.weight": (hidden, q_rows)}))
     return layer
 
 
@@ -122,32 +143,62 @@ def _latent_attention(shape: ModelShape, a: LatentAttention) -> list[Part]:
         ("linear_kv_up_proj", Kind.ROWS, "kv_b_proj", (kv_rows, a.kv_rank)),
         ("linear_proj", Kind.COLUMNS, "o_proj", (hidden, heads * a.value_dim)),
     ]
-    return [(f"self_attention.{m}.weight", kind, {f"self_attn.{n}.weight": size}) for m, kind, n, size in named]
+    return [Part(f"self_attention.{m}.weight", kind, {f"self_attn.{n}.weight": size}) for m, kind, n, size in named]
 
 
-def _mlp(megatron: str, name: str, hidden: int, ffn: int) -> list[Part]:
-    rows: dict[str, tuple[int, ...]] = {f"{name}.{x}_proj.weight": (ffn, hidden) for x in ("gate", "up")}
+def _delta_net(hidden: int, d: DeltaNet) -> list[Part]:
+    heads, mixed = d.value_heads, (d.keys, d.keys, d.values)  # queries, keys, values
+    rows = {"qkv": sum(mixed), "z": d.values, "b": heads, "a": heads}
+    if d.by_head:
+        rows = {"qkvz": sum(mixed) + d.values, "ba": 2 * heads}
+    in_proj: Tensors = {f"linear_attn.in_proj_{x}.weight": (n, hidden) for x, n in rows.items()}
+    conv: Tensors = {"linear_attn.conv1d.weight": (sum(mixed), 1, d.conv_width)}
     return [
-        (f"{megatron}.linear_fc1.weight", Kind.GATE_UP, rows),
-        (f"{megatron}.linear_fc2.weight", Kind.COLUMNS, {f"{name}.down_proj.weight": (hidden, ffn)}),
+        Part("self_attention.in_proj.weight", Kind.DELTA, in_proj, () if d.by_head else mixed),
+        Part("self_attention.conv1d.weight", Kind.DELTA, conv, mixed),
+        Part("self_attention.dt_bias", Kind.ROWS, {"linear_attn.dt_bias": (heads,)}),
+        Part("self_attention.A_log", Kind.ROWS, {"linear_attn.A_log": (heads,)}),
+        Part("self_attention.out_norm.weight", Kind.REPLICATED, {"linear_attn.norm.weight": (d.value_dim,)}),
+        Part("self_attention.out_proj.weight", Kind.COLUMNS, {"linear_attn.out_proj.weight": (hidden, d.values)}),
     ]
 
 
-def _entry(
-    layer: int, name: str, kind: Kind, tensors: dict[str, tuple[int, ...]], expert: int | None = None
-) -> WeightEntry:
-    names = tuple(f"model.layers.{layer}.{n}" for n in tensors)
-    megatron, shapes = f"decoder.layers.{layer}.{name}", tuple(tensors.values())
-    return WeightEntry(megatron, names, shapes, kind, layer, expert, keep_fp32=name.endswith(EXPERT_BIAS))
+def _mlp(megatron: str, name: str, hidden: int, ffn: int) -> list[Part]:
+    rows: Tensors = {f"{name}.{x}_proj.weight": (ffn, hidden) for x in ("gate", "up")}
+    return [
+        Part(f"{megatron}.linear_fc1.weight", Kind.GATE_UP, rows),
+        Part(f"{megatron}.linear_fc2.weight", Kind.COLUMNS, {f"{name}.down_proj.weight": (hidden, ffn)}),
+    ]
 
 
-def part_range(entry: WeightEntry, index: int, rank: int, size: int, padded_vocab: int) -> tuple[int, int]:
-    """Return [start, stop) along `split_dim` of rank `rank`'s part of tensor `index`, without padding of the
-    vocabulary."""
+def _entry(layer: int, part: Part, expert: int | None = None) -> WeightEntry:
+    names, shapes = tuple(f"model.layers.{layer}.{n}" for n in part.tensors), tuple(part.tensors.values())
+    megatron, keep_fp32 = f"decoder.layers.{layer}.{part.megatron}", part.megatron.endswith(EXPERT_BIAS)
+    return WeightEntry(megatron, names, shapes, part.kind, layer, expert, keep_fp32, part.sections)
+
+
+def part_ranges(entry: WeightEntry, index: int, rank: int, size: int, padded_vocab: int) -> list[tuple[int, int]]:
+    """Return [start, stop) along `split_dim` of rank `rank`'s part of each section of tensor `index`, without padding
+    of the vocabulary."""
     assert entry.split_dim is not None
-    full = entry.shapes[index][entry.split_dim]
-    step = (padded_vocab if entry.kind is Kind.VOCAB else full) // size
-    return min(rank * step, full), min((rank + 1) * step, full)
+    ranges, first = [], 0
+    for full in _sections(entry, index):
+        step = (padded_vocab if entry.kind is Kind.VOCAB else full) // size
+        ranges.append((first + min(rank * step, full), first + min((rank + 1) * step, full)))
+        first += full
+    return ranges
+
+
+def _sections(entry: WeightEntry, index: int) -> tuple[int, ...]:
+    """Return the sizes of the sections of tensor `index` along `split_dim`."""
+    assert entry.split_dim is not None
+    return (entry.sections if index == 0 else ()) or (entry.shapes[index][entry.split_dim],)
+
+
+def _rows(entry: WeightEntry, shape: ModelShape) -> list[list[int]]:
+    """Return the rows that a group of heads has of each section, by tensor."""
+    groups = shape.delta.key_heads if entry.kind is Kind.DELTA and shape.delta else shape.num_query_groups
+    return [[rows // groups for rows in _sections(entry, index)] for index in range(len(entry.names))]
 
 
 def fuse(entry: WeightEntry, parts: Sequence[Tensor], shape: ModelShape, rows: int) -> Tensor:
@@ -158,9 +209,15 @@ def fuse(entry: WeightEntry, parts: Sequence[Tensor], shape: ModelShape, rows: i
 
 def pieces(entry: WeightEntry, parts: Sequence[Tensor], shape: ModelShape, rows: int) -> list[Tensor]:
     """Return what `fuse` stacks on dim 0: the parts, or views of them, and the padding rows."""
-    if entry.kind is Kind.QKV:
-        groups = parts[1].shape[0] // shape.kv_channels
-        grouped = [part.reshape(groups, -1, *part.shape[1:]) for part in parts]
+    if entry.kind in (Kind.QKV, Kind.DELTA):
+        grouped = []
+        for part, rows_of_group in zip(parts, _rows(entry, shape), strict=True):
+            groups = part.shape[0] // sum(rows_of_group)
+            sections = part.split([groups * n for n in rows_of_group])
+            grouped += [section.unflatten(0, (groups, -1)) for section in sections]
+        if entry.kind is Kind.QKV and shape.delta:  # a head's query and gate are neighbours there
+            heads = grouped[0].unflatten(1, (-1, 2, shape.kv_channels))
+            grouped[:1] = [heads[:, head, part] for part in range(2) for head in range(heads.shape[1])]
         return [part[group] for group in range(groups) for part in grouped]
     if entry.kind is Kind.VOCAB and (missing := rows - parts[0].shape[0]) > 0:
         return [parts[0], parts[0].new_zeros(missing, *parts[0].shape[1:])]
@@ -169,11 +226,15 @@ def pieces(entry: WeightEntry, parts: Sequence[Tensor], shape: ModelShape, rows:
 
 def unfuse(entry: WeightEntry, local: Tensor, shape: ModelShape) -> list[Tensor]:
     """Return a rank's parts from its Megatron parameter: the inverse of `fuse`, without the padding rows."""
-    if entry.kind is Kind.QKV:
-        per_group = shape.num_attention_heads // shape.num_query_groups
-        sizes = [per_group * shape.kv_channels, shape.kv_channels, shape.kv_channels]
-        grouped = local.view(-1, sum(sizes), *local.shape[1:])
-        return [part.flatten(0, 1) for part in grouped.split(sizes, dim=1)]
+    if entry.kind in (Kind.QKV, Kind.DELTA):
+        sizes = _rows(entry, shape)
+        grouped = local.unflatten(0, (-1, sum(map(sum, sizes))))
+        parts: list[Tensor] = []
+        for tensor, sections in zip(grouped.split([*map(sum, sizes)], dim=1), sizes, strict=True):
+            if entry.kind is Kind.QKV and shape.delta and not parts:
+                tensor = tensor.unflatten(1, (2, -1, shape.kv_channels)).transpose(1, 2).flatten(1, 3)
+            parts.append(torch.cat([section.flatten(0, 1) for section in tensor.split(sections, dim=1)]))
+        return parts
     if entry.kind is Kind.GATE_UP:
         return list(local.chunk(2))
     return [local]
@@ -186,7 +247,12 @@ def join(entry: WeightEntry, locals_: Sequence[Tensor], shape: ModelShape) -> li
     full = []
     for index, want in enumerate(entry.shapes):
         parts = [parts[index] for parts in per_rank]
-        whole = len(parts) == 1 or entry.split_dim is None
-        tensor = parts[0] if whole else torch.cat(parts, dim=entry.split_dim)
+        if len(parts) == 1 or entry.split_dim is None:
+            tensor = parts[0]
+        elif index == 0 and entry.sections:
+            cut = [part.split([n // len(parts) for n in entry.sections]) for part in parts]
+            tensor = torch.cat([ranks[section] for section in range(len(entry.sections)) for ranks in cut])
+        else:
+            tensor = torch.cat(parts, dim=entry.split_dim)
         full.append(tensor[: want[0]].contiguous())
     return full

@@ -79,8 +79,8 @@ class Model:
             float(shape.total - (0 if shape.tied else shape.embedding)),
             float(shape.used),
             float(shape.embedding),
-            2.0 * shape.num_layers * shape.queries,  # scores and values, half of each as it is causal
-            float(shape.num_layers * int(values) * bytes_per_weight),
+            2.0 * shape.attending * shape.queries,  # scores and values, half of each as it is causal
+            float(shape.attending * int(values) * bytes_per_weight),
             bytes_per_weight,
         )
 

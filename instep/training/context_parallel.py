@@ -36,6 +36,8 @@ class Share:
         cu_seqlens: int32 `[num_segments + 1]`: where the keys of each chunk start, in the order of chunks.
         max_seqlen: the most keys of a chunk.
         shared: the queries of each chunk; `copies` are indices into the keys of all ranks, in the order of ranks.
+        order: int64 `[size x num_local]`: the stream of padded samples as indices into the tokens of all ranks, in the
+            order of ranks. cu_samples: int32 `[num_samples + 1]`: where samples start in it.
         predicting: int64: its tokens whose logits predict a response token.
         own: int64: the response tokens of the batch that `predicting` predicts.
     """
@@ -46,6 +48,8 @@ class Share:
     cu_seqlens: Tensor
     max_seqlen: int
     shared: SharedPrefixes
+    order: Tensor
+    cu_samples: Tensor
     predicting: Tensor
     own: Tensor
 
@@ -75,6 +79,8 @@ def share_of(batch: TokenBatch, rank: int, size: int, multiple: int = 1) -> Shar
     positions = first.repeat(num_queries) + _within(num_queries)
     rows = np.where(positions < lengths[sample], starts[sample] + positions, 0)
     owner, row = place(segment_sample.repeat(num_keys), _within(num_keys))
+    padded = 2 * size * chunks
+    of_stream, at = place(np.arange(len(chunks)).repeat(padded), _within(padded))
     predicted = (lengths[: len(responses)] - responses - 1).repeat(responses) + _within(responses)
     whose, local = place(np.arange(len(responses)).repeat(responses), predicted)
     own = (whose == rank).nonzero()[0]
@@ -94,6 +100,8 @@ def share_of(batch: TokenBatch, rank: int, size: int, multiple: int = 1) -> Shar
         cu_seqlens=bounds(num_keys),
         max_seqlen=int(num_keys.max()),
         shared=shared,
+        order=tensor(of_stream * num_local + at),
+        cu_samples=bounds(padded),
         predicting=tensor(local[own]),
         own=tensor(own),
     )

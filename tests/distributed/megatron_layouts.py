@@ -12,8 +12,11 @@ from transformers import (
     LlamaConfig,
     PretrainedConfig,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 CUDA = torch.cuda.is_available()
@@ -34,6 +37,12 @@ LATENT = dict(
     num_key_value_heads=4, kv_lora_rank=24, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12, n_routed_experts=8,
     num_experts_per_tok=2, moe_intermediate_size=32, tie_word_embeddings=False,
 )  # fmt: skip
+DELTA = dict(
+    num_hidden_layers=4, head_dim=16, linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=8,
+    linear_value_head_dim=12, linear_conv_kernel_dim=4, layer_types=["linear_attention", "full_attention"] * 2,
+    rms_norm_eps=1e-3,  # a first token's result may be small: its norm would blow rounding up
+)  # fmt: skip
+HYBRID = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=48)
 MODELS: dict[str, PretrainedConfig] = {
     "untied": Qwen3Config(**NUMBERS, head_dim=16, tie_word_embeddings=False),
     "tied": Qwen3Config(**NUMBERS, head_dim=16, tie_word_embeddings=True),
@@ -69,6 +78,12 @@ MODELS: dict[str, PretrainedConfig] = {
         norm_topk_prob=False,
         rope_interleave=False,
     ),
+    "qwen3.5": Qwen3_5TextConfig(**NUMBERS | DELTA, tie_word_embeddings=True),
+    "qwen3.5-moe": Qwen3_5MoeTextConfig(
+        **{name: n for name, n in NUMBERS.items() if name != "intermediate_size"} | DELTA | HYBRID,
+        tie_word_embeddings=False,
+    ),
+    "qwen3-next": Qwen3NextConfig(**NUMBERS | DELTA | HYBRID, mlp_only_layers=[1], tie_word_embeddings=False),
     "qwen2": Qwen2Config(**NUMBERS, tie_word_embeddings=True),
     "llama": LlamaConfig(**NUMBERS, head_dim=16, tie_word_embeddings=False, rope_parameters=LLAMA3),
 }
@@ -143,6 +158,36 @@ LAYOUTS = {
         tensor_model_parallel_size=2, sequence_parallel=True, pipeline_model_parallel_size=2,
         expert_model_parallel_size=2, expert_tensor_parallel_size=1,
     )),
+    "one-qwen3.5": (1, "qwen3.5", {}),
+    "one-qwen3.5-moe": (1, "qwen3.5-moe", {}),
+    "one-qwen3-next": (1, "qwen3-next", dict(moe_grouped_gemm=True)),
+    "tp2-qwen3.5": (2, "qwen3.5", dict(tensor_model_parallel_size=2)),
+    "tp2-sp-qwen3.5": (2, "qwen3.5", dict(
+        tensor_model_parallel_size=2, sequence_parallel=True, use_distributed_optimizer=True,
+    )),
+    "ep2-qwen3.5-moe": (2, "qwen3.5-moe", dict(
+        expert_model_parallel_size=2, use_distributed_optimizer=True, recompute_granularity="full",
+        recompute_method="uniform", recompute_num_layers=1,
+    )),
+    "tp2-sp-ep2-qwen3-next": (2, "qwen3-next", dict(
+        tensor_model_parallel_size=2, sequence_parallel=True, expert_model_parallel_size=2,
+        expert_tensor_parallel_size=1,
+    )),
+    "pp2-qwen3.5": (2, "qwen3.5", dict(pipeline_model_parallel_size=2, recompute_granularity="selective")),
+    "pp2-virtual-qwen3-next": (2, "qwen3-next", dict(
+        pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2,
+    )),
+    "cp2-qwen3.5": (2, "qwen3.5", dict(context_parallel_size=2)),
+    "cp2-ep2-qwen3-next": (2, "qwen3-next", dict(
+        context_parallel_size=2, expert_model_parallel_size=2, recompute_granularity="full",
+        recompute_method="uniform", recompute_num_layers=1,
+    )),
+    "tp2-sp-pp2-qwen3.5-moe": (4, "qwen3.5-moe", dict(
+        tensor_model_parallel_size=2, sequence_parallel=True, pipeline_model_parallel_size=2,
+    )),
+    "tp2-sp-cp2-qwen3.5": (4, "qwen3.5", dict(
+        tensor_model_parallel_size=2, sequence_parallel=True, context_parallel_size=2, use_distributed_optimizer=True,
+    )),
     "tp2": (2, "untied", dict(tensor_model_parallel_size=2)),
     "tp2-chunked": (2, "tied", dict(tensor_model_parallel_size=2, head_logits=200)),
     "tp2-tied": (2, "tied", dict(tensor_model_parallel_size=2)),
@@ -200,6 +245,8 @@ SLOW = {
     "tp2-sp-ep2-deepseek", "ep2-deepseek", "pp2-deepseek", "cp2-deepseek", "pp2-uneven", "pp2-uneven-virtual",
     "pp2-qwen2", "tp2-llama", "pp2-llama", "ep2-overlap", "pp2-virtual-overlap", "tp2-recompute-distributed",
     "tp2-tied", "tp2-qwen2", "tp2-chunked", "dp2-dist-opt-overlap", "tp2", "tp2-sp-tied", "pp2", "dp2",
+    "one-qwen3.5-moe", "one-qwen3-next", "tp2-qwen3.5", "tp2-sp-qwen3.5", "ep2-qwen3.5-moe", "pp2-qwen3.5",
+    "pp2-virtual-qwen3-next", "cp2-ep2-qwen3-next",
 }  # fmt: skip
 # saved by -> loaded by
 RESUMES = [
@@ -208,7 +255,8 @@ RESUMES = [
     ("pp2-virtual", "one-deep"), ("cp2-dist-opt", "one-tied"), ("tp2-sp-cp2", "dp2-cp2-dist-opt"),
     ("tp2-sp-pp2-virtual", "pp2-deep"), ("ep2-etp2", "ep2"), ("ep2-dist-opt", "tp2-sp-ep2"),
     ("pp2-ep2", "one-moe-mixed"), ("tp2-sp-deepseek", "one-deepseek"), ("tp2-sp-pp2-deepseek", "ep2-deepseek"),
-    ("pp2-uneven", "pp2-deep"),
+    ("pp2-uneven", "pp2-deep"), ("tp2-sp-qwen3.5", "one-qwen3.5"), ("pp2-virtual-qwen3-next", "tp2-sp-ep2-qwen3-next"),
+    ("tp2-sp-pp2-qwen3.5-moe", "ep2-qwen3.5-moe"),
 ]  # fmt: skip
 
 
@@ -229,7 +277,7 @@ def random_model(config: PretrainedConfig) -> torch.nn.Module:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for p in model.parameters():
-            p.copy_(torch.randn_like(p) * 0.1 + (1 if p.ndim == 1 and p.numel() in (16, 24, 64) else 0))
+            p.copy_(torch.randn_like(p) * 0.1 + (p if p.ndim == 1 else 0))  # norms stay near the identity
         for b in model.buffers():
             if b.numel() == config.to_dict().get("n_routed_experts"):  # the biases of the experts
                 b.copy_(torch.randn_like(b) * 0.1)

@@ -33,10 +33,11 @@ SAVES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "torch, stages in turns": ("pp2-virtual", "torch", {}),
     "torch, experts": ("ep2", "torch", {"grouped": True}),
     "torch, split experts": ("tp2-sp-etp2", "torch", {}),
+    "torch, delta nets": ("tp2-sp-qwen3.5", "torch", {}),
 }
 FAST = ("stacked", "experts, apart", "latent attention", "torch, stages in turns", "torch, experts")
 READS = {"untied": "dp2", "tied": "pp2-tied", "deep": "pp2-deep", "qwen2": "tp2-qwen2", "moe": "tp2-sp-etp2",
-         "moe-mixed": "ep2-dist-opt", "deepseek": "pp2-deepseek"}  # fmt: skip
+         "moe-mixed": "ep2-dist-opt", "deepseek": "pp2-deepseek", "qwen3.5": "pp2-qwen3.5"}  # fmt: skip
 
 
 def save_and_load(root: Path, name: str) -> dict[str, Any]:

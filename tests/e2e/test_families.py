@@ -176,7 +176,10 @@ def prove_one_memory(made, limit):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "backend"), [*((name, "hf") for name in FAMILIES), ("deepseek_v3", "megatron")])
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [*((name, "hf") for name in FAMILIES), *((name, "megatron") for name in ("deepseek_v3", "qwen3_next", "qwen3_5"))],
+)
 def test_a_family_trains_and_is_proven_by_every_way(name, backend, tmp_path):
     with stack(name, tmp_path, "--train-backend", backend, "--weight-sync", "shm") as made:
         prove_every_way(made, LIMITS[FAMILIES[name].precision])

@@ -34,6 +34,7 @@ from tests.distributed.helpers import RankPool
 from tests.distributed.megatron_layouts import MODELS, random_model
 
 FAMILIES = ["untied", "tied", "qwen2", "llama", "moe-mixed", "deepseek", "deepseek-plain"]
+FAMILIES += ["qwen3.5", "qwen3.5-moe", "qwen3-next"]
 
 
 @pytest.fixture(scope="module")

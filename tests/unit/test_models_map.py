@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from types import SimpleNamespace
 
 import pytest
@@ -12,14 +13,18 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 from instep.errors import ConfigError
 from instep.models.checkpoint_names import CheckpointNames
 from instep.models.shape import model_shape, shape_in_file
-from instep.models.weight_map import Kind, fuse, join, part_range, unfuse, weight_entries
+from instep.models.sizes import shape_in
+from instep.models.weight_map import Kind, fuse, join, part_ranges, unfuse, weight_entries
 from instep.training.megatron.checks import check_arguments, padded_vocab_size
 
 NUMBERS = dict(
@@ -30,6 +35,12 @@ LATENT = NUMBERS | dict(
     num_key_value_heads=8, kv_lora_rank=12, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5, n_routed_experts=4,
     num_experts_per_tok=2, moe_intermediate_size=8, n_group=2, topk_group=1, first_k_dense_replace=1,
 )  # fmt: skip
+HYBRID = dict(
+    vocab_size=50, hidden_size=32, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4, head_dim=8,
+    max_position_embeddings=64, linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=6,
+    linear_value_head_dim=5, linear_conv_kernel_dim=3,
+)  # fmt: skip
+OF_HYBRID = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, shared_expert_intermediate_size=16)
 CONFIGS = [
     Qwen3Config(**NUMBERS, head_dim=6, tie_word_embeddings=False),
     Qwen3Config(**NUMBERS, head_dim=6, tie_word_embeddings=True),
@@ -41,8 +52,12 @@ CONFIGS = [
     ),
     DeepseekV3Config(**LATENT, q_lora_rank=10, n_shared_experts=2),
     DeepseekV3Config(**LATENT, q_lora_rank=None),
+    Qwen3_5TextConfig(**HYBRID, intermediate_size=24, tie_word_embeddings=True),
+    Qwen3_5MoeTextConfig(**HYBRID, **OF_HYBRID, tie_word_embeddings=False),
+    Qwen3NextConfig(**HYBRID, **OF_HYBRID, intermediate_size=24, mlp_only_layers=[1], tie_word_embeddings=False),
 ]  # fmt: skip
 IDS = ["qwen3", "qwen3-tied", "qwen2", "llama", "qwen3-moe", "deepseek", "deepseek-without-q-lora"]
+IDS += ["qwen3.5", "qwen3.5-moe", "qwen3-next"]
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=IDS)
@@ -56,6 +71,8 @@ def test_names_and_shapes_are_those_of_transformers(config):
     got = [(n, s) for e in entries for n, s in zip(e.names, e.shapes, strict=True)]
     assert dict(got) == want and len(got) == len(want)
     assert len({e.megatron for e in entries}) == len(entries)
+    counted = shape_in(config.to_dict())
+    assert counted is not None and counted.total == sum(prod(size) for size in want.values())
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -72,8 +89,9 @@ def test_cut_fuse_join_gives_the_same_bits(config, size):
                 if entry.split_dim is None:
                     parts.append(tensor)
                 else:
-                    start, stop = part_range(entry, i, rank, size, padded)
-                    parts.append(tensor.narrow(entry.split_dim, start, stop - start))
+                    ranges = part_ranges(entry, i, rank, size, padded)
+                    sections = [tensor.narrow(entry.split_dim, a, b - a) for a, b in ranges]
+                    parts.append(torch.cat(sections, entry.split_dim))
             rows = padded // size if entry.kind is Kind.VOCAB else sum(p.shape[0] for p in parts)
             locals_.append(fuse(entry, parts, shape, rows))
             assert locals_[-1].shape[0] == rows
@@ -100,14 +118,14 @@ def test_qkv_rows_by_group_and_gate_up_by_rank():
 
     gate_up = next(e for e in weight_entries(shape) if e.kind is Kind.GATE_UP)
     gate, up = torch.arange(24), torch.arange(24) + 100
-    second = [t[slice(*part_range(gate_up, i, 1, 2, 0))] for i, t in enumerate((gate, up))]
+    second = [t[slice(*part_ranges(gate_up, i, 1, 2, 0)[0])] for i, t in enumerate((gate, up))]
     assert fuse(gate_up, second, shape, 24).tolist() == [*range(12, 24), *range(112, 124)]
 
 
 def test_vocabulary_is_padded_with_zeros_and_cut_again():
     shape = model_shape(CONFIGS[0])
     entry = weight_entries(shape)[0]
-    assert part_range(entry, 0, 0, 2, 256) == (0, 50) and part_range(entry, 0, 1, 2, 256) == (50, 50)
+    assert part_ranges(entry, 0, 0, 2, 256) == [(0, 50)] and part_ranges(entry, 0, 1, 2, 256) == [(50, 50)]
     empty = fuse(entry, [torch.ones(50, 32)[50:50]], shape, 128)
     assert empty.shape == (128, 32) and not empty.any()
     args = SimpleNamespace(tensor_model_parallel_size=2, make_vocab_size_divisible_by=None)

@@ -13,8 +13,10 @@ import torch
 from transformers import AutoConfig
 
 from instep.models.decoder_layers import decoder_layers
-from instep.models.sizes import Shape, shape_of
+from instep.models.sizes import Shape, shape_in, shape_of
+from instep.preflight.plan.linear import mixed
 from instep.preflight.plan.trainer import Rank, forward_work, kept, kept_in_layer
+from instep.training.delta_net import gated_delta_rule
 from instep.training.hf import layout
 from instep.training.hf.model import Policy
 from instep.training.packing import within
@@ -109,6 +111,25 @@ def compiled_on_meta(size, family):
 def test_activations_with_recomputed_layers(tmp_path, like_a_gpu, size):
     config = config_of(size)
     assert kept(rank(tmp_path, config, recompute="full")) == pytest.approx(on_meta(config, "full"), rel=0.1)
+
+
+@pytest.mark.parametrize("heads", [(2, 4, 32, 64), (1, 3, 128, 128)])
+def test_what_the_delta_rule_keeps(heads):
+    keys, values, key_dim, value_dim = heads
+    config = config_of("wide ffn").to_dict() | {
+        "model_type": "qwen3_5_text", "layer_types": ["linear_attention"] * LAYERS, "linear_conv_kernel_dim": 4,
+        "linear_num_key_heads": keys, "linear_num_value_heads": values, "linear_key_head_dim": key_dim,
+        "linear_value_head_dim": value_dim,
+    }  # fmt: skip
+    shape = shape_in(config)
+    query, key = (torch.randn(1, TOKENS, keys, key_dim, requires_grad=True) for _ in range(2))
+    value = torch.randn(1, TOKENS, values, value_dim, requires_grad=True)
+    decay, share = (torch.rand(1, TOKENS, values, requires_grad=True) for _ in range(2))
+    bounds = torch.arange(0, TOKENS + 1, TOKENS // 4)
+    seen = bytes_kept(torch.nn.Module(), lambda: gated_delta_rule(query, key, value, -decay, share, bounds))
+    width = 2 * keys * key_dim + values * value_dim
+    around = 4 * (3 * width + 3 * values * value_dim)  # the convolution, the gate and the norm
+    assert mixed(shape, 4, 1, 0.0) - around == pytest.approx(seen / TOKENS, rel=0.1)
 
 
 def test_selective_recomputation_keeps_products_and_attention(tmp_path):

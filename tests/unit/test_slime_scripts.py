@@ -34,14 +34,17 @@ MODELS = {
     "low_precision/run-qwen3-235B-A22B-int4.sh": "qwen3-235B-A22B",
     "run-deepseek-r1.sh": "deepseek-v3",
     "run-moonlight-16B-A3B.sh": "moonlight-16B-A3B",
+    "run-qwen3-next-80B-A3B.sh": "qwen3-next-80B-A3B",
+    "run-qwen3.5-27B.sh": "qwen3.5-27B",
+    "run-qwen3.5-35B-A3B-sft.sh": "qwen3.5-35B-A3B",
     "low_precision/run-moonlight-16B-A3B-int4.sh": "moonlight-16B-A3B",
 }
 # What is refused in one script or another: other architectures, multi-token prediction, what `instep sft` does by
 # itself, DeepEP and FP8, which are the hardware's, and SGLang's layouts, which vLLM's flags say in another way.
 LEFT = set(
     """
-    --model-name --use-gated-attention --apply-layernorm-1p --attention-output-gate --post-self-attn-layernorm
-    --post-mlp-layernorm --rotary-interleaved --moe-shared-expert-gate --allgather-cp --enable-experimental
+    --model-name --post-self-attn-layernorm --post-mlp-layernorm --rotary-interleaved --allgather-cp
+    --enable-experimental
     --mtp-num-layers --mtp-loss-scaling-factor --enable-mtp-training
     --disable-compute-advantages-and-returns
     --moe-enable-deepep --moe-token-dispatcher-type --fp8-format --fp8-recipe --transformer-impl
@@ -92,7 +95,7 @@ def without(left: set[str], words: list[str]) -> list[str]:
 
 def parsed(name: str, left: set[str], *more: str) -> Any:
     """The arguments of a script for a model that is here."""
-    words = without(left, local(SCRIPTS[name]))
+    words = without(left | {"--spec"}, local(SCRIPTS[name]))  # which names slime's own layers of hybrid models
     Path("data.jsonl").write_text('{"prompt": "1 + 1", "label": "2", "messages": [{"role": "user", "content": "1"}]}\n')
     Path("model/config.json").write_text(json.dumps(config(MODELS[name])))
     return parse([*words, "--train-backend", "megatron", *more], "sft" if "sft_loss" in words else "train")

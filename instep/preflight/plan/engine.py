@@ -67,7 +67,8 @@ def plan_engine(args: Settings, spec: EngineSpec, shape: Shape, card: float) -> 
     weights = _weights(spec, shape, 1 if "quantization" in words else e, None if whole else quantized_bytes(spec.path))
     stream = 1 if _last(words, "kv_cache_dtype", "auto").startswith("fp8") else e
     heads = max(1, shape.kv_heads // spec.parallel.tensor)
-    per_token = shape.num_layers / spec.parallel.pipeline * (shape.cached or 2 * heads * shape.head_dim) * stream
+    per_token = shape.attending / spec.parallel.pipeline * (shape.cached or 2 * heads * shape.head_dim) * stream
+    state = 4.0 * shape.state / spec.parallel.tensor / spec.parallel.pipeline  # in float32
     prompt, response = lengths(args, shape)
     longest = prompt + response
     if planned_kind(args).name == "sglang":
@@ -80,7 +81,7 @@ def plan_engine(args: Settings, spec: EngineSpec, shape: Shape, card: float) -> 
     elif planned_kind(args).name != "vllm":
         most = num_tokens(_last(words, "max_num_seqs", EMBEDDED_REQUESTS)) or EMBEDDED_REQUESTS
         at_once = min(rollout_samples(args), most)
-        cache = at_once * longest * per_token
+        cache = at_once * (longest * per_token + state)
         work = CONTEXT + at_once * shape.vocab * 8.0
     else:
         large = card >= LARGE_CARD
@@ -94,9 +95,10 @@ def plan_engine(args: Settings, spec: EngineSpec, shape: Shape, card: float) -> 
         work = CONTEXT + (0 if "enforce_eager" in words else GRAPHS) + activations + requests * shape.vocab * 8.0
         fraction = float(_last(words, "gpu_memory_utilization", VLLM_FRACTION))
         cache = float(given) if given else fraction * card - weights - work
-    held = max(0, int(cache / per_token)) // BLOCK * BLOCK
-    requests = held // (-(-longest // BLOCK) * BLOCK)
-    return EnginePlan(spec, weights, work, cache, held, requests, longest, longest * per_token)
+    rows = -(-longest // BLOCK) * BLOCK
+    requests = max(0, int(cache / (rows * per_token + state)))
+    held = max(0, int((cache - requests * state) / per_token)) // BLOCK * BLOCK
+    return EnginePlan(spec, weights, work, cache, held, requests, longest, longest * per_token + state)
 
 
 def _weights(spec: EngineSpec, shape: Shape, per_number: float, stored: int | None) -> float:

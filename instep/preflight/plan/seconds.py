@@ -13,8 +13,9 @@ from instep.algorithms.catalog import OFFLINE, algorithm_of, uses_reference
 from instep.cluster.engine_plan import plan_engines, planned_way
 from instep.engines.kind import planned_kind
 from instep.models.sizes import Shape, shape_of
-from instep.preflight.plan.card import Card, layer_flops
+from instep.preflight.plan.card import Card
 from instep.preflight.plan.engine import BLOCK, plan_engine
+from instep.preflight.plan.linear import layers_flops
 from instep.preflight.plan.trainer import Rank, gradients, kept_logits, lengths, masters, moments, rank_of
 from instep.weights.way import SINGLE_COPY
 
@@ -103,7 +104,7 @@ def _pass_seconds(args: Settings, card: Card, work: Work, *, backward: bool) -> 
     length = work.prompt + work.response
     share = args.dp_size * rank.tp
     tokens = work.samples * length * (rank.tokens / rank.stream) / share
-    flops = s.num_layers * tokens * layer_flops(s.hidden, s.ffn, s.queries, s.keys, int(length))
+    flops = tokens * layers_flops(s, int(length))
     rate = card.rate(card.train if backward else card.forward, s.hidden)
     on_gpu = args.device != "cpu"
     if rank.is_megatron:
@@ -137,7 +138,7 @@ def generate_seconds(args: Settings, card: Card, work: Work) -> float:
     per_token = planned.cache / max(1, planned.tokens + BLOCK / 2)
     split = spec.parallel.tensor
     prompts = -(-mine // args.n_samples_per_prompt)
-    flops = s.num_layers * layer_flops(s.hidden, s.ffn, s.queries, s.keys, work.prompt) / split
+    flops = layers_flops(s, work.prompt) / split
     prefill = prompts * work.prompt * flops / card.rate(card.forward, s.hidden)
     longest = 2 * work.response if work.response < lengths(args, s)[1] else work.response
     steps, seconds, tenth = longest, 0.0, longest / 10
@@ -155,7 +156,7 @@ def _decode_step(
 ) -> float:  # fmt: skip
     moved = weights + active * context * per_token
     if not vllm:
-        flops = 2.0 * s.used + 4.0 * s.num_layers * context * s.queries
+        flops = 2.0 * s.used + 4.0 * s.attending * context * s.queries
         return s.num_layers * OPS * card.op + active * flops / card.rate(card.forward, s.hidden) + moved / card.memory
     fast = any(word.startswith("instep_engine.vllm.fast") for word in flags)
     host = FAST_STEP + active * FAST_REQUEST if fast else STOCK_STEP + active * STOCK_REQUEST

@@ -14,6 +14,7 @@ from instep.algorithms.catalog import algorithm_of
 from instep.cluster.engine_plan import planned_way
 from instep.models.sizes import Shape
 from instep.models.stages import num_chunks, stage_layers
+from instep.preflight.plan.linear import mixed
 from instep.training.hf.own_copy import has_room
 from instep.weights.way import SINGLE_COPY
 
@@ -228,10 +229,11 @@ def kept_in_layer(r: Rank, recompute: str | None) -> float:
         return e * (3 * h + 2 * q + 2 * k + 2 * f) + sums
     copies = e * r.routed * (1 if r.is_megatron else 2)  # inputs of experts; in `hf` also their weighted outputs
     if r.compiled:  # x and its norm twice; projection, rotation (and norm); attention's output; gate, up and product
-        return e * (4 * h + (2 + norm) * (q + k) + 3 * f) + sums + copies
+        return e * (4 * h + 3 * f) + mixed(s, e, tp, e * (2 + norm) * (q + k) + sums) + copies
     scales = 4 * (2 + norm * (s.heads + s.kv_heads) / tp)
-    norms = 2 * h * (4 + 2 * e) + norm * (q + k) * (4 + e)  # x in fp32, normed, times the weight
-    kept = norms + 2 * e * (q + k) + 4 * e * f + sums + scales + copies
+    norms = norm * (q + k) * (4 + e)  # x in fp32, normed, times the weight
+    attention = mixed(s, e, tp, norms + 2 * e * (q + k) + sums + scales)
+    kept = 2 * h * (4 + 2 * e) + attention + 4 * e * f + copies
     return kept - (2 * h + norm * (q + k)) * e * bool(r.adapter)
 
 

@@ -59,6 +59,9 @@ def refused_by_model(args: Settings, shape: ModelShape) -> list[str]:
         for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size")
         if getattr(shape, name) % tp
     ]
+    if shape.delta and shape.delta.key_heads % (tp * args.context_parallel_size):
+        sizes = f"--tensor-model-parallel-size {tp} x --context-parallel-size {args.context_parallel_size}"
+        problems.append(f"{shape.delta.key_heads} key heads of linear attention are not a multiple of {sizes}")
     if shape.experts:
         problems += _widths(args, shape.experts)
     problems += _virtual_stages(args, shape.num_layers)

@@ -16,7 +16,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from instep.errors import ConfigError
-from instep.models.shape import Experts, LatentAttention, ModelShape
+from instep.models.shape import DeltaNet, Experts, LatentAttention, ModelShape
 from instep.models.stages import num_chunks
 from instep.training.megatron.layout import expert_tensor_parallel_size
 
@@ -37,6 +37,8 @@ def configs(
     kind, model = TransformerConfig, _model(args, shape, device, dtype)
     if shape.experts:
         model |= _mixture(args, shape.experts, shape.num_layers)
+    if shape.delta:
+        model |= _delta_net(shape.delta, shape.num_layers)
     if shape.latent:
         kind, model = MLATransformerConfig, model | _latent(shape, shape.latent)
     ddp = dict(grad_reduce_in_fp32=bf16, use_distributed_optimizer=bool(args.use_distributed_optimizer))
@@ -135,6 +137,7 @@ def _mixture(args: ParallelSettings, experts: Experts, num_layers: int) -> dict[
         model |= dict(moe_router_num_groups=experts.num_groups, moe_router_group_topk=experts.num_active_groups)
     if experts.shared_ffn_hidden_size:
         model |= dict(moe_shared_expert_intermediate_size=experts.shared_ffn_hidden_size)
+        model |= dict(moe_shared_expert_gate=experts.shared_gate)
     return model
 
 
@@ -154,6 +157,19 @@ def _override(args: Settings, parts: Sequence[tuple[type, dict[str, Any]]]) -> N
         for cls, values in parts:
             if name in fields[cls]:
                 values[name] = value
+
+
+def _delta_net(delta: DeltaNet, num_layers: int) -> dict[str, Any]:
+    return dict(
+        linear_attention_freq=[int(i in delta.layers) for i in range(num_layers)],
+        linear_num_key_heads=delta.key_heads,
+        linear_num_value_heads=delta.value_heads,
+        linear_key_head_dim=delta.key_dim,
+        linear_value_head_dim=delta.value_dim,
+        linear_conv_kernel_dim=delta.conv_width,
+        attention_output_gate=True,
+        layernorm_zero_centered_gamma=True,
+    )
 
 
 def _latent(shape: ModelShape, attention: LatentAttention) -> dict[str, Any]:

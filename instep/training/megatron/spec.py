@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.jit import jit_fuser
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import LNImpl, get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -33,6 +34,7 @@ from instep.checkpoints.megatron_files import FUSED
 from instep.training.context_parallel import share_of, shared_attention, whole
 from instep.training.log_probs import in_chunks, log_probs_and_entropy, values
 from instep.training.megatron.experts import GroupedExperts, OnOneRank
+from instep.training.megatron.gated_delta_net import GatedDeltaNet
 from instep.training.megatron.latent_attention import latent_attention
 from instep.training.megatron.replay import before_layer
 from instep.training.megatron.rotary import Rope, rotate
@@ -68,6 +70,8 @@ class PackedInput(PackedSeqParams):
     with_logits: bool
     padding: Tensor | None = None  # bool [1, num_tokens], if there is any
     shared: SharedPrefixes | None = None  # context parallelism: see `context_parallel.Share`
+    order: Tensor | None = None
+    cu_samples: Tensor | None = None
     own: Tensor | None = None
     num_response_tokens: int = 0
     routes: Tensor | None = None  # see `replay.routes_of`
@@ -144,25 +148,42 @@ def _pack_share(
         with_logits=False,
         padding=share.padding[None],
         shared=share.shared,
+        order=share.order,
+        cu_samples=share.cu_samples,
         own=share.own,
         num_response_tokens=int(batch.response_lengths.sum()),
     )
 
 
-class RMSNorm(torch.nn.RMSNorm):
+class HeadRMSNorm(torch.nn.RMSNorm):
+    """The norm of queries and keys; Megatron sums its gradient by name (`q_layernorm`, `k_layernorm`).
+
+    Some families add 1 to its weight, in float32, as transformers does.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any):
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device())
+        self.centred_at_zero = config.layernorm_zero_centered_gamma
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.centred_at_zero:
+            return super().forward(x)
+        return _norm_plus_one(x, self.weight, self.eps)
+
+
+class RMSNorm(HeadRMSNorm):
     """The norm of the residual stream. Megatron's torch norm refuses sequence parallelism. The attribute of the weight
     makes `finalize_model_grads` sum its gradient over tensor-parallel ranks."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any):
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device())
+        super().__init__(config, hidden_size, eps)
         self.weight.sequence_parallel = config.sequence_parallel
 
 
-class HeadRMSNorm(torch.nn.RMSNorm):
-    """The norm of queries and keys; Megatron sums its gradient by name (`q_layernorm`, `k_layernorm`)."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any):
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device())
+@jit_fuser
+def _norm_plus_one(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    normed = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
+    return (normed * (1 + weight.float())).type_as(x)
 
 
 class PackedCoreAttention(MegatronModule):
@@ -199,7 +220,8 @@ def block_spec(
 ) -> TransformerBlockSubmodules:
     """Return Megatron's local layers of a chunk of this stage, with the norms and the core attention of this file."""
     first, count = (f(config, vp_stage=vp_stage) for f in (get_transformer_layer_offset, get_num_layers_to_build))
-    layers = [_layer_spec(config, i in expert_layers) for i in range(first, first + count)]
+    delta = config.linear_attention_freq or [0] * config.num_layers
+    layers = [_layer_spec(config, i in expert_layers, bool(delta[i])) for i in range(first, first + count)]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 
@@ -241,7 +263,7 @@ def _adopt(theirs: Any, mine: Any) -> None:
             _adopt(found.submodules, part.submodules)
 
 
-def _layer_spec(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
+def _layer_spec(config: TransformerConfig, has_experts: bool, delta: bool) -> ModuleSpec:
     num_experts = config.num_moe_experts if has_experts else None
     layer = get_gpt_layer_local_spec(num_experts=num_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
@@ -249,7 +271,9 @@ def _layer_spec(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
         layer.submodules.self_attention = latent_attention(PackedCoreAttention, RMSNorm)
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = PackedCoreAttention
-    if config.qk_layernorm:
+    if delta:
+        layer.submodules.self_attention = ModuleSpec(GatedDeltaNet)
+    elif config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = HeadRMSNorm
     if has_experts:
         layer.submodules.mlp.submodules.router = Router
@@ -257,7 +281,8 @@ def _layer_spec(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
             layer.submodules.mlp.submodules.experts.module = GroupedExperts
     # Checkpoints have Transformer Engine's names, which join a norm with the linear layer after it.
     qkv, mlp, *latent = FUSED
-    fused = [*(latent if config.multi_latent_attention else [qkv]), *([] if has_experts else [mlp])]
+    attention_norms = [] if delta else latent if config.multi_latent_attention else [qkv]
+    fused = [*attention_norms, *([] if has_experts else [mlp])]
     layer.submodules.sharded_state_dict_keys_map = dict(fused)
     return layer
 

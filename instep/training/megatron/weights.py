@@ -23,7 +23,7 @@ from instep.models.weight_map import (
     WeightEntry,
     fuse,
     join,
-    part_range,
+    part_ranges,
     weight_entries,
 )
 from instep.training.megatron.layout import Placement
@@ -172,7 +172,8 @@ def load_hf(
     if shape.tied:  # the last stage of a pipeline has its own copy
         by_name[HEAD] = by_name[EMBEDDING]
     dtype = next(iter(parameters.values())).dtype
-    with opened_weights(path, dtype) as tensors:
+    with opened_weights(path, dtype) as stored:
+        tensors = plain_names(stored)
         unread = check_tensors(path, shape, tensors)
         for name, param in parameters.items():
             if shape.value_head and name == HEAD:
@@ -184,10 +185,18 @@ def load_hf(
                 if entry.split_dim is None:
                     parts.append(tensors[hf_name].read())
                     continue
-                start, stop = part_range(entry, i, *placement.split(entry)[:2], padded_vocab)
-                parts.append(tensors[hf_name].read(entry.split_dim, start, stop))
+                ranges = part_ranges(entry, i, *placement.split(entry)[:2], padded_vocab)
+                sections = [tensors[hf_name].read(entry.split_dim, start, stop) for start, stop in ranges]
+                parts.append(torch.cat(sections) if len(sections) > 1 else sections[0])
             param.copy_(fuse(entry, [part.to(param.dtype) for part in parts], shape, param.shape[0]))
     return unread
+
+
+def plain_names(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Return tensors under the names of a language model; one that was taken out of a model for images, such as
+    Qwen3.5, keeps the prefix that it had there."""
+    prefix = "model.language_model."
+    return {f"model.{n.removeprefix(prefix)}" if n.startswith(prefix) else n: t for n, t in tensors.items()}
 
 
 def check_tensors(path: Path, shape: ModelShape, tensors: Mapping[str, StoredTensor]) -> list[str]:
