@@ -11,6 +11,11 @@ from typing import Any
 _SMALL: dict[str, Any] = dict(hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16)
 _LARGE: dict[str, Any] = dict(num_hidden_layers=36, num_attention_heads=32)
 _TINY: dict[str, Any] = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
+_HYBRID: dict[str, Any] = dict(
+    hidden_size=2048, num_hidden_layers=4, num_attention_heads=16, num_key_value_heads=2, head_dim=256,
+    linear_num_key_heads=16, linear_num_value_heads=32, linear_key_head_dim=128, linear_value_head_dim=128,
+    moe_intermediate_size=512, shared_expert_intermediate_size=512, norm_topk_prob=True, tie_word_embeddings=False,
+)  # fmt: skip
 SIZES: dict[str, dict[str, Any]] = {
     "tiny": {**_TINY, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 512},
     "0.5b": {**_SMALL, "vocab_size": 32000},
@@ -28,13 +33,26 @@ SIZES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4, "tie_word_embeddings": False,
         "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
     },
+    # Hybrid mixtures: three layers with a gated delta net and one with attention, of 48 and 40.
+    "tiny-hybrid": {
+        **_HYBRID, "model_type": "qwen3_5_moe_text", "hidden_size": 64, "num_attention_heads": 4, "head_dim": 32,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+        "moe_intermediate_size": 48, "shared_expert_intermediate_size": 48, "vocab_size": 512, "num_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    "next-80b-a3b-4-layers": {
+        **_HYBRID, "model_type": "qwen3_next", "intermediate_size": 5120, "num_experts": 512, "num_experts_per_tok": 10,
+    },
+    "35b-a3b-4-layers": {
+        **_HYBRID, "model_type": "qwen3_5_moe_text", "vocab_size": 248320, "num_experts": 256, "num_experts_per_tok": 8,
+    },
 }  # fmt: skip
 _COMMON = dict(vocab_size=151936, head_dim=128, num_key_value_heads=8, tie_word_embeddings=True)
 EOS = 1
 
 
 def dimensions(size: str) -> dict[str, Any]:
-    """The fields of a Qwen3 of `size`, or of a Qwen3-MoE."""
+    """The fields of a Qwen3 of `size`, or of another model of its family."""
     return {**_COMMON, **SIZES[size]}
 
 
@@ -53,9 +71,16 @@ def make_model(folder: Path, size: str, *, device: str = "cpu", seed: int = 0, t
     if (folder / "config.json").exists():
         return folder
     fields = dimensions(size)
-    kind, name = ("qwen3_moe", "Qwen3MoeForCausalLM") if "num_experts" in fields else ("qwen3", "Qwen3ForCausalLM")
+    kind = fields.pop("model_type", "qwen3_moe" if "num_experts" in fields else "qwen3")
     config = AutoConfig.for_model(kind, max_position_embeddings=4096, eos_token_id=EOS, pad_token_id=0, **fields)
-    config.architectures, config.dtype = [name], torch.bfloat16
+    config.dtype = torch.bfloat16
+    if "linear_num_key_heads" in fields:
+        torch.manual_seed(seed)
+        with torch.device(device):
+            AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+        save_tokenizer(folder, config.vocab_size)
+        return folder
+    config.architectures = [{"qwen3_moe": "Qwen3MoeForCausalLM", "qwen3": "Qwen3ForCausalLM"}[kind]]
     with torch.device("meta"):
         shapes = dict(_one_by_one(AutoModelForCausalLM.from_config(config).state_dict()))
     if config.tie_word_embeddings:

@@ -38,7 +38,7 @@ from instep.cluster.local import WorkerGroup  # noqa: E402
 from instep.controller.device import resolve_on_machine  # noqa: E402
 from instep.controller.role import RoleTrainer  # noqa: E402
 from instep.errors import InstepError  # noqa: E402
-from instep.models.shape import num_experts  # noqa: E402
+from instep.observability.floors import Model  # noqa: E402
 from instep.observability.versions import versions  # noqa: E402
 from instep.preflight.plan.memory import allocated  # noqa: E402
 from instep.system.processes import num_usable_cpus  # noqa: E402
@@ -170,16 +170,9 @@ def longest_kernels(actor: RoleTrainer, batch: TokenBatch, options: argparse.Nam
 
 def flops_of_sample(config: dict[str, Any], prompt: int, response: int) -> float:
     """Forward and backward, of a sample of `prompt` + `response` tokens."""
-    width, heads, size = config["hidden_size"], config["num_attention_heads"], config["head_dim"]
-    attention = width * size * (2 * heads + 2 * config["num_key_value_heads"])
-    if experts := num_experts(config):
-        chosen = config["num_experts_per_tok"] * config["moe_intermediate_size"]
-        layer = attention + width * (experts + 3 * chosen)  # the router, and the experts of a token
-    else:
-        layer = attention + 3 * width * config["intermediate_size"]
-    length, num_layers = prompt + response, config["num_hidden_layers"]
-    weights = length * num_layers * layer + response * width * config["vocab_size"]
-    return 6.0 * (weights + num_layers * length**2 * heads * size)
+    model = Model.of(config, bytes_per_weight=2)
+    assert model is not None
+    return 3 * model.forward_flops([(prompt, response)])
 
 
 if __name__ == "__main__":

@@ -13,10 +13,10 @@ from instep.training.hf.model import Policy
 from instep.types import TokenBatch
 
 NUMBERS: dict[str, Any] = dict(
-    vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+    vocab_size=512, hidden_size=256, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, head_dim=32, tie_word_embeddings=True, pad_token_id=None,
 )  # fmt: skip
-EXPERTS: dict[str, Any] = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=40)
+EXPERTS: dict[str, Any] = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=160)
 
 
 @pytest.mark.parametrize("config", [Qwen3Config(**NUMBERS), Qwen3MoeConfig(**NUMBERS, **EXPERTS)], ids=["dense", "moe"])
