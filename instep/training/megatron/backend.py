@@ -18,10 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from instep.checkpoints.adapter import Lora, export_adapter
 from instep.models.mtp import left_out
 from instep.models.shape import model_shape
 from instep.models.weight_map import EMBEDDING, HEAD
 from instep.training.backend import LossFn, LossOutput, Role, StepResult, TokenOutputs
+from instep.training.lora import Earlier, base_for_all, holds_adapter
 from instep.training.megatron import cpu_platform, layout, upstream_fixes
 from instep.training.megatron.checks import check_arguments, padded_vocab_size
 from instep.training.megatron.hooks import MegatronHooks
@@ -36,6 +38,7 @@ from instep.weights.parking import Parking, give_back, local_tensors
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
+    from instep.training.megatron.lora import MegatronLora
 
 
 class MegatronBackend:
@@ -46,6 +49,7 @@ class MegatronBackend:
         device: this rank's device; for the CPU, this process gets replacements for torch.cuda.
         dtype: of the model and of the weights for the engines: torch.float32 or torch.bfloat16.
         with_optimizer: False for a model that only scores (a reference).
+        lora: the adapter to train; then the weights are frozen, in `dtype`.
         selection: the weights to train, by Megatron's names, layers counted over all stages; None: all.
         hooks: the user's functions, for a trained model.
 
@@ -64,6 +68,7 @@ class MegatronBackend:
         dtype: torch.dtype,
         with_optimizer: bool = True,
         role: Role = "actor",
+        lora: Lora | None = None,
         selection: Selection | None = None,
         hooks: MegatronHooks | None = None,
     ):
@@ -95,7 +100,8 @@ class MegatronBackend:
                 if self.shape.tied and HEAD in named:  # the copy in the last stage
                     named[EMBEDDING] = named.pop(HEAD)
                 selection.apply(named)
-            self.wrapped, self.optimizer = self._wrap(ddp_config, optimizer_config, with_optimizer)
+            self.adapter: MegatronLora | None = None
+            self.wrapped, self.optimizer = self._wrap(ddp_config, optimizer_config, with_optimizer, lora)
         self.left_out = ""
         self.saver = Saver(device, args.async_save)
         self._weights = Parking(device, self._local_weights)
@@ -126,7 +132,9 @@ class MegatronBackend:
         vp_stage = chunk if self.placement.num_chunks > 1 else None
         return own(*ends, vp_stage) if hooks is None else hooks.build(spec.PolicyModel, own, *ends, vp_stage)
 
-    def _wrap(self, ddp_config: Any, optimizer_config: Any, with_optimizer: bool) -> tuple[list[Any], Any]:
+    def _wrap(
+        self, ddp_config: Any, optimizer_config: Any, with_optimizer: bool, lora: Lora | None
+    ) -> tuple[list[Any], Any]:
         """Return the model's chunks, wrapped for bfloat16 and for data parallelism, and their optimizer."""
         from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
         from megatron.core.optimizer import get_megatron_optimizer
@@ -139,16 +147,24 @@ class MegatronBackend:
             for chunk in self.chunks:
                 chunk.requires_grad_(False)
             return wrapped, None
+        if lora is not None:
+            from instep.training.megatron.lora import MegatronLora
+
+            where = (self.shape, self.placement, self.args.seed, self.parallel.device)
+            self.adapter = MegatronLora(lora, self.chunks, *where)
         wrapped = [
             DistributedDataParallel(self.config, ddp_config, chunk, disable_bucketing=i > 0)
             for i, chunk in enumerate(wrapped)
         ]
         for chunk in wrapped:
             chunk.broadcast_params()
-        # Megatron would divide the gradients by a number of tokens here; the loss weights already contain it.
-        self.config.finalize_model_grads_func = lambda model, num_tokens, **kwargs: finalize_model_grads(
-            model, None, **kwargs
-        )
+
+        def finalize(model: list[Any], num_tokens: Tensor | None, **kwargs: Any) -> None:
+            finalize_model_grads(model, None, **kwargs)  # Megatron would divide by tokens; loss weights contain it
+            if self.adapter is not None:
+                self.adapter.sum_over_expert_ranks()
+
+        self.config.finalize_model_grads_func = finalize
         no_sync = [chunk.no_sync for chunk in wrapped]
         self.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         optimizer = get_megatron_optimizer(optimizer_config, wrapped, use_gloo_process_groups=False)
@@ -318,20 +334,28 @@ class MegatronBackend:
         return self.left_out
 
     def weight_source(self, *, adapter: bool = False) -> MegatronWeightSource:
-        assert not adapter, "adapters are trained by the hf backend"
+        if adapter:
+            assert self.adapter is not None, "this model has no adapter"
+            return self.adapter.source(self.dtype)
         parameters = local_parameters(self.chunks, self.placement)
+        if self.adapter is not None:
+            return self.adapter.merged(parameters, self.dtype)
         return MegatronWeightSource(self.shape, self.placement, parameters, self.dtype, self.parallel.device)
 
     def export_adapter(self, path: Path) -> None:
-        raise NotImplementedError("adapters are trained by the hf backend")
+        assert self.adapter is not None, "this model has no adapter"
+        source = self.adapter.source(torch.float32)
+        export_adapter(source, source.config, path)
 
-    def earlier(self, path: Path) -> None:
-        return None
+    def earlier(self, path: Path) -> Earlier | None:
+        return None if self.adapter is None else self.adapter.earlier(path, self.forward_only)
 
     def load_hf(self, path: Path) -> None:
         parameters = local_parameters(self.chunks, self.placement)
         unread = load_hf(Path(path), self.shape, self.placement, parameters, self.padded_vocab)
         self.left_out = left_out(unread)
+        if self.adapter is not None:
+            self.adapter.base = base_for_all(Path(path))
         if self.optimizer is not None:
             self.optimizer.reload_model_params()
 
@@ -341,7 +365,9 @@ class MegatronBackend:
         self._states.ready()
         states = None if self.args.no_save_optim else self.optimizer
         with cpu_platform.scope():
-            if self.args.ckpt_format == "torch":
+            if self.adapter is not None:
+                self.adapter.save(Path(path), states, self.saver)
+            elif self.args.ckpt_format == "torch":
                 checkpoint.save_torch(Path(path), self.chunks, states, self.shape, self.placement, self.padded_vocab)
             else:
                 checkpoint.save(Path(path), self.chunks, states, self.saver)
@@ -349,10 +375,17 @@ class MegatronBackend:
     def load(self, path: Path, *, optimizer: bool = True, fresh_head: bool = False) -> None:
         from instep.training.megatron import checkpoint
 
+        states, adapter = self.optimizer if optimizer else None, self.adapter
+        lora, layers, base = (adapter.lora, adapter.layers, adapter.base) if adapter is not None else (None, [], None)
+        if holds_adapter(Path(path), lora, layers, base, resumes=optimizer):
+            assert adapter is not None
+            adapter.load(Path(path), states)
+            return
         parameters = local_parameters(self.chunks, self.placement)
-        states = self.optimizer if optimizer else None
         unread = checkpoint.load(Path(path), self.shape, self.placement, parameters, states, fresh_head=fresh_head)
         self.left_out = left_out(unread)
+        if adapter is not None:
+            adapter.base = base_for_all(Path(path))
         if self.optimizer is not None and not optimizer:
             self.optimizer.reload_model_params()
 
