@@ -222,7 +222,7 @@ class MegatronLora:
                 for factors, entry, full in zip(
                     (adapter.lora_A, adapter.lora_B), (pair.a, pair.b), whole, strict=True
                 ):
-                    factor = nn.Parameter(self._part(entry, full).to(device, copy=True))
+                    factor = nn.Parameter(self.part(entry, full).to(device, copy=True))
                     _mark(factor, entry, placement)
                     factors[pair.projection] = factor
         if not all(any(p.requires_grad for p in chunk.parameters()) for chunk in chunks):
@@ -233,7 +233,7 @@ class MegatronLora:
             )
         self.factors = local_parameters(chunks, placement, adapter=True)
 
-    def _part(self, entry: WeightEntry, full: Tensor) -> Tensor:
+    def part(self, entry: WeightEntry, full: Tensor) -> Tensor:
         """Return what this rank has of a whole A or B."""
         if entry.split_dim is None:
             return full
@@ -244,11 +244,11 @@ class MegatronLora:
     def sum_over_expert_ranks(self) -> None:
         """Sum the gradients of experts' whole factors: each expert-tensor-parallel rank has those of its own part."""
         if self._placement.etp_size > 1:
-            for entry, factor in self._held():
+            for entry, factor in self.held():
                 if entry.expert is not None and entry.split_dim is None:
                     dist.all_reduce(cast(Any, factor).main_grad, group=self._placement.etp_group)
 
-    def _held(self) -> Iterator[tuple[WeightEntry, Tensor]]:
+    def held(self) -> Iterator[tuple[WeightEntry, Tensor]]:
         """Yield the entries of this rank with their parameters."""
         return ((e, self.factors[e.megatron]) for e in self._entries if e.megatron in self.factors)
 
@@ -280,12 +280,12 @@ class MegatronLora:
 
     def earlier(self, path: Path, forward_only: Callable[..., Any]) -> Earlier | None:
         """See `TrainBackend.earlier`."""
-        entries = {e.names[0].removeprefix(PEFT): e for e, _ in self._held()}
+        entries = {e.names[0].removeprefix(PEFT): e for e, _ in self.held()}
         weights = {name: self.factors[e.megatron].detach() for name, e in entries.items()}
 
         def make() -> Earlier:
             specs = self.source(torch.float32).specs
-            part = lambda name, full: self._part(entries[name], full)  # noqa: E731
+            part = lambda name, full: self.part(entries[name], full)  # noqa: E731
             return Earlier(self._adapters.values(), specs, lambda: weights, part, forward_only)
 
         return earlier_of(path, self.base, make)
@@ -294,7 +294,7 @@ class MegatronLora:
 
     def save(self, path: Path, optimizer: Any | None, saver: Saver) -> None:
         """Write the adapter and its moments into the folder `path`, in the format of the `hf` backend (collective)."""
-        state: dict[str, Any] = {"model": self._whole(self.factors)}
+        state: dict[str, Any] = {"model": self.whole(self.factors)}
         if optimizer is not None:
             moments: dict[str, dict[str, Tensor]] = {kind: {} for kind in MOMENTS}
             names = {param: name for name, param in self.factors.items()}
@@ -302,7 +302,7 @@ class MegatronLora:
                 if full is not None:
                     moments[kind][names[param]] = full
             step = torch.tensor(num_steps(optimizer, self._where["device"]))
-            wholes = {kind: self._whole(tensors) for kind, tensors in moments.items()}
+            wholes = {kind: self.whole(tensors) for kind, tensors in moments.items()}
             state["optimizer"] = {
                 name: {"step": step.clone(), **{kind: whole[name] for kind, whole in wholes.items()}}
                 for name in state["model"]
@@ -312,7 +312,7 @@ class MegatronLora:
         if first and self.base is not None:
             write_layout(path, self.lora, self.layers, self.base)
 
-    def _whole(self, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+    def whole(self, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return whole tensors by the names of a checkpoint, on rank 0 (collective)."""
         more = dict(parameters=parameters, dtype=torch.float32, entries=self._entries)
         source = MegatronWeightSource(**more, **self._where)
@@ -325,7 +325,7 @@ class MegatronLora:
         Raises:
             CheckpointError: a tensor is missing or has another shape, or others are there.
         """
-        held = {e.names[0].removeprefix(PEFT): (e, param) for e, param in self._held()}
+        held = {e.names[0].removeprefix(PEFT): (e, param) for e, param in self.held()}
         state: dict[str, Any] = {"model": {name: torch.empty(e.shapes[0]) for name, (e, _) in held.items()}}
         if optimizer is not None:
             state["optimizer"] = {
@@ -336,10 +336,10 @@ class MegatronLora:
         refuse_others(path, index, {e.names[0].removeprefix(PEFT) for e in self._entries})
         load_tensors(state, path, index)
         for name, (e, param) in held.items():
-            param.copy_(self._part(e, state["model"][name]))
+            param.copy_(self.part(e, state["model"][name]))
         if optimizer is not None:
             saved = state["optimizer"]
-            moments = {p: {k: self._part(e, saved[n][k]) for k in MOMENTS} for n, (e, p) in held.items()}
+            moments = {p: {k: self.part(e, saved[n][k]) for k in MOMENTS} for n, (e, p) in held.items()}
             load_moments(optimizer, moments, float(next(iter(saved.values()))["step"]))
 
 
