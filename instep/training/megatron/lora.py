@@ -207,6 +207,7 @@ class MegatronLora:
         }
         for chunk in chunks:
             chunk.requires_grad_(False)
+        _check_stages(self._pairs, placement)
         generator = torch.Generator().manual_seed(seed)
         self._adapters: dict[str, Adapter] = {}
         for pair in self._pairs:
@@ -225,12 +226,6 @@ class MegatronLora:
                     factor = nn.Parameter(self.part(entry, full).to(device, copy=True))
                     _mark(factor, entry, placement)
                     factors[pair.projection] = factor
-        if not all(any(p.requires_grad for p in chunk.parameters()) for chunk in chunks):
-            raise ConfigError(
-                "a pipeline stage has no layer with an adapter",
-                where="--lora-target-modules",
-                remedy="name layers of each stage, or use --pipeline-model-parallel-size 1",
-            )
         self.factors = local_parameters(chunks, placement, adapter=True)
 
     def part(self, entry: WeightEntry, full: Tensor) -> Tensor:
@@ -341,6 +336,20 @@ class MegatronLora:
             saved = state["optimizer"]
             moments = {p: {k: self.part(e, saved[n][k]) for k in MOMENTS} for n, (e, p) in held.items()}
             load_moments(optimizer, moments, float(next(iter(saved.values()))["step"]))
+
+
+def _check_stages(found: Sequence[Pair], placement: Placement) -> None:
+    """Check on all ranks alike that each chunk of each pipeline stage has something to train."""
+    layers = {pair.base.layer for pair in found}
+    for rank, size in enumerate(placement.stage_layers):
+        stage = replace(placement, pp_rank=rank)
+        firsts = [stage.first_layer(chunk) for chunk in range(placement.num_chunks)]
+        if any(layers.isdisjoint(range(first, first + size // placement.num_chunks)) for first in firsts):
+            raise ConfigError(
+                f"pipeline stage {rank} has no layer with an adapter",
+                where="--lora-target-modules",
+                remedy="name layers of each stage, or use --pipeline-model-parallel-size 1",
+            )
 
 
 def _mark(factor: nn.Parameter, entry: WeightEntry, placement: Placement) -> None:
