@@ -18,20 +18,22 @@ from torch import Tensor, nn
 
 from instep.checkpoints.adapter import CONFIG, Base, Lora, base_of, check_layout, read_adapter
 from instep.errors import CheckpointError, ConfigError
-from instep.models.shape import KV_B
+from instep.models.shape import EXPERTS, KV_B
 from instep.weights.spec import TensorSpec
 
 if TYPE_CHECKING:
     from instep.training.backend import TokenOutputs
 
 PEFT = "base_model.model."  # before the names of peft's tensors
-EXPERTS = "experts"  # the target that means the layers of all routed experts
 
 
-def chosen(linear: Sequence[str], lora: Lora, model: str) -> list[str]:
+def chosen(linear: Sequence[str], lora: Lora, model: str, *, also: Sequence[str] = ()) -> list[str]:
     """Return which of the linear layers `linear` of a model get an adapter, in their order.
 
     Without targets these are all but KV_B. Routed experts are not in `linear`.
+
+    Args:
+        also: other targets that this model has, for the message.
 
     Raises:
         ConfigError: a target belongs to no layer.
@@ -45,7 +47,7 @@ def chosen(linear: Sequence[str], lora: Lora, model: str) -> list[str]:
             remedy="remove it, or use another model (docs/lora.md)",
         )
     if missing := [name for name, layers in found.items() if not layers]:
-        known = ", ".join(sorted({n.rpartition(".")[2] for n in linear}))
+        known = ", ".join([*sorted({n.rpartition(".")[2] for n in linear}), *also])
         raise ConfigError(
             f"{model} has no linear layer {missing[0]!r}",
             where="--lora-target-modules",

@@ -230,7 +230,8 @@ class Worker(Profiled, WorkerWeights):
 
     def _before_log_probs(self, model: Frozen, prefix: str) -> None:
         if self._hooks.log_probs is not None:
-            self._hooks.before_log_probs(cast("MegatronBackend", model).wrapped, prefix)
+            owner = self.backend if model.is_adapter else model  # the actor with another adapter
+            self._hooks.before_log_probs(cast("MegatronBackend", owner).wrapped, prefix)
 
     def begin_step(
         self, batch: TokenBatch, micro_batches: list[list[int]], token: str

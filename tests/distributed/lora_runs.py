@@ -76,7 +76,7 @@ def gradients(backend: Any) -> dict[str, torch.Tensor]:
     batch = make_batch(0)
     backend.forward_backward(micro_batches(batch, backend.parallel.dp_rank, backend.parallel.dp_size), loss_fn)
     if not isinstance(backend, HfBackend):
-        return backend.adapter.whole({name: p.main_grad for name, p in backend.adapter.factors.items()})
+        return backend.adapter.whole({name: p.main_grad.clone() for name, p in backend.adapter.factors.items()})
     if backend.policy.parallel is not None:
         backend.policy.parallel.sum_gradients()
     return {name: whole(weight.grad) for name, weight in adapter_weights(backend.policy.model).items()}

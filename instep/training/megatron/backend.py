@@ -18,14 +18,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from instep.checkpoints.adapter import Lora, export_adapter
+from instep.checkpoints.adapter import Lora, check_layout
 from instep.models.mtp import left_out
 from instep.models.shape import model_shape
 from instep.models.weight_map import EMBEDDING, HEAD
 from instep.training.backend import LossFn, LossOutput, Role, StepResult, TokenOutputs
-from instep.training.lora import Earlier, base_for_all, holds_adapter
+from instep.training.lora import Earlier, base_for_all
 from instep.training.megatron import cpu_platform, layout, upstream_fixes
 from instep.training.megatron.checks import check_arguments, padded_vocab_size
+from instep.training.megatron.grad_norm import grad_norm
 from instep.training.megatron.hooks import MegatronHooks
 from instep.training.megatron.moments import keep_moments_as_asked
 from instep.training.megatron.replay import routes_of
@@ -150,8 +151,7 @@ class MegatronBackend:
         if lora is not None:
             from instep.training.megatron.lora import MegatronLora
 
-            where = (self.shape, self.placement, self.args.seed, self.parallel.device)
-            self.adapter = MegatronLora(lora, self.chunks, *where)
+            self.adapter = MegatronLora(lora, self.chunks, self.shape, self.placement, self.args.seed)
         wrapped = [
             DistributedDataParallel(self.config, ddp_config, chunk, disable_bucketing=i > 0)
             for i, chunk in enumerate(wrapped)
@@ -291,7 +291,7 @@ class MegatronBackend:
             group["weight_decay"] = self.args.weight_decay * group["wd_mult"]
         with cpu_platform.scope():
             self.optimizer.prepare_grads()
-            norm = self._grad_norm()
+            norm = grad_norm(self.optimizer, self.args, self.parallel.device, has_experts=self.shape.experts is not None)
             skipped = not math.isfinite(norm)
             if not skipped:
                 if self.args.clip_grad and norm > self.args.clip_grad:
@@ -301,27 +301,6 @@ class MegatronBackend:
                 self.optimizer.step_with_ready_grads()
             self._zero_grad()
         return StepResult(norm, skipped)
-
-    def _grad_norm(self) -> float:
-        """Return the norm over the whole model, in which a parameter on several ranks counts once.
-
-        Experts have their own distribution over ranks. A stage without experts has no optimizer for them.
-        """
-        from megatron.core import parallel_state as ps
-
-        squares = torch.zeros(2, device=self.parallel.device)  # without experts, of experts
-        for opt in self.optimizer.chained_optimizers:
-            grads = opt.get_main_grads_for_grad_norm()
-            if grads:
-                of_experts = int(opt.param_groups[0]["is_expert_parallel"])
-                squares[of_experts] += torch.stack(torch._foreach_norm(grads)).square().sum()
-        if self.args.use_distributed_optimizer:
-            dist.all_reduce(squares, group=ps.get_intra_distributed_optimizer_instance_group())
-        else:
-            dist.all_reduce(squares[:1], group=ps.get_model_parallel_group())
-            if self.shape.experts:
-                dist.all_reduce(squares[1:], group=ps.get_expert_tensor_model_pipeline_parallel_group())
-        return float(squares.sum().sqrt())
 
     def _zero_grad(self) -> None:
         for chunk in self.wrapped:
@@ -334,18 +313,14 @@ class MegatronBackend:
         return self.left_out
 
     def weight_source(self, *, adapter: bool = False) -> MegatronWeightSource:
-        if adapter:
-            assert self.adapter is not None, "this model has no adapter"
-            return self.adapter.source(self.dtype)
         parameters = local_parameters(self.chunks, self.placement)
         if self.adapter is not None:
-            return self.adapter.merged(parameters, self.dtype)
+            return self.adapter.source(self.dtype) if adapter else self.adapter.merged(parameters, self.dtype)
         return MegatronWeightSource(self.shape, self.placement, parameters, self.dtype, self.parallel.device)
 
     def export_adapter(self, path: Path) -> None:
         assert self.adapter is not None, "this model has no adapter"
-        source = self.adapter.source(torch.float32)
-        export_adapter(source, source.config, path)
+        self.adapter.export(path)
 
     def earlier(self, path: Path) -> Earlier | None:
         return None if self.adapter is None else self.adapter.earlier(path, self.forward_only)
@@ -376,10 +351,9 @@ class MegatronBackend:
         from instep.training.megatron import checkpoint
 
         states, adapter = self.optimizer if optimizer else None, self.adapter
-        lora, layers, base = (adapter.lora, adapter.layers, adapter.base) if adapter is not None else (None, [], None)
-        if holds_adapter(Path(path), lora, layers, base, resumes=optimizer):
-            assert adapter is not None
-            adapter.load(Path(path), states)
+        if adapter is None:
+            check_layout(Path(path), None, [], None)
+        elif adapter.load(Path(path), states):
             return
         parameters = local_parameters(self.chunks, self.placement)
         unread = checkpoint.load(Path(path), self.shape, self.placement, parameters, states, fresh_head=fresh_head)

@@ -31,14 +31,14 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor, nn
 
-from instep.checkpoints.adapter import Base, Lora, write_layout
+from instep.checkpoints.adapter import Base, Lora, export_adapter, write_layout
 from instep.checkpoints.dist_checkpoint import load_tensors, read_index, refuse_others
 from instep.errors import ConfigError
-from instep.models.shape import ModelShape
+from instep.models.shape import EXPERTS, ModelShape
 from instep.models.weight_map import Kind, WeightEntry, part_range, weight_entries
 from instep.training.grouped import grouped_linear
 from instep.training.hf.optimizer import MOMENTS
-from instep.training.lora import EXPERTS, PEFT, Earlier, begin, chosen, earlier_of, peft_config
+from instep.training.lora import PEFT, Earlier, begin, chosen, earlier_of, holds_adapter, peft_config
 from instep.training.megatron.checkpoint import load_moments, num_steps, whole_states
 from instep.training.megatron.layout import Placement
 from instep.training.megatron.weights import MegatronWeightSource, local_parameters, name_in_model
@@ -68,7 +68,8 @@ def pairs(shape: ModelShape, lora: Lora) -> list[Pair]:
     names: set[str] = set()
     if targets or not lora.targets:
         dense = [name for e, _, name in found if e.expert is None]
-        names |= {*chosen(dense, replace(lora, targets=targets or None), "this model")}
+        also = (EXPERTS,) if shape.experts else ()
+        names |= {*chosen(dense, replace(lora, targets=targets or None), "this model", also=also)}
     if EXPERTS in (lora.targets or ()):
         names |= {name for e, _, name in found if e.expert is not None}
         if shape.experts is None:
@@ -194,9 +195,9 @@ class MegatronLora:
         shape: ModelShape,
         placement: Placement,
         seed: int,
-        device: torch.device,
     ):
         self.lora, self._placement, self._pairs = lora, placement, pairs(shape, lora)
+        device = next(chunks[0].parameters()).device
         self._where: dict[str, Any] = dict(shape=shape, placement=placement, device=device)
         self.layers = [pair.layer for pair in self._pairs]
         self._entries = [e for pair in self._pairs for e in (pair.a, pair.b)]
@@ -257,6 +258,11 @@ class MegatronLora:
             parameters=self.factors, dtype=dtype, entries=self._entries, config=config, **self._where
         )
 
+    def export(self, path: Path) -> None:
+        """Write the adapter as the folder `path`, in float32 (collective)."""
+        source = self.source(torch.float32)
+        export_adapter(source, source.config, path)
+
     def merged(self, parameters: dict[str, Tensor], dtype: torch.dtype) -> MegatronWeightSource:
         """Return a `WeightSource` of all weights plus `alpha / rank * B A`, added in float32."""
         factors = self.source(torch.float32)
@@ -314,12 +320,20 @@ class MegatronLora:
         return {spec.name.removeprefix(PEFT): tensor.cpu() for spec, tensor in source if tensor is not None}
 
     @torch.no_grad()
-    def load(self, path: Path, optimizer: Any | None) -> None:
+    def load(self, path: Path, optimizer: Any | None) -> bool:
         """Read this rank's part of what `save`, or the `hf` backend, wrote (collective).
 
+        Args:
+            optimizer: None: the moments stay, and a checkpoint of all weights may follow.
+
+        Returns:
+            Whether it holds an adapter.
+
         Raises:
-            CheckpointError: a tensor is missing or has another shape, or others are there.
+            CheckpointError: its adapter belongs to another model, or a tensor is missing.
         """
+        if not holds_adapter(path, self.lora, self.layers, self.base, resumes=optimizer is not None):
+            return False
         held = {e.names[0].removeprefix(PEFT): (e, param) for e, param in self.held()}
         state: dict[str, Any] = {"model": {name: torch.empty(e.shapes[0]) for name, (e, _) in held.items()}}
         if optimizer is not None:
@@ -336,6 +350,7 @@ class MegatronLora:
             saved = state["optimizer"]
             moments = {p: {k: self.part(e, saved[n][k]) for k in MOMENTS} for n, (e, p) in held.items()}
             load_moments(optimizer, moments, float(next(iter(saved.values()))["step"]))
+        return True
 
 
 def _check_stages(found: Sequence[Pair], placement: Placement) -> None:
