@@ -72,7 +72,7 @@ def adapter_of(backend: Any) -> dict[str, torch.Tensor]:
 
 
 def gradients(backend: Any) -> dict[str, torch.Tensor]:
-    """The gradients of the whole adapter after one `forward_backward` of all samples, by the weights' names; on rank 0."""
+    """The gradients of the whole adapter after one `forward_backward` of all samples, by name; on rank 0."""
     batch = make_batch(0)
     backend.forward_backward(micro_batches(batch, backend.parallel.dp_rank, backend.parallel.dp_size), loss_fn)
     if not isinstance(backend, HfBackend):

@@ -84,6 +84,7 @@ def of_merged(path: Path, weights: dict[str, torch.Tensor], folder: Path) -> tup
         ("deepseek", LATENT, 1, GROUPED),
         ("deepseek", LATENT, 2, {**SP, **ETP1, **EP2}),
         pytest.param("deepseek", LATENT, 4, {**SP, **ETP2, **EP2}, marks=pytest.mark.slow),
+        pytest.param("moe", EXPERTS, 4, {**SP, **ETP2, "use_distributed_optimizer": True}, marks=pytest.mark.slow),
         pytest.param("moe", EXPERTS, 2, {"context_parallel_size": 2, **EP2}, marks=pytest.mark.slow),
     ],
     ids=str,

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from instep.checkpoints.adapter import Lora, check_layout
@@ -291,7 +290,7 @@ class MegatronBackend:
             group["weight_decay"] = self.args.weight_decay * group["wd_mult"]
         with cpu_platform.scope():
             self.optimizer.prepare_grads()
-            norm = grad_norm(self.optimizer, self.args, self.parallel.device, has_experts=self.shape.experts is not None)
+            norm = grad_norm(self.optimizer, self.args, self.shape, self.parallel.device)
             skipped = not math.isfinite(norm)
             if not skipped:
                 if self.args.clip_grad and norm > self.args.clip_grad:

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from instep.models.shape import ModelShape
+
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
 
 
-def grad_norm(optimizer: Any, args: Settings, device: torch.device, *, has_experts: bool) -> float:
+def grad_norm(optimizer: Any, args: Settings, shape: ModelShape, device: torch.device) -> float:
     """Return the norm over the whole model, in which a parameter on several ranks counts once (collective).
 
     Experts have their own distribution over ranks. A stage without experts has no optimizer for them.
@@ -28,6 +30,6 @@ def grad_norm(optimizer: Any, args: Settings, device: torch.device, *, has_exper
         dist.all_reduce(squares, group=ps.get_intra_distributed_optimizer_instance_group())
     else:
         dist.all_reduce(squares[:1], group=ps.get_model_parallel_group())
-        if has_experts:
+        if shape.experts:
             dist.all_reduce(squares[1:], group=ps.get_expert_tensor_model_pipeline_parallel_group())
     return float(squares.sum().sqrt())

@@ -162,13 +162,15 @@ class Adapter(nn.Module):
 def add_grouped(adapters: Sequence[Adapter], x: Tensor, ends: Tensor, out: Tensor) -> Tensor:
     """Return `out` plus what the adapters of a rank's experts add; see `grouped_linear`. They have the same form."""
     first = adapters[0]
+    if not first.enabled:
+        return out
     padding = -next(iter(first.lora_A.values())).shape[0] % 8  # the kernel wants rows of 16 bytes
     more = {}
     for name in first.lora_A:
         a = [F.pad(adapter.lora_A[name].to(x.dtype), (0, 0, 0, padding)) for adapter in adapters]
         b = [F.pad(adapter.lora_B[name].to(x.dtype), (0, padding)) for adapter in adapters]
         more[name] = grouped_linear(grouped_linear(x, ends, a), ends, b)
-    return out.add(first.fused(more, out), alpha=first.scaling) if first.enabled else out
+    return out.add(first.fused(more, out), alpha=first.scaling)
 
 
 # ---- the adapter of a model ------------------------------------------------------------------------------------------
@@ -212,7 +214,7 @@ class MegatronLora:
         generator = torch.Generator().manual_seed(seed)
         self._adapters: dict[str, Adapter] = {}
         for pair in self._pairs:
-            whole = [torch.empty(e.shapes[0]) for e in (pair.a, pair.b)]
+            whole = torch.empty(pair.a.shapes[0]), torch.empty(pair.b.shapes[0])
             begin(*whole, generator)
             layer = modules.get(pair.base.megatron.removesuffix(".weight"))
             if layer is not None:
@@ -221,9 +223,7 @@ class MegatronLora:
                     groups = shape.num_query_groups // placement.tp_size
                     adapter = layer.adapter = Adapter(layer, pair.base, groups, lora.scaling)
                     self._adapters[pair.base.megatron] = adapter
-                for factors, entry, full in zip(
-                    (adapter.lora_A, adapter.lora_B), (pair.a, pair.b), whole, strict=True
-                ):
+                for factors, entry, full in zip((adapter.lora_A, adapter.lora_B), (pair.a, pair.b), whole, strict=True):
                     factor = nn.Parameter(self.part(entry, full).to(device, copy=True))
                     _mark(factor, entry, placement)
                     factors[pair.projection] = factor
@@ -239,10 +239,12 @@ class MegatronLora:
     @torch.no_grad()
     def sum_over_expert_ranks(self) -> None:
         """Sum the gradients of experts' whole factors: each expert-tensor-parallel rank has those of its own part."""
-        if self._placement.etp_size > 1:
-            for entry, factor in self.held():
-                if entry.expert is not None and entry.split_dim is None:
-                    dist.all_reduce(cast(Any, factor).main_grad, group=self._placement.etp_group)
+        found = [cast(Any, p).main_grad for e, p in self.held() if e.expert is not None and e.split_dim is None]
+        if found and self._placement.etp_size > 1:
+            together = torch.cat([grad.flatten() for grad in found])
+            dist.all_reduce(together, group=self._placement.etp_group)
+            for grad, summed in zip(found, together.split([grad.numel() for grad in found]), strict=True):
+                grad.copy_(summed.view_as(grad))
 
     def held(self) -> Iterator[tuple[WeightEntry, Tensor]]:
         """Yield the entries of this rank with their parameters."""
@@ -254,9 +256,7 @@ class MegatronLora:
         """Return a `WeightSource` of only the adapter, under peft's names."""
         assert self.base is not None, "this model has no weights yet"
         config = peft_config(self.lora, self.layers, self.base)
-        return AdapterSource(
-            parameters=self.factors, dtype=dtype, entries=self._entries, config=config, **self._where
-        )
+        return AdapterSource(parameters=self.factors, dtype=dtype, entries=self._entries, config=config, **self._where)
 
     def export(self, path: Path) -> None:
         """Write the adapter as the folder `path`, in float32 (collective)."""

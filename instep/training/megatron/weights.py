@@ -30,7 +30,6 @@ from instep.training.megatron.layout import Placement
 from instep.weights.source import WeightSource
 from instep.weights.spec import TensorSpec
 
-
 ADAPTER = ".adapter."  # in the names of the parameters of an adapter, see `lora.py`
 
 
