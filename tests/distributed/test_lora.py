@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +14,6 @@ from transformers import AutoModelForCausalLM
 
 from instep.checkpoints.adapter import LAYOUT, Lora, read_adapter
 from instep.errors import CheckpointError, ConfigError
-from tests.distributed.helpers import RankPool
 from tests.distributed.hf_runs import VOCAB, make_batch, make_checkpoint, weights_of
 from tests.distributed.lora_runs import (
     DIST_OPT,
@@ -35,16 +32,7 @@ from tests.distributed.lora_runs import (
 )
 from tests.distributed.test_hf_backend import oracle_log_probs
 
-Run = Callable[..., list[Any]]
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
-
-@pytest.fixture(scope="module")
-def run_ranks() -> Iterator[Run]:
-    pools = {size: RankPool(size) for size in (1, 2)}
-    yield lambda fn, size, *args: pools[size].run(fn, *args)
-    for pool in pools.values():
-        pool.close()
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +44,7 @@ def checkpoint(tmp_path_factory) -> Path:
 
 
 HF_TP2 = ("hf", TP2[1])
+VIRTUAL = ("megatron", {**PP2[1], "num_virtual_stages_per_pipeline_rank": 2})
 
 
 def _gradients_rank(path, kind):
@@ -87,15 +76,20 @@ def merged_gradients(path: Path, weights: dict[str, torch.Tensor]) -> dict[str, 
         (2, TP2, 2),
         (2, TP2_SP, 2),
         (2, PP2, 2),
+        (2, VIRTUAL, 2),
         pytest.param(2, ("megatron", {}), 2, marks=pytest.mark.slow),
+        pytest.param(4, ("megatron", {**TP2_SP[1], **VIRTUAL[1]}), 2, marks=pytest.mark.slow),
     ],
 )
 def test_gradients_are_those_of_the_merged_weights_by_the_chain_rule(run_ranks, tmp_path, world_size, kind, key_heads):
-    checkpoint = make_checkpoint(tmp_path, tied=True, num_key_value_heads=key_heads)
+    layers = 4 if "num_virtual_stages_per_pipeline_rank" in kind[1] else 2
+    checkpoint = make_checkpoint(tmp_path, tied=True, num_key_value_heads=key_heads, num_hidden_layers=layers)
     found, weights, adapter, num, begun = run_ranks(_gradients_rank, world_size, checkpoint, kind)[0]
     full = merged_gradients(checkpoint, weights)
     stages = kind[1].get("pipeline_model_parallel_size", 1)
-    assert len(found) == 2 * 2 * len(LINEAR) == num * stages  # an optimizer state for A and B of each layer, no other
+    assert (
+        len(found) == 2 * layers * len(LINEAR) == num * stages
+    )  # an optimizer state for A and B of each layer, no other
     for name, gradient in found.items():
         layer, x = name.removesuffix(".weight").rsplit(".lora_", 1)
         a, b = (adapter[f"base_model.model.{layer}.lora_{y}.weight"] for y in "AB")
