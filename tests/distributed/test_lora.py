@@ -44,6 +44,7 @@ def checkpoint(tmp_path_factory) -> Path:
 
 
 HF_TP2 = ("hf", TP2[1])
+EIGHT_BITS = ("megatron", {**DIST_OPT[1], "optimizer": "adamw_8bit"})
 VIRTUAL = ("megatron", {**PP2[1], "num_virtual_stages_per_pipeline_rank": 2})
 
 
@@ -87,9 +88,7 @@ def test_gradients_are_those_of_the_merged_weights_by_the_chain_rule(run_ranks, 
     found, weights, adapter, num, begun = run_ranks(_gradients_rank, world_size, checkpoint, kind)[0]
     full = merged_gradients(checkpoint, weights)
     stages = kind[1].get("pipeline_model_parallel_size", 1)
-    assert (
-        len(found) == 2 * layers * len(LINEAR) == num * stages
-    )  # an optimizer state for A and B of each layer, no other
+    assert len(found) == 2 * layers * len(LINEAR) == num * stages  # states of A and B, no others
     for name, gradient in found.items():
         layer, x = name.removesuffix(".weight").rsplit(".lora_", 1)
         a, b = (adapter[f"base_model.model.{layer}.lora_{y}.weight"] for y in "AB")
@@ -183,13 +182,15 @@ def _save_rank(path, folder, kind):
         folder.mkdir()
     dist.barrier()
     backend.save(folder)
-    return train(backend, range(1, 2)), adapter_of(backend), weights_of(backend)
+    saved = adapter_of(backend)
+    return train(backend, range(1, 2)), adapter_of(backend), weights_of(backend), saved
 
 
 def _load_rank(path, folder, kind):
     backend = make_lora_backend(path, kind=kind)
     backend.load(folder)
-    return train(backend, range(1, 2)), adapter_of(backend), weights_of(backend)
+    loaded = adapter_of(backend)
+    return train(backend, range(1, 2)), adapter_of(backend), weights_of(backend), loaded
 
 
 @pytest.mark.parametrize(
@@ -202,13 +203,17 @@ def _load_rank(path, folder, kind):
         ((2, PP2), (1, HF)),
         ((2, DIST_OPT), (2, TP2)),
         ((2, HF), (2, DIST_OPT)),
+        ((2, EIGHT_BITS), (2, TP2_SP)),
     ],
     ids=str,
 )
 def test_a_saved_run_goes_on_as_if_never_stopped(run_ranks, checkpoint, tmp_path, saved_by, loaded_by):
     (size, kind), (new_size, new_kind) = saved_by, loaded_by
-    steps, adapter, merged = run_ranks(_save_rank, size, checkpoint, tmp_path / "save", kind)[0]
-    loaded_steps, loaded, loaded_merged = run_ranks(_load_rank, new_size, checkpoint, tmp_path / "save", new_kind)[0]
+    steps, adapter, merged, saved = run_ranks(_save_rank, size, checkpoint, tmp_path / "save", kind)[0]
+    loaded_steps, loaded, loaded_merged, begun = run_ranks(
+        _load_rank, new_size, checkpoint, tmp_path / "save", new_kind
+    )[0]
+    assert all(torch.equal(begun[name], saved[name]) for name in saved)
     if saved_by == loaded_by:
         assert loaded_steps == steps and all(torch.equal(loaded[name], adapter[name]) for name in adapter)
         assert all(torch.equal(loaded_merged[name], merged[name]) for name in merged)
@@ -310,3 +315,27 @@ def test_merged_weights_and_the_exported_adapter_compute_what_the_policy_compute
     torch.testing.assert_close(computed(), log_probs, rtol=1e-5, atol=1e-5)
     assert model.get_output_embeddings().weight.shape[0] == VOCAB
     assert not (tmp_path / "adapter" / LAYOUT).exists()
+
+
+def _again_rank(path, folder, again, kind):
+    """Score with the adapter in `folder`, and export it again."""
+    backend = make_lora_backend(path, kind=kind)
+    if not folder.exists():
+        move(backend)
+        backend.export_adapter(folder)
+        return scores(backend, make_batch(0))
+    reference = backend.earlier(folder)
+    with reference._swapped():
+        backend.export_adapter(again)
+    return scores(reference, make_batch(0))
+
+
+@pytest.mark.parametrize("size, kind, new_size, new_kind", [(1, HF, 2, TP2_SP), (2, PP2, 1, HF)], ids=str)
+def test_a_folder_of_one_backend_is_the_same_in_the_other(
+    run_ranks, checkpoint, tmp_path, size, kind, new_size, new_kind
+):
+    places = checkpoint, tmp_path / "adapter", tmp_path / "again"
+    log_probs, same = (run_ranks(_again_rank, n, *places, k)[-1] for n, k in ((size, kind), (new_size, new_kind)))
+    torch.testing.assert_close(same, log_probs, rtol=1e-5, atol=1e-5)
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        assert (tmp_path / "adapter" / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
