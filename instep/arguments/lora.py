@@ -13,7 +13,7 @@ from instep.arguments.model import known_config
 from instep.engines.dialect import dialect_of
 from instep.engines.flags import passed_on
 from instep.engines.kind import named_kind, served_dtype
-from instep.models.shape import KV_B
+from instep.models.shape import EXPERTS, KV_B
 from instep.weights.way import RESTART, SINGLE_COPY
 
 LORA = read_flags(__file__)
@@ -45,9 +45,9 @@ def companions(args: Settings, given: set[str]) -> Iterator[Problem]:
 def adapter(args: Settings, given: set[str]) -> Iterator[Problem]:
     if not args.lora_rank:
         return
-    if args.train_backend != "hf":
-        what = f"the backend {args.train_backend} trains all weights"
-        yield Problem(what, "--lora-rank", "give --train-backend hf")
+    if args.moe_router_bias_update_rate:
+        what, where = "moves biases of the base, which no adapter has", "--moe-router-bias-update-rate with --lora-rank"
+        yield Problem(what, where, "leave it out")
     if args.lora_dropout:
         what = "the trainer must compute the engine's distribution, and the engine has no dropout"
         yield Problem(what, f"--lora-dropout {args.lora_dropout}", "leave it out")
@@ -65,6 +65,9 @@ def adapter_way(args: Settings, given: set[str]) -> Iterator[Problem]:
     if args.ref_load is not None and args.ref_load != args.hf_checkpoint:
         what = f"the adapter's base is --ref-load {args.ref_load}, but engines load {args.hf_checkpoint}"
         yield Problem(what, "--weight-sync lora", "name the base as --hf-checkpoint, or use --weight-sync shm")
+    if EXPERTS in (args.lora_target_modules or ()):
+        what, where = "engines take no adapters of experts", f"--lora-target-modules {EXPERTS} with --weight-sync lora"
+        yield Problem(what, where, "use --weight-sync shm, which sends merged weights")
     on_vllm = args.rollout_backend == "vllm" or (args.rollout_backend == "auto" and args.device == "cuda")
     if on_vllm and args.command in ONLINE and any(n.endswith(KV_B) for n in args.lora_target_modules or ()):
         what = f"vLLM computes latent attention with the loaded weight of {KV_B}, without an adapter"

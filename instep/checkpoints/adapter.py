@@ -98,7 +98,8 @@ class Base:
 
 def base_of(folder: Path) -> Base:
     """Return the identity of the base in a Hugging Face folder, or in a checkpoint that instep saved."""
-    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.distcp"))
+    patterns = ("*.safetensors", "*.distcp", "mp_rank_*/*")  # the last: --ckpt-format torch
+    files: list[Path] = next(filter(None, (sorted(folder.glob(pattern)) for pattern in patterns)), [])
     return Base(str(folder), folder_digest(files))
 
 

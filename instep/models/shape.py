@@ -133,6 +133,7 @@ class Experts:
     shared_gate: bool = False
 
 
+EXPERTS = "experts"  # the name by which adapters of all routed experts are asked for
 KV_B = "kv_b_proj"  # of latent attention: vLLM computes with its loaded weight and supports no adapter on it
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
@@ -11,7 +11,7 @@ from typing import Any
 
 from instep.models.files import safetensors_header, tensor_files
 from instep.models.mtp import mtp_names
-from instep.models.shape import FAMILIES, DeltaNet, delta_net, expert_layers, num_experts, read_config
+from instep.models.shape import EXPERTS, FAMILIES, DeltaNet, delta_net, expert_layers, num_experts, read_config
 
 _WHOLE = {"F64", "F32", "F16", "BF16"}  # types of weights that are not packed
 
@@ -86,6 +86,23 @@ class Shape:
         """Return the FLOPs of the forward pass over a sequence, with logits of all tokens; a backward pass has twice as
         many. Those of linear attention's states, some percent, are left out."""
         return 2.0 * self.used * length + 2.0 * self.attending * self.queries * length**2
+
+    def factors(self, targets: Sequence[str] | None, tp: int = 1, expert_pieces: int = 1) -> float:
+        """Return the parameters of an adapter's A and B on a rank, for each unit of its rank.
+
+        Args:
+            targets: of `--lora-target-modules`.
+            tp: the number of ranks that share heads and widths; hidden states are whole on each.
+            expert_pieces: the number of ranks that share the experts of a layer.
+        """
+        hidden, q, k, f = self.hidden, self.queries / tp, self.keys / tp, self.ffn / tp
+        sizes = {"q_proj": hidden + q, "k_proj": hidden + k, "v_proj": hidden + k, "o_proj": q + hidden}
+        sizes |= {"gate_proj": hidden + f, "up_proj": hidden + f, "down_proj": f + hidden}
+        names = {name.rpartition(".")[2] for name in targets or sizes}
+        found = self.num_layers * sum(size for name, size in sizes.items() if name in names)
+        if EXPERTS in names and self.routed:  # matrices of hidden x (ffn / routed)
+            found += self.experts * (1 / hidden + self.routed / self.ffn) / expert_pieces
+        return found
 
     def as_critic(self) -> Shape:
         """Return the same decoder with a value head."""

@@ -171,10 +171,10 @@ class TrainBackend(Frozen, Protocol):
         """
 
     def weight_source(self, *, adapter: bool = False) -> WeightSource:
-        """Yield the weights that engines serve, with merged adapters; with `adapter`, only the adapter (`hf` only)."""
+        """Yield the weights that engines serve, with merged adapters; with `adapter`, only the adapter."""
 
     def export_adapter(self, path: Path) -> None:
-        """Write the adapter, in float32 and peft's format, as the folder `path` (collective; `hf` only)."""
+        """Write the adapter, in float32 and peft's format, as the folder `path` (collective)."""
 
     def earlier(self, path: Path) -> Frozen | None:
         """Return the frozen model in `path` as this model with another adapter; None if it needs separate weights.

@@ -139,6 +139,7 @@ class Worker(Profiled, WorkerWeights):
             "with_optimizer": with_optimizer,
             "role": self.role,
             "selection": selection_of(self.args) if with_optimizer and self.role == "actor" else None,
+            "lora": lora_of(self.args) if with_optimizer and self.role == "actor" else None,  # a critic trains all
         }
         if self.args.train_backend == "megatron":
             if self.device.type == "cpu":
@@ -150,8 +151,7 @@ class Worker(Profiled, WorkerWeights):
             return MegatronBackend(self.args, **options, hooks=self._hooks)
         from instep.training.hf.backend import HfBackend
 
-        trains_adapter = with_optimizer and self.role == "actor"  # a critic trains all of its weights
-        return HfBackend(self.args, **options, lora=lora_of(self.args) if trains_adapter else None)
+        return HfBackend(self.args, **options)
 
     def load_reference(self, path: Path) -> None:
         """Build the frozen reference from a Hugging Face checkpoint, an instep checkpoint, or the actor's base."""
@@ -230,7 +230,8 @@ class Worker(Profiled, WorkerWeights):
 
     def _before_log_probs(self, model: Frozen, prefix: str) -> None:
         if self._hooks.log_probs is not None:
-            self._hooks.before_log_probs(cast("MegatronBackend", model).wrapped, prefix)
+            owner = self.backend if model.is_adapter else model  # the actor with another adapter
+            self._hooks.before_log_probs(cast("MegatronBackend", owner).wrapped, prefix)
 
     def begin_step(
         self, batch: TokenBatch, micro_batches: list[list[int]], token: str

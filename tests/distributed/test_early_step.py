@@ -27,6 +27,7 @@ LAYOUTS = {
     "hf, TP2": (2, "--train-backend hf --tensor-model-parallel-size 2 " + TIS_AND_KL),
     "hf, LoRA": (1, "--train-backend hf --lora-rank 4 --advantage-estimator max_rl"),
     "megatron": (1, "--train-backend megatron " + TIS_AND_KL),
+    "megatron, LoRA": (2, "--train-backend megatron --tensor-model-parallel-size 2 --lora-rank 4 " + TIS_AND_KL),
     "megatron, DP2": (2, "--train-backend megatron --use-distributed-optimizer --calculate-per-token-loss"),
     "megatron, PP2": (2, "--train-backend megatron --pipeline-model-parallel-size 2 --entropy-coef 0.01"),
     "megatron, PP2, virtual stages": (

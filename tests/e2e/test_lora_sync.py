@@ -17,7 +17,6 @@ import torch
 from instep.arguments.parse import parse
 from instep.cluster.engine_plan import plan_engines
 from instep.cluster.engine_start import start_engine
-from instep.cluster.local import WorkerGroup
 from instep.controller.role import RoleTrainer
 from instep.controller.sync.session import Session
 from instep.controller.sync.weight_sync import WeightSync
@@ -26,34 +25,41 @@ from instep.engines.http import get_json
 from instep.errors import SyncError
 from instep.training import lr_schedule
 from tests.assets import make_checkpoint
+from tests.distributed.helpers import started_workers
 from tests.e2e.commands import grpo_arguments, on_vllm, run, sync_folder
 from tests.e2e.test_sync_proof import tamper, train_once
 
 A = "base_model.model.model.layers.0.self_attn.{}_proj.lora_A.weight"
 B = A.replace("lora_A", "lora_B")
 KINDS = ["embedded", pytest.param("vllm", marks=pytest.mark.vllm)]
+MEGATRON = ["embedded megatron", pytest.param("vllm megatron", marks=pytest.mark.vllm)]
 SLOW = [pytest.mark.vllm, pytest.mark.slow]
 # Tensor parallel; and with base and adapter in one product, as on a GPU.
 TWO = [pytest.param(name, marks=SLOW) for name in ("vllm of two", "vllm of two, joined")]
+TWO_RANKS = "--train-backend megatron --actor-num-gpus-per-node 2 --tensor-model-parallel-size 2".split()
+TWO_RANKS += ["--sequence-parallel", "--use-distributed-optimizer"]
 ONE_PRODUCT = ["--vllm-additional-config", '{"instep_adapter": 1}']
 
 
 @pytest.fixture(scope="module", params=[*KINDS, *TWO])
 def stack(request, tiny, tmp_path_factory):
-    """One hf worker with an adapter, and one engine that began with the same base."""
+    """Workers with an adapter (one of hf, or two of megatron, TP), and one engine that began with the same base."""
     folder = tmp_path_factory.mktemp("stack")
-    kind, _, two = request.param.partition(" ")
+    kind, _, form = request.param.partition(" ")
+    two, megatron = form.partition("of two")[1] and form, form == "megatron"
     more = on_vllm(2 if two else 1) if kind == "vllm" else []
     more += ["--rollout-num-gpus-per-engine", "2"] if two else []
+    more += TWO_RANKS if megatron else []
     more += ONE_PRODUCT if "joined" in two else []
     words = ["--lora-rank", "4", "--lora-alpha", "6", "--weight-sync", "lora", *more, "--engine-start-timeout", "300"]
     model = make_checkpoint(folder / "hf", head_dim=32)
     args = parse(grpo_arguments(tiny, folder, "--hf-checkpoint", str(model), *words)[1:], "train")
     args = args.replace(device="cpu", precision="fp32", rollout_backend=kind)
-    workers = WorkerGroup("actor", 1, folder / "logs", {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"})
+    workers = started_workers(args, "actor", args.world_size, folder / "logs")
     engine = start_engine(args, plan_engines(args)[0], num_threads=1, log_dir=folder / "logs")
     try:
-        layout = workers.call("setup", args, 0, 1, str(folder / "rendezvous"), 1, timeout=300)
+        requests = [(args, r, args.world_size, str(folder / "rendezvous"), 1) for r in range(args.world_size)]
+        layout = workers.call("setup", per_rank=requests, timeout=300)
         actor = RoleTrainer(args, workers, layout, lr_schedule.from_args(args, 1))
         actor.load_weights(model)
         engine.wait_ready(300)
@@ -78,6 +84,7 @@ def whole_loads(args) -> int:
     return log.read_text().count("goes through vLLM's own loader")
 
 
+@pytest.mark.parametrize("stack", [*KINDS, *TWO, *MEGATRON], indirect=True)
 def test_the_adapter_alone_travels_and_each_step_of_it_is_proven(stack, sync):
     args, actor, engine = stack
     begun = sync.run([engine])

@@ -110,9 +110,10 @@ LORA = "--lora-rank 4 --weight-sync lora --lr 1e-2".split()
 
 
 @pytest.mark.slow
-def test_a_lora_run_that_is_killed_and_resumed_is_bit_identical(tiny, tmp_path):
+@pytest.mark.parametrize("backend", ["hf", "megatron"])
+def test_a_lora_run_that_is_killed_and_resumed_is_bit_identical(tiny, tmp_path, backend):
     """The adapter, and the reference that was the policy of an earlier step, come back; no checkpoint holds a base."""
-    victim = kill_and_compare(tiny, tmp_path, "hf", 1, *LORA, plan=[("sync", "worker")])
+    victim = kill_and_compare(tiny, tmp_path, backend, 1, *LORA, plan=[("sync", "worker")])
     assert exit_codes(victim) == (1, 0)
     for folder in sorted((victim.run_dir / "ckpt").glob("iter_*")):
         held = FileSystemReader(folder).read_metadata().state_dict_metadata

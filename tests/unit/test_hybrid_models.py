@@ -97,6 +97,8 @@ def test_a_layout_that_does_not_divide_the_key_heads_is_named() -> None:
         changes = dict(zip(("tensor_model_parallel_size", "context_parallel_size"), sizes, strict=True))
         with pytest.raises(ConfigError, match="2 key heads of linear attention are not a multiple of --tensor"):
             check_arguments(arguments(**changes), shape)
+    with pytest.raises(ConfigError, match="--lora-rank trains no gated delta nets here"):
+        check_arguments(arguments(lora_rank=4), shape)
 
 
 def test_each_flag_that_contradicts_config_json_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

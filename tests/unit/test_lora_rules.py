@@ -38,7 +38,9 @@ def test_what_the_flags_mean(extra, expected):
 @pytest.mark.parametrize(
     "extra, words",
     [
-        ("--lora-rank 8", ("the backend megatron trains all weights", "give --train-backend hf")),
+        ("--lora-rank 8 --lora-dropout 0.1", ("--lora-dropout 0.1", "has no dropout")),
+        ("--lora-rank 8 --weight-sync lora --lora-target-modules q_proj experts", ("experts", "use --weight-sync shm")),
+        ("--lora-rank 8 --moe-router-bias-update-rate 0.001", ("moves biases of the base", "leave it out")),
         ("--lora-rank 513", ("--lora-rank", "at most 512")),
         ("--lora-alpha 8", ("--lora-alpha", "has no effect without --lora-rank")),
         ("--lora-target-modules q_proj", ("--lora-target-modules", "has no effect without --lora-rank")),

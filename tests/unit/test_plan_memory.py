@@ -90,6 +90,8 @@ def test_parameters_are_those_of_the_checkpoint_or_follow_from_its_configuration
     experts |= {"hidden_size": 2048, "num_key_value_heads": 4, "tie_word_embeddings": False, "model_type": "qwen3_moe"}
     mixed = shape_of(folder("4b", **experts))
     assert mixed.total == pytest.approx(30.53e9, rel=0.001) and mixed.used == pytest.approx(3.0e9, rel=0.05)
+    assert mixed.factors(["experts"]) == pytest.approx(48 * 128 * 3 * (2048 + 768))
+    assert mixed.factors(["experts"], 2, 8) == pytest.approx(48 * 16 * 3 * (2048 + 768))
     assert shape_of(None) is None and shape_of(str(tmp_path)) is None
 
 
@@ -191,6 +193,20 @@ def test_what_each_choice_saves(plan):
     assert of(adapter, "moments") < 0.3 and of(adapter, "weights") == pytest.approx(8.0, rel=0.05)
     copy = only(plan(f"{fixed} --weight-sync single-copy"))
     assert [i.gpu["training"] for i in copy.items if (i.owner, i.name) == ("actor", "weights")] == [0.0]
+
+
+def test_an_adapter_leaves_megatron_a_base_without_states(plan):
+    fixed = "--lora-rank 16 --train-backend megatron --actor-num-gpus-per-node 2"
+    whole = only(plan(f"{fixed} --use-kl-loss --kl-loss-coef 0.1"))
+    alone = only(plan("--lora-rank 16"))
+    assert of(whole, "weights") == pytest.approx(8.0, rel=0.05) and of(whole, "masters") == of(alone, "masters")
+    assert of(whole, "gradients") == of(whole, "masters") == of(whole, "moments") / 2
+    assert not [i for i in whole.items if "reference" in i.name]  # it is the policy with its adapter off
+    assert of(only(plan(f"{fixed} --use-distributed-optimizer")), "moments") == of(whole, "moments") / 2
+    halved = only(plan(f"{fixed} --tensor-model-parallel-size 2"))
+    (held,) = [i.gpu["training"] for i in halved.items if (i.owner, i.name) == ("actor", "weights")]
+    assert held == pytest.approx(4.0e9, rel=0.05)
+    assert of(whole, "masters") / 2 < of(halved, "masters") < 0.9 * of(whole, "masters")  # A or B is whole on each rank
 
 
 @pytest.mark.parametrize(

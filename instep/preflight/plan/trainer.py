@@ -121,12 +121,7 @@ class Rank:
         """Parameters of the adapter; 0 if all weights are trained."""
         if not self.args.lora_rank or self.role != "actor":
             return 0
-        s = self.shape
-        sizes = {"q_proj": s.hidden + s.queries, "k_proj": s.hidden + s.keys, "v_proj": s.hidden + s.keys}
-        sizes |= {"o_proj": s.queries + s.hidden, "gate_proj": s.hidden + s.ffn, "up_proj": s.hidden + s.ffn}
-        sizes |= {"down_proj": s.ffn + s.hidden}
-        names = {name.rpartition(".")[2] for name in self.args.lora_target_modules or sizes}
-        return self.args.lora_rank * s.num_layers * sum(size for name, size in sizes.items() if name in names)
+        return round(self.args.lora_rank * self.shape.factors(self.args.lora_target_modules))
 
     @property
     def selects(self) -> bool:
@@ -171,6 +166,9 @@ class Rank:
     @property
     def trained(self) -> float:
         """Parameters with a gradient on this rank."""
+        args, stages = self.args, self.args.pipeline_model_parallel_size
+        if self.adapter and self.is_megatron:  # A or B of a layer is whole on each rank
+            return args.lora_rank * self.shape.factors(args.lora_target_modules, self.tp, self._expert_pieces) / stages
         return 0.0 if self.selects else self.adapter / self.pieces if self.adapter else self.held(self.shape)
 
     @property
@@ -178,7 +176,7 @@ class Rank:
         """Parameters with masters and moments on this rank."""
         if self.selects or self.state_pieces == self.pieces:
             return self.trained
-        return (self.adapter or self.shape.total) / self.state_pieces
+        return (self.trained * self.pieces if self.adapter else self.shape.total) / self.state_pieces
 
 
 def lengths(args: Settings, shape: Shape) -> tuple[int, int]:

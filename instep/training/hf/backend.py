@@ -22,8 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.fsdp import FSDPModule
 from transformers import PretrainedConfig
 
-from instep.checkpoints.adapter import CONFIG as ADAPTER_CONFIG
-from instep.checkpoints.adapter import Base, Lora, base_of, check_layout, export_adapter, write_layout
+from instep.checkpoints.adapter import Base, Lora, export_adapter, write_layout
 from instep.checkpoints.dist_checkpoint import cause_of, load_tensors, read_index, refuse_others
 from instep.checkpoints.weight_files import weight_files, weight_names
 from instep.errors import CheckpointError
@@ -31,13 +30,14 @@ from instep.models.checkpoint_names import CheckpointNames, named_weights
 from instep.models.mtp import left_out
 from instep.training import packing
 from instep.training.backend import LossFn, LossOutput, ParallelInfo, Role, StepResult, TokenOutputs
-from instep.training.hf.lora import AdapterSource, Earlier, adapted, adapter_weights, attach, merged
+from instep.training.hf.lora import AdapterSource, adapted, adapter_weights, attach, earlier, merged
 from instep.training.hf.mirror import Mirror, MirroredSource, blank, like_sharded
 from instep.training.hf.model import Policy
 from instep.training.hf.optimizer import PiecewiseAdamW, adamw_of, load_state, saved_state
 from instep.training.hf.own_copy import has_room
 from instep.training.hf.shards import DP, TP, local, mesh_of, part_of, shard_over
 from instep.training.hf.weights import HfWeightSource, load_hf
+from instep.training.lora import Earlier, base_for_all, earlier_of, holds_adapter, peft_config
 from instep.training.saving import Saver
 from instep.training.selection import Selection
 from instep.types import TokenBatch
@@ -267,8 +267,7 @@ class HfBackend:
 
     def _adapter_source(self, dtype: torch.dtype) -> AdapterSource:
         assert self.lora is not None and self._base is not None, "this model has no adapter, or no weights yet"
-        last = sorted({name.rpartition(".")[2] for name in adapted(self.policy.model)})
-        config = self.lora.config(list(self.lora.targets or last), self._base.path)
+        config = peft_config(self.lora, adapted(self.policy.model), self._base)
         return AdapterSource(self.policy.model, dtype, self.parallel.rank == 0, config)
 
     def export_adapter(self, path: Path) -> None:
@@ -277,13 +276,10 @@ class HfBackend:
 
     def earlier(self, path: Path) -> Earlier | None:
         """See `TrainBackend.earlier`."""
-        is_adapter = (path / ADAPTER_CONFIG).exists()
-        if self._base is None or not (is_adapter or str(path) == self._base.path):
-            return None
-        reference = Earlier(self.policy.model, self.forward_only)
-        if is_adapter:
-            reference.load_hf(path)
-        return reference
+        model = self.policy.model
+        return earlier_of(
+            path, self._base, lambda: earlier(model, self._adapter_source(torch.float32).specs, self.forward_only)
+        )
 
     def load_hf(self, path: Path) -> None:
         unread = load_hf(self.policy.model, Path(path), fresh=self._fresh_head(self.policy.value_head))
@@ -293,9 +289,7 @@ class HfBackend:
 
     def _remember_base(self, path: Path) -> None:
         if self.lora is not None:
-            found = [base_of(path) if self.parallel.rank == 0 else None]
-            dist.broadcast_object_list(found, src=0)
-            self._base = found[0]
+            self._base = base_for_all(path)
 
     @torch.no_grad()
     def _fresh_head(self, fresh: bool) -> str | None:
@@ -335,11 +329,8 @@ class HfBackend:
                 "convert it to a Hugging Face folder: `instep convert megatron-to-hf`; or use --train-backend megatron"
             )
             raise CheckpointError("it is a Megatron checkpoint", where=str(path), remedy=remedy)
-        adapter = check_layout(Path(path), self.lora, list(adapted(self.policy.model)), self._base)
-        if self.lora is not None and not adapter and optimizer:
-            what = "it holds all weights of a model and no adapter, so a LoRA run cannot resume from it"
-            remedy = "give it as --ref-load, to train an adapter of it; or remove --lora-rank"
-            raise CheckpointError(what, where=str(path), remedy=remedy)
+        layers = list(adapted(self.policy.model))
+        adapter = holds_adapter(Path(path), self.lora, layers, self._base, resumes=optimizer)
         state = self._state(optimizer, adapter)
         if (head := self._fresh_head(fresh_head)) is not None:
             del state["model"][head]

@@ -15,15 +15,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from instep.checkpoints.adapter import Lora, check_layout
 from instep.models.mtp import left_out
 from instep.models.shape import model_shape
 from instep.models.weight_map import EMBEDDING, HEAD
 from instep.training.backend import LossFn, LossOutput, Role, StepResult, TokenOutputs
+from instep.training.lora import Earlier, base_for_all
 from instep.training.megatron import cpu_platform, layout, upstream_fixes
 from instep.training.megatron.checks import check_arguments, padded_vocab_size
+from instep.training.megatron.grad_norm import grad_norm
 from instep.training.megatron.hooks import MegatronHooks
 from instep.training.megatron.moments import keep_moments_as_asked
 from instep.training.megatron.replay import routes_of
@@ -36,6 +38,7 @@ from instep.weights.parking import Parking, give_back, local_tensors
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
+    from instep.training.megatron.lora import MegatronLora
 
 
 class MegatronBackend:
@@ -46,6 +49,7 @@ class MegatronBackend:
         device: this rank's device; for the CPU, this process gets replacements for torch.cuda.
         dtype: of the model and of the weights for the engines: torch.float32 or torch.bfloat16.
         with_optimizer: False for a model that only scores (a reference).
+        lora: the adapter to train; then the weights are frozen, in `dtype`.
         selection: the weights to train, by Megatron's names, layers counted over all stages; None: all.
         hooks: the user's functions, for a trained model.
 
@@ -64,6 +68,7 @@ class MegatronBackend:
         dtype: torch.dtype,
         with_optimizer: bool = True,
         role: Role = "actor",
+        lora: Lora | None = None,
         selection: Selection | None = None,
         hooks: MegatronHooks | None = None,
     ):
@@ -95,7 +100,8 @@ class MegatronBackend:
                 if self.shape.tied and HEAD in named:  # the copy in the last stage
                     named[EMBEDDING] = named.pop(HEAD)
                 selection.apply(named)
-            self.wrapped, self.optimizer = self._wrap(ddp_config, optimizer_config, with_optimizer)
+            self.adapter: MegatronLora | None = None
+            self.wrapped, self.optimizer = self._wrap(ddp_config, optimizer_config, with_optimizer, lora)
         self.left_out = ""
         self.saver = Saver(device, args.async_save)
         self._weights = Parking(device, self._local_weights)
@@ -126,7 +132,9 @@ class MegatronBackend:
         vp_stage = chunk if self.placement.num_chunks > 1 else None
         return own(*ends, vp_stage) if hooks is None else hooks.build(spec.PolicyModel, own, *ends, vp_stage)
 
-    def _wrap(self, ddp_config: Any, optimizer_config: Any, with_optimizer: bool) -> tuple[list[Any], Any]:
+    def _wrap(
+        self, ddp_config: Any, optimizer_config: Any, with_optimizer: bool, lora: Lora | None
+    ) -> tuple[list[Any], Any]:
         """Return the model's chunks, wrapped for bfloat16 and for data parallelism, and their optimizer."""
         from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
         from megatron.core.optimizer import get_megatron_optimizer
@@ -139,16 +147,23 @@ class MegatronBackend:
             for chunk in self.chunks:
                 chunk.requires_grad_(False)
             return wrapped, None
+        if lora is not None:
+            from instep.training.megatron.lora import MegatronLora
+
+            self.adapter = MegatronLora(lora, self.chunks, self.shape, self.placement, self.args.seed)
         wrapped = [
             DistributedDataParallel(self.config, ddp_config, chunk, disable_bucketing=i > 0)
             for i, chunk in enumerate(wrapped)
         ]
         for chunk in wrapped:
             chunk.broadcast_params()
-        # Megatron would divide the gradients by a number of tokens here; the loss weights already contain it.
-        self.config.finalize_model_grads_func = lambda model, num_tokens, **kwargs: finalize_model_grads(
-            model, None, **kwargs
-        )
+
+        def finalize(model: list[Any], num_tokens: Tensor | None, **kwargs: Any) -> None:
+            finalize_model_grads(model, None, **kwargs)  # Megatron would divide by tokens; loss weights contain it
+            if self.adapter is not None:
+                self.adapter.sum_over_expert_ranks()
+
+        self.config.finalize_model_grads_func = finalize
         no_sync = [chunk.no_sync for chunk in wrapped]
         self.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         optimizer = get_megatron_optimizer(optimizer_config, wrapped, use_gloo_process_groups=False)
@@ -275,7 +290,7 @@ class MegatronBackend:
             group["weight_decay"] = self.args.weight_decay * group["wd_mult"]
         with cpu_platform.scope():
             self.optimizer.prepare_grads()
-            norm = self._grad_norm()
+            norm = grad_norm(self.optimizer, self.args, self.shape, self.parallel.device)
             skipped = not math.isfinite(norm)
             if not skipped:
                 if self.args.clip_grad and norm > self.args.clip_grad:
@@ -285,27 +300,6 @@ class MegatronBackend:
                 self.optimizer.step_with_ready_grads()
             self._zero_grad()
         return StepResult(norm, skipped)
-
-    def _grad_norm(self) -> float:
-        """Return the norm over the whole model, in which a parameter on several ranks counts once.
-
-        Experts have their own distribution over ranks. A stage without experts has no optimizer for them.
-        """
-        from megatron.core import parallel_state as ps
-
-        squares = torch.zeros(2, device=self.parallel.device)  # without experts, of experts
-        for opt in self.optimizer.chained_optimizers:
-            grads = opt.get_main_grads_for_grad_norm()
-            if grads:
-                of_experts = int(opt.param_groups[0]["is_expert_parallel"])
-                squares[of_experts] += torch.stack(torch._foreach_norm(grads)).square().sum()
-        if self.args.use_distributed_optimizer:
-            dist.all_reduce(squares, group=ps.get_intra_distributed_optimizer_instance_group())
-        else:
-            dist.all_reduce(squares[:1], group=ps.get_model_parallel_group())
-            if self.shape.experts:
-                dist.all_reduce(squares[1:], group=ps.get_expert_tensor_model_pipeline_parallel_group())
-        return float(squares.sum().sqrt())
 
     def _zero_grad(self) -> None:
         for chunk in self.wrapped:
@@ -318,20 +312,24 @@ class MegatronBackend:
         return self.left_out
 
     def weight_source(self, *, adapter: bool = False) -> MegatronWeightSource:
-        assert not adapter, "adapters are trained by the hf backend"
         parameters = local_parameters(self.chunks, self.placement)
+        if self.adapter is not None:
+            return self.adapter.source(self.dtype) if adapter else self.adapter.merged(parameters, self.dtype)
         return MegatronWeightSource(self.shape, self.placement, parameters, self.dtype, self.parallel.device)
 
     def export_adapter(self, path: Path) -> None:
-        raise NotImplementedError("adapters are trained by the hf backend")
+        assert self.adapter is not None, "this model has no adapter"
+        self.adapter.export(path)
 
-    def earlier(self, path: Path) -> None:
-        return None
+    def earlier(self, path: Path) -> Earlier | None:
+        return None if self.adapter is None else self.adapter.earlier(path, self.forward_only)
 
     def load_hf(self, path: Path) -> None:
         parameters = local_parameters(self.chunks, self.placement)
         unread = load_hf(Path(path), self.shape, self.placement, parameters, self.padded_vocab)
         self.left_out = left_out(unread)
+        if self.adapter is not None:
+            self.adapter.base = base_for_all(Path(path))
         if self.optimizer is not None:
             self.optimizer.reload_model_params()
 
@@ -341,7 +339,9 @@ class MegatronBackend:
         self._states.ready()
         states = None if self.args.no_save_optim else self.optimizer
         with cpu_platform.scope():
-            if self.args.ckpt_format == "torch":
+            if self.adapter is not None:
+                self.adapter.save(Path(path), states, self.saver)
+            elif self.args.ckpt_format == "torch":
                 checkpoint.save_torch(Path(path), self.chunks, states, self.shape, self.placement, self.padded_vocab)
             else:
                 checkpoint.save(Path(path), self.chunks, states, self.saver)
@@ -349,10 +349,16 @@ class MegatronBackend:
     def load(self, path: Path, *, optimizer: bool = True, fresh_head: bool = False) -> None:
         from instep.training.megatron import checkpoint
 
+        states, adapter = self.optimizer if optimizer else None, self.adapter
+        if adapter is None:
+            check_layout(Path(path), None, [], None)
+        elif adapter.load(Path(path), states):
+            return
         parameters = local_parameters(self.chunks, self.placement)
-        states = self.optimizer if optimizer else None
         unread = checkpoint.load(Path(path), self.shape, self.placement, parameters, states, fresh_head=fresh_head)
         self.left_out = left_out(unread)
+        if adapter is not None:
+            adapter.base = base_for_all(Path(path))
         if self.optimizer is not None and not optimizer:
             self.optimizer.reload_model_params()
 

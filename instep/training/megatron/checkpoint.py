@@ -58,6 +58,10 @@ class Master:
         state: dict[str, Any] = self.optimizer.state[self.tensor]
         return state
 
+    def piece(self, whole: Tensor) -> Tensor:
+        """Return the part of a value of the parameter's shape that belongs to `tensor`."""
+        return whole.reshape(-1)[self.start : self.stop].view(self.tensor.shape)
+
     def moment(self, name: str) -> Tensor | None:
         """Return a moment in float32, from any storage; None before the first step of optimizers that create it
         later."""
@@ -302,7 +306,7 @@ def load(
         for name in _names(param) if master is not None else ():
             assert master is not None
             state = checkpoint.local(entry, *where, checkpoint.optimizer_prefix(entry, name)).float()
-            piece = state.reshape(-1)[master.start : master.stop].view(master.tensor.shape)
+            piece = master.piece(state)
             if name == "master":
                 master.tensor.copy_(piece)
             else:
@@ -310,6 +314,16 @@ def load(
     if optimizer is not None:
         _set_step(optimizer, held, step)
     return checkpoint.mtp
+
+
+def load_moments(optimizer: Any, moments: Mapping[Tensor, Mapping[str, Tensor]], step: float) -> None:
+    """Set moments, in the shapes of this rank's parameters, and the number of steps."""
+    held = masters(optimizer)
+    for param, named in moments.items():
+        if (master := held.get(param)) is not None:
+            for name, value in named.items():
+                master.set_moment(name, master.piece(value))
+    _set_step(optimizer, held, step)
 
 
 def _set_step(optimizer: Any, held: Mapping[Tensor, Master], step: float) -> None:

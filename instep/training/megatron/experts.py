@@ -15,6 +15,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from torch import Tensor
 
 from instep.training.grouped import grouped_linear
+from instep.training.megatron.lora import add_grouped
 
 
 @jit_fuser
@@ -102,11 +103,16 @@ class GroupedExperts(SequentialMLP):
             alone: tuple[Tensor, None] = super().forward(hidden, tokens_per_expert, probs)
             return alone
         ends = tokens_per_expert.to(hidden.device).cumsum(0).to(torch.int32)
-        up, down = ([getattr(e, name).weight for e in self.local_experts] for name in ("linear_fc1", "linear_fc2"))
-        wide = grouped_linear(hidden, ends, up)
+        wide = self._linear("linear_fc1", hidden, ends)
         if self.config.recompute_granularity != "selective" or "moe_act" not in self.config.recompute_modules:
-            return grouped_linear(_activated(wide, probs), ends, down), None
+            return self._linear("linear_fc2", _activated(wide, probs), ends), None
         again = CheckpointWithoutOutput(fp8=None)  # False counts as FP8 there
-        out = grouped_linear(again.checkpoint(_activated, wide, probs), ends, down)
+        out = self._linear("linear_fc2", again.checkpoint(_activated, wide, probs), ends)
         again.discard_output_and_register_recompute(out)
         return out, None
+
+    def _linear(self, name: str, x: Tensor, ends: Tensor) -> Tensor:
+        layers = [getattr(expert, name) for expert in self.local_experts]
+        out = grouped_linear(x, ends, [layer.weight for layer in layers])
+        adapters = [layer.adapter for layer in layers if "adapter" in layer._modules]
+        return add_grouped(adapters, x, ends, out) if adapters else out

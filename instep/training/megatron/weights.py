@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,26 +30,38 @@ from instep.training.megatron.layout import Placement
 from instep.weights.source import WeightSource
 from instep.weights.spec import TensorSpec
 
+ADAPTER = ".adapter."  # in the names of the parameters of an adapter, see `lora.py`
 
-def local_parameters(chunks: Sequence[torch.nn.Module], placement: Placement) -> dict[str, Tensor]:
+
+def local_parameters(
+    chunks: Sequence[torch.nn.Module], placement: Placement, *, adapter: bool = False
+) -> dict[str, Tensor]:
     """Return the parameters of this rank's chunks, and the biases of their routers, by Megatron name.
 
-    Layers count over all stages, experts over all ranks.
+    Layers count over all stages, experts over all ranks. With `adapter`, these are only those of the adapter, otherwise
+    all others.
     """
-    layers, experts = "decoder.layers.", ".local_experts."
     named: dict[str, Tensor] = {}
     for chunk, model in enumerate(chunks):
         biases = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(EXPERT_BIAS))
         for name, param in (*model.named_parameters(), *biases):
-            if name.startswith(layers):
-                index, rest = name.removeprefix(layers).split(".", 1)
-                name = f"{layers}{int(index) + placement.first_layer(chunk)}.{rest}"
-            if experts in name:
-                before, rest = name.split(experts)
-                index, rest = rest.split(".", 1)
-                name = f"{before}{experts}{int(index) + placement.ep_rank * placement.num_local_experts}.{rest}"
-            named[name] = param
+            if (ADAPTER in name) == adapter:
+                named[name_in_model(name, chunk, placement)] = param
     return named
+
+
+def name_in_model(name: str, chunk: int, placement: Placement) -> str:
+    """Return the name of a parameter or module of this rank's chunk `chunk`, with layers counted over all stages and
+    experts over all ranks."""
+    layers, experts = "decoder.layers.", ".local_experts."
+    if name.startswith(layers):
+        index, dot, rest = name.removeprefix(layers).partition(".")
+        name = f"{layers}{int(index) + placement.first_layer(chunk)}{dot}{rest}"
+    before, _, numbered = name.partition(experts)
+    if numbered:
+        index, dot, rest = numbered.partition(".")
+        name = f"{before}{experts}{int(index) + placement.ep_rank * placement.num_local_experts}{dot}{rest}"
+    return name
 
 
 def check_parameters(names: Collection[str], shape: ModelShape, placement: Placement, where: str) -> None:
@@ -82,18 +94,25 @@ def check_parameters(names: Collection[str], shape: ModelShape, placement: Place
 
 @dataclass
 class MegatronWeightSource(WeightSource):
-    """Full tensors on global rank 0, gathered one Megatron parameter at a time; None on the other ranks."""
+    """Full tensors on global rank 0, gathered one Megatron parameter at a time; None on the other ranks.
+
+    Attributes:
+        entries: all weights of the model by default.
+        more: adds to the gathered tensors of an entry, which are None except on rank 0; collective.
+    """
 
     shape: ModelShape
     placement: Placement
     parameters: dict[str, Tensor]  # of `local_parameters`
     dtype: torch.dtype
     device: torch.device
+    entries: list[WeightEntry] = field(default_factory=list)
+    more: Callable[[WeightEntry, list[Tensor] | None], None] | None = None
     specs: list[TensorSpec] = field(init=False)
     emits: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        self.entries = weight_entries(self.shape)
+        self.entries = self.entries or weight_entries(self.shape)
         self.emits = dist.get_rank() == 0
         self.specs = [
             TensorSpec(name, shape, self._dtype(entry))
@@ -107,17 +126,22 @@ class MegatronWeightSource(WeightSource):
     def __iter__(self) -> Iterator[tuple[TensorSpec, Tensor | None]]:
         specs = iter(self.specs)
         for entry in self.entries:
-            p = self.placement
-            first = (p.copy_rank if entry.expert is None else p.expert_copy_rank) == 0
-            tensors = self._gather(entry) if first else None
+            tensors = self.gather(entry)
+            if self.more is not None:
+                self.more(entry, tensors)
             for i in range(len(entry.names)):
                 yield next(specs), None if tensors is None else tensors[i]
 
     @torch.no_grad()
-    def _gather(self, entry: WeightEntry) -> list[Tensor] | None:
-        """Gather over tensor-parallel ranks, then from the ranks of the expert to the first ones, then to the first
-        stage."""
+    def gather(self, entry: WeightEntry) -> list[Tensor] | None:
+        """Return the full tensors of an entry on rank 0, None on the others; collective.
+
+        Gather over tensor-parallel ranks, then from the ranks of the expert to the first ones, then to the first
+        stage.
+        """
         p, stage = self.placement, self.placement.stage(entry)
+        if (p.copy_rank if entry.expert is None else p.expert_copy_rank) > 0:
+            return None
         rank, size, group = p.split(entry)
         holder, ep_rank = (0, 0) if entry.expert is None else (entry.expert // p.num_local_experts, p.ep_rank)
         tensors = None
