@@ -92,9 +92,8 @@ class GatedDeltaNet(MegatronModule):
         return gated_delta_rule(query.contiguous(), key.contiguous(), value, decay, share, bounds)[0]
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
     ) -> dict[str, Any]:
-        assert metadata is not None, "of `checkpoint.save`"
         whole: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         split = {name: self.get_parameter(name) for name in _SPLIT}
         groups = dict(tp_group=self.tp_group, dp_cp_group=metadata["dp_cp_group"])
@@ -110,8 +109,8 @@ def _stream_of_heads(x: Tensor, order: Tensor, group: Any) -> Tensor:
 
 def _own_tokens(x: Tensor, order: Tensor, group: Any) -> Tensor:
     """Do the inverse of `_stream_of_heads`."""
-    parts = x.index_select(0, order.argsort()).unflatten(0, (group.size(), -1))
-    return all_to_all(group, parts.contiguous()).transpose(0, 1).flatten(1, 2)
+    parts = torch.empty_like(x).index_copy(0, order, x).unflatten(0, (group.size(), -1))
+    return all_to_all(group, parts).transpose(0, 1).flatten(1, 2)
 
 
 @jit_fuser
