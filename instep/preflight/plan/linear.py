@@ -10,8 +10,8 @@ from instep.preflight.plan.card import layer_flops
 CHUNK = 64  # tokens, see `training/delta_net.py`
 
 
-def mixed(s: Shape, e: int, tp: int, attention: float) -> float:
-    """Return bytes per token and layer of attention or a gated delta net, the mean over layers.
+def mixed(s: Shape, e: int, tp: int, attention: float, *, largest: bool = False) -> float:
+    """Return bytes per token and layer of attention or a gated delta net, the mean over layers or those of the largest.
 
     Args:
         e: bytes of an element in computations.
@@ -27,7 +27,7 @@ def mixed(s: Shape, e: int, tp: int, attention: float) -> float:
         delta += e * (2 * d.keys + CHUNK * d.value_heads) + 4 * d.value_heads
     else:  # in float32; measured: `tests/unit/test_plan_activations.py`
         delta += 4 * (9 * d.key_dim + 6 * d.value_dim + 5 * CHUNK) * d.value_heads
-    return (s.attending * gated + len(d.layers) * delta / tp) / s.num_layers
+    return max(gated, delta / tp) if largest else (s.attending * gated + len(d.layers) * delta / tp) / s.num_layers
 
 
 def layers_flops(s: Shape, length: int) -> float:

@@ -215,8 +215,8 @@ def rank_of(args: Settings, shape: Shape, role: str = "actor", *, shares: bool =
 # ---- activations -----------------------------------------------------------------------------------------------------
 
 
-def kept_in_layer(r: Rank, recompute: str | None) -> float:
-    """Return the bytes per token that a layer keeps for its backward pass."""
+def kept_in_layer(r: Rank, recompute: str | None, *, largest: bool = False) -> float:
+    """Return the bytes per token that a layer keeps for its backward pass, the mean over layers or the `largest`."""
     s, e, tp = r.shape, r.e, r.tp
     h = s.hidden / (tp if r.args.sequence_parallel else 1)
     q, k, f, norm = s.queries / tp, s.keys / tp, s.ffn / tp, int(s.qk_norm)
@@ -227,10 +227,10 @@ def kept_in_layer(r: Rank, recompute: str | None) -> float:
         return e * (3 * h + 2 * q + 2 * k + 2 * f) + sums
     copies = e * r.routed * (1 if r.is_megatron else 2)  # inputs of experts; in `hf` also their weighted outputs
     if r.compiled:  # x and its norm twice; projection, rotation (and norm); attention's output; gate, up and product
-        return e * (4 * h + 3 * f) + mixed(s, e, tp, e * (2 + norm) * (q + k) + sums) + copies
+        return e * (4 * h + 3 * f) + mixed(s, e, tp, e * (2 + norm) * (q + k) + sums, largest=largest) + copies
     scales = 4 * (2 + norm * (s.heads + s.kv_heads) / tp)
     norms = norm * (q + k) * (4 + e)  # x in fp32, normed, times the weight
-    attention = mixed(s, e, tp, norms + 2 * e * (q + k) + sums + scales)
+    attention = mixed(s, e, tp, norms + 2 * e * (q + k) + sums + scales, largest=largest)
     kept = 2 * h * (4 + 2 * e) + attention + 4 * e * f + copies
     return kept - (2 * h + norm * (q + k)) * e * bool(r.adapter)
 
@@ -300,7 +300,8 @@ def work(r: Rank) -> float:
     # The peak is in the gradient of gate times up; with experts, when tokens return to their positions.
     layer = r.tokens * e * (2 * f + 2 * h + 2 * r.routed) + e * r.stacked
     if r.args.recompute_granularity is not None:
-        layer += r.tokens * (kept_in_layer(r, None) - kept_in_layer(r, r.args.recompute_granularity)) + _copied(r, None)
+        again = kept_in_layer(r, None, largest=True) - kept_in_layer(r, r.args.recompute_granularity)
+        layer += r.tokens * again + _copied(r, None)
     if r.gathers and not r.adapter:  # a layer's gradient in both types, before it becomes a shard
         layer += s.layer * (e + 4)
     return head_grad + max(_head_work(r) + head_grad, layer)

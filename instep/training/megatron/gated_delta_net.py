@@ -2,7 +2,8 @@
 
 Tensor-parallel ranks share the key heads, each with its value heads. Rows of the projection and channels of the
 convolution are in the order of key heads, so that a rank's are neighbours: for each its query, key, values, output
-gates, then the numbers from which a value's share (beta) and decay (alpha) follow.
+gates, then the numbers from which a value's share (beta) and decay (alpha) follow. Megatron's own module orders them by
+kind within each rank; so its names, `in_proj` and `conv1d`, are not used for these.
 
 Context-parallel ranks share the key heads of a tensor-parallel rank for the convolution and the delta rule: an
 all-to-all gives each the whole stream of some heads (Jacobs et al. 2023, arXiv 2309.14509), another one its own tokens.
@@ -31,7 +32,7 @@ from torch import Tensor
 
 from instep.training.delta_net import causal_conv, gated_delta_rule
 
-_SPLIT = {"A_log": 0, "dt_bias": 0, "conv1d.weight": 0}  # parameters of single heads, and the dimension of heads
+_SPLIT = {"A_log": 0, "dt_bias": 0, "conv_heads.weight": 0}  # parameters of single heads, and the dimension of heads
 
 
 class GatedDeltaNet(MegatronModule):
@@ -48,9 +49,9 @@ class GatedDeltaNet(MegatronModule):
         where: dict[str, Any] = dict(device=torch.cuda.current_device(), dtype=config.params_dtype)
         how: dict[str, Any] = dict(config=config, init_method=config.init_method, bias=False, tp_group=self.tp_group)
         rows = mixed + values + 2 * config.linear_num_value_heads
-        self.in_proj = ColumnParallelLinear(config.hidden_size, rows, gather_output=False, **how)
+        self.in_heads = ColumnParallelLinear(config.hidden_size, rows, gather_output=False, **how)
         channels, width = mixed // tp, config.linear_conv_kernel_dim
-        self.conv1d = torch.nn.Conv1d(channels, channels, width, groups=channels, bias=False, **where)
+        self.conv_heads = torch.nn.Conv1d(channels, channels, width, groups=channels, bias=False, **where)
         self.A_log = torch.nn.Parameter(torch.zeros(value_heads, **where))
         self.dt_bias = torch.nn.Parameter(torch.ones(value_heads, **where))
         for name, dim in _SPLIT.items():
@@ -62,7 +63,7 @@ class GatedDeltaNet(MegatronModule):
         """Compute `[num_tokens, 1, hidden]` -> the same; with sequence parallelism, of this rank's part of the
         tokens."""
         p, keys, values = packed_seq_params, self.key_dim, self.per_key * self.value_dim
-        heads = self.in_proj(hidden)[0][:, 0].unflatten(-1, (self.key_heads, -1))  # [num_tokens, key heads, ...]
+        heads = self.in_heads(hidden)[0][:, 0].unflatten(-1, (self.key_heads, -1))  # [num_tokens, key heads, ...]
         mixed, gate, numbers = heads.split([2 * keys + values, values, 2 * self.per_key], dim=-1)
         if p.order is None:
             out = self._delta_rule(mixed, numbers, p.cu_seqlens_kv, 0)
@@ -80,8 +81,9 @@ class GatedDeltaNet(MegatronModule):
         """Compute `[num_tokens, key heads, ...]` of the key heads from `first` on -> `[num_tokens, value heads,
         value_dim]`."""
         key_heads = mixed.shape[1]
-        own = slice(first * self.per_key, (first + key_heads) * self.per_key)
-        weight = self.conv1d.weight[:, 0].unflatten(0, (self.key_heads, -1))[first : first + key_heads].flatten(0, 1)
+        last = first + key_heads
+        own = slice(first * self.per_key, last * self.per_key)
+        weight = self.conv_heads.weight[:, 0].unflatten(0, (self.key_heads, -1))[first:last].flatten(0, 1)
         mixed = causal_conv(mixed.flatten(1)[None], weight, None, bounds, "silu").unflatten(-1, (key_heads, -1))
         query, key, value = mixed.split([self.key_dim, self.key_dim, self.per_key * self.value_dim], dim=-1)
         value = value.reshape(*value.shape[:2], -1, self.value_dim)
@@ -90,9 +92,8 @@ class GatedDeltaNet(MegatronModule):
         return gated_delta_rule(query.contiguous(), key.contiguous(), value, decay, share, bounds)[0]
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
     ) -> dict[str, Any]:
-        assert metadata is not None, "of `checkpoint.save`"
         whole: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         split = {name: self.get_parameter(name) for name in _SPLIT}
         groups = dict(tp_group=self.tp_group, dp_cp_group=metadata["dp_cp_group"])
@@ -108,8 +109,8 @@ def _stream_of_heads(x: Tensor, order: Tensor, group: Any) -> Tensor:
 
 def _own_tokens(x: Tensor, order: Tensor, group: Any) -> Tensor:
     """Do the inverse of `_stream_of_heads`."""
-    parts = x.index_select(0, order.argsort()).unflatten(0, (group.size(), -1))
-    return all_to_all(group, parts.contiguous()).transpose(0, 1).flatten(1, 2)
+    parts = torch.empty_like(x).index_copy(0, order, x).unflatten(0, (group.size(), -1))
+    return all_to_all(group, parts).transpose(0, 1).flatten(1, 2)
 
 
 @jit_fuser
