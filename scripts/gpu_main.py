@@ -55,6 +55,7 @@ WAYS = {  # in the order of their importance
     "ipc-hf": "--train-backend hf --weight-sync ipc --offload",
     "single-copy-hf": "--train-backend hf --weight-sync single-copy",
     "lora-hf": "--train-backend hf --weight-sync lora --lora-rank 16 " + AWAKE,
+    "lora-megatron": "--train-backend megatron --weight-sync lora --lora-rank 16 " + AWAKE,
     "ipc-megatron": "--train-backend megatron --weight-sync ipc --offload",
     "single-copy-megatron": "--train-backend megatron --weight-sync single-copy",
     "shm-hf": "--train-backend hf --weight-sync shm " + AWAKE,

@@ -148,6 +148,25 @@ item_grpo_sglang_two() { # 480 SGLang on two GPUs: apart by NCCL, and both on bo
     python benchmarks/gpu_grpo.py --only instep-sglang-apart instep-sglang-tp2 --steps 4 --limit 230 --logs "$R/logs" \
         --out "$R/out.json"
 }
+item_hybrid() { # 590 MFU of four layers of hybrid mixtures beside Qwen3-MoE's, by flash-linear-attention and without
+    step() {
+        python benchmarks/train_step.py --num-samples 128 --max-tokens-per-gpu 16384 --steps 3 --kernels 25 "$@"
+    }
+    PYTHONPATH=$PYTHONPATH:$HOME/fla step --size 30b-a3b-4-layers next-80b-a3b-4-layers 35b-a3b-4-layers \
+        --case "megatron --moe-grouped-gemm --optimizer adamw_8bit" "hf --optimizer adamw_8bit" --out "$R/out.json"
+    step --size next-80b-a3b-4-layers --case "megatron --moe-grouped-gemm --optimizer adamw_8bit" --out "$R/plain.json"
+}
+item_fla() { # 120 the kernels of flash-linear-attention against the plain form
+    PYTHONPATH=$PYTHONPATH:$HOME/fla python -m pytest -q -p no:cacheprovider -m gpu -s tests/unit/test_delta_net.py \
+        tests/unit/test_shared_prefixes.py
+}
+item_lora_step() { # 300 steps of 4B and 8B dimensions with an adapter, both backends
+    python benchmarks/train_step.py --size 4b 8b --num-samples 128 --max-tokens-per-gpu 16384 --steps 4 \
+        --case "hf --lora-rank 16" "megatron --lora-rank 16" --out "$R/out.json"
+}
+item_main_lora_megatron() { # 300 ten steps of Megatron with an adapter
+    python scripts/gpu_main.py --only lora-megatron --limit 280 --out "$R/out"
+}
 item_card() { # 150 the card's rates, for instep plan
     XDG_CACHE_HOME=$R/cache python -m instep.cli plan --card-profile measure --hf-checkpoint ~/g/extra/guide/models/policy \
         --rollout-backend vllm --colocate --actor-num-gpus-per-node 1 --rollout-batch-size 32
@@ -236,6 +255,7 @@ gitpython
 gitdb
 smmap
 END
+    .venv/bin/python -m pip download --quiet --no-deps --dest .gpu/extra/fla flash-linear-attention fla-core einops
     if [[ ! -e .gpu/extra/guide ]]; then
         mkdir -p .gpu/extra/making
         (cd .gpu/extra/making && "$HERE/.venv/bin/python" "$HERE/examples/atropos/make_model.py" --num-threads 1)
@@ -247,6 +267,7 @@ END
 unpack() {
     . scripts/gpu_host.sh
     python -m pip install --quiet --no-index --no-deps --target ~/atropos ~/g/extra/wheels/*.whl
+    python -m pip install --quiet --no-index --no-deps --target ~/fla ~/g/extra/fla/*.whl
     touch ~/g/unpacked
 }
 
