@@ -140,12 +140,14 @@ def test_only_the_adapter_moves_and_the_base_is_kept_in_the_computing_dtype(run_
     assert all(t.norm() > 1e-3 for t in adapter.values()), "every B has left 0"
     losses = [loss for loss, _ in steps]
     assert len(set(losses)) == 3
-    if dtype is torch.float32:
+    alone = run_ranks(_trained_rank, 1, checkpoint, dtype, HF)[0]
+    if dtype is torch.bfloat16:
+        torch.testing.assert_close(torch.tensor(steps), torch.tensor(alone[1]), rtol=0.05, atol=0.01)
+    else:
         model = AutoModelForCausalLM.from_pretrained(checkpoint)
         with torch.no_grad():
             expected = torch.cat(oracle_log_probs(model, make_batch(0))[0])
         torch.testing.assert_close(begun, expected, rtol=1e-5, atol=1e-5)  # the policy begins as the base
-        alone = run_ranks(_trained_rank, 1, checkpoint, dtype, HF)[0]
         torch.testing.assert_close(torch.tensor(alone[1]), torch.tensor(steps), rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(adapter, alone[-1], rtol=1e-4, atol=1e-5)
 

@@ -282,14 +282,17 @@ class MegatronLora:
     def earlier(self, path: Path, forward_only: Callable[..., Any]) -> Earlier | None:
         """See `TrainBackend.earlier`."""
         entries = {e.names[0].removeprefix(PEFT): e for e, _ in self.held()}
-        weights = {name: self.factors[e.megatron].detach() for name, e in entries.items()}
-
-        def make() -> Earlier:
-            specs = self.source(torch.float32).specs
-            part = lambda name, full: self.part(entries[name], full)  # noqa: E731
-            return Earlier(self._adapters.values(), specs, lambda: weights, part, forward_only)
-
-        return earlier_of(path, self.base, make)
+        return earlier_of(
+            path,
+            self.base,
+            lambda: Earlier(
+                self._adapters.values(),
+                self.source(torch.float32).specs,
+                lambda: {name: self.factors[e.megatron].detach() for name, e in entries.items()},
+                lambda name, full: self.part(entries[name], full),
+                forward_only,
+            ),
+        )
 
     # Checkpoints
 
