@@ -24,6 +24,7 @@ from tests.distributed.megatron_layouts import (
 )
 from tests.distributed.megatron_oracle import checkpoint_weights, oracle
 from tests.distributed.megatron_runs import bare_faults, processes
+from tests.distributed.mtp_oracle import Drafter
 
 
 def compute(root: Path, names: list[str], resumes: list[tuple[str, str]]) -> dict[Any, Any]:
@@ -104,7 +105,8 @@ def same_steps(computed: dict[Any, Any], name: str) -> int:
 
 def same_export(computed: dict[Any, Any], name: str) -> int:
     """What is exported after Hugging Face weights were loaded is these weights, bit by bit."""
-    want = checkpoint_weights(random_model(MODELS[LAYOUTS[name][1]]))
+    model = random_model(MODELS[LAYOUTS[name][1]])
+    want = checkpoint_weights(model) | (Drafter(model).weights() if "mtp" in name else {})
     first, *others = [rank["exported"] for rank in computed[name, "ranks"]]
     assert set(first) == set(want) and not any(others)
     assert all(torch.equal(first[key], want[key]) for key in want)

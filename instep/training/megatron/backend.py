@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from instep.models.mtp import left_out
 from instep.models.shape import model_shape
 from instep.models.weight_map import EMBEDDING, HEAD
 from instep.training.backend import LossFn, LossOutput, Role, StepResult, TokenOutputs
-from instep.training.megatron import cpu_platform, layout, upstream_fixes
+from instep.training.megatron import clipping, cpu_platform, layout, upstream_fixes
 from instep.training.megatron.checks import check_arguments, padded_vocab_size
 from instep.training.megatron.hooks import MegatronHooks
 from instep.training.megatron.moments import keep_moments_as_asked
@@ -71,6 +70,8 @@ class MegatronBackend:
         check_arguments(args, self.shape)
         if role == "critic":
             self.shape = self.shape.as_critic()
+        elif with_optimizer:  # a model that only scores needs no drafter
+            self.shape = self.shape.with_mtp(args.mtp_num_layers)
         if device.type == "cuda":
             torch.cuda.set_device(device)
         else:
@@ -95,6 +96,9 @@ class MegatronBackend:
                 if self.shape.tied and HEAD in named:  # the copy in the last stage
                     named[EMBEDDING] = named.pop(HEAD)
                 selection.apply(named)
+            if (drafter := self.chunks[-1].mtp) is not None:
+                drafter.trains = args.enable_mtp_training
+                drafter.requires_grad_(drafter.trains)
             self.wrapped, self.optimizer = self._wrap(ddp_config, optimizer_config, with_optimizer)
         self.left_out = ""
         self.saver = Saver(device, args.async_save)
@@ -119,6 +123,7 @@ class MegatronBackend:
                 pre_process=pre_process,
                 post_process=post_process,
                 share_embeddings_and_output_weights=self.shape.tied,
+                num_mtp_layers=self.shape.mtp,
                 vp_stage=vp_stage,
             )
 
@@ -185,10 +190,21 @@ class MegatronBackend:
             from instep.training.megatron.router import weigh_losses
 
             weigh_losses(self.chunks, micro_batches, self.parallel)
+        if self.shape.mtp and self.args.enable_mtp_training and self.parallel.pp_size > 1:
+            from instep.training.megatron.mtp import bring_embedding
+
+            bring_embedding(self.chunks, self.placement.pp_group)
 
         def compute(batch: TokenBatch, outputs: TokenOutputs) -> tuple[Tensor, LossOutput]:
             out = loss_fn(batch, outputs)
-            return out.loss, LossOutput(out.loss.detach().clone(), out.sums, out.maxes)
+            loss, sums = out.loss, out.sums
+            if outputs.drafts is not None:
+                from instep.training.megatron.mtp import draft_loss
+
+                drafted, weight = draft_loss(outputs.drafts, batch)
+                loss = loss + self.args.mtp_loss_scaling_factor * drafted
+                sums = sums | {"mtp_loss": drafted.detach(), "mtp_weight": weight}
+            return loss, LossOutput(out.loss.detach().clone(), sums, out.maxes)
 
         with self._not_reduced() if more else contextlib.nullcontext():
             return self._run(micro_batches, compute, entropy=True, logits=logits, forward_only=False)
@@ -275,37 +291,17 @@ class MegatronBackend:
             group["weight_decay"] = self.args.weight_decay * group["wd_mult"]
         with cpu_platform.scope():
             self.optimizer.prepare_grads()
-            norm = self._grad_norm()
-            skipped = not math.isfinite(norm)
+            drafter = [] if (mtp := self.chunks[-1].mtp) is None else [*mtp.parameters()]
+            distributed, experts = bool(self.args.use_distributed_optimizer), self.shape.experts is not None
+            sizes: dict[str, Any] = dict(distributed=distributed, experts=experts, device=self.parallel.device)
+            found = clipping.norms(self.optimizer, drafter, **sizes)
+            skipped = not all(map(math.isfinite, found))
             if not skipped:
-                if self.args.clip_grad and norm > self.args.clip_grad:
-                    scale = self.args.clip_grad / (norm + 1e-6)
-                    params = [p for opt in self.optimizer.chained_optimizers for p in opt.get_parameters()]
-                    torch._foreach_mul_([p.grad for p in params if p.grad is not None], scale)
+                if self.args.clip_grad:
+                    clipping.clip(self.optimizer, drafter, found, self.args.clip_grad)
                 self.optimizer.step_with_ready_grads()
             self._zero_grad()
-        return StepResult(norm, skipped)
-
-    def _grad_norm(self) -> float:
-        """Return the norm over the whole model, in which a parameter on several ranks counts once.
-
-        Experts have their own distribution over ranks. A stage without experts has no optimizer for them.
-        """
-        from megatron.core import parallel_state as ps
-
-        squares = torch.zeros(2, device=self.parallel.device)  # without experts, of experts
-        for opt in self.optimizer.chained_optimizers:
-            grads = opt.get_main_grads_for_grad_norm()
-            if grads:
-                of_experts = int(opt.param_groups[0]["is_expert_parallel"])
-                squares[of_experts] += torch.stack(torch._foreach_norm(grads)).square().sum()
-        if self.args.use_distributed_optimizer:
-            dist.all_reduce(squares, group=ps.get_intra_distributed_optimizer_instance_group())
-        else:
-            dist.all_reduce(squares[:1], group=ps.get_model_parallel_group())
-            if self.shape.experts:
-                dist.all_reduce(squares[1:], group=ps.get_expert_tensor_model_pipeline_parallel_group())
-        return float(squares.sum().sqrt())
+        return StepResult(found[0], skipped)
 
     def _zero_grad(self) -> None:
         for chunk in self.wrapped:
