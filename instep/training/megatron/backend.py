@@ -96,7 +96,7 @@ class MegatronBackend:
                 if self.shape.tied and HEAD in named:  # the copy in the last stage
                     named[EMBEDDING] = named.pop(HEAD)
                 selection.apply(named)
-            if (drafter := self.chunks[-1].mtp) is not None:
+            if (drafter := self.chunks[-1].drafter) is not None:
                 drafter.trains = args.enable_mtp_training
                 drafter.requires_grad_(drafter.trains)
             self.wrapped, self.optimizer = self._wrap(ddp_config, optimizer_config, with_optimizer)
@@ -291,7 +291,7 @@ class MegatronBackend:
             group["weight_decay"] = self.args.weight_decay * group["wd_mult"]
         with cpu_platform.scope():
             self.optimizer.prepare_grads()
-            drafter = [] if (mtp := self.chunks[-1].mtp) is None else [*mtp.parameters()]
+            drafter = [] if (mtp := self.chunks[-1].drafter) is None else [*mtp.parameters()]
             distributed, experts = bool(self.args.use_distributed_optimizer), self.shape.experts is not None
             sizes: dict[str, Any] = dict(distributed=distributed, experts=experts, device=self.parallel.device)
             found = clipping.norms(self.optimizer, drafter, **sizes)

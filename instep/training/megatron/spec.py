@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core import parallel_state
@@ -283,7 +283,6 @@ class PolicyModel(GPTModel):
             config, block, vocab_size=padded_vocab, position_embedding_type="none", vp_stage=vp_stage, **kwargs
         )  # the core attention rotates
         self.real_vocab_size, self.value_head = vocab_size, value_head
-        self.mtp = None
         if self.post_process and num_mtp_layers:
             layer = _layer_spec(config, config.num_moe_experts is not None, delta=False)
             self.mtp = MultiTokenPrediction(
@@ -307,6 +306,11 @@ class PolicyModel(GPTModel):
             self.output_layer.sequence_parallel = False
             self.output_layer.allreduce_dgrad = config.tensor_model_parallel_size > 1
 
+    @property
+    def drafter(self) -> MultiTokenPrediction | None:
+        """The layers of multi-token prediction; Megatron takes any attribute of their name for a module."""
+        return cast("MultiTokenPrediction | None", self._modules.get("mtp"))
+
     def forward(self, *args: Any, packed_seq_params: PackedInput, **kwargs: Any) -> Any:
         """Run the model. Routers get the mask of padding tokens; Megatron cuts it for sequence parallelism only where
         it embeds."""
@@ -325,9 +329,9 @@ class PolicyModel(GPTModel):
             return hidden_states
         p, config = packed_seq_params, self.config
         drafts = None
-        if self.mtp is not None and self.mtp.trains and torch.is_grad_enabled():
+        if (mtp := self.drafter) is not None and mtp.trains and torch.is_grad_enabled():
             weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else self.output_layer.weight
-            drafts = self.mtp.log_probs(hidden_states, p, self._padding(p, cut=True), self._embed, weight.detach())
+            drafts = mtp.log_probs(hidden_states, p, self._padding(p, cut=True), self._embed, weight.detach())
         if config.sequence_parallel:
             hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
         if p.with_logits:  # without tensor parallelism
@@ -348,9 +352,8 @@ class PolicyModel(GPTModel):
 
     def _embed(self, tokens: Tensor) -> Tensor:
         """Return embeddings `[num_tokens, 1, hidden]`, also on the last stage of a pipeline."""
-        assert self.mtp is not None
         if not self.pre_process:
-            return self.mtp.embed(tokens)
+            return self.mtp.embed(tokens)  # type: ignore[no-any-return]
         embedded: Tensor = self.embedding(input_ids=tokens, position_ids=None)
         return embedded
 
