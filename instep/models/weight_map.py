@@ -148,7 +148,12 @@ def _multi_token_prediction(shape: ModelShape, index: int) -> list[WeightEntry]:
     DeepSeek-V3 stores it as a layer behind the model's own, with copies of the embedding and of the output layer.
     """
     hidden, megatron = shape.hidden_size, f"mtp.layers.{index}."
-    names = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "final_layernorm": "norm"}
+    names = {
+        "enorm": "pre_fc_norm_embedding",
+        "hnorm": "pre_fc_norm_hidden",
+        "eh_proj": "fc",
+        "final_layernorm": "norm",
+    }
     around, layer = "mtp.", f"mtp.layers.{index}."
     if shape.latent:
         names |= {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "final_layernorm": "shared_head.norm"}
@@ -229,9 +234,7 @@ def _mlp(megatron: str, name: str, hidden: int, ffn: int) -> list[Part]:
     ]
 
 
-def _entry(
-    megatron: str, hf: str, part: Part, expert: int | None = None, *, layer: int | None = None
-) -> WeightEntry:
+def _entry(megatron: str, hf: str, part: Part, expert: int | None = None, *, layer: int | None = None) -> WeightEntry:
     """Return the entry of a part whose names begin with `megatron` and `hf`."""
     names, shapes = tuple(f"{hf}{n}" for n in part.tensors), tuple(part.tensors.values())
     keep_fp32 = part.megatron.endswith(EXPERT_BIAS)

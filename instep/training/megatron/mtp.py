@@ -1,6 +1,6 @@
-"""Multi-token prediction (DeepSeek-AI 2024, arXiv 2412.19437, section 2.2) on a packed stream: the drafter of engines.
+"""Multi-token prediction (DeepSeek-AI 2024, arXiv 2412.19437, section 2.2) on a packed stream: engines draft with it.
 
-Layer k computes h' = layer(W [norm(emb(t_{i+k})); norm(h_i)]), with the normed states h of layer k - 1 or of the policy.
+Layer k computes h' = layer(W [norm(emb(t_{i+k})); norm(h_i)]), with the normed h of layer k - 1 or of the policy.
 The policy's output layer turns its normed states into the log-probs of t_{i+k+1}. As in slime, these layers are trained
 beside the policy: its states, embedding and output layer are constants here, and get no gradient.
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,9 +37,6 @@ from instep.training.log_probs import in_chunks, log_probs_and_entropy
 from instep.training.packed_attention import rows
 from instep.training.packing import position_ids, response_positions
 from instep.types import TokenBatch
-
-if TYPE_CHECKING:
-    from instep.training.megatron.spec import PackedInput
 
 
 class PredictionLayer(MegatronModule):
@@ -64,7 +61,7 @@ class PredictionLayer(MegatronModule):
         places: dict[str, Any] = dict(layer_number=number - before, pg_collection=groups, vp_stage=vp_stage)
         self.transformer_layer = build_module(layer, config=config, **places)
 
-    def forward(self, hidden: Tensor, embedded: Tensor, packed: PackedInput, padding: Tensor | None) -> Tensor:
+    def forward(self, hidden: Tensor, embedded: Tensor, packed: Any, padding: Tensor | None) -> Tensor:
         """Compute states and embeddings `[num_tokens, 1, hidden]` -> states; with sequence parallelism, of this rank's
         part of the tokens."""
         joined = torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1)
@@ -119,12 +116,13 @@ class MultiTokenPrediction(MegatronModule):
         self.layers = torch.nn.ModuleList(layers)
 
     def forward(
-        self, hidden: Tensor, packed: PackedInput, padding: Tensor | None, embed: Callable[[Tensor], Tensor]
+        self, hidden: Tensor, packed: Any, padding: Tensor | None, embed: Callable[[Tensor], Tensor]
     ) -> list[Tensor]:
         """Return the states of each layer.
 
         Args:
             hidden: the policy's, `[num_tokens, 1, hidden]`; with sequence parallelism, of this rank's part.
+            packed: the `PackedInput` of `spec.py`.
             embed: turns tokens `[1, num_tokens]` into the same form.
         """
         states, tokens = [], packed.tokens
@@ -142,7 +140,7 @@ class MultiTokenPrediction(MegatronModule):
     def log_probs(
         self,
         hidden: Tensor,
-        packed: PackedInput,
+        packed: Any,
         padding: Tensor | None,
         embed: Callable[[Tensor], Tensor],
         weight: Tensor,

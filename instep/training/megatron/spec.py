@@ -330,7 +330,11 @@ class PolicyModel(GPTModel):
         p, config = packed_seq_params, self.config
         drafts = None
         if (mtp := self.drafter) is not None and mtp.trains and torch.is_grad_enabled():
-            weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else self.output_layer.weight
+            weight = (
+                self.shared_embedding_or_output_weight()
+                if self.share_embeddings_and_output_weights
+                else self.output_layer.weight
+            )
             drafts = mtp.log_probs(hidden_states, p, self._padding(p, cut=True), self._embed, weight.detach())
         if config.sequence_parallel:
             hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
