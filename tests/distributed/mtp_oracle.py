@@ -1,4 +1,4 @@
-"""Multi-token prediction in plain PyTorch, sample by sample: arXiv 2412.19437, section 2.2. Its layer is transformers'."""
+"""Multi-token prediction in plain PyTorch, sample by sample: arXiv 2412.19437, section 2.2; transformers has the layer."""
 
 from __future__ import annotations
 
