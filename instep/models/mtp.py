@@ -31,4 +31,4 @@ def mtp_names(names: Iterable[str], num_layers: int, num_mtp: int) -> list[str]:
 def left_out(names: Sequence[str]) -> str:
     """Return a line that says that these are not read; an empty text if there are no names."""
     what = f"{len(names)} tensors of multi-token prediction ({names[0]}, ...) are not read: " if names else ""
-    return what and f"{what}they are neither trained nor synced nor exported"
+    return what and f"{what}they are neither trained nor synced, and exports have those of --hf-checkpoint"
