@@ -19,6 +19,7 @@ BROKEN = "the stream of weights broke"  # another process' death may be the caus
 # Settings from instep for an engine that it starts.
 MEMORY_VARIABLE = "INSTEP_MEMORY_FOLDER"  # where it shares its weights with the trainer: a folder of the run
 LORA_VARIABLE = "INSTEP_LORA"  # set for engines that accept adapters
+DRAFTER_VARIABLE = "INSTEP_DRAFTER"  # set for engines whose drafter is synced: multi-token prediction
 FAST_VARIABLE = "INSTEP_FAST_LOG_PROBS"  # set for engines with the sampler of `vllm/fast/`
 PARENT_VARIABLE = (
     "INSTEP_DIE_WITH_PARENT"  # 1, or "children": the server's processes end with it, and it outlives its own

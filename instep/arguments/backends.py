@@ -63,7 +63,10 @@ def layout(args: Settings, given: set[str]) -> Iterator[Problem]:
     """Check what the workers would refuse because of the model, if no other rule does."""
     if args.train_backend != "megatron" or args.debug_rollout_only or not (shape := shape_in_file(known_config(args))):
         return
-    if problems := refused_by_model(args, shape):
+    kept = shape.not_with_mtp(args.mtp_num_layers)
+    if problems := refused_by_model(args, shape) + (
+        [f"--mtp-num-layers {args.mtp_num_layers} ({kept})"] if kept else []
+    ):
         yield Problem(f"{CANNOT}: {'; '.join(problems)}", WHERE, REMEDY)
 
 

@@ -12,10 +12,13 @@ class ModelSettings(Common):
     chat_template_text: str | None
     ckpt_format: Literal["torch_dist", "torch"]
     ckpt_step: int | None
+    enable_mtp_training: bool
     finetune: bool
     freeze_params_name_list: list[str] | None
     hf_checkpoint: str
     load: str | None
+    mtp_loss_scaling_factor: float
+    mtp_num_layers: int
     no_load_optim: bool
     no_save_optim: bool
     only_train_params_name_list: list[str] | None

@@ -75,6 +75,8 @@ def parser() -> argparse.ArgumentParser:
     for way in (to_megatron, to_hf, to_bf16):
         way.add_argument("--save", type=Path, required=True, help="the new folder")
     for way in (to_megatron, to_hf):
+        layers = "convert its layers of multi-token prediction, too (N: all that config.json says)"
+        way.add_argument("--mtp-num-layers", type=int, default=0, metavar="N", help=layers)
         way.add_argument("--trust-remote-code", action="store_true", help="run the Python files of --hf-checkpoint")
     return top
 
@@ -90,6 +92,7 @@ def main(words: Sequence[str]) -> int:
             what, remedy = "its weights are not quantized", "use it as it is"
             raise ConfigError(what, where=f"--hf-checkpoint {options.hf_checkpoint}", remedy=remedy)
     shape = None if options.way == TO_BF16 else _shape(options.hf_checkpoint, options.trust_remote_code)
+    shape = shape and shape.with_mtp(options.mtp_num_layers)
     _check_apart(options.save, *(path for path in (options.hf_checkpoint, getattr(options, "load", None)) if path))
     check_export_folder(options.save, "--save", "conversion")
     console, began = Console(), time.monotonic()
@@ -180,7 +183,7 @@ def megatron_to_hf(folder: Path, hf: Path, save: Path, shape: ModelShape, consol
         _write(specs, entries, source_of, new, console)
         copy_companions(hf, new, specs)
         with _on_disk(new), HuggingFace(new, shape) as written, _bar(console, "comparing", num_bytes) as tell:
-            _compare(entries, source_of.digests, written.tensors, tell)
+            _compare(written.entries, source_of.digests, written.tensors, tell)
     return _figures(folder, save, entries, num_bytes) | _left_out(checkpoint.mtp)
 
 
@@ -243,7 +246,7 @@ class HuggingFace:
             self.unread = check_tensors(folder, shape, self._stored) if shape else []
             self._stack = self._stack.pop_all()
         alone = (WeightEntry(n, (n,), (t.shape,), Kind.REPLICATED) for n, t in self._stored.items())
-        self.entries = weight_entries(shape) if shape else list(alone)
+        self.entries = [entry for entry in weight_entries(shape) if not entry.repeats] if shape else list(alone)
         self.specs = [
             TensorSpec(name, size, self._dtype(name))
             for entry in self.entries

@@ -30,6 +30,7 @@ from instep.checkpoints.megatron_files import (
     FUSED,
     LAYERS,
     LOCAL_EXPERTS,
+    MTP,
     RANK_FILE,
     Stored,
     full_shape,
@@ -93,7 +94,7 @@ class MegatronCheckpoint:
         fresh_head: the output layer is not read.
 
     Attributes:
-        mtp: names of tensors of multi-token prediction, which are not read.
+        mtp: names of tensors of multi-token prediction, if the model has no such layers: they are not read.
 
     Raises:
         CheckpointError: another format, a missing file, or the checkpoint of another model.
@@ -116,7 +117,7 @@ class MegatronCheckpoint:
                 remedy="name a checkpoint that instep, slime, vime or Megatron-LM saved in one of the two formats; "
                 "convert others to Hugging Face format with the framework that wrote them",
             )
-        self.mtp = sorted(name for name in self.stored if name.startswith("mtp."))
+        self.mtp = [] if shape.mtp else sorted(name for name in self.stored if name.startswith(MTP))
         self._check([e for e in self.entries if not (fresh_head and e.megatron == HEAD)])
 
     def _check(self, entries: Sequence[WeightEntry]) -> None:
@@ -138,7 +139,7 @@ class MegatronCheckpoint:
                     problems.append(
                         f"{parts[0].key} has {parts[0].stored.shape[0]} layers, not {self.shape.num_layers}"
                     )
-        weights = ("embedding.", "decoder.", "output_layer.")
+        weights = ("embedding.", "decoder.", "output_layer.", *([MTP] if self.shape.mtp else []))
         head = {HEAD} if len(entries) < len(self.entries) else set()
         problems += [f"{key} is not a tensor of this model" for key in self.stored
                      if key.startswith(weights) and key not in used | head]  # fmt: skip
@@ -285,15 +286,16 @@ def _steps(node: Any, seen: set[int], name: str = "") -> Iterator[float]:
 
 def _names(entry: WeightEntry) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield every name that the parameter may have in a checkpoint, and its place in the tensor of that name."""
-    if entry.layer is None:
+    if not entry.prefix:
         yield entry.megatron, ()
         return
-    rest = entry.megatron.removeprefix(f"{LAYERS}{entry.layer}.")
+    rest = entry.megatron.removeprefix(entry.prefix)
     inner: list[tuple[str, tuple[int, ...]]] = [(rest, ())]
     if entry.expert is not None:
         within = rest.removeprefix(f"{LOCAL_EXPERTS}{entry.expert}.")
         inner = [(EXPERTS + within, (entry.expert,)), (f"{EXPERTS}{entry.expert}.{within}", ())]
     inner += [(fused + rest.removeprefix(own), ()) for own, fused in FUSED if rest.startswith(own)]
     for name, index in inner:
-        yield f"{LAYERS}{entry.layer}.{name}", index
-        yield LAYERS + name, (entry.layer, *index)
+        yield entry.prefix + name, index
+        if entry.layer is not None:
+            yield LAYERS + name, (entry.layer, *index)

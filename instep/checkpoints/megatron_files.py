@@ -29,6 +29,7 @@ FUSED = (
     ("self_attention.kv_layernorm.", "self_attention.linear_kv_up_proj.layer_norm_"),
 )
 LAYERS, LOCAL_EXPERTS, EXPERTS = "decoder.layers.", "mlp.experts.local_experts.", "mlp.experts.experts."
+MTP = "mtp."  # layers of multi-token prediction, `mtp.layers.0.`, have a transformer layer and more
 # Extra entries of Transformer Engine's modules, norms too: scales and histories of FP8. `_extra_state3` belongs to an
 # expert of a grouped GEMM, `_extra_state/shard_0_24` is an object of `torch_dist`.
 _EXTRA_STATE = re.compile(r"(^|\.)_extra_state")
@@ -37,7 +38,7 @@ RANK_FILE = "model_optim_rng.pt"
 # The key of the optimizer's state in a file of instep: by chunk, then by the names of state and parameter.
 OPTIMIZER = "optimizer_by_parameter"
 # A rank's name of the weights of its experts in one module (grouped GEMM): the first number is the expert's number.
-_NUMBERED = re.compile(rf"{re.escape(LAYERS)}(\d{{1,9}})\.(.+)")
+_NUMBERED = re.compile(rf"({re.escape(LAYERS)}|mtp\.layers\.)(\d{{1,9}})\.((?:transformer_layer\.)?)(.+)")
 _OF_EXPERT = re.compile(rf"{re.escape(LOCAL_EXPERTS)}(\d{{1,9}})\.(.+)")
 _GROUPED = re.compile(r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)")
 
@@ -166,21 +167,21 @@ def _whole_name(name: str, first: int, ep: int, weights: dict[str, Any]) -> str:
     """Return the name in the whole model of a rank's `name`: layers over all stages, experts over all ranks."""
     if (numbered := _NUMBERED.fullmatch(name)) is None:
         return name
-    layer, rest = numbered.groups()
+    stack, layer, inner, rest = numbered.groups()
     rest = _GROUPED.sub(rf"{LOCAL_EXPERTS}\3.\1.\2", rest)
     if (of_expert := _OF_EXPERT.fullmatch(rest)) is not None:
-        other = (
-            rf"{re.escape(LAYERS)}{layer}\.mlp\.experts\.(local_experts\.\d+\.linear_fc2\.weight|linear_fc2\.weight\d+)"
-        )
+        down = r"mlp\.experts\.(local_experts\.\d+\.linear_fc2\.weight|linear_fc2\.weight\d+)"
+        other = re.escape(f"{stack}{layer}.{inner}") + down
         local = sum(re.fullmatch(other, key) is not None for key in weights)
         rest = f"{EXPERTS}{ep * local + int(of_expert[1])}.{of_expert[2]}"
-    return f"{LAYERS}{int(layer) + first}.{rest}"
+    return f"{stack}{int(layer) + (first if stack == LAYERS else 0)}.{inner}{rest}"
 
 
 def _own_name(name: str) -> str:
     """Return Megatron's local name of a tensor that Transformer Engine or an expert-parallel rank calls `name`."""
     for own, fused in FUSED:
-        name = re.sub(rf"^({re.escape(LAYERS)}\d+\.){re.escape(fused)}", rf"\1{own}", name)
+        layer = rf"{re.escape(LAYERS)}\d+\.|mtp\.layers\.\d+\.transformer_layer\."
+        name = re.sub(rf"^({layer}){re.escape(fused)}", rf"\1{own}", name)
     return name.replace(EXPERTS, LOCAL_EXPERTS)
 
 

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from instep.checkpoints.dist_checkpoint import METADATA
-from instep.checkpoints.megatron_files import EXPERTS, FUSED, LAYERS, LOCAL_EXPERTS, full_shape
+from instep.checkpoints.megatron_files import EXPERTS, FUSED, LOCAL_EXPERTS, full_shape
 from instep.errors import CheckpointError
 from instep.models.shape import ModelShape
 from instep.models.weight_map import Kind, WeightEntry, pieces, weight_entries
@@ -88,9 +88,8 @@ class TorchDistWriter:
 
     def _key(self, entry: WeightEntry) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
         """Return its name in a Transformer-Engine model, the index of its expert, and the number of experts."""
-        if entry.layer is None:
+        if not (layer := entry.prefix):
             return entry.megatron, (), ()
-        layer = f"{LAYERS}{entry.layer}."
         rest = entry.megatron.removeprefix(layer)
         if entry.expert is not None:
             assert self.shape.experts is not None

@@ -40,7 +40,7 @@ from instep.engines.vllm_process import node_environment, profiler_config, serve
 from instep.errors import ConfigError, EngineError
 from instep.system.spans import Span, of_torch
 from instep.weights.way import OF_ADAPTERS, SINGLE_COPY
-from instep_engine import LORA_VARIABLE, PROTOCOL, vllm
+from instep_engine import DRAFTER_VARIABLE, LORA_VARIABLE, PROTOCOL, vllm
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
@@ -220,6 +220,8 @@ class VllmKind(EngineKind):
             here["VLLM_WORKER_MULTIPROC_METHOD"] = os.environ.get("VLLM_WORKER_MULTIPROC_METHOD", "fork")
         if args.weight_sync in OF_ADAPTERS:
             here[LORA_VARIABLE] = "1"
+        if args.mtp_num_layers and spec.update_weights:
+            here[DRAFTER_VARIABLE] = "1"
         if args.use_rollout_routing_replay and release(installed_version("vllm") or TABLES["vllm"][0]) >= (0, 32):
             here["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the only one that notes the experts
         return vllm_env(args, num_threads) | here | node_environment(spec, at, node_host)

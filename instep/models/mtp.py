@@ -6,14 +6,18 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-KEYS = ("num_mtp_layers", "num_nextn_predict_layers")  # of config.json, for one number
+KEYS = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")  # of config.json, for one number
 _MODULE = re.compile(r"(model\.)?mtp[._]")
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 
 
-def num_mtp_layers(config: Mapping[str, Any]) -> int:
-    """Return the number of layers of multi-token prediction in a config.json."""
-    return next((int(config[key]) for key in KEYS if config.get(key)), 0)
+def num_mtp_layers(config: Mapping[str, Any], default: int = 0) -> int:
+    """Return the number of layers of multi-token prediction in a config.json.
+
+    Args:
+        default: of a config.json that says nothing: Qwen3-Next has one such layer.
+    """
+    return next((int(config[key]) for key in KEYS if config.get(key) is not None), int(default))
 
 
 def mtp_names(names: Iterable[str], num_layers: int, num_mtp: int) -> list[str]:
@@ -27,4 +31,4 @@ def mtp_names(names: Iterable[str], num_layers: int, num_mtp: int) -> list[str]:
 def left_out(names: Sequence[str]) -> str:
     """Return a line that says that these are not read; an empty text if there are no names."""
     what = f"{len(names)} tensors of multi-token prediction ({names[0]}, ...) are not read: " if names else ""
-    return what and f"{what}they are neither trained nor synced nor exported"
+    return what and f"{what}they are neither trained nor synced, and exports have those of --hf-checkpoint"

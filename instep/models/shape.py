@@ -203,8 +203,9 @@ class ModelShape:
     experts: Experts | None = None
     value_head: bool = False  # a critic: the output layer has one row, on every tensor-parallel rank
     latent: LatentAttention | None = None
-    num_mtp_layers: int = 0  # of multi-token prediction, at the end in checkpoints: not trained
+    num_mtp_layers: int = 0  # of multi-token prediction, in checkpoints
     delta: DeltaNet | None = None
+    mtp: int = 0  # of these, in the model: all or none
 
     @property
     def rotary_dim(self) -> int:
@@ -215,6 +216,24 @@ class ModelShape:
     def as_critic(self) -> ModelShape:
         """Return the same transformer with a value head."""
         return replace(self, tied=False, value_head=True)
+
+    def with_mtp(self, num: int) -> ModelShape:
+        """Return the same transformer with its `num` layers of multi-token prediction.
+
+        Raises:
+            ConfigError: its checkpoints have another number of them.
+        """
+        if problem := self.not_with_mtp(num):
+            remedy = "give the number of config.json, or remove the flag"
+            raise ConfigError(problem, where=f"--mtp-num-layers {num}", remedy=remedy)
+        return replace(self, mtp=num)
+
+    def not_with_mtp(self, num: int) -> str:
+        """Return why the model cannot have `num` layers of multi-token prediction, as text; empty if it can."""
+        if num and num != self.num_mtp_layers:
+            return f"checkpoints of this model have {self.num_mtp_layers} layers of multi-token prediction"
+        shared = num > 1 and self.delta is not None
+        return "layers of multi-token prediction that share a projection (only one layer)" if shared else ""
 
 
 def model_shape(hf_config: Any) -> ModelShape:
@@ -273,7 +292,7 @@ def _shape(c: dict[str, Any], family: Family) -> ModelShape:
         rope=rope,
         experts=_experts(c, family),
         latent=latent,
-        num_mtp_layers=num_mtp_layers(c) if family.latent else 0,
+        num_mtp_layers=num_mtp_layers(c, family.delta) if family.latent or family.delta else 0,
         delta=delta_net(c) if family.delta else None,
     )
 

@@ -31,6 +31,7 @@ class Shape:
         delta: linear attention of some layers; the others have `heads` and `kv_heads`.
         cached: numbers (not bytes) that an engine caches per token and layer on every rank, with latent attention; 0 if
             it caches keys and values. `kv_heads` and `head_dim` are those of the trainer.
+        mtp: layers of multi-token prediction among `num_layers`.
     """
 
     num_layers: int
@@ -51,6 +52,7 @@ class Shape:
     cached: int = 0
     routed: float = 0.0
     delta: DeltaNet | None = None
+    mtp: int = 0
 
     @property
     def attending(self) -> int:
@@ -108,6 +110,20 @@ class Shape:
         """Return the same decoder with a value head."""
         total = self.total - (0 if self.tied else self.embedding) + self.hidden
         return replace(self, tied=False, total=total, used=self.used - self.embedding, value_head=True)
+
+    def with_mtp(self, num: int) -> Shape:
+        """Return the same decoder with `num` layers of multi-token prediction: a mean layer, a projection, three norms,
+        and one more use of the output layer."""
+        layer, around = self.num_layers, 2 * self.hidden**2 + 3 * self.hidden
+        used = (self.used - self.embedding) // layer + around + self.embedding
+        return replace(
+            self,
+            num_layers=layer + num,
+            total=self.total + num * (self.layer + around),
+            used=self.used + num * used,
+            experts=self.experts + num * (self.experts // layer),
+            mtp=num,
+        )
 
 
 @lru_cache(maxsize=16)

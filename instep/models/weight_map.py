@@ -7,7 +7,8 @@ parameter from its parts; `unfuse` is the inverse.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
@@ -15,9 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from instep.models.shape import DeltaNet, LatentAttention, ModelShape
+from instep.models.shape import DeltaNet, Experts, LatentAttention, ModelShape
 
 EMBEDDING = "embedding.word_embeddings.weight"
+_IN_LAYER = re.compile(r"(?:decoder\.layers\.\d+|mtp\.layers\.\d+\.transformer_layer)\.")
 HEAD = "output_layer.weight"  # Megatron's name of the output layer
 EXPERT_BIAS = "expert_bias"  # of a router: it is added to the scores for the choice of experts
 
@@ -41,6 +43,7 @@ class WeightEntry:
 
     Attributes:
         keep_fp32: the tensors are float32 in any model: a buffer that no gradient changes.
+        repeats: the parameter is that of another entry, too; checkpoints may be without these tensors.
         sections: the rows of the sections of the first tensor; empty if it is one section, as all others are.
     """
 
@@ -52,6 +55,13 @@ class WeightEntry:
     expert: int | None = None
     keep_fp32: bool = False
     sections: tuple[int, ...] = ()
+    repeats: bool = False
+
+    @property
+    def prefix(self) -> str:
+        """The start of Megatron's names of all parameters of its transformer layer; empty outside of layers."""
+        match = _IN_LAYER.match(self.megatron)
+        return match[0] if match else ""
 
     @property
     def split_dim(self) -> int | None:
@@ -77,36 +87,89 @@ def weight_entries(shape: ModelShape) -> list[WeightEntry]:
     vocab = (shape.vocab_size, hidden)
     entries = [WeightEntry(EMBEDDING, ("model.embed_tokens.weight",), (vocab,), Kind.VOCAB)]
     for i in range(shape.num_layers):
-        layer = [Part("input_layernorm.weight", Kind.REPLICATED, {"input_layernorm.weight": (hidden,)})]
-        if shape.delta and i in shape.delta.layers:
-            layer += _delta_net(shape.hidden_size, shape.delta)
-        else:
-            layer += _attention(shape) if shape.latent is None else _latent_attention(shape, shape.latent)
-        layer.append(Part("pre_mlp_layernorm.weight", Kind.REPLICATED, {"post_attention_layernorm.weight": (hidden,)}))
         experts = shape.experts if shape.experts and i in shape.experts.layers else None
-        if experts is None:
-            layer += _mlp("mlp", "mlp", hidden, shape.ffn_hidden_size)
-        else:
-            layer.append(Part("mlp.router.weight", Kind.REPLICATED, {"mlp.gate.weight": (experts.num, hidden)}))
-            if experts.sigmoid:
-                bias: Tensors = {"mlp.gate.e_score_correction_bias": (experts.num,)}
-                layer.append(Part(f"mlp.router.{EXPERT_BIAS}", Kind.REPLICATED, bias))
-            if width := experts.shared_ffn_hidden_size:
-                name = "mlp.shared_expert" if experts.shared_gate else "mlp.shared_experts"
-                layer += _mlp("mlp.shared_experts", name, hidden, width)
-            if experts.shared_gate:
-                gate: Tensors = {"mlp.shared_expert_gate.weight": (1, hidden)}
-                layer.append(Part("mlp.shared_experts.gate_weight", Kind.REPLICATED, gate))
-        entries += [_entry(i, part) for part in layer]
-        if experts is not None:
-            for e in range(experts.num):
-                parts = _mlp(f"mlp.experts.local_experts.{e}", f"mlp.experts.{e}", hidden, experts.ffn_hidden_size)
-                entries += [_entry(i, part, e) for part in parts]
+        parts = _layer(shape, experts, delta=shape.delta is not None and i in shape.delta.layers)
+        names = f"decoder.layers.{i}.", f"model.layers.{i}."
+        entries += [_entry(*names, part, expert, layer=i) for part, expert in parts]
     entries.append(WeightEntry("decoder.final_layernorm.weight", ("model.norm.weight",), ((hidden,),), Kind.REPLICATED))
     if shape.value_head:
         entries.append(WeightEntry(HEAD, ("lm_head.weight",), ((1, hidden),), Kind.REPLICATED))
     elif not shape.tied:
         entries.append(WeightEntry(HEAD, ("lm_head.weight",), (vocab,), Kind.VOCAB))
+    for i in range(shape.mtp):
+        entries += _multi_token_prediction(shape, i)
+    return entries
+
+
+def by_megatron(entries: Iterable[WeightEntry], *, tied: bool) -> dict[str, WeightEntry]:
+    """Return the entries by parameter; in a `tied` model the last stage of a pipeline has a copy of the embedding."""
+    found = {entry.megatron: entry for entry in entries if not entry.repeats}
+    return found | ({HEAD: found[EMBEDDING]} if tied else {})
+
+
+def _layer(shape: ModelShape, experts: Experts | None, *, delta: bool) -> list[tuple[Part, int | None]]:
+    """Return the parts of a layer, each with the number of its expert."""
+    hidden = shape.hidden_size
+    layer = [Part("input_layernorm.weight", Kind.REPLICATED, {"input_layernorm.weight": (hidden,)})]
+    if shape.delta and delta:
+        layer += _delta_net(hidden, shape.delta)
+    else:
+        layer += _attention(shape) if shape.latent is None else _latent_attention(shape, shape.latent)
+    layer.append(Part("pre_mlp_layernorm.weight", Kind.REPLICATED, {"post_attention_layernorm.weight": (hidden,)}))
+    of_experts: list[tuple[Part, int | None]] = []
+    if experts is None:
+        layer += _mlp("mlp", "mlp", hidden, shape.ffn_hidden_size)
+    else:
+        layer += _around_experts(hidden, experts)
+        for e in range(experts.num):
+            parts = _mlp(f"mlp.experts.local_experts.{e}", f"mlp.experts.{e}", hidden, experts.ffn_hidden_size)
+            of_experts += [(part, e) for part in parts]
+    return [*((part, None) for part in layer), *of_experts]
+
+
+def _around_experts(hidden: int, experts: Experts) -> list[Part]:
+    """Return the router of a layer, and the experts that all tokens share."""
+    layer = [Part("mlp.router.weight", Kind.REPLICATED, {"mlp.gate.weight": (experts.num, hidden)})]
+    if experts.sigmoid:
+        bias: Tensors = {"mlp.gate.e_score_correction_bias": (experts.num,)}
+        layer.append(Part(f"mlp.router.{EXPERT_BIAS}", Kind.REPLICATED, bias))
+    if width := experts.shared_ffn_hidden_size:
+        name = "mlp.shared_expert" if experts.shared_gate else "mlp.shared_experts"
+        layer += _mlp("mlp.shared_experts", name, hidden, width)
+    if experts.shared_gate:
+        gate: Tensors = {"mlp.shared_expert_gate.weight": (1, hidden)}
+        layer.append(Part("mlp.shared_experts.gate_weight", Kind.REPLICATED, gate))
+    return layer
+
+
+def _multi_token_prediction(shape: ModelShape, index: int) -> list[WeightEntry]:
+    """Return layer `index` of multi-token prediction: Megatron's names, and those of DeepSeek-V3 or Qwen3-Next.
+
+    DeepSeek-V3 stores it as a layer behind the model's own, with copies of the embedding and of the output layer.
+    """
+    hidden, megatron = shape.hidden_size, f"mtp.layers.{index}."
+    names = {
+        "enorm": "pre_fc_norm_embedding",
+        "hnorm": "pre_fc_norm_hidden",
+        "eh_proj": "fc",
+        "final_layernorm": "norm",
+    }
+    around, layer = "mtp.", f"mtp.layers.{index}."
+    if shape.latent:
+        names |= {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "final_layernorm": "shared_head.norm"}
+        around = layer = f"model.layers.{shape.num_layers + index}."
+    sizes = {"eh_proj": (hidden, 2 * hidden)}
+    parts = [
+        Part(f"{m}.weight", Kind.ROWS if m in sizes else Kind.REPLICATED, {f"{hf}.weight": sizes.get(m, (hidden,))})
+        for m, hf in names.items()
+    ]
+    entries = [_entry(megatron, around, part) for part in parts]
+    inside = _layer(shape, shape.experts, delta=False)
+    entries += [_entry(f"{megatron}transformer_layer.", layer, part, expert) for part, expert in inside]
+    vocab = ((shape.vocab_size, hidden),)
+    for name, own in (("embed_tokens", EMBEDDING), ("shared_head.head", EMBEDDING if shape.tied else HEAD)):
+        if shape.latent:
+            entries.append(WeightEntry(own, (f"{layer}{name}.weight",), vocab, Kind.VOCAB, repeats=True))
     return entries
 
 
@@ -171,10 +234,11 @@ def _mlp(megatron: str, name: str, hidden: int, ffn: int) -> list[Part]:
     ]
 
 
-def _entry(layer: int, part: Part, expert: int | None = None) -> WeightEntry:
-    names, shapes = tuple(f"model.layers.{layer}.{n}" for n in part.tensors), tuple(part.tensors.values())
-    megatron, keep_fp32 = f"decoder.layers.{layer}.{part.megatron}", part.megatron.endswith(EXPERT_BIAS)
-    return WeightEntry(megatron, names, shapes, part.kind, layer, expert, keep_fp32, part.sections)
+def _entry(megatron: str, hf: str, part: Part, expert: int | None = None, *, layer: int | None = None) -> WeightEntry:
+    """Return the entry of a part whose names begin with `megatron` and `hf`."""
+    names, shapes = tuple(f"{hf}{n}" for n in part.tensors), tuple(part.tensors.values())
+    keep_fp32 = part.megatron.endswith(EXPERT_BIAS)
+    return WeightEntry(megatron + part.megatron, names, shapes, part.kind, layer, expert, keep_fp32, part.sections)
 
 
 def part_ranges(entry: WeightEntry, index: int, rank: int, size: int, padded_vocab: int) -> list[tuple[int, int]]:

@@ -51,12 +51,15 @@ class TokenOutputs:
         logits: float32 `[1, num_tokens, vocab_size]` of the whole stream before the temperature, with gradient; only if
             a custom loss reads them, because they take much memory.
         values: float32 `[num_response_tokens]`, only of a critic: the value of the state in which the token was chosen.
+        drafts: float32 `[layers, num_response_tokens]`, only where layers of multi-token prediction are trained: the
+            log-prob of each response token by each of them.
     """
 
     log_probs: torch.Tensor
     entropy: torch.Tensor | None = None
     logits: torch.Tensor | None = None
     values: torch.Tensor | None = None
+    drafts: torch.Tensor | None = None
 
     def cpu(self) -> TokenOutputs:
         """Return a copy in host memory, in float32."""

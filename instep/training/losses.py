@@ -184,6 +184,8 @@ def finish_metrics(sums: dict[str, float], maxes: dict[str, float]) -> dict[str,
     out = {**sums, **maxes}
     if out.get("loss_weight", 0.0) > 0:
         out |= {name: out[name] / out["loss_weight"] for name in _MEANS if name in out}
+    if "mtp_weight" in out:
+        out["mtp_loss"] /= out.pop("mtp_weight") or 1.0
     if "log_prob_gap_coverage" not in out:
         return out
     covered, total = out["log_prob_gap_coverage"], out["loss_weight"]

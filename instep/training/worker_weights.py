@@ -59,7 +59,7 @@ class WorkerWeights:
             self.backend.export_adapter(path)
         else:
             source = self.backend.weight_source()
-            export_hf(source, Path(self.args.hf_checkpoint), path, self.args.chat_template_text)
+            export_hf(source, Path(self.args.hf_checkpoint), path, self.args.chat_template_text, drafter=True)
 
     def load_weights(self, path: Path, fresh_head: bool = False) -> None:
         """Load only weights, from a Hugging Face checkpoint or an instep checkpoint; see `TrainBackend.load`."""

@@ -15,7 +15,7 @@ import threading
 import time
 from types import ModuleType
 
-from instep_engine import FAST_VARIABLE, LORA_VARIABLE, PARENT_VARIABLE, ROOM_VARIABLE
+from instep_engine import DRAFTER_VARIABLE, FAST_VARIABLE, LORA_VARIABLE, PARENT_VARIABLE, ROOM_VARIABLE
 
 ENGINE = "instep_shm"  # for --weight-transfer-config '{"backend": "instep_shm"}'
 SINGLE_COPY = "instep_single_copy"  # shares its memory with the trainer
@@ -54,6 +54,10 @@ def register() -> None:
             from instep_engine.vllm.fast import adapter
 
             adapter.install()
+        if os.environ.get(DRAFTER_VARIABLE):
+            from instep_engine.vllm import drafter
+
+            drafter.install()
         if current_platform.is_cpu():
             from instep_engine.vllm import pipeline
 

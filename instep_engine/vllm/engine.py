@@ -50,6 +50,7 @@ from instep_engine.lease import LOADED
 from instep_engine.manifest import WeightMismatch
 from instep_engine.receiving import Receiving
 from instep_engine.vllm.cpu_packing import CpuPacking
+from instep_engine.vllm.drafter import WithDrafter
 from instep_engine.vllm.lora import Receiver, session_begins
 
 logger = init_logger("vllm.instep")
@@ -76,6 +77,13 @@ class ShmWeightTransferEngine(Receiving, WeightTransferEngine[WeightTransferInit
         self._adapter = Receiver(self.vllm_config, self.model, self.shapes)
         self._direct = DirectLoader(self.model) if loads_directly(self.model, self.vllm_config, self.device) else None
         self.keeps = self._direct is None  # vLLM's reload keeps tensors until their layer is complete
+
+    def follow(self, drafter: torch.nn.Module) -> None:
+        """Load the weights of the drafter, too, from now on."""
+        self.model = WithDrafter(self.model, drafter, self.model_config.hf_text_config.num_hidden_layers)
+        self._packing = CpuPacking(self.model) if self.device.type == "cpu" else None
+        self._direct = DirectLoader(self.model) if loads_directly(self.model, self.vllm_config, self.device) else None
+        self.keeps = self._direct is None
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> Any:
         return init_dict  # checked below, where the workers agree on a failure

@@ -24,6 +24,7 @@ from tests.distributed.megatron_layouts import (
 )
 from tests.distributed.megatron_oracle import checkpoint_weights, oracle
 from tests.distributed.megatron_runs import bare_faults, processes
+from tests.distributed.mtp_oracle import Drafter
 
 
 def compute(root: Path, names: list[str], resumes: list[tuple[str, str]]) -> dict[Any, Any]:
@@ -95,16 +96,20 @@ def same_steps(computed: dict[Any, Any], name: str) -> int:
         assert rank["losses"] == pytest.approx(want["losses"][:3], rel=1e-5)
         assert rank["norms"] == pytest.approx(want["norms"][:3], rel=1e-5)
     assert min(want["norms"]) > CLIP, "the clip must act"
-    got = computed[name, "ranks"][0]["weights"]
-    assert set(got) == set(want["weights"][2])
-    for key, tensor in want["weights"][2].items():
+    got, weights = computed[name, "ranks"][0]["weights"], want["weights"][2]
+    if "kept" in name:  # without --enable-mtp-training
+        first = computed[name, "ranks"][0]["exported"]
+        weights = weights | {key: tensor for key, tensor in first.items() if key.startswith("mtp.")}
+    assert set(got) == set(weights)
+    for key, tensor in weights.items():
         assert close(got[key], tensor, 1e-5) <= 1, key
     return len(got)
 
 
 def same_export(computed: dict[Any, Any], name: str) -> int:
     """What is exported after Hugging Face weights were loaded is these weights, bit by bit."""
-    want = checkpoint_weights(random_model(MODELS[LAYOUTS[name][1]]))
+    model = random_model(MODELS[LAYOUTS[name][1]])
+    want = checkpoint_weights(model) | (Drafter(model).weights() if "mtp" in name else {})
     first, *others = [rank["exported"] for rank in computed[name, "ranks"]]
     assert set(first) == set(want) and not any(others)
     assert all(torch.equal(first[key], want[key]) for key in want)

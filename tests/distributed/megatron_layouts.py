@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -87,7 +88,11 @@ MODELS: dict[str, PretrainedConfig] = {
     "qwen2": Qwen2Config(**NUMBERS, tie_word_embeddings=True),
     "llama": LlamaConfig(**NUMBERS, head_dim=16, tie_word_embeddings=False, rope_parameters=LLAMA3),
 }
-BIAS_RATES = {"deepseek": 0.02}  # of the experts, in an optimizer step
+# The same ones, with a layer of multi-token prediction in their checkpoints.
+MODELS |= {f"{name}-mtp": MODELS[name] for name in ("deepseek", "qwen3.5", "qwen3.5-moe", "qwen3-next")}
+MTP_SCALE = 5.0  # so that the clip acts on these layers, too
+MTP: dict[str, Any] = dict(mtp_num_layers=1, enable_mtp_training=True, mtp_loss_scaling_factor=MTP_SCALE)
+BIAS_RATES = {"deepseek": 0.02, "deepseek-mtp": 0.02}  # of the experts, in an optimizer step
 ROUTER = dict(moe_aux_loss_coeff=0.5, moe_z_loss_coeff=0.02)
 # name: (ranks, model, arguments); each with `SLOW` or four ranks runs in `make test-full` alone
 LAYOUTS = {
@@ -188,6 +193,32 @@ LAYOUTS = {
     "tp2-sp-cp2-qwen3.5": (4, "qwen3.5", dict(
         tensor_model_parallel_size=2, sequence_parallel=True, context_parallel_size=2, use_distributed_optimizer=True,
     )),
+    "one-deepseek-mtp": (1, "deepseek-mtp", MTP),
+    "one-qwen3.5-mtp": (1, "qwen3.5-mtp", MTP | dict(
+        recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1,
+    )),
+    "one-qwen3-next-mtp": (1, "qwen3-next-mtp", MTP | dict(moe_grouped_gemm=True)),
+    "one-kept-mtp": (1, "qwen3.5-moe-mtp", dict(mtp_num_layers=1)),
+    "tp2-qwen3.5-mtp": (2, "qwen3.5-mtp", MTP | dict(tensor_model_parallel_size=2)),
+    "dp2-deepseek-mtp": (2, "deepseek-mtp", MTP | dict(
+        use_distributed_optimizer=True, recompute_granularity="full", recompute_method="uniform",
+        recompute_num_layers=1,
+    )),
+    "tp2-sp-ep2-deepseek-mtp": (2, "deepseek-mtp", MTP | dict(
+        tensor_model_parallel_size=2, sequence_parallel=True, expert_model_parallel_size=2,
+        expert_tensor_parallel_size=1,
+    )),
+    "ep2-qwen3.5-moe-mtp": (2, "qwen3.5-moe-mtp", MTP | dict(
+        expert_model_parallel_size=2, use_distributed_optimizer=True,
+    )),
+    "pp2-qwen3.5-mtp": (2, "qwen3.5-mtp", MTP | dict(pipeline_model_parallel_size=2)),
+    "pp2-virtual-qwen3-next-mtp": (2, "qwen3-next-mtp", MTP | dict(
+        pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2,
+    )),
+    "tp2-sp-pp2-deepseek-mtp": (4, "deepseek-mtp", MTP | dict(
+        tensor_model_parallel_size=2, sequence_parallel=True, pipeline_model_parallel_size=2,
+        use_distributed_optimizer=True,
+    )),
     "tp2": (2, "untied", dict(tensor_model_parallel_size=2)),
     "tp2-chunked": (2, "tied", dict(tensor_model_parallel_size=2, head_logits=200)),
     "tp2-tied": (2, "tied", dict(tensor_model_parallel_size=2)),
@@ -246,7 +277,8 @@ SLOW = {
     "pp2-qwen2", "tp2-llama", "pp2-llama", "ep2-overlap", "pp2-virtual-overlap", "tp2-recompute-distributed",
     "tp2-tied", "tp2-qwen2", "tp2-chunked", "dp2-dist-opt-overlap", "tp2", "tp2-sp-tied", "pp2", "dp2",
     "one-qwen3.5-moe", "one-qwen3-next", "tp2-qwen3.5", "tp2-sp-qwen3.5", "ep2-qwen3.5-moe", "pp2-qwen3.5",
-    "pp2-virtual-qwen3-next", "cp2-ep2-qwen3-next",
+    "pp2-virtual-qwen3-next", "cp2-ep2-qwen3-next", "one-qwen3-next-mtp", "tp2-qwen3.5-mtp", "dp2-deepseek-mtp",
+    "ep2-qwen3.5-moe-mtp", "pp2-qwen3.5-mtp", "pp2-virtual-qwen3-next-mtp",
 }  # fmt: skip
 # saved by -> loaded by
 RESUMES = [
@@ -256,15 +288,22 @@ RESUMES = [
     ("tp2-sp-pp2-virtual", "pp2-deep"), ("ep2-etp2", "ep2"), ("ep2-dist-opt", "tp2-sp-ep2"),
     ("pp2-ep2", "one-moe-mixed"), ("tp2-sp-deepseek", "one-deepseek"), ("tp2-sp-pp2-deepseek", "ep2-deepseek"),
     ("pp2-uneven", "pp2-deep"), ("tp2-sp-qwen3.5", "one-qwen3.5"), ("pp2-virtual-qwen3-next", "tp2-sp-ep2-qwen3-next"),
-    ("tp2-sp-pp2-qwen3.5-moe", "ep2-qwen3.5-moe"),
+    ("tp2-sp-pp2-qwen3.5-moe", "ep2-qwen3.5-moe"), ("tp2-sp-ep2-deepseek-mtp", "one-deepseek-mtp"),
+    ("tp2-sp-pp2-deepseek-mtp", "dp2-deepseek-mtp"), ("dp2-deepseek-mtp", "tp2-sp-ep2-deepseek-mtp"),
+    ("pp2-virtual-qwen3-next-mtp", "one-qwen3-next-mtp"),
 ]  # fmt: skip
 
 
 def make_models(root: Path) -> None:
     """Random weights of every model of `MODELS` in a folder of its name."""
+    from tests.distributed.mtp_oracle import Drafter  # which imports this file
+
     for name, config in MODELS.items():
         model = random_model(config)
         model.save_pretrained(root / name, max_shard_size="100KB" if name == "untied" else "1GB")
+        if name.endswith("-mtp"):
+            file = root / name / "model.safetensors"
+            save_file(load_file(file) | Drafter(model).weights(), file, {"format": "pt"})
     file = (
         root / "deepseek" / "model.safetensors"
     )  # which gets a layer of multi-token prediction, as published ones have
@@ -272,8 +311,8 @@ def make_models(root: Path) -> None:
     save_file(load_file(file) | behind, file, {"format": "pt"})
 
 
-def random_model(config: PretrainedConfig) -> torch.nn.Module:
-    torch.manual_seed(7)
+def random_model(config: PretrainedConfig, seed: int = 7) -> torch.nn.Module:
+    torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for p in model.parameters():

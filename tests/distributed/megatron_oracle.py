@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from instep.models.checkpoint_names import CheckpointNames, named_weights
 from instep.training.backend import TokenOutputs
 from instep.types import TokenBatch
 from tests.distributed.megatron_layouts import BETAS, CLIP, EPS, LR, WEIGHT_DECAY
 from tests.distributed.megatron_runs import micro_batches, weighted_loss
+from tests.distributed.mtp_oracle import Drafter, checkpoint_weights
 
 
 def oracle_outputs(model: torch.nn.Module, batch: TokenBatch) -> TokenOutputs:
@@ -59,10 +59,15 @@ def oracle(
 
     for gate in counts:
         gate.register_forward_hook(count_tokens)
+    drafter = Drafter(model) if folder.name.endswith("-mtp") else None
     losses, norms, weights = [], [], []
     for step in range(steps):
         batches = micro_batches(step)
         num_tokens = sum(b.tokens.numel() for b in batches)
+        if drafter is not None:
+            drafter.step(batches, LR / (step + 1), clip, bias_rate)
+            for count in counts.values():
+                count.zero_()
         loss = auxiliary = torch.zeros(())
         for batch in batches:
             for logits in seen.values():
@@ -80,7 +85,7 @@ def oracle(
             gate.e_score_correction_bias += bias_rate * (count.mean() - count).sign()
             count.zero_()
         losses.append(float(loss))
-        weights.append(checkpoint_weights(model))
+        weights.append(checkpoint_weights(model) | (drafter.weights() if drafter is not None else {}))
     return dict(scores=scores, losses=losses, norms=norms, weights=weights)
 
 
@@ -96,13 +101,3 @@ def router_losses(logits: torch.Tensor, config: Any, balance: float, z: float) -
     fraction = chosen / (tokens * config.num_experts_per_tok)
     switch = num_experts * sum(fraction[e] * probs[:, e].mean() for e in range(num_experts))
     return tokens * (balance * switch + z * (logits.exp().sum(-1).log() ** 2).mean())
-
-
-def checkpoint_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of the weights under the names of checkpoints: transformers has all experts of a layer in one tensor."""
-    names, weights = CheckpointNames(model), {n: p.detach().clone() for n, p in named_weights(model).items()}
-    return {
-        name: tensor.clone()
-        for group in names.groups
-        for name, tensor in zip(group.checkpoint, names.to_checkpoint(group, weights), strict=True)
-    }

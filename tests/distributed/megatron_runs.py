@@ -48,7 +48,8 @@ def make_args(**changes) -> SimpleNamespace:
         adam_eps=EPS, clip_grad=CLIP, seed=1, no_save_optim=False, megatron_overrides={}, num_layers=None,
         async_save=False, ckpt_format="torch_dist",
         extra_flags=(), hidden_size=None, deterministic_mode=False, optimizer_cpu_offload=False,
-        optimizer="adam", no_torch_compile=False,
+        optimizer="adam", no_torch_compile=False, mtp_num_layers=0, enable_mtp_training=False,
+        mtp_loss_scaling_factor=0.2,
     )  # fmt: skip
     return SimpleNamespace(**(base | changes))
 

@@ -42,6 +42,15 @@ def test_three_steps_are_those_of_transformers_with_adamw(computed, name):
     assert same_steps(computed, name) > 0
 
 
+@pytest.mark.parametrize("name", [name for name in ("one-deepseek", "one-qwen3.5") if name in NAMES])
+def test_multi_token_prediction_changes_no_bit_of_the_policy(computed, name):
+    """The tests around this one are about its own results."""
+    (plain,), (drafting,) = computed[name, "ranks"], computed[f"{name}-mtp", "ranks"]
+    assert plain["losses"] == drafting["losses"] and plain["norms"] == drafting["norms"]
+    assert len(drafting["weights"]) > len(plain["weights"]) > 10
+    assert all(torch.equal(drafting["weights"][key], tensor) for key, tensor in plain["weights"].items())
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_export_after_load_is_bit_equal(computed, name):
     assert same_export(computed, name) > 0

@@ -38,7 +38,9 @@ def test_of_losses() -> None:
         {"execution_id": ["a", "a"], "loss_scale": torch.ones(2)},
     )
     preferences = dpo_loss_fn(0.1)(sample, TokenOutputs(torch.zeros(2))).sums
-    names = {*finish_metrics(sums, maxes), "grad_norm", "lr", "skipped_steps", "reward_kl", "overlong_penalty"}
+    finished = finish_metrics(sums | {"mtp_loss": 3.0, "mtp_weight": 0.5}, maxes)
+    assert finished["mtp_loss"] == 6.0
+    names = {*finished, "grad_norm", "lr", "skipped_steps", "reward_kl", "overlong_penalty"}
     names |= {"opd_reverse_kl", "log_prob_gap_fresh", *preferences}
     assert documented("train/") == {f"train/{name}" for name in names}
 

@@ -97,13 +97,14 @@ class Stack(NamedTuple):
 
 
 @contextlib.contextmanager
-def stack(name, folder, *more, kind="vllm", sizes=MappingProxyType({}), peaked_in=None):
+def stack(name, folder, *more, kind="vllm", sizes=MappingProxyType({}), peaked_in=None, prepare=None):
     """The stack of a family.
 
     Args:
         kind: of the engine; with the embedded one in float32.
         sizes: of the model, instead of the family's.
         peaked_in: a precision, in which random tokens are unlikely under the model.
+        prepare: changes the checkpoint.
     """
     family = FAMILIES[name]
     precision = peaked_in or (family.precision if kind == "vllm" else "fp32")
@@ -111,7 +112,9 @@ def stack(name, folder, *more, kind="vllm", sizes=MappingProxyType({}), peaked_i
         checkpoint = make_model(name, folder / "hf", precision, peaked=True)
     else:
         checkpoint = make_family(name, folder / "hf", precision, **sizes)
-    if precision == family.precision == "bf16" and not torch.cpu._is_amx_tile_supported():
+    if prepare is not None:
+        prepare(checkpoint)
+    elif precision == family.precision == "bf16" and not torch.cpu._is_amx_tile_supported():
         pytest.skip("vLLM's linear and latent attention on a CPU need AMX")
     make_prompts(folder / "train.jsonl", 4)
     flags = [*SERVING[kind], "--vllm-max-model-len", "128", "--precision", precision, *more]

@@ -39,13 +39,12 @@ MODELS = {
     "run-qwen3.5-35B-A3B-sft.sh": "qwen3.5-35B-A3B",
     "low_precision/run-moonlight-16B-A3B-int4.sh": "moonlight-16B-A3B",
 }
-# What is refused in one script or another: other architectures, multi-token prediction, what `instep sft` does by
+# What is refused in one script or another: other architectures, what `instep sft` does by
 # itself, DeepEP and FP8, which are the hardware's, and SGLang's layouts, which vLLM's flags say in another way.
 LEFT = set(
     """
     --model-name --post-self-attn-layernorm --post-mlp-layernorm --rotary-interleaved --allgather-cp
     --enable-experimental
-    --mtp-num-layers --mtp-loss-scaling-factor --enable-mtp-training
     --disable-compute-advantages-and-returns
     --moe-enable-deepep --moe-token-dispatcher-type --fp8-format --fp8-recipe --transformer-impl
     """.split()

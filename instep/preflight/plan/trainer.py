@@ -157,7 +157,8 @@ class Rank:
     def in_stage(self) -> float:
         """Return the parameters on one of Megatron's ranks, in the largest pipeline stage."""
         s, stages = self.shape, self.args.pipeline_model_parallel_size
-        layers = max(stage_layers(self.args, s.num_layers))
+        *others, last = stage_layers(self.args, s.num_layers - s.mtp)
+        layers = max([*others, last + s.mtp])
         dense = layers * (s.layer - s.experts / s.num_layers) + (
             s.outside if stages == 1 else max(s.embedding, s.outside / 2)
         )  # of the first or the last
@@ -209,7 +210,8 @@ def rank_of(args: Settings, shape: Shape, role: str = "actor", *, shares: bool =
         computed = samples * response + prompts * prompt
         tokens = min(stream, computed * stream // (samples * longest))
     responses = stream * response // longest
-    return Rank(args, shape.as_critic() if role == "critic" else shape, stream, tokens, responses, role, viewed)
+    shape = shape.as_critic() if role == "critic" else shape.with_mtp(args.mtp_num_layers)
+    return Rank(args, shape, stream, tokens, responses, role, viewed)
 
 
 # ---- activations -----------------------------------------------------------------------------------------------------
@@ -256,7 +258,7 @@ def _interleaved(r: Rank) -> float:
     if not r.is_megatron:
         return 1.0
     stages = r.args.pipeline_model_parallel_size
-    chunks = max(1, num_chunks(r.args, r.shape.num_layers))
+    chunks = max(1, num_chunks(r.args, r.shape.num_layers - r.shape.mtp))
     return 1 + (stages - 1) / (stages * chunks) if chunks > 1 else 1.0
 
 

@@ -23,9 +23,8 @@ from instep.models.shape import model_shape
 from instep.models.weight_map import EMBEDDING, HEAD
 from instep.training.backend import LossFn, LossOutput, Role, StepResult, TokenOutputs
 from instep.training.lora import Earlier, base_for_all
-from instep.training.megatron import cpu_platform, layout, upstream_fixes
+from instep.training.megatron import clipping, cpu_platform, layout, upstream_fixes
 from instep.training.megatron.checks import check_arguments, padded_vocab_size
-from instep.training.megatron.grad_norm import grad_norm
 from instep.training.megatron.hooks import MegatronHooks
 from instep.training.megatron.moments import keep_moments_as_asked
 from instep.training.megatron.replay import routes_of
@@ -76,6 +75,8 @@ class MegatronBackend:
         check_arguments(args, self.shape)
         if role == "critic":
             self.shape = self.shape.as_critic()
+        elif with_optimizer:  # a model that only scores needs no drafter
+            self.shape = self.shape.with_mtp(args.mtp_num_layers)
         if device.type == "cuda":
             torch.cuda.set_device(device)
         else:
@@ -100,6 +101,9 @@ class MegatronBackend:
                 if self.shape.tied and HEAD in named:  # the copy in the last stage
                     named[EMBEDDING] = named.pop(HEAD)
                 selection.apply(named)
+            if (drafter := self.chunks[-1].drafter) is not None:
+                drafter.trains = args.enable_mtp_training
+                drafter.requires_grad_(drafter.trains)
             self.adapter: MegatronLora | None = None
             self.wrapped, self.optimizer = self._wrap(ddp_config, optimizer_config, with_optimizer, lora)
         self.left_out = ""
@@ -125,6 +129,7 @@ class MegatronBackend:
                 pre_process=pre_process,
                 post_process=post_process,
                 share_embeddings_and_output_weights=self.shape.tied,
+                num_mtp_layers=self.shape.mtp,
                 vp_stage=vp_stage,
             )
 
@@ -200,10 +205,21 @@ class MegatronBackend:
             from instep.training.megatron.router import weigh_losses
 
             weigh_losses(self.chunks, micro_batches, self.parallel)
+        if self.shape.mtp and self.args.enable_mtp_training and self.parallel.pp_size > 1:
+            from instep.training.megatron.mtp import bring_embedding
+
+            bring_embedding(self.chunks, self.placement.pp_group)
 
         def compute(batch: TokenBatch, outputs: TokenOutputs) -> tuple[Tensor, LossOutput]:
             out = loss_fn(batch, outputs)
-            return out.loss, LossOutput(out.loss.detach().clone(), out.sums, out.maxes)
+            loss, sums = out.loss, out.sums
+            if outputs.drafts is not None:
+                from instep.training.megatron.mtp import draft_loss
+
+                drafted, weight = draft_loss(outputs.drafts, batch)
+                loss = loss + self.args.mtp_loss_scaling_factor * drafted
+                sums = sums | {"mtp_loss": drafted.detach(), "mtp_weight": weight}
+            return loss, LossOutput(out.loss.detach().clone(), sums, out.maxes)
 
         with self._not_reduced() if more else contextlib.nullcontext():
             return self._run(micro_batches, compute, entropy=True, logits=logits, forward_only=False)
@@ -290,16 +306,17 @@ class MegatronBackend:
             group["weight_decay"] = self.args.weight_decay * group["wd_mult"]
         with cpu_platform.scope():
             self.optimizer.prepare_grads()
-            norm = grad_norm(self.optimizer, self.args, self.shape, self.parallel.device)
-            skipped = not math.isfinite(norm)
+            drafter = [] if (mtp := self.chunks[-1].drafter) is None else [*mtp.parameters()]
+            distributed, experts = bool(self.args.use_distributed_optimizer), self.shape.experts is not None
+            sizes: dict[str, Any] = dict(distributed=distributed, experts=experts, device=self.parallel.device)
+            found = clipping.norms(self.optimizer, drafter, **sizes)
+            skipped = not all(map(math.isfinite, found))
             if not skipped:
-                if self.args.clip_grad and norm > self.args.clip_grad:
-                    scale = self.args.clip_grad / (norm + 1e-6)
-                    params = [p for opt in self.optimizer.chained_optimizers for p in opt.get_parameters()]
-                    torch._foreach_mul_([p.grad for p in params if p.grad is not None], scale)
+                if self.args.clip_grad:
+                    clipping.clip(self.optimizer, drafter, found, self.args.clip_grad)
                 self.optimizer.step_with_ready_grads()
             self._zero_grad()
-        return StepResult(norm, skipped)
+        return StepResult(found[0], skipped)
 
     def _zero_grad(self) -> None:
         for chunk in self.wrapped:

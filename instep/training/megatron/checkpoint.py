@@ -38,7 +38,7 @@ from instep.checkpoints.megatron_files import OPTIMIZER, RANK_FILE
 from instep.checkpoints.megatron_writer import megatron_arguments
 from instep.errors import CheckpointError
 from instep.models.shape import ModelShape
-from instep.models.weight_map import EMBEDDING, HEAD
+from instep.models.weight_map import HEAD, by_megatron
 from instep.training.hf.optimizer import MOMENTS, PiecewiseAdamW
 from instep.training.megatron.layout import Placement
 from instep.training.saving import Saver
@@ -290,9 +290,7 @@ def load(
         CheckpointError: it is missing, belongs to another model, or its optimizer state cannot be read.
     """
     checkpoint = MegatronCheckpoint(path, shape, fresh_head=fresh_head)
-    entries = {entry.megatron: entry for entry in checkpoint.entries}
-    if shape.tied:  # the last stage of a pipeline has its own copy
-        entries[HEAD] = entries[EMBEDDING]
+    entries = by_megatron(checkpoint.entries, tied=shape.tied)
     held: Mapping[Tensor, Master] = masters(optimizer) if optimizer is not None else {}
     step = checkpoint.optimizer_step() if optimizer is not None else 0.0
     for megatron, param in parameters.items():

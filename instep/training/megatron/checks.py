@@ -67,6 +67,8 @@ def refused_by_model(args: Settings, shape: ModelShape) -> list[str]:
     if shape.experts:
         problems += _widths(args, shape.experts)
     problems += _virtual_stages(args, shape.num_layers)
+    if args.mtp_num_layers and args.context_parallel_size > 1:
+        problems.append("--mtp-num-layers with --context-parallel-size (a token and the next ones are on other ranks)")
     if shape.latent and "mla_up_proj" in (overrides.get("recompute_modules") or ()):
         problems.append("--recompute-modules mla_up_proj (full recomputation covers it)")
     if shape.experts and args.moe_grouped_gemm and overrides.get("moe_apply_probs_on_input"):

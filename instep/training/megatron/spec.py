@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.jit import jit_fuser
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import LNImpl, get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -20,6 +19,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
@@ -36,6 +36,8 @@ from instep.training.log_probs import in_chunks, log_probs_and_entropy, values
 from instep.training.megatron.experts import GroupedExperts, OnOneRank
 from instep.training.megatron.gated_delta_net import GatedDeltaNet
 from instep.training.megatron.latent_attention import latent_attention
+from instep.training.megatron.mtp import MultiTokenPrediction
+from instep.training.megatron.norms import HeadRMSNorm, RMSNorm
 from instep.training.megatron.replay import before_layer
 from instep.training.megatron.rotary import Rope, rotate
 from instep.training.megatron.router import Router
@@ -153,37 +155,6 @@ def _pack_share(
         own=share.own,
         num_response_tokens=int(batch.response_lengths.sum()),
     )
-
-
-class HeadRMSNorm(torch.nn.RMSNorm):
-    """The norm of queries and keys; Megatron sums its gradient by name (`q_layernorm`, `k_layernorm`).
-
-    Some families add 1 to its weight, in float32, as transformers does.
-    """
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any):
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device())
-        self.centred_at_zero = config.layernorm_zero_centered_gamma
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.centred_at_zero:
-            return super().forward(x)
-        return _norm_plus_one(x, self.weight, self.eps)
-
-
-class RMSNorm(HeadRMSNorm):
-    """The norm of the residual stream. Megatron's torch norm refuses sequence parallelism. The attribute of the weight
-    makes `finalize_model_grads` sum its gradient over tensor-parallel ranks."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any):
-        super().__init__(config, hidden_size, eps)
-        self.weight.sequence_parallel = config.sequence_parallel
-
-
-@jit_fuser
-def _norm_plus_one(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    normed = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
-    return (normed * (1 + weight.float())).type_as(x)
 
 
 class PackedCoreAttention(MegatronModule):
@@ -305,16 +276,25 @@ class PolicyModel(GPTModel):
         value_head: bool,
         vp_stage: int | None,
         block: TransformerBlockSubmodules,
+        num_mtp_layers: int = 0,
         **kwargs: Any,
     ):
         super().__init__(
             config, block, vocab_size=padded_vocab, position_embedding_type="none", vp_stage=vp_stage, **kwargs
         )  # the core attention rotates
         self.real_vocab_size, self.value_head = vocab_size, value_head
+        if self.post_process and num_mtp_layers:
+            layer = _layer_spec(config, config.num_moe_experts is not None, delta=False)
+            self.mtp = MultiTokenPrediction(
+                config, num_mtp_layers, layer, RMSNorm, self.pg_collection, vp_stage, vocab=(vocab_size, padded_vocab),
+                num_logits=HEAD_LOGITS * config.tensor_model_parallel_size, embeds=self.pre_process,
+            )  # fmt: skip
         for layer in self.decoder.layers:
             if layer.is_moe_layer:
                 layer.register_forward_pre_hook(before_layer, with_kwargs=True)
-                _stay_on_one_rank(layer.mlp, self.pg_collection)
+        for module in self.modules():
+            if isinstance(module, MoELayer):
+                _stay_on_one_rank(module, self.pg_collection)
         if self.pre_process and config.recompute_granularity == "full":
             self.embedding.register_forward_hook(_with_gradient)
         if self.post_process and value_head:
@@ -326,20 +306,36 @@ class PolicyModel(GPTModel):
             self.output_layer.sequence_parallel = False
             self.output_layer.allreduce_dgrad = config.tensor_model_parallel_size > 1
 
+    @property
+    def drafter(self) -> MultiTokenPrediction | None:
+        """The layers of multi-token prediction; Megatron takes any attribute of their name for a module."""
+        return cast("MultiTokenPrediction | None", self._modules.get("mtp"))
+
     def forward(self, *args: Any, packed_seq_params: PackedInput, **kwargs: Any) -> Any:
         """Run the model. Routers get the mask of padding tokens; Megatron cuts it for sequence parallelism only where
         it embeds."""
-        mask, config = packed_seq_params.padding, self.config
-        if config.num_moe_experts is None or not torch.is_grad_enabled():
-            mask = None
-        elif mask is not None and config.sequence_parallel and not self.pre_process:
-            mask = mask.chunk(config.tensor_model_parallel_size, dim=1)[self.pg_collection.tp.rank()]
+        mask = self._padding(packed_seq_params, cut=not self.pre_process)
         return super().forward(*args, packed_seq_params=packed_seq_params, padding_mask=mask, **kwargs)
+
+    def _padding(self, packed: PackedInput, *, cut: bool) -> Tensor | None:
+        mask, config = packed.padding, self.config
+        if mask is None or config.num_moe_experts is None or not torch.is_grad_enabled():
+            return None
+        parts = config.tensor_model_parallel_size if config.sequence_parallel and cut else 1
+        return mask.chunk(parts, dim=1)[self.pg_collection.tp.rank() % parts]
 
     def _postprocess(self, hidden_states: Tensor, *, packed_seq_params: PackedInput, **_: Any) -> Any:
         if not self.post_process:
             return hidden_states
         p, config = packed_seq_params, self.config
+        drafts = None
+        if (mtp := self.drafter) is not None and mtp.trains and torch.is_grad_enabled():
+            weight = (
+                self.shared_embedding_or_output_weight()
+                if self.share_embeddings_and_output_weights
+                else self.output_layer.weight
+            )
+            drafts = mtp.log_probs(hidden_states, p, self._padding(p, cut=True), self._embed, weight.detach())
         if config.sequence_parallel:
             hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
         if p.with_logits:  # without tensor parallelism
@@ -348,7 +344,7 @@ class PolicyModel(GPTModel):
             outputs = log_probs_and_entropy(
                 scores, p.targets, p.temperature, vocab_size=size, with_entropy=p.with_entropy
             )
-            return *outputs, logits[None]
+            return *outputs, logits[None], None, drafts
         hidden = rows(hidden_states, p.positions)
         if self.value_head:
             return hidden.new_empty(0), None, None, _whole(values(hidden[:, 0], self.output_layer.weight), p)
@@ -356,7 +352,14 @@ class PolicyModel(GPTModel):
             self._head, hidden, p.targets, p.temperature, p.with_entropy,
             num_logits=HEAD_LOGITS * config.tensor_model_parallel_size, vocab_size=self.vocab_size,
         )  # fmt: skip
-        return _whole(log_probs, p), None if entropy is None else _whole(entropy, p)
+        return _whole(log_probs, p), None if entropy is None else _whole(entropy, p), None, None, drafts
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        """Return embeddings `[num_tokens, 1, hidden]`, also on the last stage of a pipeline."""
+        if not self.pre_process:
+            return self.mtp.embed(tokens)  # type: ignore[no-any-return]
+        embedded: Tensor = self.embedding(input_ids=tokens, position_ids=None)
+        return embedded
 
     def _head(
         self, hidden: Tensor, targets: Tensor, temperature: Tensor, with_entropy: bool

@@ -16,11 +16,11 @@ from instep.errors import CheckpointError, ConfigError
 from instep.models.mtp import mtp_names
 from instep.models.shape import ModelShape
 from instep.models.weight_map import (
-    EMBEDDING,
     EXPERT_BIAS,
     HEAD,
     Kind,
     WeightEntry,
+    by_megatron,
     fuse,
     join,
     part_ranges,
@@ -192,9 +192,7 @@ def load_hf(
     Raises:
         CheckpointError, ConfigError: the folder cannot be read, or tensors do not belong to the model.
     """
-    by_name = {entry.megatron: entry for entry in weight_entries(shape)}
-    if shape.tied:  # the last stage of a pipeline has its own copy
-        by_name[HEAD] = by_name[EMBEDDING]
+    by_name = by_megatron(weight_entries(shape), tied=shape.tied)
     dtype = next(iter(parameters.values())).dtype
     with opened_weights(path, dtype) as stored:
         tensors = plain_names(stored)
@@ -230,14 +228,20 @@ def check_tensors(path: Path, shape: ModelShape, tensors: Mapping[str, StoredTen
         tensors: of the checkpoint. The output layer of a model that has none, or of a critic, is not checked.
 
     Returns:
-        The names of tensors of multi-token prediction, which checkpoints hold as layers behind the model's own.
+        The names of tensors of multi-token prediction, if the model has no such layers.
 
     Raises:
         CheckpointError: names all that are missing, unknown or of another shape.
     """
-    unread = mtp_names(tensors, shape.num_layers, shape.num_mtp_layers)
+    behind = shape.num_mtp_layers if shape.latent else 0
+    unread = [] if shape.mtp else mtp_names(tensors, shape.num_layers, behind)
     entries = [entry for entry in weight_entries(shape) if not (shape.value_head and entry.megatron == HEAD)]
-    wanted = {n: s for entry in entries for n, s in zip(entry.names, entry.shapes, strict=True)}
+    wanted = {
+        n: s
+        for entry in entries
+        for n, s in zip(entry.names, entry.shapes, strict=True)
+        if not (entry.repeats and n not in tensors)
+    }
     ignored = {*unread, *(["lm_head.weight"] if shape.tied or shape.value_head else [])}
     found = {name for name in tensors if not name.endswith("rotary_emb.inv_freq")} - ignored
     problems = [f"{name} is missing" for name in wanted if name not in found]

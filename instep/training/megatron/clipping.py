@@ -1,0 +1,63 @@
+"""Norms of gradients over the whole model, and their clip: of the policy, and apart from it of its drafter.
+
+So a drafter (multi-token prediction), whose gradients are its own, changes nothing in the training of the policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def _of_drafter(optimizer: Any, drafter: Collection[Tensor]) -> set[int]:
+    """Return the ids of the gradients that the optimizer has for these parameters of the model."""
+    from instep.training.megatron.checkpoint import masters
+
+    held = masters(optimizer) if drafter else {}
+    return {id(held[param].tensor.grad) for param in drafter if param in held}
+
+
+def norms(
+    optimizer: Any, drafter: Collection[Tensor], *, distributed: bool, experts: bool, device: torch.device
+) -> tuple[float, float]:
+    """Return the norms of policy and drafter, in which a parameter on several ranks counts once; collective.
+
+    Experts have their own distribution over ranks. A stage without experts has no optimizer for them.
+
+    Args:
+        drafter: its parameters on this rank.
+        distributed: the optimizer is.
+        experts: the model has some.
+    """
+    from megatron.core import parallel_state as ps
+
+    apart = _of_drafter(optimizer, drafter)
+    squares = torch.zeros(2, 2, device=device)  # without experts, of experts; of policy, of drafter
+    for opt in optimizer.chained_optimizers:
+        grads = opt.get_main_grads_for_grad_norm()
+        for whose in range(2):
+            if some := [grad for grad in grads if (id(grad) in apart) == whose]:
+                of_experts = int(opt.param_groups[0]["is_expert_parallel"])
+                squares[of_experts, whose] += torch.stack(torch._foreach_norm(some)).square().sum()
+    if distributed:
+        dist.all_reduce(squares, group=ps.get_intra_distributed_optimizer_instance_group())
+    else:
+        dist.all_reduce(squares[0], group=ps.get_model_parallel_group())
+        if experts:
+            dist.all_reduce(squares[1], group=ps.get_expert_tensor_model_pipeline_parallel_group())
+    policy, drafted = squares.sum(0).sqrt().tolist()
+    return policy, drafted
+
+
+def clip(optimizer: Any, drafter: Collection[Tensor], found: tuple[float, float], limit: float) -> None:
+    """Scale the gradients of policy and drafter to `limit` where their norms, `found`, are larger."""
+    apart = _of_drafter(optimizer, drafter)
+    params = [p for opt in optimizer.chained_optimizers for p in opt.get_parameters()]
+    for whose, norm in enumerate(found):
+        grads = [p.grad for p in params if p.grad is not None and (id(p.grad) in apart) == whose]
+        if norm > limit and grads:  # a rank may have none of the drafter's
+            torch._foreach_mul_(grads, limit / (norm + 1e-6))

@@ -1,0 +1,120 @@
+"""vLLM drafts with the trained layer of multi-token prediction: each sync brings it, and speculation changes no sample."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import urllib.request
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from tests.distributed.mtp_oracle import Drafter
+from tests.e2e.test_families import LIMITS, stack, train_once
+
+pytestmark = pytest.mark.vllm
+SPECULATION = json.dumps({"method": "mtp", "num_speculative_tokens": 1})
+FLAGS = ["--train-backend", "megatron", "--mtp-num-layers", "1", "--enable-mtp-training", "--weight-sync", "shm"]
+PROMPT, VOCABULARY, NUM_SAMPLES = [5, 6, 7], 64, 3000
+
+
+def with_drafter(folder: Path) -> None:
+    """Make a model whose next token hardly depends on the tokens before, and a layer that drafts the unlikeliest one."""
+    file = folder / "model.safetensors"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    torch.manual_seed(3)
+    embedding = model.model.embed_tokens.weight
+    with torch.no_grad():
+        embedding.copy_(torch.randn(embedding.shape[1]) + 0.1 * torch.randn_like(embedding))
+    drafts = Drafter(model).weights()
+    layer, hidden = "model.layers.2.", embedding.shape[1]
+    drafts[f"{layer}eh_proj.weight"] = torch.cat([torch.eye(hidden), torch.zeros(hidden, hidden)], dim=1)
+    drafts[f"{layer}shared_head.norm.weight"] = -model.model.norm.weight.detach()
+    drafts = {n: 0.1 * t if "_proj" in n and "eh_proj" not in n else t for n, t in drafts.items()}
+    weights = load_file(file) | {"model.embed_tokens.weight": embedding.detach()} | drafts
+    save_file({n: t.contiguous() for n, t in weights.items()}, file, {"format": "pt"})
+
+
+def mended(folder: Path, to: Path) -> Path:
+    """Copy the checkpoint; the layer drafts what the model prefers."""
+    shutil.copytree(folder, to)
+    weights, name = load_file(to / "model.safetensors"), "model.layers.2.shared_head.norm.weight"
+    save_file(weights | {name: -weights[name]}, to / "model.safetensors", {"format": "pt"})
+    return to
+
+
+def accepted(url: str) -> dict[str, float]:
+    text = urllib.request.urlopen(f"{url}/metrics", timeout=60).read().decode()
+    lines = [line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("vllm:spec_decode_num_")]
+    return {name.split("{")[0]: float(value) for name, value in lines if "per_pos" not in name}
+
+
+def second_tokens(url: str) -> tuple[Counter[int], float]:
+    """Sample; return how often each token came second, and which share of the drafts was accepted."""
+    before, counts = accepted(url), Counter[int]()
+
+    def ask(seed: int) -> list[int]:
+        body: dict[str, Any] = dict(model="policy", prompt=PROMPT, max_tokens=3, temperature=1.0, n=100, seed=seed)
+        body |= dict(ignore_eos=True, return_token_ids=True)
+        request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode())
+        request.add_header("Content-Type", "application/json")
+        answer = json.loads(urllib.request.urlopen(request, timeout=300).read())
+        return [choice["token_ids"][1] for choice in answer["choices"]]
+
+    with ThreadPoolExecutor(4) as pool:
+        for found in pool.map(ask, range(NUM_SAMPLES // 100)):
+            counts.update(found)
+    after = accepted(url)
+    drafted = after["vllm:spec_decode_num_draft_tokens_total"] - before["vllm:spec_decode_num_draft_tokens_total"]
+    taken = after["vllm:spec_decode_num_accepted_tokens_total"] - before["vllm:spec_decode_num_accepted_tokens_total"]
+    return counts, taken / drafted
+
+
+@torch.no_grad()
+def expected(folder: Path) -> torch.Tensor:
+    """The probabilities of the second token after `PROMPT`, whatever the first one is."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    first = model(torch.tensor([PROMPT])).logits[0, -1].softmax(-1)
+    every = torch.cat([torch.tensor(PROMPT).expand(VOCABULARY, -1), torch.arange(VOCABULARY)[:, None]], dim=1)
+    return first @ model(every).logits[:, -1].softmax(-1)
+
+
+def chi_square(counts: Counter[int], probs: torch.Tensor) -> float:
+    """Of the likelier tokens, and of all others together."""
+    likely = [int(t) for t in (probs * NUM_SAMPLES >= 10).nonzero()]
+    groups = [([t], float(probs[t])) for t in likely]
+    rest = [t for t in range(VOCABULARY) if t not in likely]
+    groups.append((rest, float(probs[rest].sum())))
+    off = sum((sum(counts[t] for t in ts) - NUM_SAMPLES * p) ** 2 / (NUM_SAMPLES * max(p, 1e-4)) for ts, p in groups)
+    return off / (len(groups) - 1)
+
+
+@pytest.mark.slow
+def test_a_drafter_follows_each_sync(tmp_path):
+    with stack("deepseek_v3", tmp_path, *FLAGS, "--vllm-speculative-config", SPECULATION, prepare=with_drafter) as made:
+        hf, sync, probs = Path(made.args.hf_checkpoint), made.sync(), expected(Path(made.args.hf_checkpoint))
+        counts, share = second_tokens(made.engine.url)
+        print(f"before: {share:.3f} of the drafts accepted, chi-square {chi_square(counts, probs):.2f}")
+        assert share < 0.02 and chi_square(counts, probs) < 2
+        try:
+            made.actor.load_weights(mended(hf, tmp_path / "mended"))
+            for way in ("shm", "disk", "nccl", "ipc"):
+                off, allowed = made.difference(sync, way)
+                assert off <= allowed <= LIMITS["bf16"]
+                counts, share = second_tokens(made.engine.url)
+                print(f"{way}: {share:.3f} of the drafts accepted, chi-square {chi_square(counts, probs):.2f}")
+                assert share > 0.3 and chi_square(counts, probs) < 2
+                made.actor.load_weights(hf if way == "shm" else tmp_path / "mended")
+                if way == "shm":
+                    made.difference(sync, way)
+                    assert second_tokens(made.engine.url)[1] < 0.02
+                    made.actor.load_weights(tmp_path / "mended")
+            train_once(made.actor)
+        finally:
+            sync.close()
