@@ -83,6 +83,11 @@ FAMILIES = {
         precision="bf16",
     ),
     "qwen3_5": Family("qwen3_5_text", {**_HEADS, **_DELTA}, precision="bf16"),
+    "qwen3_5_moe": Family(
+        "qwen3_5_moe_text",
+        {**_HEADS, **_EXPERTS, **_DELTA, "num_experts": 4, "shared_expert_intermediate_size": 32},
+        precision="bf16",
+    ),
 }  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from instep.arguments.model import known_config
 from instep.engines.dialect import dialect_of
 from instep.engines.flags import passed_on
 from instep.engines.kind import named_kind, served_dtype
+from instep.models.images import has_language_model
 from instep.models.shape import EXPERTS, KV_B
 from instep.weights.way import RESTART, SINGLE_COPY
 
@@ -72,6 +73,10 @@ def adapter_way(args: Settings, given: set[str]) -> Iterator[Problem]:
     if on_vllm and args.command in ONLINE and any(n.endswith(KV_B) for n in args.lora_target_modules or ()):
         what = f"vLLM computes latent attention with the loaded weight of {KV_B}, without an adapter"
         yield Problem(what, f"--lora-target-modules {KV_B}", "leave it out, or use --weight-sync shm")
+    elsewhere = on_vllm or args.rollout_backend == "sglang"
+    if elsewhere and args.command in ONLINE and has_language_model(known_config(args)):
+        what = "an adapter names the layers of the language model alone, but the engine loads it with layers for images"
+        yield Problem(what, "--weight-sync lora", "use --weight-sync shm, which sends merged weights")
     words = passed_on(args)
     largest = words.get("max_lora_rank", ["", ""])[-1]
     if largest.isdigit() and int(largest) < args.lora_rank:

@@ -15,7 +15,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 import xxhash
@@ -24,6 +26,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from torch import Tensor
 
+from instep.checkpoints.folder_names import PLAIN, FolderNames, plain_names
 from instep.checkpoints.folders import RELEASE, find_checkpoint, iteration_folder
 from instep.checkpoints.hf_export import (
     check_export_folder,
@@ -34,18 +37,20 @@ from instep.checkpoints.hf_export import (
     write_weights,
 )
 from instep.checkpoints.hf_weights import opened_weights
+from instep.checkpoints.images import image_specs, image_tensors
 from instep.checkpoints.integrity import TRACKER, check_whole
 from instep.checkpoints.megatron import MegatronCheckpoint
 from instep.checkpoints.megatron_writer import TorchDistWriter
 from instep.checkpoints.quantization import quantization_of
 from instep.checkpoints.remote_code import load_config
 from instep.errors import CheckpointError, ConfigError
-from instep.models.hub import folder_of
+from instep.models.hub import fetch_weights, folder_of
+from instep.models.images import has_language_model, image_names
 from instep.models.shape import KNOWN, ModelShape, model_shape
 from instep.models.weight_map import Kind, WeightEntry, weight_entries
 from instep.system.atomic import sync_folder
 from instep.system.options import OptionParser
-from instep.training.megatron.weights import check_tensors, plain_names
+from instep.training.megatron.weights import check_tensors
 from instep.weights.spec import TensorSpec
 
 TO_MEGATRON, TO_HF, TO_BF16 = "hf-to-megatron", "megatron-to-hf", "fp8-to-bf16"
@@ -106,6 +111,8 @@ def main(words: Sequence[str]) -> int:
             what = f"{options.load} has no {TRACKER}"
             raise ConfigError(what, where="--load", remedy="name the folder that contains iter_* or release")
         check_whole(found[0], tell=console.print)
+        if has_language_model(read_hf_config(options.hf_checkpoint)):  # its layers for images are copied
+            fetch_weights(str(options.hf_checkpoint), "--hf-checkpoint")
         rows = megatron_to_hf(found[0], options.hf_checkpoint, options.save, shape, console)
     table = Table(show_header=False)
     rows["seconds"] = f"{time.monotonic() - began:,.1f}"
@@ -178,9 +185,9 @@ def megatron_to_hf(folder: Path, hf: Path, save: Path, shape: ModelShape, consol
         for name, size in zip(entry.names, entry.shapes, strict=True)
     ]
     num_bytes = _num_bytes(specs)
-    source_of = _Digested(checkpoint.tensors)
-    with _new_folder(save, num_bytes) as new:
-        _write(specs, entries, source_of, new, console)
+    source_of, names, images = _Digested(checkpoint.tensors), FolderNames.of(hf), image_tensors(hf)
+    with _new_folder(save, num_bytes + sum(tensor.nbytes for tensor in images.values())) as new:
+        _write(specs, entries, source_of, new, console, names, images)
         copy_companions(hf, new, specs)
         with _on_disk(new), HuggingFace(new, shape) as written, _bar(console, "comparing", num_bytes) as tell:
             _compare(written.entries, source_of.digests, written.tensors, tell)
@@ -188,13 +195,26 @@ def megatron_to_hf(folder: Path, hf: Path, save: Path, shape: ModelShape, consol
 
 
 def _left_out(names: Sequence[str]) -> dict[str, str]:
-    return {"left out": f"{len(names)} tensors of multi-token prediction"} if names else {}
+    images = image_names(names)
+    kinds = {"multi-token prediction": len(names) - len(images), "layers for images": len(images)}
+    said = ", ".join(f"{num} tensors of {kind}" for kind, num in kinds.items() if num)
+    return {"left out": said} if said else {}
 
 
 def _write(
-    specs: Sequence[TensorSpec], entries: Sequence[WeightEntry], read: Tensors, folder: Path, console: Console
+    specs: Sequence[TensorSpec],
+    entries: Sequence[WeightEntry],
+    read: Tensors,
+    folder: Path,
+    console: Console,
+    names: FolderNames = PLAIN,
+    images: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> None:
-    """Write the tensors that `read` returns for the entries into the files of a Hugging Face folder."""
+    """Write the tensors that `read` returns for the entries, and `images`, into the files of a Hugging Face folder.
+
+    Args:
+        names: of the tensors there.
+    """
 
     def weights(tell: Tell) -> Iterator[Tensor]:
         for tensors in _ahead(read, entries):
@@ -203,7 +223,9 @@ def _write(
                 tell(tensor.nbytes)
 
     with _bar(console, "converting", _num_bytes(specs)) as tell:
-        write_weights(specs, weights(tell), folder)
+        named = names.tensors(zip(specs, weights(tell), strict=True))
+        tensors = (tensor for _, tensor in named if tensor is not None)
+        write_weights([*names.specs(specs), *image_specs(images)], chain(tensors, images.values()), folder)
 
 
 def _num_bytes(specs: Sequence[TensorSpec]) -> int:
@@ -240,10 +262,11 @@ class HuggingFace:
         self._stack, self._advised = ExitStack(), set[Path]()
         with self._stack:
             self._stored = self._stack.enter_context(opened_weights(folder, torch.bfloat16))
+            images = image_names(self._stored)
             if shape:
                 self._stored = plain_names(self._stored)
             self._advice = self._stack.enter_context(ThreadPoolExecutor(1))
-            self.unread = check_tensors(folder, shape, self._stored) if shape else []
+            self.unread = [*check_tensors(folder, shape, self._stored), *images] if shape else []
             self._stack = self._stack.pop_all()
         alone = (WeightEntry(n, (n,), (t.shape,), Kind.REPLICATED) for n, t in self._stored.items())
         self.entries = [entry for entry in weight_entries(shape) if not entry.repeats] if shape else list(alone)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shlex
 import shutil
 import struct
 import uuid
@@ -19,6 +18,7 @@ from instep.checkpoints.integrity import Kind, contents, is_ours, put_in_place, 
 from instep.checkpoints.weight_files import SINGLE
 from instep.errors import CheckpointError, ConfigError
 from instep.models.files import INDEX, weight_map
+from instep.models.images import has_language_model
 from instep.models.mtp import KEYS, mtp_names, num_mtp_layers
 from instep.models.shape import QUANTIZATION, as_stored, check_types
 from instep.system.documents import read_json
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 MAX_SHARD_BYTES = 5 * 10**9
 _OF_WEIGHTS = (".index.json", "quant_config.json", "quantize_config.json")  # not copied beside others
 _COPIED = {".json", ".txt", ".model", ".jinja", ".py", ".tiktoken"}
-_HOLD_A_CAUSAL_LM = {"qwen3_5", "qwen3_5_moe"}  # AutoModelForCausalLM loads the language model without image layers
 
 DTYPES = {  # safetensors' names of torch types
     "torch.float64": "F64", "torch.float32": "F32", "torch.bfloat16": "BF16", "torch.float16": "F16",
@@ -46,8 +45,8 @@ _TOKENIZERS = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.jso
 _TEMPLATES = ("chat_template.*", "additional_chat_templates/*", "tekken.json", "tokenization_*.py")
 
 
-def check_causal_lm(config: dict[str, Any], *, where: str, folder: Path | None = None) -> None:
-    """Refuse a configuration in `folder` that is not a decoder-only language model.
+def check_causal_lm(config: dict[str, Any], *, where: str) -> None:
+    """Refuse a configuration that is not a decoder-only language model, nor has one that is trained alone.
 
     Raises:
         ConfigError: the model is an encoder-decoder, or not a causal language model.
@@ -57,21 +56,9 @@ def check_causal_lm(config: dict[str, Any], *, where: str, folder: Path | None =
     remedy = "give a decoder-only causal language model (architecture ...ForCausalLM)"
     if config.get("is_encoder_decoder"):
         raise ConfigError(f"this is an encoder-decoder model ({kind})", where=where, remedy=remedy)
-    if architectures and not any(a.endswith(("ForCausalLM", "LMHeadModel")) for a in architectures):
-        if folder is not None and config.get("model_type") in _HOLD_A_CAUSAL_LM:
-            remedy = _without_images(folder)
+    causal = any(a.endswith(("ForCausalLM", "LMHeadModel")) for a in architectures) or has_language_model(config)
+    if architectures and not causal:
         raise ConfigError(f"this is not a causal language model ({kind})", where=where, remedy=remedy)
-
-
-def _without_images(folder: Path) -> str:
-    old, new = json.dumps(str(folder)), json.dumps(f"{folder.resolve().name}-text")
-    lines = (
-        "import transformers as t",
-        f't.AutoModelForCausalLM.from_pretrained({old}, dtype="auto").save_pretrained({new})',
-        f"t.AutoTokenizer.from_pretrained({old}).save_pretrained({new})",
-    )
-    command = shlex.join(["python", "-c", "; ".join(lines)])
-    return f"write a checkpoint of only its language model: `{command}`; and give that"
 
 
 def check_hf_checkpoint(path: str | Path) -> dict[str, Any]:
@@ -85,7 +72,7 @@ def check_hf_checkpoint(path: str | Path) -> dict[str, Any]:
     if not path.is_dir():
         raise ConfigError("this Hugging Face checkpoint is not a folder", where=str(path), remedy=remedy)
     config = read_hf_config(path)
-    check_causal_lm(config, where=str(path / "config.json"), folder=path)
+    check_causal_lm(config, where=str(path / "config.json"))
     files = [path / SINGLE]
     if (path / INDEX).exists():
         try:
@@ -195,7 +182,7 @@ def export_hf(
 ) -> None:
     """Write the weights, with configuration, tokenizer and templates of `src_checkpoint`, as the checkpoint `dst`.
 
-    See `exporting`.
+    See `exporting`, and `WithImages` for the layers that are not trained.
 
     Args:
         chat_template: the text that replaces the template of `src_checkpoint`.
@@ -337,10 +324,11 @@ def copy_companions(src: Path, folder: Path, specs: Sequence[TensorSpec]) -> Non
         shutil.copytree(templates, folder / templates.name)
     config = json.loads((src / "config.json").read_text())
     config.pop("quantization_config", None)  # it describes the weights of `src`
-    if any(spec.name.endswith("lm_head.weight") for spec in specs):
-        config["tie_word_embeddings"] = False
     largest = max((spec for spec in specs if spec.dtype.is_floating_point), key=_num_bytes)
-    config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(largest.dtype).removeprefix("torch.")
+    for part in (config, config["text_config"]) if "text_config" in config else (config,):
+        if any(spec.name.endswith("lm_head.weight") for spec in specs):
+            part["tie_word_embeddings"] = False
+        part["torch_dtype" if "torch_dtype" in part else "dtype"] = str(largest.dtype).removeprefix("torch.")
     if not mtp_names((spec.name for spec in specs), config.get("num_hidden_layers") or 0, num_mtp_layers(config)):
         config |= {key: 0 for key in KEYS if config.get(key)}  # otherwise engines would look for these layers
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from instep.errors import CheckpointError
 from instep.models.files import has_own_head
+from instep.models.images import LANGUAGE_MODELS
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -36,7 +37,8 @@ def own_code_named(folder: str, what: str) -> Iterator[None]:
 
 
 def load_config(folder: str, trust_remote_code: bool) -> PretrainedConfig:
-    """Return the configuration of the model in a folder; embeddings are untied if the output layer is not their copy.
+    """Return the configuration of the (language) model in a folder; embeddings are untied if the output layer is not
+    their copy.
 
     Raises:
         CheckpointError: the checkpoint needs its own code. Errors of transformers pass through.
@@ -45,6 +47,9 @@ def load_config(folder: str, trust_remote_code: bool) -> PretrainedConfig:
 
     with own_code_named(folder, "model"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    if (text := config.get_text_config()).model_type in LANGUAGE_MODELS:
+        text.name_or_path = folder
+        config = text
     if getattr(config, "tie_word_embeddings", False) and has_own_head(folder):
         config.tie_word_embeddings = False
     return config  # type: ignore[no-any-return]

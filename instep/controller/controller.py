@@ -95,7 +95,7 @@ class Controller:
         self._beginning = beginning(args)  # raises before the log of the earlier session changes
         resumed, self.start_rollout_id = self._beginning.state, self._beginning.rollout_id
         clock().started = (resumed or {}).get("started") or time.strftime("%Y-%m-%dT%H:%M:%S")
-        source = load_source(args, self.hook_args, hf_config.get("text_config", hf_config)["vocab_size"])
+        source = load_source(args, self.hook_args, hf_config["vocab_size"])
         under_way = bool(args.save) and args.command == "train-async"
         self.data_source = LedgeredDataSource(source, self.ledger, under_way=under_way)
         if with_engines and args.eval_interval is not None:

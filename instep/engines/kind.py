@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from instep.engines.spec import Addresses, EngineSpec
 from instep.engines.topology import ServerGroup, ServerRole
 from instep.errors import ConfigError
+from instep.models.images import with_text
 from instep.system.spans import Span
 from instep_engine import MISMATCH
 
@@ -409,8 +410,8 @@ def served_dtype(args: Settings) -> str:
 
 
 def config_json(folder: str) -> dict[str, Any]:
-    """Return the config.json of a model; empty if it cannot be read, which other code reports."""
+    """Return the config.json of a model, with the entries of its `text_config`; empty if it cannot be read, which
+    other code reports."""
     with contextlib.suppress(OSError, ValueError):
-        config: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text())
-        return config
+        return with_text(json.loads((Path(folder) / "config.json").read_text()))
     return {}

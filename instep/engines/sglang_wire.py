@@ -136,4 +136,4 @@ def _completion(answer: Any, request: GenerationRequest, version: str | None) ->
 @functools.cache
 def _experts_per_token(model: str) -> int:
     config = config_json(model)
-    return int(config.get("text_config", config)["num_experts_per_tok"])
+    return int(config["num_experts_per_tok"])

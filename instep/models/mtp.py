@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from instep.models.images import IMAGES, untrained
+
 KEYS = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")  # of config.json, for one number
 _MODULE = re.compile(r"(model\.)?mtp[._]")
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
@@ -29,6 +31,8 @@ def mtp_names(names: Iterable[str], num_layers: int, num_mtp: int) -> list[str]:
 
 
 def left_out(names: Sequence[str]) -> str:
-    """Return a line that says that these are not read; an empty text if there are no names."""
-    what = f"{len(names)} tensors of multi-token prediction ({names[0]}, ...) are not read: " if names else ""
-    return what and f"{what}they are neither trained nor synced, and exports have those of --hf-checkpoint"
+    """Return lines that say that these, and layers for images, are not read; an empty text if there are no names."""
+    mtp = [name for name in names if not name.startswith(IMAGES)]
+    what = f"{len(mtp)} tensors of multi-token prediction ({mtp[0]}, ...) are not read: " if mtp else ""
+    what = what and f"{what}they are neither trained nor synced, and exports have those of --hf-checkpoint"
+    return "\n".join(filter(None, (what, untrained(names))))

@@ -9,6 +9,7 @@ from typing import Any
 
 from instep.errors import ConfigError
 from instep.models.files import has_own_head
+from instep.models.images import with_text
 from instep.models.mtp import KEYS, num_mtp_layers
 from instep.models.rope import rope_by_layer
 from instep.system.documents import read_json
@@ -23,8 +24,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ValueError("is JSON, but not an object like '{\"key\": 1}'")
     check_types(config)
-    text = config.get("text_config")
-    return as_stored({**config, **text} if isinstance(text, dict) else config, folder)
+    return as_stored(config, folder)
 
 
 def check_types(config: Mapping[str, Any]) -> None:
@@ -50,11 +50,13 @@ def check_types(config: Mapping[str, Any]) -> None:
 
 
 def as_stored(config: dict[str, Any], folder: str | Path) -> dict[str, Any]:
-    """Return `config`, corrected by the other files of its folder: add the `quantization_config` that ModelOpt writes
-    into hf_quant_config.json; untie the embeddings if the output layer differs from them.
+    """Return `config` with the entries of its `text_config`, corrected by the other files of its folder: add the
+    `quantization_config` that ModelOpt writes into hf_quant_config.json; untie the embeddings if the output layer
+    differs from them.
 
     Raises: OSError, ValueError.
     """
+    config = with_text(config)
     if config.get("tie_word_embeddings") and has_own_head(str(folder)):
         config = {**config, "tie_word_embeddings": False}
     file = Path(folder) / QUANTIZATION

@@ -54,12 +54,14 @@ class WorkerWeights:
     def export_hf(self, path: Path, adapter: bool = False) -> None:
         """Write a Hugging Face checkpoint, or only the adapter in peft's format (collective)."""
         from instep.checkpoints.hf_export import export_hf
+        from instep.checkpoints.images import WithImages
 
         if adapter:
             self.backend.export_adapter(path)
         else:
-            source = self.backend.weight_source()
-            export_hf(source, Path(self.args.hf_checkpoint), path, self.args.chat_template_text, drafter=True)
+            folder = Path(self.args.hf_checkpoint)
+            source = WithImages(self.backend.weight_source(), folder)
+            export_hf(source, folder, path, self.args.chat_template_text, drafter=True)
 
     def load_weights(self, path: Path, fresh_head: bool = False) -> None:
         """Load only weights, from a Hugging Face checkpoint or an instep checkpoint; see `TrainBackend.load`."""

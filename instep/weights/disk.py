@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from instep.checkpoints.hf_export import export_hf
+from instep.checkpoints.images import WithImages
 from instep.system.scratch import Scratch
 from instep.weights.source import WeightSource
 from instep.weights.spec import TensorSpec
@@ -22,7 +23,7 @@ class Disk:
 
     def send(self, source: WeightSource, order: Order, emit: Callable[[BucketManifest], None]) -> None:
         """Write a checkpoint as `order.folder`, and emit its manifest when it is complete."""
-        recorded = Recorded(source)
+        recorded = Recorded(WithImages(source, order.hf_checkpoint))
         export_hf(recorded, order.hf_checkpoint, order.folder)
         recorded.tell(order, emit)
 

@@ -8,6 +8,7 @@ from instep.engines.embedded.model import Runner, load_model
 from instep.engines.embedded.sampling import log_softmax
 from instep.errors import CheckpointError
 from tests.families import FAMILIES, make_family
+from tests.unit.test_unknown_families import make_model
 
 CPU = torch.device("cpu")
 
@@ -41,7 +42,7 @@ def test_attention_that_it_does_not_have_is_refused_when_it_starts(tmp_path):
     with pytest.raises(CheckpointError, match="cannot serve this model, because its attention caps scores") as error:
         load_model(str(path), torch.float32, CPU, 64, False)
     assert error.value.remedy == "use --rollout-backend vllm"
-    path = make_family("qwen3_next", tmp_path / "delta", "fp32")
+    path = make_model("olmo_hybrid", tmp_path)
     with pytest.raises(CheckpointError, match="it has layers of another kind \\(linear_attention\\)"):
         load_model(str(path), torch.float32, CPU, 64, False)
 

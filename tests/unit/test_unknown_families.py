@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers import AutoModelForCausalLM
 
 from instep.arguments.parse import parse
-from instep.cli import main
 from instep.errors import ConfigError
 from instep.preflight.inputs import check_inputs
 from instep.training.worker import Worker
@@ -35,12 +32,7 @@ MEGATRON = (
 
 def make_model(model_type: str, folder: Path) -> Path:
     torch.manual_seed(0)
-    return saved(AutoModelForCausalLM.from_config(tiny_config(model_type), dtype=torch.float32), folder)
-
-
-def saved(model: PreTrainedModel, folder: Path) -> Path:
-    """Its checkpoint, with a tokenizer, beside a file of prompts."""
-    model.save_pretrained(folder / "hf")
+    AutoModelForCausalLM.from_config(tiny_config(model_type), dtype=torch.float32).save_pretrained(folder / "hf")
     make_tokenizer().save_pretrained(folder / "hf")
     make_prompts(folder / "train.jsonl", 2)
     return folder / "hf"
@@ -94,38 +86,6 @@ def test_the_error_names_the_architecture_and_its_remedy_trains(model_type: str,
         at = left.index(flag)
         del left[at : at + (2 if left[at + 1 : at + 2] and left[at + 1].isdecimal() else 1)]
     check_training([*words, *remedy[1].split(), *left], tmp_path)
-
-
-@pytest.mark.parametrize("model_type", ["qwen3_5", "qwen3_5_moe"])
-def test_the_language_model_of_a_published_folder_trains_after_the_remedy(
-    model_type: str, tmp_path: Path, alone: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Qwen3.5 is published with layers for images; the command of the error leaves them out."""
-    text = {**tiny_config(f"{model_type}_text").to_dict(), "layer_types": ["linear_attention", "full_attention"]}
-    tower = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
-    config = CONFIG_MAPPING[model_type](text_config=text, vision_config=tower)
-    torch.manual_seed(0)
-    published = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
-    hf = saved(published, tmp_path)
-    words = command_line(hf, tmp_path)
-    for backend in ("megatron", "hf"):
-        with pytest.raises(ConfigError, match=f"not a causal language model .{type(published).__name__}") as error:
-            check_inputs(parse([*words, "--train-backend", backend, "--actor-num-gpus-per-node", "1"]))
-    remedy = re.search("`(.+)`; and give that$", error.value.remedy)
-    assert remedy is not None, error.value.remedy
-    monkeypatch.chdir(tmp_path)
-    python, option, code = shlex.split(remedy[1])
-    assert (python, option) == ("python", "-c")
-    exec(code)
-    new, tokens = tmp_path / "hf-text", torch.arange(4, 20)[None]
-    logits = AutoModelForCausalLM.from_pretrained(new)(tokens, use_cache=False).logits
-    torch.testing.assert_close(logits, published.eval()(input_ids=tokens, use_cache=False).logits, rtol=0, atol=1e-5)
-    words = command_line(new, tmp_path)
-    check_inputs(parse([*words, "--train-backend", "megatron", "--actor-num-gpus-per-node", "1"]))
-    assert main(["convert", "hf-to-megatron", "--hf-checkpoint", str(new), "--save", str(tmp_path / "megatron")]) == 0
-    words += ["--train-backend", "hf"]
-    check_inputs(parse([*words, "--actor-num-gpus-per-node", "1"]))
-    check_training(words, tmp_path)
 
 
 def test_a_model_that_hf_does_not_train_either_is_refused_for_that(tmp_path: Path) -> None:

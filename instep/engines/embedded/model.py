@@ -13,7 +13,6 @@ from transformers import (
     AttentionInterface,
     AutoConfig,
     AutoModelForCausalLM,
-    Cache,
     DynamicCache,
     GenerationConfig,
     PretrainedConfig,
@@ -22,6 +21,7 @@ from transformers import (
 
 from instep.checkpoints.hf_export import read_hf_config
 from instep.checkpoints.quantization import quantization_of
+from instep.engines.embedded import delta_net
 from instep.engines.embedded.protocol import Ranked
 from instep.engines.embedded.sampling import log_softmax
 from instep.errors import CheckpointError
@@ -77,7 +77,9 @@ AttentionInterface.register("instep_embedded", _attention)
 def load_model(path: str, dtype: torch.dtype, device: torch.device, max_model_len: int, trust: bool) -> PreTrainedModel:
     """Return the causal model in `path`. Raises CheckpointError: it lacks weights, or has another attention."""
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust)
-    if other := set(getattr(config, "layer_types", None) or KINDS) - KINDS:
+    text = config.get_text_config()
+    known = KINDS | ({delta_net.KIND} if delta_net.has_delta_nets(text.model_type) else set())
+    if other := set(getattr(text, "layer_types", None) or known) - known:
         raise _unfit(path, f"it has layers of another kind ({', '.join(sorted(other))})")
     how = {"dtype": dtype, "attn_implementation": "instep_embedded", "trust_remote_code": trust}
     if quantization_of(read_hf_config(Path(path)), path) is not None:
@@ -142,11 +144,11 @@ class Recorder:
         return as_routes(torch.stack([self._noted.get(i, none) for i in range(self.num_layers)], dim=1).cpu().numpy())
 
 
-class Runner(Cache):
+class Runner(delta_net.States):
     """Forward passes and the cache `data`, which grows by doubling.
 
-    It holds keys and values, `[layers, rows, kv_heads, length, dim]` each. For latent attention it holds the tensors
-    that transformers caches instead.
+    It holds keys and values, `[layers, rows, kv_heads, length, dim]` each, of layers with attention. For latent attention
+    it holds the tensors that transformers caches instead.
     """
 
     def __init__(
@@ -157,12 +159,14 @@ class Runner(Cache):
         With `fixed` each decode step has all rows and the whole length, so that no row's bits depend on others. With
         `records` the experts of each token are noted.
         """
-        super().__init__(layers=[])
+        config, heads = model.config, model.config.num_attention_heads
+        kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+        super().__init__(model, kinds)
         self.recorder = Recorder(model) if records else None
         self.routes: list[np.ndarray] = []  # for each row of the last step, the experts of the tokens that it computed
-        self.fixed, self.prefill_tokens = fixed, 0 if fixed else 8192  # padded, per forward pass
+        self.fixed = fixed
+        self.prefill_tokens = 0 if fixed or self.states else 8192  # padded, per forward pass; padding changes states
         self.model, self.device, self.max_rows, self.max_length = model, model.device, max_rows, max_length
-        config, heads = model.config, model.config.num_attention_heads
         self.kv_heads = getattr(config, "num_key_value_heads", None) or heads
         dims = [getattr(config, "head_dim", None) or config.hidden_size // heads] * 2
         if getattr(config, "kv_lora_rank", None):
@@ -170,9 +174,9 @@ class Runner(Cache):
             model(torch.zeros(1, 1, dtype=torch.long, device=self.device), past_key_values=one, use_cache=True)
             kept = [x for x in (one.layers[0].keys, one.layers[0].values) if x is not None]
             self.kv_heads, dims = kept[0].shape[1], [x.shape[3] for x in kept]
-        shapes = [(config.num_hidden_layers, 0, self.kv_heads, 0, dim) for dim in dims]
+        self.place = {i: n for n, i in enumerate(i for i, kind in enumerate(kinds) if kind != delta_net.KIND)}
+        shapes = [(len(self.place), 0, self.kv_heads, 0, dim) for dim in dims]
         self.data = [torch.zeros(shape, dtype=model.dtype, device=self.device) for shape in shapes]
-        self.source: torch.Tensor | None = None  # in a prefill: the sequence of the batch for each new row
         self.pick: torch.Tensor | None = None  # in a prefill: positions of the flat batch that need logits
         model.get_output_embeddings().register_forward_pre_hook(
             lambda _, args: None if self.pick is None else (args[0].flatten(0, -2)[None, self.pick], *args[1:])
@@ -181,6 +185,7 @@ class Runner(Cache):
     def empty(self) -> None:
         """Free the memory of the cache; no row may be in use."""
         self.data = [part[:, :0, :, :0].clone() for part in self.data]
+        self.states = [part[:, :0].clone() for part in self.states]
 
     def _reserve(self, rows: int, length: int) -> None:
         _, old_rows, _, old_length, _ = self.data[0].shape
@@ -192,6 +197,7 @@ class Runner(Cache):
         for i, old in enumerate(self.data):
             self.data[i] = old.new_zeros(old.shape[0], rows, old.shape[2], length, old.shape[4])
             self.data[i][:, :old_rows, :, :old_length] = old
+        self.reserve_states(rows)
 
     def prefill(self, sequences: Sequence[Sequence[int]], source: Sequence[int], first_row: int) -> torch.Tensor:
         """Fill row `first_row + i` with `sequences[source[i]]`. Return float32 logits `[len(source), vocab]`."""
@@ -247,7 +253,7 @@ class Runner(Cache):
 
     def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Store new keys and values, and return those to attend to. The model's attention calls this."""
-        own = [part[layer_idx] for part in self.data]
+        own = [part[self.place[layer_idx]] for part in self.data]
         for cache, new in zip(own, (key_states, value_states), strict=True):
             if self.source is not None:
                 cache[self.first_row : self.first_row + self.source.numel(), :, : new.shape[2]] = new[self.source]

@@ -279,7 +279,7 @@ class Scheduler:
         """Free the rows `leaving` (ascending). The last rows move into the gaps."""
         keep = len(self.running) - len(leaving)
         sources = sorted(set(range(keep, len(self.running))).difference(leaving))
-        for part in self.runner.data:
+        for part in (*self.runner.data, *self.runner.states):
             part[:, leaving[: len(sources)]] = part[:, sources]
         for source, target in zip(sources, leaving, strict=False):
             self.running[target] = self.running[source]

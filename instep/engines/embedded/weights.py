@@ -11,6 +11,7 @@ from instep.checkpoints.weight_files import weight_files, weight_names
 from instep.engines.embedded.adapter import Adapter
 from instep.engines.embedded.protocol import HttpError
 from instep.models.checkpoint_names import CheckpointNames, named_weights
+from instep.models.images import IMAGES
 from instep.system.processes import pulse
 from instep.weights.way import OF_ADAPTERS
 from instep_engine.manifest import WeightMismatch, digest, dtype_name, tensor_bytes
@@ -100,7 +101,7 @@ class LiveWeights(Receiving):
         self.adapter.receive(tensors, config)
 
     def compare_start(self, path: str, tensors: dict[str, torch.Tensor]) -> None:
-        tensors = {name: tensor for name, tensor in tensors.items() if name not in self.aliases}
+        tensors = self._own(tensors)
         for name in sorted(tensors.keys() - self.expected.keys()):
             raise WeightMismatch(f"{name} is no tensor of this model", name)
         for group in self.names.groups:
@@ -110,10 +111,14 @@ class LiveWeights(Receiving):
                 if name in tensors and not same_bits(weight, tensors[name].to(weight.device, weight.dtype)):
                     raise WeightMismatch(f"{name} of the checkpoint is not what this engine holds", name)
 
+    def _own(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Leave out what a checkpoint holds beside this model: tied weights again, and layers for images."""
+        return {n: tensor for n, tensor in tensors.items() if n not in self.aliases and not n.startswith(IMAGES)}
+
     def load(self, tensors: dict[str, torch.Tensor], exact: bool) -> Iterable[str]:
         """Write all tensors or none. A checkpoint (not `exact`) may have another dtype, and tied weights twice."""
         if not exact:
-            tensors = {name: tensor for name, tensor in tensors.items() if name not in self.aliases}
+            tensors = self._own(tensors)
         for name, tensor in tensors.items():
             known = self.expected.get(name)
             if known is None or name in self.delivered:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from instep.checkpoints.hf_weights import opened_weights
 from instep.errors import CheckpointError
 from instep.models.checkpoint_names import CheckpointNames, Group, named_weights
+from instep.models.images import image_names
 from instep.training.hf.gather import in_batches
 from instep.training.hf.shards import write
 from instep.weights.source import WeightSource
@@ -68,7 +69,7 @@ def load_hf(model: PreTrainedModel, path: Path, *, fresh: str | None = None) -> 
         fresh: the name of a weight that keeps its value, even if the checkpoint has it.
 
     Returns:
-        The names of the tensors of multi-token prediction, which are not read.
+        The names of the tensors of multi-token prediction and of layers for images, which are not read.
 
     Raises:
         CheckpointError, ConfigError: a file is missing or unreadable, or a weight is missing, unexpected or of another
@@ -88,7 +89,7 @@ def load_hf(model: PreTrainedModel, path: Path, *, fresh: str | None = None) -> 
                     raise _mismatch(path, f"{name!r} is {list(tensor.shape)} there and {list(shape)} in the model")
             for name, full in names.to_model(group, tensors).items():
                 write(weights[name], full)
-    return names.mtp
+    return [*names.mtp, *image_names(stored)]
 
 
 def _mismatch(path: Path, what: str) -> CheckpointError:

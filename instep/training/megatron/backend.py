@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from instep.checkpoints.adapter import Lora, check_layout
+from instep.checkpoints.folder_names import FolderNames
 from instep.models.mtp import left_out
 from instep.models.shape import model_shape
 from instep.models.weight_map import EMBEDDING, HEAD
@@ -332,7 +333,9 @@ class MegatronBackend:
         parameters = local_parameters(self.chunks, self.placement)
         if self.adapter is not None:
             return self.adapter.source(self.dtype) if adapter else self.adapter.merged(parameters, self.dtype)
-        return MegatronWeightSource(self.shape, self.placement, parameters, self.dtype, self.parallel.device)
+        names = FolderNames.of(Path(self.args.hf_checkpoint))
+        device = self.parallel.device
+        return MegatronWeightSource(self.shape, self.placement, parameters, self.dtype, device, names=names)
 
     def export_adapter(self, path: Path) -> None:
         assert self.adapter is not None, "this model has no adapter"

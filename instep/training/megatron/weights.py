@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from instep.checkpoints.folder_names import PLAIN, FolderNames, plain_names
 from instep.checkpoints.hf_weights import StoredTensor, opened_weights
 from instep.errors import CheckpointError, ConfigError
+from instep.models.images import image_names
 from instep.models.mtp import mtp_names
 from instep.models.shape import ModelShape
 from instep.models.weight_map import (
@@ -99,6 +101,7 @@ class MegatronWeightSource(WeightSource):
     Attributes:
         entries: all weights of the model by default.
         more: adds to the gathered tensors of an entry, which are None except on rank 0; collective.
+        names: of the folder that engines load.
     """
 
     shape: ModelShape
@@ -108,29 +111,31 @@ class MegatronWeightSource(WeightSource):
     device: torch.device
     entries: list[WeightEntry] = field(default_factory=list)
     more: Callable[[WeightEntry, list[Tensor] | None], None] | None = None
+    names: FolderNames = PLAIN
     specs: list[TensorSpec] = field(init=False)
     emits: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.entries = self.entries or weight_entries(self.shape)
         self.emits = dist.get_rank() == 0
-        self.specs = [
-            TensorSpec(name, shape, self._dtype(entry))
-            for entry in self.entries
-            for name, shape in zip(entry.names, entry.shapes, strict=True)
-        ]
+        self.specs = self.names.specs(spec for entry in self.entries for spec in self._specs(entry))
 
     def _dtype(self, entry: WeightEntry) -> torch.dtype:
         return torch.float32 if entry.keep_fp32 else self.dtype
 
+    def _specs(self, entry: WeightEntry) -> list[TensorSpec]:
+        return [TensorSpec(n, s, self._dtype(entry)) for n, s in zip(entry.names, entry.shapes, strict=True)]
+
     def __iter__(self) -> Iterator[tuple[TensorSpec, Tensor | None]]:
-        specs = iter(self.specs)
+        return self.names.tensors(self._gathered())
+
+    def _gathered(self) -> Iterator[tuple[TensorSpec, Tensor | None]]:
         for entry in self.entries:
             tensors = self.gather(entry)
             if self.more is not None:
                 self.more(entry, tensors)
-            for i in range(len(entry.names)):
-                yield next(specs), None if tensors is None else tensors[i]
+            for i, spec in enumerate(self._specs(entry)):
+                yield spec, None if tensors is None else tensors[i]
 
     @torch.no_grad()
     def gather(self, entry: WeightEntry) -> list[Tensor] | None:
@@ -187,7 +192,7 @@ def load_hf(
     """Read this rank's slices of the checkpoint `path` into its parameters; the head of a critic becomes zero.
 
     Returns:
-        The names of the tensors of multi-token prediction, which are not read.
+        The names of the tensors of multi-token prediction and of layers for images, which are not read.
 
     Raises:
         CheckpointError, ConfigError: the folder cannot be read, or tensors do not belong to the model.
@@ -196,7 +201,7 @@ def load_hf(
     dtype = next(iter(parameters.values())).dtype
     with opened_weights(path, dtype) as stored:
         tensors = plain_names(stored)
-        unread = check_tensors(path, shape, tensors)
+        unread = [*check_tensors(path, shape, tensors), *image_names(stored)]
         for name, param in parameters.items():
             if shape.value_head and name == HEAD:
                 param.zero_()
@@ -212,13 +217,6 @@ def load_hf(
                 parts.append(torch.cat(sections) if len(sections) > 1 else sections[0])
             param.copy_(fuse(entry, [part.to(param.dtype) for part in parts], shape, param.shape[0]))
     return unread
-
-
-def plain_names(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Return tensors under the names of a language model; one that was taken out of a model for images, such as
-    Qwen3.5, keeps the prefix that it had there."""
-    prefix = "model.language_model."
-    return {f"model.{n.removeprefix(prefix)}" if n.startswith(prefix) else n: t for n, t in tensors.items()}
 
 
 def check_tensors(path: Path, shape: ModelShape, tensors: Mapping[str, StoredTensor]) -> list[str]:

@@ -1,0 +1,117 @@
+"""The names of a decoder's tensors in a Hugging Face folder, where they are not those of `models.weight_map`.
+
+A language model that is published with layers for images, such as Qwen3.5, is below `model.language_model.`. Published
+mixtures of that kind have the experts of a layer in two tensors, as transformers 5 holds them: `experts.gate_up_proj`
+`[experts, 2 ffn, hidden]` and `experts.down_proj` `[experts, hidden, ffn]`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from instep.checkpoints.hf_weights import StoredTensor
+from instep.checkpoints.weight_files import weight_files
+from instep.models.files import tensor_files
+from instep.models.images import IMAGES
+from instep.weights.spec import TensorSpec
+
+INNER = "model.language_model."
+_GATE_UP, _DOWN = "gate_up_proj", "down_proj"
+_STACKED = re.compile(rf"(model\..*\.experts)\.({_GATE_UP}|{_DOWN})")
+_EXPERT = re.compile(r"(model\..*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+Named = Iterable[tuple[TensorSpec, Tensor | None]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfExpert(StoredTensor):
+    """A matrix of the expert `index` in a tensor of all experts: its rows from `first` on."""
+
+    index: int
+    first: int
+
+    def read(self, dim: int = 0, start: int = 0, stop: int | None = None) -> Tensor:
+        ranges = [(0, size) for size in self.shape]
+        ranges[dim] = (start, self.shape[dim] if stop is None else stop)
+        (top, bottom), (left, right) = ranges
+        part: Tensor = self.file.get_slice(self.name)[self.index, self.first + top : self.first + bottom, left:right]
+        return part
+
+
+@dataclass(frozen=True)
+class FolderNames:
+    """Attributes:
+    prefix: replaces `model.`.
+    stacked: whether the experts of a layer are in two tensors.
+    """
+
+    prefix: str = "model."
+    stacked: bool = False
+
+    @classmethod
+    def of(cls, folder: Path) -> FolderNames:
+        """Return those of a folder; the default for one without weights. Raises CheckpointError."""
+        names = list(weight_files(folder)) if tensor_files(folder) else []
+        prefix = INNER if any(name.startswith(INNER) for name in names) else "model."
+        return cls(prefix, any(name.startswith(prefix) and _STACKED.fullmatch(name) for name in names))
+
+    def specs(self, specs: Iterable[TensorSpec]) -> list[TensorSpec]:
+        """Return what the folder has for tensors of `weight_map`, experts in order."""
+        meta = ((spec, torch.empty(spec.shape, dtype=spec.dtype, device="meta")) for spec in specs)
+        return [spec for spec, _ in self.tensors(meta)]
+
+    def tensors(self, named: Named) -> Iterator[tuple[TensorSpec, Tensor | None]]:
+        """Yield the folder's tensors, from those of `weight_map`; with stacked experts, a layer's are kept."""
+        kept: dict[tuple[str, str], list[tuple[TensorSpec, Tensor | None]]] = {}
+        for spec, tensor in named:
+            found = _EXPERT.fullmatch(spec.name) if self.stacked else None
+            layer = found[1] if found else ""
+            for (of, name), parts in [item for item in kept.items() if item[0][0] != layer]:
+                yield self._renamed(_stack(f"{of}.{name}", parts))
+                del kept[of, name]
+            if found:
+                kept.setdefault((layer, _DOWN if found[3] == "down" else _GATE_UP), []).append((spec, tensor))
+            else:
+                yield self._renamed((spec, tensor))
+
+    def _renamed(self, named: tuple[TensorSpec, Tensor | None]) -> tuple[TensorSpec, Tensor | None]:
+        spec, tensor = named
+        name = f"{self.prefix}{spec.name.removeprefix('model.')}" if spec.name.startswith("model.") else spec.name
+        return TensorSpec(name, spec.shape, spec.dtype), tensor
+
+
+PLAIN = FolderNames()
+
+
+def _stack(name: str, parts: list[tuple[TensorSpec, Tensor | None]]) -> tuple[TensorSpec, Tensor | None]:
+    """Return one tensor of all experts: gate and up follow each other, for one expert after the other."""
+    first = parts[0][0]
+    each = 2 if name.endswith(_GATE_UP) else 1
+    shape = (len(parts) // each, each * first.shape[0], *first.shape[1:])
+    tensors = [tensor for _, tensor in parts if tensor is not None]
+    whole = torch.cat(tensors).view(shape) if tensors else None
+    return TensorSpec(name, shape, first.dtype), whole
+
+
+def plain_names(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Return a folder's tensors under the names of `weight_map`, without layers for images."""
+    plain: dict[str, StoredTensor] = {}
+    for name, stored in tensors.items():
+        known = f"model.{name.removeprefix(INNER)}" if name.startswith(INNER) else name
+        if (found := _STACKED.fullmatch(known)) and len(stored.shape) == 3:
+            names = ("gate_proj", "up_proj") if found[2] == _GATE_UP else (_DOWN,)
+            rows = stored.shape[1] // len(names)
+            for i in range(stored.shape[0]):
+                for part, inner in enumerate(names):
+                    plain[f"{found[1]}.{i}.{inner}.weight"] = OfExpert(
+                        name, stored.path, stored.file, (rows, stored.shape[2]), stored.dtype,
+                        index=i, first=part * rows,
+                    )  # fmt: skip
+        elif not name.startswith(IMAGES):
+            plain[known] = stored
+    return plain

@@ -1,0 +1,123 @@
+"""A published folder with layers for images: its language model is trained, and the folder comes back whole."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from instep.arguments.parse import parse
+from instep.cli import main
+from instep.engines.embedded.weights import LiveWeights
+from instep.preflight.inputs import check_inputs
+from instep.training.worker import Worker
+from instep.types import TokenBatch
+from tests.architectures import tiny_config
+from tests.assets import make_prompts, make_tokenizer
+
+TOKENS = torch.arange(4, 24)[None]
+WORDS = (
+    "--rollout-batch-size 1 --rm-type random --input-key prompt --n-samples-per-prompt 4 --num-rollout 1 "
+    "--actor-num-gpus-per-node 1 --device cpu --precision fp32 --rollout-backend embedded"
+)
+
+
+def make_published(model_type: str, folder: Path, *, stacked: bool = False) -> Path:
+    """A folder as Qwen3.5 is published.
+
+    Args:
+        stacked: the experts of a layer are in two tensors, as in the published mixtures; otherwise one by one.
+    """
+    text = {**tiny_config(f"{model_type}_text").to_dict(), "layer_types": ["linear_attention", "full_attention"]}
+    tower = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[model_type](text_config=text, vision_config=tower)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    model.save_pretrained(folder)
+    if stacked:
+        tensors = files(folder)
+        alone = {name: tensors.pop(name) for name in list(tensors) if ".experts." in name}
+        assert len(alone) == 2 * 4 * 3
+        fused = {name: tensor for name, tensor in model.state_dict().items() if ".experts." in name}
+        save_file({**tensors, **fused}, folder / "model.safetensors", metadata={"format": "pt"})
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def files(folder: Path) -> dict[str, Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def logits(kind: type, folder: Path) -> Tensor:
+    with torch.no_grad():
+        return kind.from_pretrained(folder).eval()(input_ids=TOKENS, use_cache=False).logits
+
+
+@pytest.mark.parametrize("backend", ["hf", "megatron"])
+@pytest.mark.parametrize(("model_type", "stacked"), [("qwen3_5", False), ("qwen3_5_moe", False), ("qwen3_5_moe", True)])
+def test_a_published_folder_is_trained_and_comes_back_whole(
+    model_type: str, stacked: bool, backend: str, tmp_path: Path, alone: None
+) -> None:
+    hf = make_published(model_type, tmp_path / "hf", stacked=stacked)
+    make_prompts(tmp_path / "train.jsonl", 2)
+    words = f"--hf-checkpoint {hf} --prompt-data {tmp_path}/train.jsonl --run-dir {tmp_path}/run {WORDS}"
+    args = parse([*words.split(), "--train-backend", backend])
+    check_inputs(args)
+    worker = Worker(lambda event: None)
+    worker.setup(args, 0, 1, str(tmp_path / "rendezvous"), 1)
+    worker.load_weights(hf)
+    images = {name for name in files(hf) if name.startswith("model.visual.")}
+    assert f"{len(images)} tensors of layers for images ({min(images)}, ...) are not trained" in worker.remark()
+
+    worker.export_hf(tmp_path / "same")  # bit-equal both ways, images too
+    assert files(tmp_path / "same").keys() == files(hf).keys()
+    assert all(torch.equal(tensor, files(hf)[name]) for name, tensor in files(tmp_path / "same").items())
+    engine = LiveWeights(AutoModelForCausalLM.from_pretrained(hf).requires_grad_(False), hf)
+    assert set(engine.expected) == {spec.name for spec in worker.backend.weight_source().specs}
+
+    ones = torch.ones(8)
+    columns = {"loss_mask": ones, "loss_weights": ones / 8, "advantages": torch.linspace(-1, 1, 8)}
+    batch = TokenBatch(
+        TOKENS[0, :18], torch.tensor([10, 8]), torch.tensor([5, 3]), columns, {"temperature": torch.ones(2)}
+    )
+    before = worker.log_probs(batch, [[0, 1]], ["log_probs"])
+    trained = worker.train(batch, [[[0, 1]]], [1e-2])
+    after = worker.log_probs(batch, [[0, 1]], ["log_probs"])
+    assert before and after and trained and trained[0][0]["grad_norm"] > 0
+    assert ((after["log_probs"] - before["log_probs"]) * columns["advantages"]).sum() > 0
+
+    worker.export_hf(tmp_path / "out")
+    out = files(tmp_path / "out")
+    assert all(torch.equal(out[name], files(hf)[name]) for name in images)
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == json.loads((hf / "config.json").read_text())
+    whole, text = (logits(kind, tmp_path / "out") for kind in (AutoModelForImageTextToText, AutoModelForCausalLM))
+    torch.testing.assert_close(whole, text, rtol=0, atol=1e-6)
+    scores = text[0, :9].log_softmax(-1).gather(1, TOKENS[0, 1:10, None])[-5:, 0]
+    torch.testing.assert_close(after["log_probs"][:5], scores, rtol=0, atol=1e-5)
+    engine.load({spec.name: tensor for spec, tensor in worker.backend.weight_source()}, exact=True)
+    digests = engine.digests()
+    engine.load(out, exact=False)
+    assert engine.digests() == digests
+    if backend == "megatron":
+        from megatron.core import parallel_state  # only now: on a CPU it needs stand-ins
+
+        parallel_state.destroy_model_parallel()
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_published_folder_is_converted_to_megatron_and_back(stacked: bool, tmp_path: Path) -> None:
+    hf = make_published("qwen3_5_moe", tmp_path / "hf", stacked=stacked)
+    at = ["--hf-checkpoint", str(hf)]
+    assert main(["convert", "hf-to-megatron", *at, "--save", str(tmp_path / "megatron")]) == 0
+    assert (
+        main(["convert", "megatron-to-hf", *at, "--load", str(tmp_path / "megatron"), "--save", str(tmp_path / "hf2")])
+        == 0
+    )
+    assert files(tmp_path / "hf2").keys() == files(hf).keys()
+    assert all(torch.equal(tensor, files(hf)[name]) for name, tensor in files(tmp_path / "hf2").items())
