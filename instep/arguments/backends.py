@@ -63,10 +63,14 @@ def layout(args: Settings, given: set[str]) -> Iterator[Problem]:
     """Check what the workers would refuse because of the model, if no other rule does."""
     if args.train_backend != "megatron" or args.debug_rollout_only or not (shape := shape_in_file(known_config(args))):
         return
-    kept = shape.not_with_mtp(args.mtp_num_layers)
-    if problems := refused_by_model(args, shape) + (
-        [f"--mtp-num-layers {args.mtp_num_layers} ({kept})"] if kept else []
-    ):
+    problems = refused_by_model(args, shape)
+    if kept := shape.not_with_mtp(args.mtp_num_layers):
+        problems.append(f"--mtp-num-layers {args.mtp_num_layers} ({kept})")
+    if args.lora_rank and shape.delta:
+        problems.append("--lora-rank with gated delta nets (--train-backend hf adapts their attention and MLP)")
+    if args.lora_rank and args.mtp_num_layers:
+        problems.append("--lora-rank with --mtp-num-layers (these layers would stay frozen)")
+    if problems:
         yield Problem(f"{CANNOT}: {'; '.join(problems)}", WHERE, REMEDY)
 
 

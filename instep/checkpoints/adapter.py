@@ -16,6 +16,7 @@ from instep.checkpoints.hf_export import exporting
 from instep.checkpoints.integrity import folder_digest
 from instep.checkpoints.weight_files import opened
 from instep.errors import CheckpointError
+from instep.models.shape import EXPERTS
 from instep.system.documents import read_json
 
 if TYPE_CHECKING:
@@ -160,7 +161,8 @@ def check_layout(folder: Path, lora: Lora | None, modules: list[str], base: Base
             there, here, remedy = found[name], ours, f"give {flag} {found[name]}"
             if name == "modules":
                 there, here = len(there), len(modules)
-                remedy = f"give {flag} {' '.join(sorted({n.rpartition('.')[2] for n in found[name]}))}"
+                targets = {EXPERTS if f".{EXPERTS}." in n else n.rpartition(".")[2] for n in found[name]}
+                remedy = f"give {flag} {' '.join(sorted(targets))}"
             what = f"its adapter differs: {name} {there} there, {here} here"
             raise CheckpointError(what, where=str(folder), remedy=remedy)
     if theirs.digest != base.digest:

@@ -28,7 +28,7 @@ from instep.engines.kind import (
     config_json,
     engine_dtype,
 )
-from instep.engines.sglang_pairs import ask_pair, scores_by_decode, scores_by_prefill
+from instep.engines.sglang_pairs import ask_pair, partner_of, scores_by_decode, scores_by_prefill
 from instep.engines.spec import Addresses, EngineSpec
 from instep.engines.topology import ServerGroup
 from instep.errors import ConfigError
@@ -242,7 +242,7 @@ class SglangKind(EngineKind):
 
     def generate(self, engine: RunningEngine, payload: dict[str, Any], *, timeout: float) -> Any:
         if engine.role == "decode":
-            return ask_pair(engine, payload, payload, timeout)
+            return ask_pair(partner_of(engine), engine, payload, payload, timeout)
         return super().generate(engine, payload, timeout=timeout)
 
     def prompt_log_probs(

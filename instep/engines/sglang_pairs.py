@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Sequence
+from concurrent.futures import as_completed
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from instep.engines.http import get_json
 from instep.engines.sglang_wire import SGLANG_WIRE
 from instep.errors import EngineError
 from instep.system.run_context import RunThreads
@@ -22,19 +24,47 @@ if TYPE_CHECKING:
 
 NOBODY = {"bootstrap_host": "2.2.2.2", "bootstrap_room": 0}  # SGLang's own words for: hand the cache to nobody
 FORCE = 1e4  # added to the logit of a token
-EVERY = 6
+EVERY = 6  # tokens of a text, of which a decode engine scores one: each costs a transfer
+ASK_SECONDS = 10.0
 
 
-def ask_pair(decode: RunningEngine, for_prefill: dict[str, Any], for_decode: dict[str, Any], timeout: float) -> Any:
-    """Return the answer of a decode engine to a request, which a prefill engine of its model gets, too."""
-    prefill = decode.prefills[0]
+def partner_of(decode: RunningEngine) -> RunningEngine:
+    """Return a prefill engine with the weights of a decode engine. Raises EngineError: none answers with these."""
+    wanted = _version(decode)
+    for prefill in decode.prefills:
+        if wanted is not None and _version(prefill) == wanted:
+            return prefill
+    what = f"no prefill engine answers with the weights of {decode.name} ({wanted})"
+    raise EngineError(what, where=decode.url, remedy="see the logs of the prefill engines")
+
+
+def _version(engine: RunningEngine) -> str | None:
+    """Return the version of its weights; None if it is down, or begins anew."""
+    try:
+        return str(get_json(engine.url + "/weight_info", ASK_SECONDS)["weight_version"])
+    except OSError:
+        return None
+
+
+def ask_pair(
+    prefill: RunningEngine,
+    decode: RunningEngine,
+    for_prefill: dict[str, Any],
+    for_decode: dict[str, Any],
+    seconds: float,
+) -> Any:
+    """Return the decode engine's answer to a request that both get. The first error of the two is raised."""
     at = {"bootstrap_host": urlsplit(prefill.url).hostname, "bootstrap_port": prefill.bootstrap_port}
     at["bootstrap_room"] = secrets.randbits(62)
-    with RunThreads(1) as pool:
-        begun = pool.submit(prefill.post, PATH, for_prefill | at, timeout=timeout)
-        answer = decode.post(PATH, for_decode | at, timeout=timeout)
-        begun.result()
-    return answer
+    pool = RunThreads(2)
+    try:
+        begun = pool.submit(prefill.post, PATH, for_prefill | at, timeout=seconds)
+        answer = pool.submit(decode.post, PATH, for_decode | at, timeout=seconds)
+        for call in as_completed((begun, answer)):
+            call.result()
+    finally:
+        pool.shutdown(wait=False)
+    return answer.result()
 
 
 def scores_by_prefill(engine: RunningEngine, tokens: Sequence[int], timeout: float) -> list[float]:
@@ -50,7 +80,8 @@ def scores_by_decode(engine: RunningEngine, tokens: Sequence[int], timeout: floa
     decode engine then says how likely the one after is. Its difference from the prefill engine stands for the tokens
     up to the next.
     """
-    scores = scores_by_prefill(engine.prefills[0], tokens, timeout)
+    prefill = partner_of(engine)
+    scores = scores_by_prefill(prefill, tokens, timeout)
     ends = range(1, len(tokens) - 1, EVERY)
     params: dict[str, Any] = {"max_new_tokens": 2, "temperature": 1.0, "ignore_eos": True}
     body = {"input_ids": [list(tokens[:end]) for end in ends]}
@@ -60,11 +91,13 @@ def scores_by_decode(engine: RunningEngine, tokens: Sequence[int], timeout: floa
         "token_ids_logprob": [[tokens[end + 1]] for end in ends],
         "sampling_params": params,
     }
-    answers = ask_pair(engine, body | {"sampling_params": forced}, body | asked, timeout)
+    answers = ask_pair(prefill, engine, body | {"sampling_params": forced}, body | asked, timeout)
     for end, answer in zip(ends, answers, strict=True):
         if (got := answer["output_ids"][0]) != tokens[end]:
-            what = f"{engine.prefills[0].name} was to choose token {tokens[end]}, and chose {got}"
-            raise EngineError(what, where=engine.prefills[0].url, remedy="see its log")
+            what = f"SGLang did not apply logit_bias: {prefill.name} chose token {got}, not {tokens[end]}"
+            raise EngineError(
+                what, where=prefill.url, remedy="use a version of SGLang that docs/engines_sglang.md names"
+            )
         found = answer["meta_info"]["output_token_ids_logprobs"][0][0][0]
         difference = (math.nan if found is None else found) - scores[end]  # JSON has no NaN
         scores[end : end + EVERY] = [score + difference for score in scores[end : end + EVERY]]

@@ -99,9 +99,12 @@ class Shape:
         """
         hidden, q, k, f = self.hidden, self.queries / tp, self.keys / tp, self.ffn / tp
         sizes = {"q_proj": hidden + q, "k_proj": hidden + k, "v_proj": hidden + k, "o_proj": q + hidden}
-        sizes |= {"gate_proj": hidden + f, "up_proj": hidden + f, "down_proj": f + hidden}
-        names = {name.rpartition(".")[2] for name in targets or sizes}
-        found = self.num_layers * sum(size for name, size in sizes.items() if name in names)
+        in_mlp = {"gate_proj": hidden + f, "up_proj": hidden + f, "down_proj": f + hidden}
+        names = {name.rpartition(".")[2] for name in targets or (sizes | in_mlp)}
+        found = sum(self.attending * sizes[name] for name in names & sizes.keys())
+        found += sum(self.num_layers * in_mlp[name] for name in names & in_mlp.keys())
+        # Other projections, of latent or linear attention, are about as large as a query's.
+        found += len(names - sizes.keys() - in_mlp.keys() - {EXPERTS}) * self.num_layers * (hidden + q)
         if EXPERTS in names and self.routed:  # matrices of hidden x (ffn / routed)
             found += self.experts * (1 / hidden + self.routed / self.ffn) / expert_pieces
         return found

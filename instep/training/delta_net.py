@@ -5,15 +5,11 @@ Both functions take a whole packed row. A caller whose ranks share a row gathers
 
 from __future__ import annotations
 
-import functools
-import importlib.metadata
-import importlib.util
-import re
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from instep.training.kernels import has_flash_linear_attention
 from instep.training.packing import within
 
 _EPS = 1e-6  # of the norms of queries and keys, as in transformers and in the kernels
@@ -108,20 +104,8 @@ def causal_conv(
 
 
 def _has_kernels(x: Tensor) -> bool:
-    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and _fla_is_right_here()
-
-
-@functools.cache
-def _fla_is_right_here() -> bool:
-    """Return whether flash-linear-attention is installed, and computes rightly on this GPU.
-
-    It refuses its backward pass on Hopper with Triton 3.4 to 3.7.0, unless tilelang is installed, too.
-    """
-    if importlib.util.find_spec("fla") is None:
-        return False
-    triton = tuple(int(number) for number in re.findall(r"\d+", importlib.metadata.version("triton"))[:3])
-    wrong = torch.cuda.get_device_capability()[0] == 9 and (3, 4) <= triton < (3, 7, 1)
-    return not wrong or importlib.util.find_spec("tilelang") is not None
+    hopper = x.is_cuda and torch.cuda.get_device_capability(x.device)[0] == 9
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and has_flash_linear_attention(hopper=hopper)
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -45,11 +45,11 @@ def make_args(**changes) -> SimpleNamespace:
         moe_aux_loss_coeff=0.0, moe_z_loss_coeff=None, moe_router_dtype=None, moe_grouped_gemm=False,
         use_distributed_optimizer=False, recompute_granularity=None, recompute_method=None,
         recompute_num_layers=None, lr=LR, weight_decay=WEIGHT_DECAY, adam_beta1=BETAS[0], adam_beta2=BETAS[1],
-        adam_eps=EPS, clip_grad=CLIP, seed=1, no_save_optim=False, lora_rank=0, megatron_overrides={}, num_layers=None,
+        adam_eps=EPS, clip_grad=CLIP, seed=1, no_save_optim=False, megatron_overrides={}, num_layers=None,
         async_save=False, ckpt_format="torch_dist",
         extra_flags=(), hidden_size=None, deterministic_mode=False, optimizer_cpu_offload=False,
         optimizer="adam", no_torch_compile=False, mtp_num_layers=0, enable_mtp_training=False,
-        mtp_loss_scaling_factor=0.2,
+        mtp_loss_scaling_factor=0.2, hf_checkpoint="none",
     )  # fmt: skip
     return SimpleNamespace(**(base | changes))
 

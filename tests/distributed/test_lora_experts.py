@@ -134,7 +134,11 @@ def _refused(path: Path, lora: Lora, kind: Kind) -> str:
         (HF, "experts", "no linear layer 'experts'"),
         (("megatron", {}), "experts", "no experts"),
         (("megatron", {}), "c_attn", "no linear layer 'c_attn'"),
-        (("megatron", PP2), "layers.1.mlp.up_proj", "pipeline stage 0 has no layer with an adapter"),
+        (
+            ("megatron", PP2),
+            "layers.1.mlp.up_proj",
+            "pipeline stage 0, or one of its virtual stages, has no layer with an adapter",
+        ),
     ],
 )
 def test_what_has_no_adapter_is_refused_by_name(run_ranks: Any, tmp_path: Path, kind: Kind, target: str, words: str):

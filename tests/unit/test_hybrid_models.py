@@ -97,8 +97,6 @@ def test_a_layout_that_does_not_divide_the_key_heads_is_named() -> None:
         changes = dict(zip(("tensor_model_parallel_size", "context_parallel_size"), sizes, strict=True))
         with pytest.raises(ConfigError, match="2 key heads of linear attention are not a multiple of --tensor"):
             check_arguments(arguments(**changes), shape)
-    with pytest.raises(ConfigError, match="--lora-rank trains no gated delta nets here"):
-        check_arguments(arguments(lora_rank=4), shape)
 
 
 def test_each_flag_that_contradicts_config_json_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,6 +105,7 @@ def test_each_flag_that_contradicts_config_json_is_named(tmp_path: Path, monkeyp
     flags = "--use-gated-attention --apply-layernorm-1p --moe-shared-expert-gate --rotary-percent 0.25"
     assert parse(argv(f"--train-backend megatron {flags} --ffn-hidden-size 512")).notes == []
     text = refusal("--train-backend megatron --rotary-percent 1.0 --moe-shared-expert-intermediate-size 256")
+    assert "--lora-rank with gated delta nets" in refusal("--train-backend megatron --lora-rank 4")
     assert "--rotary-percent: is 1.0" in text and "--moe-shared-expert-intermediate-size: is 256" in text
     Path("model/config.json").write_text(json.dumps(config("qwen3-4B")))
     text = refusal(f"--train-backend megatron {flags}")

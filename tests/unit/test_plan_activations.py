@@ -14,7 +14,7 @@ from transformers import AutoConfig
 
 from instep.models.decoder_layers import decoder_layers
 from instep.models.sizes import Shape, shape_in, shape_of
-from instep.preflight.plan.linear import mixed
+from instep.preflight.plan.linear import kept_by_mixers
 from instep.preflight.plan.trainer import Rank, forward_work, kept, kept_in_layer
 from instep.training.delta_net import gated_delta_rule
 from instep.training.hf import layout
@@ -129,7 +129,7 @@ def test_what_the_delta_rule_keeps(heads):
     seen = bytes_kept(torch.nn.Module(), lambda: gated_delta_rule(query, key, value, -decay, share, bounds))
     width = 2 * keys * key_dim + values * value_dim
     around = 4 * (3 * width + 3 * values * value_dim)  # the convolution, the gate and the norm
-    assert mixed(shape, 4, 1, 0.0) - around == pytest.approx(seen / TOKENS, rel=0.1)
+    assert kept_by_mixers(shape, 4, 1, 0.0, cuda=False) - around == pytest.approx(seen / TOKENS, rel=0.1)
 
 
 def test_selective_recomputation_keeps_products_and_attention(tmp_path):

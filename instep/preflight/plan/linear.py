@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 from instep.models.sizes import Shape
 from instep.preflight.plan.card import layer_flops
+from instep.training.kernels import has_flash_linear_attention
 
 CHUNK = 64  # tokens, see `training/delta_net.py`
 
 
-def mixed(s: Shape, e: int, tp: int, attention: float, *, largest: bool = False) -> float:
+def kept_by_mixers(s: Shape, e: int, tp: int, attention: float, *, cuda: bool, largest: bool = False) -> float:
     """Return bytes per token and layer of attention or a gated delta net, the mean over layers or those of the largest.
 
     Args:
         e: bytes of an element in computations.
         tp: ranks that share the heads.
         attention: bytes of plain attention.
+        cuda: trained on GPUs, of a kind that is not known here.
     """
     if (d := s.delta) is None:
         return attention
     gated = attention + 2 * e * s.queries / tp  # the gate and the product
     # Inputs of the convolution and of its activation, and the result; the output gate, the norm's input, the product.
     delta = e * (3 * (2 * d.keys + d.values) + 3 * d.values)
-    if e == 2 and importlib.util.find_spec("fla") is not None:
+    if cuda and e == 2 and has_flash_linear_attention(hopper=True):
         delta += e * (2 * d.keys + CHUNK * d.value_heads) + 4 * d.value_heads
     else:  # in float32; measured: `tests/unit/test_plan_activations.py`
         delta += 4 * (9 * d.key_dim + 6 * d.value_dim + 5 * CHUNK) * d.value_heads

@@ -14,7 +14,7 @@ from instep.algorithms.catalog import algorithm_of
 from instep.cluster.engine_plan import planned_way
 from instep.models.sizes import Shape
 from instep.models.stages import num_chunks, stage_layers
-from instep.preflight.plan.linear import mixed
+from instep.preflight.plan.linear import kept_by_mixers
 from instep.training.hf.own_copy import has_room
 from instep.weights.way import SINGLE_COPY
 
@@ -222,17 +222,17 @@ def kept_in_layer(r: Rank, recompute: str | None, *, largest: bool = False) -> f
     s, e, tp = r.shape, r.e, r.tp
     h = s.hidden / (tp if r.args.sequence_parallel else 1)
     q, k, f, norm = s.queries / tp, s.keys / tp, s.ffn / tp, int(s.qk_norm)
-    sums = 4 * s.heads / tp  # of attention's softmax
+    sums, where = 4 * s.heads / tp, {"cuda": r.args.device == "cuda", "largest": largest}  # of attention's softmax
     if recompute == "full":
         return e * h
     if recompute == "selective" and not r.is_megatron:  # products and attention
         return e * (3 * h + 2 * q + 2 * k + 2 * f) + sums
     copies = e * r.routed * (1 if r.is_megatron else 2)  # inputs of experts; in `hf` also their weighted outputs
     if r.compiled:  # x and its norm twice; projection, rotation (and norm); attention's output; gate, up and product
-        return e * (4 * h + 3 * f) + mixed(s, e, tp, e * (2 + norm) * (q + k) + sums, largest=largest) + copies
+        return e * (4 * h + 3 * f) + kept_by_mixers(s, e, tp, e * (2 + norm) * (q + k) + sums, **where) + copies
     scales = 4 * (2 + norm * (s.heads + s.kv_heads) / tp)
     norms = norm * (q + k) * (4 + e)  # x in fp32, normed, times the weight
-    attention = mixed(s, e, tp, norms + 2 * e * (q + k) + sums + scales, largest=largest)
+    attention = kept_by_mixers(s, e, tp, norms + 2 * e * (q + k) + sums + scales, **where)
     kept = 2 * h * (4 + 2 * e) + attention + 4 * e * f + copies
     return kept - (2 * h + norm * (q + k)) * e * bool(r.adapter)
 

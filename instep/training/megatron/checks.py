@@ -62,8 +62,6 @@ def refused_by_model(args: Settings, shape: ModelShape) -> list[str]:
     if shape.delta and shape.delta.key_heads % (tp * args.context_parallel_size):
         sizes = f"--tensor-model-parallel-size {tp} x --context-parallel-size {args.context_parallel_size}"
         problems.append(f"{shape.delta.key_heads} key heads of linear attention are not a multiple of {sizes}")
-    if shape.delta and args.lora_rank:
-        problems.append("--lora-rank trains no gated delta nets here (--train-backend hf does)")
     if shape.experts:
         problems += _widths(args, shape.experts)
     problems += _virtual_stages(args, shape.num_layers)

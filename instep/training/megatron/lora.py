@@ -364,9 +364,9 @@ def _check_stages(found: Sequence[Pair], placement: Placement) -> None:
         firsts = [stage.first_layer(chunk) for chunk in range(placement.num_chunks)]
         if any(layers.isdisjoint(range(first, first + size // placement.num_chunks)) for first in firsts):
             raise ConfigError(
-                f"pipeline stage {rank} has no layer with an adapter",
+                f"pipeline stage {rank}, or one of its virtual stages, has no layer with an adapter",
                 where="--lora-target-modules",
-                remedy="name layers of each stage, or use --pipeline-model-parallel-size 1",
+                remedy="name layers of each stage, or use --pipeline-model-parallel-size 1 without virtual stages",
             )
 
 

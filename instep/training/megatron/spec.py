@@ -295,7 +295,7 @@ class PolicyModel(GPTModel):
         for module in self.modules():
             if isinstance(module, MoELayer):
                 _stay_on_one_rank(module, self.pg_collection)
-        if self.pre_process and config.recompute_granularity == "full":
+        if self.pre_process and config.recompute_granularity is not None:
             self.embedding.register_forward_hook(_with_gradient)
         if self.post_process and value_head:
             # Every tensor-parallel rank has the head and all of its input, so there is nothing to reduce.
