@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.assets import make_tokenizer
@@ -94,12 +95,11 @@ FAMILIES = {
 def make_family(name: str, folder: Path, precision: str | None = None, **sizes: Any) -> Path:
     """A random checkpoint of the family in `folder`, with a tokenizer of single characters; for `precision`, by default
     the family's own; with `sizes` instead of its own."""
-    family, tokenizer = FAMILIES[name], make_tokenizer()
-    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
-    settings = {**_SMALL, **family.settings, **sizes, **ids, "vocab_size": 64}
-    noise = 0.12 if (precision or family.precision) == "fp32" else 0.04  # so that bfloat16 rounds log-probs by less
+    noise = (
+        0.12 if (precision or FAMILIES[name].precision) == "fp32" else 0.04
+    )  # so that bfloat16 rounds log-probs less
     torch.manual_seed(5)
-    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family.model_type](**settings), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(family_config(name, **sizes), dtype=torch.float32)
     with torch.no_grad():
         for weight in model.parameters():
             weight.copy_(noise * torch.randn_like(weight) + (weight if weight.ndim == 1 else 0))
@@ -107,5 +107,40 @@ def make_family(name: str, folder: Path, precision: str | None = None, **sizes: 
             if buffer_name.endswith("e_score_correction_bias"):
                 buffer.normal_(0, 0.1)
     model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def family_config(name: str, **sizes: Any) -> Any:
+    tokenizer = make_tokenizer()
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    settings = {**_SMALL, **FAMILIES[name].settings, **sizes, **ids, "vocab_size": 64}
+    return CONFIG_MAPPING[FAMILIES[name].model_type](**settings)
+
+
+def make_published(text: Any, folder: Path, *, stacked: bool = False) -> Path:
+    """A random checkpoint with layers for images, as Qwen3.5 is published, with a language model of the config `text`.
+
+    Args:
+        stacked: the experts of a layer are in two tensors, as in the published mixtures; otherwise one by one.
+    """
+    tower = {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_heads": 2,
+        "out_hidden_size": text.hidden_size,
+    }
+    kind = CONFIG_MAPPING[text.model_type.removesuffix("_text")]
+    config = kind(text_config=text.to_dict(), vision_config=tower, tie_word_embeddings=text.tie_word_embeddings)
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    model.save_pretrained(folder)
+    if stacked:
+        tensors = load_file(folder / "model.safetensors")
+        fused = {name: tensor for name, tensor in model.state_dict().items() if ".experts." in name}
+        rest = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+        assert len(rest) < len(tensors)
+        save_file({**rest, **fused}, folder / "model.safetensors", metadata={"format": "pt"})
+    make_tokenizer().save_pretrained(folder)
     return folder

@@ -38,6 +38,7 @@ from instep.engines.spec import Addresses, EngineSpec
 from instep.engines.topology import ServerGroup, group_words, model_path, policy_model, served_models
 from instep.engines.vllm_process import node_environment, profiler_config, serve_arguments, vllm_env
 from instep.errors import ConfigError, EngineError
+from instep.models.images import has_language_model
 from instep.system.spans import Span, of_torch
 from instep.weights.way import OF_ADAPTERS, SINGLE_COPY
 from instep_engine import DRAFTER_VARIABLE, LORA_VARIABLE, PROTOCOL, vllm
@@ -147,6 +148,8 @@ class VllmKind(EngineKind):
         if update_weights:
             backend = vllm.SINGLE_COPY if args.weight_sync == SINGLE_COPY else vllm.ENGINE
             own["weight_transfer_config"] = ["--weight-transfer-config", json.dumps({"backend": backend})]
+            if has_language_model(config_json(str(args.hf_checkpoint))):
+                own["language_model_only"] = ["--language-model-only"]  # it alone is trained
             if args.weight_sync in OF_ADAPTERS:
                 own["enable_lora"] = ["--enable-lora"]
                 least = args.lora_rank

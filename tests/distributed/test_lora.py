@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -351,3 +352,17 @@ def test_a_folder_of_one_backend_is_the_same_in_the_other(
     torch.testing.assert_close(same, log_probs, rtol=1e-5, atol=1e-5)
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         assert (tmp_path / "adapter" / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+
+
+def _mlp_gradients_rank(path, kind):
+    backend = make_lora_backend(path, replace(LORA, targets=("down_proj",)), kind=kind)
+    move(backend)
+    return gradients(backend)
+
+
+def test_an_adapter_of_recomputed_mlps_has_the_gradients_of_kept_ones(run_ranks, checkpoint):
+    """The embedding is frozen, and a re-entrant checkpoint needs an input with a gradient."""
+    again = {"recompute_granularity": "selective", "megatron_overrides": {"recompute_modules": ["mlp"]}}
+    kept, computed = (run_ranks(_mlp_gradients_rank, 1, checkpoint, ("megatron", flags))[0] for flags in ({}, again))
+    assert all(gradient.norm() > 0 for gradient in kept.values())
+    assert kept.keys() == computed.keys() and all(torch.equal(kept[name], computed[name]) for name in kept)

@@ -32,7 +32,7 @@ from tests.distributed.helpers import started_workers
 from tests.distributed.margins import FAMILIES as LIKE_TRAINED
 from tests.distributed.margins import make_model
 from tests.e2e.commands import grpo_arguments, on_sglang, on_vllm
-from tests.families import FAMILIES, make_family
+from tests.families import FAMILIES, family_config, make_family, make_published
 
 DENSE = "phi qwen2 qwen3 llama yi mistral phi3 gemma gemma2 starcoder2".split()
 SERVING = {"vllm": on_vllm(), "embedded": ["--rollout-backend", "embedded"], "sglang": on_sglang()}
@@ -97,25 +97,30 @@ class Stack(NamedTuple):
 
 
 @contextlib.contextmanager
-def stack(name, folder, *more, kind="vllm", sizes=MappingProxyType({}), peaked_in=None, prepare=None):
+def stack(name, folder, *more, kind="vllm", sizes=MappingProxyType({}), peaked_in=None, published=False, prepare=None):
     """The stack of a family.
 
     Args:
         kind: of the engine; with the embedded one in float32.
         sizes: of the model, instead of the family's.
         peaked_in: a precision, in which random tokens are unlikely under the model.
+        published: the folder has layers for images, too.
         prepare: changes the checkpoint.
     """
     family = FAMILIES[name]
     precision = peaked_in or (family.precision if kind == "vllm" else "fp32")
     if peaked_in:
         checkpoint = make_model(name, folder / "hf", precision, peaked=True)
+    elif published:
+        checkpoint = make_published(
+            family_config(name, **sizes), folder / "hf", stacked="num_experts" in family.settings
+        )
     else:
         checkpoint = make_family(name, folder / "hf", precision, **sizes)
     if prepare is not None:
         prepare(checkpoint)
-    elif precision == family.precision == "bf16" and not torch.cpu._is_amx_tile_supported():
-        pytest.skip("vLLM's linear and latent attention on a CPU need AMX")
+    elif kind == "vllm" and "kv_lora_rank" in family.settings and not torch.cpu._is_amx_tile_supported():
+        pytest.skip("vLLM's latent attention on a CPU needs AMX")
     make_prompts(folder / "train.jsonl", 4)
     flags = [*SERVING[kind], "--vllm-max-model-len", "128", "--precision", precision, *more]
     args = parse(grpo_arguments(folder, folder / "run", *flags)[1:], "train").replace(device="cpu")
@@ -124,7 +129,7 @@ def stack(name, folder, *more, kind="vllm", sizes=MappingProxyType({}), peaked_i
     workers = started_workers(args, "actor", n, logs)
     # The other engines would share all weights.
     env = {MEMORY_VARIABLE: str(memory.path)} if kind == "vllm" or args.weight_sync == SINGLE_COPY else {}
-    if name == "qwen3_5":
+    if name.startswith("qwen3_5"):
         env["PYTHONPATH"] = os.pathsep.join([str(empty_torchvision(folder)), os.environ.get("PYTHONPATH", "")])
     spec = plan_engines(args)[0]
     engine = start_engine(args, spec, num_threads=1, log_dir=logs, env=env)
@@ -139,9 +144,8 @@ def stack(name, folder, *more, kind="vllm", sizes=MappingProxyType({}), peaked_i
         layout = workers.call("setup", per_rank=ranks, timeout=300)
         actor = RoleTrainer(args, workers, layout, lr_schedule.from_args(args, 1))
         actor.load_weights(checkpoint)
-        assert (actor.workers.call("remark", timeout=60)[0] == "") is (
-            family.packed or args.train_backend == "megatron"
-        )
+        slower = "which is slower" in actor.workers.call("remark", timeout=60)[0]
+        assert slower is not (family.packed or args.train_backend == "megatron")
         engine.wait_ready(600)
         yield Stack(args, actor, engine, memory.path, start_anew)
     finally:
@@ -181,11 +185,21 @@ def prove_one_memory(made, limit):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "backend"),
-    [*((name, "hf") for name in FAMILIES), *((name, "megatron") for name in ("deepseek_v3", "qwen3_next", "qwen3_5"))],
+    [
+        *((name, "hf") for name in FAMILIES),
+        *((name, "megatron") for name in ("deepseek_v3", "qwen3_next", "qwen3_5", "qwen3_5_moe")),
+    ],
 )
 def test_a_family_trains_and_is_proven_by_every_way(name, backend, tmp_path):
     with stack(name, tmp_path, "--train-backend", backend, "--weight-sync", "shm") as made:
         prove_every_way(made, LIMITS[FAMILIES[name].precision])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "backend"), [("qwen3_5", "hf"), ("qwen3_5_moe", "megatron")])
+def test_a_folder_with_layers_for_images_is_proven_by_every_way(name, backend, tmp_path):
+    with stack(name, tmp_path, "--train-backend", backend, "--weight-sync", "shm", published=True) as made:
+        prove_every_way(made, LIMITS["bf16"])
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from instep.weights.way import RESTART
 from tests.assets import make_prompts
 from tests.e2e.commands import grpo_arguments, run
 from tests.e2e.test_families import stack, train_once
-from tests.unit.test_images import make_published
+from tests.unit.test_images import make_tiny
 
 SLOW = [(name, backend) for name in ("qwen3_next", "qwen3_5", "qwen3_5_moe") for backend in ("hf", "megatron")]
 FAST = [("qwen3_next", "hf"), ("qwen3_5_moe", "megatron")]
@@ -33,7 +33,7 @@ def test_a_hybrid_is_proven_by_every_way(name, backend, tmp_path):
 
 @pytest.mark.parametrize(("backend", "way"), [("hf", "shm"), ("megatron", "disk")])
 def test_a_run_on_a_published_folder_exports_the_whole_model(backend, way, tmp_path):
-    hf = make_published("qwen3_5_moe", tmp_path / "hf", stacked=True)
+    hf = make_tiny("qwen3_5_moe", tmp_path / "hf", stacked=True)
     make_prompts(tmp_path / "train.jsonl", 16)
     flags = ["--train-backend", backend, "--rollout-backend", "embedded", "--weight-sync", way, "--precision", "fp32"]
     flags += ["--save-hf", str(tmp_path / "out"), "--save-interval", "2", "--vllm-max-model-len", "64"]

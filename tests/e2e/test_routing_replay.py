@@ -55,6 +55,8 @@ CLOSE = {"n_routed_experts": 32, "routed_scaling_factor": 20.0}
     [
         pytest.param(EP2, "qwen3_moe", {}, 0.8, id="embedded-qwen3_moe"),
         pytest.param(EP2, "deepseek_v3", CLOSE, 0.8, id="embedded-deepseek_v3"),
+        pytest.param(EP2, "qwen3_next", {"num_experts": 32}, 0.8, id="embedded-qwen3_next"),
+        pytest.param(EP2, "qwen3_5_moe", {"num_experts": 32}, 0.8, id="embedded-qwen3_5_moe"),
         pytest.param(on_sglang(), "qwen3_moe", {}, 1.0, id="sglang", marks=OF_SGLANG),
     ],
 )

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from instep_engine.direct import DirectLoader
+from instep_engine.manifest import WeightMismatch
 from instep_engine.memory import CannotShare, Recorder, check_record
 
 SHAPES = {"q": (4, 6), "k": (2, 6), "o": (6, 4), "norm": (6,), "decay": (3,)}
@@ -65,6 +66,19 @@ def test_what_was_written_is_counted_in_every_session():
         loader.begin()
         loader.load({name: t for name, t in weights(seed).items() if name != "k"})
         assert loader._written == {"qk": 12, "o": 12, "norm": 6, "decay": 3}
+
+
+def test_layers_for_images_may_stay_as_they_are():
+    live = nn.ModuleDict({"visual": nn.Linear(2, 2), "body": nn.Linear(2, 2)})
+    live.load_weights = lambda weights: [live.get_parameter(name).data.copy_(weight) for name, weight in weights]
+    loader, body = DirectLoader(live), {"body.weight": torch.ones(2, 2), "body.bias": torch.ones(2)}
+    loader.begin()
+    loader.load(body)
+    loader.check_complete(lambda layer: False)
+    loader.begin()
+    loader.load({"body.bias": torch.ones(2)})
+    with pytest.raises(WeightMismatch, match="body was not delivered whole"):
+        loader.check_complete(lambda layer: False)
 
 
 class Spoiler(Fused):

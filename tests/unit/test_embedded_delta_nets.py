@@ -34,10 +34,8 @@ def test_rows_that_come_and_go_have_the_logits_of_transformers(tmp_path: Path, f
         if step == 4:  # the first row leaves, the last one takes its place; another begins
             for part in (*runner.data, *runner.states):
                 part[:, [0]] = part[:, [2]]
-            rows, given = (
-                [rows[2], rows[1], texts[3][:9]],
-                [given[2], given[1], *runner.prefill([texts[3][:9]], [0], 2)],
-            )
+            rows = [rows[2], rows[1], texts[3][:9]]
+            given = [given[2], given[1], *runner.prefill([rows[2]], [0], 2)]
             compare()
         rows = [[*row, texts[i][len(row)]] for i, row in enumerate(rows)]
         given = list(runner.decode([row[-1] for row in rows], [len(row) for row in rows]))

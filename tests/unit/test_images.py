@@ -7,19 +7,24 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from instep.arguments.parse import parse
 from instep.cli import main
+from instep.cluster.engine_plan import plan_engines
 from instep.engines.embedded.weights import LiveWeights
+from instep.models.sizes import shape_in, shape_of
 from instep.preflight.inputs import check_inputs
 from instep.training.worker import Worker
 from instep.types import TokenBatch
 from tests.architectures import tiny_config
-from tests.assets import make_prompts, make_tokenizer
+from tests.assets import make_prompts
+from tests.command_line import argv, make_folder, refusal
+from tests.families import make_published
+from tests.published import config as published_config
 
 TOKENS = torch.arange(4, 24)[None]
 WORDS = (
@@ -28,26 +33,10 @@ WORDS = (
 )
 
 
-def make_published(model_type: str, folder: Path, *, stacked: bool = False) -> Path:
-    """A folder as Qwen3.5 is published.
-
-    Args:
-        stacked: the experts of a layer are in two tensors, as in the published mixtures; otherwise one by one.
-    """
-    text = {**tiny_config(f"{model_type}_text").to_dict(), "layer_types": ["linear_attention", "full_attention"]}
-    tower = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
-    torch.manual_seed(0)
-    config = CONFIG_MAPPING[model_type](text_config=text, vision_config=tower)
-    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
-    model.save_pretrained(folder)
-    if stacked:
-        tensors = files(folder)
-        alone = {name: tensors.pop(name) for name in list(tensors) if ".experts." in name}
-        assert len(alone) == 2 * 4 * 3
-        fused = {name: tensor for name, tensor in model.state_dict().items() if ".experts." in name}
-        save_file({**tensors, **fused}, folder / "model.safetensors", metadata={"format": "pt"})
-    make_tokenizer().save_pretrained(folder)
-    return folder
+def make_tiny(model_type: str, folder: Path, *, stacked: bool = False) -> Path:
+    config = tiny_config(f"{model_type}_text").to_dict() | {"layer_types": ["linear_attention", "full_attention"]}
+    config["tie_word_embeddings"] = model_type == "qwen3_5"  # as the small ones are
+    return make_published(CONFIG_MAPPING[f"{model_type}_text"](**config), folder, stacked=stacked)
 
 
 def files(folder: Path) -> dict[str, Tensor]:
@@ -64,7 +53,7 @@ def logits(kind: type, folder: Path) -> Tensor:
 def test_a_published_folder_is_trained_and_comes_back_whole(
     model_type: str, stacked: bool, backend: str, tmp_path: Path, alone: None
 ) -> None:
-    hf = make_published(model_type, tmp_path / "hf", stacked=stacked)
+    hf = make_tiny(model_type, tmp_path / "hf", stacked=stacked)
     make_prompts(tmp_path / "train.jsonl", 2)
     words = f"--hf-checkpoint {hf} --prompt-data {tmp_path}/train.jsonl --run-dir {tmp_path}/run {WORDS}"
     args = parse([*words.split(), "--train-backend", backend])
@@ -72,6 +61,7 @@ def test_a_published_folder_is_trained_and_comes_back_whole(
     worker = Worker(lambda event: None)
     worker.setup(args, 0, 1, str(tmp_path / "rendezvous"), 1)
     worker.load_weights(hf)
+    assert ("lm_head.weight" in files(hf)) is (model_type == "qwen3_5_moe")
     images = {name for name in files(hf) if name.startswith("model.visual.")}
     assert f"{len(images)} tensors of layers for images ({min(images)}, ...) are not trained" in worker.remark()
 
@@ -110,9 +100,21 @@ def test_a_published_folder_is_trained_and_comes_back_whole(
         parallel_state.destroy_model_parallel()
 
 
+def test_a_run_is_planned_for_the_language_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_folder(tmp_path, monkeypatch)
+    text = published_config("qwen3.5-35B-A3B")
+    kind = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe"}
+    Path("model/config.json").write_text(json.dumps({**kind, "text_config": text, "vision_config": {"depth": 27}}))
+    assert shape_of("model") == shape_in(text)
+    args = parse(argv("--train-backend megatron --rollout-backend vllm --num-experts 256"), "plan")
+    assert "--language-model-only" in plan_engines(args)[0].flags
+    said = refusal("--train-backend hf --rollout-backend vllm --lora-rank 4 --weight-sync lora")
+    assert "an adapter names the layers of the language model alone" in said
+
+
 @pytest.mark.parametrize("stacked", [False, True])
 def test_a_published_folder_is_converted_to_megatron_and_back(stacked: bool, tmp_path: Path) -> None:
-    hf = make_published("qwen3_5_moe", tmp_path / "hf", stacked=stacked)
+    hf = make_tiny("qwen3_5_moe", tmp_path / "hf", stacked=stacked)
     at = ["--hf-checkpoint", str(hf)]
     assert main(["convert", "hf-to-megatron", *at, "--save", str(tmp_path / "megatron")]) == 0
     assert (

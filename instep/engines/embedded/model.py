@@ -147,8 +147,8 @@ class Recorder:
 class Runner(delta_net.States):
     """Forward passes and the cache `data`, which grows by doubling.
 
-    It holds keys and values, `[layers, rows, kv_heads, length, dim]` each, of layers with attention. For latent attention
-    it holds the tensors that transformers caches instead.
+    It holds keys and values, `[layers, rows, kv_heads, length, dim]` each, of layers with attention. For latent
+    attention it holds the tensors that transformers caches instead.
     """
 
     def __init__(
