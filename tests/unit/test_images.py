@@ -105,7 +105,7 @@ def test_a_run_is_planned_for_the_language_model(tmp_path: Path, monkeypatch: py
     text = published_config("qwen3.5-35B-A3B")
     kind = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe"}
     Path("model/config.json").write_text(json.dumps({**kind, "text_config": text, "vision_config": {"depth": 27}}))
-    assert shape_of("model") == shape_in(text)
+    assert shape_of(str(tmp_path / "model")) == shape_in(text)
     args = parse(argv("--train-backend megatron --rollout-backend vllm --num-experts 256"), "plan")
     assert "--language-model-only" in plan_engines(args)[0].flags
     said = refusal("--train-backend hf --rollout-backend vllm --lora-rank 4 --weight-sync lora")

@@ -162,7 +162,7 @@ def arguments(**changes) -> SimpleNamespace:
                 num_virtual_stages_per_pipeline_rank=None, decoder_first_pipeline_num_layers=None,
                 decoder_last_pipeline_num_layers=None, expert_model_parallel_size=1,
                 expert_tensor_parallel_size=None, moe_grouped_gemm=False,
-                megatron_overrides={}, extra_flags=())  # fmt: skip
+                megatron_overrides={}, extra_flags=(), mtp_num_layers=0)  # fmt: skip
     return SimpleNamespace(**(base | changes))
 
 

@@ -142,9 +142,9 @@ class MegatronBackend:
         self, ddp_config: Any, optimizer_config: Any, with_optimizer: bool, lora: Lora | None
     ) -> tuple[list[Any], Any]:
         """Return the model's chunks, wrapped for bfloat16 and for data parallelism, and their optimizer."""
-        from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
-        from megatron.core.optimizer import get_megatron_optimizer
         from megatron.core.transformer.module import Float16Module
+
+        from instep.training.megatron.data_parallel import share_gradients
 
         wrapped: list[Any] = list(self.chunks)
         if self.dtype is torch.bfloat16:
@@ -157,22 +157,8 @@ class MegatronBackend:
             from instep.training.megatron.lora import MegatronLora
 
             self.adapter = MegatronLora(lora, self.chunks, self.shape, self.placement, self.args.seed)
-        wrapped = [
-            DistributedDataParallel(self.config, ddp_config, chunk, disable_bucketing=i > 0)
-            for i, chunk in enumerate(wrapped)
-        ]
-        for chunk in wrapped:
-            chunk.broadcast_params()
-
-        def finalize(model: list[Any], num_tokens: Tensor | None, **kwargs: Any) -> None:
-            finalize_model_grads(model, None, **kwargs)  # Megatron would divide by tokens; loss weights contain it
-            if self.adapter is not None:
-                self.adapter.sum_over_expert_ranks()
-
-        self.config.finalize_model_grads_func = finalize
-        no_sync = [chunk.no_sync for chunk in wrapped]
-        self.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
-        optimizer = get_megatron_optimizer(optimizer_config, wrapped, use_gloo_process_groups=False)
+        finish = (lambda: None) if self.adapter is None else self.adapter.sum_over_expert_ranks
+        wrapped, optimizer = share_gradients(wrapped, self.config, ddp_config, optimizer_config, finish)
         keep_moments_as_asked(optimizer, self.args, cuda=self.parallel.device.type == "cuda")
         return wrapped, optimizer
 
