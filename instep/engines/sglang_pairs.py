@@ -39,7 +39,7 @@ def partner_of(decode: RunningEngine) -> RunningEngine:
 
 
 def _version(engine: RunningEngine) -> str | None:
-    """Return the version of its weights; None if it is down, or begins anew."""
+    """Return the version of its weights; None if it does not answer."""
     try:
         return str(get_json(engine.url + "/weight_info", ASK_SECONDS)["weight_version"])
     except OSError:
