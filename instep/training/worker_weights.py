@@ -54,12 +54,15 @@ class WorkerWeights:
     def export_hf(self, path: Path, adapter: bool = False) -> None:
         """Write a Hugging Face checkpoint, or only the adapter in peft's format (collective)."""
         from instep.checkpoints.hf_export import export_hf
+        from instep.checkpoints.untrained import untrained
 
         if adapter:
             self.backend.export_adapter(path)
         else:
             source = self.backend.weight_source()
-            export_hf(source, Path(self.args.hf_checkpoint), path, self.args.chat_template_text, drafter=True)
+            hf = Path(self.args.hf_checkpoint)
+            with untrained(hf, source.specs) as more:
+                export_hf(source, hf, path, self.args.chat_template_text, more=more)
 
     def load_weights(self, path: Path, fresh_head: bool = False) -> None:
         """Load only weights, from a Hugging Face checkpoint or an instep checkpoint; see `TrainBackend.load`."""

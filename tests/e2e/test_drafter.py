@@ -32,13 +32,16 @@ def with_drafter(folder: Path) -> None:
     torch.manual_seed(3)
     embedding = model.model.embed_tokens.weight
     with torch.no_grad():
-        embedding.copy_(torch.randn(embedding.shape[1]) + 0.1 * torch.randn_like(embedding))
+        common = torch.randn(embedding.shape[1])
+        embedding.copy_(common + 0.1 * torch.randn_like(embedding))
+        model.lm_head.weight[9] += 0.8 * common / common.norm()  # the likeliest token
     drafts = Drafter(model).weights()
     layer, hidden = "model.layers.2.", embedding.shape[1]
     drafts[f"{layer}eh_proj.weight"] = torch.cat([torch.eye(hidden), torch.zeros(hidden, hidden)], dim=1)
     drafts[f"{layer}shared_head.norm.weight"] = -model.model.norm.weight.detach()
     drafts = {n: 0.1 * t if "_proj" in n and "eh_proj" not in n else t for n, t in drafts.items()}
-    weights = load_file(file) | {"model.embed_tokens.weight": embedding.detach()} | drafts
+    own = {"model.embed_tokens.weight": embedding, "lm_head.weight": model.lm_head.weight}
+    weights = load_file(file) | {name: weight.detach() for name, weight in own.items()} | drafts
     save_file({n: t.contiguous() for n, t in weights.items()}, file, {"format": "pt"})
 
 
@@ -62,7 +65,7 @@ def second_tokens(url: str) -> tuple[Counter[int], float]:
     model = json.loads(open_directly(f"{url}/v1/models", timeout=60).read())["data"][0]["id"]
 
     def ask(seed: int) -> list[int]:
-        body: dict[str, Any] = dict(model=model, prompt=PROMPT, max_tokens=3, temperature=1.0, n=100, seed=seed)
+        body: dict[str, Any] = dict(model=model, prompt=PROMPT, max_tokens=3, temperature=1.0, n=100, seed=1000 * seed)
         body |= dict(ignore_eos=True, return_token_ids=True)
         request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode())
         request.add_header("Content-Type", "application/json")
