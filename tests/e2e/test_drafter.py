@@ -106,20 +106,16 @@ def test_a_drafter_follows_each_sync(tmp_path):
         hf, sync, probs = Path(made.args.hf_checkpoint), made.sync(), expected(Path(made.args.hf_checkpoint))
         counts, share = second_tokens(made.engine.url)
         print(f"before: {share:.3f} of the drafts accepted, chi-square {chi_square(counts, probs):.2f}")
-        assert share < 0.02 and chi_square(counts, probs) < 2
+        assert share < 0.02 and chi_square(counts, probs) < 2.5
         try:
-            made.actor.load_weights(mended(hf, tmp_path / "mended"))
-            for way in ("shm", "nccl"):
+            for way, folder in (("shm", mended(hf, tmp_path / "mended")), ("shm", hf), ("nccl", tmp_path / "mended")):
+                made.actor.load_weights(folder)
                 off, allowed = made.difference(sync, way)
                 assert off <= allowed <= LIMITS["bf16"]
                 counts, share = second_tokens(made.engine.url)
                 print(f"{way}: {share:.3f} of the drafts accepted, chi-square {chi_square(counts, probs):.2f}")
-                assert share > 0.3 and chi_square(counts, probs) < 2
-                made.actor.load_weights(hf if way == "shm" else tmp_path / "mended")
-                if way == "shm":
-                    made.difference(sync, way)
-                    assert second_tokens(made.engine.url)[1] < 0.02
-                    made.actor.load_weights(tmp_path / "mended")
+                assert (share < 0.02) if folder == hf else (share > 0.3)
+                assert chi_square(counts, probs) < 2.5
             train_once(made.actor)
         finally:
             sync.close()
