@@ -178,7 +178,7 @@ def export_hf(
     dst: Path,
     chat_template: str | None = None,
     *,
-    drafter: bool = False,
+    more: Sequence[tuple[TensorSpec, Callable[[], torch.Tensor]]] = (),
 ) -> None:
     """Write the weights, with configuration, tokenizer and templates of `src_checkpoint`, as the checkpoint `dst`.
 
@@ -186,40 +186,17 @@ def export_hf(
 
     Args:
         chat_template: the text that replaces the template of `src_checkpoint`.
-        drafter: also write the layers of multi-token prediction of `src_checkpoint` that `weight_source` does not have,
-            as they are: an engine can still draft with them.
+        more: tensors behind these, and how to read them.
     """
 
     def write(weights: Iterator[Any], new: Path) -> None:
-        with _untrained(Path(src_checkpoint), weight_source.specs if drafter else None) as more:
-            specs = [*weight_source.specs, *(spec for spec, _ in more)]
-            write_weights(specs, chain((tensor for _, tensor in weights), (read() for _, read in more)), new)
+        specs = [*weight_source.specs, *(spec for spec, _ in more)]
+        write_weights(specs, chain((tensor for _, tensor in weights), (read() for _, read in more)), new)
         copy_companions(Path(src_checkpoint), new, specs)
         if chat_template is not None:
             (new / "chat_template.jinja").write_text(chat_template)
 
     exporting(weight_source, dst, write)
-
-
-@contextmanager
-def _untrained(src: Path, specs: Sequence[TensorSpec] | None) -> Iterator[list[tuple[TensorSpec, Callable[[], Any]]]]:
-    """Yield the tensors of multi-token prediction of the checkpoint `src`, and how to read them.
-
-    Args:
-        specs: of the trained weights; if these have such layers, or without specs, there are no more.
-    """
-    config = json.loads((src / "config.json").read_text())
-    sizes = config.get("num_hidden_layers") or 0, num_mtp_layers(config)
-    if specs is None or mtp_names((spec.name for spec in specs), *sizes):
-        yield []
-        return
-    from instep.checkpoints.hf_weights import opened_weights
-    from instep.weights.spec import TensorSpec
-
-    widest = max((spec for spec in specs if spec.dtype.is_floating_point), key=_num_bytes)
-    with opened_weights(src, widest.dtype) as stored:
-        kept = [(name, stored[name]) for name in mtp_names(stored, *sizes)]
-        yield [(TensorSpec(name, t.shape, t.dtype), t.read) for name, t in kept if t.dtype is not None]
 
 
 def exporting(weight_source: WeightSource, dst: Path, write: Callable[[Iterator[Any], Path], None]) -> None:

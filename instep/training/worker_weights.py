@@ -55,13 +55,14 @@ class WorkerWeights:
         """Write a Hugging Face checkpoint, or only the adapter in peft's format (collective)."""
         from instep.checkpoints.hf_export import export_hf
         from instep.checkpoints.images import WithImages
+        from instep.checkpoints.untrained import untrained
 
         if adapter:
             self.backend.export_adapter(path)
         else:
-            folder = Path(self.args.hf_checkpoint)
-            source = WithImages(self.backend.weight_source(), folder)
-            export_hf(source, folder, path, self.args.chat_template_text, drafter=True)
+            source, hf = self.backend.weight_source(), Path(self.args.hf_checkpoint)
+            with untrained(hf, source.specs) as more:
+                export_hf(WithImages(source, hf), hf, path, self.args.chat_template_text, more=more)
 
     def load_weights(self, path: Path, fresh_head: bool = False) -> None:
         """Load only weights, from a Hugging Face checkpoint or an instep checkpoint; see `TrainBackend.load`."""

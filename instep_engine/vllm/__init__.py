@@ -59,9 +59,10 @@ def register() -> None:
 
             drafter.install()
         if current_platform.is_cpu():
-            from instep_engine.vllm import pipeline
+            from instep_engine.vllm import cpu_speculation, pipeline
 
             pipeline.install()
+            cpu_speculation.install()
         if os.environ.get(FAST_VARIABLE):
             from instep_engine.vllm.fast import sampler
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm.logger import init_logger
 
-logger = init_logger("vllm.instep")
+from instep_engine.receiving import Receiving
+
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _SHARED = ("embed_tokens.weight", "shared_head.head.weight")
 
@@ -46,8 +46,6 @@ def install() -> None:
     """Let the weight transfer of a worker load its drafter, too. Once in a process."""
     from vllm.v1.worker.gpu_worker import Worker
 
-    from instep_engine.vllm.engine import ShmWeightTransferEngine
-
     load: Any = Worker.load_model
     if hasattr(load, "__wrapped__"):
         return
@@ -56,7 +54,7 @@ def install() -> None:
     def load_model(self: Any, *args: Any, **kwargs: Any) -> None:
         load(self, *args, **kwargs)
         how, engine = self.speculative_config, self.weight_transfer_engine
-        if how is not None and how.method == "mtp" and isinstance(engine, ShmWeightTransferEngine):
+        if how is not None and how.method == "mtp" and isinstance(engine, Receiving):
             engine.follow(self.get_draft_model())
 
     Worker.load_model = load_model  # type: ignore[method-assign]

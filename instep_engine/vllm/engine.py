@@ -81,6 +81,7 @@ class ShmWeightTransferEngine(Receiving, WeightTransferEngine[WeightTransferInit
     def follow(self, drafter: torch.nn.Module) -> None:
         """Load the weights of the drafter, too, from now on."""
         self.model = WithDrafter(self.model, drafter, self.model_config.hf_text_config.num_hidden_layers)
+        self._default_model = self.model  # vLLM returns to it after each session
         self._packing = CpuPacking(self.model) if self.device.type == "cpu" else None
         self._direct = DirectLoader(self.model) if loads_directly(self.model, self.vllm_config, self.device) else None
         self.keeps = self._direct is None

@@ -1,4 +1,4 @@
-"""Multi-token prediction in plain PyTorch, sample by sample: arXiv 2412.19437, section 2.2; transformers has the layer."""
+"""Multi-token prediction in plain PyTorch, sample by sample: arXiv 2412.19437, section 2.2, a layer of transformers."""
 
 from __future__ import annotations
 

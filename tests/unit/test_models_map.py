@@ -161,8 +161,8 @@ def arguments(**changes) -> SimpleNamespace:
                 sequence_parallel=False, num_layers_per_virtual_pipeline_stage=None,
                 num_virtual_stages_per_pipeline_rank=None, decoder_first_pipeline_num_layers=None,
                 decoder_last_pipeline_num_layers=None, expert_model_parallel_size=1,
-                expert_tensor_parallel_size=None, moe_grouped_gemm=False,
-                megatron_overrides={}, extra_flags=(), mtp_num_layers=0)  # fmt: skip
+                expert_tensor_parallel_size=None, moe_grouped_gemm=False, mtp_num_layers=0,
+                megatron_overrides={}, extra_flags=())  # fmt: skip
     return SimpleNamespace(**(base | changes))
 
 

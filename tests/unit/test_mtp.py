@@ -17,6 +17,7 @@ from instep.arguments.parse import parse
 from instep.checkpoints import convert
 from instep.checkpoints.megatron import MegatronCheckpoint
 from instep.cli import main
+from instep.engines.embedded.weights import LiveWeights
 from instep.errors import CheckpointError, ConfigError
 from instep.models.shape import model_shape
 from instep.models.sizes import shape_of
@@ -110,6 +111,18 @@ def test_the_hf_backend_leaves_it_as_it_is_and_says_so(tmp_path, alone, model_ty
         other = worker._build(with_optimizer=False)
         with pytest.raises(CheckpointError, match="weights are not of the model, the first 'model.layers.2."):
             other.load_hf(hf)
+
+
+def test_the_embedded_engine_passes_over_it_in_a_sync(tmp_path):
+    model = random_model(MODELS["deepseek"])
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file(load_file(file) | Drafter(model).weights(), file, {"format": "pt"})
+    live, sent = LiveWeights(model.requires_grad_(False), tmp_path), {n: t + 1 for n, t in load_file(file).items()}
+    live.start("1", "nonce")
+    live._load(sent, exact=True)
+    assert live.delivered == sent.keys() and live.finish("1") == "1"
+    assert torch.equal(model.model.norm.weight, sent["model.norm.weight"])
 
 
 def test_its_flags_say_why_they_are_refused(tmp_path):

@@ -101,7 +101,7 @@ class LiveWeights(Receiving):
         self.adapter.receive(tensors, config)
 
     def compare_start(self, path: str, tensors: dict[str, torch.Tensor]) -> None:
-        tensors = self._own(tensors)
+        tensors = self._of_model(self._own(tensors))
         for name in sorted(tensors.keys() - self.expected.keys()):
             raise WeightMismatch(f"{name} is no tensor of this model", name)
         for group in self.names.groups:
@@ -119,6 +119,7 @@ class LiveWeights(Receiving):
         """Write all tensors or none. A checkpoint (not `exact`) may have another dtype, and tied weights twice."""
         if not exact:
             tensors = self._own(tensors)
+        delivered, tensors = tensors, self._of_model(tensors)
         for name, tensor in tensors.items():
             known = self.expected.get(name)
             if known is None or name in self.delivered:
@@ -136,7 +137,11 @@ class LiveWeights(Receiving):
                 for name, tensor in self.names.to_model(group, parts).items():
                     self.weights[name].copy_(tensor)
                 self.adapter.forget(group.model)
-        return tensors
+        return delivered
+
+    def _of_model(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the tensors without layers of multi-token prediction: this engine does not draft."""
+        return {name: tensor for name, tensor in tensors.items() if name not in self.names.mtp}
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
