@@ -119,8 +119,6 @@ def stack(name, folder, *more, kind="vllm", sizes=MappingProxyType({}), peaked_i
         checkpoint = make_family(name, folder / "hf", precision, **sizes)
     if prepare is not None:
         prepare(checkpoint)
-    elif kind == "vllm" and "kv_lora_rank" in family.settings and not torch.cpu._is_amx_tile_supported():
-        pytest.skip("vLLM's latent attention on a CPU needs AMX")
     make_prompts(folder / "train.jsonl", 4)
     flags = [*SERVING[kind], "--vllm-max-model-len", "128", "--precision", precision, *more]
     args = parse(grpo_arguments(folder, folder / "run", *flags)[1:], "train").replace(device="cpu")
