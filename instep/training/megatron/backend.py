@@ -104,7 +104,8 @@ class MegatronBackend:
                 selection.apply(named)
             if (drafter := self.chunks[-1].drafter) is not None:
                 drafter.trains = args.enable_mtp_training
-                drafter.requires_grad_(drafter.trains)
+                if not drafter.trains:
+                    drafter.requires_grad_(False)
             self.adapter: MegatronLora | None = None
             self.wrapped, self.optimizer = self._wrap(ddp_config, optimizer_config, with_optimizer, lora)
         self.left_out = ""
