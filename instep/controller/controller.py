@@ -345,7 +345,7 @@ class Controller:
         metrics |= {"perf/pss_bytes": self._memory.current, "perf/peak_pss_bytes": self._memory.peak}
         metrics |= self.deployment.turn_seconds() | self._saves.metrics()
         metrics |= self._idle.take(sum(early.values()) + seconds.get("train", 0.0))
-        metrics |= runtime.state().take_array_share()
+        metrics |= runtime.state().take_array_share() | self.deployment.accepted_drafts()
         if (sync := self.totals.last_sync) is not None:
             metrics |= {**sync.metrics(), **self.deployment.memory("sync")}
         metrics |= self.totals.gpu_peak(metrics)

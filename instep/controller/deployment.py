@@ -19,6 +19,7 @@ from instep.cluster.base import Cluster
 from instep.cluster.engine_plan import gpu_sharing
 from instep.cluster.launch import make_cluster
 from instep.cluster.local import WorkerGroup
+from instep.controller.drafts import AcceptedDrafts
 from instep.controller.fleet import Fleet
 from instep.controller.run_state import Beginning
 from instep.controller.sync.probe import start_token
@@ -85,7 +86,7 @@ class Deployment:
         self._sync: WeightSync | None = None
         self._thread = threading.current_thread()  # which drives the workers
         self._has_stepped = False
-        self._turns = Turns(args)
+        self._turns, self._drafts = Turns(args), AcceptedDrafts()
         sweep(log.run_dir)
         self._scratch = Scratch("instep-run-")
         self._memory = memory_scratch(f"{SYNC}{os.getpid()}-")
@@ -328,6 +329,11 @@ class Deployment:
     def turn_seconds(self) -> dict[str, float]:
         """See `Turns.take_seconds`."""
         return self._turns.take_seconds()
+
+    def accepted_drafts(self) -> dict[str, float]:
+        """See `AcceptedDrafts.take`; nothing where no flag asks for speculative decoding."""
+        speculates = "speculative_config" in self._args.vllm_overrides
+        return self._drafts.take(self._fleet.available()) if speculates else {}
 
     @property
     def gap_limit(self) -> float:

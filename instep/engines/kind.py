@@ -290,6 +290,10 @@ class EngineKind(Protocol):
         """Return how many tokens its KV caches hold; infinity if unknown, or if nothing is evicted."""
         return math.inf
 
+    def drafts(self, engine: RunningEngine, timeout: float) -> tuple[float, float]:
+        """Return how many tokens it has drafted and how many of them it has taken, with speculative decoding."""
+        return 0.0, 0.0
+
     def start_update(self, engine: RunningEngine, version: str, nonce: str, *, timeout: float) -> None:
         """Begin a weight session. An earlier unfinished one is abandoned."""
         engine.post("/start_weight_update", {"version": version, "nonce": nonce}, timeout=timeout)

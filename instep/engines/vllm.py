@@ -295,10 +295,13 @@ class VllmKind(EngineKind):
         return int(get_json(engine.url + "/get_world_size", timeout)["world_size"])
 
     def num_cached_tokens(self, engine: RunningEngine, timeout: float) -> float:
-        with contextlib.suppress(OSError, http.client.HTTPException, ValueError):
-            with open_directly(engine.url + "/metrics", timeout=timeout) as answer:
-                return tokens_of_caches(answer.read().decode())
-        return math.inf
+        return tokens_of_caches(_metrics(engine, timeout))
+
+    def drafts(self, engine: RunningEngine, timeout: float) -> tuple[float, float]:
+        text, names = _metrics(engine, timeout), ("draft", "accepted")
+        found = [re.findall(rf"^vllm:spec_decode_num_{n}_tokens_total(?:{{.*}})? (\S+)$", text, re.M) for n in names]
+        drafted, taken = (sum(map(float, values)) for values in found)
+        return drafted, taken
 
     def start_update(self, engine: RunningEngine, version: str, nonce: str, *, timeout: float) -> None:
         announced = {"init_info": {"protocol": PROTOCOL, "version": version, "nonce": nonce}}
@@ -320,6 +323,14 @@ class VllmKind(EngineKind):
 
 
 KIND = VllmKind()
+
+
+def _metrics(engine: RunningEngine, timeout: float) -> str:
+    """Return vLLM's own metrics, as Prometheus reads them; an empty text if it does not answer."""
+    with contextlib.suppress(OSError, http.client.HTTPException, ValueError):
+        with open_directly(engine.url + "/metrics", timeout=timeout) as answer:
+            return str(answer.read().decode())
+    return ""
 
 
 def tokens_of_caches(metrics: str) -> float:

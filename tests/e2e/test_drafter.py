@@ -15,6 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from instep.controller.drafts import AcceptedDrafts
+from instep.engines.engine import Engine
 from instep.engines.http import open_directly
 from tests.distributed.mtp_oracle import Drafter
 from tests.e2e.test_families import LIMITS, stack, train_once
@@ -53,15 +55,9 @@ def mended(folder: Path, to: Path) -> Path:
     return to
 
 
-def accepted(url: str) -> dict[str, float]:
-    text = open_directly(f"{url}/metrics", timeout=60).read().decode()
-    lines = [line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("vllm:spec_decode_num_")]
-    return {name.split("{")[0]: float(value) for name, value in lines if "per_pos" not in name}
-
-
-def second_tokens(url: str) -> tuple[Counter[int], float]:
+def second_tokens(engine: Engine, drafts: AcceptedDrafts) -> tuple[Counter[int], float]:
     """Sample; return how often each token came second, and which share of the drafts was accepted."""
-    before, counts = accepted(url), Counter[int]()
+    url, counts = engine.url, Counter[int]()
     model = json.loads(open_directly(f"{url}/v1/models", timeout=60).read())["data"][0]["id"]
 
     def ask(seed: int) -> list[int]:
@@ -75,10 +71,7 @@ def second_tokens(url: str) -> tuple[Counter[int], float]:
     with ThreadPoolExecutor(4) as pool:
         for found in pool.map(ask, range(NUM_SAMPLES // 100)):
             counts.update(found)
-    after = accepted(url)
-    drafted = after["vllm:spec_decode_num_draft_tokens_total"] - before["vllm:spec_decode_num_draft_tokens_total"]
-    taken = after["vllm:spec_decode_num_accepted_tokens_total"] - before["vllm:spec_decode_num_accepted_tokens_total"]
-    return counts, taken / drafted
+    return counts, drafts.take([engine])["perf/accepted_drafts"]
 
 
 @torch.no_grad()
@@ -103,8 +96,9 @@ def chi_square(counts: Counter[int], probs: torch.Tensor) -> float:
 @pytest.mark.slow
 def test_a_drafter_follows_each_sync(tmp_path):
     with stack("deepseek_v3", tmp_path, *FLAGS, "--vllm-speculative-config", SPECULATION, prepare=with_drafter) as made:
+        drafts = AcceptedDrafts()
         hf, sync, probs = Path(made.args.hf_checkpoint), made.sync(), expected(Path(made.args.hf_checkpoint))
-        counts, share = second_tokens(made.engine.url)
+        counts, share = second_tokens(made.engine, drafts)
         print(f"before: {share:.3f} of the drafts accepted, chi-square {chi_square(counts, probs):.2f}")
         assert share < 0.02 and chi_square(counts, probs) < 2.5
         try:
@@ -112,7 +106,7 @@ def test_a_drafter_follows_each_sync(tmp_path):
                 made.actor.load_weights(folder)
                 off, allowed = made.difference(sync, way)
                 assert off <= allowed <= LIMITS["bf16"]
-                counts, share = second_tokens(made.engine.url)
+                counts, share = second_tokens(made.engine, drafts)
                 print(f"{way}: {share:.3f} of the drafts accepted, chi-square {chi_square(counts, probs):.2f}")
                 assert (share < 0.02) if folder == hf else (share > 0.3)
                 assert chi_square(counts, probs) < 2.5
