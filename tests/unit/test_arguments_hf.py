@@ -136,6 +136,9 @@ OF_BOTH = """
 
 def test_flags_of_the_model_act_in_the_controller_and_the_workers_of_both_backends():
     acting = {f.name for f in MODEL.flags if f.status == "acts"} - {"--train-backend"}
+    alone = "--mtp-num-layers 1 --enable-mtp-training --mtp-loss-scaling-factor 0.1"
+    assert refusal(HF + alone).count("only megatron-core has it, not --train-backend hf") == 3
+    acting -= {word for word in alone.split() if word.startswith("--")}
     assert acting == set(OF_BOTH.split()), "does a new flag of the model act with hf, too?"
 
 
