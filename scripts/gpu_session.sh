@@ -144,9 +144,9 @@ item_grpo_sglang() { # 590 0.6B dimensions on SGLang, on vLLM, and TRL tuned
     python benchmarks/gpu_grpo.py --only instep-sglang instep-hf trl-tuned --steps 4 --limit 250 --logs "$R/logs" \
         --out "$R/out.json"
 }
-item_grpo_sglang_two() { # 480 SGLang on two GPUs: apart by NCCL, and both on both with TP 2
-    python benchmarks/gpu_grpo.py --only instep-sglang-apart instep-sglang-tp2 --steps 4 --limit 230 --logs "$R/logs" \
-        --out "$R/out.json"
+item_grpo_sglang_two() { # 490 SGLang on two GPUs: prefill and decode apart, trainer apart by NCCL, both on both with TP 2
+    python benchmarks/gpu_grpo.py --only instep-sglang-pd instep-sglang-apart instep-sglang-tp2 --steps 4 --limit 160 \
+        --logs "$R/logs" --out "$R/out.json"
 }
 item_hybrid() { # 590 MFU of four layers of hybrid mixtures beside Qwen3-MoE's, by flash-linear-attention and without
     step() {
@@ -241,6 +241,11 @@ prepare() {
         cat .gpu/p[0-9]*/part_* >.gpu/all && rm -r .gpu/p[0-9]*
         split -b 54000000 -d -a 1 --numeric-suffixes=4 .gpu/all .gpu/part_ && rm .gpu/all
         for part in .gpu/part_*; do mkdir -p ".gpu/s${part##*_}" && mv "$part" ".gpu/s${part##*_}/"; done
+        # NIXL, by which prefill engines pass on the KV cache, without its kernels for experts.
+        python3 -m pip install --quiet --no-deps --no-compile --target .gpu/nixl --python-version 3.12 --implementation cp \
+            --only-binary=:all: --platform manylinux_2_28_x86_64 --platform any nixl==1.5.1 nixl-cu13==1.5.1
+        rm -rf .gpu/nixl/nixl_ep* && mkdir -p .gpu/s9
+        tar c -C .gpu/nixl . | xz -3 >.gpu/s9/part_9 && rm -r .gpu/nixl
     fi
     .venv/bin/python -m pip --disable-pip-version-check download --quiet --no-deps --dest .gpu/extra/wheels \
         --python-version 3.12 --implementation cp --only-binary=:all: --platform any --platform manylinux2014_x86_64 \

@@ -191,8 +191,9 @@ class SglangKind(EngineKind):
             # NCCL's own default. SGLang would set 0, and a trainer with another kind of memory cannot join it.
             "NCCL_CUMEM_ENABLE": os.environ.get("NCCL_CUMEM_ENABLE", "-2"),
         }
-        if node_host == "127.0.0.1":  # of prefill and decode engines
+        if node_host == "127.0.0.1":  # prefill and decode engines would listen on the addresses of all interfaces
             env |= {"SGLANG_HOST_IP": node_host, "MC_TCP_BIND_ADDRESS": node_host}
+            env["UCX_NET_DEVICES"] = os.environ.get("UCX_NET_DEVICES", "lo")  # below NIXL
         if plugins := os.environ.get("SGLANG_PLUGINS"):  # SGLang loads only these
             env["SGLANG_PLUGINS"] = f"{plugins},instep_engine"
         if args.device == "cpu":
