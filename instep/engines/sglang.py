@@ -28,7 +28,6 @@ from instep.engines.kind import (
     config_json,
     engine_dtype,
 )
-from instep.engines.sglang_pairs import ask_pair, partner_of, scores_by_decode, scores_by_prefill
 from instep.engines.spec import Addresses, EngineSpec
 from instep.engines.topology import ServerGroup
 from instep.errors import ConfigError
@@ -242,6 +241,8 @@ class SglangKind(EngineKind):
         return int(about["tp_size"])
 
     def generate(self, engine: RunningEngine, payload: dict[str, Any], *, timeout: float) -> Any:
+        from instep.engines.sglang_pairs import ask_pair, partner_of  # numpy
+
         if engine.role == "decode":
             return ask_pair(partner_of(engine), engine, payload, payload, timeout)
         return super().generate(engine, payload, timeout=timeout)
@@ -249,6 +250,8 @@ class SglangKind(EngineKind):
     def prompt_log_probs(
         self, engine: RunningEngine, tokens: Sequence[int], *, timeout: float, replica: int | None = None
     ) -> list[float]:
+        from instep.engines.sglang_pairs import scores_by_decode, scores_by_prefill  # numpy
+
         if engine.role == "decode":
             return scores_by_decode(engine, tokens, timeout)
         if engine.role == "prefill":
