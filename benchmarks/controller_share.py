@@ -182,6 +182,9 @@ class StandInDeployment:
     def turn_seconds(self) -> dict[str, float]:
         return {}
 
+    def accepted_drafts(self) -> dict[str, float]:
+        return {}
+
     def close(self) -> None:
         self._workers.close()
 
