@@ -7,4 +7,4 @@ LAYOUT=(
     --rollout-num-gpus-per-engine 4 --vllm-gpu-memory-utilization 0.7
     --rollout-max-response-len 8192 --max-tokens-per-gpu 16384
 )
-source "$(dirname "${BASH_SOURCE[0]}")/recipe.sh" qwen3.5-27B "$@"
+source "$(dirname "${BASH_SOURCE[0]}")/recipe.sh" "${MODEL:-qwen3.5-27B}" "$@"

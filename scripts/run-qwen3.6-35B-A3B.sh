@@ -1,11 +1,3 @@
 #!/usr/bin/env bash
-# GRPO of Qwen3.6-35B-A3B on one host of 8 GPUs, trainer and engines on the same ones; recipe.sh says how to run it.
-LAYOUT=(
-    --actor-num-gpus-per-node 8 --colocate --optimizer-cpu-offload
-    --tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 8 --expert-tensor-parallel-size 1
-    --use-distributed-optimizer --moe-grouped-gemm --moe-router-dtype fp32
-    --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
-    --rollout-num-gpus-per-engine 8 --vllm-gpu-memory-utilization 0.7
-    --rollout-max-response-len 8192 --max-tokens-per-gpu 16384
-)
-source "$(dirname "${BASH_SOURCE[0]}")/recipe.sh" qwen3.6-35B-A3B "$@"
+# GRPO of Qwen3.6-35B-A3B on one host of 8 GPUs, as of Qwen3.5-35B-A3B
+MODEL=qwen3.6-35B-A3B exec "$(dirname "${BASH_SOURCE[0]}")/run-qwen3.5-35B-A3B.sh" "$@"

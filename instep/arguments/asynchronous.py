@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from instep.arguments.concern import Given, Problem, Settings, flag_name
 from instep.arguments.flag import read_flags
 from instep.arguments.rollout import DEFAULT_ROLLOUT
+from instep.engines.backend_choice import tells_versions
 from instep.engines.dialect import dialect_of
-from instep.engines.kind import AUTO, tells_versions
+from instep.engines.kind import AUTO
 from instep.weights.way import RESTART, SINGLE_COPY
 
 ASYNCHRONOUS = read_flags(__file__)

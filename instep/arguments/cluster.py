@@ -10,7 +10,7 @@ from instep.arguments.concern import Given, Problem, Settings, flag_name, ranks_
 from instep.arguments.flag import GPUS, read_flags
 from instep.cluster.engine_plan import elsewhere, gpu_sharing, plan_engines
 from instep.cluster.placement import make_plan, num_critic_gpus
-from instep.engines.kind import named_kind
+from instep.engines.backend_choice import named_kind
 from instep.engines.topology import served_models
 from instep.system.processes import num_usable_cpus
 from instep.weights.way import ON_ONE_HOST, RESTART, SINGLE_COPY, expandable

@@ -11,9 +11,10 @@ from typing import Literal
 from instep.algorithms.catalog import OFFLINE, ONLINE
 from instep.arguments.concern import Given, Problem, Settings
 from instep.arguments.flag import read_flags
+from instep.engines.backend_choice import named_kind
 from instep.engines.dialect import dialect_of
 from instep.engines.keys import given_key
-from instep.engines.kind import AUTO, all_kinds, kind_names, named_kind
+from instep.engines.kind import AUTO, all_kinds, kind_names
 from instep.engines.topology import entries, file_of, num_tokens, parse, read, served_models
 from instep.weights.way import AUTO as AUTO_WAY
 from instep.weights.way import WAYS

@@ -10,9 +10,10 @@ from instep.algorithms.catalog import ONLINE
 from instep.arguments.concern import Given, Problem, Settings
 from instep.arguments.flag import read_flags
 from instep.arguments.model import known_config
+from instep.engines.backend_choice import named_kind
 from instep.engines.dialect import dialect_of
 from instep.engines.flags import passed_on
-from instep.engines.kind import named_kind, served_dtype
+from instep.engines.kind import served_dtype
 from instep.models.images import has_language_model
 from instep.models.shape import EXPERTS, KV_B
 from instep.weights.way import RESTART, SINGLE_COPY

@@ -13,8 +13,8 @@ from typing import Any
 
 from instep.arguments.concern import Given, Problem, Rule, Settings, flag_name
 from instep.arguments.flag import read_flags
+from instep.models.config_file import read_config
 from instep.models.hub import HOW, gets_weights
-from instep.models.shape import read_config
 from instep.system.documents import read_text
 from instep.system.scratch import export_folder
 

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 from instep.checkpoints.integrity import Kind, contents, is_ours, put_in_place, write_manifest
 from instep.checkpoints.weight_files import SINGLE
 from instep.errors import CheckpointError, ConfigError
+from instep.models.config_file import QUANTIZATION, as_stored, check_types
 from instep.models.files import INDEX, weight_map
 from instep.models.images import has_language_model
 from instep.models.mtp import KEYS, mtp_names, num_mtp_layers
-from instep.models.shape import QUANTIZATION, as_stored, check_types
 from instep.system.documents import read_json
 from instep.system.private import share
 from instep.system.scratch import Scratch

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from instep.algorithms.catalog import OFFLINE
 from instep.cluster.placement import make_plan, node_size
+from instep.engines.backend_choice import planned_kind
 from instep.engines.dialect import VLLM, Parallel, dialect_of
-from instep.engines.kind import planned_kind
 from instep.engines.router import Router
 from instep.engines.spec import KV_CONNECTORS, Addresses, EngineSpec
 from instep.engines.topology import ServerRole, group_words, model_path, policy_model, served_models

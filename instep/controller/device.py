@@ -9,8 +9,8 @@ import torch
 from instep.arguments.args import Args
 from instep.arguments.cluster import cpu_cores, own_gpus, same_gpus, single_copy
 from instep.arguments.lora import quantized_base
+from instep.engines.backend_choice import named_kind, planned_kind, resolve_backend
 from instep.engines.engine import external_engines
-from instep.engines.kind import named_kind, planned_kind, resolve_backend
 from instep.errors import ConfigError, EngineError
 from instep.system.processes import num_usable_cpus
 

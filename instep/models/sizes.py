@@ -9,9 +9,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from instep.models.config_file import read_config
 from instep.models.files import safetensors_header, tensor_files
 from instep.models.mtp import mtp_names
-from instep.models.shape import EXPERTS, FAMILIES, DeltaNet, delta_net, expert_layers, num_experts, read_config
+from instep.models.shape import EXPERTS, FAMILIES, DeltaNet, delta_net, expert_layers, num_experts
 
 _WHOLE = {"F64", "F32", "F16", "BF16"}  # types of weights that are not packed
 

@@ -19,7 +19,7 @@ from instep.engines import keys
 from instep.engines.kind import served_dtype
 from instep.engines.topology import model_path, policy_model, served_models
 from instep.errors import ConfigError, EngineError
-from instep.models.shape import read_config
+from instep.models.config_file import read_config
 from instep.serve import describe, serve
 from instep.system.scratch import memory_scratch
 from instep_engine.guard import EVERYONE

@@ -3,7 +3,7 @@
 import pytest
 
 from instep.arguments.parse import parse
-from instep.engines.kind import answers_in_arrays
+from instep.engines.backend_choice import answers_in_arrays
 from instep.engines.vllm import VllmKind
 from instep.errors import ConfigError
 

@@ -26,7 +26,7 @@ from instep.checkpoints.megatron_writer import _no_scales
 from instep.checkpoints.remote_code import load_config
 from instep.cli import main
 from instep.errors import CheckpointError
-from instep.models.shape import read_config
+from instep.models.config_file import read_config
 from instep.models.sizes import shape_of
 from instep.weights.spec import TensorSpec
 from tests.assets import with_head

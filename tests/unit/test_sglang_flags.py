@@ -9,9 +9,10 @@ from instep.arguments.parse import parse
 from instep.arguments.parser import for_sglang
 from instep.cluster.engine_plan import plan_engines
 from instep.engines import flags
+from instep.engines.backend_choice import resolve_backend
 from instep.engines.dialect import Parallel
 from instep.engines.flags import EngineFlag, engine_words, flag_table, read_table, router_arguments
-from instep.engines.kind import kind_of, resolve_backend
+from instep.engines.kind import kind_of
 from instep.engines.reserved_flags import reserved
 from instep.engines.topology import max_model_lens
 from instep.errors import ConfigError

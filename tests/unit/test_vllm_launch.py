@@ -9,8 +9,8 @@ import pytest
 
 from instep.arguments.parse import parse
 from instep.cluster.engine_plan import plan_engines
+from instep.engines.backend_choice import resolve_backend
 from instep.engines.engine import EngineRefusal
-from instep.engines.kind import resolve_backend
 from instep.engines.spec import Addresses
 from instep.engines.vllm import KIND
 from instep.engines.vllm_process import serve_arguments, vllm_env

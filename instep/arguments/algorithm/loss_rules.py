@@ -5,7 +5,7 @@ from __future__ import annotations
 from instep.algorithms.catalog import DEFAULT_ROLLOUT, listed, names_where
 from instep.arguments.algorithm.combination import Combination, given
 from instep.arguments.concern import Settings
-from instep.engines.kind import planned_kind
+from instep.engines.backend_choice import planned_kind
 
 _CLIPPED_RATIO = names_where(lambda estimator, loss: loss.bounds == "ratio")
 _BOUNDED_WEIGHT = names_where(lambda estimator, loss: loss.bounds == "weight")

@@ -19,7 +19,7 @@ from instep.engines.engine import Engine, EngineRefusal
 from instep.engines.flags import passed_on
 from instep.engines.kind import kind_of
 from instep.errors import SyncError
-from instep.models.shape import read_config
+from instep.models.config_file import read_config
 from instep.system.run_context import RunThreads
 from instep.weights.way import GOLDEN, LORA, OF_ADAPTERS, RESTART, SINGLE_COPY, Sent, golden
 

@@ -26,8 +26,8 @@ from instep.controller.role import RoleTrainer
 from instep.controller.sync.proof import Proof, Proven
 from instep.controller.sync.session import Session
 from instep.controller.turns import Turns
+from instep.engines.backend_choice import answers_in_arrays
 from instep.engines.engine import Engine
-from instep.engines.kind import answers_in_arrays
 from instep.errors import EngineError, InstepError, SyncError
 from instep.rollout.request_gate import gate
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from instep.engines.backend_choice import planned_kind
 from instep.engines.dialect import SGLANG
-from instep.engines.kind import planned_kind
 from instep.engines.spec import EngineSpec
 from instep.engines.topology import num_tokens
 from instep.models.sizes import Shape, quantized_bytes

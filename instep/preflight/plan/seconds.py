@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from instep.algorithms.catalog import OFFLINE, algorithm_of, uses_reference
 from instep.cluster.engine_plan import plan_engines, planned_way
-from instep.engines.kind import planned_kind
+from instep.engines.backend_choice import planned_kind
 from instep.models.sizes import Shape, shape_of
 from instep.preflight.plan.card import Card
 from instep.preflight.plan.engine import BLOCK, plan_engine

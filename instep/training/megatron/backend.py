@@ -204,9 +204,8 @@ class MegatronBackend:
             if outputs.drafts is not None:
                 from instep.training.megatron.mtp import draft_loss
 
-                drafted, weight = draft_loss(outputs.drafts, batch)
-                loss = loss + self.args.mtp_loss_scaling_factor * drafted
-                sums = sums | {"mtp_loss": drafted.detach(), "mtp_weight": weight}
+                drafted, more_sums = draft_loss(outputs.drafts, batch)
+                loss, sums = loss + self.args.mtp_loss_scaling_factor * drafted, sums | more_sums
             return loss, LossOutput(out.loss.detach().clone(), sums, out.maxes)
 
         with self._not_reduced() if more else contextlib.nullcontext():
@@ -295,13 +294,10 @@ class MegatronBackend:
         with cpu_platform.scope():
             self.optimizer.prepare_grads()
             drafter = [] if (mtp := self.chunks[-1].drafter) is None else [*mtp.parameters()]
-            distributed, experts = bool(self.args.use_distributed_optimizer), self.shape.experts is not None
-            sizes: dict[str, Any] = dict(distributed=distributed, experts=experts, device=self.parallel.device)
-            found = clipping.norms(self.optimizer, drafter, **sizes)
+            experts = self.shape.experts is not None
+            found = clipping.clip(self.optimizer, drafter, self.args, experts=experts, device=self.parallel.device)
             skipped = not all(map(math.isfinite, found))
             if not skipped:
-                if self.args.clip_grad:
-                    clipping.clip(self.optimizer, drafter, found, self.args.clip_grad)
                 self.optimizer.step_with_ready_grads()
             self._zero_grad()
         return StepResult(found[0], skipped)

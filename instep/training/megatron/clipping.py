@@ -5,12 +5,40 @@ So a drafter (multi-token prediction), whose gradients are its own, changes noth
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from instep.arguments.settings import Settings
+
+
+def clip(
+    optimizer: Any, drafter: Collection[Tensor], args: Settings, *, experts: bool, device: torch.device
+) -> tuple[float, float]:
+    """Scale the gradients of policy and drafter to `--clip-grad` where their norms are larger; return the norms
+    (collective).
+
+    In a norm, a parameter on several ranks counts once. Nothing is scaled if a norm is not finite.
+
+    Args:
+        drafter: its parameters on this rank.
+        experts: the model has some.
+    """
+    distributed, limit = bool(args.use_distributed_optimizer), args.clip_grad
+    apart = _of_drafter(optimizer, drafter)
+    found = _norms(optimizer, apart, distributed=distributed, experts=experts, device=device)
+    if limit and all(map(math.isfinite, found)):
+        params = [p for opt in optimizer.chained_optimizers for p in opt.get_parameters()]
+        for whose, norm in enumerate(found):
+            grads = [p.grad for p in params if p.grad is not None and (id(p.grad) in apart) == whose]
+            if norm > limit and grads:  # a rank may have none of the drafter's
+                torch._foreach_mul_(grads, limit / (norm + 1e-6))
+    return found
 
 
 def _of_drafter(optimizer: Any, drafter: Collection[Tensor]) -> set[int]:
@@ -21,21 +49,12 @@ def _of_drafter(optimizer: Any, drafter: Collection[Tensor]) -> set[int]:
     return {id(held[param].tensor.grad) for param in drafter if param in held}
 
 
-def norms(
-    optimizer: Any, drafter: Collection[Tensor], *, distributed: bool, experts: bool, device: torch.device
+def _norms(
+    optimizer: Any, apart: set[int], *, distributed: bool, experts: bool, device: torch.device
 ) -> tuple[float, float]:
-    """Return the norms of policy and drafter, in which a parameter on several ranks counts once; collective.
-
-    Experts have their own distribution over ranks. A stage without experts has no optimizer for them.
-
-    Args:
-        drafter: its parameters on this rank.
-        distributed: the optimizer is.
-        experts: the model has some.
-    """
+    """Experts have their own distribution over ranks. A stage without experts has no optimizer for them."""
     from megatron.core import parallel_state as ps
 
-    apart = _of_drafter(optimizer, drafter)
     squares = torch.zeros(2, 2, device=device)  # without experts, of experts; of policy, of drafter
     for opt in optimizer.chained_optimizers:
         grads = opt.get_main_grads_for_grad_norm()
@@ -51,13 +70,3 @@ def norms(
             dist.all_reduce(squares[1], group=ps.get_expert_tensor_model_pipeline_parallel_group())
     policy, drafted = squares.sum(0).sqrt().tolist()
     return policy, drafted
-
-
-def clip(optimizer: Any, drafter: Collection[Tensor], found: tuple[float, float], limit: float) -> None:
-    """Scale the gradients of policy and drafter to `limit` where their norms, `found`, are larger."""
-    apart = _of_drafter(optimizer, drafter)
-    params = [p for opt in optimizer.chained_optimizers for p in opt.get_parameters()]
-    for whose, norm in enumerate(found):
-        grads = [p.grad for p in params if p.grad is not None and (id(p.grad) in apart) == whose]
-        if norm > limit and grads:  # a rank may have none of the drafter's
-            torch._foreach_mul_(grads, limit / (norm + 1e-6))

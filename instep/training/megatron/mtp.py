@@ -207,8 +207,8 @@ def shifted(tokens: Tensor, bounds: Tensor) -> Tensor:
     return following
 
 
-def draft_loss(log_probs: Tensor, batch: TokenBatch) -> tuple[Tensor, Tensor]:
-    """Return the cross entropy of response tokens, weighted as in the policy's loss, and the sum of the weights.
+def draft_loss(log_probs: Tensor, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the cross entropy of response tokens, weighted as in the policy's loss, and the sums for its metric.
 
     A token so near the start of its sample that a layer cannot predict it does not count there. Both are means over
     layers.
@@ -219,4 +219,5 @@ def draft_loss(log_probs: Tensor, batch: TokenBatch) -> tuple[Tensor, Tensor]:
     before = position_ids(batch)[response_positions(batch)]  # tokens of its sample before the one that predicts it
     ahead = torch.arange(1, len(log_probs) + 1, device=before.device)
     weights = batch.token_columns["loss_weights"] * (before >= ahead[:, None]) / len(log_probs)
-    return -(weights * log_probs).sum(), weights.sum()
+    loss = -(weights * log_probs).sum()
+    return loss, {"mtp_loss": loss.detach(), "mtp_weight": weights.sum()}
