@@ -18,7 +18,7 @@ from instep_engine.memory import Recorder, Slice
 
 def kept(path: str) -> bool:
     """Return whether a module is of the layers for images, which a trainer leaves as the engine has loaded them."""
-    return path.partition(".")[0] == "visual"
+    return path.removeprefix("served.").partition(".")[0] == "visual"  # `served`: of a model with a drafter
 
 
 class DirectLoader:

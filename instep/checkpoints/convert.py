@@ -36,13 +36,13 @@ from instep.checkpoints.hf_export import (
     read_hf_config,
     write_weights,
 )
-from instep.checkpoints.hf_weights import opened_weights
-from instep.checkpoints.images import image_specs, image_tensors
+from instep.checkpoints.hf_weights import StoredTensor, opened_weights
 from instep.checkpoints.integrity import TRACKER, check_whole
 from instep.checkpoints.megatron import MegatronCheckpoint
 from instep.checkpoints.megatron_writer import TorchDistWriter
 from instep.checkpoints.quantization import quantization_of
 from instep.checkpoints.remote_code import load_config
+from instep.checkpoints.untrained import specs_of, untrained
 from instep.errors import CheckpointError, ConfigError
 from instep.models.hub import fetch_weights, folder_of
 from instep.models.images import has_language_model, image_names
@@ -185,8 +185,11 @@ def megatron_to_hf(folder: Path, hf: Path, save: Path, shape: ModelShape, consol
         for name, size in zip(entry.names, entry.shapes, strict=True)
     ]
     num_bytes = _num_bytes(specs)
-    source_of, names, images = _Digested(checkpoint.tensors), FolderNames.of(hf), image_tensors(hf)
-    with _new_folder(save, num_bytes + sum(tensor.nbytes for tensor in images.values())) as new:
+    source_of, names = _Digested(checkpoint.tensors), FolderNames.of(hf)
+    with (
+        untrained(hf, specs, mtp=False) as images,
+        _new_folder(save, num_bytes + _num_bytes(specs_of(images))) as new,
+    ):
         _write(specs, entries, source_of, new, console, names, images)
         copy_companions(hf, new, specs)
         with _on_disk(new), HuggingFace(new, shape) as written, _bar(console, "comparing", num_bytes) as tell:
@@ -208,7 +211,7 @@ def _write(
     folder: Path,
     console: Console,
     names: FolderNames = PLAIN,
-    images: Mapping[str, Tensor] = MappingProxyType({}),
+    images: Mapping[str, StoredTensor] = MappingProxyType({}),
 ) -> None:
     """Write the tensors that `read` returns for the entries, and `images`, into the files of a Hugging Face folder.
 
@@ -225,7 +228,8 @@ def _write(
     with _bar(console, "converting", _num_bytes(specs)) as tell:
         named = names.tensors(zip(specs, weights(tell), strict=True))
         tensors = (tensor for _, tensor in named if tensor is not None)
-        write_weights([*names.specs(specs), *image_specs(images)], chain(tensors, images.values()), folder)
+        more = (stored.read() for stored in images.values())
+        write_weights([*names.specs(specs), *specs_of(images)], chain(tensors, more), folder)
 
 
 def _num_bytes(specs: Sequence[TensorSpec]) -> int:

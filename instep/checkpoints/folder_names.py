@@ -2,7 +2,8 @@
 
 A language model that is published with layers for images, such as Qwen3.5, is below `model.language_model.`. Published
 mixtures of that kind have the experts of a layer in two tensors, as transformers 5 holds them: `experts.gate_up_proj`
-`[experts, 2 ffn, hidden]` and `experts.down_proj` `[experts, hidden, ffn]`.
+`[experts, 2 ffn, hidden]` and `experts.down_proj` `[experts, hidden, ffn]`. In layers of multi-token prediction Qwen3.5
+has them one by one, Qwen3.6 as in the others.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -23,8 +25,8 @@ from instep.weights.spec import TensorSpec
 
 INNER = "model.language_model."
 _GATE_UP, _DOWN = "gate_up_proj", "down_proj"
-_STACKED = re.compile(rf"(model\..*\.experts)\.({_GATE_UP}|{_DOWN})")
-_EXPERT = re.compile(r"(model\..*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+_STACKED = re.compile(rf"((model|mtp)\..*\.experts)\.({_GATE_UP}|{_DOWN})")
+_EXPERT = re.compile(r"((model|mtp)\..*\.experts)\.\d+\.(gate|up|down)_proj\.weight")
 Named = Iterable[tuple[TensorSpec, Tensor | None]]
 
 
@@ -47,37 +49,40 @@ class OfExpert(StoredTensor):
 class FolderNames:
     """Attributes:
     prefix: replaces `model.`.
-    stacked: whether the experts of a layer are in two tensors.
+    stacked: where the experts of a layer are in two tensors: model, mtp (Qwen3.6), both or nowhere.
     """
 
     prefix: str = "model."
-    stacked: bool = False
+    stacked: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, folder: Path) -> FolderNames:
         """Return those of a folder; the default for one without weights. Raises CheckpointError."""
         names = list(weight_files(folder)) if tensor_files(folder) else []
         prefix = INNER if any(name.startswith(INNER) for name in names) else "model."
-        return cls(prefix, any(name.startswith(prefix) and _STACKED.fullmatch(name) for name in names))
+        return cls(prefix, frozenset(found[2] for name in names if (found := _STACKED.fullmatch(name))))
 
     def specs(self, specs: Iterable[TensorSpec]) -> list[TensorSpec]:
         """Return what the folder has for tensors of `weight_map`, experts in order."""
-        meta = ((spec, torch.empty(spec.shape, dtype=spec.dtype, device="meta")) for spec in specs)
-        return [spec for spec, _ in self.tensors(meta)]
+        return [spec for spec, _ in self.tensors((spec, None) for spec in specs)]
 
     def tensors(self, named: Named) -> Iterator[tuple[TensorSpec, Tensor | None]]:
         """Yield the folder's tensors, from those of `weight_map`; with stacked experts, a layer's are kept."""
-        kept: dict[tuple[str, str], list[tuple[TensorSpec, Tensor | None]]] = {}
-        for spec, tensor in named:
-            found = _EXPERT.fullmatch(spec.name) if self.stacked else None
-            layer = found[1] if found else ""
-            for (of, name), parts in [item for item in kept.items() if item[0][0] != layer]:
-                yield self._renamed(_stack(f"{of}.{name}", parts))
-                del kept[of, name]
-            if found:
-                kept.setdefault((layer, _DOWN if found[3] == "down" else _GATE_UP), []).append((spec, tensor))
-            else:
-                yield self._renamed((spec, tensor))
+        for layer, some in groupby(named, self._experts_of):
+            if not layer:
+                yield from map(self._renamed, some)
+                continue
+            parts = list(some)
+            down = [part for part in parts if part[0].name.endswith(f"{_DOWN}.weight")]
+            gate_up = [part for part in parts if not part[0].name.endswith(f"{_DOWN}.weight")]
+            del parts
+            yield self._renamed(_stack(f"{layer}.{_GATE_UP}", gate_up))
+            yield self._renamed(_stack(f"{layer}.{_DOWN}", down))
+
+    def _experts_of(self, named: tuple[TensorSpec, Tensor | None]) -> str:
+        """Return the layer whose experts are in one tensor with this one; else an empty text."""
+        found = _EXPERT.fullmatch(named[0].name) if self.stacked else None
+        return found[1] if found and found[2] in self.stacked else ""
 
     def _renamed(self, named: tuple[TensorSpec, Tensor | None]) -> tuple[TensorSpec, Tensor | None]:
         spec, tensor = named
@@ -104,7 +109,7 @@ def plain_names(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     for name, stored in tensors.items():
         known = f"model.{name.removeprefix(INNER)}" if name.startswith(INNER) else name
         if (found := _STACKED.fullmatch(known)) and len(stored.shape) == 3:
-            names = ("gate_proj", "up_proj") if found[2] == _GATE_UP else (_DOWN,)
+            names = ("gate_proj", "up_proj") if found[3] == _GATE_UP else (_DOWN,)
             rows = stored.shape[1] // len(names)
             for i in range(stored.shape[0]):
                 for part, inner in enumerate(names):

@@ -10,7 +10,6 @@ import struct
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -172,27 +171,18 @@ def check_export_folder(path: str | Path, flag: str = "--save-hf", kind: Kind = 
         )
 
 
-def export_hf(
-    weight_source: WeightSource,
-    src_checkpoint: Path,
-    dst: Path,
-    chat_template: str | None = None,
-    *,
-    more: Sequence[tuple[TensorSpec, Callable[[], torch.Tensor]]] = (),
-) -> None:
+def export_hf(weight_source: WeightSource, src_checkpoint: Path, dst: Path, chat_template: str | None = None) -> None:
     """Write the weights, with configuration, tokenizer and templates of `src_checkpoint`, as the checkpoint `dst`.
 
-    See `exporting`, and `WithImages` for the layers that are not trained.
+    See `exporting`, and `WithUntrained` for the layers that are not trained.
 
     Args:
         chat_template: the text that replaces the template of `src_checkpoint`.
-        more: tensors behind these, and how to read them.
     """
 
     def write(weights: Iterator[Any], new: Path) -> None:
-        specs = [*weight_source.specs, *(spec for spec, _ in more)]
-        write_weights(specs, chain((tensor for _, tensor in weights), (read() for _, read in more)), new)
-        copy_companions(Path(src_checkpoint), new, specs)
+        write_weights(weight_source.specs, (tensor for _, tensor in weights), new)
+        copy_companions(Path(src_checkpoint), new, weight_source.specs)
         if chat_template is not None:
             (new / "chat_template.jinja").write_text(chat_template)
 
@@ -306,6 +296,6 @@ def copy_companions(src: Path, folder: Path, specs: Sequence[TensorSpec]) -> Non
         if any(spec.name.endswith("lm_head.weight") for spec in specs):
             part["tie_word_embeddings"] = False
         part["torch_dtype" if "torch_dtype" in part else "dtype"] = str(largest.dtype).removeprefix("torch.")
-    if not mtp_names((spec.name for spec in specs), config.get("num_hidden_layers") or 0, num_mtp_layers(config)):
-        config |= {key: 0 for key in KEYS if config.get(key)}  # otherwise engines would look for these layers
+        if not mtp_names((spec.name for spec in specs), part.get("num_hidden_layers") or 0, num_mtp_layers(part)):
+            part |= {key: 0 for key in KEYS if part.get(key)}  # otherwise engines would look for these layers
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -48,8 +48,11 @@ def load_config(folder: str, trust_remote_code: bool) -> PretrainedConfig:
     with own_code_named(folder, "model"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     if f"{config.model_type}_text" in LANGUAGE_MODELS:
-        config = config.get_text_config()
-        config.name_or_path = folder
+        whole, config = config, config.get_text_config()
+        config.name_or_path, config.tie_word_embeddings = (
+            folder,
+            config.tie_word_embeddings or whole.tie_word_embeddings,
+        )
     if getattr(config, "tie_word_embeddings", False) and has_own_head(folder):
         config.tie_word_embeddings = False
     return config  # type: ignore[no-any-return]

@@ -13,12 +13,14 @@ class AcceptedDrafts:
     """The metric of a run's steps."""
 
     def __init__(self) -> None:
-        self._before = 0.0, 0.0  # drafted and taken tokens
+        self._before: dict[str, tuple[float, float]] = {}  # drafted and taken tokens, by engine
 
     def take(self, engines: Sequence[Engine]) -> dict[str, float]:
         """Return `perf/accepted_drafts`: the share of the tokens drafted since the last call; nothing without any."""
-        told = [engine.kind.drafts(engine, ASK_SECONDS) for engine in engines]
-        drafted, taken = (sum(counts[i] for counts in told) for i in range(2))
-        before, self._before = self._before, (drafted, taken)
-        new = drafted - before[0]  # an engine that was started again counts from 0
-        return {"perf/accepted_drafts": (taken - before[1]) / new} if new > 0 else {}
+        drafted = taken = 0.0
+        for engine in engines:
+            now, before = engine.kind.drafts(engine, ASK_SECONDS), self._before.get(engine.url, (0.0, 0.0))
+            self._before[engine.url] = now
+            if now[0] >= before[0]:  # an engine that was started again counts from 0
+                drafted, taken = drafted + now[0] - before[0], taken + now[1] - before[1]
+        return {"perf/accepted_drafts": taken / drafted} if drafted > 0 else {}

@@ -30,7 +30,7 @@ def image_names(names: Iterable[str]) -> list[str]:
     return sorted(name for name in names if name.startswith(IMAGES))
 
 
-def untrained(names: Iterable[str]) -> str:
+def said_of_images(names: Iterable[str]) -> str:
     """Return a line that says that the layers for images are not trained; an empty text without any."""
     images = image_names(names)
     what = f"{len(images)} tensors of layers for images ({images[0]}, ...) are not trained: " if images else ""

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from instep.models.images import IMAGES, untrained
+from instep.models.images import IMAGES, said_of_images
 
 KEYS = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")  # of config.json, for one number
 _MODULE = re.compile(r"(model\.)?mtp[._]")
@@ -35,4 +35,4 @@ def left_out(names: Sequence[str]) -> str:
     mtp = [name for name in names if not name.startswith(IMAGES)]
     what = f"{len(mtp)} tensors of multi-token prediction ({mtp[0]}, ...) are not read: " if mtp else ""
     what = what and f"{what}they are neither trained nor synced, and exports have those of --hf-checkpoint"
-    return "\n".join(filter(None, (what, untrained(names))))
+    return "\n".join(filter(None, (what, said_of_images(names))))

@@ -197,10 +197,7 @@ def model_shape(hf_config: Any) -> ModelShape:
     return _shape(c, family)
 
 
-_COUNTS = (
-    *("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads"),
-    "vocab_size",
-)
+_COUNTS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
 
 
 def shape_in_file(config: Mapping[str, Any]) -> ModelShape | None:

@@ -54,15 +54,14 @@ class WorkerWeights:
     def export_hf(self, path: Path, adapter: bool = False) -> None:
         """Write a Hugging Face checkpoint, or only the adapter in peft's format (collective)."""
         from instep.checkpoints.hf_export import export_hf
-        from instep.checkpoints.images import WithImages
-        from instep.checkpoints.untrained import untrained
+        from instep.checkpoints.untrained import WithUntrained, untrained
 
         if adapter:
             self.backend.export_adapter(path)
         else:
             source, hf = self.backend.weight_source(), Path(self.args.hf_checkpoint)
             with untrained(hf, source.specs) as more:
-                export_hf(WithImages(source, hf), hf, path, self.args.chat_template_text, more=more)
+                export_hf(WithUntrained(source, more), hf, path, self.args.chat_template_text)
 
     def load_weights(self, path: Path, fresh_head: bool = False) -> None:
         """Load only weights, from a Hugging Face checkpoint or an instep checkpoint; see `TrainBackend.load`."""

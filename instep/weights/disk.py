@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from instep.checkpoints.hf_export import export_hf
-from instep.checkpoints.images import WithImages
+from instep.checkpoints.untrained import WithUntrained, untrained
 from instep.system.scratch import Scratch
 from instep.weights.source import WeightSource
 from instep.weights.spec import TensorSpec
@@ -23,8 +23,9 @@ class Disk:
 
     def send(self, source: WeightSource, order: Order, emit: Callable[[BucketManifest], None]) -> None:
         """Write a checkpoint as `order.folder`, and emit its manifest when it is complete."""
-        recorded = Recorded(WithImages(source, order.hf_checkpoint))
-        export_hf(recorded, order.hf_checkpoint, order.folder)
+        with untrained(order.hf_checkpoint, source.specs, mtp=False) as images:
+            recorded = Recorded(WithUntrained(source, images))
+            export_hf(recorded, order.hf_checkpoint, order.folder)
         recorded.tell(order, emit)
 
     def drive(self, carriage: Carriage) -> Sent:

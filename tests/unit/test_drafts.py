@@ -32,3 +32,7 @@ def test_it_is_that_of_the_drafts_since_the_last_call() -> None:
         assert drafts.take([engine]) == {"perf/accepted_drafts": 0.2}
         counters((10, 9), (0, 0))  # started again
         assert drafts.take([engine]) == {}
+        other = Engine("engine 1", url.replace("127.0.0.1", "localhost"), kind=KIND)
+        assert drafts.take([engine, other]) == {"perf/accepted_drafts": 0.9}  # of the other, for the first time
+        counters((110, 59), (0, 0))
+        assert drafts.take([engine, other]) == {"perf/accepted_drafts": 0.5}

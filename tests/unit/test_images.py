@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from instep.arguments.parse import parse
+from instep.checkpoints.folder_names import FolderNames, plain_names
+from instep.checkpoints.hf_export import copy_companions
+from instep.checkpoints.hf_weights import opened_weights
+from instep.checkpoints.remote_code import load_config
 from instep.cli import main
 from instep.cluster.engine_plan import plan_engines
 from instep.engines.embedded.weights import LiveWeights
+from instep.models.config_file import read_config
 from instep.models.sizes import shape_in, shape_of
 from instep.preflight.inputs import check_inputs
 from instep.training.worker import Worker
 from instep.types import TokenBatch
+from instep.weights.spec import TensorSpec
 from tests.architectures import tiny_config
 from tests.assets import make_prompts
 from tests.command_line import argv, make_folder, refusal
@@ -123,3 +130,50 @@ def test_a_published_folder_is_converted_to_megatron_and_back(stacked: bool, tmp
     )
     assert files(tmp_path / "hf2").keys() == files(hf).keys()
     assert all(torch.equal(tensor, files(hf)[name]) for name, tensor in files(tmp_path / "hf2").items())
+
+
+@pytest.mark.parametrize("stacked", [("model", "mtp"), ("model",)], ids=["qwen3.6", "qwen3.5"])
+def test_experts_are_in_the_tensors_of_the_folder_both_ways(stacked: tuple[str, ...], tmp_path: Path) -> None:
+    """Those of multi-token prediction come last, in one tensor or one by one."""
+    tensors = {"model.language_model.norm.weight": torch.ones(5)}
+    for layer in ("model.language_model.layers.0", "mtp.layers.0"):
+        experts = f"{layer}.mlp.experts"
+        if layer.partition(".")[0] in stacked:
+            tensors[f"{experts}.gate_up_proj"] = torch.randn(4, 6, 5)
+            tensors[f"{experts}.down_proj"] = torch.randn(4, 5, 3)
+        else:
+            for i, (name, shape) in product(range(4), (("gate", (3, 5)), ("up", (3, 5)), ("down", (5, 3)))):
+                tensors[f"{experts}.{i}.{name}_proj.weight"] = torch.randn(shape)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_text("{}")
+    names = FolderNames.of(tmp_path)
+    parts = [f"experts.{i}.{name}_proj.weight" for i in range(4) for name in ("gate", "up", "down")]
+    order = [f"model.layers.0.mlp.{part}" for part in parts] + ["model.norm.weight"]
+    order += [f"mtp.layers.0.mlp.{part}" for part in parts]
+    with opened_weights(tmp_path, torch.float32) as stored:
+        plain = plain_names(stored)
+        assert set(plain) == set(order)
+        specs = [TensorSpec(name, tuple(plain[name].shape), torch.float32) for name in order]
+        found = list(names.tensors([(spec, plain[spec.name].read()) for spec in specs]))
+    assert {spec.name: spec.shape for spec, _ in found} == {name: tuple(t.shape) for name, t in tensors.items()}
+    assert all(tensor is not None and torch.equal(tensor, tensors[spec.name]) for spec, tensor in found)
+    assert names.specs(specs) == [spec for spec, _ in found]
+
+
+def test_an_export_without_multi_token_prediction_says_so_in_the_text_config(tmp_path: Path) -> None:
+    hf, to = make_tiny("qwen3_5", tmp_path / "hf"), tmp_path / "to"
+    config = json.loads((hf / "config.json").read_text())
+    config["text_config"]["mtp_num_hidden_layers"] = 1
+    (hf / "config.json").write_text(json.dumps(config))
+    to.mkdir()
+    copy_companions(hf, to, [TensorSpec("model.language_model.norm.weight", (5,), torch.float32)])
+    assert json.loads((to / "config.json").read_text())["text_config"]["mtp_num_hidden_layers"] == 0
+
+
+def test_embeddings_that_only_the_whole_model_calls_tied_are_tied(tmp_path: Path) -> None:
+    hf = make_tiny("qwen3_5", tmp_path / "hf")
+    config = json.loads((hf / "config.json").read_text()) | {"tie_word_embeddings": True}
+    del config["text_config"]["tie_word_embeddings"]
+    (hf / "config.json").write_text(json.dumps(config))
+    assert load_config(str(hf), False).tie_word_embeddings is True
+    assert read_config(hf)["tie_word_embeddings"] is True

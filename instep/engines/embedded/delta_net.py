@@ -47,7 +47,9 @@ class States(Cache):
         self.layers: list[Any] = [_Net(self, nets.index(i) if i in nets else -1) for i in range(len(kinds))]
 
     def reserve_states(self, rows: int) -> None:
-        self.states = [torch.cat((x, x.new_zeros(len(x), rows - x.shape[1], *x.shape[2:])), 1) for x in self.states]
+        for i, x in enumerate(self.states):
+            if rows > x.shape[1]:
+                self.states[i] = torch.cat((x, x.new_zeros(len(x), rows - x.shape[1], *x.shape[2:])), 1)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         return self.source is None

@@ -108,7 +108,7 @@ class MegatronBackend:
                     drafter.requires_grad_(False)
             self.adapter: MegatronLora | None = None
             self.wrapped, self.optimizer = self._wrap(ddp_config, optimizer_config, with_optimizer, lora)
-        self.left_out = ""
+        self.left_out, self._names = "", FolderNames.of(Path(args.hf_checkpoint))  # its index is long
         self.saver = Saver(device, args.async_save)
         self._weights = Parking(device, self._local_weights)
         self._states = Parking(device, self._optimizer_states, self._gradients)
@@ -294,8 +294,7 @@ class MegatronBackend:
         with cpu_platform.scope():
             self.optimizer.prepare_grads()
             drafter = [] if (mtp := self.chunks[-1].drafter) is None else [*mtp.parameters()]
-            experts = self.shape.experts is not None
-            found = clipping.clip(self.optimizer, drafter, self.args, experts=experts, device=self.parallel.device)
+            found = clipping.clip(self.optimizer, drafter, self.args, self.shape, self.parallel.device)
             skipped = not all(map(math.isfinite, found))
             if not skipped:
                 self.optimizer.step_with_ready_grads()
@@ -316,9 +315,8 @@ class MegatronBackend:
         parameters = local_parameters(self.chunks, self.placement)
         if self.adapter is not None:
             return self.adapter.source(self.dtype) if adapter else self.adapter.merged(parameters, self.dtype)
-        names = FolderNames.of(Path(self.args.hf_checkpoint))
-        device = self.parallel.device
-        return MegatronWeightSource(self.shape, self.placement, parameters, self.dtype, device, names=names)
+        where: dict[str, Any] = dict(device=self.parallel.device, names=self._names)
+        return MegatronWeightSource(self.shape, self.placement, parameters, self.dtype, **where)
 
     def export_adapter(self, path: Path) -> None:
         assert self.adapter is not None, "this model has no adapter"

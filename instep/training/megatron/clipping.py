@@ -15,10 +15,11 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
+    from instep.models.shape import ModelShape
 
 
 def clip(
-    optimizer: Any, drafter: Collection[Tensor], args: Settings, *, experts: bool, device: torch.device
+    optimizer: Any, drafter: Collection[Tensor], args: Settings, shape: ModelShape, device: torch.device
 ) -> tuple[float, float]:
     """Scale the gradients of policy and drafter to `--clip-grad` where their norms are larger; return the norms
     (collective).
@@ -27,11 +28,10 @@ def clip(
 
     Args:
         drafter: its parameters on this rank.
-        experts: the model has some.
     """
-    distributed, limit = bool(args.use_distributed_optimizer), args.clip_grad
+    limit, experts = args.clip_grad, shape.experts is not None
     apart = _of_drafter(optimizer, drafter)
-    found = _norms(optimizer, apart, distributed=distributed, experts=experts, device=device)
+    found = _norms(optimizer, apart, bool(args.use_distributed_optimizer), experts, device)
     if limit and all(map(math.isfinite, found)):
         params = [p for opt in optimizer.chained_optimizers for p in opt.get_parameters()]
         for whose, norm in enumerate(found):
@@ -50,7 +50,7 @@ def _of_drafter(optimizer: Any, drafter: Collection[Tensor]) -> set[int]:
 
 
 def _norms(
-    optimizer: Any, apart: set[int], *, distributed: bool, experts: bool, device: torch.device
+    optimizer: Any, apart: set[int], distributed: bool, experts: bool, device: torch.device
 ) -> tuple[float, float]:
     """Experts have their own distribution over ranks. A stage without experts has no optimizer for them."""
     from megatron.core import parallel_state as ps
