@@ -17,7 +17,7 @@ from instep_engine.memory import Recorder, Slice
 
 
 def kept(path: str) -> bool:
-    """Return whether a module is of the layers for images, which a trainer leaves as the engine has loaded them."""
+    """Return whether a module belongs to the layers for images, which no trainer changes."""
     return path.removeprefix("served.").partition(".")[0] == "visual"  # `served`: of a model with a drafter
 
 
@@ -43,7 +43,7 @@ class DirectLoader:
                 self._model.load_weights(iter(new.items()))
             if recorder.spoiled:
                 raise ValueError(
-                    f"{recorder.spoiled[0]}: this engine changes it while it loads it; use another --rollout-backend"
+                    f"{recorder.spoiled[0]}: this engine changes it during loading; use another --rollout-backend"
                 )
             for number, count in recorder.written:
                 self._written[parameters[number]] = self._written.get(parameters[number], 0) + count

@@ -1,5 +1,5 @@
-# To be sourced in the repository's root on a GPU host without a network: what build_bundle.sh and build_bundle_sglang.sh
-# have packed becomes importable there, with its bytecode, and instep with its entry point, by which vLLM finds the plugin.
+# Source this in the repository's root on a GPU host without a network. It makes the packages of build_bundle.sh and
+# build_bundle_sglang.sh importable, with their bytecode, and instep's entry point, by which vLLM finds the plugin.
 #
 #   PARTS=~/g SITE=~/site . scripts/gpu_host.sh      PARTS: the folder of part_0, part_1, ...; SITE: made if it is not there
 

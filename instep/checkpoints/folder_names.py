@@ -1,7 +1,7 @@
-"""The names of a decoder's tensors in a Hugging Face folder, where they are not those of `models.weight_map`.
+"""The names of a decoder's tensors in a Hugging Face folder, where they differ from those of `models.weight_map`.
 
-A language model that is published with layers for images, such as Qwen3.5, is below `model.language_model.`. Published
-mixtures of that kind have the experts of a layer in two tensors, as transformers 5 holds them: `experts.gate_up_proj`
+Some language models, such as Qwen3.5, are published with layers for images. Their prefix is `model.language_model.`.
+Published mixtures of this kind hold a layer's experts in two tensors, as transformers 5 does: `experts.gate_up_proj`
 `[experts, 2 ffn, hidden]` and `experts.down_proj` `[experts, hidden, ffn]`. In layers of multi-token prediction Qwen3.5
 has them one by one, Qwen3.6 as in the others.
 """
@@ -57,7 +57,7 @@ class FolderNames:
 
     @classmethod
     def of(cls, folder: Path) -> FolderNames:
-        """Return those of a folder; the default for one without weights. Raises CheckpointError."""
+        """Return the names of a folder, or the default if it has no weights. Raises CheckpointError."""
         names = list(weight_files(folder)) if tensor_files(folder) else []
         prefix = INNER if any(name.startswith(INNER) for name in names) else "model."
         return cls(prefix, frozenset(found[2] for name in names if (found := _STACKED.fullmatch(name))))
@@ -67,7 +67,7 @@ class FolderNames:
         return [spec for spec, _ in self.tensors((spec, None) for spec in specs)]
 
     def tensors(self, named: Named) -> Iterator[tuple[TensorSpec, Tensor | None]]:
-        """Yield the folder's tensors, from those of `weight_map`; with stacked experts, a layer's are kept."""
+        """Yield the folder's tensors, made of those of `weight_map`. Stacked experts wait until their layer ends."""
         for layer, some in groupby(named, self._experts_of):
             if not layer:
                 yield from map(self._renamed, some)

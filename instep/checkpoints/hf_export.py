@@ -45,7 +45,7 @@ _TEMPLATES = ("chat_template.*", "additional_chat_templates/*", "tekken.json", "
 
 
 def check_causal_lm(config: dict[str, Any], *, where: str) -> None:
-    """Refuse a configuration that is not a decoder-only language model, nor has one that is trained alone.
+    """Refuse a configuration without a decoder-only language model that can be trained.
 
     Raises:
         ConfigError: the model is an encoder-decoder, or not a causal language model.

@@ -1,4 +1,4 @@
-"""How much of what the engines draft they take, with speculative decoding."""
+"""The share of drafted tokens that the engines accept, with speculative decoding."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Control calls to SGLang's prefill and decode engines, which answer only in pairs. Rollouts leave that to the router.
+"""Control calls to SGLang's prefill and decode engines, which answer only in pairs. For rollouts the router pairs them.
 
-A prefill engine makes the first token of a response. A decode engine takes the keys and values from it, and makes the
-others. Both get the same request with a number of their own.
+A prefill engine generates the first token of a response. A decode engine gets its keys and values, and generates the
+other tokens. Both get the same request, with a random number that identifies the pair.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from instep_engine.sglang_form import PATH
 if TYPE_CHECKING:
     from instep.engines.kind import RunningEngine
 
-NOBODY = {"bootstrap_host": "2.2.2.2", "bootstrap_room": 0}  # SGLang's own words for: hand the cache to nobody
+NOBODY = {"bootstrap_host": "2.2.2.2", "bootstrap_room": 0}  # SGLang's fake address: no engine fetches the cache
 FORCE = 1e4  # added to the logit of a token
-EVERY = 6  # tokens of a text, of which a decode engine scores one: each costs a transfer
+EVERY = 6  # a decode engine scores one of so many tokens: each score costs a transfer
 ASK_SECONDS = 10.0
 
 
 def partner_of(decode: RunningEngine) -> RunningEngine:
-    """Return a prefill engine with the weights of a decode engine. Raises EngineError: none answers with these."""
+    """Return a prefill engine with the weights of a decode engine. Raises EngineError if no such engine answers."""
     wanted = _version(decode)
     for prefill in decode.prefills:
         if wanted is not None and _version(prefill) == wanted:
             return prefill
     what = f"no prefill engine answers with the weights of {decode.name} ({wanted})"
-    raise EngineError(what, where=decode.url, remedy="see the logs of the prefill engines")
+    raise EngineError(what, where=decode.url, remedy="read the engines' logs, then start the run again")
 
 
 def _version(engine: RunningEngine) -> str | None:
@@ -53,7 +53,7 @@ def ask_pair(
     for_decode: dict[str, Any],
     seconds: float,
 ) -> Any:
-    """Return the decode engine's answer to a request that both get. The first error of the two is raised."""
+    """Send a request to both engines; return the decode engine's answer. Raises the first error of the two."""
     at = {"bootstrap_host": urlsplit(prefill.url).hostname, "bootstrap_port": prefill.bootstrap_port}
     at["bootstrap_room"] = secrets.randbits(62)
     pool = RunThreads(2)
@@ -74,11 +74,11 @@ def scores_by_prefill(engine: RunningEngine, tokens: Sequence[int], timeout: flo
 
 
 def scores_by_decode(engine: RunningEngine, tokens: Sequence[int], timeout: float) -> list[float]:
-    """Return log-probs of `tokens` from the second on. A decode engine computes one of EVERY.
+    """Return log-probs of `tokens` from the second on. A decode engine scores one token of EVERY.
 
-    For each of them a request ends two tokens before it. The prefill engine is forced to choose the next token. The
-    decode engine then says how likely the one after is. Its difference from the prefill engine stands for the tokens
-    up to the next.
+    The request for a scored token ends two tokens before it. A logit bias makes the prefill engine choose the token
+    between. The decode engine then returns the log-prob of the scored token. Its difference from the prefill engine's
+    log-prob is added to all tokens up to the next scored one.
     """
     prefill = partner_of(engine)
     scores = scores_by_prefill(prefill, tokens, timeout)

@@ -1,4 +1,4 @@
-"""Published models with layers for images beside their language model, of which the language model alone is trained.
+"""Published models that have layers for images. Only their language model is trained.
 
 Their config.json has the language model's entries in `text_config`, and their tensors are `model.language_model.*`,
 `lm_head.*`, `model.visual.*` and `mtp.*`.
@@ -31,7 +31,7 @@ def image_names(names: Iterable[str]) -> list[str]:
 
 
 def said_of_images(names: Iterable[str]) -> str:
-    """Return a line that says that the layers for images are not trained; an empty text without any."""
+    """Return a log line about the layers for images, which are not trained; empty without these layers."""
     images = image_names(names)
     what = f"{len(images)} tensors of layers for images ({images[0]}, ...) are not trained: " if images else ""
     return what and f"{what}exports hold them as they are, and engines keep those that they have loaded"

@@ -31,7 +31,7 @@ def mtp_names(names: Iterable[str], num_layers: int, num_mtp: int) -> list[str]:
 
 
 def left_out(names: Sequence[str]) -> str:
-    """Return lines that say that these, and layers for images, are not read; an empty text if there are no names."""
+    """Return log lines about tensors that are not read, also of layers for images; empty if there are no names."""
     mtp = [name for name in names if not name.startswith(IMAGES)]
     what = f"{len(mtp)} tensors of multi-token prediction ({mtp[0]}, ...) are not read: " if mtp else ""
     what = what and f"{what}they are neither trained nor synced, and exports have those of --hf-checkpoint"

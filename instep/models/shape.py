@@ -60,7 +60,7 @@ class Experts:
             experts.
         scale: factor of the weights.
         shared_ffn_hidden_size: total width of the experts that every token uses; 0 without such experts.
-        shared_gate: their output is multiplied by a sigmoid, which is a token's own.
+        shared_gate: whether a sigmoid multiplies their output; each token has its own.
     """
 
     num: int
@@ -76,7 +76,7 @@ class Experts:
     shared_gate: bool = False
 
 
-EXPERTS = "experts"  # the name by which adapters of all routed experts are asked for
+EXPERTS = "experts"  # in --lora-target-modules: all routed experts
 KV_B = "kv_b_proj"  # of latent attention: vLLM computes with its loaded weight and supports no adapter on it
 
 
@@ -148,7 +148,7 @@ class ModelShape:
     latent: LatentAttention | None = None
     num_mtp_layers: int = 0  # of multi-token prediction, in checkpoints
     delta: DeltaNet | None = None
-    mtp: int = 0  # of these, in the model: all or none
+    mtp: int = 0  # those of them that the model has: all or 0
 
     @property
     def rotary_dim(self) -> int:

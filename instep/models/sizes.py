@@ -91,7 +91,7 @@ class Shape:
         return 2.0 * self.used * length + 2.0 * self.attending * self.queries * length**2
 
     def factors(self, targets: Sequence[str] | None, tp: int = 1, expert_pieces: int = 1) -> float:
-        """Return the parameters of an adapter's A and B on a rank, for each unit of its rank.
+        """Return the number of parameters in A and B on one process, per unit of the adapter's rank.
 
         Args:
             targets: of `--lora-target-modules`.

@@ -1,7 +1,7 @@
 """Hugging Face weights <-> Megatron-Core parameters of a decoder, for any tensor-parallel size.
 
 One rule is used for loading and exporting. Each Hugging Face tensor of an entry is cut along `split_dim` into equal
-parts, one per tensor-parallel rank; of a tensor with sections, each section is. `fuse` makes a rank's Megatron
+parts, one per tensor-parallel rank; in a tensor with sections, each section is cut. `fuse` makes a rank's Megatron
 parameter from its parts; `unfuse` is the inverse.
 """
 
@@ -43,8 +43,8 @@ class WeightEntry:
 
     Attributes:
         keep_fp32: the tensors are float32 in any model: a buffer that no gradient changes.
-        repeats: the parameter is that of another entry, too; checkpoints may be without these tensors.
-        sections: the rows of the sections of the first tensor; empty if it is one section, as all others are.
+        repeats: another entry has the same parameter; checkpoints may lack these tensors.
+        sections: rows of each section of the first tensor; empty if it is one section, as all other tensors are.
     """
 
     megatron: str

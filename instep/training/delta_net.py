@@ -23,8 +23,8 @@ def gated_delta_rule(
     With q and k of length 1, and q divided by sqrt(Dk), a head's state S is `[Dk, Dv]`, and
     S <- exp(g) S; S <- S + k (beta (v - S^T k))^T; output = S^T q (Gated Delta Networks, arXiv:2412.06464, eq. 10).
 
-    Samples are padded to whole chunks, and step i computes chunk i of all samples that have one: there are as many
-    steps as the longest sample has chunks, and all that no state enters is computed for all chunks at once.
+    Samples are padded to whole chunks. Step i computes chunk i of all samples that have one, so the longest sample
+    sets the number of steps. Results that need no state are computed for all chunks at once.
 
     Args:
         query, key: `[1, num_tokens, num_key_heads, Dk]`, where num_key_heads divides num_value_heads.

@@ -10,12 +10,12 @@ import re
 
 @functools.cache
 def has_flash_linear_attention(*, hopper: bool) -> bool:
-    """Return whether it is installed, from 0.6 on, and computes rightly.
+    """Return whether version 0.6 or newer is installed and computes correctly.
 
-    It refuses its backward pass on Hopper with Triton 3.4 to 3.7.0, unless tilelang is installed, too.
+    Its backward pass refuses Hopper with Triton 3.4 to 3.7.0, unless tilelang is installed, too.
 
     Args:
-        hopper: the GPU is one, or may be one.
+        hopper: whether the GPU is, or may be, of this generation.
     """
     if _version("fla-core") < (0, 6):
         return False

@@ -111,10 +111,10 @@ class Earlier:
     """The policy with its adapter off, or with an earlier one: a reference that needs no second copy of the base.
 
     Args:
-        layers: with an adapter, on this rank.
-        specs: of the whole adapter, under peft's names.
-        weights: returns the parts of A and B on this rank, by name.
-        part: returns what this rank has of a whole A or B, by name.
+        layers: this rank's layers with an adapter.
+        specs: those of the whole adapter, under peft's names.
+        weights: returns this rank's parts of A and B, by name.
+        part: returns this rank's part of a whole A or B, by name.
         forward_only: the method of the backend.
     """
 
@@ -148,9 +148,9 @@ class Earlier:
         for spec in self._specs:
             full, name = theirs.get(spec.name), spec.name.removeprefix(PEFT)
             if full is None or tuple(full.shape) != spec.shape:
-                what = f"{name!r} is missing" if full is None else f"{name!r} is {list(full.shape)} there"
-                remedy = "give the flags of the adapter (--lora-rank, --lora-target-modules)"
-                raise CheckpointError(f"this adapter has another form: {what}", where=str(folder), remedy=remedy)
+                what = f"{name!r} is missing" if full is None else f"{name!r} has the shape {list(full.shape)}"
+                remedy = "give the --lora-rank and --lora-target-modules of this adapter"
+                raise CheckpointError(f"this adapter does not fit the run's: {what}", where=str(folder), remedy=remedy)
         self._former = {
             name: self._part(name, theirs[PEFT + name]).to(weight.device, weight.dtype)
             for name, weight in self._weights().items()

@@ -1,7 +1,7 @@
 """Speculation on a CPU without Triton: vLLM 0.32 checks drafts at temperatures that were never written.
 
-Its replacement of the kernel that repeats a request's temperature for each of its drafts writes into a copy, unless the
-values are int64. So the tokens would not be samples of the model's distribution.
+A Triton kernel repeats a request's temperature for each of its drafts. vLLM's replacement on a CPU writes into a copy,
+unless the values are int64. So the tokens would not be samples of the model's distribution.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Layers of multi-token prediction with which an engine drafts: their weights come with those of its model.
+"""Drafters of multi-token prediction: an engine receives their weights together with those of its model.
 
-vLLM keeps them as a second model, which shares the embedding and the output layer of the first.
+vLLM keeps the drafter as a second model, which shares the embedding and the output layer of the first.
 """
 
 from __future__ import annotations

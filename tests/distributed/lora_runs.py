@@ -51,7 +51,7 @@ def make_lora_backend(
 
 @torch.no_grad()
 def move(backend: Any) -> None:
-    """Give B values, which begins with zeros, the same ones in each backend and on any number of ranks."""
+    """Fill B, which begins as 0, with the same values in each backend and on any number of ranks."""
     fulls = {}
     for i, spec in enumerate(backend.weight_source(adapter=True).specs):
         if ".lora_B." in spec.name:

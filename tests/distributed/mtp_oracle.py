@@ -41,8 +41,8 @@ class Drafter:
         self.optimizer = torch.optim.AdamW(groups, lr=1.0, betas=BETAS, eps=EPS)
 
     def log_probs(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return `[num_tokens - 2, vocabulary]`: of the token after the next one of each token; nothing of the policy
-        gets a gradient."""
+        """Return the log-probs `[num_tokens - 2, vocabulary]` of the token after each token's next one. The policy gets
+        no gradient."""
         body, length = self.model.model, len(tokens)
         with torch.no_grad():
             states = body(tokens[None]).last_hidden_state[0]

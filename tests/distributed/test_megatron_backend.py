@@ -44,7 +44,7 @@ def test_three_steps_are_those_of_transformers_with_adamw(computed, name):
 
 @pytest.mark.parametrize("name", [name for name in ("one-deepseek", "one-qwen3.5") if name in NAMES])
 def test_multi_token_prediction_changes_no_bit_of_the_policy(computed, name):
-    """The tests around this one are about its own results."""
+    """Other tests in this file check the results of multi-token prediction itself."""
     (plain,), (drafting,) = computed[name, "ranks"], computed[f"{name}-mtp", "ranks"]
     assert plain["losses"] == drafting["losses"] and plain["norms"] == drafting["norms"]
     assert len(drafting["weights"]) > len(plain["weights"]) > 10

@@ -67,7 +67,7 @@ def test_responses_across_weight_syncs(backend, long):
 @pytest.mark.sglang
 @pytest.mark.slow
 def test_a_decode_engine_of_sglang_is_scored_by_its_own_weights(tiny, tmp_path):
-    """Its keys and values are those of a prefill engine with other weights, or with the same."""
+    """The decode engine gets keys and values from a prefill engine with the same weights, or with other ones."""
     pytest.importorskip(PACKAGES["sglang"], exc_type=ImportError)
     paths = [make_checkpoint(tmp_path / str(seed), seed=seed, vocab_size=64) for seed in (0, 7)]
     words = grpo_arguments(tiny, tmp_path / "run", "--hf-checkpoint", str(paths[0]), *apart("sglang", 2, 1))

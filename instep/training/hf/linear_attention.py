@@ -1,7 +1,7 @@
-"""Linear attention and short convolutions of transformers over packed samples, each of which is computed by itself.
+"""Linear attention and short convolutions of transformers over packed rows, with each sample computed by itself.
 
-Transformers' layers call functions of their Python module, which see one sample in a row. Here these get a second form
-for packed rows, which `layout.run_packed` marks by the argument `seq_idx`: layers pass it on.
+Transformers' layers call functions of their Python module, which expect one sample in a row. This module gives these
+functions a second form for packed rows. `layout.run_packed` marks such rows by the argument `seq_idx`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ Segments = tuple[Tensor, SharedPrefixes]  # cu_seqlens of the stream, and which 
 
 
 def pack_linear_attention(model: nn.Module) -> None:
-    """Give the functions that the layers of `model` call their form for packed rows.
+    """Replace the functions that the layers of `model` call by their form for packed rows.
 
-    Other layers with such a convolution have a scan, too, which would let a little of a segment into the next one.
+    Other layers with this convolution also have a scan, which would carry state from one segment into the next.
     """
     kinds = {type(module) for module in model.modules()}
     for name in {kind.__module__ for kind in kinds if kind.__name__.endswith(_LAYERS)}:

@@ -1,6 +1,6 @@
-"""Norms of gradients over the whole model, and their clip: of the policy, and apart from it of its drafter.
+"""Gradient norms over the whole model, and clipping, for the policy and its drafter (multi-token prediction) apart.
 
-So a drafter (multi-token prediction), whose gradients are its own, changes nothing in the training of the policy.
+So the drafter's gradients change nothing in the training of the policy.
 """
 
 from __future__ import annotations

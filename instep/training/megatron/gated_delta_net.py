@@ -1,13 +1,13 @@
 """The gated delta net (Yang et al. 2024, arXiv 2412.06464) of Qwen3-Next and Qwen3.5 on a packed stream.
 
 Tensor-parallel ranks share the key heads, each with its value heads. Rows of the projection and channels of the
-convolution are in the order of key heads, so that a rank's are neighbours: for each its query, key, values, output
-gates, then the numbers from which a value's share (beta) and decay (alpha) follow. Megatron's own module orders them by
-kind within each rank; so its names, `in_proj` and `conv1d`, are not used for these.
+convolution are ordered by key head, so a rank's part is contiguous. A key head has its query, key, values and output
+gates, then the inputs of each value's share (beta) and decay (alpha). Megatron's own module orders a rank's rows by
+kind. So its names, `in_proj` and `conv1d`, are not used here.
 
-Context-parallel ranks share the key heads of a tensor-parallel rank for the convolution and the delta rule: an
-all-to-all gives each the whole stream of some heads (Jacobs et al. 2023, arXiv 2309.14509), another one its own tokens.
-No rank computes what another one does.
+Context-parallel ranks share the key heads of a tensor-parallel rank in the convolution and the delta rule. One
+all-to-all gives each rank the whole stream of some heads (Jacobs et al. 2023, arXiv 2309.14509); a second one returns
+the rank's own tokens. No rank repeats the work of another one.
 
 Imports `megatron.core`: only after `cpu_platform.install()`, see there.
 """

@@ -1,14 +1,14 @@
 """LoRA in the `megatron` backend: A and B per Hugging Face projection, beside Megatron's fused layers.
 
 A layer of Megatron may compute several projections (q, k and v; gate and up). Each has its own A and B, as in the `hf`
-backend, and what they add goes where the fused layer has the projection's output. What a rank has of them:
+backend. Their result is added to the projection's part of the fused output. What a rank holds depends on the layer:
 
-- of a layer whose outputs are divided over tensor-parallel ranks, a whole A and the rows of B of its outputs;
-- of a layer whose inputs are divided, the columns of A of its inputs and a whole B;
-- of a layer that is whole on each rank, both.
+- tensor-parallel ranks divide its outputs: the whole A, and the rows of B for the rank's outputs;
+- they divide its inputs: the columns of A for the rank's inputs, and the whole B;
+- each rank has the whole layer: the whole A and B.
 
-Ranks exchange only the products with A, of width `rank`. A whole factor's gradient is complete on each rank, but with
-sequence parallelism, and in experts, it covers a part of the tokens or of the outputs, and is summed.
+Ranks exchange only the products with A, of width `rank`. A whole factor's gradient is complete on each rank, except
+with sequence parallelism and in experts: there it covers a part of the tokens or outputs, and ranks sum it.
 
 Imports `megatron.core`: only after `cpu_platform.install()`, see there.
 """
@@ -177,7 +177,7 @@ def add_grouped(adapters: Sequence[Adapter], x: Tensor, ends: Tensor, out: Tenso
 
 
 class MegatronLora:
-    """The adapter of this rank's chunks, whose weights are frozen; they are in the type of the model already.
+    """The adapter of this rank's chunks. It freezes their weights, which already have the model's dtype.
 
     The random A depend on `seed` alone, and are those of the `hf` backend.
 

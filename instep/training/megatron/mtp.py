@@ -1,11 +1,11 @@
 """Multi-token prediction (DeepSeek-AI 2024, arXiv 2412.19437, section 2.2) on a packed stream: engines draft with it.
 
 Layer k computes h' = layer(W [norm(emb(t_{i+k})); norm(h_i)]), with the normed h of layer k - 1 or of the policy.
-The policy's output layer turns its normed states into the log-probs of t_{i+k+1}. As in slime, these layers are trained
+The policy's output layer turns the normed h' into the log-probs of t_{i+k+1}. As in slime, these layers are trained
 beside the policy: its states, embedding and output layer are constants here, and get no gradient.
 
-Parameters have the names of Megatron's own module. That one loops over samples on the host, and cannot recompute packed
-sequences.
+Parameters have the names of Megatron's own module. That module loops over samples on the host, and cannot recompute
+packed sequences.
 
 Imports `megatron.core`: only after `cpu_platform.install()`, see there.
 """
@@ -77,8 +77,8 @@ class MultiTokenPrediction(MegatronModule):
 
     Args:
         layer, norm: of the family.
-        vocab: its size, and with padding.
-        num_logits: at a time, on all ranks that share them.
+        vocab: the size of the vocabulary, without and with padding.
+        num_logits: how many logits are computed at a time, over all ranks that share them.
         embeds: whether this stage of the pipeline has the embedding; otherwise the module has a copy, which
             `bring_embedding` fills.
 
@@ -147,7 +147,7 @@ class MultiTokenPrediction(MegatronModule):
     ) -> Tensor:
         """Return the log-probs of response tokens by each layer, `[layers, num_response_tokens]`, at temperature 1.
 
-        That of a token which a layer cannot predict means nothing; `draft_loss` knows which.
+        The value is meaningless for a token that a layer cannot predict; `draft_loss` leaves it out.
 
         Args:
             weight: of the output layer, which gets no gradient.
@@ -210,8 +210,7 @@ def shifted(tokens: Tensor, bounds: Tensor) -> Tensor:
 def draft_loss(log_probs: Tensor, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the cross entropy of response tokens, weighted as in the policy's loss, and the sums for its metric.
 
-    A token so near the start of its sample that a layer cannot predict it does not count there. Both are means over
-    layers.
+    A layer leaves out the first tokens of a sample, which it cannot predict. Loss and sums are means over layers.
 
     Args:
         log_probs: `[layers, num_response_tokens]`, of each response token by each layer.

@@ -308,7 +308,7 @@ class PolicyModel(GPTModel):
 
     @property
     def drafter(self) -> MultiTokenPrediction | None:
-        """The layers of multi-token prediction; Megatron takes any attribute of their name for a module."""
+        """The layers of multi-token prediction. Not named `mtp`: Megatron takes that attribute for a module."""
         return cast("MultiTokenPrediction | None", self._modules.get("mtp"))
 
     def forward(self, *args: Any, packed_seq_params: PackedInput, **kwargs: Any) -> Any:
