@@ -9,17 +9,25 @@ import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
+from instep.training.adjacent import joined
 
-def grouped_linear(x: Tensor, ends: Tensor, weights: Sequence[Tensor]) -> Tensor:
+
+def grouped_linear(x: Tensor, ends: Tensor, weights: Sequence[Tensor], *, adds_gradients: bool = False) -> Tensor:
     """Compute `x[ends[i - 1] : ends[i]] @ weights[i].T` of each group i: `[num_rows, in]` -> `[num_rows, out]`.
 
-    Each pass concatenates the weights `[out, in]` for the kernel and does not keep the result: it would be a second
-    copy of the model.
+    The kernel needs the weights `[out, in]` in one tensor. Weights that do not follow each other in memory are copied
+    in each pass; the copy is not kept: it would be a second copy of the model.
 
     Args:
         ends: int32 `[num_groups]`, on the device of x, ascending; a group may be empty.
+        adds_gradients: the backward pass adds the gradients of the weights to their `main_grad` itself, all at once,
+            as a hook of Megatron's data parallelism does for each.
     """
-    out: Tensor = _GroupedLinear.apply(x, ends, *weights)
+    out: Tensor
+    if adds_gradients:
+        out = _AddsGradients.apply(x, ends, weights[0], weights)
+    else:
+        out = _GroupedLinear.apply(x, ends, *weights)
     return out
 
 
@@ -27,12 +35,35 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:
         ctx.save_for_backward(x, ends, *weights)
-        return grouped_mm(x, torch.stack(weights).transpose(1, 2), offs=ends)
+        return grouped_mm(x, _stacked(weights).transpose(1, 2), offs=ends)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, ends, *weights = ctx.saved_tensors
         grad, learns = grad.contiguous(), any(ctx.needs_input_grad[2:])
-        of_x = grouped_mm(grad, torch.stack(weights), offs=ends) if ctx.needs_input_grad[0] else None
+        of_x = grouped_mm(grad, _stacked(weights), offs=ends) if ctx.needs_input_grad[0] else None
         of_weights = grouped_mm(grad.t(), x, offs=ends).unbind() if learns else [None] * len(weights)
         return of_x, None, *of_weights
+
+
+class _AddsGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ends: Tensor, first: Tensor, weights: Sequence[Tensor]) -> Tensor:
+        """Autograd sees the first weight, for an x that needs no gradient."""
+        ctx.save_for_backward(x, ends)
+        ctx.weights = weights
+        return grouped_mm(x, _stacked(weights).transpose(1, 2), offs=ends)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, ends = ctx.saved_tensors
+        grad = grad.contiguous()
+        of_x = grouped_mm(grad, _stacked(ctx.weights), offs=ends) if ctx.needs_input_grad[0] else None
+        sums = [weight.main_grad for weight in ctx.weights]
+        torch._foreach_add_(sums, list(grouped_mm(grad.t(), x, offs=ends).to(sums[0].dtype).unbind()))
+        return of_x, None, None, None
+
+
+def _stacked(weights: Sequence[Tensor]) -> Tensor:
+    flat = joined(weights)
+    return torch.stack(list(weights)) if flat is None else flat.view(len(weights), *weights[0].shape)

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from instep.training.hf import optimizer as module
+from instep.training.hf.eight_bits import code_tables, looked_up
 from instep.training.hf.optimizer import BLOCK, EIGHT_BITS, PiecewiseAdamW
 from tests.distributed.hf_runs import make_backend, make_checkpoint, train, weights_of
 
@@ -61,14 +62,14 @@ def test_8_bits_equal_an_oracle_and_stay_when_written_again(signed):
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_codes_that_are_looked_up_are_those_of_a_search(signed):
-    codes = module._codes(signed, torch.device("cpu"))
+    codes = code_tables(signed, torch.device("cpu"))
     bounds = codes.bounds[:-1]
     floats = torch.arange(-(2**31), 2**31, 4001).to(torch.int32).view(torch.float32)
     near = torch.cat([bounds, -bounds, codes.values, -codes.values]).view(torch.int32)
     near = torch.cat([near + ulps for ulps in range(-2, 3)]).view(torch.float32)
     numbers = torch.cat([floats[floats.abs() <= 1], near, torch.tensor([0.0, -0.0, 1.0, -1.0, math.nan])])
     assert len(numbers) > 10**6 / 2
-    assert torch.equal(module._looked_up(numbers, codes), torch.bucketize(numbers, bounds, out_int32=True))
+    assert torch.equal(looked_up(numbers, codes), torch.bucketize(numbers, bounds, out_int32=True))
     assert (torch.bincount(bounds.view(torch.int32) >> 16 & 0xFFFF) <= 1).all()
 
 
@@ -133,6 +134,40 @@ def test_a_clip_is_a_factor_of_the_gradients_and_small_parameters_are_stepped_to
         steps = [float(optimizer.state[p]["step"]) for p in params]
         assert steps == [3.0] * 5 + [0.0]
         ends.append([p.detach() for p in params])
+    assert all(map(torch.equal, *ends))
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_parameters_with_neighbouring_gradients_are_stepped_in_one_call(traced, monkeypatch, compiles):
+    calls, step = [], module._step
+    monkeypatch.setattr(module, "_step", lambda piece, *args: calls.append(len(piece.weight)) or step(piece, *args))
+    sizes = (32 * BLOCK, 16 * BLOCK, 20 * BLOCK + 10, 9, 16 * BLOCK, 32 * BLOCK, 64 * BLOCK)  # 9 has no 8 bits
+    monkeypatch.setattr(module, "_PIECE", 20 * BLOCK)
+    ends = []
+    for joins in (True, False):
+        g = torch.Generator().manual_seed(0)
+        params = [nn.Parameter(torch.randn(size, generator=g)) for size in sizes]
+        parts = [
+            {"params": [*reversed(params[:-1])], "weight_decay": 0.1},
+            {"params": params[-1:], "weight_decay": 0.0},
+        ]
+        optimizer = PiecewiseAdamW(parts, OPTIONS, eight_bits=True, offload=False)
+        optimizer.compiles = compiles
+        gradients = torch.empty(sum(sizes)).split(sizes)
+        if joins:
+            optimizer.join([*zip(params, gradients, strict=True)])
+        for i in range(3):
+            for p, gradient in zip(params, gradients, strict=True):
+                p.grad = gradient.copy_(torch.randn(len(p), generator=g))
+            params[4].grad = params[4].grad.clone() if i == 1 else params[4].grad  # no neighbour in this step
+            calls.clear()
+            optimizer.step()
+            if joins and compiles:
+                rest = [16, 32] if i == 1 else [48]
+                assert sorted(calls) == sorted([68 * BLOCK + 10, 64 * BLOCK, *(blocks * BLOCK for blocks in rest)])
+            for p in params[:2]:  # as if a checkpoint was read
+                optimizer.set_moment(p, "exp_avg", torch.randn(len(p), generator=torch.Generator().manual_seed(i)))
+        ends.append([*params, *(t for p in params for t in optimizer.state[p].values())])
     assert all(map(torch.equal, *ends))
 
 

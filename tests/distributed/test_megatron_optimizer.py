@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from instep.training.hf.optimizer import BLOCK, EIGHT_BITS, MOMENTS, PiecewiseAdamW
 from tests.distributed import megatron_runs
@@ -157,6 +157,36 @@ def test_it_is_the_optimizer_of_the_hf_backend(root):
         pairs = one.run(_beside_rank, root)[0]
     assert len(pairs) > 10 and all(torch.equal(ours, theirs) for ours, theirs in pairs)
     assert any(ours.numel() % BLOCK for ours, _ in pairs)
+
+
+def _experts_rank(root: Path, spread: bool) -> list[tuple[dict[str, torch.Tensor], list[int]]]:
+    """Weights and states after three steps with and without joined parameters, and how many are joined in each run."""
+    ends = []
+    for joins in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            if not joins:
+                patch.setattr(PiecewiseAdamW, "join", lambda self, gradients: None)
+            more = BITS | dict(use_distributed_optimizer=spread)
+            backend, hf = megatron_runs.make_backend(root, "one-moe-grouped", dtype=torch.bfloat16, **more)
+        backend.load_hf(hf)
+        megatron_runs.train(backend, range(2))
+        backend.offload()
+        backend.onload()
+        megatron_runs.train(backend, range(2, 3))
+        runs = [run for opt in backend.optimizer.chained_optimizers for run in opt.optimizer._runs]
+        ends.append((megatron_runs.export(backend) | states(backend), [len(run.params) for run in runs]))
+    return ends
+
+
+@pytest.mark.parametrize("spread", [False, True])
+def test_experts_are_stepped_together_with_the_same_bits(tmp_path, spread):
+    sizes = NUMBERS | dict(num_hidden_layers=2, hidden_size=128, moe_intermediate_size=64, head_dim=16, num_experts=4)
+    config = Qwen3MoeConfig(**sizes, num_experts_per_tok=2, mlp_only_layers=[0], tie_word_embeddings=False)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "moe-mixed")
+    with RankPool(1, megatron=True) as one:
+        (together, joined), (alone, none) = one.run(_experts_rank, tmp_path, spread)[0]
+    assert 8 in joined and not none, "four experts of two weights"
+    assert together.keys() == alone.keys() and all(torch.equal(together[n], t) for n, t in alone.items())
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from instep.training.hf import optimizer as module
+from instep.training.hf import eight_bits
 from instep.training.hf.optimizer import BLOCK, MOMENTS, PiecewiseAdamW
 
 pytestmark = [
@@ -69,12 +69,12 @@ def test_the_compiled_step_is_the_eager_one_and_compiles_once() -> None:
 @pytest.mark.parametrize("signed", [True, False])
 def test_codes_that_are_looked_up_are_those_of_a_search(signed: bool) -> None:
     """In compiled code, for numbers on both sides of each bound, and for a million of all sizes."""
-    codes = module._codes(signed, torch.device("cuda"))
+    codes = eight_bits.code_tables(signed, torch.device("cuda"))
     bounds = codes.bounds[:-1]
     near = torch.cat([(bounds.view(torch.int32) + ulps).view(torch.float32) for ulps in range(-2, 3)])
     floats = torch.arange(-(2**31), 2**31, 1999, device="cuda").int().view(torch.float32)
     numbers = torch.cat([near, floats[floats.abs() <= 1]])
-    got = torch.compile(module._looked_up, fullgraph=True)(numbers, codes)
+    got = torch.compile(eight_bits.looked_up, fullgraph=True)(numbers, codes)
     assert torch.equal(got, torch.bucketize(numbers, bounds, out_int32=True))
 
 

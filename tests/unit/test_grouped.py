@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from instep.training.adjacent import joined, lay_out
 from instep.training.grouped import grouped_linear
 
 
@@ -48,3 +49,30 @@ def test_one_group_and_an_empty_last_one(ends):
     weights = [torch.randn(4, 8) for _ in ends]
     out = grouped_linear(x, torch.tensor(ends, dtype=torch.int32), weights)
     assert torch.allclose(out, x @ weights[0].T, atol=1e-6)
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_sums_of_gradients_get_what_each_weight_would_add(learns):
+    g = torch.Generator().manual_seed(0)
+    weights = [torch.nn.Parameter(torch.randn(8, 16, generator=g, dtype=torch.bfloat16)) for _ in range(3)]
+    x, ends = torch.randn(9, 16, generator=g, dtype=torch.bfloat16), torch.tensor([4, 4, 9], dtype=torch.int32)
+    outs, sums = [], []
+    for together in (False, True):
+        for weight in weights:
+            weight.grad, weight.main_grad = None, torch.ones(8, 16)
+        if together:
+            memory = lay_out(weights)
+        inputs = x.clone().requires_grad_(learns)
+        outs.append(grouped_linear(inputs, ends, weights, adds_gradients=together))
+        outs[-1].square().sum().backward()
+        assert all((weight.grad is None) == together for weight in weights)
+        sums.append([weight.main_grad + (0 if together else weight.grad.float()) for weight in weights])
+        outs.append(inputs.grad if learns else inputs)
+    assert torch.equal(outs[0], outs[2]) and torch.equal(outs[1], outs[3]) and all(map(torch.equal, *sums))
+    assert joined(weights).data_ptr() == memory.data_ptr() and memory.numel() == 3 * 8 * 16
+
+
+def test_only_neighbours_in_one_storage_are_joined():
+    a, b, c = torch.arange(12.0).split([3, 4, 5])
+    assert torch.equal(joined([a, b]), torch.arange(7.0)) and torch.equal(joined([b, c]), torch.arange(3.0, 12.0))
+    assert joined([a, c]) is None and joined([b, a]) is None and joined([a, b.clone()]) is None

@@ -1,18 +1,13 @@
 """AdamW (arXiv:1711.05101), whose moments may be kept in 8 bits, in pinned host memory, or both.
 
-Moments in 8 bits follow arXiv:2110.02861: blocks of 256 numbers with one scale each; a number is one of 256 values,
-which are denser near 0. Two details differ. First, the scale is the block's largest number with its sign, which is then
-exactly 1. So numbers that are read and written again do not change: a checkpoint holds moments in float32 for any kind,
-and any kind can resume from it. Second, a second moment above zero never becomes zero: that would make the step of its
-weight a thousand times too large.
-
-On a GPU a step with 8 bits is one compiled kernel, which reads and writes weights and codes once and needs no memory.
+For moments in 8 bits see `eight_bits.py`. On a GPU a step with them is one compiled kernel, which reads and writes
+weights and codes once and needs no memory.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -21,6 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.optim.adamw import adamw
 
+from instep.training.adjacent import joined, lay_out
+from instep.training.hf.eight_bits import BLOCK, Codes, code_tables, code_values, decoded, encoded
 from instep.training.hf.shards import local, part_of
 from instep.training.hf.slot import Slot
 
@@ -28,7 +25,6 @@ if TYPE_CHECKING:
     from instep.arguments.settings import Settings
 
 EIGHT_BITS = "adamw_8bit"
-BLOCK = 256
 SMALLEST = 4096  # smaller parameters keep their moments in float32
 _PIECE = 2**23  # elements whose moments are on the device, or unpacked, at a time; a multiple of BLOCK
 _RESIDENT = 4  # pieces per call of the compiled kernel if nothing is copied: it unpacks into registers
@@ -89,6 +85,15 @@ class _Piece(NamedTuple):
         return self._replace(weight=self.weight[here], grad=self.grad[here], stored=stored)
 
 
+class _Run(NamedTuple):
+    """Parameters whose gradients follow each other, as do their weights and moments."""
+
+    group: dict[str, Any]
+    params: list[Tensor]
+    weight: Tensor
+    stored: dict[str, Tensor]
+
+
 class PiecewiseAdamW(torch.optim.AdamW):
     """AdamW that brings moments to the device, or unpacks them, a piece of a parameter at a time.
 
@@ -111,6 +116,7 @@ class PiecewiseAdamW(torch.optim.AdamW):
     ):
         super().__init__(parts, **options)
         self.clip = 1.0  # the gradients of the next step are multiplied by this
+        self._runs: list[_Run] = []
         self.offload = offload
         self.compiles = compiles and any(p.is_cuda for group in self.param_groups for p in group["params"])
         for p in (p for group in self.param_groups for p in group["params"]):
@@ -125,8 +131,33 @@ class PiecewiseAdamW(torch.optim.AdamW):
             state = {name: torch.zeros(length, dtype=dtype, **where) for name, (length, dtype) in kinds.items()}
             if packed:
                 for name in MOMENTS:
-                    state[name].fill_(int(_values(name == MOMENTS[0], torch.device("cpu")).eq(0).nonzero()))
+                    state[name].fill_(int(code_values(name == MOMENTS[0], torch.device("cpu")).eq(0).nonzero()))
             self.state[p] = {"step": torch.zeros((), device=mine.device), **state}
+
+    def join(self, gradients: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Step parameters together, of which small ones cost more to start than to step: one call for each run.
+
+        Their weights and moments move to where they follow each other. Only for moments in 8 bits on the device.
+
+        Args:
+            gradients: parameters that have a gradient in each step, and its memory, in the order of addresses.
+        """
+        groups = {id(p): group for group in self.param_groups for p in group["params"]}
+        runs: list[list[tuple[Tensor, Tensor]]] = [[]]
+        for p, gradient in gradients:
+            if f"{MOMENTS[0]}_scale" not in self.state[p]:
+                runs.append([])
+                continue
+            run = [*runs[-1], (p, gradient)]
+            fits = sum(q.numel() for q, _ in run) <= _PIECE * _RESIDENT and groups[id(p)] is groups[id(run[0][0])]
+            if fits and all(q.numel() % BLOCK == 0 for q, _ in run[:-1]) and joined([g for _, g in run]) is not None:
+                runs[-1] = run
+            else:
+                runs.append([(p, gradient)])
+        for params in ([p for p, _ in run] for run in runs if len(run) > 1):
+            names = [name for name in self.state[params[0]] if name != "step"]
+            stored = {name: lay_out([self.state[p][name] for p in params]) for name in names}
+            self._runs.append(_Run(groups[id(params[0])], params, lay_out(params), stored))
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -150,12 +181,21 @@ class PiecewiseAdamW(torch.optim.AdamW):
                 continue
             steps = torch.stack([self.state[p]["step"] for p in params])
             rates = _rates(group, steps, self.clip) if self.compiles else None
+            wholes = {}
             for i, p in enumerate(params):
                 step, stored = self.state[p]["step"], {k: t for k, t in self.state[p].items() if k != "step"}
                 weight, grad = local(p.detach()).view(-1), local(p.grad).reshape(-1)
-                whole = _Piece(group, step, None if rates is None else rates[i], weight, grad, stored)
-                length = _PIECE * (_RESIDENT if self.compiles and not self.offload else 1)
-                for start in range(0, weight.numel(), length):
+                wholes[id(p)] = _Piece(group, step, None if rates is None else rates[i], weight, grad, stored)
+            for run in (run for run in self._runs if run.group is group):
+                own = [wholes[id(p)] for p in run.params]
+                if (gradient := joined([piece.grad for piece in own])) is not None:
+                    for p in run.params[1:]:
+                        del wholes[id(p)]
+                    first = own[0]._replace(weight=run.weight, grad=gradient, stored=run.stored)
+                    wholes[id(run.params[0])] = first
+            length = _PIECE * (_RESIDENT if self.compiles and not self.offload else 1)
+            for whole in wholes.values():
+                for start in range(0, len(whole.weight), length):
                     yield whole.part(start, start + length)
 
     def _brought(self, pieces: Iterable[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
@@ -231,63 +271,7 @@ def _like(p: Tensor, mine: Tensor) -> Tensor:
     return DTensor(mine, p._spec, requires_grad=False) if isinstance(p, DTensor) else mine
 
 
-# ---- 8 bits ----------------------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def _values(signed: bool, device: torch.device) -> Tensor:
-    """Return the 256 values of the codes, ascending, the largest 1 (dynamic tree quantization)."""
-    values = [0.0, 1.0]
-    for exponent in range(7):
-        bounds = torch.linspace(0.1, 1, 2 ** (exponent + (0 if signed else 1)) + 1, dtype=torch.float64)
-        means = 10.0 ** (exponent - 6) * (bounds[:-1] + bounds[1:]) / 2
-        values += means.tolist() + ((-means).tolist() if signed else [])
-    return torch.tensor(sorted(values), dtype=torch.float32).to(device)
-
-
-class _Codes(NamedTuple):
-    """Turns numbers in [-1, 1] into codes and back, on one device."""
-
-    values: Tensor  # float32 [256], ascending
-    bounds: Tensor  # float32 [256]: above bounds[i] a number's code is above i; the last is infinite
-    first: Tensor  # uint8 [2**16]: the least code of the numbers whose float32 begins with these 16 bits
-
-
-@functools.cache
-def _codes(signed: bool, device: torch.device) -> _Codes:
-    """Build the tables. Bounds are so far apart that numbers with the same first 16 bits (8 of 24 digits) have two
-    codes."""
-    values = _values(signed, torch.device("cpu"))
-    bounds = (values[1:] + values[:-1]) / 2
-    begins = torch.arange(2**16, dtype=torch.int32)
-    begins = torch.where(begins < 2**15, begins << 16, ((begins - 2**16) << 16) + 0xFFFF)  # the lowest of each
-    first = torch.bucketize(begins.view(torch.float32), bounds).to(torch.uint8)
-    return _Codes(values.to(device), F.pad(bounds, (0, 1), value=torch.inf).to(device), first.to(device))
-
-
-def _looked_up(relative: Tensor, codes: _Codes) -> Tensor:
-    """Find the result of `torch.bucketize` with eight comparisons, for compiled code."""
-    least = codes.first[(relative.view(torch.int32) >> 16) & 0xFFFF].int()
-    return least + (relative > codes.bounds[least]).int()
-
-
-def _decoded(stored: Tensor, scale: Tensor, codes: _Codes) -> Tensor:
-    """Return the numbers `[blocks, BLOCK]` of codes of this shape and scales `[blocks]`."""
-    return codes.values[stored.int()] * scale[:, None]
-
-
-def _encoded(blocks: Tensor, codes: _Codes, signed: bool) -> tuple[Tensor, Tensor]:
-    """Return codes and scales for `_decoded`."""
-    high, low = blocks.amax(1), blocks.amin(1)
-    scale = torch.where(high >= -low, high, low)
-    relative = blocks / scale.where(scale != 0, torch.ones_like(scale))[:, None]
-    if torch.compiler.is_compiling():
-        found = _looked_up(relative, codes)
-    else:
-        found = torch.bucketize(relative, codes.bounds[:-1], out_int32=True)
-    if not signed:
-        found = torch.where(relative > 0, found.clamp(min=1), found)
-    return found.to(torch.uint8), scale
+# ---- moments as they are stored --------------------------------------------------------------------------------------
 
 
 def _unpack(stored: dict[str, Tensor], name: str) -> Tensor:
@@ -295,8 +279,8 @@ def _unpack(stored: dict[str, Tensor], name: str) -> Tensor:
     scale = stored.get(f"{name}_scale")
     if scale is None:
         return stored[name]
-    codes = _codes(name == MOMENTS[0], scale.device)
-    return _decoded(stored[name].view(-1, BLOCK), scale, codes).view(-1)
+    codes = code_tables(name == MOMENTS[0], scale.device)
+    return decoded(stored[name].view(-1, BLOCK), scale, codes).view(-1)
 
 
 def _pack(stored: dict[str, Tensor], name: str, moment: Tensor) -> None:
@@ -304,7 +288,7 @@ def _pack(stored: dict[str, Tensor], name: str, moment: Tensor) -> None:
     if f"{name}_scale" not in stored:
         return  # it was written in place
     signed = name == MOMENTS[0]
-    codes, scale = _encoded(moment.view(-1, BLOCK), _codes(signed, moment.device), signed)
+    codes, scale = encoded(moment.view(-1, BLOCK), code_tables(signed, moment.device), signed)
     stored[name].copy_(codes.view(-1))
     stored[f"{name}_scale"].copy_(scale)
 
@@ -351,16 +335,16 @@ def _rates(group: dict[str, Any], steps: Tensor, clip: float) -> Tensor:
 
 
 def _kernel(weight: Tensor, grad: Tensor, first: Tensor, first_scale: Tensor, second: Tensor, second_scale: Tensor,
-            rates: Tensor, first_codes: _Codes, second_codes: _Codes) -> None:  # fmt: skip
+            rates: Tensor, first_codes: Codes, second_codes: Codes) -> None:  # fmt: skip
     """Run AdamW on `[blocks, BLOCK]` elements, with moments that are read and written in 8 bits; see `_step`."""
     beta1, rest1, beta2, rest2, decay, eps, rate, root, clip = rates.unbind()[:9]
     g, w = grad.float() * clip, weight.float()
-    mean = beta1 * _decoded(first, first_scale, first_codes) + rest1 * g
-    square = beta2 * _decoded(second, second_scale, second_codes) + rest2 * g * g
+    mean = beta1 * decoded(first, first_scale, first_codes) + rest1 * g
+    square = beta2 * decoded(second, second_scale, second_codes) + rest2 * g * g
     weight.copy_(w - decay * w - rate * mean / (square.sqrt() * root + eps))
     for codes, scale, (new, new_scale) in (
-        (first, first_scale, _encoded(mean, first_codes, True)),
-        (second, second_scale, _encoded(square, second_codes, False)),
+        (first, first_scale, encoded(mean, first_codes, True)),
+        (second, second_scale, encoded(square, second_codes, False)),
     ):
         codes.copy_(new)
         scale.copy_(new_scale)
@@ -381,7 +365,7 @@ def _step_compiled(piece: _Piece) -> None:
     for tensor in tensors:
         torch._dynamo.mark_dynamic(tensor, 0)
     device = piece.weight.device
-    _compiled()(*tensors, _alone(piece.rates), _codes(True, device), _codes(False, device))
+    _compiled()(*tensors, _alone(piece.rates), code_tables(True, device), code_tables(False, device))
 
 
 def _alone(tensor: Tensor) -> Tensor:

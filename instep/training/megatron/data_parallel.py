@@ -12,6 +12,8 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.optimizer import get_megatron_optimizer
 from torch import Tensor
 
+from instep.training.megatron.experts import GroupedExperts
+
 
 def share_gradients(
     chunks: Sequence[Any], config: Any, ddp_config: Any, optimizer_config: Any, finish: Callable[[], None]
@@ -27,6 +29,9 @@ def share_gradients(
     ]
     for chunk in wrapped:
         chunk.broadcast_params()
+        for module in chunk.modules() if not ddp_config.overlap_grad_reduce else ():  # it waits for each gradient
+            if isinstance(module, GroupedExperts):
+                module.train_together()
 
     def finalize(model: list[Any], num_tokens: Tensor | None, **kwargs: Any) -> None:
         finalize_model_grads(model, None, **kwargs)  # Megatron would divide by tokens; loss weights contain it

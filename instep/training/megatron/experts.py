@@ -14,6 +14,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
 
+from instep.training.adjacent import lay_out
 from instep.training.grouped import grouped_linear
 from instep.training.megatron.lora import add_grouped
 
@@ -92,7 +93,22 @@ def _summed(rows: Tensor, places: Tensor) -> Tensor:
 
 
 class GroupedExperts(SequentialMLP):
-    """The experts of a rank with the weights of Megatron's `SequentialMLP`, under the same names, computed together."""
+    """The experts of a rank with the weights of Megatron's `SequentialMLP`, under the same names, computed together.
+
+    Attributes:
+        adds_gradients: see `grouped_linear`.
+    """
+
+    adds_gradients = False
+
+    def lay_out(self) -> None:
+        """Put the weights of all experts into one memory, so that no pass copies them."""
+        for name in ("linear_fc1", "linear_fc2"):
+            lay_out([getattr(expert, name).weight for expert in self.local_experts])
+
+    def train_together(self) -> None:
+        """Add gradients for all experts at once, if all are trained."""
+        self.adds_gradients = all(hasattr(weight, "main_grad") for weight in self.parameters())
 
     def forward(self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """Compute `[num_tokens, hidden]`, in the order of experts, and counts per expert -> `[num_tokens, hidden]`.
@@ -113,6 +129,6 @@ class GroupedExperts(SequentialMLP):
 
     def _linear(self, name: str, x: Tensor, ends: Tensor) -> Tensor:
         layers = [getattr(expert, name) for expert in self.local_experts]
-        out = grouped_linear(x, ends, [layer.weight for layer in layers])
+        out = grouped_linear(x, ends, [layer.weight for layer in layers], adds_gradients=self.adds_gradients)
         adapters = [layer.adapter for layer in layers if "adapter" in layer._modules]
         return add_grouped(adapters, x, ends, out) if adapters else out

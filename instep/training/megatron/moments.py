@@ -8,7 +8,10 @@ GPU. With the distributed optimizer, each rank has the moments of its slices, an
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
 
 from instep.training.hf.optimizer import EIGHT_BITS, PiecewiseAdamW
 
@@ -33,3 +36,18 @@ def keep_moments_in_pieces(optimizer: Any, *, eight_bits: bool, offload: bool, c
             if not p.is_leaf:  # a slice of a float32 parameter; Megatron itself sets its gradient
                 p.retain_grad()  # otherwise torch's optimizers refuse it
         part.optimizer = PiecewiseAdamW(groups, {}, eight_bits=eight_bits, offload=offload, compiles=compiles)
+    if eight_bits and not offload:
+        _join(optimizer)
+
+
+def _join(optimizer: Any) -> None:
+    """Step copies of parameters in the order of the gradients, which Megatron has in one memory."""
+    from instep.training.megatron.checkpoint import masters
+
+    found: dict[PiecewiseAdamW, list[tuple[Tensor, Tensor]]] = {}
+    for param, master in masters(optimizer).items():
+        if param.dtype is not torch.float32:  # otherwise the master is the parameter, whose place is Megatron's
+            gradient = cast(Any, param).main_grad.view(-1)[master.start : master.stop]
+            found.setdefault(master.optimizer, []).append((master.tensor, gradient))
+    for inner, gradients in found.items():
+        inner.join(sorted(gradients, key=lambda pair: pair[1].data_ptr()))

@@ -295,6 +295,8 @@ class PolicyModel(GPTModel):
         for module in self.modules():
             if isinstance(module, MoELayer):
                 _stay_on_one_rank(module, self.pg_collection)
+            if isinstance(module, GroupedExperts):
+                module.lay_out()
         if self.pre_process and config.recompute_granularity is not None:
             self.embedding.register_forward_hook(_with_gradient)
         if self.post_process and value_head:
