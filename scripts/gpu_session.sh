@@ -261,18 +261,24 @@ gitdb
 smmap
 END
     .venv/bin/python -m pip download --quiet --no-deps --dest .gpu/extra/fla flash-linear-attention fla-core einops
+    if [[ ! -e .gpu/t1 ]]; then # tilelang, without which flash-linear-attention refuses Hopper with this Triton
+        .venv/bin/python -m pip download --quiet --no-deps --dest .gpu/t0 --python-version 3.12 --only-binary=:all: \
+            --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 --platform any tilelang==0.1.15 \
+            z3-solver==4.15.4.0 ml-dtypes==0.6.0 torch-c-dlpack-ext==0.1.5 apache-tvm-ffi==0.1.11 cloudpickle
+        mkdir -p .gpu/t1 && mv .gpu/t0/z3_solver* .gpu/t1/
+    fi
     if [[ ! -e .gpu/extra/guide ]]; then
         mkdir -p .gpu/extra/making
         (cd .gpu/extra/making && "$HERE/.venv/bin/python" "$HERE/examples/atropos/make_model.py" --num-threads 1)
         rm -rf .gpu/extra/making/runs && mv .gpu/extra/making .gpu/extra/guide
     fi
-    du -sh .gpu/s? .gpu/extra
+    du -sh .gpu/[st]? .gpu/extra
 }
 
 unpack() {
     . scripts/gpu_host.sh
     python -m pip install --quiet --no-index --no-deps --target ~/atropos ~/g/extra/wheels/*.whl
-    python -m pip install --quiet --no-index --no-deps --target ~/fla ~/g/extra/fla/*.whl
+    python -m pip install --quiet --no-index --no-deps --target ~/fla ~/g/extra/fla/*.whl $(ls ~/g/*.whl 2>/dev/null)
     touch ~/g/unpacked
 }
 

@@ -11,6 +11,8 @@ from torch.nn.functional import grouped_mm
 
 from instep.training.adjacent import joined
 
+_AT_A_TIME = 2**26  # elements of gradients that are in the type of the sums at a time
+
 
 def grouped_linear(x: Tensor, ends: Tensor, weights: Sequence[Tensor], *, adds_gradients: bool = False) -> Tensor:
     """Compute `x[ends[i - 1] : ends[i]] @ weights[i].T` of each group i: `[num_rows, in]` -> `[num_rows, out]`.
@@ -60,7 +62,10 @@ class _AddsGradients(torch.autograd.Function):
         grad = grad.contiguous()
         of_x = grouped_mm(grad, _stacked(ctx.weights), offs=ends) if ctx.needs_input_grad[0] else None
         sums = [weight.main_grad for weight in ctx.weights]
-        torch._foreach_add_(sums, list(grouped_mm(grad.t(), x, offs=ends).to(sums[0].dtype).unbind()))
+        gradients = grouped_mm(grad.t(), x, offs=ends).split(max(1, _AT_A_TIME // ctx.weights[0].numel()))
+        for some in gradients:
+            torch._foreach_add_(sums[: len(some)], list(some.to(sums[0].dtype).unbind()))
+            sums = sums[len(some) :]
         return of_x, None, None, None
 
 

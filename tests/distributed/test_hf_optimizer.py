@@ -141,8 +141,8 @@ def test_a_clip_is_a_factor_of_the_gradients_and_small_parameters_are_stepped_to
 def test_parameters_with_neighbouring_gradients_are_stepped_in_one_call(traced, monkeypatch, compiles):
     calls, step = [], module._step
     monkeypatch.setattr(module, "_step", lambda piece, *args: calls.append(len(piece.weight)) or step(piece, *args))
-    sizes = (32 * BLOCK, 16 * BLOCK, 20 * BLOCK + 10, 9, 16 * BLOCK, 32 * BLOCK, 64 * BLOCK)  # 9 has no 8 bits
-    monkeypatch.setattr(module, "_PIECE", 20 * BLOCK)
+    sizes = (32 * BLOCK, 16 * BLOCK, 20 * BLOCK + 10, 16 * BLOCK, 32 * BLOCK, 9, 64 * BLOCK)  # 9 has no 8 bits
+    monkeypatch.setattr(module, "_PIECE", 24 * BLOCK)
     ends = []
     for joins in (True, False):
         g = torch.Generator().manual_seed(0)
@@ -159,7 +159,7 @@ def test_parameters_with_neighbouring_gradients_are_stepped_in_one_call(traced, 
         for i in range(3):
             for p, gradient in zip(params, gradients, strict=True):
                 p.grad = gradient.copy_(torch.randn(len(p), generator=g))
-            params[4].grad = params[4].grad.clone() if i == 1 else params[4].grad  # no neighbour in this step
+            params[3].grad = params[3].grad.clone() if i == 1 else params[3].grad  # no neighbour in this step
             calls.clear()
             optimizer.step()
             if joins and compiles:

@@ -16,7 +16,8 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
-ALONE = {"untied": "one", "moe": "one-moe"}
+ALONE = {"untied": "one", "moe": "one-moe", "qwen3.5": "one-qwen3.5", "qwen3-next": "one-qwen3-next"}
+HYBRID = ["tp2-sp-qwen3.5", "pp2-qwen3.5", "cp2-qwen3.5", "tp2-sp-ep2-qwen3-next", "cp2-ep2-qwen3-next"]
 
 
 def steps(root: Path, layout: str, dtype: torch.dtype) -> torch.Tensor:
@@ -46,7 +47,7 @@ def pair():
         yield pool
 
 
-@pytest.mark.parametrize("layout", ["tp2-sp", "dp2-dist-opt", "ep2"])
+@pytest.mark.parametrize("layout", ["tp2-sp", "dp2-dist-opt", "ep2", *HYBRID])
 def test_two_gpus_train_as_one_does(alone, pair, layout) -> None:
     root, found = alone
     exact, rounded = found[LAYOUTS[layout][1]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from instep.training import grouped as module
 from instep.training.adjacent import joined, lay_out
 from instep.training.grouped import grouped_linear
 
@@ -52,7 +53,8 @@ def test_one_group_and_an_empty_last_one(ends):
 
 
 @pytest.mark.parametrize("learns", [True, False])
-def test_sums_of_gradients_get_what_each_weight_would_add(learns):
+def test_sums_of_gradients_get_what_each_weight_would_add(learns, monkeypatch):
+    monkeypatch.setattr(module, "_AT_A_TIME", 2 * 8 * 16)
     g = torch.Generator().manual_seed(0)
     weights = [torch.nn.Parameter(torch.randn(8, 16, generator=g, dtype=torch.bfloat16)) for _ in range(3)]
     x, ends = torch.randn(9, 16, generator=g, dtype=torch.bfloat16), torch.tensor([4, 4, 9], dtype=torch.int32)
