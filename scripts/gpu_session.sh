@@ -144,24 +144,33 @@ item_grpo_sglang() { # 590 0.6B dimensions on SGLang, on vLLM, and TRL tuned
     python benchmarks/gpu_grpo.py --only instep-sglang instep-hf trl-tuned --steps 4 --limit 250 --logs "$R/logs" \
         --out "$R/out.json"
 }
-item_grpo_sglang_two() { # 490 SGLang on two GPUs: prefill and decode apart, trainer apart by NCCL, both on both with TP 2
-    python benchmarks/gpu_grpo.py --only instep-sglang-pd instep-sglang-apart instep-sglang-tp2 --steps 4 --limit 160 \
+item_grpo_sglang_two() { # 340 SGLang on two GPUs: trainer apart by NCCL, both on both with TP 2
+    python benchmarks/gpu_grpo.py --only instep-sglang-apart instep-sglang-tp2 --steps 4 --limit 160 \
         --logs "$R/logs" --out "$R/out.json"
 }
-item_hybrid() { # 590 MFU of four layers of hybrid mixtures beside Qwen3-MoE's, by flash-linear-attention and without
-    step() {
-        python benchmarks/train_step.py --num-samples 128 --max-tokens-per-gpu 16384 --steps 3 --kernels 25 "$@"
-    }
-    PYTHONPATH=$PYTHONPATH:$HOME/fla step --size 30b-a3b-4-layers next-80b-a3b-4-layers 35b-a3b-4-layers \
-        --case "megatron --moe-grouped-gemm --optimizer adamw_8bit" "hf --optimizer adamw_8bit" --out "$R/out.json"
-    step --size next-80b-a3b-4-layers --case "megatron --moe-grouped-gemm --optimizer adamw_8bit" --out "$R/plain.json"
+hybrid() { # hybrid KERNELS FILE SIZE ... -- CASE: with flash-linear-attention's kernels, or in plain PyTorch
+    local fla="" file=$2
+    [[ $1 == plain ]] || fla=:$HOME/fla
+    PYTHONPATH=$PYTHONPATH$fla python benchmarks/train_step.py --num-samples 128 --max-tokens-per-gpu 16384 --steps 3 \
+        --kernels 25 --out "$R/$file.json" --case "${@: -1} --optimizer adamw_8bit" --size "${@:3:$#-4}"
+}
+item_grpo_sglang_pd() { # 200 SGLang on two GPUs: prefill and decode apart, both beside the trainer
+    python benchmarks/gpu_grpo.py --only instep-sglang-pd --steps 4 --limit 190 --logs "$R/logs" --out "$R/out.json"
+}
+item_hybrid_megatron() { # 590 MFU of four layers of mixtures of experts, hybrid ones with flash-linear-attention and without
+    hybrid fla out next-80b-a3b-4-layers 35b-a3b-4-layers 30b-a3b-4-layers -- "megatron --moe-grouped-gemm"
+    hybrid plain plain next-80b-a3b-4-layers -- "megatron --moe-grouped-gemm"
+}
+item_hybrid_hf() { # 590 the same with hf
+    hybrid fla out next-80b-a3b-4-layers 35b-a3b-4-layers 30b-a3b-4-layers -- hf
+    hybrid plain plain next-80b-a3b-4-layers -- hf
 }
 item_fla() { # 120 the kernels of flash-linear-attention against the plain form
     PYTHONPATH=$PYTHONPATH:$HOME/fla python -m pytest -q -p no:cacheprovider -m gpu -s tests/unit/test_delta_net.py \
         tests/unit/test_shared_prefixes.py
 }
 item_lora_step() { # 300 steps of 4B and 8B dimensions with an adapter, both backends
-    python benchmarks/train_step.py --size 4b 8b --num-samples 128 --max-tokens-per-gpu 16384 --steps 4 \
+    python benchmarks/train_step.py --size 8b 4b --num-samples 128 --max-tokens-per-gpu 16384 --steps 4 \
         --case "hf --lora-rank 16" "megatron --lora-rank 16" --out "$R/out.json"
 }
 item_main_lora_megatron() { # 300 ten steps of Megatron with an adapter
