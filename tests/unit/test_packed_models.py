@@ -13,7 +13,7 @@ from torch import nn
 from transformers import BloomModel, OPTConfig
 
 from instep.errors import ConfigError
-from instep.training.hf.model import Policy
+from instep.training.hf.model import Policy, _differ
 from tests.architectures import PACKED, PADDED, REASONS, REFUSED, SPLIT, WINDOWED, compare
 
 # Layers unlike those of the others: these are tested each time, and the others, which are like one of them, are slow.
@@ -73,6 +73,19 @@ def test_a_model_that_is_wrong_with_padding_runs_one_sample_at_a_time(monkeypatc
     difference = compare("bloom")
     assert difference.log_probs < 1e-5 and difference.gradients < 1e-5
     assert "is trained one sample at a time" in difference.remark
+
+
+def test_kernels_may_send_tokens_to_other_experts_in_16_bits_but_no_more():
+    expected = torch.ones(21, 8, dtype=torch.bfloat16)
+    for off, dtype, mixture, differs in (
+        (0.1, torch.bfloat16, False, True),
+        (0.1, torch.bfloat16, True, False),
+        (0.5, torch.bfloat16, True, True),
+        (0.1, torch.float32, True, True),
+    ):
+        states = expected.to(dtype)
+        states = states + off * (torch.arange(21) % 2)[:, None].to(dtype)  # every other token
+        assert _differ(states, expected.to(dtype), mixture=mixture) is differs
 
 
 def test_the_document_lists_them():
