@@ -8,9 +8,10 @@ response, so that lengths are geometric, cut off at `--new-tokens`. instep runs 
 log-prob of every sampled token, sync sessions with their proof. `instep-sglang` (by name) has SGLang's engine and the
 router in place of vLLM. `trl` has the settings of its own documentation,
 `trl-tuned` no gradient checkpointing, and the largest of 16, 8 and 4 samples a pass that fits. `verl` and `verl-tuned`
-(by name; `gpu_session.sh prepare verl` packs it, and `verl/settings.py` says what is set) are verl in PYTHONPATH's place
-of `$VERL_SITE`. They run in turn on one machine; the first step of each does not count. With two GPUs, by name: `instep-hf-apart` trains on one and generates on
-the other, `instep-hf-dp2` and `-tp2` do both on both, with two engines and with one of TP 2. `phases` are the seconds
+(by name) are verl, which `gpu_session.sh prepare verl` packs, in $VERL_SITE (~/verl); `verl/settings.py` says what is
+set. They run in turn on one machine; the first step of each does not count. With two GPUs, by name: `instep-hf-apart`
+trains on one and generates on the other, `instep-hf-dp2` and `-tp2` do both on both, with two engines and with one of
+TP 2. `phases` are the seconds
 of a step: `generate` while requests were under way, `idle` in no phase. `start_s`
 are the seconds to the first rollout; the model lies in --models, so that a second run finds what vLLM has compiled for
 it. A run that fails is a row with its error. --add keeps the rows of --out for other names: of the same machine and
@@ -249,7 +250,9 @@ def of_verl(out: Path) -> dict[str, Any]:
         for name in ("generate", "log_probs", "advantages", "train", "sync")
     }
     last = found["steps"][-1]["metrics"]
-    kept = {name: last[name] for name in sorted(last) if name.startswith(("perf/", "response_length/", "training/rollout"))}
+    kept = {
+        name: last[name] for name in sorted(last) if name.startswith(("perf/", "response_length/", "training/rollout"))
+    }
     return {
         "step_s": step,
         "steps_s": [round(row["seconds"], 3) for row in steps],

@@ -2,9 +2,9 @@
 
     python run_verl.py --model DIR --data train.jsonl --steps 4 --new-tokens 512 --limit 200 --out FILE [--tuned 32768]
 
-`settings.py` has what is set, and why. FILE gets one JSON object with a row for each step: `seconds` between this row of
-verl's log and the one before, and verl's own parts of it. verl runs in a process of its own, which ends with all
-that Ray started, also after --limit seconds.
+`settings.py` has what is set, and why. FILE gets one JSON object with a row for each step: `seconds` between this row
+of verl's log and the one before, and verl's own parts of it. verl runs in a process of its own, which ends with all
+that Ray started, also after --limit seconds. Where FlashAttention does not work, sdpa takes its place, and says so.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ for got, want in zip(torch.autograd.grad(out, (q, k, v), seed), torch.autograd.g
 logits = torch.randn(64, 151936, device="cuda", dtype=torch.bfloat16)
 labels = torch.arange(64, device="cuda")
 loss = cross_entropy_loss(logits.clone(), labels)[0]
-torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(logits.float(), labels, reduction="none"), rtol=0.01, atol=0.01)
+whole = torch.nn.functional.cross_entropy(logits.float(), labels, reduction="none")
+torch.testing.assert_close(loss, whole, rtol=0.01, atol=0.01)
 """
 
 

@@ -25,8 +25,8 @@ DOCUMENTED = [
     f"{ROLLOUT}.log_prob_max_token_len_per_gpu=24576",
     "trainer.balance_batch=true",
 ]
-# Without FlashAttention: all samples have one length, so rows need no packing, and log-probs come from the fused kernel,
-# as verl's other form takes a pass of Python for each token.
+# Without FlashAttention: all samples have one length, so rows need no packing, and log-probs come from the fused
+# kernel, as verl's other form takes a pass of Python for each token.
 WITHOUT_FLASH_ATTENTION = [
     f"+{MODEL}.override_config.attn_implementation=sdpa",
     f"{MODEL}.use_remove_padding=false",
