@@ -7,9 +7,11 @@ of 300 earlier), one optimizer step. `--lengths mixed` (instep only): prompts of
 response, so that lengths are geometric, cut off at `--new-tokens`. instep runs as a user runs it: fp32 masters, the
 log-prob of every sampled token, sync sessions with their proof. `instep-sglang` (by name) has SGLang's engine and the
 router in place of vLLM. `trl` has the settings of its own documentation,
-`trl-tuned` no gradient checkpointing, and the largest of 16, 8 and 4 samples a pass that fits. They run in turn on one
-machine; the first step of each does not count. With two GPUs, by name: `instep-hf-apart` trains on one and generates on
-the other, `instep-hf-dp2` and `-tp2` do both on both, with two engines and with one of TP 2. `phases` are the seconds
+`trl-tuned` no gradient checkpointing, and the largest of 16, 8 and 4 samples a pass that fits. `verl` and `verl-tuned`
+(by name) are verl, which `gpu_session.sh prepare verl` packs, in $VERL_SITE (~/verl); `verl/settings.py` says what is
+set. They run in turn on one machine; the first step of each does not count. With two GPUs, by name: `instep-hf-apart`
+trains on one and generates on the other, `instep-hf-dp2` and `-tp2` do both on both, with two engines and with one of
+TP 2. `phases` are the seconds
 of a step: `generate` while requests were under way, `idle` in no phase. `start_s`
 are the seconds to the first rollout; the model lies in --models, so that a second run finds what vLLM has compiled for
 it. A run that fails is a row with its error. --add keeps the rows of --out for other names: of the same machine and
@@ -53,7 +55,7 @@ RUNS = {
     "instep-megatron": f"--train-backend megatron {SHARED} 1",
     "trl-tuned": "--no-checkpointing --per-device-batch",
 }
-BY_NAME = {"instep-sglang": f"--train-backend hf {SHARED} 1"}
+BY_NAME = {"instep-sglang": f"--train-backend hf {SHARED} 1", "verl": "", "verl-tuned": "--tuned"}
 ON_TWO = {
     "instep-hf-apart": "--train-backend hf --actor-num-gpus-per-node 1 --rollout-num-gpus 1",
     "instep-hf-dp2": f"--train-backend hf {SHARED} 2",
@@ -64,7 +66,11 @@ ON_TWO = {
     "instep-sglang-apart": "--train-backend hf --actor-num-gpus-per-node 1 --rollout-num-gpus 1",
     "instep-sglang-tp2": f"--train-backend hf {SHARED} 2 --rollout-num-gpus-per-engine 2",
 }
-TUNED = (16, 8, 4)  # samples a pass; with 0.6 B dimensions 32 do not fit beside vLLM's 0.35 of 80 GB
+TUNED = {  # the first that fits
+    "trl-tuned": (16, 8, 4),  # samples a pass; with 0.6 B dimensions 32 do not fit beside vLLM's 0.35 of 80 GB
+    "verl-tuned": (32768, 16384, 8192),  # tokens a pass, with which vLLM sleeps
+}
+VERL_SITE = Path(os.environ.get("VERL_SITE", Path.home() / "verl"))
 EARLY = (
     "perf/early_log_probs_seconds",
     "perf/early_train_seconds",
@@ -116,11 +122,13 @@ def main() -> None:
 
 
 def measure_fitting(options: argparse.Namespace, name: str, model: Path, folder: Path) -> dict[str, Any]:
-    """Run one; `trl-tuned` with fewer samples a pass as long as it is out of memory."""
+    """Run one; those in `TUNED` with less in a pass as long as they are out of memory."""
     found: dict[str, Any] = {}
-    for batch in TUNED if name == "trl-tuned" else [None]:
+    batches = TUNED.get(name, (None,))
+    for batch in batches[1:] if name == "verl-tuned" and options.size == "1.7b" else batches:
         found = measure(options, name, model, folder, *([] if batch is None else [str(batch)]))
-        found |= {} if batch is None else {"per_device_batch": batch}
+        unit = "per_device_batch" if name == "trl-tuned" else "max_token_len"
+        found |= {} if batch is None else {unit: batch}
         if "OutOfMemoryError" not in str(found.get("error")):
             break
     return found
@@ -129,13 +137,16 @@ def measure_fitting(options: argparse.Namespace, name: str, model: Path, folder:
 def measure(options: argparse.Namespace, name: str, model: Path, folder: Path, *more_words: str) -> dict[str, Any]:
     """Run one; returns its figures, or its error."""
     ours, out = name.startswith("instep"), folder / name
+    verl = name.startswith("verl")
     if ours:
         words = f"-m instep.cli train {flags(options, name, model, out)}"
     else:
-        words = f"{ROOT}/benchmarks/trl/run_trl_gpu.py --model {model} --data {model}/train.jsonl "
-        words += " ".join((RUNS[name], *more_words, ""))
+        program = f"verl/run_verl.py --limit {options.limit - 15}" if verl else "trl/run_trl_gpu.py"
+        words = f"{ROOT}/benchmarks/{program} --model {model} --data {model}/train.jsonl "
+        words += " ".join(((RUNS | BY_NAME)[name], *more_words, ""))
         words += f"--steps {options.steps} --new-tokens {options.new_tokens} --out {out}.json"
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    places = [str(VERL_SITE) if verl else "", str(ROOT), os.environ.get("PYTHONPATH")]
+    path = os.pathsep.join(filter(None, places))
     env = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     began, log = time.time(), folder / f"{name}.log"
     try:
@@ -150,10 +161,12 @@ def measure(options: argparse.Namespace, name: str, model: Path, folder: Path, *
                 process.kill()
     except subprocess.SubprocessError as error:
         lines = log.read_text(errors="replace").strip().splitlines()
-        return {"error": [line for line in lines if "Error" in line][:1] or [str(error)], "log": lines[-3:]}
+        errors = [line for line in lines if "Error" in line]
+        errors = errors[-8:] if verl else errors[:1]  # the first ones of Ray's many processes say little
+        return {"error": errors or [str(error)], "log": lines[-30 if verl else -3 :]}
     return {
         "whole_s": round(time.time() - began, 1),
-        **(of_instep(out, began) if ours else of_trl(folder / f"{name}.json")),
+        **(of_instep(out, began) if ours else of_verl(out) if verl else of_trl(folder / f"{name}.json")),
     }
 
 
@@ -228,6 +241,29 @@ def of_trl(file: Path) -> dict[str, Any]:
     return {"step_s": median(seconds), "steps_s": [round(s, 3) for s in seconds], **about}
 
 
+def of_verl(out: Path) -> dict[str, Any]:
+    found = json.loads(out.with_suffix(".json").read_text())
+    steps = found["steps"][1:]
+    step = median(row["seconds"] for row in steps)
+    phases = {
+        name: round(median(row[name] for row in steps), 3)
+        for name in ("generate", "log_probs", "advantages", "train", "sync")
+    }
+    last = found["steps"][-1]["metrics"]
+    kept = {
+        name: last[name] for name in sorted(last) if name.startswith(("perf/", "response_length/", "training/rollout"))
+    }
+    return {
+        "step_s": step,
+        "steps_s": [round(row["seconds"], 3) for row in steps],
+        "verl_step_s": round(median(row["verl_step"] for row in steps), 3),
+        "phases": {**phases, "idle": round(step - sum(phases.values()), 3)},
+        "metrics": kept,
+        "versions": found["versions"],
+        "settings": found["settings"],
+    }
+
+
 def add_rooflines(result: dict[str, Any]) -> None:
     """Give each row of instep by phase the tokens/s that the card's peak allows, and how many times longer it took.
 
@@ -262,7 +298,7 @@ def report(options: argparse.Namespace, rows: list[dict[str, Any]]) -> dict[str,
     headline = {
         f"{ours}_over_{peer}": round(measured[peer] / measured[ours], 2)
         for ours in ("instep-hf", "instep-megatron", "instep-sglang")
-        for peer in ("trl", "trl-tuned")
+        for peer in ("trl", "trl-tuned", "verl", "verl-tuned")
         if {ours, peer} <= measured.keys()
     }
     for row in rows:

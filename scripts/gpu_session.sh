@@ -2,8 +2,8 @@
 # Measurements on a GPU host that has no network and is lent for minutes: everything is packed before it is asked for,
 # and runs there one after the other while each call only looks.
 #
-#   gpu_session.sh prepare [sglang]   here: .gpu/s0 ... .gpu/s3 (the bundle) and .gpu/extra (wheels, the guide's model);
-#                                     with SGLang, .gpu/s4 and more
+#   gpu_session.sh prepare [sglang|verl]   here: .gpu/s0 ... .gpu/s3 (the bundle) and .gpu/extra (wheels, the guide's
+#                                     model); with SGLang, .gpu/s4 and more; with verl, .gpu/v0
 #   gpu_session.sh keep FOLDER        there, a call for each of them: it goes to ~/g
 #   gpu_session.sh unpack             there: makes of ~/g what the items need
 #   gpu_session.sh start LANE ...     there: a copy of this tree runs the items of each lane in their order, the lanes side
@@ -11,7 +11,8 @@
 #   gpu_session.sh watch SECONDS      there: how far they are; logs and results to $OUT/results.txz
 #   gpu_session.sh items              their names
 #
-# BUNDLE and BUNDLE_SGLANG are the programs that build the bundles. .gpu belongs into .git/info/exclude.
+# BUNDLE and BUNDLE_SGLANG are the programs that build the bundles, PYTHON312 the Python 3.12 with which flash-attn is
+# built for verl. .gpu belongs into .git/info/exclude.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 HERE=$PWD Q=$HOME/q
@@ -144,6 +145,24 @@ item_grpo_sglang() { # 590 0.6B dimensions on SGLang, on vLLM, and TRL tuned
     python benchmarks/gpu_grpo.py --only instep-sglang instep-hf trl-tuned --steps 4 --limit 250 --logs "$R/logs" \
         --out "$R/out.json"
 }
+item_grpo_verl() { # 600 0.6B dimensions beside verl as its example sets it and tuned, and TRL tuned
+    python benchmarks/gpu_grpo.py --only instep-hf verl-tuned verl trl-tuned --steps 4 --limit 200 --logs "$R/logs" \
+        --out "$R/out.json"
+}
+item_grpo_verl_long() { # 600 1.7B dimensions, 1,024 new tokens, beside verl tuned
+    python benchmarks/gpu_grpo.py --size 1.7b --new-tokens 1024 --steps 3 --limit 290 --logs "$R/logs" \
+        --only instep-hf verl-tuned --out "$R/out.json"
+}
+item_grpo_verl_alone() { # 300 the same without the others, which item grpo_beside_verl runs on another GPU
+    python benchmarks/gpu_grpo.py --only verl-tuned verl --steps 4 --limit 200 --logs "$R/logs" --out "$R/out.json"
+}
+item_grpo_beside_verl() { # 300 0.6B dimensions, hf and TRL tuned
+    python benchmarks/gpu_grpo.py --only instep-hf trl-tuned --steps 4 --limit 200 --logs "$R/logs" --out "$R/out.json"
+}
+item_verl_probe() { # 60 FlashAttention as packed for verl
+    PYTHONPATH=$HOME/verl:$PYTHONPATH python -c "import sys; sys.path.insert(0, 'benchmarks/verl'); \
+        import run_verl; exec(run_verl.PROBE); print('FlashAttention works')"
+}
 item_grpo_sglang_two() { # 340 SGLang on two GPUs: trainer apart by NCCL, both on both with TP 2
     python benchmarks/gpu_grpo.py --only instep-sglang-apart instep-sglang-tp2 --steps 4 --limit 160 \
         --logs "$R/logs" --out "$R/out.json"
@@ -258,6 +277,17 @@ prepare() {
         rm -rf .gpu/nixl/nixl_ep* && mkdir -p .gpu/s9
         tar c -C .gpu/nixl . | xz -3 >.gpu/s9/part_9 && rm -r .gpu/nixl
     fi
+    if [[ ${1:-} == verl && ! -e .gpu/v0 ]]; then
+        ls .gpu/flash-attn/*.whl >/dev/null 2>&1 || "${PYTHON312:-python3.12}" benchmarks/verl/flash_attn.py .gpu/flash-attn
+        # Of ANTLR's old runtime, which Hydra needs, there is no wheel.
+        python3 -m pip wheel --quiet --no-deps --wheel-dir .gpu/flash-attn antlr4-python3-runtime==4.9.3
+        local target=(--no-deps --python-version 3.12 --implementation cp --only-binary=:all: --platform any
+            --platform manylinux2014_x86_64 --platform manylinux_2_28_x86_64 --platform linux_x86_64)
+        python3 -m pip install --quiet --no-compile --target .gpu/verl "${target[@]}" \
+            --requirement benchmarks/verl/requirements.txt .gpu/flash-attn/*.whl
+        rm -rf .gpu/verl/{bin,hopper,pydevd_plugins,recipe,scripts,tests,tutorial} && mkdir -p .gpu/v0
+        tar c -C .gpu/verl . | xz -6 >.gpu/v0/verl.tar.xz && rm -r .gpu/verl
+    fi
     .venv/bin/python -m pip --disable-pip-version-check download --quiet --no-deps --dest .gpu/extra/wheels \
         --python-version 3.12 --implementation cp --only-binary=:all: --platform any --platform manylinux2014_x86_64 \
         --platform manylinux_2_28_x86_64 --requirement requirements/atropos.txt --requirement /dev/stdin <<'END'
@@ -283,13 +313,19 @@ END
         (cd .gpu/extra/making && "$HERE/.venv/bin/python" "$HERE/examples/atropos/make_model.py" --num-threads 1)
         rm -rf .gpu/extra/making/runs && mv .gpu/extra/making .gpu/extra/guide
     fi
-    du -sh .gpu/[st]? .gpu/extra
+    du -sh .gpu/[stv]? .gpu/extra
 }
 
 unpack() {
     . scripts/gpu_host.sh
-    python -m pip install --quiet --no-index --no-deps --target ~/atropos ~/g/extra/wheels/*.whl
-    python -m pip install --quiet --no-index --no-deps --target ~/fla ~/g/extra/fla/*.whl $(ls ~/g/*.whl 2>/dev/null)
+    if [[ -e ~/g/extra ]]; then
+        python -m pip install --quiet --no-index --no-deps --target ~/atropos ~/g/extra/wheels/*.whl
+        python -m pip install --quiet --no-index --no-deps --target ~/fla ~/g/extra/fla/*.whl $(ls ~/g/*.whl 2>/dev/null)
+    fi
+    if [[ -e ~/g/verl.tar.xz ]]; then
+        mkdir -p ~/verl && tar xJf ~/g/verl.tar.xz -C ~/verl
+        python -m compileall -q -j 0 ~/verl >/dev/null 2>&1 || true
+    fi
     touch ~/g/unpacked
 }
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gpu_grpo
-from benchmarks.gpu_grpo import ON_TWO, add_rooflines, flags, measure_fitting, of_instep, phases_of
+from benchmarks.gpu_grpo import ON_TWO, add_rooflines, flags, measure_fitting, of_instep, of_verl, phases_of
 from benchmarks.random_model import dimensions
 from instep.arguments.parse import parse
 from instep.preflight.plan.memory import plan_memory
@@ -58,6 +58,16 @@ def test_trl_is_tuned_to_the_largest_pass_that_fits(tmp_path, monkeypatch):
     assert measure_fitting(Namespace(), "trl-tuned", tmp_path, tmp_path) == {"step_s": 1.0, "per_device_batch": 8}
     assert "error" in measure_fitting(Namespace(), "trl", tmp_path, tmp_path)
     assert asked == [("16",), ("8",), ()]
+
+
+def test_the_phases_of_verl_add_up_to_the_time_between_its_rows(tmp_path):
+    parts = {"generate": 3.0, "log_probs": 0.0, "advantages": 0.25, "train": 2.0, "sync": 1.0, "verl_step": 6.25}
+    steps = [{"seconds": s, **parts, "metrics": {"perf/x": 1.0, "actor/lr": 1.0}} for s in (90.0, 6.5, 7.0, 6.75)]
+    content = {"versions": {"verl": "0.9.1"}, "settings": ["a=1"], "steps": steps}
+    (tmp_path / "verl.json").write_text(json.dumps(content))
+    found = of_verl(tmp_path / "verl")
+    assert found["step_s"] == 6.75 == sum(found["phases"].values()) and found["verl_step_s"] == 6.25
+    assert found["steps_s"] == [6.5, 7.0, 6.75] and found["metrics"] == {"perf/x": 1.0}
 
 
 @pytest.mark.parametrize("name", ON_TWO)
