@@ -173,6 +173,20 @@ hybrid() { # hybrid KERNELS FILE SIZE ... -- CASE: with flash-linear-attention's
     PYTHONPATH=$PYTHONPATH$fla python benchmarks/train_step.py --num-samples 128 --max-tokens-per-gpu 16384 --steps 3 \
         --kernels 25 --out "$R/$file.json" --case "${@: -1} --optimizer adamw_8bit" --size "${@:3:$#-4}"
 }
+item_grpo_sglang_pd() { # 190 SGLang on two GPUs: prefill and decode apart, beside the trainer in turns and all the time
+    pd() { # side by side: this shows that it works, and the seconds of neither
+        python benchmarks/gpu_grpo.py --only instep-sglang-pd --steps 4 --limit 170 --models "$TMPDIR/$1" \
+            --logs "$R/logs-$1" --out "$R/$1.json" --more "--sglang-mem-fraction-static 0.2 $2"
+    }
+    pd turns "" & pd together "--no-offload-rollout --no-offload-train"
+    wait
+}
+hybrid() { # hybrid KERNELS FILE SIZE ... -- CASE: with flash-linear-attention's kernels, or in plain PyTorch
+    local fla="" file=$2
+    [[ $1 == plain ]] || fla=:$HOME/fla
+    PYTHONPATH=$PYTHONPATH$fla python benchmarks/train_step.py --num-samples 128 --max-tokens-per-gpu 16384 --steps 3 \
+        --kernels 25 --out "$R/$file.json" --case "${@: -1} --optimizer adamw_8bit" --size "${@:3:$#-4}"
+}
 item_grpo_sglang_pd() { # 300 SGLang on two GPUs: prefill and decode apart, both beside the trainer, in turns and all the time
     pd() { python benchmarks/gpu_grpo.py --only instep-sglang-pd --steps 4 --limit 140 --logs "$R/logs" "$@"; }
     pd --out "$R/turns.json"
