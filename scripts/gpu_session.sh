@@ -187,11 +187,6 @@ hybrid() { # hybrid KERNELS FILE SIZE ... -- CASE: with flash-linear-attention's
     PYTHONPATH=$PYTHONPATH$fla python benchmarks/train_step.py --num-samples 128 --max-tokens-per-gpu 16384 --steps 3 \
         --kernels 25 --out "$R/$file.json" --case "${@: -1} --optimizer adamw_8bit" --size "${@:3:$#-4}"
 }
-item_grpo_sglang_pd() { # 300 SGLang on two GPUs: prefill and decode apart, both beside the trainer, in turns and all the time
-    pd() { python benchmarks/gpu_grpo.py --only instep-sglang-pd --steps 4 --limit 140 --logs "$R/logs" "$@"; }
-    pd --out "$R/turns.json"
-    pd --more "--no-offload-rollout --no-offload-train" --out "$R/out.json"
-}
 item_hybrid_megatron() { # 590 MFU of four layers of mixtures of experts, hybrid ones with flash-linear-attention and without
     hybrid fla out next-80b-a3b-4-layers 35b-a3b-4-layers 30b-a3b-4-layers -- "megatron --moe-grouped-gemm"
     hybrid plain plain next-80b-a3b-4-layers -- "megatron --moe-grouped-gemm"
