@@ -167,12 +167,6 @@ item_grpo_sglang_two() { # 340 SGLang on two GPUs: trainer apart by NCCL, both o
     python benchmarks/gpu_grpo.py --only instep-sglang-apart instep-sglang-tp2 --steps 4 --limit 160 \
         --logs "$R/logs" --out "$R/out.json"
 }
-hybrid() { # hybrid KERNELS FILE SIZE ... -- CASE: with flash-linear-attention's kernels, or in plain PyTorch
-    local fla="" file=$2
-    [[ $1 == plain ]] || fla=:$HOME/fla
-    PYTHONPATH=$PYTHONPATH$fla python benchmarks/train_step.py --num-samples 128 --max-tokens-per-gpu 16384 --steps 3 \
-        --kernels 25 --out "$R/$file.json" --case "${@: -1} --optimizer adamw_8bit" --size "${@:3:$#-4}"
-}
 item_grpo_sglang_pd() { # 190 SGLang on two GPUs: prefill and decode apart, beside the trainer in turns and all the time
     pd() { # side by side: this shows that it works, and the seconds of neither
         python benchmarks/gpu_grpo.py --only instep-sglang-pd --steps 4 --limit 170 --models "$TMPDIR/$1" \
