@@ -281,7 +281,7 @@ prepare() {
         tar c -C .gpu/nixl . | xz -3 >.gpu/s9/part_9 && rm -r .gpu/nixl
     fi
     if [[ ${1:-} == verl && ! -e .gpu/v0 ]]; then
-        ls .gpu/flash-attn/*.whl >/dev/null 2>&1 || "${PYTHON312:-python3.12}" benchmarks/verl/flash_attn.py .gpu/flash-attn
+        ls .gpu/flash-attn/*.whl >/dev/null 2>&1 || "${PYTHON312:-python3.12}" benchmarks/verl/build_flash_attn.py .gpu/flash-attn
         # Of ANTLR's old runtime, which Hydra needs, there is no wheel.
         python3 -m pip wheel --quiet --no-deps --wheel-dir .gpu/flash-attn antlr4-python3-runtime==4.9.3
         local target=(--no-deps --python-version 3.12 --implementation cp --only-binary=:all: --platform any

@@ -1,7 +1,7 @@
 """Builds flash-attn 2.8.3, which verl wants and of which there are no wheels on the index: what verl uses of it for a
 Qwen3 on Hopper, causal attention in bfloat16 with heads of 128, and all its Python.
 
-    python3.12 flash_attn.py FOLDER     into FOLDER, a wheel for torch 2.11.0 with CUDA 13 (ten minutes of one core)
+    python3.12 build_flash_attn.py FOLDER     puts there a wheel for torch 2.11.0 with CUDA 13 (ten minutes of one core)
 
 The kernels that are built are those of the whole build: what is left out are branches that other shapes take, which
 raise. nvcc comes from the index, too; no GPU is needed.
