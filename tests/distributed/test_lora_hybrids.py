@@ -12,6 +12,7 @@ from instep.checkpoints.adapter import Lora
 from tests.distributed.hf_runs import make_batch
 from tests.distributed.lora_runs import HF, LORA, Kind, adapter_of, gradients, make_lora_backend, move, scores, train
 from tests.distributed.megatron_layouts import MODELS, random_model
+from tests.distributed.test_lora import again_rank, load_rank, save_rank
 from tests.distributed.test_lora_experts import of_merged
 
 MEGATRON = True  # what the ranks have imported
@@ -112,3 +113,31 @@ def test_gradients_are_those_of_the_merged_weights_by_the_chain_rule(
         expected[name] = EXPERTS.scaling * (b.T @ gradient if x == "A" else gradient @ a.T)
     assert sum(".experts." in name for name in found) > len(found) // 2
     assert off(found, expected) < 1e-5
+
+
+OF_EXPERTS: Kind = ("megatron", {**SP, **EP2})
+
+
+@pytest.mark.parametrize(
+    "size, kind, new_size, new_kind",
+    [
+        (2, OF_EXPERTS, 1, HF),
+        pytest.param(2, HF, 2, ("megatron", VIRTUAL), marks=pytest.mark.slow),
+        pytest.param(2, ("megatron", CP2 | DIST_OPT), 2, OF_EXPERTS, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_what_one_backend_writes_goes_on_in_the_other(
+    run_ranks: Any, models: Path, tmp_path: Path, size: int, kind: Kind, new_size: int, new_kind: Kind
+):
+    path, folders = models / "qwen3.5-moe", (tmp_path / "adapter", tmp_path / "again")
+    steps, *_, saved = run_ranks(save_rank, size, path, tmp_path / "save", kind)[0]
+    loaded_steps, *_, begun = run_ranks(load_rank, new_size, path, tmp_path / "save", new_kind)[0]
+    assert all(torch.equal(begun[name], saved[name]) for name in saved)
+    torch.testing.assert_close(torch.tensor(loaded_steps), torch.tensor(steps), rtol=1e-5, atol=1e-6)
+    ranks = ((size, kind), (new_size, new_kind))
+    log_probs, same = (run_ranks(again_rank, n, path, *folders, of_rank)[-1] for n, of_rank in ranks)
+    torch.testing.assert_close(same, log_probs, rtol=1e-5, atol=2e-5)
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        first, second = ((folder / name).read_bytes() for folder in folders)
+        assert first == second

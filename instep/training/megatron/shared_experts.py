@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import Tensor
 
 
-class Gate(torch.nn.Module):
+class Gate(MegatronModule):
     """Computes the logits of the gate. Its weight stays that of the shared experts, under Megatron's name."""
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -25,7 +26,7 @@ class SharedExperts(SharedExpertMLP):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.gate = Gate()
+        self.gate = Gate(self.config)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Compute `[num_tokens, 1, hidden]` -> the same."""
