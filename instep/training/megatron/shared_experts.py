@@ -31,14 +31,4 @@ class SharedExperts(SharedExpertMLP):
     def forward(self, hidden: Tensor) -> Tensor:
         """Compute `[num_tokens, 1, hidden]` -> the same."""
         out: Tensor = MLP.forward(self, hidden)[0]
-        return out * self._score(hidden) if self.use_shared_expert_gate else out
-
-    def pre_forward_comm(self, input: Tensor) -> None:
-        """Begin the pass that overlaps with the dispatcher (--moe-shared-expert-overlap)."""
-        super().pre_forward_comm(input)
-        if self.use_shared_expert_gate:
-            with torch.cuda.stream(self.stream):
-                self.gate_score = self._score(input)
-
-    def _score(self, hidden: Tensor) -> Tensor:
-        return self.gate(hidden, self.gate_weight).sigmoid()
+        return out * self.gate(hidden, self.gate_weight).sigmoid() if self.use_shared_expert_gate else out
