@@ -247,7 +247,7 @@ class SglangKind(EngineKind):
             remedy = "install instep beside it (pip install --no-deps), and start it with INSTEP_API_KEY set"
             raise ConfigError(what, where=engine.url, remedy=remedy) from None
         if about["speculative_algorithm"]:
-            check_speculation(about["speculative_algorithm"], about["device"], True, engine.url)
+            check_speculation(about["speculative_algorithm"], about["device"], engine.update_weights, engine.url)
         replicas = int(about["dp_size"]) > 1 and not about["enable_dp_attention"]
         if about["sampling_backend"] != "pytorch" or int(about["pp_size"]) > 1 or replicas:
             what = f"{engine.name} has another sampler than pytorch, pipeline stages, or replicas"

@@ -56,11 +56,6 @@ class Pair:
     a: WeightEntry
     b: WeightEntry
 
-    @property
-    def module(self) -> str:
-        """Megatron's name of the layer that computes the fused projection."""
-        return _module(self.base)
-
 
 def pairs(shape: ModelShape, lora: Lora) -> list[Pair]:
     """Return the adapter's A and B in the order of the layers, which is that of the `hf` backend.
@@ -89,6 +84,7 @@ def _is_linear(entry: WeightEntry) -> bool:
 
 
 def _module(base: WeightEntry) -> str:
+    """Return Megatron's name of the layer that computes with this weight."""
     return base.megatron.removesuffix("weight").rstrip("._")
 
 
@@ -120,13 +116,7 @@ class Adapter(nn.Module):
     """
 
     def __init__(
-        self,
-        layer: nn.Module,
-        base: WeightEntry,
-        shape: ModelShape,
-        size: int,
-        device: torch.device,
-        scaling: float,
+        self, layer: nn.Module, base: WeightEntry, shape: ModelShape, size: int, device: torch.device, scaling: float
     ):
         super().__init__()
         self.lora_A, self.lora_B = nn.ParameterDict(), nn.ParameterDict()
@@ -228,7 +218,7 @@ class MegatronLora:
         for pair in self._pairs:
             whole = torch.empty(pair.a.shapes[0]), torch.empty(pair.b.shapes[0])
             begin(*whole, generator)
-            layer = modules.get(pair.module)
+            layer = modules.get(_module(pair.base))
             if layer is not None:
                 adapter = self._adapters.get(pair.base.megatron)
                 if adapter is None:
