@@ -14,6 +14,7 @@ ANSWER = {"text": "", "output_ids": [1], "meta_info": {"id": "a", "finish_reason
 ABOUT = {
     **{"model_path": "", "is_generation": True, "version": "0.5.17", "data": [{"owned_by": "sglang"}]},
     **{"internal_states": [], "sampling_backend": "pytorch", "dp_size": 1, "enable_dp_attention": False, "pp_size": 1},
+    **{"speculative_algorithm": None, "device": "cpu"},
 }
 
 

@@ -66,8 +66,6 @@ def layout(args: Settings, given: set[str]) -> Iterator[Problem]:
     problems = refused_by_model(args, shape)
     if kept := shape.not_with_mtp(args.mtp_num_layers):
         problems.append(f"--mtp-num-layers {args.mtp_num_layers} ({kept})")
-    if args.lora_rank and shape.delta:
-        problems.append("--lora-rank with gated delta nets (--train-backend hf adapts their attention and MLP)")
     if args.lora_rank and args.mtp_num_layers:
         problems.append("--lora-rank with --mtp-num-layers (these layers would stay frozen)")
     if problems:

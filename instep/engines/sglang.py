@@ -51,6 +51,21 @@ LORA_LAYERS = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
 SILENT_HEARTBEATS = 5  # a scheduler hangs if it answers nothing for so many --heartbeat-timeout
 
 
+def check_speculation(algorithm: str, device: str, synced: bool, where: str) -> None:
+    """Raise ConfigError where samples would not follow the policy, or where no sync would reach the drafter.
+
+    On a CPU SGLang 0.5.17 compares drafts with the likeliest token at any temperature (`eagle_sample`).
+    """
+    what = "a weight sync would not reach SGLang's drafter" if synced and algorithm.upper() != "NGRAM" else ""
+    if device == "cpu":
+        what = "on a CPU SGLang takes the likeliest tokens then, at any temperature"
+    if what:
+        remedy = (
+            "leave out --sglang-speculative-*; or use --rollout-backend vllm with --vllm-speculative-config, whose "
+        )
+        raise ConfigError(what, where=where, remedy=remedy + "drafter follows each sync (docs/megatron.md)")
+
+
 class SglangKind(EngineKind):
     """Engines of the installed SGLang, or of `version` ("0.5.17")."""
 
@@ -121,7 +136,15 @@ class SglangKind(EngineKind):
     def own_words(
         self, args: Settings, group: ServerGroup, words: Mapping[str, list[str]], update_weights: bool
     ) -> dict[str, list[str]]:
-        """Return instep's words for fields that flags and overrides leave open."""
+        """Return instep's words for fields that flags and overrides leave open.
+
+        Raises:
+            ConfigError: they ask for speculative decoding that would change the distribution, or for a drafter that no
+                sync would reach.
+        """
+        if algorithm := words.get("speculative_algorithm"):
+            where, synced = f"--sglang-speculative-algorithm {algorithm[-1]}", not args.debug_rollout_only
+            check_speculation(algorithm[-1], args.device, update_weights and synced, where)
         own = super().own_words(args, group, words, update_weights) | {
             "dtype": ["--dtype", engine_dtype(args)],
             "random_seed": ["--random-seed", str(args.seed)],
@@ -223,6 +246,8 @@ class SglangKind(EngineKind):
             what = f"{engine.name} runs without instep's plugin"
             remedy = "install instep beside it (pip install --no-deps), and start it with INSTEP_API_KEY set"
             raise ConfigError(what, where=engine.url, remedy=remedy) from None
+        if about["speculative_algorithm"]:
+            check_speculation(about["speculative_algorithm"], about["device"], engine.update_weights, engine.url)
         replicas = int(about["dp_size"]) > 1 and not about["enable_dp_attention"]
         if about["sampling_backend"] != "pytorch" or int(about["pp_size"]) > 1 or replicas:
             what = f"{engine.name} has another sampler than pytorch, pipeline stages, or replicas"

@@ -125,6 +125,15 @@ class DeltaNet:
     def values(self) -> int:
         return self.value_heads * self.value_dim
 
+    @property
+    def projections(self) -> dict[str, int]:
+        """The rows of each projection of the hidden states, by the last part of its name."""
+        mixed, heads = 2 * self.keys + self.values, self.value_heads
+        rows = {"qkv": mixed, "z": self.values, "b": heads, "a": heads}
+        if self.by_head:
+            rows = {"qkvz": mixed + self.values, "ba": 2 * heads}
+        return {f"in_proj_{name}": n for name, n in rows.items()}
+
 
 @dataclass(frozen=True)
 class ModelShape:

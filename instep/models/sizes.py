@@ -29,6 +29,7 @@ class Shape:
         used: parameters that a token is multiplied with: with the output layer, without the input embedding.
         experts: the part of `total` in experts; 0 in a dense model.
         routed: experts per token in a layer, the mean; 0 in a dense model.
+        routed_ffn: the part of `ffn` in routed experts.
         delta: linear attention of some layers; the others have `heads` and `kv_heads`.
         cached: numbers (not bytes) that an engine caches per token and layer on every rank, with latent attention; 0 if
             it caches keys and values. `kv_heads` and `head_dim` are those of the trainer.
@@ -52,6 +53,7 @@ class Shape:
     value_head: bool = False
     cached: int = 0
     routed: float = 0.0
+    routed_ffn: float = 0.0
     delta: DeltaNet | None = None
     mtp: int = 0
 
@@ -98,16 +100,23 @@ class Shape:
             tp: the number of ranks that share heads and widths; hidden states are whole on each.
             expert_pieces: the number of ranks that share the experts of a layer.
         """
-        hidden, q, k, f = self.hidden, self.queries / tp, self.keys / tp, self.ffn / tp
-        sizes = {"q_proj": hidden + q, "k_proj": hidden + k, "v_proj": hidden + k, "o_proj": q + hidden}
-        in_mlp = {"gate_proj": hidden + f, "up_proj": hidden + f, "down_proj": f + hidden}
-        names = {name.rpartition(".")[2] for name in targets or (sizes | in_mlp)}
-        found = sum(self.attending * sizes[name] for name in names & sizes.keys())
-        found += sum(self.num_layers * in_mlp[name] for name in names & in_mlp.keys())
-        # Other projections, of latent or linear attention, are about as large as a query's.
-        found += len(names - sizes.keys() - in_mlp.keys() - {EXPERTS}) * self.num_layers * (hidden + q)
-        if EXPERTS in names and self.routed:  # matrices of hidden x (ffn / routed)
-            found += self.experts * (1 / hidden + self.routed / self.ffn) / expert_pieces
+        hidden, q, k, d = self.hidden, self.queries / tp, self.keys / tp, self.delta
+        f = (self.ffn - self.routed_ffn) / tp  # of dense layers and shared experts
+        of_query = 2 * q if d else q  # with the output gate
+        attention = {"q_proj": hidden + of_query, "k_proj": hidden + k, "v_proj": hidden + k, "o_proj": q + hidden}
+        mlp = dict.fromkeys(("gate_proj", "up_proj", "down_proj"), hidden + f) if f else {}
+        layers = [(self.attending, attention), (self.num_layers, mlp)]
+        if d:
+            mlp |= {"shared_expert_gate": hidden + 1} if self.experts else {}
+            net = {name: hidden + rows / tp for name, rows in d.projections.items()}
+            layers.append((len(d.layers), net | {"out_proj": d.values / tp + hidden}))
+        known = {name for _, sizes in layers for name in sizes}
+        names = {name.rpartition(".")[2] for name in targets or known}
+        found = sum(num * sizes[name] for num, sizes in layers for name in names & sizes.keys())
+        # Other projections, of latent attention or of other families, are about as large as a query's.
+        found += len(names - known - {EXPERTS}) * self.num_layers * (hidden + q)
+        if EXPERTS in names and self.routed:  # matrices of hidden x (routed_ffn / routed)
+            found += self.experts * (1 / hidden + self.routed / self.routed_ffn) / expert_pieces
         return found
 
     def as_critic(self) -> Shape:
@@ -215,7 +224,8 @@ def _of_config(config: Mapping[str, Any]) -> Shape:
     return Shape(
         layers, hidden, width, heads, kv_heads, head_dim, vocab, tied, qk_norm, (around + in_experts) // layers, total,
         used, int(config.get("max_position_embeddings") or 2**17), in_experts if experts > 1 else 0, cached=cached,
-        routed=mixed * chosen / layers if experts > 1 else 0.0, delta=delta,
+        routed=mixed * chosen / layers if experts > 1 else 0.0,
+        routed_ffn=mixed * chosen * ffn / layers if experts > 1 else 0.0, delta=delta,
     )  # fmt: skip
 
 

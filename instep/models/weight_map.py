@@ -211,18 +211,16 @@ def _latent_attention(shape: ModelShape, a: LatentAttention) -> list[Part]:
 
 def _delta_net(hidden: int, d: DeltaNet) -> list[Part]:
     heads, mixed = d.value_heads, (d.keys, d.keys, d.values)  # queries, keys, values
-    rows = {"qkv": sum(mixed), "z": d.values, "b": heads, "a": heads}
-    if d.by_head:
-        rows = {"qkvz": sum(mixed) + d.values, "ba": 2 * heads}
-    in_proj: Tensors = {f"linear_attn.in_proj_{x}.weight": (n, hidden) for x, n in rows.items()}
+    in_proj: Tensors = {f"linear_attn.{name}.weight": (n, hidden) for name, n in d.projections.items()}
     conv: Tensors = {"linear_attn.conv1d.weight": (sum(mixed), 1, d.conv_width)}
+    out = Part("self_attention.out_proj.weight", Kind.COLUMNS, {"linear_attn.out_proj.weight": (hidden, d.values)})
+    projections = [Part("self_attention.in_heads.weight", Kind.DELTA, in_proj, () if d.by_head else mixed), out]
     return [
-        Part("self_attention.in_heads.weight", Kind.DELTA, in_proj, () if d.by_head else mixed),
+        *(projections if d.by_head else reversed(projections)),  # the order of transformers' modules: see `lora.py`
         Part("self_attention.conv_heads.weight", Kind.DELTA, conv, mixed),
         Part("self_attention.dt_bias", Kind.ROWS, {"linear_attn.dt_bias": (heads,)}),
         Part("self_attention.A_log", Kind.ROWS, {"linear_attn.A_log": (heads,)}),
         Part("self_attention.out_norm.weight", Kind.REPLICATED, {"linear_attn.norm.weight": (d.value_dim,)}),
-        Part("self_attention.out_proj.weight", Kind.COLUMNS, {"linear_attn.out_proj.weight": (hidden, d.values)}),
     ]
 
 

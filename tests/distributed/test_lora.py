@@ -188,7 +188,7 @@ def test_the_reference_is_the_model_with_another_adapter_or_none(run_ranks, chec
 # ---- checkpoints and exports -----------------------------------------------------------------------------------------
 
 
-def _save_rank(path, folder, kind):
+def save_rank(path, folder, kind):
     backend = make_lora_backend(path, kind=kind)
     train(backend, range(1))
     if backend.parallel.rank == 0:
@@ -199,7 +199,7 @@ def _save_rank(path, folder, kind):
     return train(backend, range(1, 2)), adapter_of(backend), weights_of(backend), saved
 
 
-def _load_rank(path, folder, kind):
+def load_rank(path, folder, kind):
     backend = make_lora_backend(path, kind=kind)
     backend.load(folder)
     loaded = adapter_of(backend)
@@ -222,9 +222,9 @@ def _load_rank(path, folder, kind):
 )
 def test_a_saved_run_goes_on_as_if_never_stopped(run_ranks, checkpoint, tmp_path, saved_by, loaded_by):
     (size, kind), (new_size, new_kind) = saved_by, loaded_by
-    steps, adapter, merged, saved = run_ranks(_save_rank, size, checkpoint, tmp_path / "save", kind)[0]
+    steps, adapter, merged, saved = run_ranks(save_rank, size, checkpoint, tmp_path / "save", kind)[0]
     loaded_steps, loaded, loaded_merged, begun = run_ranks(
-        _load_rank, new_size, checkpoint, tmp_path / "save", new_kind
+        load_rank, new_size, checkpoint, tmp_path / "save", new_kind
     )[0]
     assert all(torch.equal(begun[name], saved[name]) for name in saved)
     if saved_by == loaded_by:
@@ -267,7 +267,7 @@ def _full_rank(path, folder, kind):
 
 @pytest.mark.parametrize("kind", [HF, ("megatron", {}), ("megatron", {"ckpt_format": "torch"})], ids=str)
 def test_what_does_not_belong_together_is_refused_by_name(run_ranks, checkpoint, tmp_path, kind):
-    run_ranks(_save_rank, 1, checkpoint, tmp_path / "save", kind)
+    run_ranks(save_rank, 1, checkpoint, tmp_path / "save", kind)
     expected = run_ranks(_full_rank, 1, checkpoint, tmp_path / "full", kind)[0]
     other = make_checkpoint(tmp_path / "other", tied=True)
     model = AutoModelForCausalLM.from_pretrained(other)
@@ -330,7 +330,7 @@ def test_merged_weights_and_the_exported_adapter_compute_what_the_policy_compute
     assert not (tmp_path / "adapter" / LAYOUT).exists()
 
 
-def _again_rank(path, folder, again, kind):
+def again_rank(path, folder, again, kind):
     """Score with the adapter in `folder`, and export it again."""
     backend = make_lora_backend(path, kind=kind)
     if not folder.exists():
@@ -348,7 +348,7 @@ def test_a_folder_of_one_backend_is_the_same_in_the_other(
     run_ranks, checkpoint, tmp_path, size, kind, new_size, new_kind
 ):
     places = checkpoint, tmp_path / "adapter", tmp_path / "again"
-    log_probs, same = (run_ranks(_again_rank, n, *places, k)[-1] for n, k in ((size, kind), (new_size, new_kind)))
+    log_probs, same = (run_ranks(again_rank, n, *places, k)[-1] for n, k in ((size, kind), (new_size, new_kind)))
     torch.testing.assert_close(same, log_probs, rtol=1e-5, atol=1e-5)
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         assert (tmp_path / "adapter" / name).read_bytes() == (tmp_path / "again" / name).read_bytes()

@@ -36,7 +36,7 @@ PP2 = {"pipeline_model_parallel_size": 2}
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("models")
-    for name in ("moe", "moe-mixed", "deepseek"):
+    for name in ("moe", "moe-mixed", "deepseek", "qwen3-next", "qwen3.5", "qwen3.5-moe"):
         random_model(MODELS[name]).save_pretrained(root / name)
     return root
 
@@ -115,7 +115,7 @@ def _begun(path: Path, lora: Lora | None, kind: Kind) -> Any:
     return None if lora is None else adapter_of(backend)
 
 
-@pytest.mark.parametrize("model", ["moe-mixed", "deepseek"])
+@pytest.mark.parametrize("model", ["moe-mixed", "deepseek", "qwen3-next", "qwen3.5", "qwen3.5-moe"])
 def test_without_targets_both_backends_have_the_same_adapter(run_ranks: Any, models: Path, model: str):
     ours, of_hf = (run_ranks(_begun, 1, models / model, LORA, kind)[0] for kind in (("megatron", {}), HF))
     assert list(ours) == list(of_hf) and all(torch.equal(ours[name], of_hf[name]) for name in ours)

@@ -227,10 +227,14 @@ def test_a_dense_family_shares_one_memory_with_the_trainer(name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FAMILIES)
-def test_the_adapter_of_a_family_is_proven_by_every_way(name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [*((name, "hf") for name in FAMILIES), *((name, "megatron") for name in ("qwen3_next", "qwen3_5", "qwen3_5_moe"))],
+)
+def test_the_adapter_of_a_family_is_proven_by_every_way(name, backend, tmp_path):
     """Each layer with an adapter counts: a step moves all of B, and the next proof compares log-probs."""
-    with stack(name, tmp_path, "--lora-rank", "4", "--weight-sync", "lora", "--lr", "1e-2") as made:
+    flags = ["--train-backend", backend, "--lora-rank", "4", "--weight-sync", "lora", "--lr", "1e-2"]
+    with stack(name, tmp_path, *flags) as made:
         sync = made.sync()
         try:
             for way in ("lora", "lora_ipc", "lora_disk", "lora"):

@@ -89,6 +89,21 @@ def test_engines_cache_attention_alone_and_states_of_requests(tmp_path: Path, mo
     assert shape.flops(10) == 2 * shape.used * 10 + 2 * 12 * 16 * 256 * 10**2
 
 
+@pytest.mark.parametrize("name", ["qwen3-next-80B-A3B", "qwen3.5-35B-A3B", "qwen3.5-27B"])
+def test_a_plan_counts_the_adapter_of_each_projection(name: str) -> None:
+    shape, sizes = shape_in_file(config(name)), shape_in(config(name))
+    assert shape is not None and sizes is not None
+    linear = [e for e in weight_entries(shape) if e.layer is not None and len(e.shapes[0]) == 2]
+    dense = [e for e in linear if e.expert is None and "mlp.gate." not in e.names[0]]
+    assert sizes.factors(None) == sum(sum(size) for e in dense for size in e.shapes)
+    of_delta_nets = [sum(size) for e in dense for n, size in zip(e.names, e.shapes, strict=True) if "linear_attn." in n]
+    projections = [*shape.delta.projections, "out_proj"] if shape.delta else []
+    assert sizes.factors(projections) == sum(of_delta_nets) > 0
+    if shape.experts:
+        routed = sum(sum(size) for e in linear if e.expert is not None for size in e.shapes)
+        assert sizes.factors(["experts"]) == pytest.approx(routed)
+
+
 def test_a_layout_that_does_not_divide_the_key_heads_is_named() -> None:
     shape = model_shape(Qwen3_5TextConfig(**HYBRID | {"linear_num_key_heads": 2, "linear_num_value_heads": 2}))
     check_arguments(arguments(tensor_model_parallel_size=2), shape)
@@ -105,7 +120,6 @@ def test_each_flag_that_contradicts_config_json_is_named(tmp_path: Path, monkeyp
     flags = "--use-gated-attention --apply-layernorm-1p --moe-shared-expert-gate --rotary-percent 0.25"
     assert parse(argv(f"--train-backend megatron {flags} --ffn-hidden-size 512")).notes == []
     text = refusal("--train-backend megatron --rotary-percent 1.0 --moe-shared-expert-intermediate-size 256")
-    assert "--lora-rank with gated delta nets" in refusal("--train-backend megatron --lora-rank 4")
     assert "--rotary-percent: is 1.0" in text and "--moe-shared-expert-intermediate-size: is 256" in text
     Path("model/config.json").write_text(json.dumps(config("qwen3-4B")))
     text = refusal(f"--train-backend megatron {flags}")

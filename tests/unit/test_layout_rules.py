@@ -50,6 +50,11 @@ def words(text: str) -> list[str]:
         ),
         ("moonlight-16B-A3B", "--recompute-granularity selective --recompute-modules mla_up_proj", "mla_up_proj"),
         (
+            "qwen3-4B",
+            "--recompute-granularity selective --recompute-modules core_attn layernorm",
+            "--recompute-modules layernorm (Megatron-Core needs Transformer Engine for it; name other modules",
+        ),
+        (
             "qwen3-30B-A3B",
             "--advantage-estimator ppo --expert-model-parallel-size 8 --actor-num-gpus-per-node 8 "
             "--critic-num-gpus-per-node 4",

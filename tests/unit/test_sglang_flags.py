@@ -105,10 +105,10 @@ def test_without_sglang_the_error_says_what_installs_it(monkeypatch):
 
 
 def test_every_flag_arrives_as_it_was_typed():
-    refused = {field for field, _, _ in reserved("sglang")}
+    refused = {"speculative_algorithm"} | {field for field, _, _ in reserved("sglang")}
     table = read_table("sglang", "0.5.17").flags
     known = [flag for flag in table if flag.field not in refused]
-    assert len(table) == 474 and len(known) == 474 - 51
+    assert len(table) == 474 and len(known) == 474 - 52
     needed = {"dp_size": "--sglang-enable-dp-attention", "dtype": ""}
     for flag in known:
         typed = ["--sglang-" + flag.name.removeprefix("--"), *value(flag)]
@@ -231,6 +231,30 @@ def test_the_parallel_sizes(gpus, words, layout, text):
 )
 def test_parallel_sizes_that_do_not_fit(words, what):
     assert what in refusal(f"--rollout-num-gpus-per-engine 4 {words}")
+
+
+# ---- speculative decoding --------------------------------------------------------------------------------------------
+
+EAGLE = "--sglang-speculative-algorithm EAGLE --sglang-speculative-num-steps 3 --sglang-speculative-eagle-topk 1"
+
+
+@pytest.mark.parametrize(
+    "words, what",
+    [
+        (f"{EAGLE} --device cpu", "on a CPU SGLang takes the likeliest tokens then, at any temperature"),
+        ("--sglang-speculative-algorithm NGRAM --device cpu", "on a CPU SGLang takes the likeliest tokens then"),
+        (EAGLE, "a weight sync would not reach SGLang's drafter"),
+    ],
+)
+def test_speculation_is_refused_by_one_error(words, what):
+    text = refusal(words)
+    assert what in text and "--sglang-speculative-algorithm " in text and "things are wrong" not in text
+    assert "use --rollout-backend vllm with --vllm-speculative-config" in text
+
+
+def test_speculation_without_a_drafter_or_a_sync_is_passed_on():
+    for words in ("--sglang-speculative-algorithm NGRAM", f"{EAGLE} --debug-rollout-only"):
+        assert "speculative_algorithm" in engine_words(arguments(f"{words} --device cuda"))
 
 
 # ---- --sglang-config -------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from instep.engines import keys
 from instep.engines.engine import Engine
 from instep.engines.kind import kind_of
 from instep.engines.router import Router
+from instep.engines.sglang import SglangKind
 from instep.engines.sglang_router import SglangRouter
 from instep.errors import ConfigError, EngineError
 from instep.rollout.http import post
@@ -31,7 +32,7 @@ from instep.rollout.request_gate import gate
 from instep_engine.sglang import expand
 from tests.bounds import until
 from tests.plans import arguments
-from tests.sglang_worker import Worker
+from tests.sglang_worker import ABOUT, Worker
 from tests.unit.test_sglang_labels import EXPERTS, Request, is_packed
 
 ARGS: Any = SimpleNamespace(rollout_timeout=60.0, router_overrides={}, api_key_file=None)
@@ -53,6 +54,18 @@ def workers(both: list[Worker]) -> Iterator[list[Worker]]:
         worker.reset()
     yield both
     gate().reset()
+
+
+@pytest.mark.parametrize(
+    "device, what", [("cpu", "takes the likeliest tokens"), ("cuda", "would not reach SGLang's drafter")]
+)
+def test_an_engine_that_speculates_is_refused(workers: list[Worker], monkeypatch: Any, device: str, what: str) -> None:
+    engine = Engine("engine 0", workers[0].url)
+    monkeypatch.setitem(ABOUT, "device", device)
+    assert SglangKind().identify(engine) is not None
+    monkeypatch.setitem(ABOUT, "speculative_algorithm", "EAGLE")
+    with pytest.raises(ConfigError, match=what):
+        SglangKind().identify(engine)
 
 
 def started(folder: Any, engines: list[Engine], **spec: Any) -> Router:

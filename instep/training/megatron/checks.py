@@ -67,8 +67,12 @@ def refused_by_model(args: Settings, shape: ModelShape) -> list[str]:
     problems += _virtual_stages(args, shape.num_layers)
     if args.mtp_num_layers and args.context_parallel_size > 1:
         problems.append("--mtp-num-layers with --context-parallel-size (a token and the next ones are on other ranks)")
-    if shape.latent and "mla_up_proj" in (overrides.get("recompute_modules") or ()):
+    modules = overrides.get("recompute_modules") or ()
+    if shape.latent and "mla_up_proj" in modules:
         problems.append("--recompute-modules mla_up_proj (full recomputation covers it)")
+    if "layernorm" in modules:
+        what = "Megatron-Core needs Transformer Engine for it; name other modules, or use --recompute-granularity full"
+        problems.append(f"--recompute-modules layernorm ({what})")
     if shape.experts and args.moe_grouped_gemm and overrides.get("moe_apply_probs_on_input"):
         problems.append("moe_apply_probs_on_input with --moe-grouped-gemm (remove one of them)")
     return problems + [f"{name} ({why})" for name, why in REFUSED_OVERRIDES.items() if overrides.get(name)]

@@ -1,7 +1,8 @@
 """LoRA in the `megatron` backend: A and B per Hugging Face projection, beside Megatron's fused layers.
 
-A layer of Megatron may compute several projections (q, k and v; gate and up). Each has its own A and B, as in the `hf`
-backend. Their result is added to the projection's part of the fused output. What a rank holds depends on the layer:
+A layer of Megatron may compute several projections (q, k and v; gate and up; those of a gated delta net). Each has its
+own A and B, as in the `hf` backend. One product with all A, and one with all B in the order of the fused weight, add to
+the output. What a rank holds depends on the layer:
 
 - tensor-parallel ranks divide its outputs: the whole A, and the rows of B for the rank's outputs;
 - they divide its inputs: the columns of A for the rank's inputs, and the whole B;
@@ -35,13 +36,13 @@ from instep.checkpoints.adapter import Base, Lora, export_adapter, write_layout
 from instep.checkpoints.dist_checkpoint import load_tensors, read_index, refuse_others
 from instep.errors import ConfigError
 from instep.models.shape import EXPERTS, ModelShape
-from instep.models.weight_map import Kind, WeightEntry, part_ranges, weight_entries
+from instep.models.weight_map import Kind, WeightEntry, fuse, part_ranges, weight_entries
 from instep.training.grouped import grouped_linear
 from instep.training.hf.optimizer import MOMENTS
 from instep.training.lora import PEFT, Earlier, begin, chosen, earlier_of, holds_adapter, peft_config
 from instep.training.megatron.checkpoint import load_moments, num_steps, whole_states
 from instep.training.megatron.layout import Placement
-from instep.training.megatron.weights import MegatronWeightSource, local_parameters, name_in_model
+from instep.training.megatron.weights import ADAPTER, MegatronWeightSource, local_parameters, name_in_model
 from instep.training.saving import Saver
 
 
@@ -79,7 +80,12 @@ def pairs(shape: ModelShape, lora: Lora) -> list[Pair]:
 
 
 def _is_linear(entry: WeightEntry) -> bool:
-    return entry.kind is not Kind.REPLICATED or "_proj" in entry.names[0]  # not the router
+    return not entry.names[0].endswith(".mlp.gate.weight")
+
+
+def _module(base: WeightEntry) -> str:
+    """Return Megatron's name of the layer that computes with this weight."""
+    return base.megatron.removesuffix("weight").rstrip("._")
 
 
 def _pair(base: WeightEntry, index: int, layer: str, rank: int) -> Pair:
@@ -87,13 +93,13 @@ def _pair(base: WeightEntry, index: int, layer: str, rank: int) -> Pair:
     last = layer.rpartition(".")[2]
     kinds = {Kind.COLUMNS: (Kind.COLUMNS, Kind.REPLICATED), Kind.REPLICATED: (Kind.REPLICATED, Kind.REPLICATED)}
     of_a, of_b = kinds.get(base.kind, (Kind.REPLICATED, Kind.ROWS))
-    stem = base.megatron.removesuffix("weight") + "adapter.lora"
+    sections = base.sections if index == 0 else ()
 
-    def entry(x: str, shape: tuple[int, int], kind: Kind) -> WeightEntry:
-        name = f"{PEFT}{layer}.lora_{x}.weight"
-        return WeightEntry(f"{stem}_{x}.{last}", (name,), (shape,), kind, base.layer, base.expert)
+    def entry(x: str, shape: tuple[int, int], kind: Kind, sections: tuple[int, ...] = ()) -> WeightEntry:
+        name, of_rank = f"{PEFT}{layer}.lora_{x}.weight", f"{_module(base)}{ADAPTER}lora_{x}.{last}"
+        return WeightEntry(of_rank, (name,), (shape,), kind, base.layer, base.expert, sections=sections)
 
-    return Pair(base, last, layer, entry("A", (rank, columns), of_a), entry("B", (rows, rank), of_b))
+    return Pair(base, last, layer, entry("A", (rank, columns), of_a), entry("B", (rows, rank), of_b, sections))
 
 
 # ---- layers ----------------------------------------------------------------------------------------------------------
@@ -105,15 +111,21 @@ class Adapter(nn.Module):
     Args:
         layer: of Megatron: divided by outputs or inputs, or whole.
         base: the entry of its weight.
-        groups: of key and value heads on this rank.
+        shape: of the model.
+        size: the number of ranks that divide the layer.
     """
 
-    def __init__(self, layer: nn.Module, base: WeightEntry, groups: int, scaling: float):
+    def __init__(
+        self, layer: nn.Module, base: WeightEntry, shape: ModelShape, size: int, device: torch.device, scaling: float
+    ):
         super().__init__()
         self.lora_A, self.lora_B = nn.ParameterDict(), nn.ParameterDict()
         self.scaling, self.enabled = scaling, True
-        self._names, self._groups, self._kind = [n.split(".")[-2] for n in base.names], groups, base.kind
-        self._rows = [shape[0] for shape in base.shapes]
+        self._kind, pieces = base.kind, size if base.split_dim == 0 else 1
+        self._rows = {n.split(".")[-2]: rows // pieces for n, (rows, _) in zip(base.names, base.shapes, strict=True)}
+        order = torch.arange(sum(self._rows.values()), device=device)
+        fused = fuse(base, order.split([*self._rows.values()]), shape, len(order))
+        self._order = None if torch.equal(fused, order) else fused  # of the rows of B
         whole = base.kind is Kind.REPLICATED or layer.explicit_expert_comm  # dispatchers of experts communicate
         self._group = None if whole else layer.tp_group
         self._sequence_parallel = not whole and layer.sequence_parallel
@@ -128,10 +140,16 @@ class Adapter(nn.Module):
         return self._sum(args[0], output)
 
     def _sum(self, x: Tensor, out: Tensor) -> Tensor:
-        narrow = self._exchanged(F.linear(x, torch.cat([*self.lora_A.values()]).to(x.dtype)))
-        parts = narrow.chunk(len(self.lora_A), dim=-1)
-        more = {name: F.linear(part, b.to(x.dtype)) for part, (name, b) in zip(parts, self.lora_B.items(), strict=True)}
-        return out.add(self.fused(more, out), alpha=self.scaling)
+        a, b = self.factors(x.dtype)
+        return out.add(F.linear(self._exchanged(F.linear(x, a)), b), alpha=self.scaling)
+
+    def factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return all A `[n * rank, in]`, and B `[out, n * rank]` in the order of the layer's rows: zero where a row is
+        of another one of the n projections."""
+        a, held = torch.cat([*self.lora_A.values()]), self.lora_B
+        blocks = [held[name] if name in held else a.new_empty(rows, 0) for name, rows in self._rows.items()]
+        b = blocks[0] if len(blocks) == 1 else torch.block_diag(*blocks)
+        return a.to(dtype), (b if self._order is None else b.index_select(0, self._order)).to(dtype)
 
     def _exchanged(self, narrow: Tensor) -> Tensor:
         """Return the products with A for all tokens and inputs that B of this rank needs."""
@@ -145,32 +163,16 @@ class Adapter(nn.Module):
             return gather_from_sequence_parallel_region(narrow, group=self._group)
         return copy_to_tensor_model_parallel_region(narrow, group=self._group)
 
-    def fused(self, more: dict[str, Tensor], out: Tensor) -> Tensor:
-        """Put the outputs of projections in the order of `out`, with zeros for those without an adapter."""
-        if len(self._names) == 1:
-            return more[self._names[0]]
-        widths = [rows * out.shape[-1] // sum(self._rows) for rows in self._rows]
-        columns = [
-            more[name] if name in more else out.new_zeros(*out.shape[:-1], width)
-            for name, width in zip(self._names, widths, strict=True)
-        ]
-        if self._kind is Kind.QKV:  # per group of heads
-            return torch.cat([c.unflatten(-1, (self._groups, -1)) for c in columns], dim=-1).flatten(-2)
-        return torch.cat(columns, dim=-1)
-
 
 def add_grouped(adapters: Sequence[Adapter], x: Tensor, ends: Tensor, out: Tensor) -> Tensor:
     """Return `out` plus what the adapters of a rank's experts add; see `grouped_linear`. They have the same form."""
-    first = adapters[0]
-    if not first.enabled:
+    if not adapters[0].enabled:
         return out
-    padding = -next(iter(first.lora_A.values())).shape[0] % 8  # the kernel wants rows of 16 bytes
-    more = {}
-    for name in first.lora_A:
-        a = [F.pad(adapter.lora_A[name].to(x.dtype), (0, 0, 0, padding)) for adapter in adapters]
-        b = [F.pad(adapter.lora_B[name].to(x.dtype), (0, padding)) for adapter in adapters]
-        more[name] = grouped_linear(grouped_linear(x, ends, a), ends, b)
-    return out.add(first.fused(more, out), alpha=first.scaling)
+    a, b = zip(*(adapter.factors(x.dtype) for adapter in adapters), strict=True)
+    padding = -len(a[0]) % 8  # the kernel wants rows of 16 bytes
+    narrow = grouped_linear(x, ends, [F.pad(factor, (0, 0, 0, padding)) for factor in a])
+    wide = grouped_linear(narrow, ends, [F.pad(factor, (0, padding)) for factor in b])
+    return out.add(wide, alpha=adapters[0].scaling)
 
 
 # ---- the adapter of a model ------------------------------------------------------------------------------------------
@@ -216,12 +218,12 @@ class MegatronLora:
         for pair in self._pairs:
             whole = torch.empty(pair.a.shapes[0]), torch.empty(pair.b.shapes[0])
             begin(*whole, generator)
-            layer = modules.get(pair.base.megatron.removesuffix(".weight"))
+            layer = modules.get(_module(pair.base))
             if layer is not None:
                 adapter = self._adapters.get(pair.base.megatron)
                 if adapter is None:
-                    groups = shape.num_query_groups // placement.tp_size
-                    adapter = layer.adapter = Adapter(layer, pair.base, groups, lora.scaling)
+                    size = placement.split(pair.base)[1]
+                    adapter = layer.adapter = Adapter(layer, pair.base, shape, size, device, lora.scaling)
                     self._adapters[pair.base.megatron] = adapter
                 for factors, entry, full in zip((adapter.lora_A, adapter.lora_B), (pair.a, pair.b), whole, strict=True):
                     factor = nn.Parameter(self.part(entry, full).to(device, copy=True))
@@ -233,8 +235,8 @@ class MegatronLora:
         """Return what this rank has of a whole A or B."""
         if entry.split_dim is None:
             return full
-        ((start, stop),) = part_ranges(entry, 0, *self._placement.split(entry)[:2], 0)
-        return full.narrow(entry.split_dim, start, stop - start)
+        ranges = part_ranges(entry, 0, *self._placement.split(entry)[:2], 0)
+        return torch.cat([full.narrow(entry.split_dim, a, b - a) for a, b in ranges], dim=entry.split_dim)
 
     @torch.no_grad()
     def sum_over_expert_ranks(self) -> None:
@@ -263,8 +265,8 @@ class MegatronLora:
         source = self.source(torch.float32)
         export_adapter(source, source.config, path)
 
-    def merged(self, parameters: dict[str, Tensor], dtype: torch.dtype) -> MegatronWeightSource:
-        """Return a `WeightSource` of all weights plus `alpha / rank * B A`, added in float32."""
+    def merged(self, **source: Any) -> MegatronWeightSource:
+        """Return the `WeightSource` of all weights plus `alpha / rank * B A`, added in float32."""
         factors = self.source(torch.float32)
         of_base: dict[str, list[Pair]] = {}
         for pair in self._pairs:
@@ -277,7 +279,7 @@ class MegatronLora:
                     i = entry.names.index(f"{pair.layer}.weight")
                     tensors[i] = (tensors[i].float() + self.lora.scaling * (b[0] @ a[0])).to(tensors[i].dtype)
 
-        return MegatronWeightSource(parameters=parameters, dtype=dtype, more=add, **self._where)
+        return MegatronWeightSource(more=add, **source, **self._where)
 
     def earlier(self, path: Path, forward_only: Callable[..., Any]) -> Earlier | None:
         """See `TrainBackend.earlier`."""

@@ -21,6 +21,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -41,6 +42,7 @@ from instep.training.megatron.norms import HeadRMSNorm, RMSNorm
 from instep.training.megatron.replay import before_layer
 from instep.training.megatron.rotary import Rope, rotate
 from instep.training.megatron.router import Router
+from instep.training.megatron.shared_experts import SharedExperts
 from instep.training.packed_attention import packed_attention, rows
 from instep.training.packing import (
     SharedPrefixes,
@@ -197,7 +199,10 @@ def block_spec(
 
 
 # Megatron's modules that do not pack sequences, split norms or log routes: instep's modules replace them.
-_PLAIN = (DotProductAttention, MLASelfAttention, LNImpl, WrappedTorchNorm, TopKRouter, SequentialMLP, GroupedMLP)
+_PLAIN = (
+    DotProductAttention, MLASelfAttention, LNImpl, WrappedTorchNorm, TopKRouter, SequentialMLP, GroupedMLP,
+    SharedExpertMLP,
+)  # fmt: skip
 
 
 def users_block(own: TransformerBlockSubmodules, theirs: Any) -> TransformerBlockSubmodules:
@@ -248,6 +253,7 @@ def _layer_spec(config: TransformerConfig, has_experts: bool, delta: bool) -> Mo
         attention.q_layernorm = attention.k_layernorm = HeadRMSNorm
     if has_experts:
         layer.submodules.mlp.submodules.router = Router
+        layer.submodules.mlp.submodules.shared_experts.module = SharedExperts
         if config.moe_grouped_gemm:
             layer.submodules.mlp.submodules.experts.module = GroupedExperts
     # Checkpoints have Transformer Engine's names, which join a norm with the linear layer after it.
