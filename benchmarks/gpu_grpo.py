@@ -62,7 +62,7 @@ ON_TWO = {
     # Its own all-reduce maps memory of several GPUs, which not every host allows.
     "instep-hf-tp2": f"--train-backend hf {SHARED} 2 --rollout-num-gpus-per-engine 2 --vllm-disable-custom-all-reduce",
     "instep-sglang-pd": f"--train-backend hf {SHARED} 2 --prefill-num-servers 1 "
-    "--sglang-disaggregation-transfer-backend nixl",
+    "--sglang-disaggregation-transfer-backend nixl --no-offload-rollout",
     "instep-sglang-apart": "--train-backend hf --actor-num-gpus-per-node 1 --rollout-num-gpus 1",
     "instep-sglang-tp2": f"--train-backend hf {SHARED} 2 --rollout-num-gpus-per-engine 2",
 }

@@ -167,13 +167,8 @@ item_grpo_sglang_two() { # 340 SGLang on two GPUs: trainer apart by NCCL, both o
     python benchmarks/gpu_grpo.py --only instep-sglang-apart instep-sglang-tp2 --steps 4 --limit 160 \
         --logs "$R/logs" --out "$R/out.json"
 }
-item_grpo_sglang_pd() { # 190 SGLang on two GPUs: prefill and decode apart, beside the trainer in turns and all the time
-    pd() { # side by side: this shows that it works, and the seconds of neither
-        python benchmarks/gpu_grpo.py --only instep-sglang-pd --steps 4 --limit 170 --models "$TMPDIR/$1" \
-            --logs "$R/logs-$1" --out "$R/$1.json" --more "--sglang-mem-fraction-static 0.2 $2"
-    }
-    pd turns "" & pd together "--no-offload-rollout --no-offload-train"
-    wait
+item_grpo_sglang_pd() { # 190 SGLang on two GPUs: prefill and decode apart, both beside the trainer
+    python benchmarks/gpu_grpo.py --only instep-sglang-pd --steps 4 --limit 180 --logs "$R/logs" --out "$R/out.json"
 }
 hybrid() { # hybrid KERNELS FILE SIZE ... -- CASE: with flash-linear-attention's kernels, or in plain PyTorch
     local fla="" file=$2

@@ -175,6 +175,12 @@ class SglangKind(EngineKind):
                 own["lora_backend"] = ["--lora-backend", "torch_native"]
         else:
             if update_weights and args.offload_rollout:
+                if "nixl" in words.get("disaggregation_transfer_backend", ()):
+                    raise ConfigError(
+                        "an engine that gives its memory back would get KV caches where NIXL still has the old memory",
+                        where="--sglang-disaggregation-transfer-backend nixl",
+                        remedy="add --no-offload-rollout, or use mooncake, which knows each new memory",
+                    )
                 own["enable_memory_saver"] = ["--enable-memory-saver"]
                 if args.weight_sync in OF_ADAPTERS:  # a sync does not bring the base back
                     own["enable_weights_cpu_backup"] = ["--enable-weights-cpu-backup"]

@@ -293,6 +293,17 @@ def test_models_and_groups_of_a_file(committed):
     assert json.loads(json.dumps(args.to_dict()))["vllm_topology"]["sglang"][0]["name"] == "actor"
 
 
+def test_nixl_serves_engines_that_keep_their_memory():
+    flags = "--rollout-backend sglang --colocate --actor-num-gpus-per-node 2 --prefill-num-servers 1 --device cuda "
+    flags += "--train-backend hf --sglang-disaggregation-transfer-backend "
+    with pytest.raises(ConfigError, match=r"(?s)NIXL still has the old memory.*--no-offload-rollout"):
+        plan_engines(arguments(flags + "nixl"))
+    for kept in ("nixl --no-offload-rollout", "mooncake"):
+        engines = plan_engines(arguments(flags + kept))
+        savers = ["enable_memory_saver" in engine.own for engine in engines]
+        assert savers == [kept == "mooncake"] * 2
+
+
 def test_simple_flags_for_prefill_and_decode():
     prefill, decode = plan_engines(arguments("--rollout-backend sglang --rollout-num-gpus 2 --prefill-num-servers 1"))
     modes = [engine.words["disaggregation_mode"][-1] for engine in (prefill, decode)]
