@@ -38,7 +38,7 @@ class Records:
             self._log(rollout.rollout_id, rollout.groups, "train", reward_key=self._args.reward_key)
 
     def wanted(self, groups: list[Group]) -> set[int]:
-        """Return the numbers (over all groups) of the samples whose log-probs `trained` needs."""
+        """Return the numbers (over all groups) of the samples whose log-probs and entropies `trained` needs."""
         logged = {id(s) for s in to_log(groups, self._args.num_logged_samples, self._args.reward_key)}
         samples = [s for group in groups for s in group]
         return {i for i, s in enumerate(samples) if self._args.save_debug_train_data or id(s) in logged}
@@ -46,11 +46,13 @@ class Records:
     def trained(self, rollout: Rollout, trained: TrainedBatch | None) -> None:
         """Record a trained rollout; `trained` is None if the training failed."""
         samples = [s for group in rollout.groups for s in group]
-        log_probs = {}
-        if trained:
-            log_probs = {id(samples[trained.sources[i]]): row.tolist() for i, row in trained.log_probs.items()}
+        columns = {"log_probs": trained.log_probs, "entropies": trained.entropies} if trained else {}
+        known = {
+            name: {id(samples[trained.sources[i]]): row.tolist() for i, row in rows.items()}
+            for name, rows in columns.items()
+        }
         key = self._args.reward_key
-        self._log(rollout.rollout_id, rollout.groups, "train", reward_key=key, log_probs=log_probs)
+        self._log(rollout.rollout_id, rollout.groups, "train", reward_key=key, **known)
         if trained and self._args.save_debug_train_data:
             dumps.save_train_data(self._args.save_debug_train_data, rollout.rollout_id, trained)
 

@@ -134,17 +134,19 @@ class RunLogger:
         rewarded: bool = True,
         texts: Callable[[list[int]], list[str]] | None = None,
         log_probs: Mapping[int, Sequence[float]] | None = None,
+        entropies: Mapping[int, Sequence[float]] | None = None,
     ) -> None:
         """Write up to `limit` samples and the extreme ones to samples.jsonl; `to_log` picks them.
 
         Args:
             rewarded: False for samples of the data, see `sample_row`.
             texts: token ids -> the text of each.
-            log_probs: the trainer's log-probs of the response tokens by `id(sample)`, if known.
+            log_probs, entropies: the trainer's, of the response tokens by `id(sample)`, if known.
         """
         head = {"rollout_id": rollout_id, "split": split, "num_samples": sum(map(len, groups))}
         for sample in to_log(groups, limit, reward_key):
-            row = sample_row(sample, texts, (log_probs or {}).get(id(sample)), rewarded=rewarded)
+            known = ((column or {}).get(id(sample)) for column in (log_probs, entropies))
+            row = sample_row(sample, texts, *known, rewarded=rewarded)
             self._samples.write({**head, **row})
 
     def check(self) -> None:
