@@ -26,6 +26,7 @@ from instep.controller import dumps
 from instep.controller.debug_dump import dump_on_signal, write_dump
 from instep.controller.deployment import Deployment
 from instep.controller.device import resolve_on_machine
+from instep.controller.gauges import gauges
 from instep.controller.profile import StepProfile
 from instep.controller.records import Records
 from instep.controller.round import Rollout, TrainedBatch, TrainedRollout, TrainingRound
@@ -350,6 +351,10 @@ class Controller:
             metrics |= {**sync.metrics(), **self.deployment.memory("sync")}
         metrics |= self.totals.gpu_peak(metrics)
         self.log.log(rollout.rollout_id, metrics)
+        now = gauges(self.deployment, self._memory, one_host=self.args.cluster == "local")
+        self.log.note({"rollout_id": rollout.rollout_id, "time": time.time(), "processes": now})
+        if course := gate().take_course():
+            self.log.note({"requests": course})
         self.totals.num_rounds += 1
         self.profile.note(rollout, sync)
         return metrics

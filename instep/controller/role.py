@@ -62,6 +62,7 @@ class RoleTrainer:
         self._layout, self._lr = layout, schedule
         self._dp_size = layout[0].dp_size
         self._num_skipped = 0  # optimizer steps in a row
+        self.rank_memory: list[dict[str, float]] = []  # of each rank, as `memory` has last read it
 
     def watch(self) -> None:
         """Raise if a process of the run has died."""
@@ -214,6 +215,7 @@ class RoleTrainer:
     def memory(self) -> dict[str, float]:
         """Return the memory of the ranks by name (`Worker.memory`): the largest value, of free memory the smallest."""
         ranks: list[dict[str, float]] = self.workers.call("memory", timeout=self.args.train_timeout)
+        self.rank_memory = ranks
         return {name: (min if "free" in name else max)(rank[name] for rank in ranks) for name in ranks[0]}
 
     def offload(self, *, weights: bool) -> Callable[[], Any]:

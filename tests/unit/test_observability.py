@@ -268,7 +268,7 @@ def test_pss_counts_children_and_shared_pages_once() -> None:
 def test_memory_of_absent_processes_and_systems(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
     child = subprocess.Popen(["true"])
     child.wait()
-    assert tree_memory(child.pid) == (0, True)
+    assert tree_memory(child.pid) == ({}, {}, True)
     with pytest.raises(psutil.NoSuchProcess):
         read_pss(child.pid)
     monkeypatch.setattr("instep.observability.memory.read_pss", lambda pid: None)
