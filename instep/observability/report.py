@@ -11,13 +11,14 @@ from typing import Any
 
 import jinja2
 
-from instep.observability.alarms import describe, first_raised
+from instep.observability.alarms import Limits, advice, describe, first_raised
 from instep.observability.figures import duration, number
 from instep.observability.plots import PLOTS, History, read_history
 from instep.observability.sinks import json_lines, read_json, read_json_lines
 from instep.system.atomic import write_text
 
 TEMPLATE = Path(__file__).with_name("report.jinja")
+STYLE = Path(__file__).with_name("style.css")
 
 
 def make_report(run_dir: Path) -> Path:
@@ -36,7 +37,9 @@ def make_report(run_dir: Path) -> Path:
     page = html.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         title=str(config.get("title") or run_dir.resolve().name),
         subtitle=_subtitle(history, versions, summary),
+        style=STYLE.read_text(encoding="utf-8"),
         figures=headline(history, summary),
+        alarms=advice([row for _, row in history.steps], Limits.from_args(config.get("args") or {})),
         plots=[base64.b64encode(svg.encode()).decode() for svg in plots],
         samples=_samples(samples),
         details=[
