@@ -47,7 +47,7 @@ def sample_row(
 
     `ids`, `texts`, `loss_mask` (as in training: all 0 with `remove_sample`), `rollout_log_probs` (the engine's),
     `log_probs` (the trainer's, with the weights that sampled) and `entropies` (the trained policy's, as its step found
-    it). Unknown values are null.
+    it). Unknown values are null. `gap_max` is the largest of `gaps`.
 
     Args:
         texts: token ids -> the text of each.
@@ -69,7 +69,7 @@ def sample_row(
     n = min(sample.response_length, MAX_LOGGED_TOKENS)
     ids = [int(i) for i in sample.tokens[sample.prompt_length :][:n]]
     mask = [0] * n if sample.remove_sample else [1] * n if sample.loss_mask is None else sample.loss_mask[:n]
-    out["tokens"] = {
+    tokens = {
         "ids": ids,
         "texts": texts(ids) if texts is not None else None,
         "loss_mask": [int(m) for m in mask],
@@ -77,6 +77,8 @@ def sample_row(
         "log_probs": _rounded(log_probs, n),
         "entropies": _rounded(entropies, n, 4),
     }
+    out["gap_max"] = max((gap for gap in gaps({"tokens": tokens}) if gap is not None), default=None)
+    out["tokens"] = tokens  # last: an index of many samples need not read it
     if not rewarded and not out["response"]:
         out["response"] = "".join(out["tokens"]["texts"] or [])
     return out

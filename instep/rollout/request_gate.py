@@ -101,8 +101,7 @@ class RequestGate:
         parts: dict[int, list[tuple[float, int]]] = {}
         for at, number in course:
             parts.setdefault(int((at - begin) / width), []).append((at, number))
-        peaks = {(at, number) for part in parts.values() for at, number in (max(part, key=lambda p: p[1]), part[-1])}
-        return sorted(peaks)
+        return [point for part in parts.values() for point in (max(part, key=lambda p: p[1]), part[-1])]
 
     def idle_seconds(self) -> float:
         """Return for how long no request to the policy was under way, since the run began."""

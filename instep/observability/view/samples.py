@@ -12,7 +12,7 @@ from instep.observability.show_samples import reward_key
 from instep.observability.view.tail import Row, Tail
 from instep.observability.view.turns import turns_of
 
-INDEX_SECONDS = 0.4  # of reading in one request; the page asks again until all is read
+INDEX_SECONDS = 1.0  # of reading in one request; the page asks again until all is read
 MOST_ROWS = 200  # of a page
 EXCERPT = 240  # characters
 
@@ -47,7 +47,7 @@ class Samples:
     """The index of `samples.jsonl` in a run's folder."""
 
     def __init__(self, folder: Path):
-        self._folder, self._tail = folder, Tail(folder / "samples.jsonl")
+        self._folder, self._tail = folder, Tail(folder / "samples.jsonl", without="tokens")
         self._entries: list[Entry] = []
         self._lock = threading.Lock()
         self._keys: dict[str, str | None] = {}
@@ -111,7 +111,6 @@ class Samples:
         split = str(row.get("split"))
         if split not in self._keys:
             self._keys[split] = reward_key(self._folder, split)
-        known = [gap for gap in gaps(row) if gap is not None]
         versions = list(dict.fromkeys(map(str, row.get("weight_versions") or ())))
         return Entry(
             offset,
@@ -122,7 +121,7 @@ class Samples:
             str(row.get("status")),
             reward_number(row.get("reward"), self._keys[split]),
             int(row.get("response_length") or 0),
-            max(known, default=None),
+            row.get("gap_max"),
             versions[0] if len(versions) == 1 else f"{versions[0]}\u2013{versions[-1]}" if versions else "",
         )
 

@@ -48,7 +48,6 @@ class ViewServer(ThreadingHTTPServer):
     """
 
     daemon_threads = True
-    allow_reuse_address = False  # no second server at the same port
 
     def __init__(self, runs: Runs, port: int | None = None):
         self.runs, self.token = runs, secrets.token_urlsafe(24)
@@ -90,7 +89,8 @@ class ViewServer(ThreadingHTTPServer):
             "samples": lambda run: run.samples.page(query),
             "sample": lambda run: run.samples.sample(int(query["at"])),
         }
-        return [of_run[name](run) for run in chosen]
+        read = of_run[name]
+        return [read(run) for run in chosen]
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -106,6 +106,8 @@ class _Handler(BaseHTTPRequestHandler):
         _, token, *rest = [*url.path.split("/", 2), ""]
         if not hmac.compare_digest(token.encode(), self.server.token.encode()):
             return self._send(HTTPStatus.FORBIDDEN, "text/plain", b"open the URL that `instep view` has printed")
+        if not url.path[len(token) + 1 :]:  # the page's own files are named relative to it
+            return self._send(HTTPStatus.NOT_FOUND, "text/plain", b"the URL ends with a slash")
         try:
             kind, content = self.server.answer(rest[0], dict(parse_qsl(url.query)))
         except LookupError as error:

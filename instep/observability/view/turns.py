@@ -42,8 +42,8 @@ def _prompt(prompt: Any) -> Iterator[Turn]:
     if not found or text[: found[0].start()].strip():
         before = text[: found[0].start()] if found else text
         yield {"role": "prompt", "text": before}
-    ends = [match.start() for match in found[1:]] + [len(text)]
-    for match, end in zip(found, ends, strict=True):
+    for match, following in itertools.zip_longest(found, found[1:]):
+        end = following.start() if following else len(text)
         content = _END.sub("", text[match.end() : end])
         if content:
             yield {"role": next(filter(None, match.groups())), "text": content}

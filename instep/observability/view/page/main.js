@@ -43,6 +43,7 @@ function top() {
   const links = ["curves", "time", "samples", "processes", "flags"].map((name) =>
     h("a", { href: `#${name}`, class: name === part || (name === "samples" && part === "sample") ? "here" : null }, name));
   document.getElementById("parts").replaceChildren(...links);
+  document.documentElement.style.setProperty("--top", `${document.getElementById("top").offsetHeight - 1}px`);
 }
 
 function toggle(id) {

@@ -113,10 +113,10 @@ function told(tokens, i) {
 
 // All five measures of the whole response: a row each, a column per token.
 function strip(tokens, facts) {
-  const num = tokens.ids.length, row = 9, names = Object.entries(MEASURES), canvas = h("canvas", { class: "strip" });
+  const num = tokens.ids.length, row = 12, names = Object.entries(MEASURES), canvas = h("canvas", { class: "strip" });
   const box = h("div", { class: "strips" }, h("div", { class: "names" }, names.map(([name, m]) => h("span", { class: name === chosen ? "on" : "" }, m.text))), canvas);
   const paint = () => {
-    const wide = Math.min(canvas.parentNode.clientWidth - 70, num * 9), dense = window.devicePixelRatio || 1, styles = getComputedStyle(document.documentElement);
+    const wide = Math.min(canvas.parentNode.clientWidth - 70, num * 12), dense = window.devicePixelRatio || 1, styles = getComputedStyle(document.documentElement);
     Object.assign(canvas.style, { width: `${wide}px`, height: `${row * names.length}px` });
     canvas.width = wide * dense; canvas.height = row * names.length * dense;
     const pen = canvas.getContext("2d");
