@@ -173,13 +173,13 @@ class RunLogger:
 
         The timeline has a row of its begin, and one of its end unless it fails.
         """
-        phase, row = self.progress.begin_phase(name, rollout_id), {"phase": name, "began": time.time()}
-        row |= {} if rollout_id is None else {"rollout_id": rollout_id}
+        phase, began = self.progress.begin_phase(name, rollout_id), time.time()
+        row = {"phase": name, "began": began} | ({} if rollout_id is None else {"rollout_id": rollout_id})
         try:
             self.note(row)
             with span(name, facts=lambda: {PHASE: str(phase)}):
                 yield phase
-            self.note({**row, "ended": row["began"] + phase.seconds})
+            self.note({**row, "ended": began + phase.seconds})
         except BaseException as error:  # also Ctrl-C: the run then reports its phase
             self._failures.append((error, str(phase)))
             raise

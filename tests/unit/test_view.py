@@ -21,7 +21,7 @@ from instep.observability.view.command import main as view
 from instep.observability.view.flags import compare
 from instep.observability.view.runs import Runs, runs_below
 from instep.observability.view.server import HEADERS, ViewServer
-from instep.observability.view.timeline import thinned
+from instep.observability.view.timeline import Timeline, thinned
 from instep.observability.view.turns import turns_of
 from instep.rollout.request_gate import MOST_POINTS, RequestGate
 from instep.types import Sample, Status, VersionSpan
@@ -178,6 +178,20 @@ def test_a_phase_without_an_end_goes_on(tmp_path: Path) -> None:
     assert [(p["name"], p["rollout_id"]) for p in files.about()["phases"]] == [("train", 0)]
     assert files.timeline({})["phases"][0]["goes_on"]
     log._close.close()
+
+
+def test_a_session_that_a_resume_follows(tmp_path: Path) -> None:
+    began = {"phase": "train", "rollout_id": 2, "began": 4.0}
+    rows = [{"phase": "start", "began": 0.0}, {"phase": "start", "began": 0.0, "ended": 1.0}]
+    rows += [{"rollout_id": i, "time": 2.0 + i, "processes": []} for i in range(2)]
+    rows += [began, {"phase": "start", "began": 100.0}, {"rollout_id": 1, "time": 105.0, "processes": []}]
+    (tmp_path / "timeline.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    timeline = Timeline(tmp_path)
+    timeline.read_on()
+    assert timeline.under_way() == [{"phase": "start", "began": 100.0}]
+    found = timeline.window(9, None, None)
+    assert found["steps"] == [(0, 2.0), (1, 105.0)] and (found["began"], found["ended"]) == (0.0, 105.0)
+    assert {**began, "ended": 4.0, "goes_on": False} in found["phases"]
 
 
 def test_what_the_engines_generate(ask: Ask) -> None:

@@ -21,6 +21,11 @@ from instep.observability.view.tail import Row, Tail
 from instep.observability.view.timeline import Timeline, thinned
 
 MOST_POINTS = 1200  # of a curve
+# Whose means over the steps the timeline has.
+MEANS = (
+    *("perf/engine_idle_ratio", "perf/trainer_idle_ratio", "perf/wait_seconds", "perf/reward_seconds"),
+    *("async/staleness_mean", "async/queue_length"),
+)
 HOLDS = (
     "config.json (arguments, versions, process), metrics.jsonl, samples.jsonl, timeline.jsonl and logs/; summary.json "
     "and report.html at its end"
@@ -98,9 +103,7 @@ class RunFiles:
             window = self._timeline.window(int(query.get("steps") or 4), int(last) if last else None, now)
             shown = {rollout for rollout, _ in window["steps"]}
             steps = [row for row in self._rows if row["step"] in shown and is_step(row)]
-        names = ("perf/engine_idle_ratio", "perf/trainer_idle_ratio", "perf/wait_seconds", "perf/reward_seconds")
-        names += ("async/staleness_mean", "async/queue_length")
-        means = {name: [row[name] for row in steps if row.get(name) is not None] for name in names}
+        means = {name: [row[name] for row in steps if row.get(name) is not None] for name in MEANS}
         return {**window, "means": {name: sum(v) / len(v) for name, v in means.items() if v}}
 
     def processes(self) -> list[dict[str, Any]]:

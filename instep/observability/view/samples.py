@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from instep.observability.samples import gaps, reward_number
 from instep.observability.show_samples import reward_key
@@ -17,7 +19,8 @@ MOST_ROWS = 200  # of a page
 EXCERPT = 240  # characters
 
 
-class Entry(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Entry:
     """A sample in the index; None: unknown."""
 
     offset: int
@@ -40,6 +43,11 @@ _ORDERS: dict[str, Callable[[Entry], Any]] = {
     "-gap": lambda e: -e.gap if e.gap is not None else float("inf"),
     "new": lambda e: (-e.rollout, -1 if e.group is None else e.group, e.offset),
     "old": lambda e: e.offset,
+}
+_RANGES = {
+    "rollout": ("from", "to"),
+    "reward": ("min_reward", "max_reward"),
+    "length": ("min_length", "max_length"),
 }
 
 
@@ -97,7 +105,9 @@ class Samples:
             entry = next((e for e in self._entries if e.offset == offset), None)
             if entry is None:
                 raise LookupError(f"no sample begins at byte {offset} of samples.jsonl")
-            same = [e.offset for e in self._entries if e[1:4] == entry[1:4]] if entry.group is not None else [offset]
+            group = (entry.split, entry.rollout, entry.group)
+            same = [e.offset for e in self._entries if (e.split, e.rollout, e.group) == group]
+            same = same if entry.group is not None else [offset]
         row = self._tail.at(offset)
         return {**row, "offset": offset, "gaps": gaps(row), "turns": turns_of(row), "group": same}
 
@@ -128,24 +138,25 @@ class Samples:
     def _head(self, entry: Entry) -> dict[str, Any]:
         """Return what a list shows of a sample."""
         row = self._tail.at(entry.offset)
-        more = {name: row[name] for name in ("loss", "pair", "num_samples") if name in row}
-        return {**entry._asdict(), **more, "response": str(row.get("response") or "")[:EXCERPT]}
+        more: Row = {name: row[name] for name in ("loss", "pair", "num_samples") if name in row}
+        return {**asdict(entry), **more, "response": str(row.get("response") or "")[:EXCERPT]}
 
 
-def _tests(query: Mapping[str, str]) -> Sequence[Callable[[Entry], bool]]:
+def _tests(query: Mapping[str, str]) -> list[Callable[[Entry], bool]]:
     """Return a test for each condition of a query."""
     tests: list[Callable[[Entry], bool]] = []
-    for name in ("status", "group"):
-        if text := query.get(name):
-            tests.append(lambda e, name=name, text=text: str(getattr(e, name)) == text)
-    for name, least, most in (
-        ("rollout", "from", "to"),
-        ("reward", "min_reward", "max_reward"),
-        ("length", "min_length", "max_length"),
-    ):
-        if query.get(least) or query.get(most):
-            low, high = float(query.get(least) or "-inf"), float(query.get(most) or "inf")
-            tests.append(
-                lambda e, name=name, low=low, high=high: (v := getattr(e, name)) is not None and low <= v <= high
-            )
+    tests += [partial(_is, name=name, text=query[name]) for name in ("status", "group") if query.get(name)]
+    for name, ends in _RANGES.items():
+        least, most = (query.get(end) for end in ends)
+        if least or most:
+            tests.append(partial(_within, name=name, low=float(least or "-inf"), high=float(most or "inf")))
     return tests
+
+
+def _is(entry: Entry, *, name: str, text: str) -> bool:
+    return str(getattr(entry, name)) == text
+
+
+def _within(entry: Entry, *, name: str, low: float, high: float) -> bool:
+    value: float | None = getattr(entry, name)
+    return value is not None and low <= value <= high

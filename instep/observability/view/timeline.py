@@ -24,18 +24,27 @@ class Timeline:
         self._phases: dict[tuple[str, float], Row] = {}
         self._courses: list[tuple[float, int]] = []  # time of the first point, offset
         self._steps: list[tuple[int, float, int]] = []  # rollout, end, offset
+        self._latest = 0.0  # time of all that is noted
 
     def read_on(self) -> None:
         """Read what is new."""
         anew, rows = self._tail.read()
         if anew:
-            self._phases.clear(), self._courses.clear(), self._steps.clear()
+            for known in (self._phases, self._courses, self._steps):
+                known.clear()
         for offset, row in rows:
             if "phase" in row:
+                if row["phase"] == "start":  # another session: what the one before has begun does not go on
+                    for broken in self.under_way():
+                        broken["ended"] = self._latest
                 self._phases[row["phase"], row["began"]] = row
+                self._latest = max(self._latest, row["began"], row.get("ended") or 0.0)
             elif row.get("requests"):
                 self._courses.append((row["requests"][0][0], offset))
             elif "processes" in row:
+                while self._steps and self._steps[-1][0] >= row["rollout_id"]:  # a resume does them again
+                    self._steps.pop()
+                self._latest = max(self._latest, row["time"])
                 self._steps.append((row["rollout_id"], row["time"], offset))
 
     def under_way(self) -> list[Row]:
@@ -53,13 +62,12 @@ class Timeline:
         chosen = ends if last is None else [e for e in ends if e[0] <= last] or ends[:1]
         after = chosen[-num_steps - 1 :] if len(chosen) > num_steps else []
         phases = sorted(self._phases.values(), key=lambda row: row["began"])
-        began = after[0][1] if after else phases[0]["began"] if phases else 0.0
-        latest = max([began, *(at for _, at in ends), *(row.get("ended", row["began"]) for row in phases)])
-        ended = (now or latest) if at_end else chosen[-1][1]
+        began: float = after[0][1] if after else phases[0]["began"] if phases else 0.0
+        ended: float = (now or self._latest) if at_end else chosen[-1][1]
         shown = [
             {**row, "ended": row.get("ended", ended), "goes_on": "ended" not in row}
             for row in phases
-            if row["began"] < ended and row.get("ended", ended) > began
+            if row["began"] <= ended and row.get("ended", ended) > began
         ]
         marks = [(rollout, at) for rollout, at in ends if began <= at <= ended]
         return {

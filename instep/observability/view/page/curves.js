@@ -1,6 +1,7 @@
 // Curves of the chosen runs in common plots, their alarms, and their headline figures.
 
 import { api, h } from "./dom.js";
+import { phasesOf } from "./main.js";
 import { curvePlot, stackPlot } from "./plot.js";
 
 const GAP = 28, LEAST = 400;
@@ -71,7 +72,7 @@ function troubles(runs) {
   return runs.filter((run) => ["failed", "killed", "elsewhere", "interrupted"].includes(run.state)).map((run) => {
     const [first, ...rest] = run.state_text.split("\n");
     return h("div", { class: "trouble" }, h("b", {}, h("i", { class: "box", style: { background: run.color } }), run.name, ": "), first,
-      rest.length ? h("pre", {}, rest.join("\n")) : null, run.remedy ? h("div", { class: "dim" }, run.remedy) : null);
+      phasesOf(run) && `; ${phasesOf(run)}`, rest.length ? h("pre", {}, rest.join("\n")) : null, run.remedy ? h("div", { class: "dim" }, run.remedy) : null);
   });
 }
 

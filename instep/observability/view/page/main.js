@@ -25,13 +25,18 @@ export function go(part, query = {}) {
   location.hash = `${part}?${new URLSearchParams(given)}`;
 }
 
+export function phasesOf(run) {
+  const alive = run.state === "running", name = (p) => `${p.name}${p.rollout_id === null ? "" : ` ${p.rollout_id}`}`;
+  return run.phases.map((p) => (alive ? `in phase ${name(p)} for ${duration(p.seconds)}` : `its last phase was ${name(p)}`)).join("; ");
+}
+
 const chosen = () => state.runs.filter((run) => state.chosen.has(run.id));
 
 function top() {
   const chips = state.runs.map((run) => {
-    const how = run.phases.map((p) => `${p.name}${p.rollout_id === null ? "" : ` ${p.rollout_id}`}, ${duration(p.seconds)}`).join("; ");
+    const how = phasesOf(run);
     return h("button", {
-      class: `run ${state.chosen.has(run.id) ? "on" : ""}`, title: `${run.folder}\n${run.state_text}${how ? `\nin phase ${how}` : ""}`,
+      class: `run ${state.chosen.has(run.id) ? "on" : ""}`, title: `${run.folder}\n${run.state_text}${how ? `\n${how}` : ""}`,
       "aria-pressed": String(state.chosen.has(run.id)),
       onclick: () => { toggle(run.id); },
     }, h("i", { class: "box", style: { background: run.color } }), h("b", {}, run.name), " ",

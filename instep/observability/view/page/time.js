@@ -98,7 +98,7 @@ function requests(found, x, height, colors) {
 }
 
 function bar(p, x, y, colors) {
-  const left = x(p.began), wide = Math.max(1, x(p.ended) - left), name = p.rollout_id === undefined ? p.phase : `${p.phase} ${p.rollout_id}`;
+  const left = x(p.began), wide = Math.max(p.goes_on ? 4 : 1, x(p.ended) - left), name = p.rollout_id === undefined ? p.phase : `${p.phase} ${p.rollout_id}`;
   const color = p.phase in KINDS ? colors[KINDS[p.phase]] : "url(#hatch)";
   const left0 = Math.max(left, LEFT);
   const seen = Math.max(1, left + wide - left0);
