@@ -6,7 +6,6 @@ import http.client
 import json
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,41 +24,15 @@ from instep.observability.view.timeline import Timeline, thinned
 from instep.observability.view.turns import turns_of
 from instep.rollout.request_gate import MOST_POINTS, RequestGate
 from instep.types import Sample, Status, VersionSpan
-from tests.logged_run import make_groups, run
+from tests.logged_run import HOSTILE, make_groups, run, unfinished_run
 
-HOSTILE = "<img src=x onerror=alert(1)></script>\u2028"
 Ask = Callable[..., Any]
-
-
-def make_run(folder: Path, lr: float = 0.1, steps: int = 6) -> Path:
-    """A run that was not finished: of its steps the last three have an alarm."""
-    args = {"lr": lr, "num_rollout": 9, "command": "train", "hf_checkpoint": "model", "reward_key": None}
-    log = run(folder, args_dict=args, title=HOSTILE)
-    with log.phase("start"):
-        pass
-    for step in range(steps):
-        with log.phase("rollout", step):
-            groups = make_groups(num_groups=4, size=2, seed=step)
-        groups[0][0].prompt = groups[0][0].response = HOSTILE
-        log.note({"requests": [[time.time(), 3], [time.time(), 0]]})
-        with log.phase("train", step):
-            pass
-        metrics = {"rollout/reward_mean": 0.1 * step, "train/loss": 1.0, "rollout/truncated_ratio": step / 5}
-        log.log(step, {**metrics, "perf/engine_idle_ratio": 0.25, "perf/step_seconds": 1.0})
-        log.samples(step, groups, "train", 100)
-        processes = [
-            {"name": "engine 0", "host_bytes": 3e9, "num_generated": 100.0 * step},
-            {"name": "controller", "host_bytes": 1e9},
-        ]
-        log.note({"rollout_id": step, "time": 1000.0 + 10 * step, "processes": processes})
-    log._close.close()  # as if it was killed
-    return folder
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     root = tmp_path_factory.mktemp("runs")
-    return [make_run(root / "one"), make_run(root / "two", lr=0.2)]
+    return [unfinished_run(root / "one"), unfinished_run(root / "two", lr=0.2)]
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +136,7 @@ def test_many_points_keep_their_extremes() -> None:
 def test_the_time_of_the_last_steps(ask: Ask) -> None:
     (found,) = ask("timeline", runs=0, steps=2, last=3)
     assert found["last"] == 3 and found["newest"] == 5 and [r for r, _ in found["steps"]] == [1, 2, 3]
-    assert (found["began"], found["ended"]) == (1010.0, 1030.0) and found["means"]["perf/engine_idle_ratio"] == 0.25
+    assert found["ended"] - found["began"] == pytest.approx(20) and found["means"]["perf/engine_idle_ratio"] == 0.25
     (whole,) = ask("timeline", runs=0, steps=100)
     assert [p["phase"] for p in whole["phases"][:3]] == ["start", "rollout", "train"]
     assert all(p["ended"] >= p["began"] and not p["goes_on"] for p in whole["phases"])
@@ -197,7 +170,7 @@ def test_a_session_that_a_resume_follows(tmp_path: Path) -> None:
 def test_what_the_engines_generate(ask: Ask) -> None:
     (processes,) = ask("processes", runs=0)
     assert [p["name"] for p in processes] == ["controller", "engine 0"]
-    assert processes[1]["gauges"]["tokens_per_second"] == [None, *[10.0] * 5]
+    assert processes[1]["gauges"]["tokens_per_second"] == [None, *[pytest.approx(10)] * 5]
     assert processes[0]["gauges"]["host_bytes"] == [1e9] * 6
 
 

@@ -34,7 +34,7 @@ class Timeline:
                 known.clear()
         for offset, row in rows:
             if "phase" in row:
-                if row["phase"] == "start":  # another session: what the one before has begun does not go on
+                if row["phase"] == "start" and "ended" not in row:  # of another session: the one before has ended
                     for broken in self.under_way():
                         broken["ended"] = self._latest
                 self._phases[row["phase"], row["began"]] = row

@@ -15,8 +15,8 @@ export async function time({ runs, colors, query, width }) {
   const newest = Math.max(...found.map((one) => one.newest ?? 0)), last = query.last ? Number(query.last) : newest;
   const move = (text, to, ok) => h("button", { disabled: !ok, onclick: () => go("time", { ...query, last: to >= newest ? "" : to }) }, text);
   return [
-    h("div", { class: "bar" }, h("span", { class: "dim" }, "the last"), [2, 4, 8, 16].map(choose), h("span", { class: "dim" }, "steps up to rollout"),
-      h("b", {}, String(last)), move("‹ earlier", Math.max(0, last - steps), last > 0), move("later ›", last + steps, last < newest), move("newest", newest, query.last)),
+    h("div", { class: "bar" }, h("span", { class: "dim" }, "the last"), [2, 4, 8, 16].map(choose), h("span", { class: "dim" }, query.last ? "steps up to rollout" : "steps"),
+      query.last && h("b", {}, String(last)), move("‹ earlier", Math.max(0, last - steps), last > 0), move("later ›", last + steps, last < newest), move("newest", newest, query.last)),
     runs.map((run, i) => section(run, found[i], colors, width)),
   ];
 }
@@ -33,7 +33,7 @@ function sentence(means) {
   const more = [];
   if (means["perf/wait_seconds"]) more.push(`It waited ${duration(means["perf/wait_seconds"])} a step for groups or responses.`);
   if (means["perf/reward_seconds"]) more.push(`Of a rollout, engines were idle for ${duration(means["perf/reward_seconds"])} while rewards or tools were waited for.`);
-  if ("async/staleness_mean" in means) more.push(`Trained tokens were ${number(means["async/staleness_mean"], 2)} versions old in the mean.`);
+  if ("async/staleness_mean" in means) more.push(`Trained tokens were ${means["async/staleness_mean"].toFixed(1)} versions old in the mean.`);
   return h("p", { class: "dim" }, parts.length ? `${parts.join("; ")}. ` : "", more.join(" "));
 }
 
