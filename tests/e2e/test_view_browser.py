@@ -44,7 +44,7 @@ def dom(server: ViewServer, part: str, folder: Path) -> str:
     ("part", "shown"),
     [
         ("curves", ["Reward", "training rollouts", "Alarms", "truncation", "try a larger --rollout-max-response-len"]),
-        ("time?steps=8", ["engines", "rollout 3", "train 5", "Engines had no request for 25 % of the time"]),
+        ("time?steps=2", ["engines", "rollout 5", "train 5", "Engines had no request for 25 % of the time"]),
         ("samples?run=0&order=old", ["48 samples are logged.", "largest gap", "0.25", "completed"]),
         ("sample?run=0&at=0", ["colour by", "log-prob", "entropy", "side by side", "t3 ", "gap mean 0.25"]),
         ("processes", ["engine 0", "3.00 GB", "tokens/s generated"]),
