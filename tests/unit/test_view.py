@@ -284,6 +284,13 @@ def test_messages_are_turns_as_they_are() -> None:
     }  # fmt: skip
 
 
+def test_the_response_of_the_data_is_shown_once() -> None:
+    prompt = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    row = {"prompt": prompt, "tokens": {"texts": ["b"], "loss_mask": [1]}}
+    assert [t["role"] for t in turns_of({**row, "loss": 1.0})] == ["user", "model"]
+    assert [t["role"] for t in turns_of(row)] == ["user", "assistant", "model"]
+
+
 def test_a_row_has_what_is_known_of_each_token() -> None:
     sample = Sample(tokens=[1, 2, 3, 4], response_length=3, rollout_log_probs=[-1.0, -2.0, -3.0], loss_mask=[1, 0, 1])
     sample.weight_versions = [VersionSpan("6", 0, 2), VersionSpan("7", 2, 3)]

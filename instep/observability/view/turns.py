@@ -26,15 +26,18 @@ def turns_of(row: Mapping[str, Any]) -> list[Turn]:
     Tokens that are not trained on are a turn of their own, "not trained on": a tool's answer, or one that a mask takes
     out. A call within the model's text is a turn "tool call".
     """
-    return [*_prompt(row.get("prompt")), *_response(row)]
+    prompt = row.get("prompt")
+    if "loss" in row and isinstance(prompt, list) and _role(prompt[-1:]) == "assistant":
+        prompt = prompt[:-1]  # a conversation of the data (SFT): its last message is the response
+    return [*_prompt(prompt), *_response(row)]
 
 
 def _prompt(prompt: Any) -> Iterator[Turn]:
     if isinstance(prompt, list):
         for message in prompt:
-            message = message if isinstance(message, dict) else {"content": message}
-            yield {"role": str(message.get("role", "?")), "text": _text(message.get("content"))}
-            for call in message.get("tool_calls") or ():
+            known = message if isinstance(message, dict) else {"content": message}
+            yield {"role": _role([message]), "text": _text(known.get("content"))}
+            for call in known.get("tool_calls") or ():
                 yield {"role": "tool call", "text": _text(call)}
         return
     text = _text(prompt)
@@ -47,6 +50,10 @@ def _prompt(prompt: Any) -> Iterator[Turn]:
         content = _END.sub("", text[match.end() : end])
         if content:
             yield {"role": next(filter(None, match.groups())), "text": content}
+
+
+def _role(messages: Sequence[Any]) -> str:
+    return str(messages[0].get("role", "?")) if messages and isinstance(messages[0], dict) else "?"
 
 
 def _response(row: Mapping[str, Any]) -> Iterator[Turn]:

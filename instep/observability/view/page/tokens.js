@@ -20,6 +20,7 @@ export async function sample({ all, query }) {
   const found = await Promise.all(offsets.map((at) => api("sample", { runs: run.id, at })));
   const rows = found.map(([row]) => row), tokens = rows.map(tokensOf);
   ages(tokens);
+  if (chosen === "gap" && tokens.every((t) => t.gaps.every((g) => g === null))) chosen = "log_prob";
   const body = h("div", { class: rows.length > 1 ? "beside" : "" });
   const facts = h("div", { class: "facts-line dim" }, "Point at a token.");
   const choose = h("div", { class: "bar measures" });
