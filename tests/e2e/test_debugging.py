@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from statistics import fmean
 
 import pytest
 import torch
@@ -125,10 +126,13 @@ def test_samples_of_a_run_have_masks_gaps_and_versions(dumped):
     assert len(trained) == 16 and {row["split"] for row in logged} == {"train", "eval/held-out"}
     for row in trained:
         tokens, n = row["tokens"], row["response_length"]
-        assert [len(tokens[k]) for k in tokens] == [n] * 5 and set(tokens["loss_mask"]) == {1}
+        assert [len(tokens[k]) for k in tokens] == [n] * 6 and set(tokens["loss_mask"]) == {1}
         assert "".join(tokens["texts"]).startswith(row["response"])  # the text leaves out the token that ends it
         assert max(abs(a - b) for a, b in zip(tokens["log_probs"], tokens["rollout_log_probs"], strict=True)) < 1e-4
         assert row["version_spans"] == [[str(row["rollout_id"] + 1), 0, n]]
+    for step in (row for row in rows(dumped, "metrics.jsonl") if "train/entropy" in row):
+        entropies = [row["tokens"]["entropies"] for row in trained if row["rollout_id"] == step["step"]]
+        assert fmean(sum(entropies, [])) == pytest.approx(step["train/entropy"], rel=5e-5) and len(entropies) == 8
     done = instep("samples", dumped, "--worst", "reward", "--limit", 1, "--tokens")
     assert done.returncode == 0 and done.stdout.count("== train 1, group ") == 1
     assert "reward 0.000" in done.stdout and "versions 2" in done.stdout and "largest gaps" in done.stdout
