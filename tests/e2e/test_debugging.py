@@ -124,6 +124,28 @@ def test_a_damaged_dump_is_named(dumped, tmp_path):
         assert error.value.where == str(tmp_path / "0.pt")
 
 
+def test_the_timeline_has_phases_requests_and_processes(dumped):
+    timeline = rows(dumped, "timeline.jsonl")
+    ended = {(row["phase"], row["began"]) for row in timeline if "ended" in row}
+    assert {row["phase"] for row in timeline if "phase" in row} == {
+        "start",
+        "sync",
+        "eval",
+        "rollout",
+        "train",
+        "report",
+    }
+    assert {(row["phase"], row["began"]) for row in timeline if "phase" in row} == ended
+    first, last = (row for row in timeline if "processes" in row)
+    processes = [{row["name"]: row for row in step["processes"]} for step in (first, last)]
+    assert processes[0].keys() == {"controller", "engine 0", "actor rank 0"}
+    assert all(row["host_bytes"] > 1e7 for step in processes for row in step.values())
+    before, after = (step["engine 0"]["num_generated"] for step in processes)
+    of_round = sum(row["response_length"] for row in rows(dumped, "samples.jsonl") if row["rollout_id"] == 1)
+    assert after - before >= of_round > 0
+    assert max(number for row in timeline for _, number in row.get("requests", [])) > 1
+
+
 def test_samples_of_a_run_have_masks_gaps_and_versions(dumped):
     logged = rows(dumped, "samples.jsonl")
     trained = [row for row in logged if row["split"] == "train"]

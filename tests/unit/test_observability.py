@@ -278,6 +278,22 @@ def test_memory_of_absent_processes_and_systems(monkeypatch: pytest.MonkeyPatch,
     assert len([r for r in caplog.records if "RSS" in r.message]) == 1
 
 
+def test_memory_is_that_of_the_nearest_owner() -> None:
+    words = [sys.executable, "-c", "import subprocess; subprocess.run(['sleep', '60'])"]
+    with subprocess.Popen(words) as child:
+        tree = psutil.Process(child.pid)
+        while not tree.children():
+            time.sleep(0.01)
+        sampler = PssSampler()
+        sampler.sample()
+        owned = sampler.by_owner([child.pid])
+        (grandchild,) = tree.children()
+        assert sum(owned.values()) == sampler.current and owned.keys() == {os.getpid(), child.pid}
+        both = sampler.by_owner([child.pid, grandchild.pid])
+        assert both[child.pid] + both[grandchild.pid] == owned[child.pid] > both[grandchild.pid] > 0
+        grandchild.kill()
+
+
 @pytest.mark.alone
 def test_sampler_uses_little_time() -> None:
     with PssSampler(interval=0.001) as sampler:
