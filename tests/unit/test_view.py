@@ -20,7 +20,7 @@ from instep.observability.view.command import main as view
 from instep.observability.view.flags import compare
 from instep.observability.view.runs import Runs, runs_below
 from instep.observability.view.server import HEADERS, ViewServer
-from instep.observability.view.timeline import Timeline, thinned
+from instep.observability.view.timeline import Timeline, averaged, thinned
 from instep.observability.view.turns import turns_of
 from instep.rollout.request_gate import MOST_POINTS, RequestGate
 from instep.types import Sample, Status, VersionSpan
@@ -117,7 +117,7 @@ def test_a_run_that_does_not_live_any_more_says_so(ask: Ask, folders: list[Path]
 def test_curves_of_several_runs(ask: Ask) -> None:
     found = ask("curves", runs="0,1")
     assert len(found) == 2 and found[0]["raised"] == {"truncation": [4, 5]}
-    (label, x, y), *_ = found[0]["panels"]["reward"]["left"]
+    (label, x, y, *_), *_ = found[0]["panels"]["reward"]["left"]
     assert label == "training rollouts" and x == [*range(6)] and y == pytest.approx([0.1 * i for i in range(6)])
     assert found[0]["panels"]["phases"]["stack"]
 
@@ -128,6 +128,10 @@ def test_many_points_keep_their_extremes() -> None:
     x, thin = thinned(range(100_000), y, 1200)
     assert len(x) <= 1300 and min(thin) == -5.0 and max(thin) == 9.0 and x[0] == 0 and x[-1] == 99_999
     assert [x[thin.index(v)] for v in (-5.0, 9.0)] == [777, 55_555]
+    middle, means = averaged([*range(100_000)], y, 100)
+    assert (
+        middle[0] == 499.5 and len(means) == 100 and means[0] == -0.005 and averaged([1, 2], [3, 5], 100)[1] == [3, 5]
+    )
 
 
 # ---- time and processes ----------------------------------------------------------------------------------------------

@@ -18,9 +18,9 @@ from instep.observability.run_folder import config_of, state_of
 from instep.observability.sinks import read_json
 from instep.observability.view.samples import Samples
 from instep.observability.view.tail import Row, Tail
-from instep.observability.view.timeline import Timeline, thinned
+from instep.observability.view.timeline import Timeline, averaged, thinned
 
-MOST_POINTS = 1200  # of a curve
+MOST_POINTS, MOST_BARS = 1200, 120  # of a curve, and of a stack
 # Whose means over the steps the timeline has.
 MEANS = (
     *("perf/engine_idle_ratio", "perf/trainer_idle_ratio", "perf/wait_seconds", "perf/reward_seconds"),
@@ -40,6 +40,7 @@ class RunFiles:
         self._metrics, self._rows = Tail(folder / "metrics.jsonl"), list[Row]()
         self._timeline, self.samples = Timeline(folder), Samples(folder)
         self._lock = threading.Lock()
+        self._made: dict[str, tuple[Any, dict[str, Any]]] = {}
 
     def about(self) -> dict[str, Any]:
         """Return title, state, headline figures and alarms."""
@@ -50,7 +51,6 @@ class RunFiles:
             self._read_on()
             self._timeline.read_on()
             rows, under_way = list(self._rows), self._timeline.under_way()
-        steps = [row for row in rows if is_step(row)]
         alive = state.name in ("running", "elsewhere")
         last = max((row["began"] for row in under_way), default=0.0)
         return {
@@ -60,14 +60,10 @@ class RunFiles:
             "state": state.name,
             "state_text": state.text,
             "remedy": state.remedy,
-            "num_steps": len({row["step"] for row in steps}),
             "num_rollout": args.get("num_rollout"),
             "phases": [_phase(row) for row in under_way if alive or row["began"] == last],
-            "figures": headline(read_history(rows), summary),
-            "alarms": [
-                {"step": step, "name": name, "text": text} for step, name, text in advice(steps, Limits.from_args(args))
-            ],
             "num_damaged": self._metrics.num_damaged,
+            **self._remembered("figures", lambda: _figures(rows, summary, args), len(summary)),
         }
 
     def curves(self) -> dict[str, Any]:
@@ -75,21 +71,14 @@ class RunFiles:
         with self._lock:
             self._read_on()
             rows = list(self._rows)
-        history = read_history(rows)
-        panels = {}
-        for name, panel in PANELS.items():
-            if (content := content_of(panel, history)) is not None:
-                curves = {side: getattr(content, side) for side in ("left", "right", "evaluations")}
-                panels[name] = {
-                    side: [(label, *thinned(x, y, MOST_POINTS)) for label, x, y in found]
-                    for side, found in curves.items()
-                }
-                x = [step for step, _ in history.steps]
-                every = -(-len(x) // MOST_POINTS) or 1
-                stack = [(label, x[::every], y[::every]) for label, y in content.columns.items()]
-                panels[name]["stack"] = stack
-        raised = {name: [step for step, row in history.steps if row.get(f"alarm/{name}") == 1] for name in ALARMS}
-        return {"panels": panels, "raised": {name: steps for name, steps in raised.items() if steps}}
+        return self._remembered("curves", lambda: _curves(rows))
+
+    def _remembered(self, name: str, make: Callable[[], dict[str, Any]], more: int = 0) -> dict[str, Any]:
+        """Return `make()`, again only where metrics.jsonl (or `more`) has changed: the page asks every few seconds."""
+        now = (self._metrics.place, more)
+        if name not in self._made or self._made[name][0] != now:
+            self._made[name] = now, make()
+        return self._made[name][1]
 
     def timeline(self, query: Mapping[str, str]) -> dict[str, Any]:
         """Return the last `steps` steps up to rollout `last` (see `Timeline.window`), and the shares of idle time."""
@@ -125,6 +114,35 @@ class RunFiles:
         if anew:
             self._rows.clear()
         self._rows += [row for _, row in rows if isinstance(row.get("step"), int)]
+
+
+def _figures(rows: Sequence[Row], summary: dict[str, Any], args: Mapping[str, Any]) -> dict[str, Any]:
+    steps = [row for row in rows if is_step(row)]
+    alarms = advice(steps, Limits.from_args(args))
+    return {
+        "num_steps": len({row["step"] for row in steps}),
+        "figures": headline(read_history(rows), summary),
+        "alarms": [{"step": step, "name": name, "text": text} for step, name, text in alarms],
+    }
+
+
+def _curves(rows: Sequence[Row]) -> dict[str, Any]:
+    history, panels = read_history(rows), dict[str, dict[str, Any]]()
+    x = [step for step, _ in history.steps]
+    for name, panel in PANELS.items():
+        if (content := content_of(panel, history)) is not None:
+            sides = {side: getattr(content, side) for side in ("left", "right", "evaluations")}
+            stack = [(label, *averaged(x, y, MOST_BARS)) for label, y in content.columns.items()]
+            panels[name] = {side: [_curve(*curve) for curve in found] for side, found in sides.items()}
+            panels[name]["stack"] = stack
+    raised = {name: [step for step, row in history.steps if row.get(f"alarm/{name}") == 1] for name in ALARMS}
+    return {"panels": panels, "raised": {name: steps for name, steps in raised.items() if steps}}
+
+
+def _curve(label: str, x: list[int], y: list[float]) -> list[Any]:
+    """Return label, x and y; of a long curve its extremes, and x and y of its means."""
+    means = averaged(x, y, MOST_BARS) if len(x) > 3 * MOST_BARS else ([], [])
+    return [label, *thinned(x, y, MOST_POINTS), *means]
 
 
 def _phase(row: Row) -> dict[str, Any]:

@@ -28,6 +28,11 @@ class Tail:
         self.path, self.offset, self.size, self.num_damaged = path, 0, 0, 0
         self._inode = -1
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """Where the last look has ended, in which file."""
+        return self._inode, self.offset
+
     def read(self, seconds: float = math.inf) -> tuple[bool, list[tuple[int, Row]]]:
         """Return the new complete rows with their offsets, reading for about so many seconds.
 

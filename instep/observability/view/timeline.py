@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from instep.observability.view.tail import Row, Tail
@@ -115,6 +116,13 @@ def _rank(name: str) -> tuple[int, Sequence[Any]]:
     kinds = ("controller", "actor", "critic", "engine", "router", "gate")
     kind = next((i for i, k in enumerate(kinds) if name.startswith(k)), len(kinds))
     return kind, [int(word) if word.isdigit() else 0 for word in name.split()]
+
+
+def averaged(x: Sequence[float], y: Sequence[float], most: int) -> tuple[list[float], list[float]]:
+    """Return the means of at most `most` equal parts of a curve; the curve itself if it has no more points."""
+    width = -(-len(x) // most) or 1
+    parts = [slice(i, i + width) for i in range(0, len(x), width)]
+    return [fmean(x[part]) for part in parts], [fmean(y[part]) for part in parts]
 
 
 def thinned(x: Sequence[Any], y: Sequence[float], most: int) -> tuple[list[Any], list[float]]:

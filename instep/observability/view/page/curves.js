@@ -43,9 +43,9 @@ function drawn(name, panel, found, runs, colors, domain, width) {
     return [...stacks, ...drawn(name, beside, moved, mine.map(([run]) => run), colors, domain, width)];
   }
   const labels = [...new Set(mine.flatMap(([, c]) => [...c.left, ...c.right, ...c.evaluations].map(([label]) => label)))];
-  const curve = (run, points) => ([label, x, y]) => {
+  const curve = (run, points) => ([label, x, y, meanX, meanY]) => {
     const dash = labels.indexOf(label), one = runs.length === 1;
-    return { label, x, y, points, dash: one ? 0 : dash, color: one ? colors[dash % colors.length] : run.color, keyColor: one ? null : "var(--dim)" };
+    return { label, x, y, meanX, meanY, points, dash: one ? 0 : dash, color: one ? colors[dash % colors.length] : run.color, keyColor: one ? null : "var(--dim)" };
   };
   const of = (side, points) => mine.flatMap(([run, content]) => content[side].map(curve(run, points)));
   const all = { curves: [...of("left", false), ...of("evaluations", true)], strip: of("right", false) };

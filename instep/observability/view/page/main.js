@@ -83,7 +83,7 @@ async function look() {
 async function watch() {
   const before = state.runs.some((run) => run.state === "running");
   try {
-    await look();
+    if (!document.hidden) await look();
     const now = state.runs.some((run) => run.state === "running");
     if ((before || now) && LIVE.has(address().part) && !document.hidden && !document.querySelector("svg:hover")) await draw();
   } catch (error) {

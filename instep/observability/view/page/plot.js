@@ -66,13 +66,18 @@ export function curvePlot({ title, unit, curves, strip, stripUnit, range, stripR
     root.append(s("text", { class: "unit", x: LEFT, y: second - 6 }, stripUnit));
   }
   for (const mark of marks) root.append(...alarmMark(mark, x, end));
+  const means = [];
   for (const c of every) {
     const to = under.includes(c) ? y2 : y, points = c.x.map((v, i) => [x.of(v), to.of(c.y[i])]);
-    if (!c.points || c.x.length > 2) {
+    if (c.meanX.length) { // of a long curve the extremes are pale, and its means are on top
+      root.append(s("path", { class: "curve", d: path(points), stroke: c.color, opacity: 0.25 }));
+      means.push(s("path", { class: "curve", d: path(c.meanX.map((v, i) => [x.of(v), to.of(c.meanY[i])])), stroke: c.color, "stroke-dasharray": DASHES[c.dash % 4] || null }));
+    } else if (!c.points || c.x.length > 2) {
       root.append(s("path", { class: "curve", d: path(points), stroke: c.color, "stroke-dasharray": DASHES[c.dash % 4] || null }));
     }
     if (c.points || c.x.length < 3) root.append(...points.map(([a, b]) => s("circle", { cx: a, cy: b, r: 2.6, fill: c.color })));
   }
+  root.append(...means);
   const cursor = s("line", { class: "cursor", y1: TOP, y2: end, visibility: "hidden" });
   root.append(cursor);
   const values = new Map(every.map((c) => [c, h("b", { style: { color: c.color } }, number(c.y[c.y.length - 1]))]));
@@ -130,17 +135,12 @@ export function stackPlot({ title, unit, layers, colors, range, domain, width })
   const y = scale([0, ...sums], [0, range[1]], false, TOP, TOP + HEIGHT);
   const root = s("svg", { width, height: TOP + HEIGHT + BOTTOM, role: "img", "aria-label": title });
   root.append(...axes(TOP, TOP + HEIGHT, width, y, x));
-  const wide = Math.max(1, ((width - LEFT - RIGHT) / (domain[1] - domain[0] + 1)) * 0.82);
+  const [first, second] = layers[0][1], wide = Math.max(1, 0.82 * (num > 1 ? x.of(second) - x.of(first) : x.of(1) - x.of(0)));
   tops.forEach((top, k) => {
     const low = k ? tops[k - 1] : Array(num).fill(0);
-    if (num <= 120) {
-      root.append(...top.map((v, i) => s("rect", {
-        fill: colors[k], x: x.of(layers[0][1][i]) - wide / 2, width: wide, y: y.of(v), height: Math.max(0, y.of(low[i]) - y.of(v)),
-      })));
-    } else {
-      const up = top.map((v, i) => [x.of(layers[0][1][i]), y.of(v)]), down = low.map((v, i) => [x.of(layers[0][1][i]), y.of(v)]).reverse();
-      root.append(s("path", { fill: colors[k], d: `${path([...up, ...down])}Z` }));
-    }
+    root.append(...top.map((v, i) => s("rect", {
+      fill: colors[k], x: x.of(layers[0][1][i]) - wide / 2, width: wide, y: y.of(v), height: Math.max(0, y.of(low[i]) - y.of(v)),
+    })));
   });
   const legend = layers.map(([label], k) => h("span", { class: "key" }, h("i", { class: "box", style: { background: colors[k] } }), label));
   return h("figure", {}, h("figcaption", {}, h("strong", {}, title), h("span", { class: "unit" }, unit)), h("div", { class: "legend" }, legend), root);

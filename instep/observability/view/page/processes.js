@@ -3,8 +3,6 @@
 import { api, bytes, h, number } from "./dom.js";
 import { spark } from "./plot.js";
 
-const GPU = [["trainer_peak_bytes", "trainer, peak of the phase"], ["others_bytes", "engines and others"], ["free_bytes", "free"]];
-
 export async function processes({ runs, colors }) {
   const found = await api("processes", { runs: runs.map((run) => run.id) });
   return runs.map((run, i) => section(run, found[i], colors));
@@ -33,5 +31,5 @@ function cell(one, name, text, color) {
   const values = one.gauges[name] || [], padded = [...values, ...Array(one.rollouts.length - values.length).fill(null)];
   const last = padded.filter((v) => v !== null).pop();
   if (last === undefined) return [h("td", {}), h("td", {})];
-  return [h("td", { class: "num" }, text(last)), h("td", { class: "course" }, spark(padded, color))];
+  return [h("td", { class: "num" }, text(last)), h("td", { class: "course" }, spark(padded, color, 110))];
 }
