@@ -46,13 +46,12 @@ class Records:
     def trained(self, rollout: Rollout, trained: TrainedBatch | None) -> None:
         """Record a trained rollout; `trained` is None if the training failed."""
         samples = [s for group in rollout.groups for s in group]
-        columns = {"log_probs": trained.log_probs, "entropies": trained.entropies} if trained else {}
-        known = {
-            name: {id(samples[trained.sources[i]]): row.tolist() for i, row in rows.items()}
-            for name, rows in columns.items()
-        }
-        key = self._args.reward_key
-        self._log(rollout.rollout_id, rollout.groups, "train", reward_key=key, **known)
+        log_probs, entropies = dict[int, list[float]](), dict[int, list[float]]()
+        if trained:
+            for rows, column in ((trained.log_probs, log_probs), (trained.entropies, entropies)):
+                column.update({id(samples[trained.sources[i]]): row.tolist() for i, row in rows.items()})
+        log = partial(self._log, log_probs=log_probs, entropies=entropies)
+        log(rollout.rollout_id, rollout.groups, "train", reward_key=self._args.reward_key)
         if trained and self._args.save_debug_train_data:
             dumps.save_train_data(self._args.save_debug_train_data, rollout.rollout_id, trained)
 

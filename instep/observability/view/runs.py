@@ -50,32 +50,31 @@ class RunFiles:
         with self._lock:
             self._read_on()
             self._timeline.read_on()
-            rows, under_way = list(self._rows), self._timeline.under_way()
+            rows, under_way, now = list(self._rows), self._timeline.under_way(), (self._metrics.place, len(summary))
         alive = state.name in ("running", "elsewhere")
         last = max((row["began"] for row in under_way), default=0.0)
         return {
             "title": config.get("title"),
             "folder": str(self.folder),
-            "command": args.get("command"),
             "state": state.name,
             "state_text": state.text,
             "remedy": state.remedy,
             "num_rollout": args.get("num_rollout"),
             "phases": [_phase(row) for row in under_way if alive or row["began"] == last],
             "num_damaged": self._metrics.num_damaged,
-            **self._remembered("figures", lambda: _figures(rows, summary, args), len(summary)),
+            **self._remembered("figures", now, lambda: _figures(rows, summary, args)),
         }
 
     def curves(self) -> dict[str, Any]:
         """Return the content of each panel (`plots.py`) by its name, and the steps at which each alarm was raised."""
         with self._lock:
             self._read_on()
-            rows = list(self._rows)
-        return self._remembered("curves", lambda: _curves(rows))
+            rows, now = list(self._rows), self._metrics.place
+        return self._remembered("curves", now, lambda: _curves(rows))
 
-    def _remembered(self, name: str, make: Callable[[], dict[str, Any]], more: int = 0) -> dict[str, Any]:
-        """Return `make()`, again only where metrics.jsonl (or `more`) has changed: the page asks every few seconds."""
-        now = (self._metrics.place, more)
+    def _remembered(self, name: str, now: Any, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return `make()`, again only where `now`, the state of the files, has changed: the page asks every few
+        seconds."""
         if name not in self._made or self._made[name][0] != now:
             self._made[name] = now, make()
         return self._made[name][1]
@@ -90,7 +89,7 @@ class RunFiles:
             self._timeline.read_on()
             now = time.time() if alive else None
             window = self._timeline.window(int(query.get("steps") or 4), int(last) if last else None, now)
-            shown = {rollout for rollout, _ in window["steps"]}
+            shown = {rollout for rollout, at in window["steps"] if at > window["began"]}
             steps = [row for row in self._rows if row["step"] in shown and is_step(row)]
         means = {name: [row[name] for row in steps if row.get(name) is not None] for name in MEANS}
         return {**window, "means": {name: sum(v) / len(v) for name, v in means.items() if v}}

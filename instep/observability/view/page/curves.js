@@ -69,11 +69,12 @@ function alarms(runs) {
 
 // What a run that failed, was killed or cannot be seen from here said last.
 function troubles(runs) {
-  return runs.filter((run) => ["failed", "killed", "elsewhere", "interrupted"].includes(run.state)).map((run) => {
+  const damaged = runs.filter((run) => run.num_damaged).map((run) => h("div", { class: "trouble" }, `${run.name}: ${run.num_damaged} damaged lines of metrics.jsonl are left out`));
+  return damaged.concat(runs.filter((run) => ["failed", "killed", "elsewhere", "interrupted"].includes(run.state)).map((run) => {
     const [first, ...rest] = run.state_text.split("\n");
     return h("div", { class: "trouble" }, h("b", {}, h("i", { class: "box", style: { background: run.color } }), run.name, ": "), first,
       phasesOf(run) && `; ${phasesOf(run)}`, rest.length ? h("pre", {}, rest.join("\n")) : null, run.remedy ? h("div", { class: "dim" }, run.remedy) : null);
-  });
+  }));
 }
 
 function figures(runs) {
