@@ -47,6 +47,10 @@ OWN = {
         True,
     ),
     "report": Command("RUN_DIR: write the run's report.html", "instep.cli:report"),
+    "view": Command(
+        "[RUN_DIR ...]: show runs in the browser: curves, times, samples, tokens, flags",
+        "instep.observability.view.command:main",
+    ),
     "samples": Command(
         "RUN_DIR: show prompts, responses, masks, log-prob gaps, rewards and weight versions",
         "instep.observability.show_samples:main",

@@ -303,6 +303,10 @@ class VllmKind(EngineKind):
         drafted, taken = (sum(map(float, values)) for values in found)
         return drafted, taken
 
+    def num_generated(self, engine: RunningEngine, timeout: float) -> float | None:
+        found = re.findall(r"^vllm:generation_tokens_total(?:{.*})? (\S+)$", _metrics(engine, timeout), re.M)
+        return sum(map(float, found)) if found else None
+
     def start_update(self, engine: RunningEngine, version: str, nonce: str, *, timeout: float) -> None:
         announced = {"init_info": {"protocol": PROTOCOL, "version": version, "nonce": nonce}}
         try:
