@@ -332,7 +332,10 @@ def test_the_guides_requirements_are_those_of_its_api_alone() -> None:
     """Neither torch nor vLLM, of which pip would put other builds into the place of those that are there."""
     lines = (ROOT / "examples/atropos/example_trainer/requirements.txt").read_text().splitlines()
     (wanted,) = [line for line in lines if not line.startswith("#")]
-    assert wanted.startswith("atroposlib==") and wanted in (ROOT / "requirements/atropos.txt").read_text().split()
+    assert (
+        wanted.startswith("atroposlib==")
+        and wanted in (ROOT / "instep/preflight/install/pins/atropos.txt").read_text().split()
+    )
 
 
 @pytest.mark.parametrize("name", server.REFUSED)
