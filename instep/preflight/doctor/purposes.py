@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from instep.observability.versions import package_version
-from instep.preflight.doctor.check import Check
+from instep.preflight.doctor.check import Check, Status
 from instep.preflight.install.packages import BESIDE
 from instep.system.gpus import no_driver
 
@@ -58,7 +58,7 @@ def check_purposes(wanted: Sequence[str]) -> Iterator[Check]:
         elif name == "cuda" and "+cpu" in (package_version("torch") or ""):
             missing, remedy = ["torch's build for CUDA"], "pip uninstall torch, then: instep install cuda"
         if missing:
-            status = "fail" if name in wanted else "absent"
+            status: Status = "fail" if name in wanted else "absent"
             yield Check(f"for {name}", status, f"{purpose.title}: {', '.join(missing)} missing", remedy)
         else:
             found = ", ".join(f"{package} {package_version(package)}" for package in purpose.needs)

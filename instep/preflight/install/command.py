@@ -1,4 +1,4 @@
-"""`instep install NAME ...`: packages that a plain `pip install` cannot bring, in the versions that were tested together."""
+"""`instep install NAME ...`: packages in the versions that were tested together."""
 
 from __future__ import annotations
 
@@ -67,14 +67,13 @@ def install(name: str, version: str, device: str) -> None:
         file, pinned = ON_CUDA[name]
         wanted = pins(file, engine=name, version=version)
         own = [pin for pin in pins("cpu") if pin.split("==")[0] in pinned]
-        steps = [[*wanted], ["--no-deps", *own]] if own else [[*wanted]]
-        return _once(name, [*wanted, *own], steps, str(steps))
+        return _once(name, [*wanted, *own], [wanted, *([["--no-deps", *own]] if own else [])], device)
     if name not in PINNED:
-        needs = extras()[name]
-        return _once(name, [], [needs], str(needs))
+        print(f"install: {name}: {' '.join(extras()[name])}", flush=True)
+        return _pip(extras()[name])
     wanted = pins(*PINNED[name], engine=name, version=version)
     torch = next(pin for pin in wanted if pin.startswith("torch=="))
-    # torch first, in the build that the index has for this machine: a CUDA build brings libraries that are not pinned here.
+    # torch first, in the build that the index has for this machine: libraries of a CUDA build are not pinned here.
     steps = [["--constraint", str(PINS / "cpu.txt"), torch], ["--no-deps", *wanted]]
     if name == "dev":
         if not (project := ROOT / "pyproject.toml").is_file():
@@ -89,16 +88,15 @@ def install(name: str, version: str, device: str) -> None:
         return _once(name, wanted, steps, "")
 
 
-def _once(name: str, wanted: Sequence[str], steps: Sequence[Sequence[str]], more: str, python: str = "") -> None:
+def _once(name: str, wanted: Sequence[str], steps: Sequence[Sequence[str]], also: str) -> None:
     """Make the steps unless they were made: the stamp of `name` tells, and the versions that are here."""
-    stamp = _stamp(Path(sys.prefix), name, "\n".join([*wanted, more]))
+    stamp = _stamp(Path(sys.prefix), name, "\n".join([*wanted, also]))
     if stamp.exists() and not differing(wanted):
         return
     began = time.monotonic()
     for step in steps:
-        print(
-            f"install: {name}: {' '.join(step[:4])}{f' and {len(step) - 4} more' if len(step) > 4 else ''}", flush=True
-        )
+        more = f" and {len(step) - 4} more" if len(step) > 4 else ""
+        print(f"install: {name}: {' '.join(step[:4])}{more}", flush=True)
         _pip(step)
     print("install: compiling", flush=True)  # here, on all cores, rather than at the first start of a run's processes
     compiling = [sys.executable, "-m", "compileall", "-q", "-j", "0", str(SITE)]
@@ -111,7 +109,7 @@ def _once(name: str, wanted: Sequence[str], steps: Sequence[Sequence[str]], more
 
 
 def _beside(name: str) -> None:
-    """Make the environment `PREFIX-NAME`: the packages of this one, seen through a .pth file, and before them its pins."""
+    """Make the environment `PREFIX-NAME`: its pins, and behind them the packages of this one, by a .pth file."""
     folder, wanted = Path(f"{sys.prefix}-{name}"), pins(name)
     stamp = _stamp(folder, name, "\n".join([*wanted, *pins("cpu")]))
     python = folder / "bin" / "python"

