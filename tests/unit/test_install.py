@@ -3,15 +3,19 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from string import Template
 
 import pytest
 
+from instep import __version__
 from instep.cli import main
 from instep.errors import ConfigError, OutputError
+from instep.preflight.doctor.command import parser as doctor_parser
 from instep.preflight.doctor.purposes import PURPOSES, check_purposes
 from instep.preflight.install import command, packages
 from instep.preflight.install.alias_wheel import write_alias
@@ -193,3 +197,38 @@ def test_what_a_purpose_needs_is_here_or_named():
         if check.status == "absent" and "driver" not in check.text:
             assert check.remedy.startswith("instep install ")
             packages.check(check.remedy.split()[2:], "cpu")
+
+
+# Images and the changelog
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda"])
+def test_the_commands_of_an_image_are_accepted(name, monkeypatch):
+    """Each RUN of its Dockerfile, with the arguments and the copied files that stand there."""
+    monkeypatch.setattr(packages, "package_version", {}.get)
+    text = re.sub(r"\\\n\s*", "", (ROOT / f"docker/Dockerfile.{name}").read_text())
+    arguments = dict(re.findall(r'^ARG (\w+)="(.*)"$', text, re.MULTILINE))
+    copied = [word for line in re.findall(r"^COPY (.*) /src\S*$", text, re.MULTILINE) for word in line.split()]
+    assert {"pyproject.toml", "README.md", "LICENSE", "instep", "instep_engine", "instep_neighbours"} == {*copied}
+    kept = (ROOT / ".dockerignore").read_text().splitlines()
+    assert all((ROOT / word).exists() and f"!{word}" in kept for word in copied)
+    done = []
+    for line in re.findall(r"^RUN (.*)$", text, re.MULTILINE):
+        for words in (shlex.split(Template(part).substitute(arguments)) for part in line.split("&&")):
+            if words[:2] == ["instep", "install"]:
+                options = command.parser().parse_args(words[2:])
+                packages.check(options.names, options.device)
+            elif words[:2] == ["instep", "doctor"]:
+                assert doctor_parser().parse_args(words[2:]).purposes
+            else:
+                assert words[0] in ("apt-get", "rm", "python3") or words == "pip install --no-deps /src".split(), words
+            done.append(" ".join(words[:2]))
+    assert done[-4:] == ["pip install", "rm -rf", "instep install", "instep doctor"]
+
+
+def test_the_changelog_has_the_version():
+    text = (ROOT / "CHANGELOG.md").read_text()
+    assert re.search(rf"^## \[{re.escape(__version__)}\] - \d{{4}}-\d\d-\d\d$", text, re.MULTILINE)
+    assert re.fullmatch(r"\d+\.\d+\.\d+(-[\w.]+)?", __version__)
+        __version__
+    )

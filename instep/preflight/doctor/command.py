@@ -14,15 +14,20 @@ from instep.system.options import OptionParser
 MARKS = {"ok": "ok  ", "absent": "-   ", "warn": "warn", "fail": "FAIL"}
 
 
-def main(words: Sequence[str]) -> int:
-    """Run the command, and return its exit code."""
-    parser = OptionParser("instep doctor", description="Check this installation; with RUN, the state of that run.")
-    parser.add_argument("run", type=Path, nargs="?", metavar="RUN", help="the --run-dir of a run")
-    parser.add_argument(
+def parser() -> OptionParser:
+    """Return the parser of the command line."""
+    made = OptionParser("instep doctor", description="Check this installation; with RUN, the state of that run.")
+    made.add_argument("run", type=Path, nargs="?", metavar="RUN", help="the --run-dir of a run")
+    made.add_argument(
         "--for", dest="purposes", choices=PURPOSES, action="append", default=[], help="fail if this cannot be done here"
     )
-    parser.add_argument("--json", action="store_true", help="print a JSON list instead of lines")
-    options = parser.parse_args(words)
+    made.add_argument("--json", action="store_true", help="print a JSON list instead of lines")
+    return made
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the command, and return its exit code."""
+    options = parser().parse_args(words)
     if options.run is None:
         from instep.preflight.doctor.installation import check_installation
 

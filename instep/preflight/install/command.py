@@ -103,7 +103,9 @@ def _once(name: str, wanted: Sequence[str], steps: Sequence[Sequence[str]], also
     subprocess.run(compiling, stdout=subprocess.DEVNULL)  # some packages ship files for other Pythons
     importlib.invalidate_caches()
     if left := differing(wanted):
-        raise OutputError(f"{', '.join(left)}: not here after the installation", where=f"instep install {name}")
+        what = f"after the installation these are not here: {', '.join(left)}"
+        remedy = "see what the index has for this Python; PYTHONPATH may hide what was installed"
+        raise OutputError(what, where=f"instep install {name}", remedy=remedy)
     _set(stamp, name)
     print(f"install: {name} done in {time.monotonic() - began:.0f} s", flush=True)
 
