@@ -230,5 +230,3 @@ def test_the_changelog_has_the_version():
     text = (ROOT / "CHANGELOG.md").read_text()
     assert re.search(rf"^## \[{re.escape(__version__)}\] - \d{{4}}-\d\d-\d\d$", text, re.MULTILINE)
     assert re.fullmatch(r"\d+\.\d+\.\d+(-[\w.]+)?", __version__)
-        __version__
-    )
