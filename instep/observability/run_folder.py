@@ -16,7 +16,7 @@ LOGS = "logs"
 # The logs of a run. Their folder may also have the user's own logs (`> RUN_DIR/logs/out.txt`).
 _OUR_LOGS = re.compile(
     r"((actor|critic)-rank\d+|engine-\d+(-node\d+)?|(router|gate)(-.*)?|env(-eval)?-\d+)\.log|"
-    r"(dump-\d+|error|stdout|stderr)\.txt"
+    r"trackio\.log|(dump-\d+|error|stdout|stderr)\.txt"
 )
 
 

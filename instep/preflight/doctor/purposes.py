@@ -39,6 +39,7 @@ PURPOSES = {
     "trl": Purpose("TRL's trainers with engines of instep", {"trl": ">=1.10"}, "trl"),
     "tensorboard": Purpose("--use-tensorboard", {"tensorboard": ""}),
     "wandb": Purpose("--use-wandb", {"wandb": ""}, "wandb"),
+    "trackio": Purpose("--use-trackio", {"trackio": ""}, "trackio"),
     "math": Purpose("--rm-type math", {"math-verify": ""}),
     "parquet": Purpose("parquet files", {"pyarrow": ""}),
     "datasets": Purpose("data sets by name", {"datasets": ""}, "datasets"),

@@ -33,6 +33,7 @@ HELP = {
     "trl": "TRL, in an environment beside this one",
     "ray": "several hosts (--cluster ray)",
     "wandb": "--use-wandb",
+    "trackio": "--use-trackio",
     "datasets": "data sets by name",
     "router": "vllm-router alone",
     "dev": "tests and linters, in a clone",
