@@ -134,7 +134,8 @@ def test_rows_keep_their_columns(checkpoint: Path) -> None:
     assert name == "held-out" and json.loads(Path(file).read_text().splitlines()[1]) == CHATS[1]
     assert args.reward_key == "reward" and args.custom_rm_path == "instep_functions.rewards"
     assert any(note.startswith("torch_compile: it changes nothing here") for note in args.notes)
-    assert "run_name: it changes nothing without report_to='wandb' or 'trackio'" in args.notes and args.wandb_group is None
+    assert "run_name: it changes nothing without report_to='wandb' or 'trackio'" in args.notes
+    assert args.wandb_group is None
     function = run._functions[args.custom_rm_path]
     assert not set(args.custom_rm_path) & {" "} and "completions" in function.__annotations__
 
