@@ -1,6 +1,6 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help venv install-vllm install-sglang quickstart quickstart-vllm quickstart-sglang tool-use real test test-full test-vllm-fast test-vllm test-sglang-fast test-sglang test-peers test-neighbours test-megatron test-real test-mutants test-learning lint format bench clean
+.PHONY: help venv install-vllm install-sglang quickstart quickstart-vllm quickstart-sglang tool-use real test test-full test-vllm-fast test-vllm test-sglang-fast test-sglang test-peers test-neighbours test-megatron test-real test-mutants test-learning lint format bench docs clean
 
 PYTHON ?= python3
 INSTALL := .venv/bin/python -m instep.cli install
@@ -115,6 +115,10 @@ bench: venv  ## the benchmarks that a CPU can run, into benchmarks/results/
 	@set -e; for file in benchmarks/*.py; do \
 	    [[ -e $$file ]] || { echo "no benchmarks yet"; exit 0; }; \
 	    echo "== $$file"; .venv/bin/python "$$file"; done
+
+docs: venv  ## the documents as pages, in build/docs
+	@$(INSTALL) docs
+	.venv/bin/mkdocs build --quiet
 
 clean:  ## remove caches and build outputs (not .venv, not runs/)
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -119,12 +119,9 @@ def installed(tmp_path_factory):
     """The wheel, in an environment that sees the packages that it asks for and no others. Returns its `instep`."""
     folder = tmp_path_factory.mktemp("wheel")
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    files = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
-    for name in files.stdout.splitlines():
-        if name.startswith("instep") or name in ("pyproject.toml", "README.md", "LICENSE"):
-            (folder / "src" / name).parent.mkdir(parents=True, exist_ok=True)
-            if (ROOT / name).exists():
-                (folder / "src" / name).write_bytes((ROOT / name).read_bytes())
+    for name in [*product_files(), "pyproject.toml", "README.md", "LICENSE"]:
+        (folder / "src" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "src" / name).write_bytes((ROOT / name).read_bytes())
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     words = ["wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(folder)]
     subprocess.run([*pip, *words, str(folder / "src")], check=True, env=env)
@@ -136,6 +133,11 @@ def installed(tmp_path_factory):
     paths = {"base": str(folder / "env"), "platbase": str(folder / "env")}
     link_needs(Path(sysconfig.get_path("purelib", "venv", paths)))
     return folder / "env/bin/instep"
+
+
+def product_files() -> list[str]:
+    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+    return [name for name in listed.stdout.splitlines() if name.startswith("instep") and (ROOT / name).exists()]
 
 
 def link_needs(site: Path) -> None:
@@ -164,8 +166,7 @@ def instep(program: Path, *words: str, folder: Path) -> subprocess.CompletedProc
 
 def test_the_wheel_has_every_file_of_its_packages(installed):
     (site,) = installed.parents[1].glob("lib/python*/site-packages")
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split()
-    wanted = [name for name in listed if name.startswith("instep") and name[-3:] != ".md" and (ROOT / name).exists()]
+    wanted = [name for name in product_files() if name[-3:] != ".md"]
     assert len(wanted) > 400 and [name for name in wanted if not (site / name).exists()] == []
 
 

@@ -36,6 +36,7 @@ HELP = {
     "trackio": "--use-trackio",
     "datasets": "data sets by name",
     "router": "vllm-router alone",
+    "docs": "the documents as pages (make docs), in a clone",
     "dev": "tests and linters, in a clone",
 }
 
