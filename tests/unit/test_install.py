@@ -80,6 +80,8 @@ def test_a_set_for_the_cpu_is_installed_once(steps, tmp_path, capfd):
     assert alias[:2] == ["--no-deps", "--no-index"] and alias[2].endswith("/vllm-0.32.0+cpu-py3-none-any.whl")
     assert main(["install", "sglang==0.5.23", "--device", "cpu"]) == 0 and len(steps) == 3
     assert main(["install", "sglang", "--device", "cpu"]) == 0 and len(steps) == 6  # another version
+    del packages.package_version.__self__["xgrammar"]
+    assert main(["install", "sglang", "--device", "cpu"]) == 0 and len(steps) == 9  # it was removed by hand
     assert len(list(tmp_path.glob(".instep-sglang-*"))) == 1
 
 

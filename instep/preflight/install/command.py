@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
 import shutil
@@ -139,7 +138,7 @@ def _set(stamp: Path, name: str) -> None:
 def _pip(words: Sequence[str], python: str = sys.executable) -> None:
     """Install into the environment of `python` with pip, or with uv where this one has no pip (uv makes them so)."""
     if importlib.util.find_spec("pip") is not None:  # -I: packages of PYTHONPATH would count as installed
-        pip = [sys.executable, "-I", "-m", "pip", "--python", python, "install", "--no-compile", "--no-input"]
+        pip = [sys.executable, "-I", "-m", "pip", "--python", python, "install", "--no-compile", "--no-warn-conflicts"]
         _run([*pip, "--disable-pip-version-check", "--quiet", *words])
     elif uv := shutil.which("uv"):
         _run([uv, "pip", "install", "--python", python, "--quiet", *words])
@@ -149,8 +148,6 @@ def _pip(words: Sequence[str], python: str = sys.executable) -> None:
 
 
 def _run(words: list[str]) -> None:
-    with contextlib.suppress(subprocess.CalledProcessError):
-        subprocess.run(words, check=True)
-        return
-    shown = " ".join(words[:8])
-    raise OutputError(f"`{shown} ...` failed", where="instep install", remedy="its own message is above; try it again")
+    if subprocess.run(words).returncode:
+        what, remedy = f"`{' '.join(words[:8])} ...` failed", "its own message is above; try it again"
+        raise OutputError(what, where="instep install", remedy=remedy)
