@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 from instep.errors import ConfigError
@@ -36,7 +36,7 @@ class Trackio:
         offsets: Mapping[str, int],
         tell: Callable[[str], None],
     ):
-        if importlib.util.find_spec("trackio") is None:
+        if find_spec("trackio") is None:
             remedy = "instep install trackio, or remove the flag"
             raise ConfigError("trackio is not installed", where="--use-trackio", remedy=remedy)
         check_server(options["server_url"])

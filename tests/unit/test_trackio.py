@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from instep.errors import ConfigError
-from instep.observability import trackio_main
+from instep.observability import trackio, trackio_main
 from instep.observability.trackio import Trackio, check_server
 from instep.observability.trackio_main import Growing, Server, messages
 from instep.system.ports import free_port
@@ -179,6 +179,15 @@ def test_what_a_server_says_is_told_when_it_changes(tmp_path: Path, monkeypatch:
     assert len(lines) == 3 and "Connection refused" in lines[2]
 
 
+def test_a_run_goes_on_when_the_process_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It cannot open its run: the package is missing, or takes no such name of a project."""
+    monkeypatch.setattr(trackio, "find_spec", lambda name: True)
+    with run(tmp_path / "run", trackio={**OPTIONS, "project": "a_system"}, run_id="0123456789") as log:
+        until(lambda: "Trackio's process has ended, and the run goes on" in log.progress.console.file.getvalue())
+        log.log(0, {"train/loss": 0.5})
+    assert "Error" in (tmp_path / "run/logs/trackio.log").read_text()
+
+
 def test_rows_are_read_when_they_are_whole(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 0}\n{"step": 1}\n{"st')
@@ -200,7 +209,7 @@ def test_a_server_needs_a_scheme_and_a_token(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr(trackio, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="trackio is not installed") as caught:
         Trackio(tmp_path, OPTIONS, {"metrics": 0, "samples": 0}, print)
     assert caught.value.remedy.startswith("instep install trackio")
