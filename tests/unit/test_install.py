@@ -226,7 +226,8 @@ def test_the_commands_of_an_image_are_accepted(name, monkeypatch):
             else:
                 assert words[0] in ("apt-get", "rm", "python3") or words == "pip install --no-deps /src".split(), words
             done.append(" ".join(words[:2]))
-    assert done[-4:] == ["pip install", "rm -rf", "instep install", "instep doctor"]
+    wanted = ["pip install", "rm -rf", "instep install", "instep doctor"]
+    assert done[-4:] == wanted if name == "cpu" else done[-3:] == wanted[:3]  # a build has no GPU to look at
 
 
 def test_the_changelog_has_the_version():

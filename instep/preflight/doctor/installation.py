@@ -20,17 +20,17 @@ import instep
 from instep.errors import ConfigError
 from instep.observability.versions import git_state, package_version
 from instep.preflight.doctor.check import Check, Status
-from instep.preflight.doctor.purposes import check_purposes
+from instep.preflight.doctor.purposes import PURPOSES, check_purposes
 from instep.system.gpus import no_driver
 from instep.system.ports import check_loopback
 from instep.system.processes import num_usable_cpus
 from instep.system.scratch import left, memory_root
 
-# The tested versions (pyproject.toml), and what needs the package.
-PINS = {
-    "torch": (">=2.11,<2.14", "everything but `instep report`, `samples` and `doctor`"),
-    "transformers": (">=5.17,<6", "models and tokenizers"),
-    "megatron-core": ("==0.16.1", "--train-backend megatron"),
+# What needs the package.
+USES = {
+    "torch": "everything but `instep report`, `samples` and `doctor`",
+    "transformers": "models and tokenizers",
+    "megatron-core": "--train-backend megatron",
 }
 VLLM_SECONDS = 120.0  # for `import vllm`, cold
 MIN_FILES = 4096  # descriptors: a rollout keeps up to 2048 connections
@@ -61,7 +61,8 @@ def _python() -> Check:
 def _packages() -> Iterator[Check]:
     from packaging.specifiers import SpecifierSet
 
-    for name, (pin, use) in PINS.items():
+    for name, use in USES.items():
+        pin = PURPOSES["megatron"].needs[name]
         found, remedy = package_version(name), f"pip install '{name}{pin}'"
         if found is None:
             status: Status = "warn" if name == "megatron-core" else "fail"

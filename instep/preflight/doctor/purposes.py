@@ -12,6 +12,7 @@ from instep.preflight.doctor.check import Check, Status
 from instep.preflight.install.packages import BESIDE
 from instep.system.gpus import no_driver
 
+# The tested versions (pyproject.toml).
 _MODELS = {"torch": ">=2.11,<2.14", "transformers": ">=5.17,<6", "tokenizers": ">=0.22", "safetensors": ">=0.6"}
 
 
