@@ -1,12 +1,9 @@
 """`instep install`: its pins, and installations into real environments with packages that are made here."""
 
-import json
-import os
 import re
 import shlex
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 from string import Template
 
@@ -19,6 +16,7 @@ from instep.preflight.doctor.command import parser as doctor_parser
 from instep.preflight.doctor.purposes import PURPOSES, check_purposes
 from instep.preflight.install import command, packages
 from instep.preflight.install.alias_wheel import write_alias
+from tests import forks
 
 ROOT = Path(__file__).parents[2]
 
@@ -51,6 +49,12 @@ def test_names_are_checked_before_anything_is_installed(monkeypatch):
         packages.check(["sglang", "vllm"], "cuda")
     packages.check(["trl", "ray", "cuda", "wandb"], "cuda")
     assert packages.extras()["ray"] == ["ray==2.60.0"] and "torch>=2.11" in packages.extras()["cuda"]
+
+
+@pytest.fixture(autouse=True)
+def cold():
+    with forks.cold():
+        yield
 
 
 @pytest.fixture
@@ -111,85 +115,6 @@ def test_an_installation_into_an_environment_of_its_own(tmp_path, monkeypatch):
     assert main(["install", "trl"]) == 0 and python.stat().st_ctime_ns == before  # nothing is installed again
     with pytest.raises(OutputError, match="failed"):
         command._pip(["--no-index", str(wheel)], str(python))
-
-
-# The wheel
-
-
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory):
-    """The wheel, in an environment that sees the packages that it asks for and no others. Returns its `instep`."""
-    folder = tmp_path_factory.mktemp("wheel")
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    for name in [*product_files(), "pyproject.toml", "README.md", "LICENSE"]:
-        (folder / "src" / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / "src" / name).write_bytes((ROOT / name).read_bytes())
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
-    words = ["wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(folder)]
-    subprocess.run([*pip, *words, str(folder / "src")], check=True, env=env)
-    python = folder / "env/bin/python"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "env"], check=True)
-    (wheel,) = folder.glob("*.whl")
-    install = ["--python", str(python), "install", "--quiet", "--no-deps", "--no-index", "--no-compile", str(wheel)]
-    subprocess.run([*pip, *install], check=True, env=env)
-    paths = {"base": str(folder / "env"), "platbase": str(folder / "env")}
-    link_needs(Path(sysconfig.get_path("purelib", "venv", paths)))
-    return folder / "env/bin/instep"
-
-
-def product_files() -> list[str]:
-    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
-    return [name for name in listed.stdout.splitlines() if name.startswith("instep") and (ROOT / name).exists()]
-
-
-def link_needs(site: Path) -> None:
-    """Link the packages that instep asks for without extras, and those that they ask for."""
-    import importlib.metadata
-
-    from packaging.requirements import Requirement
-
-    wanted, seen = ["instep"], set()
-    while wanted:
-        own = importlib.metadata.distribution(wanted.pop())
-        needs = [Requirement(need) for need in own.requires or []]
-        needs = [need for need in needs if not need.marker or need.marker.evaluate({"extra": ""})]
-        wanted += [need.name for need in needs if canonical(need.name) not in seen]
-        seen |= {canonical(need.name) for need in needs}
-        tops = {file.parts[0] for file in own.files or [] if file.parts[0] not in ("..", "__pycache__")}
-        for top in tops if own.name != "instep" else ():
-            if not (site / top).exists():
-                (site / top).symlink_to(own.locate_file(top))
-
-
-def instep(program: Path, *words: str, folder: Path) -> subprocess.CompletedProcess:
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    return subprocess.run([program, *words], cwd=folder, env=env, capture_output=True, text=True, timeout=60)
-
-
-def test_the_wheel_has_every_file_of_its_packages(installed):
-    (site,) = installed.parents[1].glob("lib/python*/site-packages")
-    wanted = [name for name in product_files() if name[-3:] != ".md"]
-    assert len(wanted) > 400 and [name for name in wanted if not (site / name).exists()] == []
-
-
-def test_the_wheel_works_outside_the_repository_with_what_it_asks_for(installed, tmp_path):
-    for words in (["--help"], ["train", "--help"], ["install", "--help"], ["plan", "--help"], ["doctor", "--help"]):
-        done = instep(installed, *words, folder=tmp_path)
-        assert done.returncode == 0 and len(done.stdout) > 200, done.stderr
-    assert "vllm-serve" in instep(installed, "--help", folder=tmp_path).stdout  # the neighbours' entry points
-    done = instep(installed, "doctor", "--json", "--for", "vllm", folder=tmp_path)
-    checks = {check["name"]: check for check in json.loads(done.stdout)}
-    assert done.returncode == 1 and checks["instep"]["text"].endswith(f" at {installed.parents[1]}/lib/{checks_lib()}")
-    assert (checks["torch"]["status"], checks["torch"]["remedy"]) == ("fail", "instep install cpu")
-    found = {name: checks[f"for {name}"] for name in ("cpu", "vllm", "ray", "trl", "tensorboard")}
-    assert [check["status"] for check in found.values()] == ["absent", "fail", "absent", "absent", "ok"]
-    remedies = [check["remedy"] for check in found.values()][:4]
-    assert remedies == [f"instep install {name}" for name in ("cpu", "vllm", "ray", "trl")]
-    assert list(tmp_path.iterdir()) == []
-
-
-def checks_lib() -> str:
-    return f"python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"
 
 
 def test_what_a_purpose_needs_is_here_or_named():

@@ -23,6 +23,7 @@ from instep.observability import trackio, trackio_main
 from instep.observability.trackio import Trackio, check_server
 from instep.observability.trackio_main import Growing, Server, messages
 from instep.system.ports import free_port
+from tests import forks
 from tests.logged_run import make_groups, run
 
 with_trackio = pytest.mark.skipif(
@@ -32,12 +33,13 @@ OPTIONS = {"project": "p", "run_name": None, "server_url": None}
 
 
 @pytest.fixture(autouse=True)
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Trackio's store on this host."""
     for name in ("TRACKIO_WRITE_TOKEN", "TRACKIO_SERVER_URL", "TRACKIO_SPACE_ID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "store"))
-    return tmp_path / "store"
+    with forks.cold():
+        yield tmp_path / "store"
 
 
 def table(store: Path, columns: str, name: str) -> list[tuple]:
