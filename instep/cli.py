@@ -59,6 +59,7 @@ OWN = {
         "hf-to-megatron | megatron-to-hf | fp8-to-bf16: convert weights, read them back and compare",
         "instep.checkpoints.convert:main",
     ),
+    "install": Command("vllm | sglang | trl | ...: install tested versions", "instep.preflight.install.command:main"),
     "doctor": Command(
         "[RUN_DIR]: check this installation, or the state of a run", "instep.preflight.doctor.command:main"
     ),

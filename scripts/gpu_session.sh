@@ -289,7 +289,7 @@ prepare() {
     fi
     .venv/bin/python -m pip --disable-pip-version-check download --quiet --no-deps --dest .gpu/extra/wheels \
         --python-version 3.12 --implementation cp --only-binary=:all: --platform any --platform manylinux2014_x86_64 \
-        --platform manylinux_2_28_x86_64 --requirement requirements/atropos.txt --requirement /dev/stdin <<'END'
+        --platform manylinux_2_28_x86_64 --requirement instep/preflight/install/pins/atropos.txt --requirement /dev/stdin <<'END'
 wandb==0.31.0
 platformdirs==4.14.5
 protobuf==7.36.2

@@ -37,6 +37,7 @@ from instep.controller.round_metrics import (
     metrics_of_rollout,
     speed_metrics,
     staleness_metrics,
+    trackio_settings,
     training_metrics,
     wandb_settings,
 )
@@ -118,6 +119,7 @@ class Controller:
             title=title,
             num_steps=self.num_rollout,
             use_tensorboard=args.use_tensorboard,
+            trackio=trackio_settings(args),
             wandb=wandb_settings(args, (resumed or {}).get("wandb_run_id")),
             resume_from_step=self.start_rollout_id if resumed else None,
             run_id=self._beginning.run_id,

@@ -24,7 +24,7 @@ TAIL = 12  # lines of an error or log
 # The logs of a run. Their folder may also have the user's own logs (`> RUN_DIR/logs/out.txt`).
 _OUR_LOGS = re.compile(
     r"((actor|critic)-rank\d+|engine-\d+(-node\d+)?|(router|gate)(-.*)?|env(-eval)?-\d+)\.log|"
-    r"(dump-\d+|error|stdout|stderr)\.txt"
+    r"trackio\.log|(dump-\d+|error|stdout|stderr)\.txt"
 )
 
 

@@ -1,4 +1,4 @@
-"""The logger of a run: files, TensorBoard, W&B, the progress display and the report."""
+"""The logger of a run: files, TensorBoard, W&B, Trackio, the progress display and the report."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from instep.observability.run_folder import move_run_aside
 from instep.observability.samples import sample_row, to_log
 from instep.observability.sinks import JsonLines, TensorBoard, WandB, jsonable, read_json_lines, write_json
 from instep.observability.step_table import PHASE
+from instep.observability.trackio import Trackio
 from instep.observability.versions import versions
 from instep.system.private import without_credentials, without_secrets
 from instep.system.spans import span
@@ -50,6 +51,7 @@ class RunLogger:
         args_dict: the resolved arguments, for `config.json` and W&B.
         num_steps: the number of steps of the whole run, if known.
         wandb: None, or `project`, `group`, `mode`, `team`, `run_id`, `dir`; never a key.
+        trackio: None, or `project`, `run_name`, `server_url`.
         resume_from_step: None: a new run (files of an earlier run move to `run_dir`/old-<n>). A number: continue the
             files of an earlier session, without their rows of that `step` (samples: `rollout_id`) and later. The
             timeline keeps all its rows.
@@ -65,6 +67,7 @@ class RunLogger:
         num_steps: int | None,
         use_tensorboard: bool = True,
         wandb: Mapping[str, Any] | None = None,
+        trackio: Mapping[str, str | None] | None = None,
         resume_from_step: int | None = None,
         run_id: str | None = None,
         console: Console | None = None,
@@ -93,7 +96,7 @@ class RunLogger:
             self._timeline = JsonLines(self.run_dir / "timeline.jsonl", lambda row: True)
             stack.callback(self._timeline.close)
             steps = [row for row in read_json_lines(paths[0]) if is_step(row)]  # of earlier sessions
-            self._sinks: list[TensorBoard | WandB] = []
+            self._sinks: list[TensorBoard | WandB | Trackio] = []
             if use_tensorboard:
                 self._sinks.append(TensorBoard(self.run_dir / "tensorboard", resume_from_step))
             if wandb is not None:
@@ -103,6 +106,9 @@ class RunLogger:
             figures = figures_of(args_dict)
             self.progress = Progress(title, num_steps, steps_done=done, figures=figures, console=console)
             self.progress.course += [v for row in steps if (v := row.get(figures[0].metric)) is not None]
+            if trackio is not None:
+                offsets = {path.stem: path.stat().st_size for path in paths}
+                self._sinks.append(Trackio(self.run_dir, trackio, offsets, self.progress.line))
             stack.callback(self.progress.stop)  # called first, so that errors show on a normal terminal
             self._close = stack.pop_all()
 
