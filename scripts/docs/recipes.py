@@ -1,4 +1,4 @@
-"""The plans of the recipes: `python -m scripts.docs.recipes` writes `# plan:` into recipes/*.yaml, and recipes/README.md.
+"""The plans of the recipes: `python -m scripts.docs.recipes` writes them into recipes/*.yaml and recipes/README.md.
 
 A recipe begins with `# key: text` lines. The plan is that of `instep plan` for H200s, from the measured profile
 `benchmarks/results/card-nvidia-h200.json`, with responses of the maximum length. Models have their published shapes.
@@ -14,6 +14,7 @@ import shlex
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from instep.preflight.plan.command import plan
 from tests.published import config
@@ -37,10 +38,10 @@ def recipes() -> list[Path]:
     return sorted(FOLDER.glob("*.yaml"))
 
 
-def head(path: Path) -> dict[str, str]:
+def head(path: Path) -> dict[str, Any]:
     """The texts of a recipe's first lines: `what` without a key, then `hardware`, `needs`, `command`, ..."""
     lines = [line[2:] for line in path.read_text().splitlines() if line.startswith("# ")]
-    keyed = dict(re.fullmatch(r"(\w+): *(.*)", line).groups() for line in lines if re.match(r"\w+: ", line + " "))
+    keyed = dict(found.groups() for line in lines if (found := re.fullmatch(r"(\w+): *(.*)", line)))
     return {"what": lines[0], **keyed}
 
 
@@ -88,8 +89,8 @@ def readme() -> str:
         "instep train ... --dump-config mine.yaml                               # writes such a file from flags",
         "```",
         "",
-        "Seconds and memory are those of `instep plan` with responses of the maximum length, from the profile of an H200",
-        "(`benchmarks/results/card-nvidia-h200.json`); shorter responses take less. `make_data.py` makes the data.",
+        "Seconds and memory are those of `instep plan` with responses of the maximum length, from the profile of an",
+        "H200 (`benchmarks/results/card-nvidia-h200.json`); shorter responses take less. `make_data.py` makes the data.",
         "",
         "| recipe | what | hardware | plan | curve |",
         "|---|---|---|---|---|",
