@@ -41,7 +41,7 @@ def recipes() -> list[Path]:
 def head(path: Path) -> dict[str, Any]:
     """The texts of a recipe's first lines: `what` without a key, then `hardware`, `needs`, `command`, ..."""
     lines = [line[2:] for line in path.read_text().splitlines() if line.startswith("# ")]
-    keyed = dict(found.groups() for line in lines if (found := re.fullmatch(r"(\w+): *(.*)", line)))
+    keyed: dict[str, Any] = dict(found.groups() for line in lines if (found := re.fullmatch(r"(\w+): *(.*)", line)))
     return {"what": lines[0], **keyed}
 
 
@@ -90,7 +90,7 @@ def readme() -> str:
         "```",
         "",
         "Seconds and memory are those of `instep plan` with responses of the maximum length, from the profile of an",
-        "H200 (`benchmarks/results/card-nvidia-h200.json`); shorter responses take less. `make_data.py` makes the data.",
+        "H200 (`benchmarks/results/card-nvidia-h200.json`); shorter ones take less. `make_data.py` makes the data.",
         "",
         "| recipe | what | hardware | plan | curve |",
         "|---|---|---|---|---|",
