@@ -270,8 +270,8 @@ def _write_error(path: Path, error: BaseException | None) -> None:
 def summary_table(title: str, summary: Mapping[str, Any]) -> Table:
     """Return a table of a summary's scalars in readable units, without nested values such as `versions`."""
     table = Table(title=title, box=box.ROUNDED, show_header=False, title_style="bold")
-    table.add_column(style="dim")
-    table.add_column(justify="right", style="bold")
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(justify="right", style="bold", overflow="fold")
     table.add_column(style="dim")
     for name, value in summary.items():
         if name == "alarms":

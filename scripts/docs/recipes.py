@@ -14,7 +14,6 @@ import shlex
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from instep.preflight.plan.command import plan
 from tests.published import config
@@ -38,10 +37,10 @@ def recipes() -> list[Path]:
     return sorted(FOLDER.glob("*.yaml"))
 
 
-def head(path: Path) -> dict[str, Any]:
+def head(path: Path) -> dict[str, str]:
     """The texts of a recipe's first lines: `what` without a key, then `hardware`, `needs`, `command`, ..."""
     lines = [line[2:] for line in path.read_text().splitlines() if line.startswith("# ")]
-    keyed: dict[str, Any] = dict(found.groups() for line in lines if (found := re.fullmatch(r"(\w+): *(.*)", line)))
+    keyed = {found[1]: found[2] for line in lines if (found := re.fullmatch(r"(\w+): *(.*)", line))}
     return {"what": lines[0], **keyed}
 
 

@@ -10,6 +10,8 @@ from instep.arguments.parse import parse
 from scripts.docs.recipes import FOLDER, ROOT, head, make_models, planned, readme, recipes, words
 from tests.command_line import CONFIG
 
+GEMMA = FOLDER / "gemma3-270m-numbers.yaml"
+
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
@@ -32,6 +34,19 @@ def test_a_recipe_is_accepted_and_planned(path, folder):
     assert args.run_dir.startswith("runs/") and not [note for note in args.notes if "changes nothing" in note]
     assert head(path)["plan"] == planned(path), "python -m scripts.docs.recipes"
     assert head(path)["command"].endswith(f"--config recipes/{path.name}")
+
+
+def test_the_measured_curve():
+    """Of `make real`, whose flags the recipe has."""
+    (cpu, _), curve = (
+        json.loads((ROOT / "benchmarks/results/real-example.json").read_text())["rows"],
+        head(GEMMA)["curve"],
+    )
+    assert all(f"{value:.3f}" in curve for value in cpu["held_out"].values())
+    assert " ".join(f"{value:.2f}" for value in cpu["reward"]) in curve
+    example = re.search(r'FLAGS = .*"cpu": "[^"]*"', (ROOT / "examples/real/run.py").read_text(), re.DOTALL)[0]
+    flags = re.findall(r"--([a-z-]+)(?: (\w[\w-]*))?", example)
+    assert len(flags) > 12 and all(f"\n{name}: {value or 'true'}\n" in GEMMA.read_text() for name, value in flags)
 
 
 def test_the_table_of_recipes():

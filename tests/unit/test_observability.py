@@ -102,7 +102,7 @@ def test_plain_progress_is_one_line_per_step_and_new_phase(tmp_path: Path) -> No
             log.log(step, {"rollout/reward_mean": 0.5 + step / 10, "perf/rollout_tokens_per_second": 1234.0})
     lines = [re.sub(r"^[\d:]+ \| ", "", line) for line in console.file.getvalue().splitlines()]
     legend, *lines = lines
-    assert "reward: mean of its samples" in legend
+    assert "reward: mean |" in legend
     assert lines == [
         "eval arith: reward 0.400, length 20.0, after 0 rollouts",
         "rollout",
