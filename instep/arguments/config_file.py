@@ -82,18 +82,21 @@ def dump(file: str, command: str, uses: Sequence[tuple[str, Flag | None, Sequenc
         return dumper.represent_scalar("tag:yaml.org,2002:str", value, style)
 
     Typed.add_representer(str, text_of)
+    lines = [f"# instep {command} {CONFIG} {file}"]
     found: dict[str, tuple[str, list[str]]] = {}
-    for name, flag, words in uses:
-        key = name if flag is None else flag.attribute
+    for typed_name, flag, words in uses:
+        key, name = (typed_name, typed_name) if flag is None else (flag.attribute, flag.name)
         before = found.pop(key, ("", []))[1] if flag is not None and adds(flag) else []
         found.pop(key, None)
-        if name not in (CONFIG, DUMP) and not (flag is not None and flag.secret):
-            found[key] = (name if flag is None else flag.name).lstrip("-"), [*before, *map(str, words or ["true"])]
+        if flag is not None and flag.secret:
+            lines.append(f"# {name} is a secret: give it on the command line")
+        elif name not in (CONFIG, DUMP):
+            found[key] = name.lstrip("-"), [*before, *map(str, words or ["true"])]
     values = {name: words[0] if len(words) == 1 else words for name, words in found.values()}
     text = yaml.dump(values, Dumper=Typed, sort_keys=False, width=10**6, default_flow_style=None, allow_unicode=True)
     with writing(Path(file), DUMP):
         Path(file).parent.mkdir(parents=True, exist_ok=True)
-        Path(file).write_text(f"# instep {command} {CONFIG} {file}\n{text if values else ''}", encoding="utf-8")
+        Path(file).write_text("\n".join([*lines, text if values else ""]), encoding="utf-8")
 
 
 def _keys(word: str, sglang: bool) -> set[str]:

@@ -36,9 +36,9 @@ def folder(tmp_path, monkeypatch):
 
 def dumped(words: list[str], file: str) -> str:
     with pytest.raises(SystemExit) as end:
-        parse([*words, "--dump-config", file])
+        parse([*words, "--dump_config", file])
     assert end.value.code == 0
-    return Path(file).read_text().partition("\n")[2]
+    return "".join(line for line in Path(file).open() if not line.startswith("#"))
 
 
 def test_a_file_is_read_as_its_words():
@@ -67,8 +67,9 @@ def test_serve_reads_a_file():
 
 
 def test_dumped_and_read_again():
-    text = dumped(["--config", "mine.yaml", "--lr", "3e-6", "--wandb-key", "secret", "--use-wandb"], "once.yaml")
-    assert 'rollout-stop:\n- "\\n"\n- --end\n' in text and text.startswith("lr: 3e-6\n") and "secret" not in text
+    text = dumped(["--config", "mine.yaml", "--lr", "3e-6", "--wandb-key", "hidden", "--use-wandb"], "once.yaml")
+    assert 'rollout-stop:\n- "\\n"\n- --end\n' in text and text.startswith("lr: 3e-6\n") and "hidden" not in text
+    assert Path("once.yaml").read_text().splitlines()[1] == "# --wandb-key is a secret: give it on the command line"
     assert dumped(["--config", "once.yaml"], "new/twice.yaml") == text
     typed = parse(["--config", "mine.yaml", "--lr", "3e-6", "--use-wandb"])
     assert parse(["--config", "once.yaml"]) == typed.replace(config="once.yaml")
