@@ -12,6 +12,7 @@ import sys
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from enum import Enum
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -249,8 +250,8 @@ def _written(command: str, prompts: list[Any], flags: Mapping[str, Any]) -> dict
 def _words(flags: Mapping[str, Any], functions: dict[str, Callable[..., Any]]) -> Iterator[str]:
     """Yield the keywords as words of a command line. Functions that no module has are added to `functions`."""
     from instep.arguments.all_flags import find
+    from instep.arguments.config_file import typed
     from instep.arguments.extra import find_on_path
-    from instep.arguments.parser import Value
 
     for name, value in flags.items():
         word = "--" + name.replace("_", "-")
@@ -259,13 +260,9 @@ def _words(flags: Mapping[str, Any], functions: dict[str, Callable[..., Any]]) -
             yield f"{word}={value}" if isinstance(value, str) else word
         elif value is True:
             yield word
-        elif isinstance(value, Mapping) and flag.nargs:
-            yield from [word, *(Value(_typed(name, x, functions)) for pair in value.items() for x in pair)]
-        elif _is_several(value):
-            parts = [_typed(name, part, functions) for part in value]
-            yield from [f"{word}={part}" for part in parts] if flag.append else [word, *map(Value, parts)]
         elif value is not None:
-            yield f"{word}={_typed(name, value, functions)}"
+            several = list(value) if _is_several(value) else value
+            yield from typed(word, flag, several, partial(_typed, name, functions=functions))
 
 
 def _is_several(value: Any) -> TypeGuard[Iterable[Any]]:

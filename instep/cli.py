@@ -152,11 +152,13 @@ def arguments(command: str, words: list[str]) -> Args:
         if not callable(signal.getsignal(signal.SIGUSR1)):  # the controller of another run has it
             faulthandler.register(signal.SIGUSR1, sys.__stderr__)  # until the controller takes it over
     _import_from_here()
+    from instep.arguments.config_file import expanded
     from instep.arguments.parse import parse
     from instep.system.gpus import memory_of_gpus, no_driver
 
+    words = expanded(words)
     names = {word.partition("=")[0].replace("_", "-") for word in words}
-    if "--device" not in names and no_driver():
+    if not {"--device", "--dump-config"} & names and no_driver():
         words = [*words, "--device", "cpu"]
     args = parse(words, command)
     from instep.preflight.inputs import check_inputs

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 
 from instep.algorithms.catalog import OFFLINE
 from instep.arguments.all_flags import own_flags, passed_through
 from instep.arguments.args import Args, Draft
 from instep.arguments.concern import Problem
+from instep.arguments.config_file import dump, expanded
 from instep.arguments.engine_flags import given_words
 from instep.arguments.extra import of_user
 from instep.arguments.named import fetch
 from instep.arguments.parser import scan
+from instep.arguments.suggest import named_flags
 from instep.arguments.validate import check, complete
 from instep.engines.kind import AUTO
 from instep.errors import ConfigError
@@ -24,8 +27,9 @@ def parse(argv: Sequence[str], command: str = "train") -> Args:
 
     Raises:
         ConfigError: one error for all mistakes, before anything heavy is loaded.
+        SystemExit: `--dump-config` has written its file.
     """
-    found = scan(argv, command)
+    found = scan(expanded(argv), command)
     own = chain(own_flags(sglang=True).values(), own_flags().values())
     acting = {flag.attribute: flag for flag in own if flag.status == "acts"}
     from_path = {name: flag for name, flag in found.flags.items() if flag.passed_to == "megatron"}
@@ -49,12 +53,23 @@ def parse(argv: Sequence[str], command: str = "train") -> Args:
             what = "means --rollout-backend sglang; --rollout-backend vllm reads the flags with an equivalent there"
             found.problems.append(Problem(what, ", ".join(args.sglang_flags) or "--sglang-*", refused=False))
     problems = list(dict.fromkeys([*found.problems, *complete(args, found), *check(args, found)]))
+    problems = [_located(problem, found.places) for problem in problems]
     if refused := [problem for problem in problems if problem.refused]:
         raise _error(refused, command)
+    if args.dump_config is not None:
+        dump(args.dump_config, command, found.uses)
+        print(f"{args.dump_config}: the flags of this command line")
+        raise SystemExit(0)
     if command != "plan":
         fetch(args)
     notes = [f"{p.where}: {p.what}{p.remedy and f'; {p.remedy}'}" for p in problems]
     return Args(**{**vars(args), "notes": [*args.notes, *notes]})
+
+
+def _located(problem: Problem, places: Mapping[str, str]) -> Problem:
+    """Return the problem with the file and line of its flag, if the flag is from a file."""
+    place = next((places[name] for name in named_flags(problem.where) if places.get(name)), "")
+    return replace(problem, where=f"{problem.where} ({place})") if place else problem
 
 
 def _error(problems: list[Problem], command: str) -> ConfigError:

@@ -27,6 +27,8 @@ class Scan:
         meant: attributes of flags that a remedy names. They count as invalid, so that their absence is not a second
             problem.
         sglang: whether the engines are SGLang's.
+        uses: each use of a flag: its name, its record and its words.
+        places: the file and line of flags from a file, by name.
     """
 
     given: dict[str, Any] = field(default_factory=dict)
@@ -35,10 +37,23 @@ class Scan:
     broken: set[str] = field(default_factory=set)
     meant: set[str] = field(default_factory=set)
     sglang: bool = False
+    uses: list[tuple[str, Flag | None, list[str]]] = field(default_factory=list)
+    places: dict[str, str] = field(default_factory=dict)
 
 
 class Value(str):
     """A word that is not a flag, even if it begins with dashes."""
+
+
+class FromFile(str):
+    """The name of a flag that stands in a file, and the file with its line."""
+
+    place: str
+
+    def __new__(cls, name: str, place: str = "") -> FromFile:
+        made = super().__new__(cls, name)
+        made.place = place
+        return made
 
 
 def _shown(value: str) -> str:
@@ -67,6 +82,9 @@ def scan(argv: Sequence[str], command: str = "train") -> Scan:
         takes_one = flag and flag.status == "acts" and not (flag.nargs or flag.together or flag.is_switch)
         while tokens and not is_flag(tokens[0]) and not (takes_one and values):
             values.append(tokens.pop(0))
+        if isinstance(token, FromFile):
+            result.places |= dict.fromkeys([name] if flag is None else [name, flag.name], token.place)
+        result.uses.append((name, flag, values))
         _take(result, name, flag, values, command)
     result.broken |= result.meant - result.given.keys()
     return result
@@ -120,7 +138,7 @@ def _store(result: Scan, flag: Flag, values: list[str]) -> None:
         if is_on is None or len(values) > 1:
             raise ValueError(f"takes only true or false as value, but got {_shown(' '.join(values))}")
         result.given.pop(flag.attribute, None)
-        if meant := flag if is_on else _opposite(flag, result.sglang):
+        if meant := flag if is_on else opposite(flag, result.sglang):
             result.flags[meant.attribute] = meant
             result.given[meant.attribute] = meant.constant
         return
@@ -140,13 +158,18 @@ def _store(result: Scan, flag: Flag, values: list[str]) -> None:
             converted.append(flag.convert(value))
         except ValueError as error:
             raise ValueError(f"{'its value' if flag.secret else _shown(value)} {error}") from None
-    if flag.append or (flag.nargs == "+" and flag.name in own_flags()):
+    if adds(flag):
         result.given[flag.attribute] = result.given.get(flag.attribute, []) + converted
     else:
         result.given[flag.attribute] = converted[0] if flag.nargs in (None, "2") else converted
 
 
-def _opposite(switch: Flag, sglang: bool) -> Flag | None:
+def adds(flag: Flag) -> bool:
+    """Return whether each use of the flag adds to a list."""
+    return flag.append or (flag.nargs == "+" and flag.name in own_flags())
+
+
+def opposite(switch: Flag, sglang: bool) -> Flag | None:
     """Return the switch that means the opposite of `switch`; None if leaving out `switch` means that."""
     package, no, name = re.fullmatch(r"(--(?:vllm-|router-|sglang-)?)(no-)?(.*)", switch.name).groups()  # type: ignore[union-attr]
     other = find(f"{package}{'' if no else 'no-'}{name}", sglang=sglang)

@@ -21,11 +21,11 @@ RUN_FILES = (
 READS, ADDS, REPLACES, WRITES = "reads", "adds to the folder", "replaces the folder", "writes the file"
 # By attribute; paths that replace something come before paths that add. `_named` adds the data sets of an evaluation.
 USES = {
-    **dict.fromkeys(("hf_checkpoint", "load", "ref_load", "critic_load", "opd_teacher_load"), READS),
+    **dict.fromkeys(("config", "hf_checkpoint", "load", "ref_load", "critic_load", "opd_teacher_load"), READS),
     **dict.fromkeys(("prompt_data", "eval_config", "megatron_config_path", "vllm_config"), READS),
     **dict.fromkeys(("load_debug_rollout_data", "api_key_file", "vllm_config_path", "chat_template"), READS),
     "save_hf": REPLACES,
-    **dict.fromkeys(("save_debug_rollout_data", "save_debug_train_data"), WRITES),
+    **dict.fromkeys(("save_debug_rollout_data", "save_debug_train_data", "dump_config"), WRITES),
     **dict.fromkeys(("run_dir", "save", "critic_save", "data_cache_path", "dump_details", "wandb_dir"), ADDS),
 }
 _SOME_ROLLOUT = 90817263544  # a placeholder for any number in a template

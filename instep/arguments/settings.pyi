@@ -12,6 +12,8 @@ class ModelSettings(Common):
     chat_template_text: str | None
     ckpt_format: Literal["torch_dist", "torch"]
     ckpt_step: int | None
+    config: str | None
+    dump_config: str | None
     enable_mtp_training: bool
     finetune: bool
     freeze_params_name_list: list[str] | None

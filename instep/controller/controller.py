@@ -180,7 +180,7 @@ class Controller:
             restore_data(self.data_source, state, int(state["rollout_id"]), folder)
         if args.dump_details:
             dumps.copy_tokenizer(Path(args.hf_checkpoint), Path(args.dump_details) / "tokenizer")
-        self._tell([*args.notes, *self._trial.notes])
+        self.log.notes([*args.notes, *self._trial.notes])
         if not self._has_work:
             return
         self.deployment.start()
@@ -189,11 +189,7 @@ class Controller:
         if self.deployment.engines:
             self._trial.notes.clear()
             self._trial.with_engine()
-            self._tell(self._trial.notes)
-
-    def _tell(self, notes: list[str]) -> None:
-        for note in notes:
-            self.log.progress.line(f"note: {note}")
+            self.log.notes(self._trial.notes)
 
     @property
     def _has_work(self) -> bool:

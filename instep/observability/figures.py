@@ -58,12 +58,22 @@ class Figure:
         return self.label.replace(" ", "_")
 
 
-_BY_LOSS = {
-    loss: tuple(Figure(**row) for row in rows)
-    for loss, rows in tomllib.loads(Path(__file__).with_name("figures.toml").read_text(encoding="utf-8")).items()
-}
+_TEXTS = tomllib.loads(Path(__file__).with_name("figures.toml").read_text(encoding="utf-8"))
+LEGEND: dict[str, str] = _TEXTS.pop("legend")
+SUMMARY: dict[str, str] = _TEXTS.pop("summary")  # what the values of summary.json are
+_BY_LOSS = {loss: tuple(Figure(**row) for row in rows) for loss, rows in _TEXTS.items()}
 
 
 def figures_of(args: Mapping[str, Any]) -> tuple[Figure, ...]:
     """Return the figures of a run with these arguments: by its loss, else those of a policy that samples."""
-    return _BY_LOSS.get(str(args.get("loss_type")), _BY_LOSS["policy"])
+    return _BY_LOSS[_kind(args)]
+
+
+def legend_of(args: Mapping[str, Any]) -> str:
+    """Return a text about the figures of a run with these arguments."""
+    return LEGEND[_kind(args)]
+
+
+def _kind(args: Mapping[str, Any]) -> str:
+    loss = str(args.get("loss_type"))
+    return loss if loss in _BY_LOSS else "policy"

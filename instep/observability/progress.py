@@ -109,10 +109,10 @@ class Progress:
     def live(self) -> bool:
         return self._live is not None
 
-    def line(self, text: str) -> None:
-        """Print a plain line, above the panel if there is one."""
+    def line(self, text: str, style: str = "") -> None:
+        """Print a plain line, above the panel if there is one; on a terminal in this style."""
         self._last_line = time.monotonic()
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
         if not self.live:
             self.console.file.flush()
 

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from instep.errors import writing
 from instep.observability.alarms import AlarmWatch, Limits, describe
-from instep.observability.figures import duration, figures_of, number
+from instep.observability.figures import SUMMARY, duration, figures_of, legend_of, number
 from instep.observability.metrics import is_step
 from instep.observability.output import lost_output
 from instep.observability.progress import Phase, Progress
@@ -34,6 +34,9 @@ from instep.observability.versions import versions
 from instep.system.private import without_credentials, without_secrets
 from instep.system.spans import span
 from instep.types import Group, as_number
+
+ALARM, NOTE = "bold red", "yellow"
+NUM_NOTES = 3
 
 
 class RunLogger:
@@ -80,6 +83,7 @@ class RunLogger:
         self._seconds: dict[str, float] = {}  # of ended phases, by name
         self._failures: list[tuple[BaseException, str]] = []  # each error with the phase that it ended
         self._failed = False
+        self._num_notes = 0
         self._close = ExitStack()
         with ExitStack() as stack:  # closes what is already open if a later step fails
             config = {"title": title, "run_id": run_id, "args": without_secrets(args_dict), "versions": versions()}
@@ -103,7 +107,7 @@ class RunLogger:
                 self._sinks.append(WandB(self.run_dir, wandb, args_dict, title))
             stack.callback(self._close_sinks)
             self._alarms = AlarmWatch(Limits.from_args(args_dict), steps)
-            figures = figures_of(args_dict)
+            figures, self._legend = figures_of(args_dict), legend_of(args_dict)
             self.progress = Progress(title, num_steps, steps_done=done, figures=figures, console=console)
             self.progress.course += [v for row in steps if (v := row.get(figures[0].metric)) is not None]
             if trackio is not None:
@@ -127,7 +131,7 @@ class RunLogger:
             raised, texts = self._alarms.check(step, row)
             row |= raised
             for text in texts:
-                self.progress.line(text)
+                self.progress.line(text, ALARM)
         self._metrics.write({"step": step, "time": time.time(), **row})
         for sink in self._sinks:
             sink.log(step, row)
@@ -207,6 +211,21 @@ class RunLogger:
         """Show a short note beside the phase, such as `groups 12/32`; an empty text removes it."""
         self.progress.set_status(text)
 
+    def notes(self, texts: Sequence[str]) -> None:
+        """Write notes to logs/notes.txt, and show the first three of the run."""
+        if not texts:
+            return
+        path, shown = self.run_dir / "logs" / "notes.txt", max(NUM_NOTES - self._num_notes, 0)
+        self._num_notes += len(texts)
+        for text in texts[:shown]:
+            self.progress.line(f"note: {text}", NOTE)
+        if len(texts) > shown:
+            self.progress.line(f"{len(texts) - shown} more notes: {path}", NOTE)
+        with writing(self.run_dir):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a", encoding="utf-8") as file:
+                file.writelines(f"{text}\n" for text in texts)
+
     def ended_early(self, status: str, to_go_on: str) -> None:
         """Print how an unfinished run can continue. This comes first, because a second Ctrl-C may end the rest."""
         self.progress.stop()
@@ -224,7 +243,7 @@ class RunLogger:
             The content of summary.json.
         """
         for text in self._alarms.at_end():
-            self.progress.line(text)
+            self.progress.line(text, ALARM)
         summary = {"status": status, **self.progress.results(), **summary, "alarms": self._alarms.first}
         if to_go_on:
             summary["to_go_on"] = to_go_on
@@ -237,6 +256,8 @@ class RunLogger:
             self.progress.stop(keep_panel=False)
             self.progress.console.print(summary_table(self.progress.title, summary))
         self.progress.line(f"report: {report}")
+        if not to_go_on:
+            self.progress.line(_next(self.run_dir, summary.get("model")), "bold")
         return summary
 
     def _close_sinks(self) -> None:
@@ -246,6 +267,7 @@ class RunLogger:
 
     def __enter__(self) -> RunLogger:
         self.progress.start()
+        self.progress.line(self._legend, "dim")
         if self.moved is not None:
             self.progress.line(f"an earlier run was in {self.run_dir}: its files are in {self.moved} now")
         return self
@@ -271,14 +293,21 @@ def _write_error(path: Path, error: BaseException | None) -> None:
 def summary_table(title: str, summary: Mapping[str, Any]) -> Table:
     """Return a table of a summary's scalars in readable units, without nested values such as `versions`."""
     table = Table(title=title, box=box.ROUNDED, show_header=False, title_style="bold")
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(justify="right", style="bold", overflow="fold")
     table.add_column(style="dim")
-    table.add_column(justify="right", style="bold")
     for name, value in summary.items():
         if name == "alarms":
-            table.add_row(name, describe(value).replace(", ", "\n"))
+            table.add_row(name, describe(value).replace(", ", "\n"), SUMMARY[name])
         elif not isinstance(value, (Mapping, list, tuple)):
-            table.add_row(name, readable(name, value))
+            table.add_row(name, readable(name, value), SUMMARY.get(name, ""))
     return table
+
+
+def _next(run_dir: Path, model: str | None) -> str:
+    """Return what to do after a run."""
+    use = f", instep serve --hf-checkpoint {model} (the model)" if model else ""
+    return f"next: instep view {run_dir} (curves), instep samples {run_dir} (texts){use}"
 
 
 def readable(name: str, value: Any) -> str:

@@ -94,8 +94,14 @@ def test_a_command_of_the_documents_is_accepted(name, line, tmp_path, monkeypatc
         return  # the rest of the command, its file or its cluster is not there
     for value in words[words.index("--eval-prompt-data") + 1 :][1:2] if "--eval-prompt-data" in words else []:
         make("--prompt-data", value)
-    args = parse([*words, *(["--num-rollout", "1"] if name == "quick_start.md" else [])], command)
+    words += ["--num-rollout", "1"] if name == "quick_start.md" else []
+    args = parse(words, command)
     assert args.command == command
+    with pytest.raises(SystemExit):
+        parse([*words, "--dump-config", "f.yaml"], command)
+    again = parse(["--config", "f.yaml"], command)
+    notes = [re.sub(r" \(f.yaml, line \d+\)", "", note) for note in again.notes]
+    assert again.replace(config=None, notes=notes) == args
 
 
 def make(flag: str, value: str) -> None:

@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from instep.errors import ConfigError
+from instep.observability.figures import SUMMARY, figures_of, legend_of
 from instep.observability.progress import Progress
 from instep.observability.show_samples import main as show
 from instep.types import Sample, Status
@@ -47,6 +48,26 @@ def logged(folder: Path, loss_type: str, console: Console) -> None:
             log_probs = {id(s): [-loss, -9.0, -2 * loss] for s in group}
             log.samples(step, [group], "train", 8, rewarded=False, texts=texts, log_probs=log_probs)
         log.finish({"num_steps": 2, "num_tokens": 1800})
+
+
+def test_every_number_is_explained() -> None:
+    for loss in ("policy", "sft_loss", "dpo_loss"):
+        for figure in figures_of({"loss_type": loss}):
+            assert re.search(rf"\b{figure.label.split()[-1]}\b[\w, ]*: ", legend_of({"loss_type": loss})), figure
+            assert not figure.in_table or f"{figure.key}_last" in SUMMARY
+
+
+def test_notes_are_three_at_most(tmp_path: Path) -> None:
+    console = plain_console()
+    with run(tmp_path, console=console) as log:
+        log.notes(["one", "two"])
+        log.notes(["three", "four", "five"])
+        log.finish({"model": "m"})
+    lines = console.file.getvalue().splitlines()
+    path = tmp_path / "logs" / "notes.txt"
+    assert lines[1:5] == ["note: one", "note: two", "note: three", f"2 more notes: {path}"]
+    assert path.read_text().split() == ["one", "two", "three", "four", "five"]
+    assert lines[-1].endswith("instep serve --hf-checkpoint m (the model)")
 
 
 @pytest.mark.parametrize("loss_type", KINDS)

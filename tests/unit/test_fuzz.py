@@ -65,6 +65,8 @@ def try_words(command: str, words: list[str]) -> bool:
             args = parse([*base, *words], command)
             if command not in ("serve", "plan"):
                 check_inputs(args)
+    except SystemExit:  # --dump-config has written its file
+        return True
     except InstepError as error:
         shown = str(error).encode("utf-8", "backslashreplace")
         assert error.what and error.where and len(shown) < 250_000

@@ -101,6 +101,8 @@ def test_plain_progress_is_one_line_per_step_and_new_phase(tmp_path: Path) -> No
                 log.status("groups 1/2")
             log.log(step, {"rollout/reward_mean": 0.5 + step / 10, "perf/rollout_tokens_per_second": 1234.0})
     lines = [re.sub(r"^[\d:]+ \| ", "", line) for line in console.file.getvalue().splitlines()]
+    legend, *lines = lines
+    assert "reward: mean |" in legend
     assert lines == [
         "eval arith: reward 0.400, length 20.0, after 0 rollouts",
         "rollout",
@@ -195,7 +197,8 @@ def test_terminal_panel_garbles_nothing_and_is_taken_down(tmp_path: Path, mode: 
     if mode == "finish":
         assert any("eval_reward_after" in line and "0.7500" in line for line in lines)
         assert any("2.50 GB" in line for line in lines)
-        assert lines[-2:] == [f"report: {tmp_path / 'report.html'}", ""]
+        assert lines[-3] == f"report: {tmp_path / 'report.html'}"
+        assert lines[-2] == f"next: instep view {tmp_path} (curves), instep samples {tmp_path} (texts)"
     else:
         error, phase = {"raise": ("ValueError", "rollout 1"), "wait": ("KeyboardInterrupt", "rollout 1")}[mode]
         assert f"stopped in phase {phase}, 2 of 3 rollouts done: {error}" in lines

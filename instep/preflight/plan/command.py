@@ -68,10 +68,12 @@ def plan(words: Sequence[str]) -> None:
     options, flags = own_options(words)
     from rich.console import Console
 
+    from instep.arguments.config_file import expanded
     from instep.arguments.parse import parse
     from instep.cluster.engine_plan import describe_engines
     from instep.cluster.placement import describe, make_plan, table
 
+    flags = expanded(flags)
     args = parse(flags, "plan")
     gpus = plan_memory(args)
     placed = make_plan(args)
