@@ -1,6 +1,6 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help venv install-vllm install-sglang quickstart quickstart-vllm quickstart-sglang tool-use real test test-full test-vllm-fast test-vllm test-sglang-fast test-sglang test-peers test-neighbours test-megatron test-real test-mutants test-learning lint format bench clean
+.PHONY: help venv install-vllm install-sglang quickstart quickstart-vllm quickstart-sglang tool-use real test test-full test-vllm-fast test-vllm test-sglang-fast test-sglang test-peers test-neighbours test-megatron test-real test-mutants test-learning lint docs format bench clean
 
 BACKEND ?= hf
 DEVICE ?= cpu
@@ -101,6 +101,10 @@ lint: venv  ## ruff (rules and format), mypy, scripts/ratchet.toml, and what doc
 	.venv/bin/python scripts/ratchet.py
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q tests/documents
 
+docs: venv  ## the documents as a site, in site/, with all links checked (makes .venv-docs, once)
+	@scripts/setup_beside.sh docs
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict --quiet
+
 format: venv  ## let ruff mend what it can
 	.venv/bin/ruff check --fix-only .
 	.venv/bin/ruff format .
@@ -111,5 +115,5 @@ bench: venv  ## the benchmarks that a CPU can run, into benchmarks/results/
 	    echo "== $$file"; .venv/bin/python "$$file"; done
 
 clean:  ## remove caches and build outputs (not .venv, not runs/)
-	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf build dist site *.egg-info .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +

@@ -24,8 +24,7 @@ from tests.command_line import CONFIG
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
     ROOT / "README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
-    *sorted((ROOT / "docs/neighbours").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "examples").glob("*/README.md")),
 ]
 # Documents that name flags which do not act, or those of vLLM and its router as they are there.
@@ -57,9 +56,9 @@ NEIGHBOURS = {
 
 def commands(text: str) -> list[list[str]]:
     """The words after `instep` of each command line that begins a line of a text."""
-    joined = re.sub(r"\\\n\s*", " ", text)
+    joined = re.sub(r"\\\n[+\s]*", " ", text)
     names = "|".join(("train", "sft", "dpo", "serve", "plan", *NEIGHBOURS))
-    begins = rf"^\s*\$?\s*(?:\w+=\S+ )*instep ((?:{names}) (?:--|\.\.\.).*)$"
+    begins = rf"^\s*[$+]?\s*(?:\w+=\S+ )*instep ((?:{names}) (?:--|\.\.\.).*)$"
     words = [shlex.split(re.split(" (?:2?>|&|#)", line)[0]) for line in re.findall(begins, joined, re.MULTILINE)]
     return [[word for word in line if word != "$@"] for line in words if "--flag" not in line]
 
