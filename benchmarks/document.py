@@ -190,7 +190,9 @@ def weight_sync_gpu() -> str:
         mine = {n: f for n, f in found["headline"].items() if n.startswith(here)}
         missed = [f"`{n}` {f['measured']} ({f['target']})" for n, f in mine.items() if f["met"] is False]
         met, unknown = (sum(f["met"] is value for f in mine.values()) for value in (True, None))
-        parts.append(f"Targets: {met} met, {unknown} not measured, {len(missed)} missed{': ' * bool(missed)}{', '.join(missed)}.")
+        parts.append(
+            f"Targets: {met} met, {unknown} not measured, {len(missed)} missed{': ' * bool(missed)}{', '.join(missed)}."
+        )
     return "\n\n".join(parts) or "Nothing measured yet."
 
 

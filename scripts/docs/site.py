@@ -11,7 +11,20 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
-LINK = re.compile(r"(\]\()([^)#:\s]+)(?=[)#])")
+LINK = re.compile(r"\[([^\[\]]*)\]\(([^)#:\s]+)(?=[)#])")
+titles: dict[str, str] = {}  # of pages, by their place on the site
+
+
+def on_config(config: Any) -> Any:
+    """Read the titles of the navigation."""
+    entries = list(config.nav)
+    while entries:
+        for title, inside in entries.pop().items():
+            if isinstance(inside, str):
+                titles[inside] = title
+            else:
+                entries += inside
+    return config
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -29,13 +42,17 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Make links between files of the repository those between pages of the site."""
+    """Make links between files of the repository those between pages, and name a page by its title where a file was."""
     here = page.file.src_uri
     path = "README.md" if here == "index.md" else f"docs/{here}" if (ROOT / "docs" / here).exists() else here
 
+    if here == "index.md":
+        page.meta["hide"] = ["navigation"]
+
     def moved(match: re.Match[str]) -> str:
         target = place(posixpath.normpath(posixpath.join(posixpath.dirname(path), match[2])))
-        return match[1] + posixpath.relpath(target, posixpath.dirname(here) or ".")
+        name = titles.get(target, match[1]) if match[1].endswith(".md") else match[1]
+        return f"[{name}]({posixpath.relpath(target, posixpath.dirname(here) or '.')}"
 
     return LINK.sub(moved, markdown)
 

@@ -7,9 +7,11 @@ import json
 import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+import instep
 from instep.arguments.all_flags import find, own_flags
 from instep.arguments.help import format_help
 from instep.arguments.parse import parse
@@ -19,6 +21,7 @@ from instep.preflight.plan.command import own_options
 from instep_neighbours.atropos import env_api, server, trainer_flags
 from instep_neighbours.trl.command_line import FLAGS as TRL_FLAGS
 from instep_neighbours.trl.command_line import read
+from tests.assets import make_checkpoint
 from tests.command_line import CONFIG
 
 ROOT = Path(__file__).parents[2]
@@ -95,6 +98,19 @@ def test_a_command_of_the_documents_is_accepted(name, line, tmp_path, monkeypatc
         make("--prompt-data", value)
     args = parse([*words, *(["--num-rollout", "1"] if name == "quick_start.md" else [])], command)
     assert args.command == command
+
+
+def test_the_python_of_the_readme_is_accepted(tmp_path, monkeypatch):
+    """Its rows, its reward and its flags; the model is a folder here."""
+    monkeypatch.chdir(tmp_path)
+    make_checkpoint(Path("google/gemma-3-270m"))
+    runs, found = [], {}
+    monkeypatch.setattr(instep, "train", lambda **given: runs.append(instep.Run(**given)))
+    exec(re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1], found)
+    rows = [json.loads(line) for line in next(Path("runs/largest").glob("prompts-*.jsonl")).read_text().splitlines()]
+    assert len(rows) == 2000 and len(runs) == 1
+    for response, right in ((f" {rows[0]['label']}\n", 1), ("1", 0)):
+        assert found["reward"](None, SimpleNamespace(response=response, label=rows[0]["label"])) == right
 
 
 def make(flag: str, value: str) -> None:
