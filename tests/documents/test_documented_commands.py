@@ -39,6 +39,7 @@ OF_OTHERS = (
     "engines_topologies.md",
     "faults.md",
     "checkpoints.md",
+    "errors.md",
 )
 
 
