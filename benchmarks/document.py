@@ -323,7 +323,7 @@ SECTIONS: dict[str, list[Callable[[], str]]] = {
     "docs/benchmarks.md": [cpu_grpo, gpu_grpo, embedded_engine],
     "docs/algorithms.md": [learning],
     "docs/data.md": [data_files],
-    "docs/engines.md": [bf16_gap],
+    "docs/lab/engines.md": [bf16_gap],
     "docs/weight-sync.md": [margins],
     "docs/lab/async.md": [async_training],
     "docs/lab/performance.md": [controller_share],
