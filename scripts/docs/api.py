@@ -37,7 +37,15 @@ def markdown() -> str:
         lines += [f"## {title}", ""]
         for name in names:
             found = named(name)
-            lines += [f"### `{name}`", "", "```python", *_wrapped(signature(found)), "```", "", *prose(found)]
+            lines += [
+                f"### `{name}`",
+                "",
+                "```python",
+                *_wrapped(signature(found).replace("'", '"')),
+                "```",
+                "",
+                *prose(found),
+            ]
     return "\n".join(lines).rstrip() + "\n"
 
 

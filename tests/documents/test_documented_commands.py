@@ -108,7 +108,7 @@ def test_the_python_of_the_readme_is_accepted(tmp_path, monkeypatch):
     runs, found = [], {}
     monkeypatch.setattr(instep, "train", lambda **given: runs.append(instep.Run(**given)))
     exec(re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1], found)
-    rows = [json.loads(line) for line in next(Path("runs/largest").glob("prompts-*.jsonl")).read_text().splitlines()]
+    rows = [json.loads(line) for line in next(Path("runs").glob("*/prompts-*.jsonl")).read_text().splitlines()]
     assert len(rows) == 2000 and len(runs) == 1
     for response, right in ((f" {rows[0]['label']}\n", 1), ("1", 0)):
         assert found["reward"](None, SimpleNamespace(response=response, label=rows[0]["label"])) == right
