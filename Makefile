@@ -103,7 +103,7 @@ lint: venv  ## ruff (rules and format), mypy, scripts/ratchet.toml, and what doc
 
 docs: venv  ## the documents as a site, in site/, with all links checked (makes .venv-docs, once)
 	@scripts/setup_beside.sh docs
-	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict
 
 format: venv  ## let ruff mend what it can
 	.venv/bin/ruff check --fix-only .
