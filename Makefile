@@ -1,7 +1,9 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help venv install-vllm install-sglang quickstart quickstart-vllm quickstart-sglang tool-use real test test-full test-vllm-fast test-vllm test-sglang-fast test-sglang test-peers test-neighbours test-megatron test-real test-mutants test-learning lint docs format bench clean
+.PHONY: help venv install-vllm install-sglang quickstart quickstart-vllm quickstart-sglang tool-use real test test-full test-vllm-fast test-vllm test-sglang-fast test-sglang test-peers test-neighbours test-megatron test-real test-mutants test-learning lint format bench docs clean
 
+PYTHON ?= python3
+INSTALL := .venv/bin/python -m instep.cli install
 BACKEND ?= hf
 DEVICE ?= cpu
 CLUSTER ?= local
@@ -23,14 +25,18 @@ help:  ## print this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | \
 	    while IFS='|' read -r name text; do printf '  make %-15s %s\n' "$$name" "$$text"; done
 
-venv:  ## make .venv with the pinned packages (every target below does it; the second time it takes no time)
-	@scripts/setup_venv.sh
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; (3, 11) <= sys.version_info < (3, 14) or sys.exit("instep needs Python 3.11, 3.12 or 3.13; set PYTHON=/path/to/one of these")'
+	@$(PYTHON) -m venv --clear .venv || { rm -rf .venv; echo "install Python's venv module (Debian, Ubuntu: apt-get install python3-venv)" >&2; exit 1; }
 
-install-vllm:  ## add vLLM's CPU variant and vllm-router to .venv (about 1.5 GB)
-	@scripts/setup_vllm.sh
+venv: .venv/bin/python  ## make .venv with the pinned packages (every target below does it; the second time it takes no time)
+	@$(INSTALL) dev
 
-install-sglang:  ## add SGLang and sglang-router to .venv, beside vLLM (about 55 MB more)
-	@scripts/setup_sglang.sh
+install-vllm: venv  ## add vLLM's CPU variant and vllm-router to .venv (about 1.5 GB)
+	@$(INSTALL) vllm --device cpu
+
+install-sglang: install-vllm  ## add SGLang and sglang-router to .venv, beside vLLM (about 55 MB more) [SGLANG=0.5.17]
+	@$(INSTALL) sglang$(addprefix ==,$(SGLANG)) --device cpu
 
 quickstart: venv  ## train a tiny model to a better policy in five minutes [BACKEND=hf|megatron DEVICE=cpu|cuda CLUSTER=local|ray SEED=0 OUT=]
 	HF_HUB_OFFLINE=1 .venv/bin/python examples/quickstart/run.py --backend $(BACKEND) --device $(DEVICE) \
@@ -73,11 +79,11 @@ test-sglang: install-sglang  ## all tests that need SGLang, on a CPU
 	$(PYTEST) -m '(sglang or sglang_router) and not gpu' $(PARALLEL) -n 2 $(TESTS)
 
 test-peers: venv  ## our losses and LoRA against TRL's, verl's and peft's own functions (makes .venv-peers, once)
-	@scripts/setup_beside.sh peers
+	@$(INSTALL) peers
 	HF_HUB_OFFLINE=1 .venv-peers/bin/python -m pytest -q -m peers tests/oracles
 
 test-neighbours: install-vllm  ## TRL's clients, Atropos' and verifiers' environments, unmodified, against ours [NEIGHBOURS=]
-	@set -e; for name in $(NEIGHBOURS); do scripts/setup_beside.sh $$name; done
+	@$(INSTALL) $(NEIGHBOURS)
 	$(PYTEST) tests/neighbours
 
 test-megatron: venv  ## every flag of a checkout of Megatron-LM core_v0.16.1 is known (six and triton in .venv) [MEGATRON_LM=]
@@ -101,10 +107,6 @@ lint: venv  ## ruff (rules and format), mypy, scripts/ratchet.toml, and what doc
 	.venv/bin/python scripts/ratchet.py
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q tests/documents
 
-docs: venv  ## the documents as a site, in site/, with all links checked (makes .venv-docs, once)
-	@scripts/setup_beside.sh docs
-	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict
-
 format: venv  ## let ruff mend what it can
 	.venv/bin/ruff check --fix-only .
 	.venv/bin/ruff format .
@@ -113,6 +115,10 @@ bench: venv  ## the benchmarks that a CPU can run, into benchmarks/results/
 	@set -e; for file in benchmarks/*.py; do \
 	    [[ -e $$file ]] || { echo "no benchmarks yet"; exit 0; }; \
 	    echo "== $$file"; .venv/bin/python "$$file"; done
+
+docs: venv  ## the documents as a site, in site/, with all links checked
+	@$(INSTALL) docs
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict
 
 clean:  ## remove caches and build outputs (not .venv, not runs/)
 	rm -rf build dist site *.egg-info .pytest_cache .ruff_cache .mypy_cache

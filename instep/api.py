@@ -189,6 +189,13 @@ class Run:
             functions_of_run().update(self._functions)
             yield
 
+    def _repr_html_(self) -> str:
+        """Return the run's figures and curves as they are now; `display(run, display_id=True).update(run)` renews
+        them."""
+        from instep.observability.report import fragment
+
+        return fragment(Path(self.args.run_dir))
+
     def close(self) -> None:
         """End the session, if one is open."""
         if (session := self._session()) is not None:

@@ -47,6 +47,10 @@ OWN = {
         True,
     ),
     "report": Command("RUN_DIR: write the run's report.html", "instep.cli:report"),
+    "view": Command(
+        "[RUN_DIR ...]: show runs in the browser: curves, times, samples, tokens, flags",
+        "instep.observability.view.command:main",
+    ),
     "samples": Command(
         "RUN_DIR: show prompts, responses, masks, log-prob gaps, rewards and weight versions",
         "instep.observability.show_samples:main",
@@ -55,6 +59,7 @@ OWN = {
         "hf-to-megatron | megatron-to-hf | fp8-to-bf16: convert weights, read them back and compare",
         "instep.checkpoints.convert:main",
     ),
+    "install": Command("vllm | sglang | trl | ...: install tested versions", "instep.preflight.install.command:main"),
     "doctor": Command(
         "[RUN_DIR]: check this installation, or the state of a run", "instep.preflight.doctor.command:main"
     ),

@@ -9,6 +9,7 @@
 #   gpu_session.sh start LANE ...     there: a copy of this tree runs the items of each lane in their order, the lanes side
 #                                     by side; LANE is "0: mfu_4b card" or "2,3: trl": its GPUs, 16 cores for each
 #   gpu_session.sh watch SECONDS      there: how far they are; logs and results to $OUT/results.txz
+#   gpu_session.sh stop               there: ends all lanes
 #   gpu_session.sh items              their names
 #
 # BUNDLE and BUNDLE_SGLANG are the programs that build the bundles, PYTHON312 the Python 3.12 with which flash-attn is
@@ -153,8 +154,8 @@ item_grpo_verl_long() { # 600 1.7B dimensions, 1,024 new tokens, beside verl tun
     python benchmarks/gpu_grpo.py --size 1.7b --new-tokens 1024 --steps 3 --limit 290 --logs "$R/logs" \
         --only instep-hf verl-tuned --out "$R/out.json"
 }
-item_grpo_verl_alone() { # 300 the same without the others, which item grpo_beside_verl runs on another GPU
-    python benchmarks/gpu_grpo.py --only verl-tuned verl --steps 4 --limit 200 --logs "$R/logs" --out "$R/out.json"
+item_grpo_verl_alone() { # 600 the same without the others, which item grpo_beside_verl runs on another GPU
+    python benchmarks/gpu_grpo.py --only verl-tuned verl --steps 4 --limit 340 --logs "$R/logs" --out "$R/out.json"
 }
 item_grpo_beside_verl() { # 300 0.6B dimensions, hf and TRL tuned
     python benchmarks/gpu_grpo.py --only instep-hf trl-tuned --steps 4 --limit 200 --logs "$R/logs" --out "$R/out.json"
@@ -288,7 +289,7 @@ prepare() {
     fi
     .venv/bin/python -m pip --disable-pip-version-check download --quiet --no-deps --dest .gpu/extra/wheels \
         --python-version 3.12 --implementation cp --only-binary=:all: --platform any --platform manylinux2014_x86_64 \
-        --platform manylinux_2_28_x86_64 --requirement requirements/atropos.txt --requirement /dev/stdin <<'END'
+        --platform manylinux_2_28_x86_64 --requirement instep/preflight/install/pins/atropos.txt --requirement /dev/stdin <<'END'
 wandb==0.31.0
 platformdirs==4.14.5
 protobuf==7.36.2
@@ -358,6 +359,7 @@ queue() { # with a lock of each of its GPUs
         exec {lock}>"$Q/gpu$gpu.lock"
         flock --nonblock "$lock" || refuse "GPU $gpu has a lane: $1: ${*:2} is not run"
     done
+    echo $$ >"$Q/lane-$1.pid" # of a process group of its own
     . scripts/gpu_host.sh
     export CUDA_VISIBLE_DEVICES=$1 VLLM_CACHE_ROOT=$HOME/.cache/vllm TORCHINDUCTOR_CACHE_DIR=$HOME/.cache/inductor
     export TMPDIR=$HOME/tmp/${1//,/} # models of benchmarks are of one lane
@@ -372,6 +374,13 @@ queue() { # with a lock of each of its GPUs
         timeout --kill-after=10 "$(items | awk -v item="$item" '$1 == item { print $2 }')" \
             taskset -c "$cores" "$0" one "$item" >"$R.log" 2>&1 || status=$?
         echo "$(date +%T) $1: $item ended with $status"
+    done
+}
+
+stop() {
+    for lane in "$Q"/lane-*.pid; do
+        kill -TERM -- "-$(<"$lane")" 2>/dev/null || true
+        rm "$lane"
     done
 }
 
@@ -397,7 +406,7 @@ watch() {
 case ${1:-} in
     prepare) prepare "${2:-}" ;;
     keep) mkdir -p ~/g && if [[ $2 == */extra ]]; then cp -r "$2" ~/g/; else cp "$2"/* ~/g/; fi ;;
-    unpack | start | queue | watch) "$@" ;;
+    unpack | start | stop | queue | watch) "$@" ;;
     one) "item_$2" ;;
     items) items ;;
     *) sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "$0" && exit 2 ;;

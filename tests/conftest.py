@@ -65,7 +65,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         for mark, names in MISSING.items():
             if names and item.get_closest_marker(mark):
-                how = "make install-sglang" if mark.startswith("sglang") else "make install-vllm"
+                how = f"instep install {'sglang' if mark.startswith('sglang') else 'vllm'}"
                 item.add_marker(pytest.mark.skip(reason=f"{', '.join(names)}: not installed ({how})"))
         params = item.callspec.params if hasattr(item, "callspec") else {}
         names = [f"{name} {params.get(name, '')}" for name in sorted(SHARED.intersection(item.fixturenames))]

@@ -14,7 +14,8 @@ from instep.errors import ConfigError
 
 # The files of a run in its `--run-dir`. A new run moves the files of an earlier run aside, in this order.
 RUN_FILES = (
-    *("metrics.jsonl", "samples.jsonl", "summary.json", "report.html", "tensorboard", "logs", "profile"),
+    *("metrics.jsonl", "samples.jsonl", "timeline.jsonl", "summary.json", "report.html"),
+    *("tensorboard", "logs", "profile"),
     "config.json",  # moved last
 )
 READS, ADDS, REPLACES, WRITES = "reads", "adds to the folder", "replaces the folder", "writes the file"

@@ -366,7 +366,11 @@ class ShapeSettings(Common):
 class LoggingSettings(Common):
     log_passrate: bool
     num_logged_samples: int
+    trackio_project: str
+    trackio_run_name: str | None
+    trackio_server_url: str | None
     use_tensorboard: bool
+    use_trackio: bool
     use_wandb: bool
     wandb_dir: str | None
     wandb_group: str | None

@@ -26,6 +26,7 @@ from instep.controller import dumps
 from instep.controller.debug_dump import dump_on_signal, write_dump
 from instep.controller.deployment import Deployment
 from instep.controller.device import resolve_on_machine
+from instep.controller.gauges import gauges
 from instep.controller.profile import StepProfile
 from instep.controller.records import Records
 from instep.controller.round import Rollout, TrainedBatch, TrainedRollout, TrainingRound
@@ -36,6 +37,7 @@ from instep.controller.round_metrics import (
     metrics_of_rollout,
     speed_metrics,
     staleness_metrics,
+    trackio_settings,
     training_metrics,
     wandb_settings,
 )
@@ -117,6 +119,7 @@ class Controller:
             title=title,
             num_steps=self.num_rollout,
             use_tensorboard=args.use_tensorboard,
+            trackio=trackio_settings(args),
             wandb=wandb_settings(args, (resumed or {}).get("wandb_run_id")),
             resume_from_step=self.start_rollout_id if resumed else None,
             run_id=self._beginning.run_id,
@@ -222,6 +225,7 @@ class Controller:
             output = as_train_output(self.call(call, f"rollout {rollout_id}", **more), self._rollout_hook)
             self.log.status("")
             idle = gate().idle_seconds() - idle
+        self._note_requests()
         data.finish_rollout(output.samples)
         num_dropped = self.ledger.num_dropped - dropped_before
         rollout = self.rollout_of(rollout_id, output, num_dropped, {"rollout": phase.seconds})
@@ -296,6 +300,7 @@ class Controller:
             call = partial(self._eval_hook.call, self.hook_args, rollout_id, self.data_source, evaluation=True)
             output = as_eval_output(self.call(call, f"evaluation before rollout {rollout_id}"), self._eval_hook)
             self.log.status("")
+        self._note_requests()
         metrics = evaluation_metrics(output, pass_rate=self.args.log_passrate)
         self._records.evaluated(rollout_id, output)
         self.totals.evaluations.append({"rollout_id": float(rollout_id), **metrics})
@@ -350,9 +355,16 @@ class Controller:
             metrics |= {**sync.metrics(), **self.deployment.memory("sync")}
         metrics |= self.totals.gpu_peak(metrics)
         self.log.log(rollout.rollout_id, metrics)
+        now = gauges(self.deployment, self._memory, one_host=self.args.cluster == "local")
+        self.log.note({"rollout_id": rollout.rollout_id, "time": time.time(), "processes": now})
+        self._note_requests()
         self.totals.num_rounds += 1
         self.profile.note(rollout, sync)
         return metrics
+
+    def _note_requests(self) -> None:
+        if course := gate().take_course():
+            self.log.note({"requests": course})
 
     def finish(self) -> dict[str, Any]:
         """Write summary.json and report.html, and print the final table, after a pending save has ended."""

@@ -90,7 +90,8 @@ def save_train_data(template: str, rollout_id: int, trained: TrainedBatch) -> Pa
     """Write the training batch with its computed columns, sample by sample in the order of the rollout.
 
     Besides the batch's columns: `step` (the optimizer step within the rollout; -1: left out) and `train_log_probs`:
-    the trainer's log-probs with the weights at the start of the round (None where they were not computed).
+    the trainer's log-probs with the weights at the start of the round (None where they were not computed). `entropy` is
+    the policy's, as the sample's step found it.
     """
     batch, lengths = trained.batch, trained.batch.response_lengths.tolist()
     data: dict[str, Any] = {
@@ -99,6 +100,7 @@ def save_train_data(template: str, rollout_id: int, trained: TrainedBatch) -> Pa
         "response_lengths": lengths,
         "step": trained.step_of_sample,
         "train_log_probs": [trained.log_probs.get(i) for i in range(batch.num_samples)],
+        "entropy": [trained.entropies.get(i) for i in range(batch.num_samples)],
     }
     data |= {name: _rows(column, lengths) for name, column in batch.token_columns.items()}
     for name in ("group_index", "index", "temperature", "rewards", "raw_reward"):

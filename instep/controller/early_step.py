@@ -95,7 +95,7 @@ class EarlyStep:
         self._token = secrets.token_hex(8)  # a repeated rollout has the same id
         self._num_left = num_groups
         self._parts: list[tuple[list[Sample], TokenBatch]] = []
-        self._log_probs: dict[int, torch.Tensor] = {}  # by id of the sample
+        self._rows: dict[int, torch.Tensor] = {}  # log-probs and entropies, by id of the sample
         self.seconds = 0.0
 
     def has_enough(self, lengths: list[int]) -> bool:
@@ -115,7 +115,7 @@ class EarlyStep:
         self.seconds += time.monotonic() - began
         self._num_left -= num_groups
         self._parts.append((samples, batch))
-        self._log_probs.update({id(samples[i]): row for i, row in rows.items()})
+        self._rows.update({id(samples[i]): row for i, row in rows.items()})
 
     def train_rest(
         self,
@@ -123,7 +123,7 @@ class EarlyStep:
         samples: list[Sample],
         schedule: Schedule,
         num_steps_before: int,
-        keep_log_probs: Collection[int],
+        keep: Collection[int],
         gap_limit: float,
     ) -> Callable[[], tuple[list[Metrics], dict[int, torch.Tensor]]]:
         """Begin `RoleTrainer.train` for the whole rollout, but compute only what is not computed yet.
@@ -133,19 +133,19 @@ class EarlyStep:
         left = self._left(batch, samples) if len(schedule) == 1 else []
         train, more = self._actor.train, (gap_limit, self._rollout_id)
         if not left:
-            return train(batch, schedule, num_steps_before, keep_log_probs, *more)
+            return train(batch, schedule, num_steps_before, keep, *more)
         part = batch.select(left)
         try:
             rest = self._actor.plan(part, num_steps=1)
         except ConfigError:  # ranks cannot share it evenly, after fan-out
-            return train(batch, schedule, num_steps_before, keep_log_probs, *more)
+            return train(batch, schedule, num_steps_before, keep, *more)
         place = {i: n for n, i in enumerate(left)}
-        keep = {place[i] for i in keep_log_probs if i in place}
-        wait = train(part, rest, num_steps_before, keep, *more, scale=float(batch.sample_columns["loss_scale"][0]))
+        of_rest = {place[i] for i in keep if i in place}
+        wait = train(part, rest, num_steps_before, of_rest, *more, scale=float(batch.sample_columns["loss_scale"][0]))
 
         def finish() -> tuple[list[Metrics], dict[int, torch.Tensor]]:
             steps, kept = wait()
-            known = {i: self._log_probs[id(samples[i])] for i in keep_log_probs if i not in place}
+            known = {i: self._rows[id(samples[i])] for i in keep if i not in place}
             return steps, known | {left[n]: row for n, row in kept.items()}
 
         return finish

@@ -50,6 +50,7 @@ def of_profile(args: Args) -> Args:
         critic_save=None,
         eval_interval=None,
         use_wandb=False,
+        use_trackio=False,
     )
 
 

@@ -38,7 +38,7 @@ class Records:
             self._log(rollout.rollout_id, rollout.groups, "train", reward_key=self._args.reward_key)
 
     def wanted(self, groups: list[Group]) -> set[int]:
-        """Return the numbers (over all groups) of the samples whose log-probs `trained` needs."""
+        """Return the numbers (over all groups) of the samples whose log-probs and entropies `trained` needs."""
         logged = {id(s) for s in to_log(groups, self._args.num_logged_samples, self._args.reward_key)}
         samples = [s for group in groups for s in group]
         return {i for i, s in enumerate(samples) if self._args.save_debug_train_data or id(s) in logged}
@@ -46,11 +46,12 @@ class Records:
     def trained(self, rollout: Rollout, trained: TrainedBatch | None) -> None:
         """Record a trained rollout; `trained` is None if the training failed."""
         samples = [s for group in rollout.groups for s in group]
-        log_probs = {}
+        log_probs, entropies = dict[int, list[float]](), dict[int, list[float]]()
         if trained:
-            log_probs = {id(samples[trained.sources[i]]): row.tolist() for i, row in trained.log_probs.items()}
-        key = self._args.reward_key
-        self._log(rollout.rollout_id, rollout.groups, "train", reward_key=key, log_probs=log_probs)
+            for rows, column in ((trained.log_probs, log_probs), (trained.entropies, entropies)):
+                column.update({id(samples[trained.sources[i]]): row.tolist() for i, row in rows.items()})
+        log = partial(self._log, log_probs=log_probs, entropies=entropies)
+        log(rollout.rollout_id, rollout.groups, "train", reward_key=self._args.reward_key)
         if trained and self._args.save_debug_train_data:
             dumps.save_train_data(self._args.save_debug_train_data, rollout.rollout_id, trained)
 

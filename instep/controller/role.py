@@ -62,6 +62,7 @@ class RoleTrainer:
         self._layout, self._lr = layout, schedule
         self._dp_size = layout[0].dp_size
         self._num_skipped = 0  # optimizer steps in a row
+        self.rank_memory: list[dict[str, float]] = []  # of each rank, as `memory` has last read it
 
     def watch(self) -> None:
         """Raise if a process of the run has died."""
@@ -141,7 +142,7 @@ class RoleTrainer:
         return finish
 
     def begin_step(self, batch: TokenBatch, schedule: Schedule, token: str) -> Callable[[], dict[int, torch.Tensor]]:
-        """Begin `Worker.begin_step`; return a function that waits for the log-probs, by number of the sample."""
+        """Begin `Worker.begin_step`; return a function that waits for its rows, by number of the sample."""
         shares = self._shares(batch, schedule)
         wait = self._start("begin_step", [(share.batch, share.steps[0], token) for share in shares])
 
@@ -155,7 +156,7 @@ class RoleTrainer:
         batch: TokenBatch,
         schedule: Schedule,
         num_steps_before: int,
-        keep_log_probs: Collection[int] = (),
+        keep: Collection[int] = (),
         gap_limit: float = math.inf,
         rollout_id: int = 0,
         scale: float | None = None,
@@ -163,17 +164,17 @@ class RoleTrainer:
         """Begin the optimizer steps of `schedule`.
 
         Args:
-            keep_log_probs: the numbers of the samples whose log-probs the caller wants.
+            keep: the numbers of the samples whose log-probs and entropies the caller wants.
             gap_limit, scale: see `Worker.train`.
 
         Returns:
-            A function that waits. It returns the metrics of each step, and log-probs `[response_length]` by number of
-            the sample. They come from the first step's forward pass, before the policy changes. It raises TrainingError
-            when too many steps in a row are skipped, and SyncError when `gap_limit` forbids a step.
+            A function that waits. It returns the metrics of each step, and log-probs and entropies `[2,
+            response_length]` by number of the sample, from the forward pass of its step. It raises TrainingError when
+            too many steps in a row are skipped, and SyncError when `gap_limit` forbids a step.
         """
         shares = self._shares(batch, schedule)
         lrs = [self._lr.lr_at(num_steps_before + i) for i in range(len(schedule))]
-        kept = [[n for n, i in enumerate(share.order) if i in keep_log_probs] for share in shares]
+        kept = [[n for n, i in enumerate(share.order) if i in keep] for share in shares]
         parts = [(s.batch, s.steps, lrs, k, gap_limit, rollout_id, scale) for s, k in zip(shares, kept, strict=True)]
         wait = self._start("train", parts)
 
@@ -214,6 +215,7 @@ class RoleTrainer:
     def memory(self) -> dict[str, float]:
         """Return the memory of the ranks by name (`Worker.memory`): the largest value, of free memory the smallest."""
         ranks: list[dict[str, float]] = self.workers.call("memory", timeout=self.args.train_timeout)
+        self.rank_memory = ranks
         return {name: (min if "free" in name else max)(rank[name] for rank in ranks) for name in ranks[0]}
 
     def offload(self, *, weights: bool) -> Callable[[], Any]:

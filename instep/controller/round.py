@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -104,6 +104,7 @@ class TrainedBatch:
         step_of_sample: the optimizer step of each sample.
         log_probs: the trainer's log-probs, float32 `[response_length]`, with the weights at the start of the round, by
             number of each requested sample. A sample of a later step has them only if the rollout was scored first.
+        entropies: of the policy at each response token, as the sample's step found it; float32 `[response_length]`.
         sources: the number of each sample in the rollout; -1 for a sample that the user's conversion made.
         num_critic_steps: optimizer steps of the critic.
     """
@@ -115,6 +116,7 @@ class TrainedBatch:
     log_probs: dict[int, torch.Tensor]
     sources: list[int]
     num_critic_steps: int = 0
+    entropies: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 class TrainingRound:
@@ -148,7 +150,7 @@ class TrainingRound:
 
         Args:
             num_steps_before: optimizer steps of the actor so far, in the whole run.
-            keep: numbers of the rollout's samples (over all groups) whose log-probs the caller wants.
+            keep: numbers of the rollout's samples (over all groups) whose log-probs and entropies the caller wants.
             critic_only: the actor is not trained.
             version: the version of the workers' weights on the engines; 0: no engine has these weights.
             gap_limit: the largest mean log-prob gap of this version's tokens for which the actor is trained.
@@ -193,14 +195,14 @@ class TrainingRound:
             rows = scored.split(batch.response_lengths.tolist())
             out.log_probs = {i: rows[i] for i in keep}
         if not critic_only:
-            wanted_now = keep if scored is None else ()
-            given = schedule, num_steps_before, wanted_now, gap_limit
+            given = schedule, num_steps_before, keep, gap_limit
             if early is not None and early.step is not None:
                 finish_steps = early.step.train_rest(batch, samples, *given)
             else:
                 finish_steps = self._actor.train(batch, *given, rollout_id)
             out.steps, kept = finish_steps()
-            out.log_probs = out.log_probs or kept
+            out.log_probs = out.log_probs or {i: row[0] for i, row in kept.items() if step_of_sample[i] == 0}
+            out.entropies = {i: row[1] for i, row in kept.items()}
         if critic is not None:
             steps, _ = critic()
             out.num_critic_steps = len(steps)

@@ -164,6 +164,14 @@ def evaluation_summary(evaluations: list[dict[str, float]], rollout_id: int) -> 
     return {**found, "evaluations": evaluations}
 
 
+def trackio_settings(args: LoggingSettings) -> dict[str, str | None] | None:
+    """Return the options of a run of Trackio, or None without Trackio."""
+    if not args.use_trackio:
+        return None
+    url = args.trackio_server_url or os.environ.get("TRACKIO_SERVER_URL")
+    return {"project": args.trackio_project, "run_name": args.trackio_run_name, "server_url": url}
+
+
 def wandb_settings(args: LoggingSettings, run_id: str | None) -> dict[str, Any] | None:
     """Return the options of a W&B run, or None without W&B. Key and host are passed only in the environment."""
     if not args.use_wandb:

@@ -294,6 +294,10 @@ class EngineKind(Protocol):
         """Return how many tokens it has drafted and how many of them it has taken, with speculative decoding."""
         return 0.0, 0.0
 
+    def num_generated(self, engine: RunningEngine, timeout: float) -> float | None:
+        """Return how many tokens it has generated since it started; None if it does not tell."""
+        return None
+
     def start_update(self, engine: RunningEngine, version: str, nonce: str, *, timeout: float) -> None:
         """Begin a weight session. An earlier unfinished one is abandoned."""
         engine.post("/start_weight_update", {"version": version, "nonce": nonce}, timeout=timeout)

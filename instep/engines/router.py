@@ -90,7 +90,7 @@ class Router(Server):
     title = "the router"
     program, package, main = "vllm-router", "vllm_router", "instep.engines.router_main"
     external_flags, remove_route = "--vllm-router-ip and --vllm-router-port", "POST /remove_worker?url=..."
-    how_to_install = "pip install vllm-router (make install-vllm does so on a CPU)"
+    how_to_install = "instep install router"
     own_flags: ClassVar[Mapping[str, Sequence[str]]] = _DEFAULTS
     _starts_empty = True
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from instep.engines.router import Router
     from instep.engines.wire import WireFormat
 
-INSTALL = "make install-sglang (CPU); on a GPU host pip install sglang==0.5.17 sglang-router==0.3.2"
+INSTALL = "instep install sglang"
 READS_VLLM = "--rollout-backend vllm, which reads the flags that have an equivalent there"
 OLDEST, WITH_SPANS = (0, 5, 17), (0, 5, 19)
 CPU_TOKENS = 16_384  # of the KV cache on a CPU, where SGLang's default is a share of the host's memory

@@ -80,7 +80,7 @@ class VllmKind(EngineKind):
             raise ConfigError(
                 f"vLLM {version} has no weight-transfer sessions in the form that instep uses",
                 where="--rollout-backend vllm",
-                remedy="install vLLM 0.26 or 0.32 (make install-vllm does so on a CPU)",
+                remedy="instep install vllm",
             )
         recent = release(version) >= (0, 32)
         return Capabilities(self.title, version, version_spans=recent, spans_in_arrays=True, stop_reasons=recent)
@@ -114,8 +114,7 @@ class VllmKind(EngineKind):
             raise ConfigError(
                 "vLLM is not installed here",
                 where=where,
-                remedy="make install-vllm (CPU); on a GPU host pip install vllm; or remove vLLM's flags, and name "
-                "--rollout-backend embedded",
+                remedy="instep install vllm; or remove vLLM's flags, and name --rollout-backend embedded",
             )
         plugins = importlib.metadata.entry_points(group="vllm.general_plugins")
         if not any(plugin.value.startswith("instep_engine.vllm:") for plugin in plugins):
@@ -302,6 +301,10 @@ class VllmKind(EngineKind):
         found = [re.findall(rf"^vllm:spec_decode_num_{n}_tokens_total(?:{{.*}})? (\S+)$", text, re.M) for n in names]
         drafted, taken = (sum(map(float, values)) for values in found)
         return drafted, taken
+
+    def num_generated(self, engine: RunningEngine, timeout: float) -> float | None:
+        found = re.findall(r"^vllm:generation_tokens_total(?:{.*})? (\S+)$", _metrics(engine, timeout), re.M)
+        return sum(map(float, found)) if found else None
 
     def start_update(self, engine: RunningEngine, version: str, nonce: str, *, timeout: float) -> None:
         announced = {"init_info": {"protocol": PROTOCOL, "version": version, "nonce": nonce}}

@@ -10,6 +10,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Iterable
 
 import psutil
 
@@ -28,22 +29,25 @@ def read_pss(pid: int) -> int | None:
         return None
 
 
-def tree_memory(pid: int) -> tuple[int, bool]:
-    """Return the bytes used by `pid` and its descendants, and whether all of it is PSS (False: some of it is RSS)."""
-    total, all_pss = 0, True
+def tree_memory(pid: int) -> tuple[dict[int, int], dict[int, int], bool]:
+    """Return the bytes and the parents of `pid` and its descendants by pid, and whether all of it is PSS (False: some
+    of it is RSS)."""
+    used: dict[int, int] = {}
+    parents: dict[int, int] = {}
+    all_pss = True
     try:
         root = psutil.Process(pid)
         processes = [root, *root.children(recursive=True)]
     except psutil.NoSuchProcess:
-        return 0, True
+        return {}, {}, True
     for process in processes:
         try:
-            if (used := read_pss(process.pid)) is None:
-                used, all_pss = process.memory_info().rss, False
-            total += used
+            if (pss := read_pss(process.pid)) is None:
+                pss, all_pss = process.memory_info().rss, False
+            used[process.pid], parents[process.pid] = pss, process.ppid()
         except psutil.NoSuchProcess:  # it ended after the listing
             continue
-    return total, all_pss
+    return used, parents, all_pss
 
 
 class PssSampler:
@@ -62,6 +66,8 @@ class PssSampler:
         self._interval = interval
         self.current = self.peak = 0
         self.method = "pss"
+        self._used: dict[int, int] = {}
+        self._parents: dict[int, int] = {}
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._loop, name="pss-sampler", daemon=True)
@@ -74,12 +80,25 @@ class PssSampler:
     def sample(self) -> int:
         """Take a sample now, and return it in bytes."""
         with self._lock:
-            self.current, all_pss = tree_memory(os.getpid())
+            self._used, self._parents, all_pss = tree_memory(os.getpid())
+            self.current = sum(self._used.values())
             self.peak = max(self.peak, self.current)
             if not all_pss and self.method == "pss":
                 self.method = "rss"
                 logger.warning("this system reports no PSS: memory is the sum of RSS, which counts shared pages twice")
             return self.current
+
+    def by_owner(self, owners: Iterable[int]) -> dict[int, int]:
+        """Return the bytes at the last sample by owner: each process counts for the nearest of `owners` (pids) that is
+        the process itself or an ancestor. This process is one of them."""
+        out = dict.fromkeys([os.getpid(), *owners], 0)
+        with self._lock:
+            for pid, used in self._used.items():
+                while pid not in out and pid in self._parents:
+                    pid = self._parents[pid]
+                if pid in out:
+                    out[pid] += used
+        return out
 
     def _loop(self) -> None:
         wait = self._interval

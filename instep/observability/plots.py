@@ -19,7 +19,8 @@ OTHER = "other"  # the seconds of a step outside all phases
 TREND = 3  # with so many evaluations a line joins them
 PHASE_ORDER = ("rollout", "wait", "train", "sync", "eval", "save")
 NOT_A_PHASE = ("step", "peak", "early_log_probs", "early_train", "reward", "log_probs")  # the last 4 are parts of one
-Curve = tuple[str, list[int], list[float], dict[str, Any]]  # label, x, y, style
+Curve = tuple[str, list[int], list[float]]  # label, x, y
+Styled = tuple[str, list[int], list[float], dict[str, Any]]
 Columns = dict[str, list[float]]  # by name: a value for each row of `History.steps`
 PANELS = tomllib.loads(Path(__file__).with_name("panels.toml").read_text(encoding="utf-8"))
 
@@ -71,13 +72,35 @@ def read_history(rows: Sequence[dict[str, Any]]) -> History:
     return history
 
 
-def plot(panel: Mapping[str, Any], history: History) -> str | None:
-    """Return the plot of a panel: its stack, if any, and its curves; None if the run has no such metrics."""
+@dataclass(frozen=True)
+class Content:
+    """What a panel shows of a run: a stack or none, curves on the two axes, and the reward of each evaluation set."""
+
+    columns: Columns
+    left: list[Curve]
+    right: list[Curve]
+    evaluations: list[Curve]
+
+
+def content_of(panel: Mapping[str, Any], history: History) -> Content | None:
+    """Return what a panel shows; None if the run has no such metrics."""
     columns = STACKS[panel["stack"]](history) if "stack" in panel else {}
     left, right = (_curves(panel, side, history) for side in ("left", "right"))
-    left += _evaluations(history) if panel.get("evaluations") else []
-    if not (columns if "stack" in panel else left or right) or history.column(panel.get("unless", ""))[0]:
+    evaluations = _evaluations(history) if panel.get("evaluations") else []
+    there = columns if "stack" in panel else left or right or evaluations
+    if not there or history.column(panel.get("unless", ""))[0]:
         return None
+    return Content(columns, left, right, evaluations)
+
+
+def plot(panel: Mapping[str, Any], history: History) -> str | None:
+    """Return the plot of a panel; None if the run has no such metrics."""
+    content = content_of(panel, history)
+    if content is None:
+        return None
+    columns, right = content.columns, content.right
+    left: list[Styled] = [(*curve, {}) for curve in content.left]
+    left += _points(content.evaluations)
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -101,13 +124,13 @@ def plot(panel: Mapping[str, Any], history: History) -> str | None:
             second = axes.twinx()
             second.set_ylabel(panel["right_label"])
             dashed = {"linestyle": "--", **({"color": INK} if columns else {})}
-            _draw(second, [(f"{label} (right axis)", x, y, dashed) for label, x, y, _ in right], colors)
+            _draw(second, [(f"{label} (right axis)", x, y, dashed) for label, x, y in right], colors)
             second.set_ylim(*panel.get("right_range", ()))
             sides.append((second, ("right",)))
         return _svg(figure, sides)
 
 
-def _draw(axes: Any, curves: Sequence[Curve], colors: Iterator[str]) -> None:
+def _draw(axes: Any, curves: Sequence[Styled], colors: Iterator[str]) -> None:
     for label, x, y, style in curves:
         usual = {"color": next(colors), "marker": "o" if len(x) <= 30 else None, "markersize": 3, "linewidth": 1.6}
         axes.plot(x, y, label=label, **usual | style)
@@ -166,20 +189,24 @@ def _curves(panel: Mapping[str, Any], side: str, history: History) -> list[Curve
         if any(abs(v) > panel.get("noise", -1) for v in y):
             y = [v / 1e9 for v in y] if name.endswith("_bytes") else y
             y = [max(abs(v), 1e-10) for v in y] if panel.get("scale") == "log" else y
-            curves.append((label, x, y, {}))
+            curves.append((label, x, y))
     return curves
 
 
 def _evaluations(history: History) -> list[Curve]:
-    """Return the mean reward of each evaluation set. A name with letters missing in the plot font becomes a number."""
+    """Return the mean reward of each evaluation set."""
+    names = history.names("eval/", "/reward_mean")
+    return [(f"eval {n.removeprefix('eval/').removesuffix('/reward_mean')}", *history.column(n)) for n in names]
+
+
+def _points(evaluations: Sequence[Curve]) -> list[Styled]:
+    """Return evaluations as points. A name with letters missing in the plot font becomes a number."""
     from matplotlib.font_manager import findfont, get_font
 
     known = get_font(findfont("DejaVu Sans")).get_charmap()
-    names = history.names("eval/", "/reward_mean")
-    colors, curves = _colors(1 + len(names)), list[Curve]()  # the first color is for the training rollouts
-    for i, metric in enumerate(names, 1):
-        name, (x, y) = metric.removeprefix("eval/").removesuffix("/reward_mean"), history.column(metric)
-        label = f"eval {name if all(ord(letter) in known for letter in name) else f'set {i}'}"
+    colors, curves = _colors(1 + len(evaluations)), list[Styled]()  # the first color is for the training rollouts
+    for i, (label, x, y) in enumerate(evaluations, 1):
+        label = label if all(ord(letter) in known for letter in label) else f"eval set {i}"
         style = {"marker": "D", "markersize": 5, "linewidth": 1.2, "linestyle": "--" if len(x) >= TREND else "none"}
         curves.append((label, x, y, {**style, "color": colors[i]}))
     return curves

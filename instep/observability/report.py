@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import html
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -11,13 +12,15 @@ from typing import Any
 
 import jinja2
 
-from instep.observability.alarms import describe, first_raised
+from instep.observability.alarms import Limits, advice, describe, first_raised
 from instep.observability.figures import duration, number
 from instep.observability.plots import PLOTS, History, read_history
 from instep.observability.sinks import json_lines, read_json, read_json_lines
 from instep.system.atomic import write_text
 
 TEMPLATE = Path(__file__).with_name("report.jinja")
+STYLE = Path(__file__).with_name("style.css")
+IN_NOTEBOOK = ("reward", "loss", "length", "gap", "entropy", "phases")  # drawn again at every update
 
 
 def make_report(run_dir: Path) -> Path:
@@ -31,12 +34,14 @@ def make_report(run_dir: Path) -> Path:
     samples = (row for _, row in json_lines(run_dir / "samples.jsonl"))  # all of them may not fit into memory
     plots = [svg for plot in PLOTS.values() if (svg := plot(history)) is not None]
     versions = summary.get("versions") or config.get("versions") or {}
-    html = jinja2.Environment(autoescape=True, keep_trailing_newline=True)
-    html.filters["text"] = _text
-    page = html.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+    pages = jinja2.Environment(autoescape=True, keep_trailing_newline=True)
+    pages.filters["text"] = _text
+    page = pages.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         title=str(config.get("title") or run_dir.resolve().name),
         subtitle=_subtitle(history, versions, summary),
+        style=STYLE.read_text(encoding="utf-8"),
         figures=headline(history, summary),
+        alarms=advice([row for _, row in history.steps], Limits.from_args(config.get("args") or {})),
         plots=[base64.b64encode(svg.encode()).decode() for svg in plots],
         samples=_samples(samples),
         details=[
@@ -49,6 +54,20 @@ def make_report(run_dir: Path) -> Path:
     path = run_dir / "report.html"
     write_text(path, page)
     return path
+
+
+def fragment(run_dir: Path) -> str:
+    """Return figures and curves of a run as they are now, as HTML for a notebook."""
+    config, summary = read_json(run_dir / "config.json"), read_json(run_dir / "summary.json")
+    history = read_history(read_json_lines(run_dir / "metrics.jsonl"))
+    drawn = [svg for name in IN_NOTEBOOK if name in PLOTS and (svg := PLOTS[name](history)) is not None]
+    images = "".join(
+        f'<img width="46%" alt="plot" src="data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}">'
+        for svg in drawn
+    )
+    texts = [str(config.get("title") or run_dir.name), _subtitle(history, {}, summary)]
+    texts += [f"{label}: {value}" for label, value in headline(history, summary)[:3]]
+    return f"<p>{' &middot; '.join(map(html.escape, texts))}</p>{images}"
 
 
 def headline(history: History, summary: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -6,17 +6,25 @@ import contextlib
 import json
 import os
 import re
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from instep.arguments.paths import RUN_FILES
+from instep.observability.figures import duration
 from instep.system.atomic import free_name
 
 LOGS = "logs"
+TAIL = 12  # lines of an error or log
 # The logs of a run. Their folder may also have the user's own logs (`> RUN_DIR/logs/out.txt`).
 _OUR_LOGS = re.compile(
     r"((actor|critic)-rank\d+|engine-\d+(-node\d+)?|(router|gate)(-.*)?|env(-eval)?-\d+)\.log|"
-    r"(dump-\d+|error|stdout|stderr)\.txt"
+    r"trackio\.log|(dump-\d+|error|stdout|stderr)\.txt"
 )
 
 
@@ -27,6 +35,50 @@ def config_of(folder: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, RecursionError):
         return None
     return config if isinstance(config, dict) and config.keys() >= {"args", "versions"} else None
+
+
+@dataclass(frozen=True)
+class State:
+    """How a run is: `name` is running, elsewhere (on another host), failed, killed, or the status of its summary."""
+
+    name: str
+    text: str
+    remedy: str = ""
+
+
+def state_of(folder: Path, config: Mapping[str, Any], summary: Mapping[str, Any] | None) -> State:
+    """Return the state of a run; of one that failed with its last lines."""
+    process = config.get("process") or {}
+    pid, host = process.get("pid"), process.get("host")
+    if summary is not None:
+        status = str(summary.get("status", "finished"))
+        return State(
+            status, f"{status} after {duration(summary.get('wall_seconds'))}", str(summary.get("to_go_on") or "")
+        )
+    if host != socket.gethostname():
+        text = f"not finished; pid {pid} on host {host}, not visible from here"
+        return State("elsewhere", text, f"run `instep doctor` on {host}")
+    if _lives(pid, process.get("started")):
+        stacks = f"kill -USR1 {pid} writes its stacks into {folder / 'logs'}/dump-<n>.txt"
+        age = time.time() - psutil.Process(pid).create_time()
+        return State("running", f"running as pid {pid} for {duration(age)}\n{stacks}")
+    error = folder / "logs" / "error.txt"
+    if error.exists():
+        lines = error.read_text(errors="replace").split("\n\n")[0].splitlines()
+        return State("failed", "ended by an error\n" + "\n".join(lines[-TAIL:]), f"see {error} for more")
+    logs = sorted((folder / LOGS).glob("*.log"), key=lambda p: p.stat().st_mtime)
+    tail = logs[-1].read_text(errors="replace").splitlines()[-TAIL:] if logs else []
+    said = f"\nthe last lines of {logs[-1]}:\n" + "\n".join(tail) if tail else ""
+    remedy = "it was killed (SIGKILL), by a user or for lack of memory (see `dmesg`); --load continues it"
+    return State("killed", f"pid {pid} has ended without a summary or an error{said}", remedy)
+
+
+def _lives(pid: int | None, started: float | None) -> bool:
+    try:
+        process = psutil.Process(pid) if pid is not None else None
+        return process is not None and started is not None and abs(process.create_time() - started) < 2
+    except psutil.Error:
+        return False
 
 
 def move_run_aside(folder: Path) -> Path | None:

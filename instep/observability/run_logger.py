@@ -1,4 +1,4 @@
-"""The logger of a run: files, TensorBoard, W&B, the progress display and the report."""
+"""The logger of a run: files, TensorBoard, W&B, Trackio, the progress display and the report."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from instep.observability.run_folder import move_run_aside
 from instep.observability.samples import sample_row, to_log
 from instep.observability.sinks import JsonLines, TensorBoard, WandB, jsonable, read_json_lines, write_json
 from instep.observability.step_table import PHASE
+from instep.observability.trackio import Trackio
 from instep.observability.versions import versions
 from instep.system.private import without_credentials, without_secrets
 from instep.system.spans import span
@@ -39,8 +40,9 @@ class RunLogger:
     """A context manager around a whole run, which writes into `run_dir`:
 
     `config.json` (arguments without secrets, versions, process), `metrics.jsonl` (one row per call of `log`),
-    `samples.jsonl`, `tensorboard/` and `wandb/` if asked for. `finish` writes `summary.json` and `report.html`, also
-    for an interrupted run. An error writes `logs/error.txt` with message and traceback.
+    `samples.jsonl`, `timeline.jsonl` (phases, requests and processes: `timeline.py`), `tensorboard/` and `wandb/` if
+    asked for. `finish` writes `summary.json` and `report.html`, also for an interrupted run. An error writes
+    `logs/error.txt` with message and traceback.
 
     The exit always stops the display, restores the terminal and closes the files, also on an exception or
     Ctrl-C. `phase` and `status` may be called from any thread.
@@ -49,8 +51,10 @@ class RunLogger:
         args_dict: the resolved arguments, for `config.json` and W&B.
         num_steps: the number of steps of the whole run, if known.
         wandb: None, or `project`, `group`, `mode`, `team`, `run_id`, `dir`; never a key.
+        trackio: None, or `project`, `run_name`, `server_url`.
         resume_from_step: None: a new run (files of an earlier run move to `run_dir`/old-<n>). A number: continue the
-            files of an earlier session, without their rows of that `step` (samples: `rollout_id`) and later.
+            files of an earlier session, without their rows of that `step` (samples: `rollout_id`) and later. The
+            timeline keeps all its rows.
         run_id: the identity of the run, for config.json; None for a run of an earlier instep.
     """
 
@@ -63,6 +67,7 @@ class RunLogger:
         num_steps: int | None,
         use_tensorboard: bool = True,
         wandb: Mapping[str, Any] | None = None,
+        trackio: Mapping[str, str | None] | None = None,
         resume_from_step: int | None = None,
         run_id: str | None = None,
         console: Console | None = None,
@@ -88,8 +93,10 @@ class RunLogger:
             stack.callback(self._metrics.close)
             self._samples = JsonLines(paths[1], lambda row: (as_number(row.get("rollout_id")) or 0) < done)
             stack.callback(self._samples.close)
+            self._timeline = JsonLines(self.run_dir / "timeline.jsonl", lambda row: True)
+            stack.callback(self._timeline.close)
             steps = [row for row in read_json_lines(paths[0]) if is_step(row)]  # of earlier sessions
-            self._sinks: list[TensorBoard | WandB] = []
+            self._sinks: list[TensorBoard | WandB | Trackio] = []
             if use_tensorboard:
                 self._sinks.append(TensorBoard(self.run_dir / "tensorboard", resume_from_step))
             if wandb is not None:
@@ -99,6 +106,9 @@ class RunLogger:
             figures = figures_of(args_dict)
             self.progress = Progress(title, num_steps, steps_done=done, figures=figures, console=console)
             self.progress.course += [v for row in steps if (v := row.get(figures[0].metric)) is not None]
+            if trackio is not None:
+                offsets = {path.stem: path.stat().st_size for path in paths}
+                self._sinks.append(Trackio(self.run_dir, trackio, offsets, self.progress.line))
             stack.callback(self.progress.stop)  # called first, so that errors show on a normal terminal
             self._close = stack.pop_all()
 
@@ -134,18 +144,25 @@ class RunLogger:
         rewarded: bool = True,
         texts: Callable[[list[int]], list[str]] | None = None,
         log_probs: Mapping[int, Sequence[float]] | None = None,
+        entropies: Mapping[int, Sequence[float]] | None = None,
     ) -> None:
         """Write up to `limit` samples and the extreme ones to samples.jsonl; `to_log` picks them.
 
         Args:
             rewarded: False for samples of the data, see `sample_row`.
             texts: token ids -> the text of each.
-            log_probs: the trainer's log-probs of the response tokens by `id(sample)`, if known.
+            log_probs, entropies: the trainer's, of the response tokens by `id(sample)`, if known.
         """
         head = {"rollout_id": rollout_id, "split": split, "num_samples": sum(map(len, groups))}
         for sample in to_log(groups, limit, reward_key):
-            row = sample_row(sample, texts, (log_probs or {}).get(id(sample)), rewarded=rewarded)
+            known = ((column or {}).get(id(sample)) for column in (log_probs, entropies))
+            row = sample_row(sample, texts, *known, rewarded=rewarded)
             self._samples.write({**head, **row})
+
+    def note(self, row: Mapping[str, Any]) -> None:
+        """Write a row to timeline.jsonl, from any thread. Its times are Unix seconds."""
+        with self._lock:
+            self._timeline.write(row)
 
     def check(self) -> None:
         """Raise OutputError if the run's folder was moved or removed."""
@@ -158,11 +175,17 @@ class RunLogger:
 
     @contextmanager
     def phase(self, name: str, rollout_id: int | None = None) -> Iterator[Phase]:
-        """Show the phase `name` (of a round) while the block runs, and measure its seconds. Phases may overlap."""
-        phase = self.progress.begin_phase(name, rollout_id)
+        """Show the phase `name` (of a round) while the block runs, and measure its seconds. Phases may overlap.
+
+        The timeline has a row of its begin, and one of its end unless it fails.
+        """
+        phase, began = self.progress.begin_phase(name, rollout_id), time.time()
+        row = {"phase": name, "began": began} | ({} if rollout_id is None else {"rollout_id": rollout_id})
         try:
+            self.note(row)
             with span(name, facts=lambda: {PHASE: str(phase)}):
                 yield phase
+            self.note({**row, "ended": began + phase.seconds})
         except BaseException as error:  # also Ctrl-C: the run then reports its phase
             self._failures.append((error, str(phase)))
             raise

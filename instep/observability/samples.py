@@ -39,17 +39,19 @@ def sample_row(
     sample: Sample,
     texts: Callable[[list[int]], list[str]] | None = None,
     log_probs: Sequence[float] | None = None,
+    entropies: Sequence[float] | None = None,
     *,
     rewarded: bool = True,
 ) -> dict[str, Any]:
     """Return the sample as JSON. `tokens` has equally long lists for the first `MAX_LOGGED_TOKENS` response tokens:
 
-    `ids`, `texts`, `loss_mask` (as in training: all 0 with `remove_sample`), `rollout_log_probs` (the engine's) and
-    `log_probs` (the trainer's, with the weights that sampled). Unknown values are null.
+    `ids`, `texts`, `loss_mask` (as in training: all 0 with `remove_sample`), `rollout_log_probs` (the engine's),
+    `log_probs` (the trainer's, with the weights that sampled) and `entropies` (the trained policy's, as its step found
+    it). Unknown values are null. `gap_max` is the largest of `gaps`.
 
     Args:
         texts: token ids -> the text of each.
-        log_probs: the trainer's `[response_length]`.
+        log_probs, entropies: the trainer's `[response_length]`.
         rewarded: False for a sample of the data (SFT, DPO), which no engine generated. It has no reward, but `loss`
             (mean of -log-prob over the trained tokens), `num_tokens`, `num_trained`, and in a pair `pair`.
     """
@@ -67,13 +69,16 @@ def sample_row(
     n = min(sample.response_length, MAX_LOGGED_TOKENS)
     ids = [int(i) for i in sample.tokens[sample.prompt_length :][:n]]
     mask = [0] * n if sample.remove_sample else [1] * n if sample.loss_mask is None else sample.loss_mask[:n]
-    out["tokens"] = {
+    tokens = {
         "ids": ids,
         "texts": texts(ids) if texts is not None else None,
         "loss_mask": [int(m) for m in mask],
         "rollout_log_probs": _rounded(sample.rollout_log_probs, n),
         "log_probs": _rounded(log_probs, n),
+        "entropies": _rounded(entropies, n, 4),
     }
+    out["gap_max"] = max((gap for gap in gaps({"tokens": tokens}) if gap is not None), default=None)
+    out["tokens"] = tokens  # last: an index of many samples need not read it
     if not rewarded and not out["response"]:
         out["response"] = "".join(out["tokens"]["texts"] or [])
     return out
@@ -91,7 +96,7 @@ def gaps(row: dict[str, Any]) -> list[float | None]:
     ]
 
 
-def _rounded(values: Sequence[float] | None, n: int) -> list[float | None] | None:
+def _rounded(values: Sequence[float] | None, n: int, digits: int = 9) -> list[float | None] | None:
     if values is None:
         return None
-    return [float(f"{v:.9g}") if v is not None and math.isfinite(v) else None for v in values[:n]]
+    return [float(f"{v:.{digits}g}") if v is not None and math.isfinite(v) else None for v in values[:n]]

@@ -7,12 +7,14 @@ import contextlib
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 from instep.system.run_context import PerRun
 
 LOOK_SECONDS = 0.02
+MOST_POINTS = 300  # of the course of one step
 
 
 class RequestGate:
@@ -37,6 +39,7 @@ class RequestGate:
         self.num_under_way = 0
         self._idle_since: float | None = time.monotonic()  # None: requests are under way
         self._idle_seconds = 0.0
+        self._course: deque[tuple[float, int]] = deque(maxlen=200_000)  # when `num_under_way` changed, and to what
         self.reset()
 
     def reset(self) -> None:
@@ -79,10 +82,26 @@ class RequestGate:
     def _count(self, change: int) -> None:
         now = time.monotonic()
         self.num_under_way += change
+        self._course.append((round(time.time(), 4), self.num_under_way))
         if self._idle_since is not None and self.num_under_way:
             self._idle_seconds, self._idle_since = self._idle_seconds + now - self._idle_since, None
         elif not self.num_under_way:
             self._idle_since = now
+
+    def take_course(self) -> list[tuple[float, int]]:
+        """Return how many requests were under way since the last call: Unix seconds and the number from then on.
+
+        Where more than `MOST_POINTS` parts of the time have changes, a part has its largest and its last number.
+        """
+        with self._lock:
+            course, self._course = self._course, deque(maxlen=self._course.maxlen)
+        if len(course) <= MOST_POINTS:
+            return list(course)
+        begin, width = course[0][0], (course[-1][0] - course[0][0]) / (MOST_POINTS // 2) or 1.0
+        parts: dict[int, list[tuple[float, int]]] = {}
+        for at, number in course:
+            parts.setdefault(int((at - begin) / width), []).append((at, number))
+        return [point for part in parts.values() for point in (max(part, key=lambda p: p[1]), part[-1])]
 
     def idle_seconds(self) -> float:
         """Return for how long no request to the policy was under way, since the run began."""

@@ -243,7 +243,7 @@ class Worker(Profiled, WorkerWeights):
         finishes the step. A step with another token is dropped.
 
         Returns:
-            By index the log-probs `[response_length]` of all samples, None except on the output rank.
+            By index the log-probs and entropies `[2, response_length]` of all samples, None except on the output rank.
         """
         if self._begun is None or self._begun.token != token:
             self._forget_begun()
@@ -279,7 +279,7 @@ class Worker(Profiled, WorkerWeights):
         batch: TokenBatch,
         steps: list[list[list[int]]],
         lrs: list[float],
-        keep_log_probs: Collection[int] = (),
+        keep: Collection[int] = (),
         gap_limit: float = math.inf,
         rollout_id: int = 0,
         scale: float | None = None,
@@ -288,16 +288,16 @@ class Worker(Profiled, WorkerWeights):
 
         Args:
             steps: step -> micro-batch -> indices into `batch`; lrs: the learning rate of each step.
-            keep_log_probs: indices into `batch` of the samples whose log-probs are returned.
+            keep: indices into `batch` of the samples whose log-probs and entropies are returned.
             gap_limit: the largest mean gap of fresh tokens (`gap.py`) that allows training; measured over the rollout
                 if it was scored first, otherwise over the first step.
             scale: `batch` is the rest of a step that `begin_step` has started; the started part's loss is multiplied by
                 it. None: drop the started part.
 
         Returns:
-            The metrics of each step; by index the log-probs `[response_length]` of the `keep_log_probs` samples of the
-            first step, from its forward pass, before the weights change; and the mean gap of fresh tokens, None without
-            fresh tokens. Above `gap_limit` nothing was trained. None except on this data-parallel rank's output rank.
+            The metrics of each step; by index the log-probs and entropies `[2, response_length]` of the `keep` samples,
+            from the forward pass of their step; and the mean gap of fresh tokens, None without fresh tokens. Above
+            `gap_limit` nothing was trained. None except on this data-parallel rank's output rank.
         """
         results: list[dict[str, float]] = []
         kept: dict[int, torch.Tensor] = {}
@@ -309,8 +309,7 @@ class Worker(Profiled, WorkerWeights):
         logits = self.args.loss_type == "custom_loss" and self.role == "actor"
         for n, (micro_batches, lr) in enumerate(zip(steps, lrs, strict=True)):
             parts = [batch.select(indices).to(self.device) for indices in micro_batches]
-            keeps = n == 0 and keep_log_probs
-            loss_fn = self._loss_that_keeps(micro_batches, keep_log_probs, kept) if keeps else self.loss_fn
+            loss_fn = self._loss_that_keeps(micro_batches, keep, kept) if keep else self.loss_fn
             loss_fn = adding_gap(loss_fn) if n == 0 else loss_fn
             if self._hooks.step is not None:
                 megatron = cast("MegatronBackend", self.backend)
@@ -327,7 +326,7 @@ class Worker(Profiled, WorkerWeights):
         self._settle()
         if not self.backend.parallel.is_output_rank:
             return None
-        return results, {i: log_probs.cpu() for i, log_probs in kept.items()}, mean
+        return results, {i: row.cpu() for i, row in kept.items()}, mean
 
     def _settle(self) -> None:
         """Freeze the garbage collector's objects after the first training, which imports and compiles the last modules.
@@ -342,12 +341,14 @@ class Worker(Profiled, WorkerWeights):
     def _loss_that_keeps(
         self, micro_batches: list[list[int]], wanted: Collection[int], kept: dict[int, torch.Tensor]
     ) -> LossFn:
-        """Return a loss that also copies the log-probs of the `wanted` samples into `kept`."""
+        """Return a loss that also copies log-probs and entropies of the `wanted` samples into `kept`."""
         calls = iter(micro_batches)  # one per call, in this order: see `TrainBackend`
 
         def loss_fn(batch: TokenBatch, outputs: TokenOutputs) -> LossOutput:
-            parts = outputs.log_probs.detach().split(batch.on_host.response_lengths.tolist())
-            kept.update({i: part.clone() for i, part in zip(next(calls), parts, strict=True) if i in wanted})
+            assert outputs.entropy is not None, "forward_backward computes it"
+            lengths, columns = batch.on_host.response_lengths.tolist(), (outputs.log_probs, outputs.entropy)
+            parts = zip(next(calls), *(column.detach().split(lengths) for column in columns), strict=True)
+            kept.update({i: torch.stack(rows) for i, *rows in parts if i in wanted})
             return self.loss_fn(batch, outputs)
 
         return loss_fn

@@ -29,6 +29,7 @@ ADAPTERS = "sglang.srt.lora.lora_manager.LoRAManager.load_lora_adapter_from_tens
 SEEDS = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch"
 SAMPLE = "sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch"
 TOKENIZER = "sglang.srt.managers.scheduler.Scheduler.init_tokenizer"
+THREADS = "sglang.srt.model_loader.utils.should_async_load"
 HASH = "sglang.kernels.ops.sampling.murmur_hash.murmur_hash32"
 START = "sglang.srt.entrypoints.engine._set_envs_and_config"
 FORKS = "SGLANG_USE_CPU_ENGINE"  # instep sets it for engines on a CPU
@@ -40,7 +41,7 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from instep_engine.sglang.sampling import add_seeds, murmur_hash32, sample
-    from instep_engine.sglang.weights import load_adapter, update
+    from instep_engine.sglang.weights import in_threads, load_adapter, update
 
     HookRegistry.register(SERVER, serve, HookType.BEFORE)
     HookRegistry.register(VALIDATE, validate, HookType.BEFORE)
@@ -50,17 +51,32 @@ def register() -> None:
     HookRegistry.register(SCHEDULER, share, HookType.AFTER)
     HookRegistry.register(UPDATE, update, HookType.AROUND)
     HookRegistry.register(ADAPTERS, load_adapter, HookType.AROUND)
+    HookRegistry.register(THREADS, in_threads, HookType.AROUND)
     HookRegistry.register(SEEDS, add_seeds, HookType.AFTER)
     HookRegistry.register(SAMPLE, sample, HookType.REPLACE)
     HookRegistry.register(TOKENIZER, end_at_special_tokens, HookType.AFTER)
     if os.environ.get(FORKS) == "1":
         HookRegistry.register(HASH, murmur_hash32, HookType.REPLACE)
         HookRegistry.register(START, fork, HookType.AFTER)
+        HookRegistry.register(SCHEDULER, attend_to_latents, HookType.BEFORE)
 
 
 def targets() -> list[str]:
     on_cpu = [HASH, START] if os.environ.get(FORKS) == "1" else []
-    return [SERVER, VALIDATE, GENERATE, RESOLVE, SCHEDULER, UPDATE, ADAPTERS, SEEDS, SAMPLE, TOKENIZER, *on_cpu]
+    return [
+        SERVER,
+        VALIDATE,
+        GENERATE,
+        RESOLVE,
+        SCHEDULER,
+        UPDATE,
+        ADAPTERS,
+        THREADS,
+        SEEDS,
+        SAMPLE,
+        TOKENIZER,
+        *on_cpu,
+    ]
 
 
 def check(*_: Any, **__: Any) -> None:
@@ -172,6 +188,13 @@ def end_at_special_tokens(result: Any, scheduler: Any) -> None:
     if config.hf_eos_token_id and tokenizer is not None:
         special = {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}
         config.hf_eos_token_id = config.hf_eos_token_id & special or None
+
+
+def attend_to_latents(*_: Any, **__: Any) -> None:
+    """Let latent attention (DeepSeek) read its own cache in a prompt, too: `torch_native` has no other form of it."""
+    from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry, AttnForwardMethod
+
+    AttentionBackendRegistry.register("torch_native", lambda attention, batch: AttnForwardMethod.MLA)
 
 
 def fork(*_: Any, **__: Any) -> None:

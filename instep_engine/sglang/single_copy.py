@@ -23,8 +23,9 @@ class Shared(InPlace, Weights):
         from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
         super().__init__(updater)
-        if self._reason:
-            raise CannotShare(f"--weight-sync single-copy: {self._reason}; use --weight-sync shm")
+        reason = self._reason or (self._derive and f"{type(updater.get_model()).__name__} derives some of its weights")
+        if reason:
+            raise CannotShare(f"--weight-sync single-copy: {reason}; use --weight-sync shm")
         folder = Path(os.environ[MEMORY_VARIABLE])
         check_memory_folder(str(folder))
         self.model, config, ranks = updater.get_model(), updater.model_config, get_tp_group()

@@ -35,6 +35,7 @@ FORMAT = "instep"
 PLAIN = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod")
 STREAMS = ("nccl", "ipc", "lora_ipc")
 ADAPTER = "instep@"  # begins the names of a trainer's adapters, one for each version
+JOINED = ("q_a_proj.weight", "kv_a_proj_with_mqa.weight")  # SGLang's DeepSeek concatenates them before it loads them
 PEFT, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 logger = logging.getLogger("instep")
 
@@ -65,10 +66,14 @@ def load_adapter(
     return original(manager, ref, tensors, config, added_tokens)
 
 
+def in_threads(original: Callable[..., bool], weight: torch.Tensor) -> bool:
+    """Return whether SGLang copies a weight in another thread, where no copy is recorded (around
+    `should_async_load`)."""
+    return not Weights.loads and original(weight)
+
+
 def why_not(model: torch.nn.Module) -> str:
     """Return why SGLang computes with other weights than the checkpoint's, which a plain copy would not renew."""
-    if hasattr(model, "post_load_weights"):
-        return f"{type(model).__name__} derives some of them"
     for path, layer in model.named_modules():
         method = getattr(layer, "quant_method", None)
         if method is not None and type(method).__name__ not in PLAIN:
@@ -87,9 +92,10 @@ class Weights(Receiving):
 
     Attributes:
         adapter: the tensors and the configuration of the current session's adapter.
+        loads: whether this process is loading weights of a session.
     """
 
-    keeps = False
+    keeps = loads = False
     adapter: tuple[dict[str, torch.Tensor], dict[str, Any]] = ({}, {})
     _made: dict[int, Weights] = {}  # a process may hold a draft model, too
 
@@ -102,9 +108,10 @@ class Weights(Receiving):
         head, words = weights.get("lm_head.weight"), weights.get("model.embed_tokens.weight")
         if head is not None and head is words:
             self.shapes.pop("lm_head.weight", None)  # some checkpoints hold it twice
-        self._reason = why_not(model)
+        self._reason, self._derive = why_not(model), getattr(model, "post_load_weights", None)
         self._loader = DirectLoader(model)
         self._started = self._agreed = self._from_files = False
+        self._waiting: dict[str, torch.Tensor] = {}  # those of JOINED whose other half is in a later bucket
 
     @classmethod
     def of(cls, updater: Any) -> Weights:
@@ -154,6 +161,7 @@ class Weights(Receiving):
             raise WeightMismatch(f"SGLang's weights of this model are not those of the checkpoint: {self._reason}")
         self.session = asked["version"], asked["nonce"]
         self.delivered, self._started, Weights.adapter = set(), False, ({}, {})
+        self._waiting = {}
         self._loader.begin()
 
     def receive_weights(self, info: Mapping[str, Any]) -> None:
@@ -179,12 +187,25 @@ class Weights(Receiving):
             self._agreed = True
             if (failure := self._agree(None)) is not None:
                 raise Refused(failure)
+        Weights.loads = True
         try:
-            self._loader.load(tensors)
+            self._loader.load(self._whole(tensors))
         except (KeyError, ValueError, AssertionError, RuntimeError) as error:
             first = next(iter(tensors), None)
             raise WeightMismatch(f"the model cannot load these weights: {error!r}{LOADED}", first) from error
+        finally:
+            Weights.loads = False
         return tensors
+
+    def _whole(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the weights that have arrived, without those whose other half has not."""
+        here, self._waiting = {**self._waiting, **tensors}, {}
+        for half, other in (JOINED, JOINED[::-1]):
+            for name in [name for name in here if name.endswith(half)]:
+                partner = name.removesuffix(half) + other
+                if partner in self.shapes and partner not in here and partner not in self._waiting:
+                    self._waiting[name] = here.pop(name).clone()
+        return here
 
     def load_adapter(self, tensors: dict[str, torch.Tensor], config: dict[str, Any], lasting: bool) -> None:
         kept = {name: tensor.clone() for name, tensor in tensors.items()}
@@ -212,6 +233,8 @@ class Weights(Receiving):
         if not self.delivered:
             raise WeightMismatch("no tensor was delivered")
         self._loader.check_complete(lambda layer: isinstance(layer, VocabParallelEmbedding))
+        if self._derive is not None:  # from loaded weights: latent attention decodes with parts of kv_b_proj
+            self._derive()
 
     def _check_pairs(self, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:
         """Check an adapter's pairs: SGLang ignores a half one, and a layer that it lacks."""

@@ -268,13 +268,15 @@ def _saving(config: Config, sizes: Sizes, folder: Path) -> None:
         config.put("load", folder / "checkpoints" if resume is True else resume, "resume_from_checkpoint")
     report = config["report_to"]
     for name in [report] if isinstance(report, str) else report or ():
-        if name not in ("none", "wandb", "tensorboard"):
-            raise error(f"the logger {name!r} is not supported", "report_to", "give wandb, tensorboard or none")
+        if name not in ("none", "wandb", "tensorboard", "trackio"):
+            remedy = "give wandb, tensorboard, trackio or none"
+            raise error(f"the logger {name!r} is not supported", "report_to", remedy)
         if name != "none":
             config.put(f"use_{name}", True)
-    for name, flag in (("run_name", "wandb_group"), ("project", "wandb_project")):
-        if name in config.given and config.flags.get("use_wandb"):
-            config.put(flag, config[name], name)
+    for logger, run_name in (("wandb", "wandb_group"), ("trackio", "trackio_run_name")):
+        for name, flag in (("run_name", run_name), ("project", f"{logger}_project")):
+            if name in config.given and config.flags.get(f"use_{logger}"):
+                config.put(flag, config[name], name)
 
 
 def _evaluation(config: Config, sizes: Sizes, has_sets: bool) -> None:

@@ -99,8 +99,9 @@ class Config:
         """Return notes on fields that change nothing, but do not have their default."""
         idle = [KNOWN[name] for name in sorted(self.given) if KNOWN[name].kind == "changes nothing"]
         said = [f"{f.name}: it changes nothing here: {f.note}" for f in idle if self[f.name] != f.default]
-        names = [n for n in ("run_name", "project") if n in self.given and not self.flags.get("use_wandb")]
-        return said + [f"{name}: it changes nothing without report_to='wandb'" for name in names]
+        named = {"use_wandb", "use_trackio"} & self.flags.keys()
+        names = [n for n in ("run_name", "project") if n in self.given and not named]
+        return said + [f"{name}: it changes nothing without report_to='wandb' or 'trackio'" for name in names]
 
     def __getitem__(self, name: str) -> Any:
         return self.values[name]

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from statistics import fmean
 
 import pytest
 import torch
@@ -61,6 +62,10 @@ def test_dumps_hold_what_was_generated_and_trained_on(dumped):
         n = sample["response_length"]
         assert len(data["advantages"][i]) == len(data["train_log_probs"][i]) == n
         assert torch.allclose(data["train_log_probs"][i], torch.tensor(sample["rollout_log_probs"]), atol=1e-4)
+    means = [0.0, 0.0]  # of the two steps
+    for step, weights, entropies in zip(data["step"], data["loss_weights"], data["entropy"], strict=True):
+        means[step] += float(weights @ entropies)
+    assert fmean(means) == pytest.approx(steps(dumped)[1]["train/entropy"], rel=1e-5)
     assert (dumped / "dump/tokenizer/tokenizer.json").exists()
 
 
@@ -119,16 +124,39 @@ def test_a_damaged_dump_is_named(dumped, tmp_path):
         assert error.value.where == str(tmp_path / "0.pt")
 
 
+def test_the_timeline_has_phases_requests_and_processes(dumped):
+    timeline = rows(dumped, "timeline.jsonl")
+    ended = {(row["phase"], row["began"]) for row in timeline if "ended" in row}
+    assert {row["phase"] for row in timeline if "phase" in row} == {
+        "start",
+        "sync",
+        "eval",
+        "rollout",
+        "train",
+        "report",
+    }
+    assert {(row["phase"], row["began"]) for row in timeline if "phase" in row} == ended
+    first, last = (row for row in timeline if "processes" in row)
+    processes = [{row["name"]: row for row in step["processes"]} for step in (first, last)]
+    assert processes[0].keys() == {"controller", "engine 0", "actor rank 0"}
+    assert all(row["host_bytes"] > 1e7 for step in processes for row in step.values())
+    before, after = (step["engine 0"]["num_generated"] for step in processes)
+    of_round = sum(row["response_length"] for row in rows(dumped, "samples.jsonl") if row["rollout_id"] == 1)
+    assert after - before >= of_round > 0
+    assert max(number for row in timeline for _, number in row.get("requests", [])) > 1
+
+
 def test_samples_of_a_run_have_masks_gaps_and_versions(dumped):
     logged = rows(dumped, "samples.jsonl")
     trained = [row for row in logged if row["split"] == "train"]
     assert len(trained) == 16 and {row["split"] for row in logged} == {"train", "eval/held-out"}
     for row in trained:
         tokens, n = row["tokens"], row["response_length"]
-        assert [len(tokens[k]) for k in tokens] == [n] * 5 and set(tokens["loss_mask"]) == {1}
+        assert [len(tokens[k]) for k in tokens] == [n] * 6 and set(tokens["loss_mask"]) == {1}
         assert "".join(tokens["texts"]).startswith(row["response"])  # the text leaves out the token that ends it
         assert max(abs(a - b) for a, b in zip(tokens["log_probs"], tokens["rollout_log_probs"], strict=True)) < 1e-4
         assert row["version_spans"] == [[str(row["rollout_id"] + 1), 0, n]]
+    assert all(len(row["tokens"]["entropies"]) == row["response_length"] for row in trained)
     done = instep("samples", dumped, "--worst", "reward", "--limit", 1, "--tokens")
     assert done.returncode == 0 and done.stdout.count("== train 1, group ") == 1
     assert "reward 0.000" in done.stdout and "versions 2" in done.stdout and "largest gaps" in done.stdout

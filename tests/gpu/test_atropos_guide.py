@@ -2,7 +2,7 @@
 
     GUIDE_MODEL=FOLDER pytest -m gpu -s tests/gpu/test_atropos_guide.py
 
-.venv-atropos is made by `scripts/setup_beside.sh atropos`. GUIDE_MODEL is where `examples/atropos/make_model.py` has
+.venv-atropos is made by `instep install atropos`. GUIDE_MODEL is where `examples/atropos/make_model.py` has
 run; without it the model is made first. INSTEP_GUIDE_DEVICE=cpu tries all of it without a GPU.
 """
 
@@ -24,7 +24,7 @@ DEVICE = os.environ.get("INSTEP_GUIDE_DEVICE", "cuda")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="there is no CUDA device here"),
-    pytest.mark.skipif(not ATROPOS.is_dir(), reason="scripts/setup_beside.sh makes .venv-atropos"),
+    pytest.mark.skipif(not ATROPOS.is_dir(), reason="`instep install atropos` makes .venv-atropos"),
 ]
 MODES = os.environ.get("INSTEP_GUIDE_MODES", "none shared_vllm lora_only").split()
 LIMIT = 520.0 if DEVICE == "cuda" else 900.0  # seconds, for all

@@ -34,7 +34,7 @@ LIST = Path(__file__).with_name("mutants.toml")
 PACKAGES = ("instep", "instep_engine", "instep_neighbours", "tests")
 SECONDS = 120.0  # of the tests of one fault
 PASSED, CAUGHT, HUNG, BROKEN = 0, 1, -1, 100  # outcomes; the first two are pytest's, as are the others above 1
-_ALSO_READ = "scripts docs examples benchmarks requirements pyproject.toml README.md Makefile".split()
+_ALSO_READ = "scripts docs examples benchmarks pyproject.toml README.md Makefile".split()
 _LOADED = "torch torch.distributed.checkpoint torch.distributed.fsdp transformers.models.qwen2.modeling_qwen2".split()
 _MARKS = "not gpu and not peers and not slow and not vllm"
 

@@ -40,7 +40,7 @@ def tokenizer_with(file: Path) -> Any:
     return tokenizer
 
 
-@pytest.mark.skipif(not FILES, reason="scripts/setup_beside.sh trl-1.16 makes .venv-trl-1.16")
+@pytest.mark.skipif(not FILES, reason="`instep install trl` makes .venv-trl-1.16")
 @pytest.mark.parametrize("talk", TALKS)
 def test_every_prompt_is_what_the_template_makes_oracle(talk: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is compared with a whole render in `roll_out`; a few templates refuse such a conversation."""

@@ -38,7 +38,7 @@ class Noting(Ranks):
         self.trained: list[tuple[str, list[int]]] = []
 
     def begin_step(self, batch: TokenBatch, micro_batches: Any, token: str) -> dict[int, torch.Tensor]:
-        return dict(enumerate(scores(batch).split(batch.response_lengths.tolist())))
+        return dict(enumerate(torch.stack([scores(batch)] * 2).split(batch.response_lengths.tolist(), 1)))
 
     def start(self, call: str, *, timeout: float, per_rank: list[tuple[Any, ...]]) -> Any:
         if call in ("begin_step", "train"):

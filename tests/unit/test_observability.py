@@ -268,7 +268,7 @@ def test_pss_counts_children_and_shared_pages_once() -> None:
 def test_memory_of_absent_processes_and_systems(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
     child = subprocess.Popen(["true"])
     child.wait()
-    assert tree_memory(child.pid) == (0, True)
+    assert tree_memory(child.pid) == ({}, {}, True)
     with pytest.raises(psutil.NoSuchProcess):
         read_pss(child.pid)
     monkeypatch.setattr("instep.observability.memory.read_pss", lambda pid: None)
@@ -276,6 +276,22 @@ def test_memory_of_absent_processes_and_systems(monkeypatch: pytest.MonkeyPatch,
         time.sleep(0.1)
     assert sampler.method == "rss" and sampler.peak > 1 << 20
     assert len([r for r in caplog.records if "RSS" in r.message]) == 1
+
+
+def test_memory_is_that_of_the_nearest_owner() -> None:
+    words = [sys.executable, "-c", "import subprocess; subprocess.run(['sleep', '60'])"]
+    with subprocess.Popen(words) as child:
+        tree = psutil.Process(child.pid)
+        while not tree.children():
+            time.sleep(0.01)
+        sampler = PssSampler()
+        sampler.sample()
+        owned = sampler.by_owner([child.pid])
+        (grandchild,) = tree.children()
+        assert sum(owned.values()) == sampler.current and owned.keys() == {os.getpid(), child.pid}
+        both = sampler.by_owner([child.pid, grandchild.pid])
+        assert both[child.pid] + both[grandchild.pid] == owned[child.pid] > both[grandchild.pid] > 0
+        grandchild.kill()
 
 
 @pytest.mark.alone

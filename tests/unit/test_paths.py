@@ -26,7 +26,7 @@ NAMES = """
 input_key label_key chosen_key rejected_key metadata_key tool_key rm_url reward_key eval_reward_key
 allowed_hosts eval_input_key eval_label_key eval_tool_key ref_served_model ray_address vllm_router_ip
 rollout_external_engine_addrs wandb_key wandb_host wandb_team wandb_group wandb_project wandb_run_id
-lora_target_modules env env_address env_renderer
+lora_target_modules env env_address env_renderer trackio_project trackio_run_name trackio_server_url
 """
 
 

@@ -16,8 +16,8 @@ from instep.observability.plots import (
     phase_seconds,
     read_history,
 )
-from instep.observability.report import headline, make_report
-from tests.logged_run import make_groups, run
+from instep.observability.report import fragment, headline, make_report
+from tests.logged_run import HOSTILE, make_groups, run, unfinished_run
 
 
 def test_the_history_counts_as_the_run_does() -> None:
@@ -134,3 +134,12 @@ def test_a_name_that_the_font_lacks_is_left_out_of_plots() -> None:
         warnings.simplefilter("error")
         assert PLOTS["reward"](read_history(rows)) is not None
     assert ("eval \u6570\u5b66, first \u2192 last", "0.500 \u2192 0.500") in headline(read_history(rows), {})
+
+
+def test_alarms_come_with_their_advice_and_texts_are_escaped(tmp_path: Path) -> None:
+    unfinished_run(tmp_path)
+    page, shown = make_report(tmp_path).read_text(), fragment(tmp_path)
+    assert "<td>rollout 4</td><td><b>truncation</b></td><td>60% of the responses are cut off; try" in page
+    assert shown.count("data:image/svg+xml;base64,") >= 4 and "training reward, first" in shown
+    for text in page, shown:
+        assert HOSTILE not in text and "<script" not in text and "&lt;img" in text

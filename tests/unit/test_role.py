@@ -41,7 +41,8 @@ class Ranks:
     def train(self, batch: TokenBatch, steps: Any, lrs: list[float], keep: list[int], *_: Any) -> Any:
         self.lrs.append(lrs)
         rows = scores(batch).split(batch.response_lengths.tolist())
-        return [{"skipped_steps": 0.0, "lr": lr} for lr in lrs], {i: rows[i] for i in keep}, None
+        kept = {i: torch.stack([rows[i], rows[i] - 1]) for i in keep}
+        return [{"skipped_steps": 0.0, "lr": lr} for lr in lrs], kept, None
 
 
 def scores(batch: TokenBatch) -> torch.Tensor:
@@ -137,12 +138,15 @@ def test_scores_of_the_ranks_go_to_their_samples(groups: list[Group]) -> None:
 
 
 @pytest.mark.parametrize("scored", [True, False])
-def test_kept_log_probs_are_those_of_the_samples_asked_for(groups: list[Group], scored: bool) -> None:
+def test_kept_rows_are_those_of_the_samples_asked_for(groups: list[Group], scored: bool) -> None:
+    """The log-prob of a later step is no more that of the weights which sampled."""
     args = args_of(use_rollout_logprobs=not scored)  # then the old log-probs are not scored first
-    keep = [3, 0, 2] if not scored else [6, 3, 0]
+    keep = [6, 3, 0]
     out = TrainingRound(args, args, role(args, Ranks())).run(groups, 0, keep)
     assert ("log_probs" in out.batch.token_columns) == scored
-    assert {i: row.tolist() for i, row in out.log_probs.items()} == {i: [-float(i)] * LENGTHS[i] for i in keep}
+    before = keep if scored else keep[1:]
+    assert {i: row.tolist() for i, row in out.log_probs.items()} == {i: [-float(i)] * LENGTHS[i] for i in before}
+    assert {i: row.tolist() for i, row in out.entropies.items()} == {i: [-1.0 - i] * LENGTHS[i] for i in keep}
 
 
 def test_the_learning_rate_goes_on_from_round_to_round(groups: list[Group]) -> None:

@@ -81,7 +81,7 @@ CALLS: list[dict[str, Any]] = [
     {"use_vllm": True, "vllm_model_impl": "auto", "vllm_max_model_length": 99, "vllm_enable_sleep_mode": True},
     {"eval_strategy": "steps", "num_generations_eval": 2, "scale_rewards": "batch", "top_k": 5, "top_p": 0.9},
     {"mask_truncated_completions": True, "use_cpu": True, "chat_template_kwargs": {"a": 1}, "bf16": True},
-    {"report_to": ["wandb", "tensorboard"], "run_name": "a", "project": "b", "num_completions_to_print": 3},
+    {"report_to": ["wandb", "tensorboard", "trackio"], "run_name": "a", "project": "b", "num_completions_to_print": 3},
     {"output_dir": "there", "resume_from_checkpoint": True, "trust_remote_code": True, "full_determinism": True},
     {"gradient_checkpointing": True, "vllm_tensor_parallel_size": 2, "vllm_gpu_memory_utilization": 0.5},
 ]
@@ -134,7 +134,8 @@ def test_rows_keep_their_columns(checkpoint: Path) -> None:
     assert name == "held-out" and json.loads(Path(file).read_text().splitlines()[1]) == CHATS[1]
     assert args.reward_key == "reward" and args.custom_rm_path == "instep_functions.rewards"
     assert any(note.startswith("torch_compile: it changes nothing here") for note in args.notes)
-    assert "run_name: it changes nothing without report_to='wandb'" in args.notes and args.wandb_group is None
+    assert "run_name: it changes nothing without report_to='wandb' or 'trackio'" in args.notes
+    assert args.wandb_group is None
     function = run._functions[args.custom_rm_path]
     assert not set(args.custom_rm_path) & {" "} and "completions" in function.__annotations__
 

@@ -71,12 +71,16 @@ def weights(worker: Worker) -> dict[str, torch.Tensor]:
     return {spec.name: tensor.clone() for spec, tensor in worker.backend.weight_source() if tensor is not None}
 
 
-def test_log_probs_are_kept_from_before_the_policy_moves(worker: Callable[..., Worker]) -> None:
+def test_log_probs_and_entropies_are_kept_as_each_step_finds_them(worker: Callable[..., Worker]) -> None:
     one = worker()
     batch = batch_for(one, [0, 0, 0, 0])
-    steps, kept, _ = trained(one, batch, keep_log_probs=[1, 3])
-    assert len(steps) == 2 and kept.keys() == {1}  # sample 3 is in the second step
-    torch.testing.assert_close(kept[1], batch.token_columns["rollout_log_probs"][RESPONSE : 2 * RESPONSE])
+    (before,) = one.backend.forward_only([batch], entropy=True) or ()
+    steps, kept, _ = trained(one, batch, keep=[0, 1, 3])
+    assert len(steps) == 2 and kept.keys() == {0, 1, 3}
+    first = torch.stack([before.log_probs, before.entropy]).split(RESPONSE, 1)
+    torch.testing.assert_close([kept[0], kept[1]], [first[0], first[1]])
+    assert steps[0]["entropy"] == pytest.approx(float(torch.stack([kept[0][1], kept[1][1]]).mean()), rel=1e-5)
+    assert not torch.allclose(kept[3], first[3], atol=1e-4)  # the first step has moved the policy
 
 
 def test_the_largest_gap_of_a_step_is_that_of_all_its_micro_batches(worker: Callable[..., Worker]) -> None:
@@ -96,7 +100,7 @@ def test_a_step_that_was_begun_is_the_whole_one(worker: Callable[..., Worker]) -
     for token in "one", "two":  # of the second time other gradients are begun before
         rows = one.begin_step(first, [[1], [0]], token)
         assert rows is not None and rows.keys() == {0, 1}
-        assert (rows[1] - batch.token_columns["rollout_log_probs"][:RESPONSE] + 0.1).abs().max() < 1e-5
+        assert (rows[1][0] - batch.token_columns["rollout_log_probs"][:RESPONSE] + 0.1).abs().max() < 1e-5
         got = one.train(rest, [[[0], [1]]], lrs, scale=1 / NUM)
         assert got is not None and got[0][0] == pytest.approx(whole[0][0], rel=1e-5)
         assert got[2] == pytest.approx(0.2, abs=1e-5) and whole[2] == pytest.approx(0.2, abs=1e-5)

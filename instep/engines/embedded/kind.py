@@ -81,6 +81,9 @@ class EmbeddedKind(EngineKind):
     def lease(self, about: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         return "/lease", about
 
+    def num_generated(self, engine: RunningEngine, timeout: float) -> float | None:
+        return float(get_json(engine.url + "/num_generated", timeout)["num_generated"])
+
     def stop_profile(self, engine: RunningEngine, folder: Path, *, timeout: float) -> list[Span]:
         answer = engine.post("/stop_profile", timeout=timeout)
         return [Span(*s)._replace(track=engine.name) for s in answer["spans"]]

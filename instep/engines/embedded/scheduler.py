@@ -34,6 +34,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.paused: str | None = None
+        self.num_generated = 0  # tokens since the start
         self.sleeper = Sleep(runner)
         longest = max(map(len, tokenizer.get_vocab()), default=1)
         self.max_characters = runner.max_length * max(16, longest)  # a longer text has too many tokens
@@ -48,6 +49,7 @@ class Scheduler:
             "GET /health": lambda body: {},
             "GET /is_paused": lambda body: {"is_paused": self.paused is not None},
             "GET /is_sleeping": lambda body: {"is_sleeping": bool(self.sleeper.asleep)},
+            "GET /num_generated": lambda body: {"num_generated": self.num_generated},
             "GET /weight_info": lambda body: {"weight_version": weights.version},
             "POST /resume": lambda body: self.resume(),
             "POST /abort_requests": lambda body: {"aborted": self.abort(body.get("request_ids"))},
@@ -236,6 +238,7 @@ class Scheduler:
         for request, token, score in zip(requests, *rows.tolist(), strict=True):
             request.tokens.append(int(token))
             request.log_probs.append(score)
+        self.num_generated += len(requests)
         if most := max(r.logprobs or 0 for r in requests):
             best, which = distribution(logits, temperature, truncation).topk(min(most, self.vocab_size))
             for request, ids, scores in zip(requests, which.tolist(), best.tolist(), strict=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Status = Literal["ok", "warn", "fail"]
+Status = Literal["ok", "absent", "warn", "fail"]  # absent: not here, and not asked for
 
 
 @dataclass

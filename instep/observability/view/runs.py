@@ -1,0 +1,193 @@
+"""What the page shows of each run, read from the files in its folder."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from instep.errors import ConfigError
+from instep.observability.alarms import ALARMS, Limits, advice
+from instep.observability.metrics import is_step
+from instep.observability.plots import PANELS, content_of, read_history
+from instep.observability.report import headline
+from instep.observability.run_folder import config_of, state_of
+from instep.observability.sinks import read_json
+from instep.observability.view.samples import Samples
+from instep.observability.view.tail import Row, Tail
+from instep.observability.view.timeline import Timeline, averaged, thinned
+
+MOST_POINTS, MOST_BARS = 1200, 120  # of a curve, and of a stack
+# Whose means over the steps the timeline has.
+MEANS = (
+    *("perf/engine_idle_ratio", "perf/trainer_idle_ratio", "perf/wait_seconds", "perf/reward_seconds"),
+    *("async/staleness_mean", "async/queue_length"),
+)
+HOLDS = (
+    "config.json (arguments, versions, process), metrics.jsonl, samples.jsonl, timeline.jsonl and logs/; summary.json "
+    "and report.html at its end"
+)
+
+
+class RunFiles:
+    """The files of one run. Calls from several threads wait for each other."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._metrics, self._rows = Tail(folder / "metrics.jsonl"), list[Row]()
+        self._timeline, self.samples = Timeline(folder), Samples(folder)
+        self._lock = threading.Lock()
+        self._made: dict[str, tuple[Any, dict[str, Any]]] = {}
+
+    def about(self) -> dict[str, Any]:
+        """Return title, state, headline figures and alarms."""
+        config, summary = self._config(), read_json(self.folder / "summary.json")
+        args = config.get("args") or {}
+        state = state_of(self.folder, config, summary or None)
+        with self._lock:
+            self._read_on()
+            self._timeline.read_on()
+            rows, under_way, now = list(self._rows), self._timeline.under_way(), (self._metrics.place, len(summary))
+        alive = state.name in ("running", "elsewhere")
+        last = max((row["began"] for row in under_way), default=0.0)
+        return {
+            "title": config.get("title"),
+            "folder": str(self.folder),
+            "state": state.name,
+            "state_text": state.text,
+            "remedy": state.remedy,
+            "num_rollout": args.get("num_rollout"),
+            "phases": [_phase(row) for row in under_way if alive or row["began"] == last],
+            "num_damaged": self._metrics.num_damaged,
+            **self._remembered("figures", now, lambda: _figures(rows, summary, args)),
+        }
+
+    def curves(self) -> dict[str, Any]:
+        """Return the content of each panel (`plots.py`) by its name, and the steps at which each alarm was raised."""
+        with self._lock:
+            self._read_on()
+            rows, now = list(self._rows), self._metrics.place
+        return self._remembered("curves", now, lambda: _curves(rows))
+
+    def _remembered(self, name: str, now: Any, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return `make()`, again only where `now`, the state of the files, has changed: the page asks every few
+        seconds."""
+        if name not in self._made or self._made[name][0] != now:
+            self._made[name] = now, make()
+        return self._made[name][1]
+
+    def timeline(self, query: Mapping[str, str]) -> dict[str, Any]:
+        """Return the last `steps` steps up to rollout `last` (see `Timeline.window`), and the shares of idle time."""
+        summary = read_json(self.folder / "summary.json")
+        alive = state_of(self.folder, self._config(), summary or None).name == "running"
+        last = query.get("last")
+        with self._lock:
+            self._read_on()
+            self._timeline.read_on()
+            now = time.time() if alive else None
+            window = self._timeline.window(int(query.get("steps") or 4), int(last) if last else None, now)
+            shown = {rollout for rollout, at in window["steps"] if at > window["began"]}
+            steps = [row for row in self._rows if row["step"] in shown and is_step(row)]
+        means = {name: [row[name] for row in steps if row.get(name) is not None] for name in MEANS}
+        return {**window, "means": {name: sum(v) / len(v) for name, v in means.items() if v}}
+
+    def processes(self) -> list[dict[str, Any]]:
+        """Return the courses of each process (`Timeline.processes`)."""
+        with self._lock:
+            self._timeline.read_on()
+            return self._timeline.processes()
+
+    def args(self) -> dict[str, Any]:
+        """Return the arguments of the run, and its versions."""
+        config = self._config()
+        return {"args": config.get("args") or {}, "versions": config.get("versions") or {}}
+
+    def _config(self) -> dict[str, Any]:
+        return config_of(self.folder) or {}
+
+    def _read_on(self) -> None:
+        anew, rows = self._metrics.read()
+        if anew:
+            self._rows.clear()
+        self._rows += [row for _, row in rows if isinstance(row.get("step"), int)]
+
+
+def _figures(rows: Sequence[Row], summary: dict[str, Any], args: Mapping[str, Any]) -> dict[str, Any]:
+    steps = [row for row in rows if is_step(row)]
+    alarms = advice(steps, Limits.from_args(args))
+    return {
+        "num_steps": len({row["step"] for row in steps}),
+        "figures": headline(read_history(rows), summary),
+        "alarms": [{"step": step, "name": name, "text": text} for step, name, text in alarms],
+    }
+
+
+def _curves(rows: Sequence[Row]) -> dict[str, Any]:
+    history, panels = read_history(rows), dict[str, dict[str, Any]]()
+    x = [step for step, _ in history.steps]
+    for name, panel in PANELS.items():
+        if (content := content_of(panel, history)) is not None:
+            sides = {side: getattr(content, side) for side in ("left", "right", "evaluations")}
+            stack = [(label, *averaged(x, y, MOST_BARS)) for label, y in content.columns.items()]
+            panels[name] = {side: [_curve(*curve) for curve in found] for side, found in sides.items()}
+            panels[name]["stack"] = stack
+    raised = {name: [step for step, row in history.steps if row.get(f"alarm/{name}") == 1] for name in ALARMS}
+    return {"panels": panels, "raised": {name: steps for name, steps in raised.items() if steps}}
+
+
+def _curve(label: str, x: list[int], y: list[float]) -> list[Any]:
+    """Return label, x and y; of a long curve its extremes, and x and y of its means."""
+    means = averaged(x, y, MOST_BARS) if len(x) > 3 * MOST_BARS else ([], [])
+    return [label, *thinned(x, y, MOST_POINTS), *means]
+
+
+def _phase(row: Row) -> dict[str, Any]:
+    return {"name": row["phase"], "rollout_id": row.get("rollout_id"), "seconds": time.time() - row["began"]}
+
+
+class Runs:
+    """The runs of a page, in a fixed order; new ones are added at the end.
+
+    Args:
+        find: returns the folders that there are now.
+    """
+
+    def __init__(self, find: Callable[[], Sequence[Path]]):
+        self._find, self._runs, self._lock = find, dict[Path, RunFiles](), threading.Lock()
+
+    def all(self) -> list[RunFiles]:
+        with self._lock:
+            for folder in self._find():
+                if folder not in self._runs:
+                    self._runs[folder] = RunFiles(folder)
+            return list(self._runs.values())
+
+    def about(self) -> list[dict[str, Any]]:
+        """Return `RunFiles.about` of each run, with a short name."""
+        runs = self.all()
+        folders = [run.folder.resolve() for run in runs]
+        common = os.path.commonpath([folder.parent for folder in folders]) if runs else ""
+        return [
+            {**run.about(), "name": os.path.relpath(folder, common)} for run, folder in zip(runs, folders, strict=True)
+        ]
+
+
+def check_runs(folders: Sequence[Path]) -> None:
+    """Raise ConfigError if one is not the folder of a run."""
+    for folder in folders:
+        if config_of(folder) is None:
+            what = f"{folder} is not the folder of a run" if folder.exists() else f"there is no folder {folder}"
+            inside = sorted(str(path.parent) for path in folder.glob("*/config.json") if config_of(path.parent))
+            near = f"; below it there are {', '.join(inside[:5])}" if inside else ""
+            remedy = f"give the --run-dir of a run, which holds {HOLDS}{near}"
+            raise ConfigError(what, where="instep view", remedy=remedy)
+
+
+def runs_below(root: Path) -> list[Path]:
+    """Return the folders of runs in `root` and in its folders, the oldest first."""
+    found = [path.parent for pattern in ("*", "*/*") for path in root.glob(f"{pattern}/config.json")]
+    found = [folder for folder in found if not folder.name.startswith("old-") and config_of(folder) is not None]
+    return sorted(found, key=lambda folder: (folder / "config.json").stat().st_mtime)
