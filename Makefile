@@ -116,10 +116,10 @@ bench: venv  ## the benchmarks that a CPU can run, into benchmarks/results/
 	    [[ -e $$file ]] || { echo "no benchmarks yet"; exit 0; }; \
 	    echo "== $$file"; .venv/bin/python "$$file"; done
 
-docs: venv  ## the documents as pages, in build/docs
+docs: venv  ## the documents as a site, in site/, with all links checked
 	@$(INSTALL) docs
-	.venv/bin/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict
 
 clean:  ## remove caches and build outputs (not .venv, not runs/)
-	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf build dist site *.egg-info .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +

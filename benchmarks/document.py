@@ -186,12 +186,13 @@ def weight_sync_gpu() -> str:
             rows.append([name, r["error"], *[""] * 6] if "error" in r else [name, *_sync_cells(r)])
         gpus += f", {found['host']}" if "host" in found else ""
         parts.append(f"{measured({**found, 'device': gpus})}\n\n{table(*rows)}")
-        names = {True: "yes", False: "**no**", None: "not measured"}
         here = tuple(f"{r['size']}_{r['way']}_" for r in found["rows"])
         mine = {n: f for n, f in found["headline"].items() if n.startswith(here)}
-        figures = [[f"`{n}`", f["target"], f"{f['measured']}", names[f["met"]]] for n, f in mine.items()]
-        told = [[*cells[:2], "" if cells[3] == names[None] else cells[2], cells[3]] for cells in figures]
-        parts.append(table(["figure", "target", "measured", "met"], *told))
+        missed = [f"`{n}` {f['measured']} ({f['target']})" for n, f in mine.items() if f["met"] is False]
+        met, unknown = (sum(f["met"] is value for f in mine.values()) for value in (True, None))
+        parts.append(
+            f"Targets: {met} met, {unknown} not measured, {len(missed)} missed{': ' * bool(missed)}{', '.join(missed)}."
+        )
     return "\n\n".join(parts) or "Nothing measured yet."
 
 
@@ -321,12 +322,13 @@ def real_task() -> str:
 SECTIONS: dict[str, list[Callable[[], str]]] = {
     "docs/benchmarks.md": [cpu_grpo, gpu_grpo, embedded_engine],
     "docs/algorithms.md": [learning],
-    "docs/async.md": [async_training],
     "docs/data.md": [data_files],
-    "docs/engines.md": [bf16_gap],
-    "docs/performance.md": [controller_share],
-    "docs/plan.md": [planned_seconds],
-    "docs/weight-sync.md": [margins, real_task, weight_sync, weight_sync_gpu, gpu_main],
+    "docs/lab/engines.md": [bf16_gap],
+    "docs/weight-sync.md": [margins],
+    "docs/lab/async.md": [async_training],
+    "docs/lab/performance.md": [controller_share],
+    "docs/lab/plan.md": [planned_seconds],
+    "docs/lab/weight-sync.md": [real_task, weight_sync, weight_sync_gpu, gpu_main],
 }
 
 

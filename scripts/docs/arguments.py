@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from instep.arguments.all_flags import SGLANG_ENGINES, groups, own_flags, passed_through
 from instep.arguments.flag import Flag
 from instep.arguments.help import default_text
@@ -42,8 +44,8 @@ def flags_markdown() -> str:
             lines += ["| flag | value | default | what it does | from |", "|---|---|---|---|---|"]
             lines += [_row(_names(f), _value(f), default_text(f), f.help, _origin(f)) for f in acting] + [""]
         if others:
-            lines += ["| flag | status | why | instead | from |", "|---|---|---|---|---|"]
-            lines += [_row(_names(f), _status(f), f.note, f.read_as or f.instead, _origin(f)) for f in others] + [""]
+            lines += ["| flags | status | why | instead | from |", "|---|---|---|---|---|"]
+            lines += [*_same_rows(others, _status, _reason, _instead, _origin), ""]
     lines += [
         "## vLLM, SGLang and their routers",
         "",
@@ -51,13 +53,37 @@ def flags_markdown() -> str:
         "",
         "## Megatron: all other flags of core_v0.16.1",
         "",
-        "Those that act are handed to the configuration of megatron-core when they are given.",
+        "These are handed to the configuration of megatron-core when they are given:",
         "",
-        "| flag | value | Megatron's default | status | why | instead |",
-        "|---|---|---|---|---|---|",
+        "| flag | value | Megatron's default |",
+        "|---|---|---|",
+        *[_row(_names(f), _value(f), default_text(f)) for f in megatron if f.status == "acts"],
+        "",
+        "The others:",
+        "",
+        "| flags | status | why | instead |",
+        "|---|---|---|---|",
+        *_same_rows([f for f in megatron if f.status != "acts"], _status, _reason, _instead),
     ]
-    lines += [_row(_names(f), _value(f), default_text(f), _status(f), f.note, f.read_as or f.instead) for f in megatron]
     return "\n".join(lines) + "\n"
+
+
+def _same_rows(flags: list[Flag], *cells: Callable[[Flag], str]) -> list[str]:
+    """Rows of a table: flags of which all cells say the same share one."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for flag in flags:
+        rows.setdefault(tuple(cell(flag) for cell in cells), []).append(_names(flag))
+    return [_row(", ".join(names), *row) for row, names in rows.items()]
+
+
+def _reason(flag: Flag) -> str:
+    """Why a flag does not act."""
+    return flag.note
+
+
+def _instead(flag: Flag) -> str:
+    """What to give in the place of a flag that does not act."""
+    return flag.read_as or flag.instead
 
 
 def _names(flag: Flag) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from instep.arguments.all_flags import own_flags
-from instep.arguments.flag import Flag
 from instep_neighbours.settings import OPENRLHF, TRL, TRL_DPO, VERL, Row
 from instep_neighbours.slime import SLIME as MODULES
 
@@ -74,14 +73,14 @@ def _slime_and_vime() -> Iterator[str]:
         "Megatron's flags are in [arguments.md](arguments.md), too."
     )
     yield ""
-    yield "| flag | status | why | instead |"
+    yield "| flags | status | why | instead |"
     yield "|---|---|---|---|"
     for status in ("accepted", "later", "refused"):
-        yield from (
-            _cells(f"`{f.name}`", f.status, f.note, f.read_as or f.instead)
-            for f in _by_note(other)
-            if f.status == status
-        )
+        same: dict[tuple[str, str], list[str]] = {}
+        for f in other:
+            if f.status == status:
+                same.setdefault((f.note, f.read_as or f.instead), []).append(f"`{f.name}`")
+        yield from (_cells(", ".join(names), status, *row) for row, names in same.items())
     yield ""
 
 
@@ -132,12 +131,6 @@ def _hooks() -> Iterator[str]:
     for theirs, (module, names) in MODULES.items():
         yield _cells(f"`{theirs}`", f"`{module}`: " + ", ".join(f"`{name}`" for name in names.split()))
     yield ""
-
-
-def _by_note(flags: list[Flag]) -> list[Flag]:
-    """The flags sorted by their note, in the order in which the notes first appear."""
-    notes = list(dict.fromkeys(f.note for f in flags))
-    return sorted(flags, key=lambda f: notes.index(f.note))
 
 
 def _table(rows: tuple[Row, ...]) -> Iterator[str]:

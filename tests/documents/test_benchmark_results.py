@@ -176,3 +176,15 @@ def test_the_real_example_quotes_its_runs():
         before, between, after = (f"{row['held_out'][n]:.3f}" for n in ("0", "10", "20"))
         assert len(row["reward"]) == len(row["step_seconds"]) == 20
         assert f"| {before} | {between} | {after} | {row['wall_seconds']:,.0f} |" in about
+
+
+def test_the_readme_quotes_them():
+    """Samples/s over those of TRL tuned, and how many syncs of a real model were right."""
+    readme = (ROOT / "README.md").read_text()
+    files = [json.loads(path.read_text()) for path in (ROOT / "benchmarks" / "results").glob("gpu-grpo-h?00*.json")]
+    ratios = [value for one in files for name, value in one["headline"].items() if name.endswith("_over_trl-tuned")]
+    assert len(ratios) >= 4 and f"**{min(ratios):.1f} to {max(ratios):.1f} x**" in readme
+    rows = json.loads((ROOT / "benchmarks" / "results" / "real-task-h200.json").read_text())["rows"]
+    ours = [row for row in rows if row["name"] != "trl"]
+    assert len(ours) == 8 and f"**{(num := sum(row['syncs'] for row in ours))} of {num}**" in readme
+    assert all(row["probe_over_rounding"]["largest"] < row["allowed_over_rounding"] for row in ours)

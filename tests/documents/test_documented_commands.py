@@ -7,9 +7,11 @@ import json
 import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+import instep
 from instep.arguments.all_flags import find, own_flags
 from instep.arguments.help import format_help
 from instep.arguments.parse import parse
@@ -19,13 +21,13 @@ from instep.preflight.plan.command import own_options
 from instep_neighbours.atropos import env_api, server, trainer_flags
 from instep_neighbours.trl.command_line import FLAGS as TRL_FLAGS
 from instep_neighbours.trl.command_line import read
+from tests.assets import make_checkpoint
 from tests.command_line import CONFIG
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
     ROOT / "README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
-    *sorted((ROOT / "docs/neighbours").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "examples").glob("*/README.md")),
 ]
 # Documents that name flags which do not act, or those of vLLM and its router as they are there.
@@ -37,6 +39,7 @@ OF_OTHERS = (
     "engines_topologies.md",
     "faults.md",
     "checkpoints.md",
+    "errors.md",
 )
 
 
@@ -57,9 +60,9 @@ NEIGHBOURS = {
 
 def commands(text: str) -> list[list[str]]:
     """The words after `instep` of each command line that begins a line of a text."""
-    joined = re.sub(r"\\\n\s*", " ", text)
+    joined = re.sub(r"\\\n[+\s]*", " ", text)
     names = "|".join(("train", "sft", "dpo", "serve", "plan", *NEIGHBOURS))
-    begins = rf"^\s*\$?\s*(?:\w+=\S+ )*instep ((?:{names}) (?:--|\.\.\.).*)$"
+    begins = rf"^\s*[$+]?\s*(?:\w+=\S+ )*instep ((?:{names}) (?:--|\.\.\.).*)$"
     words = [shlex.split(re.split(" (?:2?>|&|#)", line)[0]) for line in re.findall(begins, joined, re.MULTILINE)]
     return [[word for word in line if word != "$@"] for line in words if "--flag" not in line]
 
@@ -102,6 +105,19 @@ def test_a_command_of_the_documents_is_accepted(name, line, tmp_path, monkeypatc
     again = parse(["--config", "f.yaml"], command)
     notes = [re.sub(r" \(f.yaml, line \d+\)", "", note) for note in again.notes]
     assert again.replace(config=None, notes=notes) == args
+
+
+def test_the_python_of_the_readme_is_accepted(tmp_path, monkeypatch):
+    """Its rows, its reward and its flags; the model is a folder here."""
+    monkeypatch.chdir(tmp_path)
+    make_checkpoint(Path("google/gemma-3-270m"))
+    runs, found = [], {}
+    monkeypatch.setattr(instep, "train", lambda **given: runs.append(instep.Run(**given)))
+    exec(re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1], found)
+    rows = [json.loads(line) for line in next(Path("runs").glob("*/prompts-*.jsonl")).read_text().splitlines()]
+    assert len(rows) == 2000 and len(runs) == 1
+    for response, right in ((f" {rows[0]['label']}\n", 1), ("1", 0)):
+        assert found["reward"](None, SimpleNamespace(response=response, label=rows[0]["label"])) == right
 
 
 def make(flag: str, value: str) -> None:

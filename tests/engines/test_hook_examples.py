@@ -6,6 +6,7 @@ Those of Megatron run in tests/distributed: test_megatron_hooks.py and test_laye
 from __future__ import annotations
 
 import json
+import re
 import runpy
 from collections.abc import Callable
 from pathlib import Path
@@ -86,6 +87,25 @@ def test_two_turns_and_a_whole_rollout(make_args: Callable[..., Any]) -> None:
         assert last == tokenizer.eos_token_id or str(last) in ends
         assert between.startswith("<|im_end|>") == (last != tokenizer.eos_token_id) and "<|im_start|>" in between
     assert num_turns == {1, 2}
+
+
+def test_the_agent_of_the_documents(
+    make_args: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The random model asks for no tool, so each turn that has ended counts as one that does."""
+    code = re.search(r"```python\n(.*?)```", (ROOT / "docs/agents.md").read_text(), re.DOTALL)
+    assert code and code[1].count('or "<tool>" not in first.response') == 1
+    text = code[1].replace('or "<tool>" not in first.response', "") + "\n\ndef my_tool(text):\n    return '42'\n"
+    (tmp_path / "my_agent.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    ends = [str(i) for i in range(10, 53, 8)]
+    more = ("--rollout-max-response-len", "24", "--rollout-stop-token-ids", *ends)
+    args = make_args("--custom-generate-function-path", "my_agent.generate", *more)
+    samples = [s for group in rollout(args).samples for s in group]
+    asked = [s for s in samples if 0 in s.loss_mask]
+    assert 0 < len(asked) and {s.response_length for s in samples if s not in asked} <= {24}
+    between = [[i for i, m in zip(s.tokens[s.prompt_length :], s.loss_mask, strict=True) if not m] for s in asked]
+    assert all("42" in tokenizer_of(args).decode(ids) for ids in between)
 
 
 def test_an_evaluation(make_args: Callable[..., Any], data: Path, server: Engine) -> None:

@@ -1,4 +1,4 @@
-"""What README and docs/migration.md say of functions that were written for slime, on a running embedded engine."""
+"""What docs/migration.md says of functions that were written for slime, on a running embedded engine."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """docs/migration.md: made from the tables, and the tables are true of the flags they name."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -31,10 +32,11 @@ def test_each_named_flag_exists_and_has_the_stated_status(row):
 
 
 def test_all_flags_of_slime_and_vime_that_do_not_act_are_listed():
-    text = markdown().partition("## TRL")[0]
+    rows = [line for line in markdown().partition("## TRL")[0].splitlines() if line.startswith("| `--")]
+    status = {name: row.split(" | ")[1] for row in rows for name in re.findall("`(--.*?)`", row.split(" | ")[0])}
     for flag in own_flags().values():
         if set(flag.whose) & set("VRSC"):
-            assert (f"| `{flag.name}` | {flag.status} |" in text) == (flag.status != "acts"), flag.name
+            assert status.get(flag.name, "acts") == flag.status, flag.name
 
 
 @pytest.mark.parametrize("theirs", MODULES)

@@ -94,7 +94,7 @@ def test_paths_that_do_no_harm(extra):
 
 
 def test_a_checkpoint_within_the_run_folder_of_the_next_run_is_read():
-    """As README does: SFT exports to runs/cups/sft/hf, GRPO begins with it and writes to runs/cups."""
+    """As examples/quickstart has it: SFT exports to runs/cups/sft/hf, GRPO begins with it and writes to runs/cups."""
     Path("out/sft").mkdir(parents=True)
     os.rename("model", "out/sft/hf")
     args = parse(argv("--hf-checkpoint out/sft/hf --run-dir out --save-hf out/hf", "--hf-checkpoint"))

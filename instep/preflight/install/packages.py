@@ -24,7 +24,10 @@ PINNED = {
 # A file of pins for CUDA; the index adds what they ask for. Then pins of cpu.txt, whatever was asked for.
 ON_CUDA = {"vllm": ("vllm-cuda", ()), "sglang": ("sglang", ("huggingface-hub", "tokenizers", "transformers"))}
 # Names of environments beside this one. Their pins exclude those of others, or are for tests and examples only.
-BESIDE = {"trl": "trl-1.16", **{name: name for name in ("trl-1.10", "trl-1.16", "atropos", "verifiers", "peers")}}
+BESIDE = {
+    "trl": "trl-1.16",
+    **{name: name for name in ("trl-1.10", "trl-1.16", "atropos", "verifiers", "peers", "docs")},
+}
 HELP = {
     "cpu": "what trains and generates, in the tested versions",
     "cuda": "the same for a CUDA host, whose torch stays if it fits",
@@ -36,7 +39,7 @@ HELP = {
     "trackio": "--use-trackio",
     "datasets": "data sets by name",
     "router": "vllm-router alone",
-    "docs": "the documents as pages (make docs), in a clone",
+    "docs": "the documents as a site (make docs), beside this environment",
     "dev": "tests and linters, in a clone",
 }
 
