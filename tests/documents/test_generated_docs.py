@@ -20,6 +20,10 @@ def test_a_document_is_up_to_date(made) -> None:
 
 
 def test_each_page_stands_in_the_navigation() -> None:
-    pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
+    """Those of docs/, and those of other folders to which one of them links."""
+    paths = {ROOT / "README.md", *(ROOT / "docs").rglob("*.md")}
+    links = [(path, target) for path in paths for target in re.findall(r"\]\(([^):#]+\.md)", path.read_text())]
+    paths |= {(path.parent / target).resolve() for path, target in links}
+    pages = {str(path.relative_to(ROOT)).removeprefix("docs/") for path in paths} - {"README.md"}
     listed = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     assert len(listed) == len(set(listed)) and pages <= set(listed)
