@@ -360,6 +360,7 @@ queue() { # with a lock of each of its GPUs
         flock --nonblock "$lock" || refuse "GPU $gpu has a lane: $1: ${*:2} is not run"
     done
     echo $$ >"$Q/lane-$1.pid" # of a process group of its own
+    trap 'rm -f "$Q/lane-'"$1"'.pid"' EXIT
     . scripts/gpu_host.sh
     export CUDA_VISIBLE_DEVICES=$1 VLLM_CACHE_ROOT=$HOME/.cache/vllm TORCHINDUCTOR_CACHE_DIR=$HOME/.cache/inductor
     export TMPDIR=$HOME/tmp/${1//,/} # models of benchmarks are of one lane
@@ -378,9 +379,10 @@ queue() { # with a lock of each of its GPUs
 }
 
 stop() {
+    shopt -s nullglob
     for lane in "$Q"/lane-*.pid; do
-        kill -TERM -- "-$(<"$lane")" 2>/dev/null || true
-        rm "$lane"
+        kill -TERM -- "-$(<"$lane")" || true
+        rm -f "$lane"
     done
 }
 

@@ -148,11 +148,12 @@ def run(words: list[str], folder: Path, until: float) -> list[dict[str, Any]]:
     process = subprocess.Popen([sys.executable, "-m", "verl.trainer.main_ppo", *words], cwd=folder, env=env)
     arrivals = [time.monotonic()]
     try:
-        while process.poll() is None and time.monotonic() < until:
+        status = None
+        while status is None and time.monotonic() < until:
             time.sleep(0.02)
+            status = process.poll()  # before the rows are counted, so that none is left
             num = log.read_bytes().count(b"\n")
             arrivals += [time.monotonic()] * (num + 1 - len(arrivals))
-        status = process.poll()
     finally:
         end_children()
     if status != 0:

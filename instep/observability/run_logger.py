@@ -274,9 +274,10 @@ class RunLogger:
 
     def __exit__(self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: object) -> None:
         self._failed = exc_type is not None
+        if exc_type is not None:  # first: a tracker may take its time to close
+            _write_error(self.run_dir / "logs" / "error.txt", exc)
         self._close.close()
         if exc_type is not None:
-            _write_error(self.run_dir / "logs" / "error.txt", exc)
             phase = next((phase for error, phase in self._failures if error is exc), self.progress.phase)
             print(f"stopped in phase {phase}, {self.progress.steps_text()}: {exc_type.__name__}", file=sys.stderr)
 

@@ -130,7 +130,7 @@ def test_no_flag_of_megatron_is_left_out_above():
 OF_BOTH = """
 --hf-checkpoint --trust-remote-code --load --save --save-interval --ref-load --ckpt-step --save-hf --no-save-optim
 --no-load-optim --finetune --ref-ckpt-step --start-rollout-id --async-save --ckpt-format --only-train-params-name-list
---freeze-params-name-list --chat-template
+--freeze-params-name-list --chat-template --config --dump-config
 """
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -230,10 +231,13 @@ class Policy(nn.Module):
         for layout in LAYOUTS[2:] if self._not_packed else LAYOUTS:
             try:
                 together = self._states(layout, tokens, bounds)
-                for start, stop in zip(bounds[-3:-1].tolist(), bounds[-2:].tolist(), strict=True):
-                    alone = self._states(layout, tokens[start:stop], bounds.new_tensor([0, stop - start]))
-                    if _differ(together[start:stop], alone):
-                        raise Unfit("a segment's hidden states depend on other segments")
+                last = bounds[-4:].tolist()  # of three segments, which a leak from those before would reach
+                alone = [
+                    self._states(layout, tokens[start:stop], bounds.new_tensor([0, stop - start]))
+                    for start, stop in itertools.pairwise(last)
+                ]
+                if _differ(together[last[0] :], torch.cat(alone)):
+                    raise Unfit("a segment's hidden states depend on other segments")
                 if not _differ(together, expected, mixture=self._mixture):
                     break
                 reasons.append("its hidden states differ from those of its own attention")

@@ -187,8 +187,8 @@ class PiecewiseAdamW(torch.optim.AdamW):
                 weight, grad = local(p.detach()).view(-1), local(p.grad).reshape(-1)
                 wholes[id(p)] = _Piece(group, step, None if rates is None else rates[i], weight, grad, stored)
             for run in (run for run in self._runs if run.group is group):
-                own = [wholes[id(p)] for p in run.params]
-                if (gradient := joined([piece.grad for piece in own])) is not None:
+                own = [wholes[id(p)] for p in run.params if id(p) in wholes]
+                if len(own) == len(run.params) and (gradient := joined([piece.grad for piece in own])) is not None:
                     for p in run.params[1:]:
                         del wholes[id(p)]
                     first = own[0]._replace(weight=run.weight, grad=gradient, stored=run.stored)
