@@ -177,13 +177,13 @@ def _json(node: Node) -> Any:
     """Return a node as JSON reads it: `1e-6` is a number, `no` and what is quoted are texts. Null is YAML's."""
     import yaml
 
-    if isinstance(node, yaml.MappingNode):
-        return {key.value: _json(value) for key, value in node.value}
+    if isinstance(node, yaml.ScalarNode):
+        if node.tag == NULL:
+            return None
+        try:
+            return node.value if node.style else json.loads(node.value)
+        except ValueError:
+            return node.value
     if isinstance(node, yaml.SequenceNode):
         return [_json(part) for part in node.value]
-    if node.tag == NULL:
-        return None
-    try:
-        return node.value if node.style else json.loads(node.value)
-    except ValueError:
-        return node.value
+    return {key.value: _json(value) for key, value in node.value}
