@@ -17,6 +17,7 @@ from instep.arguments.engine_flags import find_engine_flag
 from instep.arguments.evaluation import EVAL
 from instep.arguments.extra import of_user
 from instep.arguments.flag import Flag, FlagGroup, hook, read_flags
+from instep.arguments.loggers import LOGGERS
 from instep.arguments.lora import LORA
 from instep.arguments.megatron import SHAPE, megatron_table
 from instep.arguments.model import MODEL
@@ -28,9 +29,7 @@ from instep.system.hooks.neighbours import added, is_own
 
 # Concerns without resolvers and rules.
 NOT_SGLANG, NOT_VLLM = "the engine is vLLM, not SGLang", "the engine is SGLang, not vLLM"
-LOGGERS, TIMEOUTS, SGLANG = (
-    read_flags(str(Path(__file__).with_name(name)), note=NOT_SGLANG) for name in ("loggers", "timeouts", "sglang")
-)
+TIMEOUTS, SGLANG = (read_flags(str(Path(__file__).with_name(name)), note=NOT_SGLANG) for name in ("timeouts", "sglang"))
 _OWN: tuple[FlagGroup, ...] = (
     *(MODEL, DATA, ROLLOUT, REWARD, EVAL, ALGORITHM, OPTIMIZER, LORA, ASYNCHRONOUS, CLUSTER, ENGINE, PARALLEL, SHAPE),
     *(LOGGERS, TIMEOUTS, DEBUGGING, SGLANG),

@@ -18,11 +18,13 @@ from instep.arguments.flag import Flag, path
 from instep.arguments.parser import FromFile, Value, adds, for_sglang, is_flag, opposite
 from instep.errors import ConfigError, writing
 from instep.system.documents import read_text
+from instep.system.private import without_credentials
 
 if TYPE_CHECKING:
     from yaml import Node
 
 CONFIG, DUMP = "--config", "--dump-config"
+NULL = "tag:yaml.org,2002:null"
 
 
 def expanded(words: Sequence[str]) -> list[str]:
@@ -75,7 +77,10 @@ def dump(file: str, command: str, uses: Sequence[tuple[str, Flag | None, Sequenc
     import yaml
 
     class Typed(yaml.SafeDumper):
-        yaml_implicit_resolvers: dict[str, Any] = {}  # no text needs quotes because it looks like a number
+        yaml_implicit_resolvers: dict[str, Any] = {  # text that looks like null needs quotes; like a number, none
+            first: [one for one in resolvers if one[0] == NULL]
+            for first, resolvers in yaml.SafeDumper.yaml_implicit_resolvers.items()
+        }
 
     def text_of(dumper: yaml.SafeDumper, value: str) -> Node:
         style = '"' if "\n" in value else None
@@ -92,7 +97,12 @@ def dump(file: str, command: str, uses: Sequence[tuple[str, Flag | None, Sequenc
             lines.append(f"# {name} is a secret: give it on the command line")
         elif name not in (CONFIG, DUMP):
             found[key] = name.lstrip("-"), [*before, *map(str, words or ["true"])]
-    values = {name: words[0] if len(words) == 1 else words for name, words in found.values()}
+    values = dict[str, str | list[str]]()
+    for name, parts in found.values():
+        if any(without_credentials(part) != part for part in parts):
+            lines.append(f"# --{name} holds a secret: give it on the command line")
+        else:
+            values[name] = parts[0] if len(parts) == 1 else parts
     text = yaml.dump(values, Dumper=Typed, sort_keys=False, width=10**6, default_flow_style=None, allow_unicode=True)
     with writing(Path(file), DUMP):
         Path(file).parent.mkdir(parents=True, exist_ok=True)
@@ -137,26 +147,43 @@ def _read(file: str) -> Iterator[list[str]]:
             raise ConfigError(f"'{name}' stands in line {seen[word]}, too", where=here, remedy="remove one of them")
         seen[word] = line
         flag = find(word) or find_on_path(word)
-        plain = _plain(value, flag, here)
+        plain = _plain(value, flag, name, here)
         if isinstance(plain, list) and flag is not None and not (flag.nargs or flag.append or flag.together):
             raise ConfigError(f"'{name}' takes one value, not a list", where=here, remedy="write the value alone")
         yield typed(word, flag, plain)
 
 
-def _plain(node: Node, flag: Flag | None, where: str) -> Any:
+def _plain(node: Node, flag: Flag | None, name: str, where: str) -> Any:
     """Return a value: text as it stands, a list of texts, or a mapping (of a flag of one value: as JSON)."""
     import yaml
 
-    if isinstance(node, yaml.ScalarNode):
-        return node.value
     several = flag is not None and (flag.nargs or flag.append)
-    is_list = isinstance(node, yaml.SequenceNode)
-    parts = node.value if is_list else list(chain.from_iterable(node.value))
-    if is_list or several:
-        if not all(isinstance(part, yaml.ScalarNode) for part in parts):
-            raise ConfigError("a list holds text and numbers only", where=where, remedy="quote JSON: '{\"key\": 1}'")
-        return [part.value for part in parts]
-    try:
-        return json.dumps(yaml.SafeLoader("").construct_document(node))
-    except (TypeError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise ConfigError(f"is not JSON: {error}", where=where, remedy="write it in quotes") from None
+    if isinstance(node, yaml.MappingNode) and not several:
+        try:
+            return json.dumps(_json(node))
+        except (TypeError, RecursionError) as error:
+            raise ConfigError(f"is not JSON: {error}", where=where, remedy="write it in quotes") from None
+    is_mapping, is_list = isinstance(node, yaml.MappingNode), isinstance(node, yaml.SequenceNode)
+    parts = list(chain.from_iterable(node.value)) if is_mapping else node.value if is_list else [node]
+    if not all(isinstance(part, yaml.ScalarNode) for part in parts):
+        raise ConfigError("a list holds text and numbers only", where=where, remedy="quote JSON: '{\"key\": 1}'")
+    if any(part.tag == NULL for part in parts):
+        raise ConfigError(f"'{name}' has no value", where=where, remedy="remove the line, or quote what is text")
+    texts = [part.value for part in parts]
+    return texts if is_mapping or is_list else texts[0]
+
+
+def _json(node: Node) -> Any:
+    """Return a node as JSON reads it: `1e-6` is a number, `no` and what is quoted are texts. Null is YAML's."""
+    import yaml
+
+    if isinstance(node, yaml.ScalarNode):
+        if node.tag == NULL:
+            return None
+        try:
+            return node.value if node.style else json.loads(node.value)
+        except ValueError:
+            return node.value
+    if isinstance(node, yaml.SequenceNode):
+        return [_json(part) for part in node.value]
+    return {key.value: _json(value) for key, value in node.value}

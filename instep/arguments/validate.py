@@ -19,6 +19,7 @@ from instep.arguments import (
     debugging,
     engine,
     evaluation,
+    loggers,
     lora,
     megatron,
     model,
@@ -44,7 +45,7 @@ from instep.system.hooks.neighbours import added
 # The order matters: a resolver may read what earlier ones have set. Each module has RESOLVERS, RULES, or both.
 CONCERNS = (
     *(model, lora, paths, debugging, engine, cluster, data, commands, algorithm, rollout, reward),
-    *(distillation, megatron, parallel, backends, evaluation, asynchronous, colocation, planning, optimizer),
+    *(distillation, megatron, parallel, backends, evaluation, asynchronous, colocation, planning, optimizer, loggers),
 )
 # `instep plan` checks only what the plan depends on.
 PLAN_RULES = (

@@ -168,8 +168,8 @@ def trackio_settings(args: LoggingSettings) -> dict[str, str | None] | None:
     """Return the options of a run of Trackio, or None without Trackio."""
     if not args.use_trackio:
         return None
-    url = args.trackio_server_url or os.environ.get("TRACKIO_SERVER_URL")
-    return {"project": args.trackio_project, "run_name": args.trackio_run_name, "server_url": url}
+    named = {"project": args.trackio_project, "run_name": args.trackio_run_name}
+    return {**named, "server_url": args.trackio_server_url}
 
 
 def wandb_settings(args: LoggingSettings, run_id: str | None) -> dict[str, Any] | None:

@@ -8,12 +8,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 
-from instep.errors import ConfigError
-
-TOKEN = "TRACKIO_WRITE_TOKEN"
 CLOSE_SECONDS = 45.0  # for the last rows; Trackio itself waits 30 s for a server, and then keeps them on this host
 
 
@@ -22,11 +18,8 @@ class Trackio:
 
     Args:
         options: `project`, `run_name` (None: of the run's folder and identity), `server_url` (None: this host's store).
-        offsets: the bytes of metrics.jsonl and samples.jsonl that earlier sessions have sent.
+        offsets: the bytes of metrics.jsonl and samples.jsonl of earlier sessions, which are not sent again.
         tell: prints a line for the user, from any thread.
-
-    Raises:
-        ConfigError: trackio is not installed, or the server's URL is incomplete.
     """
 
     def __init__(
@@ -36,10 +29,6 @@ class Trackio:
         offsets: Mapping[str, int],
         tell: Callable[[str], None],
     ):
-        if find_spec("trackio") is None:
-            remedy = "instep install trackio, or remove the flag"
-            raise ConfigError("trackio is not installed", where="--use-trackio", remedy=remedy)
-        check_server(options["server_url"])
         self._tell, self._closing = tell, False
         log = run_dir / "logs" / "trackio.log"
         log.parent.mkdir(exist_ok=True)
@@ -87,13 +76,3 @@ class Trackio:
             self._process.wait()
             self._tell(f"Trackio did not take the last rows in {CLOSE_SECONDS:.0f} s; metrics.jsonl has all of them")
         self._reader.join()
-
-
-def check_server(url: str | None) -> None:
-    """Check the URL of a server. Raises ConfigError: it has no scheme, or there is no token to write with."""
-    if url and not url.startswith(("http://", "https://")):
-        what, remedy = f"'{url}' is not a URL", "give one that begins with http:// or https://"
-        raise ConfigError(what, where="--trackio-server-url", remedy=remedy)
-    if url and "write_token=" not in url and not os.environ.get(TOKEN):
-        remedy = f"add ?write_token=..., which `trackio show` prints, or set {TOKEN}"
-        raise ConfigError("the server wants a token to write", where="--trackio-server-url", remedy=remedy)

@@ -21,6 +21,7 @@ from typing import Any
 from instep.observability.alarms import AlarmWatch, Limits
 from instep.observability.metrics import is_step
 from instep.observability.sinks import read_json
+from instep.observability.view.turns import prompt_of, text_of
 from instep.system.private import without_credentials
 
 POLL_SECONDS = 1.0
@@ -84,10 +85,11 @@ class Server:
 
 
 def messages(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return prompt and response of a row of samples.jsonl as a conversation."""
-    prompt = row["prompt"]
-    before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    return [*before, {"role": "assistant", "content": row["response"]}]
+    """Return prompt and response of a row of samples.jsonl as a conversation. What is no list of messages is a text."""
+    prompt = prompt_of(row)
+    if not isinstance(prompt, list) or not all(isinstance(message, dict) for message in prompt):
+        prompt = [{"role": "user", "content": text_of(prompt)}]
+    return [*prompt, {"role": "assistant", "content": text_of(row["response"])}]
 
 
 def send(run: Any, trace: Callable[..., Any], rows: Growing, samples: Growing, watch: AlarmWatch) -> None:

@@ -77,6 +77,28 @@ def test_dumped_and_read_again():
         parse(["--config", "mine.yaml", "--dump-config", "mine.yaml"])
 
 
+def test_mappings_are_read_by_the_rules_of_json():
+    text = "{a: 1e-6, b: no, on: '1', c: [on, true, -2], d: null, 007: 010, e: 2026-01-01, f: {g: \"x\"}}"
+    Path("mine.yaml").write_text(TEXT.replace("{enable_thinking: false, levels: [1, 2.5]}", text))
+    known = {"a": 1e-6, "b": "no", "on": "1", "c": ["on", True, -2], "d": None, "007": "010", "e": "2026-01-01"}
+    assert parse(["--config", "mine.yaml"]).apply_chat_template_kwargs == {**known, "f": {"g": "x"}}
+
+
+def test_text_that_looks_like_null_is_dumped_in_quotes():
+    text = dumped(["--config", "mine.yaml", "--rollout-stop", "null", "--rollout-stop", "~"], "once.yaml")
+    assert "rollout-stop: ['null', '~']\n" in text and "lr: 1e-6\n" in text
+    assert parse(["--config", "once.yaml"]).rollout_stop == ["null", "~"]
+
+
+def test_urls_with_credentials_are_not_dumped():
+    secret = ["--trackio-server-url", "https://host/?write_token=S3", "--rm-url", "https://user:S3@host/score"]
+    more = ["--use-trackio", "--rm-type", "remote_rm", "--use-wandb", "--wandb-host", "http://h:1/"]
+    text = dumped(["--config", "mine.yaml", *secret, *more], "once.yaml")
+    assert "S3" not in Path("once.yaml").read_text() and "wandb-host: http://h:1/\n" in text
+    comments = [line for line in Path("once.yaml").read_text().splitlines() if "holds a secret" in line]
+    assert comments == [f"# {name} holds a secret: give it on the command line" for name in secret[::2]]
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -89,7 +111,12 @@ def test_dumped_and_read_again():
         ("- lr", ["wrong.yaml, line 1", "not a mapping"]),
         ("lr: 1\nconfig: b.yaml", ["wrong.yaml, line 2", "cannot stand in a file"]),
         ("rollout-stop: [[a]]", ["line 1", "text and numbers only"]),
-        ("lr:", ["--lr (wrong.yaml, line 1)", "is empty"]),
+        ("lr:", ["wrong.yaml, line 1", "'lr' has no value", "remove the line"]),
+        ("lr: 1\nsave: null", ["wrong.yaml, line 2", "'save' has no value"]),
+        ("save: ~", ["wrong.yaml, line 1", "'save' has no value"]),
+        ("rollout-stop: [a, null]", ["wrong.yaml, line 1", "'rollout-stop' has no value"]),
+        ("eval-prompt-data: {x: }", ["wrong.yaml, line 1", "'eval-prompt-data' has no value"]),
+        ("apply-chat-template-kwargs: {[a]: 1}", ["wrong.yaml, line 1", "is not JSON"]),
     ],
 )
 def test_mistakes_name_file_and_line(text, words):

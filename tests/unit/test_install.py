@@ -47,7 +47,13 @@ def test_names_are_checked_before_anything_is_installed(monkeypatch):
     assert "sglang" in caught.value.remedy
     with pytest.raises(ConfigError, match="the pins of sglang and vllm for CUDA exclude each other"):
         packages.check(["sglang", "vllm"], "cuda")
-    packages.check(["trl", "ray", "cuda", "wandb"], "cuda")
+    with pytest.raises(ConfigError, match="exclude each other"):
+        packages.check(["sglang==0.5.23", "vllm==0.26.0"], "cuda")
+    for name, instead in (("trl==1.10", "trl-1.10"), ("ray==2.40", "ray"), ("docs==1", "docs"), ("vllm==", "vllm")):
+        with pytest.raises(ConfigError, match="only vllm and sglang take a version") as caught:
+            packages.check([name], "cpu")
+        assert caught.value.remedy.startswith(f"instep install {instead},")
+    packages.check(["trl", "ray", "cuda", "wandb", "vllm==0.26.0"], "cuda")
     assert packages.extras()["ray"] == ["ray==2.60.0"] and "torch>=2.11" in packages.extras()["cuda"]
 
 
@@ -115,6 +121,26 @@ def test_an_installation_into_an_environment_of_its_own(tmp_path, monkeypatch):
     assert main(["install", "trl"]) == 0 and python.stat().st_ctime_ns == before  # nothing is installed again
     with pytest.raises(OutputError, match="failed"):
         command._pip(["--no-index", str(wheel)], str(python))
+
+
+def test_an_environment_beside_this_one_replaces_only_its_own(steps, tmp_path, monkeypatch):
+    folder = Path(f"{tmp_path}-docs")
+    (folder / "lib").mkdir(parents=True)
+    (folder / "lib/mine.py").touch()
+    assert main(["install", "docs"]) == 2 and (folder / "lib/mine.py").exists() and not steps
+    (folder / ".instep-docs-01234567").touch()  # made by an earlier instep
+
+    def interrupted(words, python):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(command, "_pip", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            command.install("docs", "", "cpu")
+    assert [path.name for path in folder.glob(".instep-*")] == [".instep-docs-underway"]
+    assert main(["install", "docs"]) == 0 and len(steps) == 1 and not (folder / "lib/mine.py").exists()
+    (stamp,) = folder.glob(".instep-*")
+    assert stamp.name != ".instep-docs-underway" and main(["install", "docs"]) == 0 and len(steps) == 1
 
 
 def test_what_a_purpose_needs_is_here_or_named():

@@ -18,12 +18,14 @@ from pathlib import Path
 
 import pytest
 
-from instep.errors import ConfigError
-from instep.observability import trackio, trackio_main
-from instep.observability.trackio import Trackio, check_server
+from instep.arguments import loggers
+from instep.arguments.parse import parse
+from instep.controller.round_metrics import trackio_settings
+from instep.observability import trackio_main
 from instep.observability.trackio_main import Growing, Server, messages
 from instep.system.ports import free_port
 from tests import forks
+from tests.command_line import argv, make_folder, refusal
 from tests.logged_run import make_groups, run
 
 with_trackio = pytest.mark.skipif(
@@ -181,9 +183,8 @@ def test_what_a_server_says_is_told_when_it_changes(tmp_path: Path, monkeypatch:
     assert len(lines) == 3 and "Connection refused" in lines[2]
 
 
-def test_a_run_goes_on_when_the_process_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_goes_on_when_the_process_has_ended(tmp_path: Path) -> None:
     """It cannot open its run: the package is missing, or takes no such name of a project."""
-    monkeypatch.setattr(trackio, "find_spec", lambda name: True)
     with run(tmp_path / "run", trackio={**OPTIONS, "project": "a_system"}, run_id="0123456789") as log:
         until(lambda: "Trackio's process has ended, and the run goes on" in log.progress.console.file.getvalue())
         log.log(0, {"train/loss": 0.5})
@@ -202,16 +203,44 @@ def test_rows_are_read_when_they_are_whole(tmp_path: Path) -> None:
     assert messages(row) == [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "2"}]
 
 
-def test_a_server_needs_a_scheme_and_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    for url, what in (("localhost:7860", "is not a URL"), ("http://127.0.0.1:7860", "wants a token")):
-        with pytest.raises(ConfigError, match=what):
-            check_server(url)
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"prompt": None}, [("user", "null")]),
+        ({"prompt": ["a", 1]}, [("user", '[\n "a",\n 1\n]')]),
+        ({"prompt": [{"role": "user", "content": "1 + 1"}, "a"]}, [("user", '[\n {\n  "role": "user",')]),
+        ({"prompt": [{"role": "system", "content": "s"}]}, [("system", "s")]),
+        ({"prompt": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "2"}]}, 2),
+        ({"prompt": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "2"}], "loss": 0.5}, 1),
+        ({"prompt": []}, []),
+    ],
+)
+def test_an_odd_sample_is_sent_as_text_and_an_answer_of_the_data_once(row: dict, said: list | int) -> None:
+    *before, answer = messages({**row, "response": "2"})
+    assert answer == {"role": "assistant", "content": "2"}
+    if isinstance(said, int):
+        assert before == row["prompt"][:said]
+    else:
+        assert [message["role"] for message in before] == [role for role, _ in said]
+        assert all(message["content"].startswith(text) for message, (_, text) in zip(before, said, strict=True))
+
+
+def test_what_trackio_needs_is_checked_with_the_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a run without it is refused before the files of an earlier run are moved."""
+    make_folder(tmp_path, monkeypatch)
+    monkeypatch.setattr(loggers, "find_spec", lambda name: True)
+    flag = "--use-trackio --trackio-server-url"
+    assert "is not a URL" in refusal(f"{flag} localhost:7860")
+    said = refusal(f"{flag} http://127.0.0.1:7860")
+    assert "wants a token" in said and "where:  --trackio-server-url" in said
+    url = "http://127.0.0.1:7860/?write_token=t"
+    assert parse(argv(f"{flag} {url}")).trackio_server_url == url
+    monkeypatch.setenv("TRACKIO_SERVER_URL", "http://127.0.0.1:7860")
+    assert parse(argv()).trackio_server_url is None
+    said = refusal("--use-trackio")
+    assert "wants a token" in said and "where:  TRACKIO_SERVER_URL" in said
     monkeypatch.setenv("TRACKIO_WRITE_TOKEN", "t")
-    check_server("http://127.0.0.1:7860")
-
-
-def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trackio, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="trackio is not installed") as caught:
-        Trackio(tmp_path, OPTIONS, {"metrics": 0, "samples": 0}, print)
-    assert caught.value.remedy.startswith("instep install trackio")
+    assert trackio_settings(parse(argv("--use-trackio")))["server_url"] == "http://127.0.0.1:7860"
+    monkeypatch.setattr(loggers, "find_spec", lambda name: None)
+    said = refusal("--use-trackio")
+    assert "trackio is not installed" in said and "instep install trackio" in said

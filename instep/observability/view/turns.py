@@ -26,21 +26,24 @@ def turns_of(row: Mapping[str, Any]) -> list[Turn]:
     Tokens that are not trained on are a turn of their own, "not trained on": a tool's answer, or one that a mask takes
     out. A call within the model's text is a turn "tool call".
     """
+    return [*_prompt(prompt_of(row)), *_response(row)]
+
+
+def prompt_of(row: Mapping[str, Any]) -> Any:
+    """Return the prompt of a row. In a conversation of the data (SFT), the last message is the response."""
     prompt = row.get("prompt")
-    if "loss" in row and isinstance(prompt, list) and _role(prompt[-1:]) == "assistant":
-        prompt = prompt[:-1]  # a conversation of the data (SFT): its last message is the response
-    return [*_prompt(prompt), *_response(row)]
+    return prompt[:-1] if "loss" in row and isinstance(prompt, list) and _role(prompt[-1:]) == "assistant" else prompt
 
 
 def _prompt(prompt: Any) -> Iterator[Turn]:
     if isinstance(prompt, list):
         for message in prompt:
             known = message if isinstance(message, dict) else {"content": message}
-            yield {"role": _role([message]), "text": _text(known.get("content"))}
+            yield {"role": _role([message]), "text": text_of(known.get("content"))}
             for call in known.get("tool_calls") or ():
-                yield {"role": "tool call", "text": _text(call)}
+                yield {"role": "tool call", "text": text_of(call)}
         return
-    text = _text(prompt)
+    text = text_of(prompt)
     found = list(_MESSAGE.finditer(text))
     if not found or text[: found[0].start()].strip():
         before = text[: found[0].start()] if found else text
@@ -60,7 +63,7 @@ def _response(row: Mapping[str, Any]) -> Iterator[Turn]:
     tokens = row.get("tokens") or {}
     texts: Sequence[str] = tokens.get("texts") or ()
     if not texts:
-        yield {"role": "model", "text": _text(row.get("response"))}
+        yield {"role": "model", "text": text_of(row.get("response"))}
         return
     start = 0
     for trained, part in itertools.groupby(tokens["loss_mask"]):
@@ -90,5 +93,6 @@ def _turn(role: str, texts: Sequence[str], start: int, end: int) -> Turn:
     return {"role": role, "text": "".join(texts[start:end]), "start": start, "end": end}
 
 
-def _text(value: Any) -> str:
+def text_of(value: Any) -> str:
+    """Return a text as it is, and another value as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, indent=1)

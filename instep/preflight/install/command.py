@@ -12,7 +12,7 @@ import tempfile
 import time
 import zlib
 from argparse import RawDescriptionHelpFormatter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import instep
@@ -36,7 +36,7 @@ def parser() -> OptionParser:
         formatter_class=RawDescriptionHelpFormatter,
     )
     made.add_argument(
-        "names", nargs="+", metavar="NAME[==VERSION]", help="a name above; VERSION: another one of the engine"
+        "names", nargs="+", metavar="NAME[==VERSION]", help="a name above; VERSION: another one of an engine"
     )
     how = "which builds of the engines (default: cuda beside a GPU's driver, else cpu)"
     made.add_argument("--device", choices=("cpu", "cuda"), default="cpu" if no_driver() else "cuda", help=how)
@@ -46,10 +46,9 @@ def parser() -> OptionParser:
 def main(words: Sequence[str]) -> None:
     """Run the command. A second call installs nothing."""
     options = parser().parse_args(words)
-    asked = [name.partition("==")[::2] for name in options.names]
-    check([name for name, _ in asked], options.device)
+    check(options.names, options.device)
     with users_files():
-        for name, version in asked:
+        for name, _, version in (word.partition("==") for word in options.names):
             install(name, version, options.device)
 
 
@@ -110,13 +109,28 @@ def _once(name: str, wanted: Sequence[str], steps: Sequence[Sequence[str]], also
 
 
 def _beside(name: str) -> None:
-    """Make the environment `PREFIX-NAME`: its pins, and behind them the packages of this one, by a .pth file."""
+    """Make the environment `PREFIX-NAME`: its pins, and behind them the packages of this one, by a .pth file.
+
+    Raises:
+        ConfigError: the folder has other content, and no stamp of an earlier call, finished or not.
+    """
     folder, wanted = Path(f"{sys.prefix}-{name}"), pins(name)
     stamp = _stamp(folder, name, "\n".join([*wanted, *pins("cpu")]))
     python = folder / "bin" / "python"
     if not (stamp.exists() and python.exists()):
+        if folder.exists() and any(folder.iterdir()) and not any(_stamps(folder, name)):
+            what, remedy = "exists, and `instep install` has not made it", "move it away, or remove it"
+            raise ConfigError(what, where=str(folder), remedy=remedy)
         print(f"install: making {folder}", flush=True)
-        _run([sys.executable, "-m", "venv", "--clear", "--without-pip", str(folder)])
+        folder.mkdir(exist_ok=True)
+        underway = folder / f".instep-{name}-underway"
+        _set(underway, name)  # before the rest goes, so that a call that is interrupted can be repeated
+        for old in folder.iterdir():
+            if old.is_dir() and not old.is_symlink():
+                shutil.rmtree(old)
+            elif old != underway:
+                old.unlink()
+        _run([sys.executable, "-m", "venv", "--without-pip", str(folder)])
         _pip(["--no-deps", *wanted], str(python))
         base = {"base": str(folder), "platbase": str(folder)}
         Path(sysconfig.get_path("purelib", "venv", base), "instep.pth").write_text(f"{SITE}\n")
@@ -130,9 +144,14 @@ def _stamp(folder: Path, name: str, what: str) -> Path:
 
 
 def _set(stamp: Path, name: str) -> None:
-    for old in stamp.parent.glob(f".instep-{name}-????????"):
-        old.unlink()
     stamp.touch()
+    for old in _stamps(stamp.parent, name):
+        if old != stamp:
+            old.unlink()
+
+
+def _stamps(folder: Path, name: str) -> Iterable[Path]:
+    return folder.glob(f".instep-{name}-????????")
 
 
 def _pip(words: Sequence[str], python: str = sys.executable) -> None:

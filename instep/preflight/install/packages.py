@@ -71,18 +71,24 @@ def extras() -> dict[str, list[str]]:
 
 
 def check(names: Sequence[str], device: str) -> None:
-    """Check names before anything is installed.
+    """Check names, with `==VERSION` or without, before anything is installed.
 
     Raises:
-        ConfigError: a name is unknown, or the pins of two engines for CUDA exclude each other.
+        ConfigError: a name is unknown or takes no version, or the pins of two engines for CUDA exclude each other.
     """
-    known = {*PINNED, *BESIDE, *extras()}
-    for name in names:
+    known, asked = {*PINNED, *BESIDE, *extras()}, [name.partition("==") for name in names]
+    for name, equals, version in asked:
         if name not in known:
             what = f"'{name}' is nothing that instep installs"
             raise ConfigError(what, where="instep install", remedy=f"the names are {', '.join(sorted(known))}")
+        if equals and (name not in ON_CUDA or not version):
+            other = f"{name}-{version}"
+            remedy = f"instep install {other if other in known else name}, which brings the tested version"
+            what = f"only {' and '.join(ON_CUDA)} take a version"
+            raise ConfigError(what, where=f"instep install {name}=={version}", remedy=remedy)
     here = {name for name in ON_CUDA if package_version(name) is not None}
-    if device == "cuda" and (wanted := here | {*names} & {*ON_CUDA}) == {*ON_CUDA} and here != wanted:
+    engines = {name for name, *_ in asked} & {*ON_CUDA}
+    if device == "cuda" and (wanted := here | engines) == {*ON_CUDA} and here != wanted:
         raise ConfigError(
             f"the pins of {' and '.join(sorted(wanted))} for CUDA exclude each other",
             where=f"instep install {' '.join(names)}",
