@@ -103,8 +103,10 @@ async def serve(responses: list[list[int]], rate: float) -> None:
     await server.serve_forever()
 
 
-def log_probs_by_sample(batch: TokenBatch) -> tuple[torch.Tensor, ...]:
-    return batch.token_columns["rollout_log_probs"].split(batch.response_lengths.tolist())
+def kept_by_sample(batch: TokenBatch) -> tuple[torch.Tensor, ...]:
+    """The engine's log-probs, and as many entropies of zero: `[2, response_length]` for each sample."""
+    log_probs = batch.token_columns["rollout_log_probs"]
+    return torch.stack([log_probs, torch.zeros_like(log_probs)]).split(batch.response_lengths.tolist(), dim=1)
 
 
 def work() -> None:
@@ -118,10 +120,10 @@ def work() -> None:
         if method == "train":
             batch, _, lrs, kept, *_ = args
             metrics = [{"loss": 0.0, "grad_norm": 1.0, "skipped_steps": 0.0, "lr": lr} for lr in lrs]
-            rows = log_probs_by_sample(batch)
+            rows = kept_by_sample(batch)
             channel.result((metrics, {i: rows[i] for i in kept}, 0.0))
         elif method == "begin_step":
-            channel.result(dict(enumerate(log_probs_by_sample(args[0]))))
+            channel.result(dict(enumerate(kept_by_sample(args[0]))))
         else:
             channel.result({"trainer_host_bytes": 0.0})
 
