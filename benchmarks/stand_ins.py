@@ -105,6 +105,8 @@ async def serve(responses: list[list[int]], rate: float) -> None:
 
 def kept_by_sample(batch: TokenBatch) -> tuple[torch.Tensor, ...]:
     """The engine's log-probs, and as many entropies of zero: `[2, response_length]` for each sample."""
+    import torch
+
     log_probs = batch.token_columns["rollout_log_probs"]
     return torch.stack([log_probs, torch.zeros_like(log_probs)]).split(batch.response_lengths.tolist(), dim=1)
 
