@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ class Tail:
         """
         try:
             with self.path.open("rb") as file:
-                status = self.path.stat()
+                status = os.fstat(file.fileno())  # of the file that is read: a resume may replace it meanwhile
                 self.size, anew = status.st_size, self._inode not in (-1, status.st_ino) or status.st_size < self.offset
                 self.offset, self._inode = 0 if anew else self.offset, status.st_ino
                 file.seek(self.offset)
