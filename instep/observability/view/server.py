@@ -23,6 +23,7 @@ from instep.observability.plots import COLORS, PANELS
 from instep.observability.report import STYLE
 from instep.observability.view.flags import compare
 from instep.observability.view.runs import RunFiles, Runs
+from instep.observability.view.tail import DAMAGE
 
 FIRST_PORT, NUM_PORTS = 8620, 20
 HOSTS = ("127.0.0.1", "localhost")  # with any port: a tunnel may have another
@@ -116,7 +117,7 @@ class _Handler(BaseHTTPRequestHandler):
             kind, content = self.server.answer(rest[0], dict(parse_qsl(url.query)))
         except LookupError as error:
             return self._send(HTTPStatus.NOT_FOUND, "text/plain", f"not found: {error}".encode())
-        except (ValueError, OSError) as error:  # of the query, or of a file that is gone
+        except (OSError, *DAMAGE) as error:  # of the query, or of a file that is gone or damaged
             return self._send(HTTPStatus.BAD_REQUEST, "text/plain", str(error).encode())
         self._send(HTTPStatus.OK, kind, content)
 
