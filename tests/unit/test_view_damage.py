@@ -123,6 +123,18 @@ def test_rows_of_metrics_take_little_memory(folder: Path) -> None:
     assert (x, y) == ([*range(6)], [1.0] * 6)  # null is no point
 
 
+def test_many_runs_are_read_bit_by_bit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    older, newer = folder, unfinished_run(folder.parent / "two")
+    runs = Runs(lambda: [older, newer])
+    monkeypatch.setattr("instep.observability.view.runs.READ_SECONDS", 0.0)
+    first = runs.about()
+    assert [(run["num_steps"], run["reading"]) for run in first] == [(1, True)] * 2
+    monkeypatch.setattr("instep.observability.view.runs.READ_SECONDS", 20.0)
+    assert [(run["name"], run["num_steps"], run["reading"]) for run in runs.about()] == [
+        ("one", 6, False), ("two", 6, False)
+    ]  # fmt: skip
+
+
 def test_a_file_that_a_resume_replaces_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, new = tmp_path / "metrics.jsonl", tmp_path / "new"
     path.write_text('{"step": 0}\n{"step": 1}\n')

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -22,6 +23,7 @@ from instep.observability.view.tail import DAMAGE, Row, Tail
 from instep.observability.view.timeline import Timeline, averaged, thinned
 
 MOST_POINTS, MOST_BARS = 1200, 120  # of a curve, and of a stack
+READ_SECONDS = 2.0  # of all runs in one request
 # Whose means over the steps the timeline has.
 MEANS = (
     *("perf/engine_idle_ratio", "perf/trainer_idle_ratio", "perf/wait_seconds", "perf/reward_seconds"),
@@ -43,14 +45,17 @@ class RunFiles:
         self._lock = threading.Lock()
         self._made: dict[str, tuple[Any, dict[str, Any]]] = {}
 
-    def about(self) -> dict[str, Any]:
-        """Return title, state, headline figures and alarms."""
+    def about(self, seconds: float = math.inf) -> dict[str, Any]:
+        """Return title, state, headline figures and alarms. Read metrics and timeline for about so many seconds each.
+
+        `reading` says that there is more to read.
+        """
         config, summary = self._config(), self._summary()
         args = config.get("args") or {}
         state = state_of(self.folder, config, summary or None)
         with self._lock:
-            self._read_on()
-            self._timeline.read_on()
+            self._read_on(seconds)
+            self._timeline.read_on(seconds)
             rows, under_way, now = list(self._rows), self._timeline.under_way(), (self._metrics.place, len(summary))
         alive = state.name in ("running", "elsewhere")
         last = max((row["began"] for row in under_way), default=0.0)
@@ -62,6 +67,7 @@ class RunFiles:
             "remedy": state.remedy,
             "num_rollout": args.get("num_rollout"),
             "phases": [_phase(row) for row in under_way if alive or row["began"] == last],
+            "reading": self._metrics.reading,
             "num_damaged": sum(file.num_damaged for file in (self._metrics, self._timeline, self.samples)),
             **self._remembered("figures", now, lambda: _figures(rows, summary, args)),
         }
@@ -117,8 +123,8 @@ class RunFiles:
             raise ValueError("summary.json is damaged: it is not a JSON object")
         return summary
 
-    def _read_on(self) -> None:
-        anew, rows = self._metrics.read()
+    def _read_on(self, seconds: float = math.inf) -> None:
+        anew, rows = self._metrics.read(seconds)
         if anew:
             self._rows.clear()
         self._rows += rows
@@ -157,10 +163,10 @@ def _phase(row: Row) -> dict[str, Any]:
     return {"name": row["phase"], "rollout_id": row.get("rollout_id"), "seconds": time.time() - row["began"]}
 
 
-def _about(run: RunFiles) -> dict[str, Any]:
+def _about(run: RunFiles, seconds: float) -> dict[str, Any]:
     """Return `RunFiles.about`; of a run whose files are damaged, or may not be read, that it is unreadable."""
     try:
-        return run.about()
+        return run.about(seconds)
     except (OSError, *DAMAGE) as error:
         return {
             "title": None,
@@ -170,6 +176,7 @@ def _about(run: RunFiles) -> dict[str, Any]:
             "remedy": "",
             "num_rollout": None,
             "num_steps": 0,
+            "reading": False,
             "num_damaged": 0,
             **{name: [] for name in ("phases", "figures", "alarms")},
         }
@@ -193,13 +200,13 @@ class Runs:
             return list(self._runs.values())
 
     def about(self) -> list[dict[str, Any]]:
-        """Return `RunFiles.about` of each run, with a short name."""
-        runs = self.all()
+        """Return `RunFiles.about` of each run, with a short name. Of many runs the next calls read on."""
+        runs, end = self.all(), time.monotonic() + READ_SECONDS
+        found = [_about(run, end - time.monotonic()) for run in reversed(runs)]  # the page shows the newest first
         folders = [run.folder.resolve() for run in runs]
         common = os.path.commonpath([folder.parent for folder in folders]) if runs else ""
-        return [
-            {**_about(run), "name": os.path.relpath(folder, common)} for run, folder in zip(runs, folders, strict=True)
-        ]
+        names = [os.path.relpath(folder, common) for folder in folders]
+        return [{**about, "name": name} for about, name in zip(reversed(found), names, strict=True)]
 
 
 def check_runs(folders: Sequence[Path]) -> None:

@@ -7,6 +7,7 @@ are Unix seconds. A phase without an end goes on, or failed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -27,9 +28,9 @@ class Timeline:
         self._steps: list[tuple[int, float, int]] = []  # rollout, end, offset
         self._latest = 0.0  # time of all that is noted
 
-    def read_on(self) -> None:
-        """Read what is new."""
-        anew, rows = self._tail.read()
+    def read_on(self, seconds: float = math.inf) -> None:
+        """Read what is new, for about so many seconds."""
+        anew, rows = self._tail.read(seconds)
         if anew:
             for known in (self._phases, self._courses, self._steps):
                 known.clear()

@@ -42,7 +42,7 @@ function top() {
       onclick: () => { toggle(run.id); },
     }, h("i", { class: "box", style: { background: run.color } }), h("b", {}, run.name), " ",
     h("span", { class: `state ${run.state}` }, MARKS[run.state] || "", " ", run.state), " ",
-    h("span", { class: "dim" }, run.num_rollout ? `${run.num_steps}/${run.num_rollout}` : `${run.num_steps}`));
+    h("span", { class: "dim" }, `${run.num_steps}${run.num_rollout ? `/${run.num_rollout}` : ""}${run.reading ? " …" : ""}`));
   });
   document.getElementById("runs").replaceChildren(...chips);
   const { part } = address();
@@ -83,11 +83,13 @@ async function look() {
   top();
 }
 
+const changes = (run) => run.state === "running" || run.reading;
+
 async function watch() {
-  const first = !state.chosen, before = state.runs.some((run) => run.state === "running");
+  const first = !state.chosen, before = state.runs.some(changes);
   try {
     if (first || !document.hidden) await look();
-    const now = state.runs.some((run) => run.state === "running");
+    const now = state.runs.some(changes);
     if (first) await draw();
     else if ((before || now) && LIVE.has(address().part) && !document.hidden && !document.querySelector("svg:hover")) await draw();
   } catch (error) {
