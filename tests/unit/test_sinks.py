@@ -134,7 +134,7 @@ def test_a_kill_at_any_byte_of_a_row_leaves_a_file_that_a_resume_reads(tmp_path:
         assert len(read_json_lines(path)) == (2 if size == len(whole) else 1)
 
 
-@pytest.mark.parametrize("cut", [b"", b'{"a', b"x" * 200_000])
+@pytest.mark.parametrize("cut", [b"", b'{"a', b"x" * 200_000], ids=["whole", "short", "long"])
 def test_a_damaged_timeline_refuses_no_resume(tmp_path: Path, cut: bytes) -> None:
     whole, path = b'{"phase": "start"}\n{damaged}\n', tmp_path / "timeline.jsonl"
     for there in (whole, b""):
