@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -40,5 +41,5 @@ def gauges(deployment: Deployment, memory: PssSampler, *, one_host: bool) -> lis
 def _tokens(engine: Engine) -> float | None:
     try:
         return engine.kind.num_generated(engine, ASK_SECONDS)
-    except (OSError, ValueError, KeyError, ConfigError):  # it starts again, or is another program's
-        return None
+    except (OSError, http.client.HTTPException, ValueError, TypeError, KeyError, ConfigError):
+        return None  # it starts again, or is another program's

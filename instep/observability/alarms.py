@@ -230,11 +230,12 @@ def first_raised(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
 
 def advice(rows: Sequence[Mapping[str, Any]], limits: Limits) -> list[tuple[int, str, str]]:
     """Return step, name and text of each alarm of a run as it was first raised, from the rows of its steps."""
-    steps = [{k: float("nan") if v is None else v for k, v in row.items()} for row in rows]
     out = []
     for name, step in first_raised(rows).items():
-        seen = [s for s in steps if s["step"] <= step]
-        out.append((step, name, ALARMS[name]([*seen[:START], *seen[START:][-_KEEP:]], limits) or ""))
+        seen = [row for row in rows if row["step"] <= step]
+        seen[START:] = seen[START:][-_KEEP:]
+        steps = [{k: float("nan") if v is None else v for k, v in row.items()} for row in seen]
+        out.append((step, name, ALARMS[name](steps, limits) or ""))
     return sorted(out)
 
 

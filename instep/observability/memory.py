@@ -66,8 +66,7 @@ class PssSampler:
         self._interval = interval
         self.current = self.peak = 0
         self.method = "pss"
-        self._used: dict[int, int] = {}
-        self._parents: dict[int, int] = {}
+        self._last: tuple[dict[int, int], dict[int, int]] = {}, {}  # bytes and parents; replaced, never changed
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._loop, name="pss-sampler", daemon=True)
@@ -80,8 +79,9 @@ class PssSampler:
     def sample(self) -> int:
         """Take a sample now, and return it in bytes."""
         with self._lock:
-            self._used, self._parents, all_pss = tree_memory(os.getpid())
-            self.current = sum(self._used.values())
+            used, parents, all_pss = tree_memory(os.getpid())
+            self._last = used, parents
+            self.current = sum(used.values())
             self.peak = max(self.peak, self.current)
             if not all_pss and self.method == "pss":
                 self.method = "rss"
@@ -92,12 +92,12 @@ class PssSampler:
         """Return the bytes at the last sample by owner: each process counts for the nearest of `owners` (pids) that is
         the process itself or an ancestor. This process is one of them."""
         out = dict.fromkeys([os.getpid(), *owners], 0)
-        with self._lock:
-            for pid, used in self._used.items():
-                while pid not in out and pid in self._parents:
-                    pid = self._parents[pid]
-                if pid in out:
-                    out[pid] += used
+        sizes, parents = self._last  # without the lock: a sample may take long
+        for pid, used in sizes.items():
+            while pid not in out and pid in parents:
+                pid = parents[pid]
+            if pid in out:
+                out[pid] += used
         return out
 
     def _loop(self) -> None:

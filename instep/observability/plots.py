@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -54,7 +54,7 @@ def _finite(value: Any) -> bool:
     return isinstance(value, (int, float)) and math.isfinite(value)
 
 
-def read_history(rows: Sequence[dict[str, Any]]) -> History:
+def read_history(rows: Iterable[dict[str, Any]]) -> History:
     """Return a history with the rows of each rollout merged, in the order of the file."""
     history = History()
     by_step: dict[int, dict[str, Any]] = {}

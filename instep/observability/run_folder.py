@@ -20,11 +20,11 @@ from instep.observability.figures import duration
 from instep.system.atomic import free_name
 
 LOGS = "logs"
-TAIL = 12  # lines of an error or log
+TAIL, TAIL_BYTES = 12, 64 << 10  # of an error or log: its last lines, within its last bytes
 # The logs of a run. Their folder may also have the user's own logs (`> RUN_DIR/logs/out.txt`).
 _OUR_LOGS = re.compile(
     r"((actor|critic)-rank\d+|engine-\d+(-node\d+)?|(router|gate)(-.*)?|env(-eval)?-\d+)\.log|"
-    r"trackio\.log|(dump-\d+|error|stdout|stderr)\.txt"
+    r"trackio\.log|(dump-\d+|error|notes|stdout|stderr)\.txt"
 )
 
 
@@ -58,27 +58,36 @@ def state_of(folder: Path, config: Mapping[str, Any], summary: Mapping[str, Any]
     if host != socket.gethostname():
         text = f"not finished; pid {pid} on host {host}, not visible from here"
         return State("elsewhere", text, f"run `instep doctor` on {host}")
-    if _lives(pid, process.get("started")):
+    if (age := _age(pid, process.get("started"))) is not None:
         stacks = f"kill -USR1 {pid} writes its stacks into {folder / 'logs'}/dump-<n>.txt"
-        age = time.time() - psutil.Process(pid).create_time()
         return State("running", f"running as pid {pid} for {duration(age)}\n{stacks}")
     error = folder / "logs" / "error.txt"
     if error.exists():
         lines = error.read_text(errors="replace").split("\n\n")[0].splitlines()
         return State("failed", "ended by an error\n" + "\n".join(lines[-TAIL:]), f"see {error} for more")
     logs = sorted((folder / LOGS).glob("*.log"), key=lambda p: p.stat().st_mtime)
-    tail = logs[-1].read_text(errors="replace").splitlines()[-TAIL:] if logs else []
+    tail = _last_lines(logs[-1]) if logs else []
     said = f"\nthe last lines of {logs[-1]}:\n" + "\n".join(tail) if tail else ""
     remedy = "it was killed (SIGKILL), by a user or for lack of memory (see `dmesg`); --load continues it"
     return State("killed", f"pid {pid} has ended without a summary or an error{said}", remedy)
 
 
-def _lives(pid: int | None, started: float | None) -> bool:
+def _age(pid: int | None, started: float | None) -> float | None:
+    """Return the seconds since a process began; None if it has ended, or if the pid is another's now."""
+    if pid is None or started is None:
+        return None
     try:
-        process = psutil.Process(pid) if pid is not None else None
-        return process is not None and started is not None and abs(process.create_time() - started) < 2
+        began = psutil.Process(pid).create_time()
     except psutil.Error:
-        return False
+        return None
+    return time.time() - began if abs(began - started) < 2 else None
+
+
+def _last_lines(path: Path) -> list[str]:
+    """Return the last lines of a log, which may be large."""
+    with path.open("rb") as file:
+        file.seek(max(os.fstat(file.fileno()).st_size - TAIL_BYTES, 0))
+        return file.read().decode(errors="replace").splitlines()[-TAIL:]
 
 
 def move_run_aside(folder: Path) -> Path | None:

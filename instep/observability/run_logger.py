@@ -97,7 +97,7 @@ class RunLogger:
             stack.callback(self._metrics.close)
             self._samples = JsonLines(paths[1], lambda row: (as_number(row.get("rollout_id")) or 0) < done)
             stack.callback(self._samples.close)
-            self._timeline = JsonLines(self.run_dir / "timeline.jsonl", lambda row: True)
+            self._timeline = JsonLines(self.run_dir / "timeline.jsonl", None)
             stack.callback(self._timeline.close)
             steps = [row for row in read_json_lines(paths[0]) if is_step(row)]  # of earlier sessions
             self._sinks: list[TensorBoard | WandB | Trackio] = []

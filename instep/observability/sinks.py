@@ -77,16 +77,19 @@ class JsonLines:
     """Append rows to a JSON-lines file, flush each, and notice when the file is no longer there.
 
     It continues an earlier session's file. First it removes (atomically) the rows for which `keep(row)` is false.
-    No row stays in memory.
+    No row stays in memory. Without `keep` it reads no row, and cuts off an incomplete last line alone.
     """
 
-    def __init__(self, path: Path, keep: Callable[[dict[str, Any]], bool]):
+    def __init__(self, path: Path, keep: Callable[[dict[str, Any]], bool] | None):
         self._path = path
         with writing(path):
-            with replacing(path) as part, part.open("wb") as out:
-                out.writelines(line for line, row in json_lines(path) if keep(row))
-                out.flush()
-                os.fsync(out.fileno())
+            if keep is None:
+                _cut_last_line(path)
+            else:
+                with replacing(path) as part, part.open("wb") as out:
+                    out.writelines(line for line, row in json_lines(path) if keep(row))
+                    out.flush()
+                    os.fsync(out.fileno())
             sync_folder(path.parent)
             self._file = path.open("a", encoding="utf-8")
 
@@ -120,6 +123,20 @@ class JsonLines:
     def close(self) -> None:
         with contextlib.suppress(OSError):  # rows that could not be written were reported by `write`
             self._file.close()
+
+
+def _cut_last_line(path: Path) -> None:
+    """Cut a file after its last newline."""
+    with path.open("a+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end:
+            begin = max(end - (1 << 16), 0)
+            file.seek(begin)
+            if found := file.read(end - begin).rfind(b"\n") + 1:
+                end = begin + found
+                break
+            end = begin
+        file.truncate(end)
 
 
 class TensorBoard:

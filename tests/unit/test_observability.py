@@ -13,6 +13,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -295,6 +296,24 @@ def test_memory_is_that_of_the_nearest_owner() -> None:
         both = sampler.by_owner([child.pid, grandchild.pid])
         assert both[child.pid] + both[grandchild.pid] == owned[child.pid] > both[grandchild.pid] > 0
         grandchild.kill()
+
+
+def test_a_slow_sample_keeps_no_reader_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler, began, go_on = PssSampler(), threading.Event(), threading.Event()
+    before = sampler.sample()
+
+    def slow(pid: int) -> int:
+        began.set()
+        go_on.wait(20)
+        return 1
+
+    monkeypatch.setattr("instep.observability.memory.read_pss", slow)
+    thread = threading.Thread(target=sampler.sample)
+    thread.start()
+    assert began.wait(20) and sum(sampler.by_owner([]).values()) == before and thread.is_alive()
+    go_on.set()
+    thread.join()
+    assert sampler.by_owner([])[os.getpid()] == sampler.current < before
 
 
 @pytest.mark.alone

@@ -93,7 +93,7 @@ def test_nothing_is_moved_from_a_folder_where_no_run_was(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "name",
     "actor-rank0.log critic-rank12.log engine-3.log engine-3-node1.log router.log router-ref.log gate.log gate-ref.log "
-    "dump-4.txt error.txt stdout.txt stderr.txt".split(),
+    "dump-4.txt error.txt notes.txt stdout.txt stderr.txt".split(),
 )
 def test_names_of_a_runs_own_logs(tmp_path: Path, name: str) -> None:
     with run(tmp_path, use_tensorboard=False):
@@ -132,6 +132,16 @@ def test_a_kill_at_any_byte_of_a_row_leaves_a_file_that_a_resume_reads(tmp_path:
         path.write_bytes(b'{"rollout_id": 0}\n' + whole[:size])
         JsonLines(path, lambda row: row["rollout_id"] < 2).close()
         assert len(read_json_lines(path)) == (2 if size == len(whole) else 1)
+
+
+@pytest.mark.parametrize("cut", [b"", b'{"a', b"x" * 200_000], ids=["whole", "short", "long"])
+def test_a_damaged_timeline_refuses_no_resume(tmp_path: Path, cut: bytes) -> None:
+    whole, path = b'{"phase": "start"}\n{damaged}\n', tmp_path / "timeline.jsonl"
+    for there in (whole, b""):
+        path.write_bytes(there + cut)
+        with run(tmp_path, resume_from_step=1, use_tensorboard=False) as log:
+            log.note({"time": 1.0})
+        assert path.read_bytes() == there + b'{"time": 1.0}\n'
 
 
 def test_samples_are_spread_over_groups_and_the_extreme_ones_are_among_them(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import shutil
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,9 @@ from urllib.parse import urlencode, urlsplit
 import pytest
 
 from instep.cli import main
+from instep.controller.gauges import _tokens
+from instep.engines.embedded.kind import EmbeddedKind
+from instep.engines.engine import Engine
 from instep.errors import ConfigError
 from instep.observability.samples import sample_row
 from instep.observability.view.command import main as view
@@ -176,6 +180,22 @@ def test_what_the_engines_generate(ask: Ask) -> None:
     assert [p["name"] for p in processes] == ["controller", "engine 0"]
     assert processes[1]["gauges"]["tokens_per_second"] == [None, *[pytest.approx(10)] * 5]
     assert processes[0]["gauges"]["host_bytes"] == [1e9] * 6
+
+
+@pytest.mark.parametrize("answer", [b"5\r\n\r\n[1]  ", b"5\r\n\r\n{}   ", b"9\r\n\r\n{", b"no number"])
+def test_an_engine_that_breaks_off_has_no_count(answer: bytes) -> None:
+    def talk() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(10_000)
+            connection.sendall((b"HTTP/1.1 200 OK\r\nContent-Length: " if answer[0] < 58 else b"") + answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=talk)
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        assert _tokens(Engine("engine 0", url, kind=EmbeddedKind())) is None
+        thread.join()
 
 
 async def _requests(gate: RequestGate, number: int) -> None:

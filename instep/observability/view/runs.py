@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -16,11 +17,13 @@ from instep.observability.plots import PANELS, content_of, read_history
 from instep.observability.report import headline
 from instep.observability.run_folder import config_of, state_of
 from instep.observability.sinks import read_json
+from instep.observability.view.numbers import Numbers, Packer
 from instep.observability.view.samples import Samples
-from instep.observability.view.tail import Row, Tail
+from instep.observability.view.tail import DAMAGE, Row, Tail
 from instep.observability.view.timeline import Timeline, averaged, thinned
 
 MOST_POINTS, MOST_BARS = 1200, 120  # of a curve, and of a stack
+READ_SECONDS = 2.0  # of all runs in one request
 # Whose means over the steps the timeline has.
 MEANS = (
     *("perf/engine_idle_ratio", "perf/trainer_idle_ratio", "perf/wait_seconds", "perf/reward_seconds"),
@@ -37,19 +40,22 @@ class RunFiles:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self._metrics, self._rows = Tail(folder / "metrics.jsonl"), list[Row]()
+        self._metrics, self._rows = Tail(folder / "metrics.jsonl", Packer()), list[Numbers]()
         self._timeline, self.samples = Timeline(folder), Samples(folder)
         self._lock = threading.Lock()
         self._made: dict[str, tuple[Any, dict[str, Any]]] = {}
 
-    def about(self) -> dict[str, Any]:
-        """Return title, state, headline figures and alarms."""
-        config, summary = self._config(), read_json(self.folder / "summary.json")
+    def about(self, seconds: float = math.inf) -> dict[str, Any]:
+        """Return title, state, headline figures and alarms. Read metrics and timeline for about so many seconds each.
+
+        `reading` says that there is more to read.
+        """
+        config, summary = self._config(), self._summary()
         args = config.get("args") or {}
         state = state_of(self.folder, config, summary or None)
         with self._lock:
-            self._read_on()
-            self._timeline.read_on()
+            self._read_on(seconds)
+            self._timeline.read_on(seconds)
             rows, under_way, now = list(self._rows), self._timeline.under_way(), (self._metrics.place, len(summary))
         alive = state.name in ("running", "elsewhere")
         last = max((row["began"] for row in under_way), default=0.0)
@@ -61,7 +67,8 @@ class RunFiles:
             "remedy": state.remedy,
             "num_rollout": args.get("num_rollout"),
             "phases": [_phase(row) for row in under_way if alive or row["began"] == last],
-            "num_damaged": self._metrics.num_damaged,
+            "reading": self._metrics.reading,
+            "num_damaged": sum(file.num_damaged for file in (self._metrics, self._timeline, self.samples)),
             **self._remembered("figures", now, lambda: _figures(rows, summary, args)),
         }
 
@@ -81,8 +88,7 @@ class RunFiles:
 
     def timeline(self, query: Mapping[str, str]) -> dict[str, Any]:
         """Return the last `steps` steps up to rollout `last` (see `Timeline.window`), and the shares of idle time."""
-        summary = read_json(self.folder / "summary.json")
-        alive = state_of(self.folder, self._config(), summary or None).name == "running"
+        alive = state_of(self.folder, self._config(), self._summary() or None).name == "running"
         last = query.get("last")
         with self._lock:
             self._read_on()
@@ -90,7 +96,7 @@ class RunFiles:
             now = time.time() if alive else None
             window = self._timeline.window(int(query.get("steps") or 4), int(last) if last else None, now)
             shown = {rollout for rollout, at in window["steps"] if at > window["began"]}
-            steps = [row for row in self._rows if row["step"] in shown and is_step(row)]
+            steps = [row.row() for row in self._rows if row.step in shown and is_step(row.names)]
         means = {name: [row[name] for row in steps if row.get(name) is not None] for name in MEANS}
         return {**window, "means": {name: sum(v) / len(v) for name, v in means.items() if v}}
 
@@ -108,25 +114,34 @@ class RunFiles:
     def _config(self) -> dict[str, Any]:
         return config_of(self.folder) or {}
 
-    def _read_on(self) -> None:
-        anew, rows = self._metrics.read()
+    def _summary(self) -> dict[str, Any]:
+        try:
+            summary = read_json(self.folder / "summary.json")
+        except ValueError as error:
+            raise ValueError(f"summary.json is damaged: {error}") from error
+        if not isinstance(summary, dict):
+            raise ValueError("summary.json is damaged: it is not a JSON object")
+        return summary
+
+    def _read_on(self, seconds: float = math.inf) -> None:
+        anew, rows = self._metrics.read(seconds)
         if anew:
             self._rows.clear()
-        self._rows += [row for _, row in rows if isinstance(row.get("step"), int)]
+        self._rows += rows
 
 
-def _figures(rows: Sequence[Row], summary: dict[str, Any], args: Mapping[str, Any]) -> dict[str, Any]:
-    steps = [row for row in rows if is_step(row)]
-    alarms = advice(steps, Limits.from_args(args))
+def _figures(rows: Sequence[Numbers], summary: dict[str, Any], args: Mapping[str, Any]) -> dict[str, Any]:
+    history = read_history(row.row() for row in rows)
+    alarms = advice([row for _, row in history.steps], Limits.from_args(args))
     return {
-        "num_steps": len({row["step"] for row in steps}),
-        "figures": headline(read_history(rows), summary),
+        "num_steps": len(history.steps),
+        "figures": headline(history, summary),
         "alarms": [{"step": step, "name": name, "text": text} for step, name, text in alarms],
     }
 
 
-def _curves(rows: Sequence[Row]) -> dict[str, Any]:
-    history, panels = read_history(rows), dict[str, dict[str, Any]]()
+def _curves(rows: Sequence[Numbers]) -> dict[str, Any]:
+    history, panels = read_history(row.row() for row in rows), dict[str, dict[str, Any]]()
     x = [step for step, _ in history.steps]
     for name, panel in PANELS.items():
         if (content := content_of(panel, history)) is not None:
@@ -148,6 +163,25 @@ def _phase(row: Row) -> dict[str, Any]:
     return {"name": row["phase"], "rollout_id": row.get("rollout_id"), "seconds": time.time() - row["began"]}
 
 
+def _about(run: RunFiles, seconds: float) -> dict[str, Any]:
+    """Return `RunFiles.about`; of a run whose files are damaged, or may not be read, that it is unreadable."""
+    try:
+        return run.about(seconds)
+    except (OSError, *DAMAGE) as error:
+        return {
+            "title": None,
+            "folder": str(run.folder),
+            "state": "unreadable",
+            "state_text": f"unreadable: {str(error) or type(error).__name__}",
+            "remedy": "",
+            "num_rollout": None,
+            "num_steps": 0,
+            "reading": False,
+            "num_damaged": 0,
+            **{name: [] for name in ("phases", "figures", "alarms")},
+        }
+
+
 class Runs:
     """The runs of a page, in a fixed order; new ones are added at the end.
 
@@ -166,13 +200,13 @@ class Runs:
             return list(self._runs.values())
 
     def about(self) -> list[dict[str, Any]]:
-        """Return `RunFiles.about` of each run, with a short name."""
-        runs = self.all()
+        """Return `RunFiles.about` of each run, with a short name. Of many runs the next calls read on."""
+        runs, end = self.all(), time.monotonic() + READ_SECONDS
+        found = [_about(run, end - time.monotonic()) for run in reversed(runs)]  # the page shows the newest first
         folders = [run.folder.resolve() for run in runs]
         common = os.path.commonpath([folder.parent for folder in folders]) if runs else ""
-        return [
-            {**run.about(), "name": os.path.relpath(folder, common)} for run, folder in zip(runs, folders, strict=True)
-        ]
+        names = [os.path.relpath(folder, common) for folder in folders]
+        return [{**about, "name": name} for about, name in zip(reversed(found), names, strict=True)]
 
 
 def check_runs(folders: Sequence[Path]) -> None:

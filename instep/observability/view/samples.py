@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from instep.observability.samples import gaps, reward_number
 from instep.observability.show_samples import reward_key
@@ -17,6 +17,7 @@ from instep.observability.view.turns import turns_of
 INDEX_SECONDS = 1.0  # of reading in one request; the page asks again until all is read
 MOST_ROWS = 200  # of a page
 EXCERPT = 240  # characters
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +56,14 @@ class Samples:
     """The index of `samples.jsonl` in a run's folder."""
 
     def __init__(self, folder: Path):
-        self._folder, self._tail = folder, Tail(folder / "samples.jsonl", without="tokens")
+        self._folder, self._tail = folder, Tail(folder / "samples.jsonl", self._entry, without="tokens")
         self._entries: list[Entry] = []
         self._lock = threading.Lock()
         self._keys: dict[str, str | None] = {}
+
+    @property
+    def num_damaged(self) -> int:
+        return self._tail.num_damaged
 
     def page(self, query: Mapping[str, str]) -> dict[str, Any]:
         """Return the samples that a query asks for, and what there is to ask for.
@@ -112,10 +117,10 @@ class Samples:
         return {**row, "offset": offset, "gaps": gaps(row), "turns": turns_of(row), "group": same}
 
     def _read_on(self) -> None:
-        anew, rows = self._tail.read(INDEX_SECONDS)
+        anew, entries = self._tail.read(INDEX_SECONDS)
         if anew:
             self._entries.clear()
-        self._entries += [self._entry(offset, row) for offset, row in rows]
+        self._entries += entries
 
     def _entry(self, offset: int, row: Row) -> Entry:
         split = str(row.get("split"))
@@ -126,12 +131,12 @@ class Samples:
             offset,
             split,
             int(row.get("rollout_id") or 0),
-            row.get("group_index"),
-            row.get("index"),
+            _known(int, row.get("group_index")),
+            _known(int, row.get("index")),
             str(row.get("status")),
             reward_number(row.get("reward"), self._keys[split]),
             int(row.get("response_length") or 0),
-            row.get("gap_max"),
+            _known(float, row.get("gap_max")),
             versions[0] if len(versions) == 1 else f"{versions[0]}\u2013{versions[-1]}" if versions else "",
         )
 
@@ -140,6 +145,10 @@ class Samples:
         row = self._tail.at(entry.offset)
         more: Row = {name: row[name] for name in ("loss", "pair", "num_samples") if name in row}
         return {**asdict(entry), **more, "response": str(row.get("response") or "")[:EXCERPT]}
+
+
+def _known(kind: Callable[[Any], T], value: Any) -> T | None:
+    return None if value is None else kind(value)
 
 
 def _tests(query: Mapping[str, str]) -> list[Callable[[Entry], bool]]:

@@ -7,6 +7,7 @@ from elsewhere and run no code but its own files (Content-Security-Policy). Text
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import json
 import secrets
@@ -22,6 +23,7 @@ from instep.observability.plots import COLORS, PANELS
 from instep.observability.report import STYLE
 from instep.observability.view.flags import compare
 from instep.observability.view.runs import RunFiles, Runs
+from instep.observability.view.tail import DAMAGE
 
 FIRST_PORT, NUM_PORTS = 8620, 20
 HOSTS = ("127.0.0.1", "localhost")  # with any port: a tunnel may have another
@@ -102,7 +104,10 @@ class _Handler(BaseHTTPRequestHandler):
         host = (self.headers.get("Host") or "").rpartition(":")[0] or self.headers.get("Host")
         if host not in HOSTS:
             return self._send(HTTPStatus.FORBIDDEN, "text/plain", b"this page is served to 127.0.0.1 alone")
-        url = urlsplit(self.path)
+        try:
+            url = urlsplit(self.path)
+        except ValueError as error:
+            return self._send(HTTPStatus.BAD_REQUEST, "text/plain", str(error).encode())
         _, token, *rest = [*url.path.split("/", 2), ""]
         if not hmac.compare_digest(token.encode(), self.server.token.encode()):
             return self._send(HTTPStatus.FORBIDDEN, "text/plain", b"open the URL that `instep view` has printed")
@@ -112,9 +117,13 @@ class _Handler(BaseHTTPRequestHandler):
             kind, content = self.server.answer(rest[0], dict(parse_qsl(url.query)))
         except LookupError as error:
             return self._send(HTTPStatus.NOT_FOUND, "text/plain", f"not found: {error}".encode())
-        except (ValueError, OSError) as error:  # of the query, or of a file that is gone
+        except (OSError, *DAMAGE) as error:  # of the query, or of a file that is gone or damaged
             return self._send(HTTPStatus.BAD_REQUEST, "text/plain", str(error).encode())
         self._send(HTTPStatus.OK, kind, content)
+
+    def handle(self) -> None:
+        with contextlib.suppress(ConnectionError):  # the browser has left
+            super().handle()
 
     def _send(self, status: HTTPStatus, kind: str, content: bytes) -> None:
         self.send_response(status)

@@ -7,6 +7,7 @@ are Unix seconds. A phase without an end goes on, or failed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -21,32 +22,36 @@ class Timeline:
     """The timeline of one run. Courses and processes stay in the file, and are read where they are shown."""
 
     def __init__(self, folder: Path):
-        self._tail = Tail(folder / "timeline.jsonl")
+        self._tail = Tail(folder / "timeline.jsonl", _noted)
         self._phases: dict[tuple[str, float], Row] = {}
         self._courses: list[tuple[float, int]] = []  # time of the first point, offset
         self._steps: list[tuple[int, float, int]] = []  # rollout, end, offset
         self._latest = 0.0  # time of all that is noted
 
-    def read_on(self) -> None:
-        """Read what is new."""
-        anew, rows = self._tail.read()
+    def read_on(self, seconds: float = math.inf) -> None:
+        """Read what is new, for about so many seconds."""
+        anew, rows = self._tail.read(seconds)
         if anew:
             for known in (self._phases, self._courses, self._steps):
                 known.clear()
-        for offset, row in rows:
+        for row in rows:
             if "phase" in row:
                 if row["phase"] == "start" and "ended" not in row:  # of another session: the one before has ended
                     for broken in self.under_way():
                         broken["ended"] = self._latest
                 self._phases[row["phase"], row["began"]] = row
-                self._latest = max(self._latest, row["began"], row.get("ended") or 0.0)
-            elif row.get("requests"):
-                self._courses.append((row["requests"][0][0], offset))
-            elif "processes" in row:
+                self._latest = max(self._latest, row["began"], row.get("ended", 0.0))
+            elif "first" in row:
+                self._courses.append((row["first"], row["offset"]))
+            elif "time" in row:
                 while self._steps and self._steps[-1][0] >= row["rollout_id"]:  # a resume does them again
                     self._steps.pop()
                 self._latest = max(self._latest, row["time"])
-                self._steps.append((row["rollout_id"], row["time"], offset))
+                self._steps.append((row["rollout_id"], row["time"], row["offset"]))
+
+    @property
+    def num_damaged(self) -> int:
+        return self._tail.num_damaged
 
     def under_way(self) -> list[Row]:
         """Return the phases that have no end."""
@@ -110,6 +115,22 @@ class Timeline:
                     column = course["gauges"].setdefault(name, [])
                     column += [None] * (len(course["rollouts"]) - 1 - len(column)) + [value]
         return sorted(out.values(), key=lambda course: _rank(course["name"]))
+
+
+def _noted(offset: int, row: Row) -> Row:
+    """Return of a row what stays in memory; {} for one of another kind."""
+    if "phase" in row:
+        times = {name: float(value) for name, value in row.items() if name in ("began", "ended")}
+        rollout = {"rollout_id": int(row["rollout_id"])} if "rollout_id" in row else {}
+        return {"phase": str(row["phase"]), "began": times["began"], **times, **rollout}
+    if row.get("requests"):
+        points = [(float(at), int(number)) for at, number in row["requests"]]
+        return {"first": points[0][0], "offset": offset}
+    if "processes" in row:
+        for process in row["processes"]:
+            _ = str(process["name"]), float(process.get("num_generated") or 0), process.items()
+        return {"rollout_id": int(row["rollout_id"]), "time": float(row["time"]), "offset": offset}
+    return {}
 
 
 def _rank(name: str) -> tuple[int, Sequence[Any]]:

@@ -69,7 +69,7 @@ function alarms(runs) {
 
 // What a run that failed, was killed or cannot be seen from here said last.
 function troubles(runs) {
-  const damaged = runs.filter((run) => run.num_damaged).map((run) => h("div", { class: "trouble" }, `${run.name}: ${run.num_damaged} damaged lines of metrics.jsonl are left out`));
+  const damaged = runs.filter((run) => run.num_damaged).map((run) => h("div", { class: "trouble" }, `${run.name}: ${run.num_damaged} damaged lines of its files are left out`));
   return damaged.concat(runs.filter((run) => ["failed", "killed", "elsewhere", "interrupted"].includes(run.state)).map((run) => {
     const [first, ...rest] = run.state_text.split("\n");
     return h("div", { class: "trouble" }, h("b", {}, h("i", { class: "box", style: { background: run.color } }), run.name, ": "), first,

@@ -11,7 +11,7 @@ import { time } from "./time.js";
 const PARTS = { curves, time, samples, processes, flags, sample };
 const LIVE = new Set(["curves", "time", "processes"]); // drawn again while a run goes on
 const SECONDS = 4;
-const MARKS = { running: "●", elsewhere: "●", failed: "✕", killed: "✕" };
+const MARKS = { running: "●", elsewhere: "●", failed: "✕", killed: "✕", unreadable: "✕" };
 
 const state = { runs: [], chosen: null, panels: {}, colors: [], number: 0 };
 
@@ -30,7 +30,8 @@ export function phasesOf(run) {
   return run.phases.map((p) => (alive ? `in phase ${name(p)} for ${duration(p.seconds)}` : `its last phase was ${name(p)}`)).join("; ");
 }
 
-const chosen = () => state.runs.filter((run) => state.chosen.has(run.id));
+const marked = () => state.runs.filter((run) => state.chosen.has(run.id));
+const chosen = () => marked().filter((run) => run.state !== "unreadable");
 
 function top() {
   const chips = state.runs.map((run) => {
@@ -41,7 +42,7 @@ function top() {
       onclick: () => { toggle(run.id); },
     }, h("i", { class: "box", style: { background: run.color } }), h("b", {}, run.name), " ",
     h("span", { class: `state ${run.state}` }, MARKS[run.state] || "", " ", run.state), " ",
-    h("span", { class: "dim" }, run.num_rollout ? `${run.num_steps}/${run.num_rollout}` : `${run.num_steps}`));
+    h("span", { class: "dim" }, `${run.num_steps}${run.num_rollout ? `/${run.num_rollout}` : ""}${run.reading ? " …" : ""}`));
   });
   document.getElementById("runs").replaceChildren(...chips);
   const { part } = address();
@@ -62,10 +63,12 @@ const widthOf = (main) => main.clientWidth - 2 * parseFloat(getComputedStyle(mai
 async function draw() {
   const { part, query } = address(), number = ++state.number, main = document.getElementById("main");
   try {
-    const content = await PARTS[part]({ runs: chosen(), all: state.runs, panels: state.panels, colors: state.colors, query, width: widthOf(main) });
+    const runs = chosen(), bad = marked().filter((run) => !runs.includes(run));
+    const troubles = bad.map((run) => h("div", { class: "trouble" }, h("b", {}, run.name, ": "), run.state_text));
+    const content = runs.length && await PARTS[part]({ runs, all: state.runs, panels: state.panels, colors: state.colors, query, width: widthOf(main) });
     if (number !== state.number) return; // another one was asked for meanwhile
     hideTip();
-    main.replaceChildren(...[content].flat(Infinity).filter(Boolean));
+    main.replaceChildren(...[troubles, content].flat(Infinity).filter(Boolean));
   } catch (error) {
     if (number === state.number) main.replaceChildren(h("p", { class: "bad" }, `${error.message || error}`));
   }
@@ -76,19 +79,23 @@ async function look() {
   state.panels = found.panels; state.colors = found.colors;
   state.runs = found.runs.map((run, id) => ({ ...run, id, color: found.colors[id % found.colors.length] }));
   if (!state.chosen) state.chosen = new Set(state.runs.slice(-4).map((run) => run.id));
-  document.title = `${chosen().map((run) => run.name).join(", ")} – instep`;
+  document.title = `${marked().map((run) => run.name).join(", ")} – instep`;
   top();
 }
 
+const changes = (run) => run.state === "running" || run.reading;
+
 async function watch() {
-  const before = state.runs.some((run) => run.state === "running");
+  const first = !state.chosen, before = state.runs.some(changes);
   try {
-    if (!document.hidden) await look();
-    const now = state.runs.some((run) => run.state === "running");
-    if ((before || now) && LIVE.has(address().part) && !document.hidden && !document.querySelector("svg:hover")) await draw();
+    if (first || !document.hidden) await look();
+    const now = state.runs.some(changes);
+    if (first) await draw();
+    else if ((before || now) && LIVE.has(address().part) && !document.hidden && !document.querySelector("svg:hover")) await draw();
   } catch (error) {
-    document.title = "instep view has ended";
-    document.getElementById("parts").replaceChildren(h("span", { class: "bad" }, "`instep view` does not answer any more"));
+    const ended = error instanceof TypeError; // as `fetch` raises it
+    document.title = ended ? "instep view has ended" : "instep view";
+    document.getElementById("parts").replaceChildren(h("span", { class: "bad" }, ended ? "`instep view` does not answer any more" : error.message));
   }
   setTimeout(watch, SECONDS * 1000);
 }
@@ -96,6 +103,4 @@ async function watch() {
 window.addEventListener("hashchange", () => { top(); draw(); window.scrollTo(0, 0); });
 let resized = 0;
 window.addEventListener("resize", () => { clearTimeout(resized); resized = setTimeout(draw, 150); });
-await look();
-await draw();
-setTimeout(watch, SECONDS * 1000);
+await watch();
