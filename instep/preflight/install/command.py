@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import shutil
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import instep
 from instep.errors import ConfigError, OutputError
+from instep.observability.versions import package_version
 from instep.preflight.install.alias_wheel import write_alias
 from instep.preflight.install.packages import BESIDE, HELP, ON_CUDA, PINNED, PINS, check, differing, extras, pins
 from instep.system.gpus import no_driver
@@ -156,7 +156,8 @@ def _stamps(folder: Path, name: str) -> Iterable[Path]:
 
 def _pip(words: Sequence[str], python: str = sys.executable) -> None:
     """Install into the environment of `python` with pip, or with uv where this one has no pip (uv makes them so)."""
-    if importlib.util.find_spec("pip") is not None:  # -I: packages of PYTHONPATH would count as installed
+    # find_spec("pip") would disable setuptools' distutils in this process. -I: else packages of PYTHONPATH would count.
+    if package_version("pip") is not None:
         pip = [sys.executable, "-I", "-m", "pip", "--python", python, "install", "--no-compile", "--no-warn-conflicts"]
         _run([*pip, "--disable-pip-version-check", "--quiet", *words])
     elif uv := shutil.which("uv"):
