@@ -151,7 +151,7 @@ def run(words: list[str], folder: Path, until: float) -> list[dict[str, Any]]:
         status = None
         while status is None and time.monotonic() < until:
             time.sleep(0.02)
-            status = process.poll()  # before the rows are counted, so that none is left
+            status = process.poll()  # first: then the last count has all rows
             num = log.read_bytes().count(b"\n")
             arrivals += [time.monotonic()] * (num + 1 - len(arrivals))
     finally:

@@ -77,7 +77,7 @@ def dump(file: str, command: str, uses: Sequence[tuple[str, Flag | None, Sequenc
     import yaml
 
     class Typed(yaml.SafeDumper):
-        yaml_implicit_resolvers: dict[str, Any] = {  # text that looks like null needs quotes; like a number, none
+        yaml_implicit_resolvers: dict[str, Any] = {  # quotes only for text that looks like null
             first: [one for one in resolvers if one[0] == NULL]
             for first, resolvers in yaml.SafeDumper.yaml_implicit_resolvers.items()
         }

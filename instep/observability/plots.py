@@ -74,7 +74,7 @@ def read_history(rows: Iterable[dict[str, Any]]) -> History:
 
 @dataclass(frozen=True)
 class Content:
-    """What a panel shows of a run: a stack or none, curves on the two axes, and the reward of each evaluation set."""
+    """What a panel shows of a run: an optional stack, curves on the two axes, and the reward of each evaluation set."""
 
     columns: Columns
     left: list[Curve]

@@ -86,7 +86,7 @@ class Tail(Generic[T]):
         return _parsed(line)
 
     def at(self, offset: int) -> Row:
-        """Return the row that begins at `offset`. Raises LookupError: none does."""
+        """Return the row that begins at `offset`. Raises LookupError if there is no such row."""
         with self.path.open("rb") as file:
             file.seek(offset)
             line = file.readline()

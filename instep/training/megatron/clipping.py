@@ -36,7 +36,7 @@ def clip(
         params = [p for opt in optimizer.chained_optimizers for p in opt.get_parameters()]
         for whose, norm in enumerate(found):
             grads = [p.grad for p in params if p.grad is not None and (id(p.grad) in apart) == whose]
-            if norm > limit and grads:  # a rank may have none of the drafter's
+            if norm > limit and grads:  # a rank may lack the drafter
                 torch._foreach_mul_(grads, limit / (norm + 1e-6))
     return found
 
