@@ -330,9 +330,9 @@ def test_a_pipeline_takes_adapters_and_does_not_share_its_weights(tmp_path, monk
 
 
 def test_the_guides_requirements_are_those_of_its_api_alone() -> None:
-    """Neither torch nor vLLM, of which pip would put other builds into the place of those that are there."""
-    lines = (ROOT / "examples/atropos/example_trainer/requirements.txt").read_text().splitlines()
-    (wanted,) = [line for line in lines if not line.startswith("#")]
+    """Neither torch nor vLLM: pip would replace the builds that are there."""
+    lines = (ROOT / "examples/atropos/example_trainer/requirements.txt").read_text()
+    (wanted,) = [line for line in lines.splitlines() if not line.startswith("#")]
     assert wanted.startswith("atroposlib==") and wanted in pins("atropos")
 
 

@@ -312,12 +312,10 @@ class MegatronBackend:
         return self.left_out
 
     def weight_source(self, *, adapter: bool = False) -> MegatronWeightSource:
-        if self.adapter is not None and adapter:
-            return self.adapter.source(self.dtype)
         parameters = local_parameters(self.chunks, self.placement)
         how: dict[str, Any] = dict(parameters=parameters, dtype=self.dtype, names=self._names)
         if self.adapter is not None:
-            return self.adapter.merged(**how)
+            return self.adapter.source(self.dtype) if adapter else self.adapter.merged(**how)
         return MegatronWeightSource(self.shape, self.placement, device=self.parallel.device, **how)
 
     def export_adapter(self, path: Path) -> None:
