@@ -97,8 +97,7 @@ def outcome(model: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> Any:
 
 @pytest.mark.parametrize("flag", WHEEL, ids=lambda flag: flag["names"][0])
 def test_each_flag_of_the_wheel_acts_or_says_why_not(flag: dict, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = flag["names"][0]
-    action = BY_NAME[name]
+    action = BY_NAME[name := flag["names"][0]]
     assert all(BY_NAME[alias] is action for alias in flag["names"])
     assert set(flag["choices"] or ()) <= set(action.choices or ()), "fewer choices than the original"
     told = {
