@@ -76,7 +76,7 @@ async def passes_all(
     """Return 1.0 if the last block of the response passes all tests of the label, else 0.0.
 
     Args:
-        unsafe: run without a sandbox where none is possible (`--unsafe-local-exec`).
+        unsafe: where no sandbox is possible, run without one (`--unsafe-local-exec`).
         where: what is graded, for errors.
 
     Raises:

@@ -60,7 +60,7 @@ async def run_python(code: str, stdin: str = "", *, limits: Limits = Limits(), u
     """Run a Python program in a new sandbox and return what it has written.
 
     Args:
-        unsafe: run without a sandbox where none is possible (`args.unsafe_local_exec`), only within the limits.
+        unsafe: where no sandbox is possible, run with the limits alone (`args.unsafe_local_exec`).
 
     Raises:
         ConfigError: no sandbox is possible on this host.
