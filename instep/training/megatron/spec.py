@@ -199,8 +199,8 @@ def block_spec(
 
 
 # Megatron's modules that do not pack sequences, split norms or log routes: instep's modules replace them.
-_PLAIN = (DotProductAttention, MLASelfAttention, LNImpl, WrappedTorchNorm, TopKRouter, SequentialMLP, GroupedMLP)
-_PLAIN += (SharedExpertMLP,)
+_PLAIN = [DotProductAttention, MLASelfAttention, LNImpl, WrappedTorchNorm, TopKRouter, SequentialMLP, GroupedMLP]
+_PLAIN.append(SharedExpertMLP)
 
 
 def users_block(own: TransformerBlockSubmodules, theirs: Any) -> TransformerBlockSubmodules:
