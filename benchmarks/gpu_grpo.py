@@ -5,8 +5,8 @@
 Random Qwen3 weights; 32 prompts of 128 tokens x 8 samples a step, `--new-tokens` tokens each (a random model ends one
 of 300 earlier), one optimizer step. `--lengths mixed` (instep only): prompts of 64 to 256 tokens, and 450 tokens end a
 response, so that lengths are geometric, cut off at `--new-tokens`. instep runs as a user runs it: fp32 masters, the
-log-prob of every sampled token, sync sessions with their proof. `instep-sglang` (by name) has SGLang's engine and the
-router in place of vLLM. `trl` has the settings of its own documentation,
+log-prob of every sampled token, sync sessions with their proof. By name: with `instep-hf-turns` trainer and engine free
+their memory for each other, `instep-sglang` has SGLang's engine and the router in place of vLLM. `trl` has the settings of its own documentation,
 `trl-tuned` no gradient checkpointing, and the largest of 16, 8 and 4 samples a pass that fits. `verl` and `verl-tuned`
 (by name) are verl, which `gpu_session.sh prepare verl` packs, in $VERL_SITE (~/verl); `verl/settings.py` says what is
 set. They run in turn on one machine; the first step of each does not count. With two GPUs, by name: `instep-hf-apart`
@@ -55,7 +55,12 @@ RUNS = {
     "instep-megatron": f"--train-backend megatron {SHARED} 1",
     "trl-tuned": "--no-checkpointing --per-device-batch",
 }
-BY_NAME = {"instep-sglang": f"--train-backend hf {SHARED} 1", "verl": "", "verl-tuned": "--tuned"}
+BY_NAME = {
+    "instep-hf-turns": f"--train-backend hf {SHARED} 1 --offload",
+    "instep-sglang": f"--train-backend hf {SHARED} 1",
+    "verl": "",
+    "verl-tuned": "--tuned",
+}
 ON_TWO = {
     "instep-hf-apart": "--train-backend hf --actor-num-gpus-per-node 1 --rollout-num-gpus 1",
     "instep-hf-dp2": f"--train-backend hf {SHARED} 2",
@@ -297,7 +302,7 @@ def report(options: argparse.Namespace, rows: list[dict[str, Any]]) -> dict[str,
     measured = {row["name"]: row["step_s"] for row in rows if "step_s" in row}
     headline = {
         f"{ours}_over_{peer}": round(measured[peer] / measured[ours], 2)
-        for ours in ("instep-hf", "instep-megatron", "instep-sglang")
+        for ours in ("instep-hf", "instep-hf-turns", "instep-megatron", "instep-sglang")
         for peer in ("trl", "trl-tuned", "verl", "verl-tuned")
         if {ours, peer} <= measured.keys()
     }

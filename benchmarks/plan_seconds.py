@@ -73,6 +73,11 @@ def _step(found: dict[str, Any], row: dict[str, Any]) -> dict[str, float]:
     flags = f"--rollout-batch-size {workload['samples'] // 8} --n-samples-per-prompt 8 --max-tokens-per-gpu 32768 "
     flags += f"--rollout-max-prompt-len {prompt} --rollout-max-response-len {workload['new_tokens']} "
     flags += f"--train-backend {row['name'].removeprefix('instep-').partition(',')[0]}"
+    flags += (
+        " --offload"
+        if any(part.startswith("turns/") for part in row["parts"])
+        else " --no-offload-train --no-offload-rollout"
+    )
     return _predicted(flags, workload["size"], H200 if found["device"] == H200.device else H100, mean)
 
 

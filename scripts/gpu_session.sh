@@ -132,8 +132,12 @@ item_grpo_megatron() { # 600 Megatron beside TRL tuned, and how long a start tak
     python benchmarks/gpu_grpo.py --only instep-megatron trl-tuned --limit 240 --out "$R/out.json"
     python benchmarks/gpu_grpo.py --only instep-megatron --steps 2 --out "$R/again.json"
 }
-item_grpo_side_by_side() { # 240 0.6B dimensions, nobody takes turns: early scores and steps
-    python benchmarks/gpu_grpo.py --only instep-hf --more "--no-offload-train --no-offload-rollout" --out "$R/out.json"
+item_grpo_turns() { # 240 0.6B dimensions, with the memory of both on the GPU and in turns
+    python benchmarks/gpu_grpo.py --only instep-hf-turns instep-hf --steps 5 --limit 115 --logs "$R/logs" --out "$R/out.json"
+}
+item_mfu_06b() { # 120 the longest kernels of a step of 0.6B dimensions in 256 samples, hf
+    python benchmarks/train_step.py --size 0.6b --num-samples 256 --max-tokens-per-gpu 16384 --kernels 40 --steps 3 \
+        --case hf --out "$R/out.json"
 }
 item_grpo_two() { # 480 two GPUs: one trains and one generates, and both on both, with two engines and with one of TP 2
     python benchmarks/gpu_grpo.py --only instep-hf-apart instep-hf-dp2 instep-hf-tp2 --out "$R/out.json"

@@ -23,12 +23,18 @@ def shares_gpus(args: Settings) -> bool:
     return bool(both and args.colocate and not args.rollout_external_engine_addrs)
 
 
+def can_take_turns(args: Settings) -> bool:
+    """Return whether trainer and engines share GPUs, and no other flag forbids that they take turns."""
+    allowed = args.command != "train-async" and args.weight_sync not in _NO_TURNS and args.pause_mode != "keep"
+    return allowed and args.device != "cpu" and shares_gpus(args)
+
+
 def _wanted(args: Settings, given: Given, name: str) -> bool:
-    """Return what the flag or `--offload` says; by default True on shared GPUs, if no other flag forbids it."""
+    """Return what the flag or `--offload` says; by default, whether they can take turns."""
     if args.command == "train-async":
         return False
-    default = args.device != "cpu" and args.weight_sync not in _NO_TURNS and args.pause_mode != "keep"
-    return shares_gpus(args) and f"no_{name}" not in given and (name in given or args.offload or default)
+    asked = shares_gpus(args) and (name in given or args.offload)
+    return f"no_{name}" not in given and (asked or can_take_turns(args))
 
 
 def offload_train(args: Settings, given: Given) -> bool:

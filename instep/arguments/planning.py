@@ -1,4 +1,4 @@
-"""The size of a micro-batch on GPUs if no flag gives it: the largest size that fits the memory plan.
+"""What the memory plan decides on GPUs where no flag does: the size of a micro-batch, and whether all stays there.
 
 If the GPUs are not known, no size is chosen, and a note says what the plan does not know.
 """
@@ -9,16 +9,17 @@ from collections.abc import Iterator
 from typing import cast
 
 from instep.arguments.args import Draft
+from instep.arguments.colocation import can_take_turns
 from instep.arguments.concern import Given, Problem, Settings
 from instep.errors import ConfigError
 from instep.models.sizes import shape_of
 from instep.preflight.plan.engine import rollout_samples
 from instep.preflight.plan.memory import TIGHT, Gpus, plan_memory
-from instep.preflight.plan.trainer import GB, PARKED
 
 TOKENS = (32768, 24576, 16384, 12288, 8192, 6144, 4096, 2048, 1024)  # of a micro-batch; more are not faster
 EFFICIENT = 8192  # tokens of a micro-batch that are enough for a step that begins early (`controller/role.py`)
 ROOM = 0.9  # the part of a GPU that the plan may fill: estimates are good to about 10 %
+_OFFLOAD = {"offload", "offload_train", "offload_rollout", "no_offload_train", "no_offload_rollout"}
 # Selected weights count as all weights: the largest case.
 _ALL_TRAINED = {"only_train_params_name_list": None, "freeze_params_name_list": None}
 
@@ -35,7 +36,7 @@ def _knows(args: Settings, given: Given | set[str]) -> bool:
 
 
 def _chooses(args: Settings, given: Given) -> bool:
-    """Return whether the plan knows enough to choose the size of micro-batches.
+    """Return whether the plan knows enough to choose the size of micro-batches, and whether all stays on the GPUs.
 
     It does not know the memory of a custom loss, and not well enough that of virtual pipeline stages.
     """
@@ -82,31 +83,25 @@ def unknown(args: Settings, given: set[str]) -> Iterator[Problem]:
         yield Problem(what, f"{flag} {' '.join(patterns)}", refused=False)
 
 
-def side_by_side(args: Settings, given: set[str]) -> Iterator[Problem]:
-    """Report as a note that trainer and engines take turns by default, but would fit on their GPUs at the same time.
+def _all_fits(args: Settings, given: Given) -> bool:
+    """Return whether all of trainer and engines, which take turns, fits on their GPUs at the same time.
 
-    They fit if micro-batches stay efficient, and if the KV cache still holds as many samples of a rollout.
+    It fits if micro-batches stay efficient, and if the KV cache still holds as many samples of a rollout.
     """
-    asked = not given.isdisjoint({"offload", "offload_train", "offload_rollout"})
-    if asked or not (args.offload_train and args.offload_rollout) or not (_plans(args) and _knows(args, given)):
-        return
+    if not (args.offload_train and args.offload_rollout and _chooses(args, given)):
+        return False
     changed = cast(Draft, args).replace(offload_train=False, offload_rollout=False)
-    if args.max_tokens_per_gpu is not None and "max_tokens_per_gpu" not in given:
-        changed.max_tokens_per_gpu = min(args.max_tokens_per_gpu, EFFICIENT)
+    if args.max_tokens_per_gpu is None and use_dynamic_batch_size(args, given):
+        fitting = (size for size in TOKENS if _has_room(args, size))
+        changed.use_dynamic_batch_size, changed.max_tokens_per_gpu = True, min(next(fitting, TOKENS[-1]), EFFICIENT)
         if not _has_room(changed, changed.max_tokens_per_gpu):
-            return
-    gpus, planned = plan_memory(args), plan_memory(changed)
+            return False
+    try:
+        gpus, planned = plan_memory(args), plan_memory(changed)
+    except ConfigError:  # the rule `placement` reports it
+        return False
     held = _requests(gpus) if args.rollout_batch_size is None else min(_requests(gpus), rollout_samples(args))
-    if _requests(planned) < held or not all(kind.fits and kind.most <= TIGHT * kind.size for kind in planned):
-        return
-    moved = max(item.host for kind in gpus for item in kind.items if item.name == PARKED) / GB
-    yield Problem(
-        "trainer and engines would fit on their GPUs at the same time: with --no-offload-train --no-offload-rollout "
-        f"no step moves {moved:.3g} GB per GPU to the host and back, engines do not sleep, and training on finished "
-        "groups can begin while others are generated (docs/performance.md says when)",
-        "--colocate",
-        refused=False,
-    )
+    return _requests(planned) >= held and all(kind.fits and kind.most <= TIGHT * kind.size for kind in planned)
 
 
 def _requests(gpus: list[Gpus]) -> int:
@@ -114,5 +109,21 @@ def _requests(gpus: list[Gpus]) -> int:
     return min((engine.requests for kind in gpus for engine in kind.engines), default=0)
 
 
-RESOLVERS = (use_dynamic_batch_size, max_tokens_per_gpu)
-RULES = (unknown, side_by_side)
+def offload_train(args: Settings, given: Given) -> bool:
+    """Return the flag's value; False by default where turns are not needed."""
+    return args.offload_train and not (_OFFLOAD.isdisjoint(given) and _all_fits(args, given))
+
+
+def offload_rollout(args: Settings, given: Given) -> bool:
+    return args.offload_rollout and (args.offload_train or not _OFFLOAD.isdisjoint(given))
+
+
+def beside(args: Settings, given: set[str]) -> Iterator[Problem]:
+    """Report as a note that trainer and engines stay on their GPUs, as the plan has found that they fit."""
+    if _OFFLOAD.isdisjoint(given) and can_take_turns(args) and not args.offload_train and _plans(args):
+        what = "trainer and engines fit on their GPUs at the same time and stay there"
+        yield Problem(what, "--colocate", "--offload makes them take turns", refused=False)
+
+
+RESOLVERS = (offload_train, offload_rollout, use_dynamic_batch_size, max_tokens_per_gpu)
+RULES = (unknown, beside)

@@ -88,7 +88,9 @@ def test_runs_needed_what_is_planned(plan, job, of_older_trees):
 def test_an_engine_awake_and_asleep_takes_what_was_seen(plan):
     runs = json.loads(GPU_MAIN.read_text())["runs"]
     seen = next(row["first"] for run in runs for row in run["rows"] if row["job"] == "ipc-hf")
-    flags = "--weight-sync ipc --use-dynamic-batch-size --max-tokens-per-gpu 8192 --vllm-kv-cache-memory-bytes "
+    flags = (
+        "--offload --weight-sync ipc --use-dynamic-batch-size --max-tokens-per-gpu 8192 --vllm-kv-cache-memory-bytes "
+    )
     kind = only(plan(f"{flags} 4294967296 --rollout-batch-size 16 --vllm-max-model-len 512", size="0.6b"))
     rollout = seen["memory/rollout/others_bytes"] + seen["memory/rollout/trainer_reserved_bytes"]
     assert kind.need("rollout") == pytest.approx(rollout, rel=0.1)

@@ -114,7 +114,7 @@ def test_a_run_on_gpus_is_checked_before_it_starts(plan, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "flags, size, said",
+    "flags, size, stays",
     [
         ("--rollout-batch-size 32", "0.6b", True),
         ("--rollout-batch-size 64", "0.6b", False),  # the KV cache would hold fewer of 512 samples
@@ -125,13 +125,17 @@ def test_a_run_on_gpus_is_checked_before_it_starts(plan, tmp_path):
         ("--rollout-batch-size 8", "4b", False),
     ],
 )
-def test_a_note_says_that_nobody_has_to_take_turns(plan, capsys, flags, size, said):
+def test_nobody_takes_turns_where_all_fits_and_a_note_says_so(plan, capsys, flags, size, stays):
     more = f"--n-samples-per-prompt 8 --rollout-max-response-len 512 --vllm-max-model-len 768 {flags}"
     assert main(["plan", *plan(more, size=size)]) == 0
     (*notes,) = [line for line in capsys.readouterr().out.splitlines() if "fit on their GPUs at the same time" in line]
-    assert len(notes) == said and all(f"with {SIDE_BY_SIDE} no step moves 7.15 GB" in note for note in notes)
-    words = plan(f"{more} --device cuda --gpu-memory-gb 80", size=size)
-    assert [note for note in parse(words, "plan").notes if "fit on their GPUs at the same time" in note] == notes
+    args = parse(plan(f"{more} --device cuda --gpu-memory-gb 80", size=size), "plan")
+    assert [note for note in args.notes if "fit on their GPUs at the same time" in note] == notes
+    assert len(notes) == stays and all("--offload makes them take turns" in note for note in notes)
+    if stays:
+        assert not args.offload_train and not args.offload_rollout and args.max_tokens_per_gpu >= 8192
+    elif SIDE_BY_SIDE not in flags and "single-copy" not in flags:
+        assert args.offload_train and args.offload_rollout
 
 
 def test_backward_work_is_bounded_by_a_chunk_of_logits(plan):
