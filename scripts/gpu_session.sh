@@ -132,9 +132,6 @@ item_grpo_megatron() { # 600 Megatron beside TRL tuned, and how long a start tak
     python benchmarks/gpu_grpo.py --only instep-megatron trl-tuned --limit 240 --out "$R/out.json"
     python benchmarks/gpu_grpo.py --only instep-megatron --steps 2 --out "$R/again.json"
 }
-item_grpo_turns() { # 240 0.6B dimensions, with the memory of both on the GPU and in turns
-    python benchmarks/gpu_grpo.py --only instep-hf-turns instep-hf --steps 5 --limit 115 --logs "$R/logs" --out "$R/out.json"
-}
 item_mfu_06b() { # 120 the longest kernels of a step of 0.6B dimensions in 256 samples, hf
     python benchmarks/train_step.py --size 0.6b --num-samples 256 --max-tokens-per-gpu 16384 --kernels 40 --steps 3 \
         --case hf --out "$R/out.json"
@@ -150,9 +147,12 @@ item_grpo_sglang() { # 590 0.6B dimensions on SGLang, on vLLM, and TRL tuned
     python benchmarks/gpu_grpo.py --only instep-sglang instep-hf trl-tuned --steps 4 --limit 250 --logs "$R/logs" \
         --out "$R/out.json"
 }
-item_grpo_verl() { # 600 0.6B dimensions beside verl as its example sets it and tuned, and TRL tuned
-    python benchmarks/gpu_grpo.py --only instep-hf verl-tuned verl trl-tuned --steps 4 --limit 200 --logs "$R/logs" \
-        --out "$R/out.json"
+item_grpo_verl() { # 720 0.6B dimensions beside verl tuned and TRL tuned, with the memory of both on the GPU and in turns
+    python benchmarks/gpu_grpo.py --only instep-hf instep-hf-turns trl-tuned verl-tuned --steps 4 --limit 330 \
+        --logs "$R/logs" --out "$R/out.json"
+}
+item_grpo_verl_example() { # 340 verl as its example sets it
+    python benchmarks/gpu_grpo.py --only verl --steps 4 --limit 330 --logs "$R/logs" --out "$R/out.json"
 }
 item_grpo_verl_long() { # 600 1.7B dimensions, 1,024 new tokens, beside verl tuned
     python benchmarks/gpu_grpo.py --size 1.7b --new-tokens 1024 --steps 3 --limit 290 --logs "$R/logs" \
