@@ -147,9 +147,15 @@ item_grpo_sglang() { # 590 0.6B dimensions on SGLang, on vLLM, and TRL tuned
     python benchmarks/gpu_grpo.py --only instep-sglang instep-hf trl-tuned --steps 4 --limit 250 --logs "$R/logs" \
         --out "$R/out.json"
 }
-item_grpo_verl() { # 720 0.6B dimensions beside verl tuned and TRL tuned, with the memory of both on the GPU and in turns
-    python benchmarks/gpu_grpo.py --only instep-hf instep-hf-turns trl-tuned verl-tuned --steps 4 --limit 330 \
-        --logs "$R/logs" --out "$R/out.json"
+item_grpo_turns() { # 300 0.6B dimensions, with the memory of both on the GPU and in turns
+    python benchmarks/gpu_grpo.py --only instep-hf instep-hf-turns --steps 5 --limit 145 --logs "$R/logs" --out "$R/out.json"
+}
+item_grpo_verl() { # 600 0.6B dimensions beside verl tuned and TRL tuned
+    grpo_verl 330 --only verl-tuned
+    grpo_verl 130 --only instep-hf trl-tuned --add
+}
+grpo_verl() { # SECONDS WORDS ...
+    python benchmarks/gpu_grpo.py --limit "$1" --steps 4 --logs "$R/logs" --out "$R/out.json" "${@:2}"
 }
 item_grpo_verl_example() { # 340 verl as its example sets it
     python benchmarks/gpu_grpo.py --only verl --steps 4 --limit 330 --logs "$R/logs" --out "$R/out.json"
