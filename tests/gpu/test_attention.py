@@ -1,0 +1,75 @@
+"""The kernels of packed attention on a GPU against plain products in float32, and how long they take."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from instep.training import packed_attention
+from instep.training.kernels import flash_attention_4
+from instep.training.packed_attention import Bounds, attention_and_sums, attention_backward
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+KERNELS = [
+    "torch",
+    pytest.param("newest", marks=pytest.mark.skipif(flash_attention_4() is None, reason="flash-attn-4")),
+]
+
+
+def bounds_of(queries: list[int], keys: list[int]) -> Bounds:
+    cu_queries, cu_keys = (
+        torch.nn.functional.pad(torch.tensor(n).cumsum(0), (1, 0)).int().cuda() for n in (queries, keys)
+    )
+    return Bounds(cu_queries, max(queries), cu_keys, max(keys))
+
+
+def tensors(bounds: Bounds, heads: int, kv_heads: int, dim: int) -> list[torch.Tensor]:
+    """Queries, keys, values and the gradient of the result."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    num, num_keys = int(bounds.cu_queries[-1]), int(bounds.cu_keys[-1])
+    shapes = [(num, heads, dim), (num_keys, kv_heads, dim), (num_keys, kv_heads, dim), (num, heads, dim)]
+    return [torch.randn(s, device="cuda", generator=generator).to(torch.bfloat16) for s in shapes]
+
+
+def run(q, k, v, grad, bounds, scale=None, window=None):
+    out, sums = attention_and_sums(q, k, v, bounds, scale, window)
+    return out, *attention_backward(grad, q, k, v, out, sums, bounds, scale, window)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_results_and_gradients_are_those_of_plain_products(kernels, window, dim, monkeypatch):
+    """The queries are the last tokens of their segments; one segment has none, one a single one."""
+    if kernels == "torch":
+        monkeypatch.setattr(packed_attention, "flash_attention_4", lambda: None)
+    bounds = bounds_of([200, 0, 1, 77, 300], [200, 40, 130, 200, 500])
+    q, k, v, grad = tensors(bounds, 8, 2, dim)
+    got = run(q, k, v, grad, bounds, 0.2, window)
+    want = run(*(x.float() for x in (q, k, v, grad)), bounds, 0.2, window)
+    for a, b in zip(got, want, strict=True):
+        assert (a.float() - b).norm() < 0.01 * b.norm()
+        assert (a.float() - b).abs().max() < 0.02 * b.abs().max()
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_how_long_a_layer_of_06b_takes(kernels, monkeypatch):
+    """16,384 tokens in samples of 128 shared and 512 own tokens: printed, for the table of a session."""
+    if kernels == "torch":
+        monkeypatch.setattr(packed_attention, "flash_attention_4", lambda: None)
+    bounds = bounds_of([512] * 32, [640] * 32)
+    q, k, v, grad = tensors(bounds, 16, 8, 128)
+    run(q, k, v, grad, bounds)
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(20):
+        run(q, k, v, grad, bounds)
+    torch.cuda.synchronize()
+    took = (time.perf_counter() - began) / 20
+    print(f"{kernels}: forward and backward {1e6 * took:.0f} us")
+    assert took < 0.01
