@@ -51,7 +51,6 @@ SIZES = {
     "deepseek_v3": {
         "hidden_size": 512, "intermediate_size": 256, "moe_intermediate_size": 128, "moe_layer_freq": 1,
         "q_lora_rank": 256,
-        "num_nextn_predict_layers": 1,
         "rope_parameters": {
             "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0,
             "mscale_all_dim": 1.0, "original_max_position_embeddings": 64,
@@ -67,7 +66,8 @@ def make_policy(name: str, folder: Path) -> Path:
     """Make a model whose next token hardly depends on those before, and a layer that drafts the unlikeliest one."""
     make_family(name, folder, "bf16", **SIZES[name])
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1, "dtype": "bfloat16"}))
+    config |= {"num_nextn_predict_layers": 1, "full_attention_interval": 4, "dtype": "bfloat16"}  # as published
+    (folder / "config.json").write_text(json.dumps(config))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     torch.manual_seed(3)
     embedding, hidden = model.model.embed_tokens.weight, model.config.hidden_size
