@@ -29,7 +29,7 @@ SIZES = {
     },
 }  # fmt: skip
 NORM = {"qwen3_next": "mtp.norm.weight", "deepseek_v3": "model.layers.2.shared_head.norm.weight"}
-PULL = {"qwen3_next": 5.0, "deepseek_v3": 7.5}  # towards the likeliest token
+PULL = {"qwen3_next": 5.0, "deepseek_v3": 6.0}  # towards the likeliest token
 
 
 def make_policy(name: str, folder: Path) -> Path:

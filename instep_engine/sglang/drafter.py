@@ -5,6 +5,7 @@ SGLang has such a drafter as a second model, which shares the embedding and the 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -38,9 +39,9 @@ def own_drafters(manager: Any) -> list[nn.Module]:
     """
     if manager.draft_worker is None:
         return []
-    path = manager.tp_worker.model_runner.model_config.model_path
+    path = os.path.realpath(manager.tp_worker.model_runner.model_config.model_path)
     runners = getattr(manager.draft_worker.draft_worker, "draft_runners", ())  # those that predict several tokens
-    return [runner.model for runner in runners if runner.model_config.model_path == path]
+    return [runner.model for runner in runners if os.path.realpath(runner.model_config.model_path) == path]
 
 
 def check_request(obj: Any) -> None:
