@@ -212,3 +212,12 @@ def test_what_would_change_the_distribution_is_refused(stack):
     alone = stack.sample(1, 24)
     equal = [a[0] == b[0] for a, b in zip(*same, strict=True)]
     print(f"\n{stack.name}: {sum(equal)} of 4 responses are again the same, alone: {alone[0][0] == same[0][0][0]}")
+
+
+def test_top_k_and_top_p_cut_each_token(stack):
+    """Last: they have kernels of their own."""
+    likeliest = [int(p.argmax()) for p in expected(stack.second)[:1]]
+    stack.sync(stack.second)
+    for cut in ({"top_k": 1}, {"top_p": 0.01}, {"temperature": 0.0}):
+        rows = stack.sample(8, 16, **cut)
+        assert {tuple(tokens) for tokens, _ in rows} == {tuple(rows[0][0])} and rows[0][0][:1] == likeliest, cut
