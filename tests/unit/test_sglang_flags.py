@@ -257,6 +257,9 @@ def test_speculation_is_passed_on_and_a_drafter_keeps_its_weights_in_sleep():
         assert "speculative_algorithm" in engine_words(args)
         assert "--enable-draft-weights-cpu-backup" in plan_engines(args)[0].flags
     assert "--enable-draft-weights-cpu-backup" not in plan_engines(arguments("--device cuda --colocate"))[0].flags
+    one_memory = arguments(f"{EAGLE} --device cuda --colocate").replace(weight_sync="single-copy", mtp_num_layers=1)
+    with pytest.raises(ConfigError, match="single-copy would not reach SGLang's drafter"):
+        plan_engines(one_memory)
 
 
 # ---- --sglang-config -------------------------------------------------------------------------------------------------
