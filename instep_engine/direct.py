@@ -15,6 +15,8 @@ from torch import nn
 from instep_engine.manifest import WeightMismatch
 from instep_engine.memory import Recorder, Slice
 
+APART = "drafters."  # begins the names of parts that a session may leave out as a whole (`sglang/drafter.py`)
+
 
 def kept(path: str) -> bool:
     """Return whether a module belongs to the layers for images, which no trainer changes."""
@@ -71,8 +73,11 @@ class DirectLoader:
         Args:
             padded: whether a layer has more rows than the checkpoint, which are not written.
         """
+        left_out = not any(name.startswith(APART) for name in self._written)
         written = {id(p): self._written.get(name, 0) for name, p in self._model.named_parameters()}  # tied ones once
         for path, layer in self._model.named_modules():
+            if left_out and path.startswith(APART):
+                continue
             for parameter in layer.parameters(recurse=False):
                 here = written[id(parameter)]
                 if here < parameter.numel() and not (here > 0 and padded(layer)) and not (here == 0 and kept(path)):

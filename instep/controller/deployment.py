@@ -29,6 +29,7 @@ from instep.controller.sync.weight_sync import SyncResult, WeightSync
 from instep.controller.trainer import Trainer
 from instep.controller.turns import Turns
 from instep.engines.engine import Engine
+from instep.engines.flags import passed_on
 from instep.errors import EngineError, SyncError
 from instep.observability.run_logger import RunLogger
 from instep.rollout.client import get_model_url
@@ -332,7 +333,7 @@ class Deployment:
 
     def accepted_drafts(self) -> dict[str, float]:
         """See `AcceptedDrafts.take`; nothing where no flag asks for speculative decoding."""
-        speculates = "speculative_config" in self._args.vllm_overrides
+        speculates = {"speculative_config", "speculative_algorithm"} & passed_on(self._args).keys()
         return self._drafts.take(self._fleet.available()) if speculates else {}
 
     @property

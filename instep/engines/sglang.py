@@ -14,7 +14,7 @@ import os
 import re
 import shlex
 import urllib.error
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from instep.engines.flags import given_names
@@ -48,22 +48,28 @@ CPU_TOKENS = 16_384  # of the KV cache on a CPU, where SGLang's default is a sha
 MOONCAKE = "mooncake", "mooncake-transfer-engine"
 TRANSFERS = {"mooncake": MOONCAKE, "mooncake_tcp": MOONCAKE, "nixl": ("nixl", "nixl")}  # -> module, distribution
 LORA_LAYERS = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
+# Their drafts pass `eagle_sample`, the test whose samples follow the policy. NGRAM has no drafter.
+ALGORITHMS = ("EAGLE", "NEXTN", "EAGLE3", "STANDALONE", "NGRAM")
+THRESHOLDS = tuple(f"--sglang-speculative-accept-threshold-{which}" for which in ("single", "acc"))
 SILENT_HEARTBEATS = 5  # a scheduler hangs if it answers nothing for so many --heartbeat-timeout
 
 
-def check_speculation(algorithm: str, device: str, synced: bool, where: str) -> None:
-    """Raise ConfigError where samples would not follow the policy, or where no sync would reach the drafter.
+def check_speculation(algorithm: str, device: str, thresholds: Iterable[float], where: str) -> None:
+    """Raise ConfigError where samples would not follow the policy (`eagle_sample` of SGLang 0.5.17).
 
-    On a CPU SGLang 0.5.17 compares drafts with the likeliest token at any temperature (`eagle_sample`).
+    On a CPU it compares drafts with the likeliest token at any temperature. On a GPU it accepts a draft with the
+    policy's probability of it, divided by a threshold.
     """
-    what = "a weight sync would not reach SGLang's drafter" if synced and algorithm.upper() != "NGRAM" else ""
+    remedy = "leave out --sglang-speculative-*; or use --rollout-backend vllm with --vllm-speculative-config"
     if device == "cpu":
         what = "on a CPU SGLang takes the likeliest tokens then, at any temperature"
-    if what:
-        remedy = (
-            "leave out --sglang-speculative-*; or use --rollout-backend vllm with --vllm-speculative-config, whose "
-        )
-        raise ConfigError(what, where=where, remedy=remedy + "drafter follows each sync (docs/megatron.md)")
+    elif algorithm.upper() not in ALGORITHMS:
+        what, remedy = f"instep does not know that samples of {algorithm} follow the policy", f"use {ALGORITHMS[0]}"
+    elif min(thresholds, default=1.0) < 1.0:
+        what, remedy = "SGLang would accept more drafts than the policy", f"leave out {' and '.join(THRESHOLDS)}"
+    else:
+        return
+    raise ConfigError(what, where=where, remedy=remedy)
 
 
 class SglangKind(EngineKind):
@@ -143,8 +149,15 @@ class SglangKind(EngineKind):
                 sync would reach.
         """
         if algorithm := words.get("speculative_algorithm"):
-            where, synced = f"--sglang-speculative-algorithm {algorithm[-1]}", not args.debug_rollout_only
-            check_speculation(algorithm[-1], args.device, update_weights and synced, where)
+            where = f"--sglang-speculative-algorithm {algorithm[-1]}"
+            given = (words[field][-1] for field in map(_field, THRESHOLDS) if field in words)
+            check_speculation(algorithm[-1], args.device, map(float, given), where)
+            if update_weights and args.mtp_num_layers and args.weight_sync == SINGLE_COPY:
+                what, remedy = "--weight-sync single-copy would not reach SGLang's drafter", "use ipc or shm"
+                raise ConfigError(what, where=where, remedy=remedy)
+            if update_weights and args.use_rollout_routing_replay:
+                what, remedy = "instep has not compared the experts of accepted drafts", "leave one of the two out"
+                raise ConfigError(what, where=f"{where} with --use-rollout-routing-replay", remedy=remedy)
         own = super().own_words(args, group, words, update_weights) | {
             "dtype": ["--dtype", engine_dtype(args)],
             "random_seed": ["--random-seed", str(args.seed)],
@@ -182,6 +195,8 @@ class SglangKind(EngineKind):
                         remedy="add --no-offload-rollout, or use mooncake, which knows each new memory",
                     )
                 own["enable_memory_saver"] = ["--enable-memory-saver"]
+                if algorithm:  # a sync need not bring the drafter back, and never its buffers
+                    own["enable_draft_weights_cpu_backup"] = ["--enable-draft-weights-cpu-backup"]
                 if args.weight_sync in OF_ADAPTERS:  # a sync does not bring the base back
                     own["enable_weights_cpu_backup"] = ["--enable-weights-cpu-backup"]
             if args.colocate:
@@ -253,7 +268,8 @@ class SglangKind(EngineKind):
             remedy = "install instep beside it (pip install --no-deps), and start it with INSTEP_API_KEY set"
             raise ConfigError(what, where=engine.url, remedy=remedy) from None
         if about["speculative_algorithm"]:
-            check_speculation(about["speculative_algorithm"], about["device"], engine.update_weights, engine.url)
+            thresholds = [float(about[_field(name)]) for name in THRESHOLDS]
+            check_speculation(about["speculative_algorithm"], about["device"], thresholds, engine.url)
         replicas = int(about["dp_size"]) > 1 and not about["enable_dp_attention"]
         if about["sampling_backend"] != "pytorch" or int(about["pp_size"]) > 1 or replicas:
             what = f"{engine.name} has another sampler than pytorch, pipeline stages, or replicas"
@@ -270,6 +286,10 @@ class SglangKind(EngineKind):
     def num_workers(self, engine: RunningEngine, timeout: float) -> int:
         about = get_json(engine.url + "/server_info", timeout)
         return int(about["tp_size"])
+
+    def drafts(self, engine: RunningEngine, timeout: float) -> tuple[float, float]:
+        found = get_json(engine.url + "/instep/drafts", timeout)
+        return found["drafted"], found["taken"]
 
     def generate(self, engine: RunningEngine, payload: dict[str, Any], *, timeout: float) -> Any:
         from instep.engines.sglang_pairs import ask_pair, partner_of  # numpy
@@ -318,6 +338,11 @@ def serve_arguments(spec: EngineSpec, at: Addresses, node_rank: int = 0) -> list
         words += ["--nnodes", str(num_nodes), "--node-rank", str(node_rank)]
         words += ["--dist-init-addr", f"{at.master_host}:{at.master_port}"]
     return words
+
+
+def _field(name: str) -> str:
+    """Return the field of one of instep's flags for SGLang."""
+    return name.removeprefix("--sglang-").replace("-", "_")
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from pydantic import TypeAdapter
 
 from instep_engine import MEMORY_VARIABLE
 from instep_engine.guard import KEY_VARIABLE
+from instep_engine.sglang.drafter import check_request
 from instep_engine.sglang_form import MORE_LABEL
 
 SERVER = "sglang.srt.entrypoints.http_server._setup_and_run_http_server"
@@ -28,6 +29,7 @@ RESOLVE = "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_and_
 ADAPTERS = "sglang.srt.lora.lora_manager.LoRAManager.load_lora_adapter_from_tensors"
 SEEDS = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch"
 SAMPLE = "sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch"
+DRAFTS = "sglang.srt.managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics"
 TOKENIZER = "sglang.srt.managers.scheduler.Scheduler.init_tokenizer"
 THREADS = "sglang.srt.model_loader.utils.should_async_load"
 HASH = "sglang.kernels.ops.sampling.murmur_hash.murmur_hash32"
@@ -40,6 +42,7 @@ def register() -> None:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    from instep_engine.sglang.drafter import count
     from instep_engine.sglang.sampling import add_seeds, murmur_hash32, sample
     from instep_engine.sglang.weights import in_threads, load_adapter, update
 
@@ -54,6 +57,7 @@ def register() -> None:
     HookRegistry.register(THREADS, in_threads, HookType.AROUND)
     HookRegistry.register(SEEDS, add_seeds, HookType.AFTER)
     HookRegistry.register(SAMPLE, sample, HookType.REPLACE)
+    HookRegistry.register(DRAFTS, count, HookType.AFTER)  # for a metric: `check` does without
     HookRegistry.register(TOKENIZER, end_at_special_tokens, HookType.AFTER)
     if os.environ.get(FORKS) == "1":
         HookRegistry.register(HASH, murmur_hash32, HookType.REPLACE)
@@ -129,6 +133,8 @@ def validate(manager: Any, obj: Any, input_ids: Any) -> None:
     params = obj.sampling_params
     if not isinstance(params, dict):
         return
+    if manager.server_args.speculative_algorithm:
+        check_request(obj)
     seed = params.get("sampling_seed")
     if seed is not None and not (isinstance(seed, int) and 0 <= seed < 1 << 63):
         raise ValueError(f"sampling_seed {seed!r} is no whole number from 0 to 2^63 - 1")

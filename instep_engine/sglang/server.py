@@ -2,7 +2,7 @@
 
 SGLang's own routes stay as they are. instep's are those of its other engines:
 
-    GET  /is_paused   GET /weight_info   GET /instep/alive (answered by the scheduler)
+    GET  /is_paused   GET /weight_info   GET /instep/alive (answered by the scheduler)   GET /instep/drafts
     POST /pause?mode=abort|wait|keep&clear_cache=true|false   POST /resume   POST /abort_requests
     POST /reset_prefix_cache   POST /sleep?level=1|2   POST /wake_up?tags=weights|kv_cache
     POST /start_weight_update {"protocol", "version", "nonce"}   POST /update_weights {"update_info": {...}}
@@ -41,6 +41,7 @@ class Control:
         self._brings_adapter = False
         self._pauses = 0  # how often generation was paused or resumed
         self.keeper = Keeper(self.resume, end_server)
+        self.drafted = self.taken = 0  # tokens, with speculative decoding
 
     @property
     def version(self) -> str:
@@ -51,6 +52,9 @@ class Control:
 
     async def weight_info(self) -> dict[str, Any]:
         return {"weight_version": self.version, "in_session": self.session is not None}
+
+    async def drafts(self) -> dict[str, Any]:
+        return {"drafted": self.drafted, "taken": self.taken}
 
     async def alive(self) -> dict[str, Any]:
         await self.manager.get_internal_state()
@@ -223,6 +227,7 @@ def add_routes(app: Any, manager: Any) -> Control:
         "/is_paused": ("GET", control.is_paused),
         "/weight_info": ("GET", control.weight_info),
         "/instep/alive": ("GET", control.alive),
+        "/instep/drafts": ("GET", control.drafts),
         **{
             f"/{method.__name__}": ("POST", method)
             for method in (

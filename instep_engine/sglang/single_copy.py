@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from instep_engine.sglang.weights import Weights
 class Shared(InPlace, Weights):
     """The weights of a model in the memory of the run that has started this engine."""
 
-    def __init__(self, updater: Any):
+    def __init__(self, updater: Any, drafters: Sequence[torch.nn.Module] = ()):
         from sglang.srt.distributed.parallel_state import get_tp_group
         from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 

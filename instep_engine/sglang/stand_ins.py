@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import os
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 
 ON_CPU = ("sgl_kernel", "torchvision", "triton", "IPython", "gguf", "soundfile")
-ON_CUDA = ("torchvision", "flashinfer", "IPython", "gguf", "soundfile")
+ON_CUDA = ("torchvision", "flashinfer", "deep_gemm", "IPython", "gguf", "soundfile")
 # Whoever cannot import them does without: sgl_kernel has norms of its own.
 LEFT_OUT = ("IPython.get_ipython", "flashinfer.norm")
 
@@ -86,6 +87,8 @@ def prepare() -> None:
         return
     on_cuda = torch.version.cuda is not None
     absent = [name for name in (ON_CUDA if on_cuda else ON_CPU) if importlib.util.find_spec(name) is None]
+    if "deep_gemm" in absent:  # SGLang would call its kernels
+        os.environ["SGLANG_ENABLE_JIT_DEEPGEMM"] = "false"
     if not on_cuda:
         _prepare_cpu()
     from transformers import AutoConfig

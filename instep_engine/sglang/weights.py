@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from instep_engine.direct import DirectLoader
 from instep_engine.lease import LOADED
 from instep_engine.manifest import WeightMismatch
 from instep_engine.receiving import Receiving
+from instep_engine.sglang.drafter import WithDrafters, own_drafters
 
 FORMAT = "instep"
 PLAIN = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod")
@@ -47,7 +48,7 @@ def update(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     if request.load_format != FORMAT:
         return original(manager, request)
     asked = json.loads(request.serialized_named_tensors[0])
-    failure = Weights.of(manager.tp_worker.model_runner.weight_updater).answer(asked)
+    failure = Weights.of(manager.tp_worker.model_runner.weight_updater, own_drafters(manager)).answer(asked)
     if failure is None and request.weight_version is not None:
         if (note := getattr(manager, "record_weight_version_after_update", None)) is not None:  # from 0.5.19
             note(request.weight_version)
@@ -88,7 +89,7 @@ class Refused(Exception):
 
 
 class Weights(Receiving):
-    """The sessions of one model in this process.
+    """The sessions of one model in this process, and of its drafters. These get their weights as a whole or not at all.
 
     Attributes:
         adapter: the tensors and the configuration of the current session's adapter.
@@ -97,9 +98,9 @@ class Weights(Receiving):
 
     keeps = loads = False
     adapter: tuple[dict[str, torch.Tensor], dict[str, Any]] = ({}, {})
-    _made: dict[int, Weights] = {}  # a process may hold a draft model, too
+    _made: dict[int, Weights] = {}
 
-    def __init__(self, updater: Any):
+    def __init__(self, updater: Any, drafters: Sequence[torch.nn.Module] = ()):
         device = torch.device(updater.device, updater.gpu_id) if updater.device == "cuda" else torch.device("cpu")
         super().__init__(device)
         self._path, model = updater.model_config.model_path, updater.get_model()
@@ -108,16 +109,18 @@ class Weights(Receiving):
         head, words = weights.get("lm_head.weight"), weights.get("model.embed_tokens.weight")
         if head is not None and head is words:
             self.shapes.pop("lm_head.weight", None)  # some checkpoints hold it twice
-        self._reason, self._derive = why_not(model), getattr(model, "post_load_weights", None)
-        self._loader = DirectLoader(model)
+        # From loaded weights: latent attention decodes with parts of kv_b_proj.
+        self._derive = [m.post_load_weights for m in (model, *drafters) if hasattr(m, "post_load_weights")]
+        model = WithDrafters(model, drafters) if drafters else model
+        self._reason, self._loader = why_not(model), DirectLoader(model)
         self._started = self._agreed = self._from_files = False
         self._waiting: dict[str, torch.Tensor] = {}  # those of JOINED whose other half is in a later bucket
 
     @classmethod
-    def of(cls, updater: Any) -> Weights:
+    def of(cls, updater: Any, drafters: Sequence[torch.nn.Module] = ()) -> Weights:
         """Return those of a model; the first call makes them."""
         if (key := id(updater.get_model())) not in cls._made:
-            cls._made[key] = cls(updater)
+            cls._made[key] = cls(updater, drafters)
         return cls._made[key]
 
     def answer(self, asked: Mapping[str, Any]) -> str | None:
@@ -233,8 +236,8 @@ class Weights(Receiving):
         if not self.delivered:
             raise WeightMismatch("no tensor was delivered")
         self._loader.check_complete(lambda layer: isinstance(layer, VocabParallelEmbedding))
-        if self._derive is not None:  # from loaded weights: latent attention decodes with parts of kv_b_proj
-            self._derive()
+        for derive in self._derive:
+            derive()
 
     def _check_pairs(self, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:
         """Check an adapter's pairs: SGLang ignores a half one, and a layer that it lacks."""

@@ -241,18 +241,25 @@ EAGLE = "--sglang-speculative-algorithm EAGLE --sglang-speculative-num-steps 3 -
     [
         (f"{EAGLE} --device cpu", "on a CPU SGLang takes the likeliest tokens then, at any temperature"),
         ("--sglang-speculative-algorithm NGRAM --device cpu", "on a CPU SGLang takes the likeliest tokens then"),
-        (EAGLE, "a weight sync would not reach SGLang's drafter"),
+        ("--sglang-speculative-algorithm DFLASH", "does not know that samples of DFLASH follow the policy"),
+        (f"{EAGLE} --sglang-speculative-accept-threshold-acc 0.9", "would accept more drafts than the policy"),
+        (f"{EAGLE} --use-rollout-routing-replay", "has not compared the experts of accepted drafts"),
     ],
 )
 def test_speculation_is_refused_by_one_error(words, what):
-    text = refusal(words)
+    text = refusal(words if "--device" in words else f"{words} --device cuda")
     assert what in text and "--sglang-speculative-algorithm " in text and "things are wrong" not in text
-    assert "use --rollout-backend vllm with --vllm-speculative-config" in text
 
 
-def test_speculation_without_a_drafter_or_a_sync_is_passed_on():
-    for words in ("--sglang-speculative-algorithm NGRAM", f"{EAGLE} --debug-rollout-only"):
-        assert "speculative_algorithm" in engine_words(arguments(f"{words} --device cuda"))
+def test_speculation_is_passed_on_and_a_drafter_keeps_its_weights_in_sleep():
+    for words in ("--sglang-speculative-algorithm NGRAM", EAGLE, EAGLE.replace("EAGLE", "NEXTN")):
+        args = arguments(f"{words} --device cuda --colocate --offload")
+        assert "speculative_algorithm" in engine_words(args)
+        assert "--enable-draft-weights-cpu-backup" in plan_engines(args)[0].flags
+    assert "--enable-draft-weights-cpu-backup" not in plan_engines(arguments("--device cuda --colocate"))[0].flags
+    one_memory = arguments(f"{EAGLE} --device cuda --colocate").replace(weight_sync="single-copy", mtp_num_layers=1)
+    with pytest.raises(ConfigError, match="single-copy would not reach SGLang's drafter"):
+        plan_engines(one_memory)
 
 
 # ---- --sglang-config -------------------------------------------------------------------------------------------------

@@ -57,15 +57,23 @@ def workers(both: list[Worker]) -> Iterator[list[Worker]]:
 
 
 @pytest.mark.parametrize(
-    "device, what", [("cpu", "takes the likeliest tokens"), ("cuda", "would not reach SGLang's drafter")]
+    "device, threshold, what", [("cpu", 1.0, "takes the likeliest tokens"), ("cuda", 0.9, "would accept more drafts")]
 )
-def test_an_engine_that_speculates_is_refused(workers: list[Worker], monkeypatch: Any, device: str, what: str) -> None:
+def test_an_engine_whose_samples_would_not_follow_the_policy_is_refused(
+    workers: list[Worker], monkeypatch: Any, device: str, threshold: float, what: str
+) -> None:
     engine = Engine("engine 0", workers[0].url)
     monkeypatch.setitem(ABOUT, "device", device)
     assert SglangKind().identify(engine) is not None
-    monkeypatch.setitem(ABOUT, "speculative_algorithm", "EAGLE")
+    about = {f"speculative_accept_threshold_{which}": 1.0 for which in ("single", "acc")}
+    for name, value in {**about, "speculative_algorithm": "EAGLE"}.items():
+        monkeypatch.setitem(ABOUT, name, value)
+    monkeypatch.setitem(ABOUT, "speculative_accept_threshold_acc", threshold)
     with pytest.raises(ConfigError, match=what):
         SglangKind().identify(engine)
+    monkeypatch.setitem(ABOUT, "device", "cuda")
+    monkeypatch.setitem(ABOUT, "speculative_accept_threshold_acc", 1.0)
+    assert SglangKind().identify(engine) is not None
 
 
 def started(folder: Any, engines: list[Engine], **spec: Any) -> Router:

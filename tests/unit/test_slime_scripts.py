@@ -102,8 +102,8 @@ def parsed(name: str, left: set[str], *more: str) -> Any:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_scripts_of_families_that_are_here_parse(name):
-    """As they stand, but for drafters: their flags of SGLang mean engines of SGLang, and arrive there as they are."""
-    words, args = SCRIPTS[name], parsed(name, LEFT | {"--sglang-speculative-algorithm"})
+    """As they stand: their flags of SGLang mean engines of SGLang, and arrive there as they are."""
+    words, args = SCRIPTS[name], parsed(name, LEFT)
     assert args.num_layers == int(value(words, "--num-layers"))
     assert args.cluster == ("ray" if args.actor_num_nodes > 1 else "local")
     engines = engine_words(args)
