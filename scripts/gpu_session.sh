@@ -144,7 +144,7 @@ item_sglang() { # 560 ten steps on SGLang by ipc with sleep, in one memory, and 
         --out "$R/out"
 }
 item_sglang_drafter() { # 300 SGLang's drafters follow a sync: Qwen3-Next and DeepSeek-V3 with a layer of multi-token prediction
-    python -m pytest -q -p no:cacheprovider -m gpu -s --basetemp "$R/tmp" tests/gpu/test_sglang_drafter.py # engines' logs
+    python -m pytest -q -p no:cacheprovider -m gpu -s --basetemp "$R/tmp" tests/gpu/test_sglang_drafter.py # with the logs of engines
 }
 item_grpo_sglang() { # 590 0.6B dimensions on SGLang, on vLLM, and TRL tuned
     python benchmarks/gpu_grpo.py --only instep-sglang instep-hf trl-tuned --steps 4 --limit 250 --logs "$R/logs" \
