@@ -7,6 +7,7 @@ A call of it is an error.
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -20,8 +21,8 @@ import torch
 
 ON_CPU = ("sgl_kernel", "torchvision", "triton", "IPython", "gguf", "soundfile")
 ON_CUDA = ("torchvision", "flashinfer", "deep_gemm", "IPython", "gguf", "soundfile")
-# Whoever cannot import them does without: sgl_kernel has norms of its own.
-LEFT_OUT = ("IPython.get_ipython", "flashinfer.norm")
+# Whoever cannot import them does without: sgl_kernel has norms of its own, and the choice of experts has other kernels.
+LEFT_OUT = ("IPython.get_ipython", "flashinfer.norm", "flashinfer.fused_moe.fused_topk_deepseek")
 
 
 class _Missing(type):
@@ -55,7 +56,7 @@ def _missing(module: str, name: str) -> _Missing:
 
 class _Module(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "get_ipython":  # by which other packages ask for a notebook
+        if name.startswith("__") or f"{self.__name__}.{name}" in LEFT_OUT:
             raise AttributeError(name)
         return _missing(self.__name__, name)
 
@@ -77,8 +78,19 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module: types.ModuleType) -> None:
         if module.__name__ == "soundfile":
             module.__dict__["available_formats"] = dict  # mistral_common asks for them
+        elif module.__name__ == "flashinfer.sampling":  # a verification of drafts calls them for top-k and top-p
+            names = ("top_k_renorm_probs", "top_p_renorm_probs")
+            module.__dict__.update({name: functools.partial(_renormalize, f"{name}_triton") for name in names})
         elif module.__name__ == "triton":
             module.__dict__.update(__version__="0", cdiv=_cdiv, next_power_of_2=_next_power_of_2)
+
+
+def _renormalize(name: str, probs: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
+    """Compute in SGLang's kernels for AMD's GPUs, which Triton compiles for any."""
+    from sglang.kernels.ops.sampling import renorm_triton
+
+    kept: torch.Tensor = getattr(renorm_triton, name)(probs, bound)
+    return kept
 
 
 def prepare() -> None:
