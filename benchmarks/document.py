@@ -47,37 +47,38 @@ def cpu_grpo() -> str:
 
 
 def gpu_grpo() -> str:
-    parts = []
-    names = [f"gpu-grpo-h100{n}" for n in ("", "-tuned", "-mixed")]
-    names += sorted(path.stem for path in RESULTS.glob("gpu-grpo-h200-*.json"))
-    for name in names:
-        found = result(name)
-        v, rows = found["versions"], [_GPU_GRPO.split("|"), *map(_gpu_grpo_row, found["rows"])]
-        where = found.get("host", "one machine")
-        engines = f"vLLM {v['vllm']}" + (f", SGLang {v['sglang']}" if v.get("sglang") else "")
-        parts += [measured(found, f", {engines}, {where}"), table(*rows)]
-        if found["headline"]:
-            ratios = ", ".join(f"`{name}` **{value:.2f}**" for name, value in found["headline"].items())
-            parts.append(f"Ratios of samples/s: {ratios}.")
-    return "\n\n".join(parts)
+    """One table; the newest files first. A peer's cell of ratios is empty."""
+    head = "file, date, GPUs|run|seconds a step|samples/s|times as fast as|rollout, train, sync, s"
+    rows = [[*head.split("|"), "rollout, train: x the floor", "to the first rollout, s", "peak, GiB"]]
+    names = [
+        *RESULTS.glob("gpu-grpo-h200-*.json"),
+        *(RESULTS / f"gpu-grpo-h100{n}.json" for n in ("", "-tuned", "-mixed")),
+    ]
+    files = [result(path.stem) for path in sorted(names)]
+    for found in sorted(files, key=lambda found: found["date"], reverse=True):
+        what = (
+            f"`{Path(found['file']).stem}`, {found['date']}, {len(found['versions'].get('gpu', ' '))} {found['device']}"
+        )
+        for r in found["rows"]:
+            over = {key: value for key, value in found["headline"].items() if key.startswith(f"{r['name']}_over_")}
+            ratios = ", ".join(f"**{value:.2f}** `{key.partition('_over_')[2]}`" for key, value in over.items())
+            rows.append([what, *_gpu_grpo_row(r, ratios)])
+            what = ""
+    return table(*rows)
 
 
-_GPU_GRPO = "run|seconds a step|samples/s|response tokens/s|rollout, train, sync|rollout, train: x the floor|"
-_GPU_GRPO += "to the first rollout, s|peak, GiB"
-
-
-def _gpu_grpo_row(r: dict[str, Any]) -> list[str]:
+def _gpu_grpo_row(r: dict[str, Any], ratios: str) -> list[str]:
+    name = f"`{r['name']}`" + (" (one step)" if len(r.get("steps_s", "ab")) == 1 else "")
     if "error" in r:
-        return [f"`{r['name']}`", str(r["error"]), *[""] * 6]
-    parts = [r.get("parts", {}).get(f"perf/{name}_seconds") for name in ("rollout", "train", "sync")]
-    peak = r["parts"]["perf/gpu_peak_bytes"] / 2**30 if "parts" in r else r["peak_gib"]
-    tokens = r.get("response_tokens_per_s")  # with one length for all
-    cells = [f"{r['step_s']:.2f}", f"{r['samples_per_s']:.1f}", f"{tokens:,}" if tokens else ""]
+        return [name, str(r["error"]), *[""] * 6]
+    parts = [r.get("parts", {}).get(f"perf/{part}_seconds") for part in ("rollout", "train", "sync")]
+    if "phases" in r and "parts" not in r:  # verl
+        parts = [r["phases"][part] for part in ("generate", "train", "sync")]
+    peak = r["parts"]["perf/gpu_peak_bytes"] / 2**30 if "parts" in r else r.get("peak_gib")
+    cells = [f"{r['step_s']:.2f}", f"{r['samples_per_s']:.1f}", ratios]
     cells.append(", ".join(f"{s:.2f}" for s in parts) if all(parts) else "")
     cells.append(", ".join(f"{phase['factor']:.2f}" for phase in r.get("roofline", {}).values()))
-    cells += [f"{r.get('start_s', '')}", f"{peak:.1f}"]
-    name = f"`{r['name']}`" + (" (one step)" if len(r.get("steps_s", "ab")) == 1 else "")
-    return [name, *cells]
+    return [name, *cells, f"{r.get('start_s', '')}", f"{peak:.1f}" if peak else ""]
 
 
 def embedded_engine() -> str:

@@ -26,7 +26,7 @@ H200 = read(ROOT / "benchmarks" / "results" / "card-nvidia-h200.json")  # by `in
 FLAGS = "--colocate --actor-num-gpus-per-node 1 --rollout-backend vllm --precision bf16 --use-dynamic-batch-size"
 GIB = {H100.device: 79.2, H200.device: 139.8}
 STEPS = [f"gpu-grpo-h100{which}" for which in ("", "-10-steps", "-tuned", "-mixed")]
-STEPS += [f"gpu-grpo-h200-{which}" for which in ("hf", "megatron", "long")]
+STEPS += [f"gpu-grpo-h200-{which}" for which in ("hf", "megatron", "long", "turns")]
 PHASES = {"generate": "rollout", "train": "train", "sync": "sync"}  # those of the plan, and their metrics
 
 
@@ -72,7 +72,7 @@ def _step(found: dict[str, Any], row: dict[str, Any]) -> dict[str, float]:
         prompt = round(whole - mean)
     flags = f"--rollout-batch-size {workload['samples'] // 8} --n-samples-per-prompt 8 --max-tokens-per-gpu 32768 "
     flags += f"--rollout-max-prompt-len {prompt} --rollout-max-response-len {workload['new_tokens']} "
-    flags += f"--train-backend {row['name'].removeprefix('instep-').partition(',')[0]}"
+    flags += f"--train-backend {row['name'].removeprefix('instep-').removesuffix('-turns').partition(',')[0]}"
     flags += (
         " --offload"
         if any(part.startswith("turns/") for part in row["parts"])
