@@ -48,7 +48,7 @@ def cpu_grpo() -> str:
 
 def gpu_grpo() -> str:
     """One table; the newest files first. A peer's cell of ratios is empty."""
-    head = "file, date, GPUs|run|seconds a step|samples/s|times as fast as|rollout, train, sync, s"
+    head = "file, date, GPU|run|seconds a step|samples/s|times as fast as|rollout, train, sync, s"
     rows = [[*head.split("|"), "rollout, train: x the floor", "to the first rollout, s", "peak, GiB"]]
     names = [
         *RESULTS.glob("gpu-grpo-h200-*.json"),
@@ -56,9 +56,7 @@ def gpu_grpo() -> str:
     ]
     files = [result(path.stem) for path in sorted(names)]
     for found in sorted(files, key=lambda found: found["date"], reverse=True):
-        what = (
-            f"`{Path(found['file']).stem}`, {found['date']}, {len(found['versions'].get('gpu', ' '))} {found['device']}"
-        )
+        what = f"`{Path(found['file']).stem}`, {found['date']}, {found['device'].removeprefix('NVIDIA ')}"
         for r in found["rows"]:
             over = {key: value for key, value in found["headline"].items() if key.startswith(f"{r['name']}_over_")}
             ratios = ", ".join(f"**{value:.2f}** `{key.partition('_over_')[2]}`" for key, value in over.items())
