@@ -36,6 +36,8 @@ def plan(tmp_path):
         ("sft", "--rollout-max-prompt-len 251 --micro-batch-size 2 --actor-num-gpus-per-node 2", 14.27),
         ("dpo", "--rollout-max-prompt-len 128 --vllm-max-model-len 256", 12.65),
         ("train", SHORT, 12.15),
+        ("train", f"{SHORT} --weight-sync single-copy", 10.28),
+        ("train", f"{SHORT} --rollout-backend vllm --vllm-max-model-len 256", 13.11),
     ],
 )
 def test_runs_on_a_cpu_needed_what_is_planned(plan, name, flags, seen):
@@ -43,6 +45,12 @@ def test_runs_on_a_cpu_needed_what_is_planned(plan, name, flags, seen):
     assert host.what == "host" and host.tightest == "training"
     assert host.need("training") / 1e9 == pytest.approx(seen, rel=0.08)
     assert args.command == name and of(host, "weights") >= 1.89
+
+
+def test_vllm_beside_a_gpu_needs_more_of_the_host_than_a_rank(plan):
+    _, *kinds = plan("train", "--actor-num-gpus-per-node 1 --rollout-num-gpus 1")
+    rank, engine = (kind.host - sum(i.host for i in kind.items if "parked" in i.name) for kind in kinds)
+    assert (rank, engine) == (3e9, 7e9)  # as docs/plan.md says
 
 
 def test_ranks_and_engines_share_the_memory_of_their_host(plan):

@@ -12,7 +12,7 @@ from instep.algorithms.catalog import OFFLINE, ONLINE
 from instep.engines.dialect import dialect_of
 from instep.errors import ConfigError
 from instep.preflight.plan.memory import MARGIN, Gpus, as_json, plan_memory, tables
-from instep.preflight.plan.trainer import GB
+from instep.preflight.plan.place import GB
 from instep.system.options import OptionParser
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ from instep.engines.dialect import SGLANG
 from instep.engines.spec import EngineSpec
 from instep.engines.topology import num_tokens
 from instep.models.sizes import Shape, quantized_bytes
-from instep.preflight.plan.trainer import CONTEXT, GB, PHASES, Item, lengths, of_process
+from instep.preflight.plan.place import CONTEXT, GB, of_process
+from instep.preflight.plan.trainer import PHASES, Item, lengths
 from instep.weights.way import RESTART
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ LARGE_CARD = 70 * 2**30  # bytes
 VLLM_TOKENS, VLLM_REQUESTS = 8192, 1024  # of a step, on a large card
 SMALL_TOKENS, SMALL_REQUESTS = 2048, 256  # on a smaller one
 EMBEDDED_REQUESTS = 256
-HOST = 4 * GB  # host memory of vLLM's processes
+HOST = 4 * GB  # host memory of vLLM's processes beside a GPU, besides
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ def plan_engine(args: Settings, spec: EngineSpec, shape: Shape, card: float) -> 
     state = 4.0 * shape.state / spec.parallel.tensor / spec.parallel.pipeline  # in float32
     prompt, response = lengths(args, shape)
     longest, (context, host) = prompt + response, of_process(args)
+    host += HOST if args.device != "cpu" else 0.0
     if planned_kind(args).name == "sglang":
         most = VLLM_REQUESTS if card >= LARGE_CARD else SMALL_REQUESTS
         requests = int(_last(words, "max_running_requests", most))

@@ -13,18 +13,8 @@ from instep.cluster.placement import make_plan
 from instep.engines.spec import EngineSpec, Slot
 from instep.models.sizes import Shape, shape_of
 from instep.preflight.plan.engine import EnginePlan, plan_engine
-from instep.preflight.plan.trainer import (
-    BUCKETS,
-    CPU_PROCESS,
-    GB,
-    LIBRARIES,
-    PHASES,
-    Item,
-    frozen,
-    items,
-    memory_of,
-    rank_of,
-)
+from instep.preflight.plan.place import CPU_PROCESS, GB, memory_of
+from instep.preflight.plan.trainer import BUCKETS, LIBRARIES, PHASES, Item, frozen, items, rank_of
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings

@@ -15,19 +15,15 @@ from instep.cluster.engine_plan import planned_way
 from instep.models.sizes import Shape
 from instep.models.stages import num_chunks, stage_layers
 from instep.preflight.plan.linear import kept_by_mixers
-from instep.system.limits import host_memory
+from instep.preflight.plan.place import memory_of, of_process
 from instep.training.hf.own_copy import has_room
 from instep.weights.way import SINGLE_COPY
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
 
-GB = 1e9
 LIBRARIES, BUCKETS, PARKED = "process, libraries", "sync buckets", "parked, offloaded"  # items
 PHASES = ("rollout", "log-probs", "training", "sync")
-CONTEXT = 1.5 * GB  # GPU memory of a process: CUDA, NCCL, kernels, workspaces (measured on an H100)
-PROCESS = 3 * GB  # host memory of a process with CUDA and its libraries
-CPU_PROCESS = 0.7 * GB  # the same of one that computes on a CPU, and of the controller
 HEAD_LOGITS = 2**28  # logits of a chunk, as in both train backends
 _COPIES = 0.25  # bytes per logit of a chunk for the logits that exist in float32 at a time
 PROMPT = 1024  # tokens of a prompt, if no flag limits prompts
@@ -45,16 +41,6 @@ class Item:
     name: str
     gpu: Mapping[str, float] = field(default_factory=dict)
     host: float = 0.0
-
-
-def memory_of(args: Settings) -> float:
-    """Return the bytes of a GPU; on a CPU, those of this host."""
-    return host_memory() if args.device == "cpu" else args.gpu_memory_gb * 2**30
-
-
-def of_process(args: Settings) -> tuple[float, float]:
-    """Return the bytes that a process needs for itself: on its GPU, and on the host."""
-    return (0.0, CPU_PROCESS) if args.device == "cpu" else (CONTEXT, PROCESS)
 
 
 @dataclass(frozen=True)
@@ -351,7 +337,7 @@ def weights(r: Rank) -> float:
 def masters(r: Rank) -> float:
     if r.adapter:
         return 4.0 * r.trained
-    if r.e == 4 and not r.mirrors:
+    if r.e == 4 and (not r.mirrors or (r.args.device == "cpu" and r._world == 1)):  # or those of the engine
         return 0.0
     return 4.0 * (r.states if r.is_megatron else r.held(r.shape))  # hf has all weights in fp32, also frozen ones
 
