@@ -6,6 +6,7 @@ import contextlib
 import difflib
 import faulthandler
 import os
+import select
 import signal
 import sys
 import threading
@@ -91,7 +92,13 @@ def guarded(work: Callable[[], int]) -> int:
         _terminate_like_interrupt()
         allow_descriptors()
         with private_files():
-            return work()
+            code = work()
+            print(end="", flush=True)
+            return code
+    except BrokenPipeError:
+        if not _has_lost_reader():
+            raise
+        return 128 + signal.SIGPIPE
     except InstepError as error:
         print(error, file=sys.stderr)
         return error.exit_code
@@ -100,6 +107,16 @@ def guarded(work: Callable[[], int]) -> int:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # everything has ended; a second Ctrl-C changes nothing
         print("interrupted", file=sys.stderr)
         return 130
+
+
+def _has_lost_reader() -> bool:
+    """Return whether stdout is a pipe without a reader (`| head`). What Python writes at its exit then goes nowhere."""
+    stdout = select.poll()
+    stdout.register(1, 0)  # reports only errors
+    is_broken = bool(stdout.poll(0))
+    if is_broken:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    return is_broken
 
 
 def _run_beside(words: list[str]) -> int:

@@ -22,7 +22,10 @@ CLUSTER = read_flags(__file__)
 
 
 def precision(args: Settings, given: Given) -> str:
-    return "bf16" if args.bf16 and args.precision == "auto" else args.precision
+    """Return the precision of the device; `auto` if neither is known yet."""
+    if args.precision != "auto":
+        return args.precision
+    return "bf16" if args.bf16 else {"cpu": "fp32", "cuda": "bf16"}.get(args.device, "auto")
 
 
 def cluster(args: Settings, given: Given) -> str:
@@ -167,7 +170,7 @@ def same_gpus(args: Settings, given: set[str]) -> Iterator[Problem]:
 
 
 def hosts(args: Settings, given: set[str]) -> Iterator[Problem]:
-    local = args.command != "plan" and args.cluster == "local"
+    local = not args.planned and args.cluster == "local"
     several = "--actor-num-nodes" if args.actor_num_nodes > 1 else "--critic-num-nodes"
     if local and max(args.actor_num_nodes, args.critic_num_nodes or 1) > 1:
         yield Problem("the local cluster is one host", several, "leave out --cluster local, or use 1")
@@ -176,7 +179,7 @@ def hosts(args: Settings, given: set[str]) -> Iterator[Problem]:
     for name in ("ray_address", "num_gpus_per_node"):
         if local and name in given:
             yield Problem("has no effect without --cluster ray", flag_name(name), "give both")
-    if args.command != "plan" and not local and importlib.util.find_spec("ray") is None:
+    if not args.planned and not local and importlib.util.find_spec("ray") is None:
         remedy = "pip install 'instep[ray]' on every host, or leave --cluster out on one host"
         yield Problem("Ray is not installed here", "--cluster ray" if "cluster" in given else several, remedy)
 
@@ -201,7 +204,7 @@ def placement(args: Settings, given: set[str]) -> Iterator[Problem]:
 
 def restart(args: Settings, given: set[str]) -> Iterator[Problem]:
     """Check `--weight-sync restart`: a run restarts only its own engines, and a restart ends their requests."""
-    if args.weight_sync != RESTART or args.command not in (*ONLINE, "plan"):
+    if args.weight_sync != RESTART or args.command not in ONLINE:
         return
     if args.rollout_external_engine_addrs:
         what = "this run cannot restart engines that it did not start"
@@ -213,7 +216,7 @@ def restart(args: Settings, given: set[str]) -> Iterator[Problem]:
 
 def single_copy(args: Settings, given: set[str]) -> Iterator[Problem]:
     """Check that engines can share memory with trainer ranks: on this host, and with a GPU on the same GPU."""
-    if args.weight_sync != SINGLE_COPY or args.command not in (*ONLINE, "plan"):
+    if args.weight_sync != SINGLE_COPY or args.command not in ONLINE:
         if args.vllm_config_path is not None:
             yield Problem("has no effect without --weight-sync single-copy", "--vllm-config-path", "give both")
         return

@@ -19,7 +19,7 @@ _KEEP = "a sleeping engine keeps no responses"
 
 def shares_gpus(args: Settings) -> bool:
     """Return whether engines that this run starts and syncs use the trainer's GPUs."""
-    both = args.command in (*ONLINE, "plan") and not args.debug_train_only and not args.debug_rollout_only
+    both = args.command in ONLINE and not args.debug_train_only and not args.debug_rollout_only
     return bool(both and args.colocate and not args.rollout_external_engine_addrs)
 
 
@@ -50,7 +50,7 @@ RESOLVERS = (offload_train, offload_rollout)
 
 def turns(args: Settings, given: set[str]) -> Iterator[Problem]:
     """Check the offload flags: trainer and engines must share GPUs, and no other process may read the freed memory."""
-    if args.command not in (*ONLINE, "plan"):
+    if args.command not in ONLINE:
         return
     for name in ("offload_train", "offload_rollout"):
         if {name, f"no_{name}"} <= given:

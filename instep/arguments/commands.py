@@ -27,7 +27,7 @@ _SAMPLING = _READ | _ENGINES | {flag.attribute for part in (EVAL, ENGINE) for fl
 @cache
 def without_meaning(command: str) -> frozenset[str]:
     """Return the attributes of flags that have no meaning for `instep <command>`, which must be one that trains."""
-    here = {"", command, "train-async" if command == "plan" else "", "rl" if command not in OFFLINE else ""}
+    here = {"", command, "rl" if command not in OFFLINE else ""}
     names = {flag.attribute for flag in own_flags().values() if flag.only not in here}
     if command in OFFLINE:
         names |= _SAMPLING | {"n_samples_per_prompt", "apply_chat_template"}

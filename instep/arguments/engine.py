@@ -122,7 +122,7 @@ def topology(args: Settings, given: set[str]) -> Iterator[Problem]:
         yield Problem(what, "--rollout-num-gpus", "leave it out: the file decides")
     for where, model in models:
         path = model.get("model_path")
-        if args.command != "plan" and path is not None and not os.path.isfile(os.path.join(path, "config.json")):
+        if not args.planned and path is not None and not os.path.isfile(os.path.join(path, "config.json")):
             what = f"{path} is not a Hugging Face folder: it has no config.json"
             yield Problem(what, f"{where}.model_path", "give the folder of a checkpoint")
     trains = args.command in ONLINE and not args.debug_rollout_only

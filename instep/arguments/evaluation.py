@@ -96,7 +96,7 @@ RESOLVERS = (eval_reward_key, eval_function_path, eval_interval)
 def read_datasets(args: Settings) -> Iterator[Problem]:
     """Set `args.eval_datasets`, and report wrong entries of `--eval-config`."""
     args.eval_datasets = []
-    if args.command in ("plan", "serve") or (args.eval_config is not None and args.eval_prompt_data is not None):
+    if args.planned or args.command == "serve" or (args.eval_config is not None and args.eval_prompt_data is not None):
         return
     if args.eval_config is not None:
         yield from _from_yaml(args)

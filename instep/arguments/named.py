@@ -29,7 +29,7 @@ def name_models(args: Settings, scan: Scan) -> Iterator[Problem]:
     Raises:
         CheckpointError: the checkpoint of `--load` cannot be read. It has the commits of a resumed run.
     """
-    refused = args.command != "plan"
+    refused = not args.planned
     for name in MODELS:
         given = None if name in scan.broken else getattr(args, name)
         if given is None or not hub.is_name(given) or given in (args.save, args.critic_save):

@@ -25,10 +25,15 @@ from instep.errors import ConfigError
 def parse(argv: Sequence[str], command: str = "train") -> Args:
     """Return the arguments of `instep <command>`, resolved, checked and frozen.
 
+    Args:
+        command: such as `sft`. `plan`, or `plan sft`, asks for the arguments of a command that is only planned.
+
     Raises:
         ConfigError: one error for all mistakes, before anything heavy is loaded.
         SystemExit: `--dump-config` has written its file.
     """
+    planned, asked = command.startswith("plan"), command
+    command = command.removeprefix("plan").strip() or "train"
     found = scan(expanded(argv), command)
     own = chain(own_flags(sglang=True).values(), own_flags().values())
     acting = {flag.attribute: flag for flag in own if flag.status == "acts"}
@@ -37,6 +42,7 @@ def parse(argv: Sequence[str], command: str = "train") -> Args:
     args = Draft(
         found.broken,
         command=command,
+        planned=planned,
         **{name: copy.deepcopy(found.given.get(name, flag.default)) for name, flag in {**extra, **acting}.items()},
         extra_flags=sorted(extra.keys() & found.given.keys()),
         megatron_overrides={
@@ -55,12 +61,12 @@ def parse(argv: Sequence[str], command: str = "train") -> Args:
     problems = list(dict.fromkeys([*found.problems, *complete(args, found), *check(args, found)]))
     problems = [_located(problem, found.places) for problem in problems]
     if refused := [problem for problem in problems if problem.refused]:
-        raise _error(refused, command)
+        raise _error(refused, asked, command)
     if args.dump_config is not None:
-        dump(args.dump_config, command, found.uses)
+        dump(args.dump_config, asked, found.uses)
         print(f"{args.dump_config}: the flags of this command line")
         raise SystemExit(0)
-    if command != "plan":
+    if not planned:
         fetch(args)
     notes = [f"{p.where}: {p.what}{p.remedy and f'; {p.remedy}'}" for p in problems]
     return Args(**{**vars(args), "notes": [*args.notes, *notes]})
@@ -72,7 +78,7 @@ def _located(problem: Problem, places: Mapping[str, str]) -> Problem:
     return replace(problem, where=f"{problem.where} ({place})") if place else problem
 
 
-def _error(problems: list[Problem], command: str) -> ConfigError:
+def _error(problems: list[Problem], asked: str, command: str) -> ConfigError:
     if len(problems) == 1:
         return ConfigError(problems[0].what, where=problems[0].where, remedy=problems[0].remedy)
     lines = [
@@ -80,6 +86,6 @@ def _error(problems: list[Problem], command: str) -> ConfigError:
     ]
     return ConfigError(
         f"{len(problems)} things are wrong in this command line\n" + "\n".join(lines),
-        where=f"instep {command}",
-        remedy=f"correct all of them; `instep {'train' if command == 'plan' else command} --help` explains the flags",
+        where=f"instep {asked}",
+        remedy=f"correct all of them; `instep {command} --help` explains the flags",
     )

@@ -26,13 +26,13 @@ _ALL_TRAINED = {"only_train_params_name_list": None, "freeze_params_name_list": 
 
 def _plans(args: Settings) -> bool:
     """Return whether the trainer runs on GPUs with a known model. For `instep plan`, --device auto means GPUs."""
-    on_gpus = args.device == "cuda" or (args.command == "plan" and args.device == "auto")
+    on_gpus = args.device == "cuda" or (args.planned and args.device == "auto")
     return on_gpus and not args.debug_rollout_only and shape_of(args.hf_checkpoint) is not None
 
 
 def _knows(args: Settings, given: Given | set[str]) -> bool:
     """Return whether the memory of the GPUs is known: measured, given, or assumed by `instep plan`."""
-    return args.command == "plan" or "gpu_memory_gb" in given
+    return args.planned or "gpu_memory_gb" in given
 
 
 def _chooses(args: Settings, given: Given) -> bool:

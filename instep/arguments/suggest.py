@@ -144,8 +144,7 @@ def _near(wanted: str, name: str, command: str, sglang: bool) -> Problem:
         what = f"unknown flag; the similar {alike[0]} is {_why_not(flag, command)}"
         return Problem(what, name, remedy_of(flag, command))
     topic = {None: "", "vllm-router": " router"}.get(package, f" {package}")
-    shown = "train" if command == "plan" else command  # `plan` takes the flags of `train`
-    lists = f"`instep {shown} --help{topic}` lists the flags; docs/migration.md lists those of other frameworks"
+    lists = f"`instep {command} --help{topic}` lists the flags; docs/migration.md lists those of other frameworks"
     return Problem(what, name, lists)
 
 

@@ -49,7 +49,7 @@ CONCERNS = (
 )
 # `instep plan` checks only what the plan depends on.
 PLAN_RULES = (
-    *(engine.topology, critic_rules.size, parallel.stages),
+    *(commands.sampling, engine.topology, critic_rules.size, parallel.stages),
     *(*cluster.PLANNED_RULES, *colocation.RULES, *planning.RULES),
 )
 SERVE_RULES = (
@@ -87,7 +87,7 @@ def complete(args: Draft, scan: Scan) -> list[Problem]:
 def check(args: Draft, scan: Scan) -> list[Problem]:
     """Return the problems that the rules of the command find."""
     of_concerns = chain(*(getattr(concern, "RULES", ()) for concern in CONCERNS), *added("rules"), needing(groups()))
-    rules = {"plan": PLAN_RULES, "serve": SERVE_RULES}.get(args.command, of_concerns)
+    rules = PLAN_RULES if args.planned else SERVE_RULES if args.command == "serve" else of_concerns
     given = set(scan.given)
     return [problem for rule in rules for problem in _step(scan, "", partial(rule, args, given))]
 

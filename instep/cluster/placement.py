@@ -90,7 +90,7 @@ def make_plan(args: Settings) -> Plan:
 
 def node_size(args: Settings) -> int:
     """Return the number of GPUs of a node. The only node of a local cluster has all GPUs that the run asks for."""
-    if args.command == "plan" or args.cluster == "ray":
+    if args.planned or args.cluster == "ray":
         return int(args.num_gpus_per_node)
     trainer = args.actor_num_nodes * args.actor_num_gpus_per_node + num_critic_gpus(args)
     return max(int(args.num_gpus_per_node), trainer + args.topology_num_gpus)

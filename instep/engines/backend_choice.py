@@ -18,8 +18,8 @@ def named_kind(args: Settings) -> EngineKind | None:
 
 
 def planned_kind(args: Settings) -> EngineKind:
-    """Return the kind of `--rollout-backend`. An unresolved `auto` is the kind that it means beside a GPU."""
-    return named_kind(args) or _auto_kind("cuda")
+    """Return the kind of `--rollout-backend`. An unresolved `auto` is the kind that it means on the device."""
+    return named_kind(args) or _auto_kind("cpu" if args.device == "cpu" else "cuda")
 
 
 def _auto_kind(device: str) -> EngineKind:

@@ -352,8 +352,7 @@ def profile_folder(name: str) -> str:
 
 def engine_dtype(args: Settings) -> str:
     """Return the dtype of an engine's weights without `--vllm-dtype`: the trainer's. An `auto` of a plan is a GPU's."""
-    full = args.precision == "fp32" or (args.precision == "auto" and args.device == "cpu")
-    return "float32" if full else "bfloat16"
+    return "float32" if args.precision == "fp32" else "bfloat16"
 
 
 def served_dtype(args: Settings) -> str:

@@ -72,7 +72,8 @@ from typing import Any, Literal
 from instep.data.formats import EvalDataset
 
 class Common:
-    command: Literal["train", "train-async", "sft", "dpo", "serve", "plan"]
+    command: Literal["train", "train-async", "sft", "dpo", "serve"]
+    planned: bool
 
 """
 

@@ -1,7 +1,8 @@
 """The plans of the recipes: `python -m scripts.docs.recipes` writes them into recipes/*.yaml and recipes/README.md.
 
 A recipe begins with `# key: text` lines. The plan is that of `instep plan` for H200s, from the measured profile
-`benchmarks/results/card-nvidia-h200.json`, with responses of the maximum length. Models have their published shapes.
+`benchmarks/results/card-nvidia-h200.json`, with responses of the maximum length; for CPUs, the memory of the host.
+Models have their published shapes.
 """
 
 from __future__ import annotations
@@ -30,6 +31,11 @@ MODELS = {
     "Qwen/Qwen2.5-1.5B-Instruct": "qwen2.5-1.5B",
     "Qwen/Qwen3-30B-A3B": "qwen3-30B-A3B",
 }
+GEMMA = {
+    "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "hidden_size": 640, "num_hidden_layers": 18,
+    "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256, "intermediate_size": 2048,
+    "vocab_size": 262144, "tie_word_embeddings": True, "max_position_embeddings": 32768,
+}  # fmt: skip
 H200 = 140  # GiB
 
 
@@ -52,22 +58,26 @@ def words(path: Path) -> tuple[str, list[str]]:
 
 def make_models() -> None:
     """Make the shapes of the models in the current folder."""
-    for name, shape in MODELS.items():
+    for name, shape in {
+        **{name: config(shape) for name, shape in MODELS.items()},
+        "models/gemma-3-270m": GEMMA,
+    }.items():
         Path(name).mkdir(parents=True)
-        Path(name, "config.json").write_text(json.dumps(config(shape)))
+        Path(name, "config.json").write_text(json.dumps(shape))
         Path(name, "model.safetensors").write_bytes(b"0")
 
 
 def planned(path: Path) -> str:
     """What `instep plan` says of a recipe, in a folder with its models."""
     command, given = words(path)
-    if command == "sft" or head(path)["hardware"].startswith("CPU"):
-        return "none: `instep plan` plans GPUs and `instep train`"
-    out = io.StringIO()
+    on_cpu, out = head(path)["hardware"].startswith("CPU"), io.StringIO()
     with contextlib.redirect_stdout(out):
-        plan(["--json", "--card-profile", str(CARD), *given, "--device", "cuda", "--gpu-memory-gb", str(H200)])
+        of_card = ["--card-profile", str(CARD), "--device", "cuda", "--gpu-memory-gb", str(H200)]
+        plan([command, "--json", *given, *([] if on_cpu else of_card)])
     found = json.loads(out.getvalue())
     seconds, most = found["seconds"], max(max(gpus["need"].values()) for gpus in found["memory"])
+    if on_cpu:
+        return f"{most / 1e9:.0f} GB of memory"
     total = max(seconds["generate"], seconds["train"]) if command == "train-async" else sum(seconds.values())
     phases = ", ".join(f"{phase} {value:.1f}" for phase, value in seconds.items())
     return f"{total:.0f} s a step ({phases}), {most / 1e9:.0f} of {H200 * 2**30 / 1e9:.0f} GB of a GPU"
@@ -84,12 +94,13 @@ def readme() -> str:
         "",
         "```bash",
         "instep train --config recipes/gsm8k-qwen3-0.6b.yaml --num-rollout 50   # words of the command line win",
-        "instep plan --config recipes/gsm8k-qwen3-0.6b.yaml --gpu-memory-gb 80  # would it fit?",
+        "instep plan train --config recipes/gsm8k-qwen3-0.6b.yaml               # --gpu-memory-gb 80: would it fit?",
         "instep train ... --dump-config mine.yaml                               # writes such a file from flags",
         "```",
         "",
         "Seconds and memory are those of `instep plan` with responses of the maximum length, from the profile of an",
-        "H200 (`benchmarks/results/card-nvidia-h200.json`); shorter ones take less. `make_data.py` makes the data.",
+        "H200 (`benchmarks/results/card-nvidia-h200.json`); shorter ones take less. Where no flag limits prompts or",
+        "conversations, they have 1,024 tokens. `make_data.py` makes the data.",
         "",
         "| recipe | what | hardware | plan | curve |",
         "|---|---|---|---|---|",

@@ -17,7 +17,7 @@ from instep.arguments.help import format_help
 from instep.arguments.parse import parse
 from instep.arguments.parser import scan
 from instep.arguments.suggest import acts_in, named_flags
-from instep.preflight.plan.command import own_options
+from instep.preflight.plan.command import COMMANDS, own_options
 from instep_neighbours.atropos import env_api, server, trainer_flags
 from instep_neighbours.trl.command_line import FLAGS as TRL_FLAGS
 from instep_neighbours.trl.command_line import read
@@ -62,7 +62,7 @@ def commands(text: str) -> list[list[str]]:
     """The words after `instep` of each command line that begins a line of a text."""
     joined = re.sub(r"\\\n[+\s]*", " ", text)
     names = "|".join(("train", "sft", "dpo", "serve", "plan", *NEIGHBOURS))
-    begins = rf"^\s*[$+]?\s*(?:\w+=\S+ )*instep ((?:{names}) (?:--|\.\.\.).*)$"
+    begins = rf"^\s*[$+]?\s*(?:\w+=\S+ )*instep ((?:plan )?(?:{names}) (?:--|\.\.\.).*)$"
     words = [shlex.split(re.split(" (?:2?>|&|#)", line)[0]) for line in re.findall(begins, joined, re.MULTILINE)]
     return [[word for word in line if word != "$@"] for line in words if "--flag" not in line]
 
@@ -92,14 +92,16 @@ def test_a_command_of_the_documents_is_accepted(name, line, tmp_path, monkeypatc
         assert NEIGHBOURS[command][0]([*words, *([] if whole else ["--model-name", "x"])]) is not None
         return
     words = own_options(words)[1] if command == "plan" else words
-    assert scan(words, command).problems == []
+    named = words.pop(0) if command == "plan" and words[0] in COMMANDS else command
+    assert scan(words, named).problems == []
     if not whole or "--vllm-config" in words or "ray" in words or "/shared/runs/one" in words:
         return  # the rest of the command, its file or its cluster is not there
     for value in words[words.index("--eval-prompt-data") + 1 :][1:2] if "--eval-prompt-data" in words else []:
         make("--prompt-data", value)
     words += ["--num-rollout", "1"] if name == "quick_start.md" else []
+    command += f" {named}" if named != command else ""
     args = parse(words, command)
-    assert args.command == command
+    assert args.command == ("train" if command == "plan" else named)
     with pytest.raises(SystemExit):
         parse([*words, "--dump-config", "f.yaml"], command)
     again = parse(["--config", "f.yaml"], command)

@@ -8,7 +8,6 @@ import pytest
 
 from instep.arguments.parse import parse
 from scripts.docs.recipes import FOLDER, ROOT, head, make_models, planned, readme, recipes, words
-from tests.command_line import CONFIG
 
 GEMMA = FOLDER / "gemma3-270m-numbers.yaml"
 
@@ -18,10 +17,6 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(ROOT / "examples/tool_use")
     make_models()
-    gemma = Path("models/gemma-3-270m")
-    gemma.mkdir(parents=True)
-    (gemma / "config.json").write_text(json.dumps(CONFIG))
-    (gemma / "model.safetensors").write_bytes(b"0")
     for file in {found for path in recipes() for found in re.findall(r"runs/\S+\.jsonl", path.read_text())}:
         Path(file).parent.mkdir(parents=True, exist_ok=True)
         Path(file).write_text('{"prompt": "1 + 1", "label": "2"}\n')
@@ -44,6 +39,7 @@ def test_the_measured_curve():
     )
     assert all(f"{value:.3f}" in curve for value in cpu["held_out"].values())
     assert " ".join(f"{value:.2f}" for value in cpu["reward"]) in curve
+    assert head(GEMMA)["plan"] == f"{cpu['peak_pss_gb']:.0f} GB of memory"  # planned, and seen
     example = re.search(r'FLAGS = .*"cpu": "[^"]*"', (ROOT / "examples/real/run.py").read_text(), re.DOTALL)[0]
     flags = re.findall(r"--([a-z-]+)(?: (\w[\w-]*))?", example)
     assert len(flags) > 12 and all(f"\n{name}: {value or 'true'}\n" in GEMMA.read_text() for name, value in flags)

@@ -10,7 +10,7 @@ import torch
 
 from instep.observability.report import make_report
 from instep.system.scratch import Scratch
-from tests.documented import undocumented
+from tests.documented import undocumented, unlisted
 from tests.e2e.commands import grpo_arguments, run
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
@@ -89,6 +89,15 @@ def test_wandb_is_written_offline_and_the_key_nowhere(finished):
     files = [p for p in finished.rglob("*") if p.is_file()]
     assert len(files) > 10
     assert [p for p in files if KEY.encode() in p.read_bytes()] == []
+
+
+def test_all_files_are_in_the_document(finished):
+    files = {str(p.relative_to(finished)) for p in finished.rglob("*") if p.is_file()}
+    for folder, flag in (("ckpt/", "--save"), ("hf/", "--save-hf")):
+        inside = {name for name in files if name.startswith(folder)}
+        assert len(inside) > 3 and unlisted({name.removeprefix(folder) for name in inside}, flag) == set()
+        files -= inside
+    assert unlisted(files, "--run-dir") == set()
 
 
 def test_what_a_killed_run_has_left_is_removed(finished):

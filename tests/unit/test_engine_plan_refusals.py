@@ -38,7 +38,7 @@ def train_refusal(words: str) -> str:
 def test_the_local_cluster_is_one_node_of_any_size(files):
     words = "--rollout-num-gpus 24 --rollout-num-gpus-per-engine 12"
     assert "12 are no multiple of PP 1 x DP 5 = 5" in train_refusal(words + " --vllm-data-parallel-size 5")
-    args = parse(["--num-gpus-per-node", "12", *(TRAIN + words).split()], "plan").replace(command="train")
+    args = parse(["--num-gpus-per-node", "12", *(TRAIN + words).split()], "plan").replace(planned=False)
     assert [e.slots for e in plan_engines(args)] == [slots(0, range(1, 13)), slots(0, range(13, 25))]
 
 

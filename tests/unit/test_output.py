@@ -72,3 +72,21 @@ def test_neither_the_pipe_nor_the_folder_can_be_written(tmp_path):
 def test_nothing_changes_where_stdout_is_well(tmp_path):
     code, stderr, lines, said = printed(tmp_path, subprocess.DEVNULL)
     assert (code, stderr, lines, said) == (0, "", [], "")
+
+
+@pytest.mark.parametrize("words, code", [("plan --help", 141), ("plan --actor-num-gpus-per-node 8", 1)])  # rich: 1
+def test_a_command_that_prints_ends_quietly_with_the_reader_of_its_pipe(words, code):
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        command = [sys.executable, "-m", "instep.cli", *words.split()]
+        done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60)
+    finally:
+        os.close(write)
+    assert (done.returncode, done.stderr) == (code, "")
+
+
+def test_a_broken_pipe_that_is_not_stdout_is_an_error():
+    code = "import sys; from instep.cli import guarded\ndef work(): raise BrokenPipeError\nsys.exit(guarded(work))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "BrokenPipeError" in done.stderr

@@ -44,7 +44,7 @@ def rank(folder, config, *, precision="bf16", recompute=None, compiled=False, to
     shape = shape_of(str(folder))
     assert isinstance(shape, Shape)
     args = SimpleNamespace(
-        device="cpu",
+        device="cuda" if compiled else "cpu",
         precision=precision, tensor_model_parallel_size=1, sequence_parallel=False, train_backend="hf",
         no_torch_compile=not compiled, recompute_granularity=recompute, lora_rank=0, weight_sync="ipc", world_size=1,
     )  # fmt: skip

@@ -214,5 +214,5 @@ def test_an_odd_trace_ends_no_run(tmp_path):
     assert "cut.pt.trace.json.gz is not a complete trace" in lines[0] and lines[1].endswith("it is gone")
 
 
-def test_without_a_model_or_gpus_nothing_is_said_about_memory(plan):
-    assert kinds("--colocate --actor-num-gpus-per-node 1".split()) == kinds(plan("--device cpu")) == []
+def test_without_a_model_nothing_is_said_about_memory():
+    assert kinds("--colocate --actor-num-gpus-per-node 1".split()) == []

@@ -22,6 +22,7 @@ from instep.observability.versions import git_state, package_version
 from instep.preflight.doctor.check import Check, Status
 from instep.preflight.doctor.purposes import PURPOSES, check_purposes
 from instep.system.gpus import no_driver
+from instep.system.limits import cgroup, host_memory
 from instep.system.ports import check_loopback
 from instep.system.processes import num_usable_cpus
 from instep.system.scratch import left, memory_root
@@ -161,7 +162,7 @@ def _files() -> Check:
 
 
 def _cores() -> Iterator[Check]:
-    usable, limit = num_usable_cpus(), _cgroup("cpu.max")
+    usable, limit = num_usable_cpus(), cgroup("cpu.max")
     quota = int(limit[0]) / int(limit[1]) if limit else usable
     text = f"{usable} usable of {os.cpu_count()}" + (f", quota {quota:g}" if limit else "")
     remedy = f"--num-threads {max(1, int(quota))}: more threads than the quota wait for each other"
@@ -173,20 +174,10 @@ def _cores() -> Iterator[Check]:
 
 
 def _memory() -> Check:
-    limit, memory = _cgroup("memory.max"), psutil.virtual_memory()
-    total = min(memory.total, *map(int, limit)) if limit else memory.total
-    text = f"{memory.available / 1e9:.1f} GB available of {total / 1e9:.1f} GB" + (" (cgroup)" if limit else "")
-    low = min(memory.available, total) < 2e9
+    available, total = psutil.virtual_memory().available, host_memory()
+    text = f"{available / 1e9:.1f} GB available of {total / 1e9:.1f} GB" + (" (cgroup)" if cgroup("memory.max") else "")
+    low = min(available, total) < 2e9
     return Check("memory", "warn" if low else "ok", text, "the quickstart takes 2 GB: end something else")
-
-
-def _cgroup(name: str) -> list[str]:
-    """Return the words of a limit of this container (cgroup v2); empty if there is no limit."""
-    try:
-        words = (Path("/sys/fs/cgroup") / name).read_text().split()
-    except OSError:
-        return []
-    return [] if words[0] == "max" else words
 
 
 def _loopback() -> Check:

@@ -8,30 +8,32 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from instep.algorithms.catalog import OFFLINE
+from instep.algorithms.catalog import OFFLINE, ONLINE
 from instep.engines.dialect import dialect_of
 from instep.errors import ConfigError
 from instep.preflight.plan.memory import MARGIN, Gpus, as_json, plan_memory, tables
-from instep.preflight.plan.trainer import GB
+from instep.preflight.plan.place import GB
 from instep.system.options import OptionParser
 
 if TYPE_CHECKING:
     from instep.arguments.args import Args
 
 USAGE = """\
-usage: instep plan [--json] [--card-profile here|measure|FILE [--mean-response-len N]]
+usage: instep plan [train|train-async|sft|dpo] [--json] [--card-profile here|measure|FILE [--mean-response-len N]]
                    [--FLAG ...]
 
-Show where the ranks and engines of `instep train` would run, the memory that each GPU needs in each phase, the tightest
-phase, and the time of a step. It takes the flags of `instep train`; none is required, and nothing is started.
+Show where the ranks and engines of a command (default: train) would run, the memory that each GPU needs in each phase,
+the tightest phase, and the time of a step. It takes the flags of the command; none is required, and nothing is started.
 
   --hf-checkpoint DIR         the model (only config.json is needed); without it only the places are shown
   --num-gpus-per-node N       GPUs of a node (default 8)
   --gpu-memory-gb N           memory of a GPU in GiB (default 80)
+  --device cpu                without GPUs: plan the memory of a host, and compare it with that of this one
   --rollout-max-prompt-len N, --rollout-max-response-len N    the longest samples; memory and time depend on them
+                              (sft: the first limits whole conversations; dpo: prompts)
   --card-profile here         predict a step's seconds by phase, from a profile of this machine (measured in half a
                               minute and saved); measure: measure again; FILE: a profile of another machine
-  --mean-response-len N       average tokens of a response; default: the maximum
+  --mean-response-len N       average tokens of a response (sft: of a conversation); default: the maximum
   --json                      one JSON object instead of tables
 
 If the run cannot fit, the exit code is 2, and the error names flags that save memory. A run on GPUs makes the same
@@ -40,6 +42,7 @@ check before it starts anything. docs/plan.md says what is counted, and how accu
 Example
   instep plan --hf-checkpoint Qwen3-4B --train-backend hf --colocate --actor-num-gpus-per-node 1 --precision bf16 \\
     --rollout-max-prompt-len 512 --rollout-max-response-len 2048"""
+COMMANDS = (*ONLINE, *OFFLINE)
 
 
 def own_options(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -65,6 +68,7 @@ def plan(words: Sequence[str]) -> None:
     Raises:
         ConfigError: the command line is wrong, or needs more memory than a GPU has.
     """
+    command, words = (f"plan {words[0]}", words[1:]) if words and words[0] in COMMANDS else ("plan", words)
     options, flags = own_options(words)
     from rich.console import Console
 
@@ -74,7 +78,7 @@ def plan(words: Sequence[str]) -> None:
     from instep.cluster.placement import describe, make_plan, table
 
     flags = expanded(flags)
-    args = parse(flags, "plan")
+    args = parse(flags, command)
     gpus = plan_memory(args)
     placed = make_plan(args)
     device, seconds = _seconds(args, options)
@@ -86,9 +90,8 @@ def plan(words: Sequence[str]) -> None:
             print(note)
         console = Console()
         console.print(table(placed))
-        if args.rollout_backend != "auto" or args.device != "cpu":  # else there is nothing to show about engines
-            for part in itertools.chain(describe_engines(args), _assumed(args, flags), tables(gpus)):
-                print(part) if isinstance(part, str) else console.print(part)
+        for part in itertools.chain(describe_engines(args), _assumed(args, flags), tables(gpus)):
+            print(part) if isinstance(part, str) else console.print(part)
         if seconds:
             phases = ", ".join(f"{phase} {value:.2f}" for phase, value in seconds.items())
             print(f"a step takes about {sum(seconds.values()):.2f} s on {device}: {phases}")
@@ -110,9 +113,10 @@ def _seconds(args: Args, options: argparse.Namespace) -> tuple[str, dict[str, fl
 
 def _assumed(args: Args, words: Sequence[str]) -> list[str]:
     """Return lines about the assumed memory of GPUs and the size of micro-batches."""
-    if args.hf_checkpoint is None or args.device == "cpu":
+    if args.hf_checkpoint is None:
         return []
-    out = [] if _says_memory(words) else [f"GPUs are assumed to have {args.gpu_memory_gb:g} GiB (--gpu-memory-gb)"]
+    assumed = f"GPUs are assumed to have {args.gpu_memory_gb:g} GiB (--gpu-memory-gb)"
+    out = [] if args.device == "cpu" or _says_memory(words) else [assumed]
     if args.use_dynamic_batch_size and args.max_tokens_per_gpu:
         return [*out, f"micro-batches of up to {args.max_tokens_per_gpu:,} tokens (--max-tokens-per-gpu)"]
     return [*out, f"micro-batches of {args.micro_batch_size} samples (--micro-batch-size)"]
@@ -149,27 +153,32 @@ def check(args: Args, gpus: Sequence[Gpus]) -> None:
         what += f"{engine.longest:,}"
     else:
         item = max(kind.items, key=lambda item: item.gpu.get(kind.tightest, 0.0))
-        what = f"the {kind.tightest} needs about {kind.most / GB:.0f} GB of a GPU that has {kind.size / GB:.0f}; "
-        what += f"the largest part is {item.owner}'s {item.name}, {item.gpu[kind.tightest] / GB:.0f} GB"
-    where = f"{kind.names} of {kind.size / 2**30:.0f} GiB (--gpu-memory-gb), planned before anything starts "
-    where += f"(refused above {MARGIN:.0%} of a GPU)"
+        what = f"the {kind.tightest} needs about {kind.most / GB:.0f} GB of a {kind.what} that has "
+        what += f"{kind.size / GB:.0f}; the largest part is {item.owner}'s {item.name}, "
+        what += f"{item.gpu[kind.tightest] / GB:.0f} GB"
+    given = " (--gpu-memory-gb)" if kind.what == "GPU" else ""
+    where = f"{kind.names} of {kind.size / 2**30:.0f} GiB{given}, planned before anything starts "
+    where += f"(refused above {MARGIN:.0%} of a {kind.what})"
     raise ConfigError(what, where=where, remedy=f"use {_savings(args)}; `instep plan` shows what each saves")
 
 
 def _savings(args: Args) -> str:
-    """Return the unused flags that save memory, the cheapest first."""
-    megatron = args.train_backend == "megatron"
+    """Return the unused flags that save memory, the cheapest first. Ranks and engines share the memory of a host."""
+    megatron, on_gpus = args.train_backend == "megatron", args.device != "cpu"
     tokens, dialect = (args.max_tokens_per_gpu or 2**15) // 2, dialect_of(args)
     possible = {
         "--offload (without --no-offload-train and --no-offload-rollout)": (
-            args.colocate and not (args.offload_train and args.offload_rollout)
+            on_gpus and args.colocate and not (args.offload_train and args.offload_rollout)
         ),
-        f"another {dialect.flag(dialect.memory)}": args.command not in OFFLINE,
+        f"another {dialect.flag(dialect.memory)}": on_gpus and args.command not in OFFLINE,
         f"--use-dynamic-batch-size --max-tokens-per-gpu {tokens} or less": tokens >= 512,
         "--recompute-granularity full": args.recompute_granularity != "full",
         "--optimizer adamw_8bit": args.optimizer != "adamw_8bit",
-        "--optimizer-cpu-offload": not args.optimizer_cpu_offload,
+        "--optimizer-cpu-offload": on_gpus and not args.optimizer_cpu_offload,
         "--use-distributed-optimizer": megatron and args.dp_size > 1 and not args.use_distributed_optimizer,
-        "more --tensor-model-parallel-size": args.tensor_model_parallel_size < args.actor_num_gpus_per_node,
+        "more --tensor-model-parallel-size": on_gpus and args.tensor_model_parallel_size < args.actor_num_gpus_per_node,
+        "more --actor-num-gpus-per-node": on_gpus,
+        "--lora-rank": not on_gpus and not args.lora_rank,
+        "a smaller model": not on_gpus,
     }
-    return ", ".join([*(flags for flags, applies in possible.items() if applies), "more --actor-num-gpus-per-node"])
+    return ", ".join(flags for flags, applies in possible.items() if applies)

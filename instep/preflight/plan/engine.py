@@ -11,7 +11,8 @@ from instep.engines.dialect import SGLANG
 from instep.engines.spec import EngineSpec
 from instep.engines.topology import num_tokens
 from instep.models.sizes import Shape, quantized_bytes
-from instep.preflight.plan.trainer import CONTEXT, GB, PHASES, PROCESS, Item, lengths
+from instep.preflight.plan.place import CONTEXT, GB, of_process
+from instep.preflight.plan.trainer import PHASES, Item, lengths
 from instep.weights.way import RESTART
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ LARGE_CARD = 70 * 2**30  # bytes
 VLLM_TOKENS, VLLM_REQUESTS = 8192, 1024  # of a step, on a large card
 SMALL_TOKENS, SMALL_REQUESTS = 2048, 256  # on a smaller one
 EMBEDDED_REQUESTS = 256
-HOST = 4 * GB  # host memory of vLLM's processes
+HOST = 4 * GB  # host memory of vLLM's processes beside a GPU, besides
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class EnginePlan:
         cache: bytes of the KV cache. tokens: what it holds, over all GPUs of the engine that share a model.
         requests: how many requests of maximum length it holds at once. longest: tokens of such a request.
             per_request: its bytes on this GPU.
+        host: bytes of its processes on the host.
     """
 
     spec: EngineSpec
@@ -46,6 +48,7 @@ class EnginePlan:
     requests: int
     longest: int
     per_request: float
+    host: float
 
     def items(self) -> list[Item]:
         who, sleeps = self.spec.name, self.spec.sleeps
@@ -55,7 +58,7 @@ class EnginePlan:
         return [
             Item(who, "weights", weights),
             Item(who, "KV cache", dict.fromkeys(awake, max(0.0, self.cache))),
-            Item(who, "work, graphs, CUDA", rest, PROCESS + HOST),
+            Item(who, "work, graphs, process", rest, self.host),
         ]
 
 
@@ -70,11 +73,12 @@ def plan_engine(args: Settings, spec: EngineSpec, shape: Shape, card: float) -> 
     per_token = shape.attending / spec.parallel.pipeline * (shape.cached or 2 * heads * shape.head_dim) * stream
     state = 4.0 * shape.state / spec.parallel.tensor / spec.parallel.pipeline  # in float32
     prompt, response = lengths(args, shape)
-    longest = prompt + response
+    longest, (context, host) = prompt + response, of_process(args)
+    host += HOST if args.device != "cpu" else 0.0
     if planned_kind(args).name == "sglang":
         most = VLLM_REQUESTS if card >= LARGE_CARD else SMALL_REQUESTS
         requests = int(_last(words, "max_running_requests", most))
-        work = CONTEXT + GRAPHS + requests * shape.vocab * 8.0
+        work = context + GRAPHS + requests * shape.vocab * 8.0
         cache = float(_last(words, "mem_fraction_static", SGLANG_FRACTION)) * card - weights
         if limit := num_tokens(_last(words, "max_total_tokens", ""), SGLANG.units):
             cache = min(cache, limit * per_token)
@@ -82,7 +86,7 @@ def plan_engine(args: Settings, spec: EngineSpec, shape: Shape, card: float) -> 
         most = num_tokens(_last(words, "max_num_seqs", EMBEDDED_REQUESTS)) or EMBEDDED_REQUESTS
         at_once = min(rollout_samples(args), most)
         cache = at_once * (longest * per_token + state)
-        work = CONTEXT + at_once * shape.vocab * 8.0
+        work = context + at_once * shape.vocab * 8.0
     else:
         large = card >= LARGE_CARD
         most_tokens, most = (VLLM_TOKENS, VLLM_REQUESTS) if large else (SMALL_TOKENS, SMALL_REQUESTS)
@@ -92,13 +96,13 @@ def plan_engine(args: Settings, spec: EngineSpec, shape: Shape, card: float) -> 
         if given and args.rollout_batch_size:  # else vLLM reserves logits for its maximum number of requests
             requests = min(requests, rollout_samples(args))
         activations = tokens * e * (4 * shape.hidden + 3 * shape.ffn / spec.parallel.tensor)
-        work = CONTEXT + (0 if "enforce_eager" in words else GRAPHS) + activations + requests * shape.vocab * 8.0
+        work = context + (0 if "enforce_eager" in words else GRAPHS) + activations + requests * shape.vocab * 8.0
         fraction = float(_last(words, "gpu_memory_utilization", VLLM_FRACTION))
         cache = float(given) if given else fraction * card - weights - work
     rows = -(-longest // BLOCK) * BLOCK
     requests = max(0, int(cache / (rows * per_token + state)))
     held = max(0, int((cache - requests * state) / per_token)) // BLOCK * BLOCK
-    return EnginePlan(spec, weights, work, cache, held, requests, longest, longest * per_token + state)
+    return EnginePlan(spec, weights, work, cache, held, requests, longest, longest * per_token + state, host)
 
 
 def _weights(spec: EngineSpec, shape: Shape, per_number: float, stored: int | None) -> float:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from instep.algorithms.catalog import uses_reference
+from instep.algorithms.catalog import OFFLINE, uses_reference
+from instep.arguments.args import Args
 from instep.cluster.engine_plan import plan_engines
 from instep.cluster.placement import make_plan
 from instep.engines.spec import EngineSpec, Slot
 from instep.models.sizes import Shape, shape_of
 from instep.preflight.plan.engine import EnginePlan, plan_engine
-from instep.preflight.plan.trainer import BUCKETS, GB, LIBRARIES, PHASES, Item, frozen, items, rank_of
+from instep.preflight.plan.place import CPU_PROCESS, GB, memory_of
+from instep.preflight.plan.trainer import BUCKETS, LIBRARIES, PHASES, Item, frozen, items, rank_of
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
@@ -23,11 +25,13 @@ TIGHT = 0.95  # of a card; a plan that needs more is reported as close
 
 @dataclass(frozen=True)
 class Gpus:
-    """GPUs with the same contents.
+    """GPUs with the same contents; on a CPU, hosts.
 
     Attributes:
         size: bytes of one of them.
         names: where they are, such as "node 0 GPU 0,1". count: their number.
+        phases: those that the command has.
+        what: "GPU" or "host".
     """
 
     size: float
@@ -35,6 +39,8 @@ class Gpus:
     count: int
     items: tuple[Item, ...]
     engines: tuple[EnginePlan, ...]
+    phases: tuple[str, ...] = PHASES
+    what: str = "GPU"
 
     def need(self, phase: str) -> float:
         """Return the peak bytes of a phase."""
@@ -42,7 +48,7 @@ class Gpus:
 
     @property
     def tightest(self) -> str:
-        return max(PHASES, key=self.need)
+        return max(self.phases, key=self.need)
 
     @property
     def most(self) -> float:
@@ -74,7 +80,7 @@ class Gpus:
 
 
 def plan_memory(args: Settings, *, shares: bool = True) -> list[Gpus]:
-    """Return each kind of GPU of a run; empty on a CPU, and if the model's configuration is not known.
+    """Return each kind of GPU of a run, on a CPU of host; empty if the model's configuration is not known.
 
     Args:
         shares: whether the common prefix of a group's samples is computed once, as in `hf`.
@@ -82,17 +88,18 @@ def plan_memory(args: Settings, *, shares: bool = True) -> list[Gpus]:
     Raises:
         ConfigError: the ranks and engines cannot be placed.
     """
-    shape, size = shape_of(args.hf_checkpoint), args.gpu_memory_gb * 2**30
-    if shape is None or args.device == "cpu":
+    shape = shape_of(args.hf_checkpoint)
+    if shape is None:
         return []
-    plan, engines = make_plan(args), plan_engines(args)
+    on_cpu = args.device == "cpu"
+    if on_cpu:
+        args = cast(Args, args).replace(offload_train=False, offload_rollout=False)  # as in the run
+    plan, engines, size = make_plan(args), plan_engines(args), memory_of(args)
     holders: dict[Slot, list[Any]] = {}
-    for role, slots in (("actor", plan.actor), ("critic", plan.critic)):
+    roles = dict[str | EngineSpec, tuple[Slot, ...]](actor=plan.actor, critic=plan.critic)
+    for holder, slots in [*roles.items(), *((engine, engine.slots) for engine in engines)]:
         for slot in slots:
-            holders.setdefault(slot, []).append(role)
-    for engine in engines:
-        for slot in engine.slots:
-            holders.setdefault(slot, []).append(engine)
+            holders.setdefault(Slot(slot.node, 0) if on_cpu else slot, []).append(holder)
     alike: dict[tuple[Any, ...], list[Slot]] = {}
     for slot, held in sorted(holders.items()):
         alike.setdefault(tuple(_kind(h) for h in held), []).append(slot)
@@ -106,8 +113,26 @@ def plan_memory(args: Settings, *, shares: bool = True) -> list[Gpus]:
             elif (served := shape_of(holder.path)) is not None:
                 planned.append(plan_engine(args, holder, served, size))
                 parts += planned[-1].items()
-        out.append(Gpus(size, _where(same), len(same), tuple(parts), tuple(planned)))
+        where, what = (_where(same), "GPU") if not on_cpu else (f"node {_listed(s.node for s in same)}", "host")
+        parts = _on_host(parts) if on_cpu else parts
+        out.append(Gpus(size, where, len(same), tuple(parts), tuple(planned), _phases(args), what))
     return out
+
+
+def _phases(args: Settings) -> tuple[str, ...]:
+    """Return the phases of a step."""
+    scores = PHASES[1:2] if uses_reference(args) else ()
+    return (*scores, "training") if args.command in OFFLINE else PHASES
+
+
+def _on_host(parts: Sequence[Item]) -> list[Item]:
+    """Return the items of a host whose ranks and engines compute on its CPU, with those of the controller."""
+    sums = {("controller", "process"): dict.fromkeys(PHASES, CPU_PROCESS)}
+    for part in parts:
+        held = sums.setdefault((part.owner, part.name), dict.fromkeys(PHASES, 0.0))
+        for phase in PHASES:
+            held[phase] += part.gpu.get(phase, 0.0) + part.host
+    return [Item(owner, name, held) for (owner, name), held in sums.items()]
 
 
 def _kind(holder: str | EngineSpec) -> Any:
@@ -151,7 +176,11 @@ def _where(slots: Sequence[Slot]) -> str:
     nodes: dict[int, list[int]] = {}
     for slot in slots:
         nodes.setdefault(slot.node, []).append(slot.gpu)
-    return "; ".join(f"node {node} GPU {','.join(map(str, gpus))}" for node, gpus in nodes.items())
+    return "; ".join(f"node {node} GPU {_listed(gpus)}" for node, gpus in nodes.items())
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return ",".join(map(str, numbers))
 
 
 # ---- output ----------------------------------------------------------------------------------------------------------
@@ -165,16 +194,16 @@ def tables(gpus: Sequence[Gpus]) -> Iterator[Any]:
         each = "" if kind.count == 1 else f", each of {kind.count}"
         table = Table(title=f"GB on {kind.names}{each} ({kind.size / GB:.0f} GB), estimated", title_justify="left")
         table.add_column("whose, what")
-        for name in (*PHASES, "host"):
+        host = ("host",) if kind.host else ()
+        for name in (*kind.phases, *host):
             table.add_column(name, justify="right")
         for item in kind.items:
-            sizes = [*(item.gpu.get(phase, 0.0) for phase in PHASES), item.host]
+            sizes = [*(item.gpu.get(phase, 0.0) for phase in kind.phases), *(item.host for _ in host)]
             if any(size >= 0.005 * GB for size in sizes):
                 table.add_row(f"{item.owner}: {item.name}", *map(_shown, sizes))
         table.add_section()
-        table.add_row("sum", *(_shown(kind.need(phase)) for phase in PHASES), _shown(kind.host))
-        free = [_shown(kind.size - kind.need(phase), "-") for phase in PHASES]
-        table.add_row("free", *free, "")
+        table.add_row("sum", *(_shown(kind.need(phase)) for phase in kind.phases), *(_shown(kind.host) for _ in host))
+        table.add_row("free", *(_shown(kind.size - kind.need(phase), "-") for phase in kind.phases))
         yield table
         yield from _lines(kind)
 
@@ -203,7 +232,7 @@ def as_json(gpus: Sequence[Gpus]) -> list[dict[str, Any]]:
             "gpus": kind.names,
             "count": kind.count,
             "bytes": kind.size,
-            "need": {phase: kind.need(phase) for phase in PHASES},
+            "need": {phase: kind.need(phase) for phase in kind.phases},
             "host_bytes": kind.host,
             "fits": kind.fits,
             "items": [{"owner": i.owner, "name": i.name, **i.gpu, "host": i.host} for i in kind.items],

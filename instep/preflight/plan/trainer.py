@@ -15,17 +15,15 @@ from instep.cluster.engine_plan import planned_way
 from instep.models.sizes import Shape
 from instep.models.stages import num_chunks, stage_layers
 from instep.preflight.plan.linear import kept_by_mixers
+from instep.preflight.plan.place import memory_of, of_process
 from instep.training.hf.own_copy import has_room
 from instep.weights.way import SINGLE_COPY
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
 
-GB = 1e9
-LIBRARIES, BUCKETS, PARKED = "CUDA, libraries", "sync buckets", "parked, offloaded"  # items
+LIBRARIES, BUCKETS, PARKED = "process, libraries", "sync buckets", "parked, offloaded"  # items
 PHASES = ("rollout", "log-probs", "training", "sync")
-CONTEXT = 1.5 * GB  # GPU memory of a process: CUDA, NCCL, kernels, workspaces (measured on an H100)
-PROCESS = 3 * GB  # host memory of a process with CUDA and its libraries
 HEAD_LOGITS = 2**28  # logits of a chunk, as in both train backends
 _COPIES = 0.25  # bytes per logit of a chunk for the logits that exist in float32 at a time
 PROMPT = 1024  # tokens of a prompt, if no flag limits prompts
@@ -79,7 +77,7 @@ class Rank:
     @property
     def compiled(self) -> bool:
         """Whether layers run as fused code, which keeps no intermediate results of norms, rotations and gates."""
-        return self.is_megatron or (self.tp == 1 and not self.args.no_torch_compile)
+        return self.is_megatron or (self.tp == 1 and self.args.device != "cpu" and not self.args.no_torch_compile)
 
     @property
     def pieces(self) -> int:
@@ -108,7 +106,7 @@ class Rank:
     def copies(self) -> bool:
         """Whether it computes with its own second model."""
         alone = not self.is_megatron and self._world == 1 and self.e == 2 and not self.mirrors and not self.adapter
-        return alone and has_room(self.args, self.shape.total, self.args.gpu_memory_gb * 2**30)
+        return alone and (self.args.device == "cpu" or has_room(self.args, self.shape.total, memory_of(self.args)))
 
     @property
     def gathers(self) -> bool:
@@ -181,10 +179,13 @@ class Rank:
 
 
 def lengths(args: Settings, shape: Shape) -> tuple[int, int]:
-    """Return the tokens of the longest prompt and response, from the flags or defaults."""
+    """Return the tokens of the longest prompt and response, from the flags or defaults. In SFT a whole conversation
+    may be trained on, so it counts as a response; --rollout-max-prompt-len limits it."""
     context = min(
         shape.context, args.rollout_max_context_len or shape.context, args.vllm_max_model_len or shape.context
     )
+    if args.command == "sft":
+        return 0, min(args.rollout_max_prompt_len or PROMPT, context)
     response = min(args.rollout_max_response_len or PROMPT, context)
     prompt = args.rollout_max_prompt_len
     if prompt is None or prompt >= context - 1:  # a limit from the context says nothing about prompts
@@ -336,7 +337,7 @@ def weights(r: Rank) -> float:
 def masters(r: Rank) -> float:
     if r.adapter:
         return 4.0 * r.trained
-    if r.e == 4 and not r.mirrors:
+    if r.e == 4 and (not r.mirrors or (r.args.device == "cpu" and r._world == 1)):  # or those of the engine
         return 0.0
     return 4.0 * (r.states if r.is_megatron else r.held(r.shape))  # hf has all weights in fp32, also frozen ones
 
@@ -392,7 +393,8 @@ def items(r: Rank) -> list[Item]:
     out = [Item(r.role, name, dict.fromkeys(phases, size)) for name, size, phases in held]
     out.append(Item(r.role, "work", {"log-probs": forward_work(r), "training": work(r), "sync": _gathered(r)}))
     out.append(Item(r.role, BUCKETS, dict.fromkeys(PHASES, _buckets(r))))
-    out.append(Item(r.role, LIBRARIES, dict.fromkeys(PHASES, CONTEXT), PROCESS))
+    context, process = of_process(args)
+    out.append(Item(r.role, LIBRARIES, dict.fromkeys(PHASES, context), process))
     stored = masters(r) + (weights(r) if r.is_megatron or r.adapter or r.e == 4 else 0.0)
     host = (stored if parks else 0.0) + (moments(r) if parks or on_host else 0.0)
     return [*out, Item(r.role, PARKED, {}, host)]
