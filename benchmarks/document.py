@@ -48,7 +48,7 @@ def cpu_grpo() -> str:
 
 def gpu_grpo() -> str:
     """One table; the newest files first. A peer's cell of ratios is empty."""
-    head = "file, date, GPU|run|seconds a step|samples/s|times as fast as|rollout, train, sync, s"
+    head = "file, date, GPU|run|seconds a step|samples/s|times as fast as|generate, train, sync, s"
     rows = [[*head.split("|"), "rollout, train: x the floor", "to the first rollout, s", "peak, GiB"]]
     names = [
         *RESULTS.glob("gpu-grpo-h200-*.json"),
@@ -67,10 +67,12 @@ def gpu_grpo() -> str:
 
 def _gpu_grpo_row(r: dict[str, Any], ratios: str) -> list[str]:
     name = f"`{r['name']}`" + (" (one step)" if len(r.get("steps_s", "ab")) == 1 else "")
+    if any(part.startswith("turns/") for part in r.get("parts", ())) and not r["name"].endswith("turns"):
+        name += " (turns)"
     if "error" in r:
         return [name, str(r["error"]), *[""] * 6]
     parts = [r.get("parts", {}).get(f"perf/{part}_seconds") for part in ("rollout", "train", "sync")]
-    if "phases" in r and "parts" not in r:  # verl
+    if "phases" in r:
         parts = [r["phases"][part] for part in ("generate", "train", "sync")]
     peak = r["parts"]["perf/gpu_peak_bytes"] / 2**30 if "parts" in r else r.get("peak_gib")
     cells = [f"{r['step_s']:.2f}", f"{r['samples_per_s']:.1f}", ratios]

@@ -14,6 +14,8 @@ _NO_TURNS = {
 }
 
 
+_NAMES = ("offload_train", "offload_rollout")
+OFFLOAD = {"offload", *_NAMES, *(f"no_{name}" for name in _NAMES)}
 _KEEP = "a sleeping engine keeps no responses"
 
 
@@ -29,7 +31,7 @@ def can_take_turns(args: Settings) -> bool:
     return allowed and args.device != "cpu" and shares_gpus(args)
 
 
-def _wanted(args: Settings, given: Given, name: str) -> bool:
+def wanted(args: Settings, given: Given, name: str) -> bool:
     """Return what the flag or `--offload` says; by default, whether they can take turns."""
     if args.command == "train-async":
         return False
@@ -37,30 +39,19 @@ def _wanted(args: Settings, given: Given, name: str) -> bool:
     return f"no_{name}" not in given and (asked or can_take_turns(args))
 
 
-def offload_train(args: Settings, given: Given) -> bool:
-    return _wanted(args, given, "offload_train")
-
-
-def offload_rollout(args: Settings, given: Given) -> bool:
-    return _wanted(args, given, "offload_rollout")
-
-
-RESOLVERS = (offload_train, offload_rollout)
-
-
 def turns(args: Settings, given: set[str]) -> Iterator[Problem]:
     """Check the offload flags: trainer and engines must share GPUs, and no other process may read the freed memory."""
     if args.command not in ONLINE:
         return
-    for name in ("offload_train", "offload_rollout"):
+    for name in _NAMES:
         if {name, f"no_{name}"} <= given:
             yield Problem(f"contradicts {flag_name(name)}", flag_name(f"no_{name}"), "give one of the two")
-    asked = [flag_name(name) for name in ("offload", "offload_train", "offload_rollout") if name in given]
+    asked = [flag_name(name) for name in ("offload", *_NAMES) if name in given]
     if asked and not shares_gpus(args):
         what = "has no effect where trainer and engines do not share GPUs (--colocate)"
         yield Problem(what, " and ".join(asked), refused=False)
     elif (args.offload_train or args.offload_rollout) and args.weight_sync in _NO_TURNS:
-        where = " and ".join(flag_name(name) for name in ("offload_train", "offload_rollout") if getattr(args, name))
+        where = " and ".join(flag_name(name) for name in _NAMES if getattr(args, name))
         what = _NO_TURNS[args.weight_sync]
         yield Problem(
             what, f"{where} with --weight-sync {args.weight_sync}", "leave it out, or use another --weight-sync"

@@ -7,6 +7,7 @@ from functools import cache
 
 from instep.algorithms.catalog import OFFLINE
 from instep.arguments.all_flags import own_flags, passed_through
+from instep.arguments.colocation import OFFLOAD
 from instep.arguments.concern import Problem, Settings
 from instep.arguments.engine import ENGINE
 from instep.arguments.evaluation import EVAL
@@ -18,7 +19,7 @@ _NOT_IN_DPO = {"calculate_per_token_loss", "constant_loss_length", "label_key"}
 # These flags of rollouts and engines also act in `instep sft` and `instep dpo`.
 _ACTS = {"rollout_function_path", "rollout_max_prompt_len", "custom_rollout_log_function_path", "vllm_max_model_len"}
 _ENGINES = {"rollout_num_gpus", "rollout_num_gpus_per_engine", "colocate"}
-_ENGINES |= {"offload", *(no + name for no in ("", "no_") for name in ("offload_train", "offload_rollout"))}
+_ENGINES |= OFFLOAD
 _LENGTHS = {"rollout_max_context_len", "rollout_max_response_len"}
 _READ = {flag.attribute for part in (ROLLOUT, REWARD) for flag in part.flags} - _ACTS  # by a rollout function
 _SAMPLING = _READ | _ENGINES | {flag.attribute for part in (EVAL, ENGINE) for flag in part.flags} - _ACTS

@@ -9,17 +9,17 @@ from collections.abc import Iterator
 from typing import cast
 
 from instep.arguments.args import Draft
-from instep.arguments.colocation import can_take_turns
+from instep.arguments.colocation import OFFLOAD, can_take_turns, wanted
 from instep.arguments.concern import Given, Problem, Settings
+from instep.engines.backend_choice import planned_kind
 from instep.errors import ConfigError
 from instep.models.sizes import shape_of
 from instep.preflight.plan.engine import rollout_samples
-from instep.preflight.plan.memory import TIGHT, Gpus, plan_memory
+from instep.preflight.plan.memory import Gpus, plan_memory
 
 TOKENS = (32768, 24576, 16384, 12288, 8192, 6144, 4096, 2048, 1024)  # of a micro-batch; more are not faster
 EFFICIENT = 8192  # tokens of a micro-batch that are enough for a step that begins early (`controller/role.py`)
 ROOM = 0.9  # the part of a GPU that the plan may fill: estimates are good to about 10 %
-_OFFLOAD = {"offload", "offload_train", "offload_rollout", "no_offload_train", "no_offload_rollout"}
 # Selected weights count as all weights: the largest case.
 _ALL_TRAINED = {"only_train_params_name_list": None, "freeze_params_name_list": None}
 
@@ -84,24 +84,25 @@ def unknown(args: Settings, given: set[str]) -> Iterator[Problem]:
 
 
 def _all_fits(args: Settings, given: Given) -> bool:
-    """Return whether all of trainer and engines, which take turns, fits on their GPUs at the same time.
+    """Return whether all of trainer and engines, which could take turns, fits on their GPUs at the same time.
 
-    It fits if micro-batches stay efficient, and if the KV cache still holds as many samples of a rollout.
+    It fits if micro-batches stay efficient, and if the KV cache still holds as many samples of a rollout. Engines must
+    wait at their start until the trainer has its memory.
     """
-    if not (args.offload_train and args.offload_rollout and _chooses(args, given)):
+    waits = planned_kind(args).waits_for_room and args.cluster == "local"
+    if not (waits and OFFLOAD.isdisjoint(given) and can_take_turns(args) and _chooses(args, given)):
         return False
-    changed = cast(Draft, args).replace(offload_train=False, offload_rollout=False)
+    in_turns = cast(Draft, args).replace(offload_train=True, offload_rollout=True)
+    changed = in_turns.replace(offload_train=False, offload_rollout=False, **_ALL_TRAINED)
     if args.max_tokens_per_gpu is None and use_dynamic_batch_size(args, given):
-        fitting = (size for size in TOKENS if _has_room(args, size))
-        changed.use_dynamic_batch_size, changed.max_tokens_per_gpu = True, min(next(fitting, TOKENS[-1]), EFFICIENT)
-        if not _has_room(changed, changed.max_tokens_per_gpu):
-            return False
+        size = next((size for size in TOKENS if _has_room(in_turns, size)), TOKENS[-1])
+        changed.use_dynamic_batch_size, changed.max_tokens_per_gpu = True, min(size, EFFICIENT)
     try:
-        gpus, planned = plan_memory(args), plan_memory(changed)
+        gpus, planned = plan_memory(in_turns), plan_memory(changed, shares=False)
     except ConfigError:  # the rule `placement` reports it
         return False
     held = _requests(gpus) if args.rollout_batch_size is None else min(_requests(gpus), rollout_samples(args))
-    return _requests(planned) >= held and all(kind.fits and kind.most <= TIGHT * kind.size for kind in planned)
+    return _requests(planned) >= held and all(kind.most <= ROOM * kind.size for kind in planned)
 
 
 def _requests(gpus: list[Gpus]) -> int:
@@ -110,17 +111,18 @@ def _requests(gpus: list[Gpus]) -> int:
 
 
 def offload_train(args: Settings, given: Given) -> bool:
-    """Return the flag's value; False by default where turns are not needed."""
-    return args.offload_train and not (_OFFLOAD.isdisjoint(given) and _all_fits(args, given))
+    """Return what the flags say; by default, whether trainer and engines can and must take turns."""
+    return wanted(args, given, "offload_train") and not _all_fits(args, given)
 
 
 def offload_rollout(args: Settings, given: Given) -> bool:
-    return args.offload_rollout and (args.offload_train or not _OFFLOAD.isdisjoint(given))
+    """Return what the flags say; by default the same as for the trainer."""
+    return wanted(args, given, "offload_rollout") and (args.offload_train or not OFFLOAD.isdisjoint(given))
 
 
 def beside(args: Settings, given: set[str]) -> Iterator[Problem]:
     """Report as a note that trainer and engines stay on their GPUs, as the plan has found that they fit."""
-    if _OFFLOAD.isdisjoint(given) and can_take_turns(args) and not args.offload_train and _plans(args):
+    if OFFLOAD.isdisjoint(given) and can_take_turns(args) and not args.offload_train and _plans(args):
         what = "trainer and engines fit on their GPUs at the same time and stay there"
         yield Problem(what, "--colocate", "--offload makes them take turns", refused=False)
 

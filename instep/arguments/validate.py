@@ -49,7 +49,7 @@ CONCERNS = (
 )
 # `instep plan` checks only what the plan depends on.
 PLAN_RULES = (
-    *(commands.sampling, engine.topology, critic_rules.size, parallel.stages),
+    *(commands.elsewhere, commands.sampling, engine.topology, critic_rules.size, parallel.stages),
     *(*cluster.PLANNED_RULES, *colocation.RULES, *planning.RULES),
 )
 SERVE_RULES = (

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from instep.arguments.args import Args
+from instep.arguments.colocation import can_take_turns
 from instep.cluster.base import Cluster
 from instep.cluster.engine_start import start_engine
 from instep.cluster.local import WorkerGroup, worker_env
@@ -70,7 +71,8 @@ class LocalCluster(Cluster):
         )
         if self._with_engines:
             self.engines = external_engines(args)
-            if args.offload_train and args.offload_rollout and not self.engines:
+            stay = can_take_turns(args) and not args.offload_rollout
+            if (args.offload_train or stay) and not self.engines:
                 self.room = self._scratch / "room" if kind_of(args.rollout_backend).waits_for_room else None
             self._start_engines()
 

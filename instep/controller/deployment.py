@@ -136,16 +136,19 @@ class Deployment:
         return cluster
 
     def _load_models(self, cluster: Cluster) -> Proof | None:
-        """Load the trainer, and wait for the engines. Where both are on the same GPUs, one goes before the other."""
+        """Load the trainer, and wait for the engines. Where both are on the same GPUs, one goes before the other.
+
+        Engines measure the free memory, which must not change meanwhile.
+        """
         args, turns = self._args, self._turns
-        if cluster.room is not None:  # engines only import until the trainer has left the GPUs
+        if cluster.room is not None:  # engines only import until the trainer has left the GPUs, or has its memory there
             self._load_trainer(cluster)
             if self.trainer is not None:  # compile its layers while the engines start
                 self.trainer.actor.probe_log_probs(self._proof(128).probe.batch(), args.sync_timeout)
             turns.leave()
             cluster.room.touch()
             return self._wait_ready()
-        if turns.sleeps:  # engines measure the free memory
+        if turns.sleeps:
             timeout = args.worker_start_timeout + args.engine_start_timeout
             setup = cluster.setup_requests
             imports = [g.start("prepare", setup[g.role][0][0], timeout=timeout) for g in self.worker_groups]

@@ -111,8 +111,12 @@ class Turns:
             list(pool.map(lambda e: e.sleep(KEEP, timeout=self._args.sync_timeout), engines))
 
     def leave(self) -> None:
-        """Park the trainer, before engines use the GPUs."""
-        self._offload(weights=True)
+        """Park the trainer, or free the memory of its passes if it stays, before engines use the GPUs."""
+        if self.are_taken:
+            self._offload(weights=True)
+        else:
+            for finish in [role.offload(weights=True) for role in self.roles]:
+                finish()
 
     # ---- moves -------------------------------------------------------------------------------------------------------
 

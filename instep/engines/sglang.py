@@ -148,14 +148,18 @@ class SglangKind(EngineKind):
             ConfigError: they ask for speculative decoding that would change the distribution, or for a drafter that no
                 sync would reach.
         """
-        if algorithm := words.get("speculative_algorithm"):
+        algorithm = words.get("speculative_algorithm") if update_weights else None
+        if algorithm:
             where = f"--sglang-speculative-algorithm {algorithm[-1]}"
             given = (words[field][-1] for field in map(_field, THRESHOLDS) if field in words)
             check_speculation(algorithm[-1], args.device, map(float, given), where)
-            if update_weights and args.mtp_num_layers and args.weight_sync == SINGLE_COPY:
+            if "speculative_use_rejection_sampling" in words:
+                what, remedy = "instep has not compared the samples of this test of drafts", "leave it out"
+                raise ConfigError(what, where="--sglang-speculative-use-rejection-sampling", remedy=remedy)
+            if args.mtp_num_layers and args.weight_sync == SINGLE_COPY:
                 what, remedy = "--weight-sync single-copy would not reach SGLang's drafter", "use ipc or shm"
                 raise ConfigError(what, where=where, remedy=remedy)
-            if update_weights and args.use_rollout_routing_replay:
+            if args.use_rollout_routing_replay:
                 what, remedy = "instep has not compared the experts of accepted drafts", "leave one of the two out"
                 raise ConfigError(what, where=f"{where} with --use-rollout-routing-replay", remedy=remedy)
         own = super().own_words(args, group, words, update_weights) | {
@@ -267,7 +271,7 @@ class SglangKind(EngineKind):
             what = f"{engine.name} runs without instep's plugin"
             remedy = "install instep beside it (pip install --no-deps), and start it with INSTEP_API_KEY set"
             raise ConfigError(what, where=engine.url, remedy=remedy) from None
-        if about["speculative_algorithm"]:
+        if about["speculative_algorithm"] and engine.update_weights:
             thresholds = [float(about[_field(name)]) for name in THRESHOLDS]
             check_speculation(about["speculative_algorithm"], about["device"], thresholds, engine.url)
         replicas = int(about["dp_size"]) > 1 and not about["enable_dp_attention"]

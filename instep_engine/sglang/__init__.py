@@ -124,17 +124,16 @@ def validate(manager: Any, obj: Any, input_ids: Any) -> None:
 
     SGLang would refuse a request that may exceed the context. instep's other engines let it end there.
     """
-    size = manager.model_config.vocab_size
+    size, params = manager.model_config.vocab_size, obj.sampling_params
+    if isinstance(params, dict) and manager.server_args.speculative_algorithm and manager.is_generation:
+        check_request(obj)
     if input_ids is None or not len(input_ids):
         return
     if not 0 <= min(input_ids) <= max(input_ids) < size:
         raise ValueError(f"the prompt has a token id outside the vocabulary of {size}")
     room = manager.context_len - manager.num_reserved_tokens - len(input_ids)
-    params = obj.sampling_params
     if not isinstance(params, dict):
         return
-    if manager.server_args.speculative_algorithm:
-        check_request(obj)
     seed = params.get("sampling_seed")
     if seed is not None and not (isinstance(seed, int) and 0 <= seed < 1 << 63):
         raise ValueError(f"sampling_seed {seed!r} is no whole number from 0 to 2^63 - 1")

@@ -78,9 +78,8 @@ def planned(path: Path) -> str:
     seconds, most = found["seconds"], max(max(gpus["need"].values()) for gpus in found["memory"])
     if on_cpu:
         return f"{most / 1e9:.0f} GB of memory"
-    total = max(seconds["generate"], seconds["train"]) if command == "train-async" else sum(seconds.values())
     phases = ", ".join(f"{phase} {value:.1f}" for phase, value in seconds.items())
-    return f"{total:.0f} s a step ({phases}), {most / 1e9:.0f} of {H200 * 2**30 / 1e9:.0f} GB of a GPU"
+    return f"{found['step_seconds']:.0f} s a step ({phases}), {most / 1e9:.0f} of {H200 * 2**30 / 1e9:.0f} GB of a GPU"
 
 
 def readme() -> str:

@@ -123,6 +123,14 @@ def test_a_run_on_gpus_is_checked_before_it_starts(plan, tmp_path):
         ("--rollout-batch-size 32 --weight-sync single-copy", "0.6b", False),
         ("--rollout-batch-size 8", "1.7b", False),  # with micro-batches of 4,096 tokens
         ("--rollout-batch-size 8", "4b", False),
+        ("--rollout-batch-size 8 --only-train-params-name-list .*mlp.* --micro-batch-size 1", "4b", False),
+        (
+            "--rollout-batch-size 32 --use-dynamic-batch-size --max-tokens-per-gpu 32768",
+            "0.6b",
+            False,
+        ),  # 0.9 of the GPU
+        ("--rollout-batch-size 32 --rollout-backend embedded", "0.6b", False),  # it does not wait for the trainer
+        ("--rollout-batch-size 32 --cluster ray", "0.6b", False),
     ],
 )
 def test_nobody_takes_turns_where_all_fits_and_a_note_says_so(plan, capsys, flags, size, stays):

@@ -81,10 +81,11 @@ def plan(words: Sequence[str]) -> None:
     args = parse(flags, command)
     gpus = plan_memory(args)
     placed = make_plan(args)
-    device, seconds = _seconds(args, options)
+    device, seconds, step = _seconds(args, options)
     if options.json:
         places = [{"who": who, "node": node, "gpus": where} for who, node, where in describe(placed)]
-        print(json.dumps({"places": places, "memory": as_json(gpus), "seconds": seconds}, indent=1))
+        found = {"places": places, "memory": as_json(gpus), "seconds": seconds, "step_seconds": step}
+        print(json.dumps(found, indent=1))
     else:
         for note in args.notes:
             print(note)
@@ -94,21 +95,22 @@ def plan(words: Sequence[str]) -> None:
             print(part) if isinstance(part, str) else console.print(part)
         if seconds:
             phases = ", ".join(f"{phase} {value:.2f}" for phase, value in seconds.items())
-            print(f"a step takes about {sum(seconds.values()):.2f} s on {device}: {phases}")
+            print(f"a step takes about {step:.2f} s on {device}: {phases}")
         elif device:
             print(f"{device}: no seconds without --hf-checkpoint and --rollout-batch-size")
     check(args, gpus)
 
 
-def _seconds(args: Args, options: argparse.Namespace) -> tuple[str, dict[str, float]]:
-    """Return the device of the profile, and a step's seconds by phase; both are empty without a profile."""
+def _seconds(args: Args, options: argparse.Namespace) -> tuple[str, dict[str, float], float]:
+    """Return the device of the profile, a step's seconds by phase, and all of them; empty and 0 without a profile."""
     if options.card_profile is None:
-        return "", {}
+        return "", {}, 0.0
     from instep.preflight.plan.card import card_of
-    from instep.preflight.plan.seconds import predict
+    from instep.preflight.plan.seconds import predict, step_seconds
 
     card, path = card_of(options.card_profile)
-    return f"{card.device} ({path})", predict(args, card, options.mean_response_len)
+    seconds = predict(args, card, options.mean_response_len)
+    return f"{card.device} ({path})", seconds, step_seconds(args, seconds) if seconds else 0.0
 
 
 def _assumed(args: Args, words: Sequence[str]) -> list[str]:

@@ -16,6 +16,7 @@ from instep.models.sizes import Shape, shape_of
 from instep.preflight.plan.card import Card
 from instep.preflight.plan.engine import BLOCK, plan_engine
 from instep.preflight.plan.linear import layers_flops
+from instep.preflight.plan.place import memory_of
 from instep.preflight.plan.trainer import Rank, gradients, kept_logits, lengths, masters, moments, rank_of
 from instep.weights.way import SINGLE_COPY
 
@@ -80,6 +81,12 @@ def predict(args: Settings, card: Card, mean_response: float | None = None) -> d
     return out
 
 
+def step_seconds(args: Settings, seconds: dict[str, float]) -> float:
+    """Return the seconds of a step. In `train-async` engines generate while the trainer works."""
+    others = sum(seconds.values()) - seconds.get("generate", 0.0)
+    return max(seconds["generate"], others) if args.command == "train-async" else sum(seconds.values())
+
+
 def _passes(args: Settings) -> int:
     """Return the forward passes before the training: of old policy (if it differs), reference and teacher."""
     old = args.command not in OFFLINE and ((args.num_steps_per_rollout or 1) > 1 or bool(args.kl_coef))
@@ -131,7 +138,7 @@ def generate_seconds(args: Settings, card: Card, work: Work) -> float:
     if not engines:
         return 0.0
     spec = engines[0]
-    planned = plan_engine(args, spec, s, args.gpu_memory_gb * 2**30)
+    planned = plan_engine(args, spec, s, memory_of(args))
     mine = -(-work.samples // len(engines))
     vllm = planned_kind(args).name == "vllm"
     most = max(1, min(mine, planned.requests) if vllm and args.device != "cpu" else mine)
@@ -183,7 +190,7 @@ def sync_seconds(args: Settings, card: Card, work: Work) -> float:
         turns += parked / card.to_host + parked / card.to_device
     if args.offload_rollout:
         sleeping = [engine for engine in plan_engines(args) if engine.sleeps]
-        planned = (plan_engine(args, engine, work.shape, args.gpu_memory_gb * 2**30) for engine in sleeping)
+        planned = (plan_engine(args, engine, work.shape, memory_of(args)) for engine in sleeping)
         turns += max(
             (SLEEP + SLEEP_BYTE * (engine.weights + max(0.0, engine.cache)) for engine in planned), default=0.0
         )
