@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from instep.algorithms.advantages import ESTIMATORS, Estimate, Inputs
-from instep.algorithms.advantages.dr_grpo import dr_grpo
+from instep.algorithms.advantages.groups import dr_grpo
 from instep.algorithms.advantages.overlong import overlong_penalty
 from instep.algorithms.advantages.tokens import penalised_rewards
 from instep.algorithms.advantages.whitening import whiten

@@ -8,8 +8,7 @@ import statistics
 import pytest
 import torch
 
-from instep.algorithms.advantages.dr_grpo import dr_grpo
-from instep.algorithms.advantages.grpo import grpo
+from instep.algorithms.advantages.groups import dr_grpo, grpo
 from instep.algorithms.advantages.tokens import penalised_rewards
 from instep.algorithms.advantages.whitening import whiten
 from instep.algorithms.kl import KL_TYPES, approx_kl

@@ -14,10 +14,14 @@ from instep.algorithms.kl import KL_TYPES, approx_kl
 from instep.algorithms.losses.cispo import cispo_loss
 from instep.algorithms.losses.dppo import dppo_loss
 from instep.algorithms.losses.gspo import GRADIENTS, gspo_loss
-from instep.algorithms.losses.importance.levels import LEVELS, importance_ratio
-from instep.algorithms.losses.importance.opsm import off_policy_sequence_mask
-from instep.algorithms.losses.importance.rejection import rejection_mask
-from instep.algorithms.losses.importance.tis import MODES, bounded_weights
+from instep.algorithms.losses.importance import (
+    LEVELS,
+    MODES,
+    bounded_weights,
+    importance_ratio,
+    off_policy_sequence_mask,
+    rejection_mask,
+)
 from instep.algorithms.losses.ppo_clip import ppo_clip_loss
 from instep.algorithms.losses.ratio import PolicyLoss, exp_ratio
 from instep.algorithms.losses.sapo import sapo_loss
