@@ -25,7 +25,7 @@ from typing import Protocol, TypeVar
 
 from instep.errors import ConfigError, writing
 from instep.system import fork_server, kernel, locks
-from instep.system.endings import cause_in, fault_of, last_words
+from instep.system.endings import cause_in, end_of_log, fault_of, last_words
 from instep.system.kernel import allow_descriptors, catches, die_with_parent, family, state_of
 from instep.system.run_context import carried
 
@@ -152,13 +152,7 @@ class SupervisedProcess(Ending):
 
     def log_tail(self, num_lines: int = 15) -> str:
         """Return the last lines of its output."""
-        return "\n".join(self._end_of_log(20_000)[-num_lines:])
-
-    def _end_of_log(self, num_bytes: int) -> list[str]:
-        with open(self.log_path, "rb") as log:
-            log.seek(0, os.SEEK_END)
-            log.seek(max(0, log.tell() - num_bytes))
-            return log.read().decode(errors="replace").splitlines()
+        return "\n".join(end_of_log(self.log_path, 20_000)[-num_lines:])
 
     def describe(self) -> str:
         """Describe its state or how it ended, with the last lines of its output; for a fault of Python the stack."""
@@ -175,11 +169,11 @@ class SupervisedProcess(Ending):
             how = f"was ended by {signal.Signals(-code).name}"
             if code == -signal.SIGKILL:
                 how += "; if no one did so by hand, the machine may have run out of memory"
-            elif (fault := fault_of("\n".join(self._end_of_log(200_000)))).what:
+            elif (fault := fault_of("\n".join(end_of_log(self.log_path, 200_000)))).what:
                 return f"{self.name} (pid {self.pid}) {how}; in {self.log_path}:\n{fault.text}"
         else:
             how = f"exited with code {code}"
-            if (cause := cause_in(self._end_of_log(200_000))) and cause not in self.log_tail(num_lines):
+            if (cause := cause_in(end_of_log(self.log_path, 200_000))) and cause not in self.log_tail(num_lines):
                 how += f", and before that said {cause!r}"
         return f"{self.name} (pid {self.pid}) {how}; the end of {self.log_path}:\n{self.log_tail(num_lines)}"
 
