@@ -2,7 +2,7 @@
 
 This module imports no torch. The keys of a record lead to its formulas: `Estimator.name` in `advantages.ESTIMATORS`,
 `Loss.name` in `losses.policy.FORMS`, `Loss.type` in `training.losses.LOSSES`. A new algorithm is one record here. A new
-formula is also one file, and one line in its registry.
+formula is also one function, and one line in its registry.
 """
 
 from __future__ import annotations

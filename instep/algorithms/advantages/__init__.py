@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from instep.algorithms.advantages.gae import gae
 from instep.algorithms.advantages.groups import Compare, dr_grpo, grpo, max_rl, rloo
-from instep.algorithms.advantages.reinforce_plus_plus import reinforce_plus_plus, reinforce_plus_plus_baseline
+from instep.algorithms.advantages.tokens import gae, reinforce_plus_plus, reinforce_plus_plus_baseline
 from instep.algorithms.segments import expand
 
 

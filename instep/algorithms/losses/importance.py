@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from instep.algorithms.losses.ratio import exp_ratio
+from instep.algorithms.losses.forms import exp_ratio
 from instep.algorithms.segments import expand, segment_mean, segment_sum
 
 LEVELS = ("token", "sequence", "geometric")

@@ -11,9 +11,16 @@ from torch import Tensor
 
 from instep.algorithms.catalog import algorithm_of
 from instep.algorithms.kl import KL_TYPES, approx_kl
-from instep.algorithms.losses.cispo import cispo_loss
-from instep.algorithms.losses.dppo import dppo_loss
-from instep.algorithms.losses.gspo import GRADIENTS, gspo_loss
+from instep.algorithms.losses.forms import (
+    GRADIENTS,
+    PolicyLoss,
+    cispo_loss,
+    dppo_loss,
+    exp_ratio,
+    gspo_loss,
+    ppo_clip_loss,
+    sapo_loss,
+)
 from instep.algorithms.losses.importance import (
     LEVELS,
     MODES,
@@ -22,9 +29,6 @@ from instep.algorithms.losses.importance import (
     off_policy_sequence_mask,
     rejection_mask,
 )
-from instep.algorithms.losses.ppo_clip import ppo_clip_loss
-from instep.algorithms.losses.ratio import PolicyLoss, exp_ratio
-from instep.algorithms.losses.sapo import sapo_loss
 
 if TYPE_CHECKING:
     from instep.arguments.settings import Settings
