@@ -17,9 +17,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from instep.cluster.base import Cluster
+from instep.cluster.base import Cluster, JointProcess
 from instep.cluster.engine_start import RESTART_SECONDS, engine_at, log_name
-from instep.cluster.joint import JointProcess
 from instep.cluster.local import worker_env
 from instep.cluster.placement import Plan, make_plan
 from instep.cluster.ray_host import Host

@@ -30,8 +30,7 @@ from instep.errors import InstepError
 from instep.rollout.request_gate import gate
 from instep_engine.guard import EVERYONE, GENERATION_ROUTES, HOSTS_VARIABLE, Guard
 from instep_neighbours.trl import forms
-from instep_neighbours.trl.access import Access
-from instep_neighbours.trl.clients import BadRequest, Body, Connection, Refused, of_type, one_line
+from instep_neighbours.trl.clients import Access, BadRequest, Body, Connection, Refused, of_type, one_line
 from instep_neighbours.trl.forms import Asked
 from instep_neighbours.trl.texts import IMAGES, Texts, template_options
 from instep_neighbours.trl.updates import Updates

@@ -17,7 +17,6 @@ from instep.rollout.http import post_within
 from instep.rollout.rewards import text
 from instep.rollout.rewards.code import LIMITS, passes_all, read_tests
 from instep.rollout.rewards.pool import shared_pool
-from instep.rollout.rewards.rules import Algebra, grade
 from instep.rollout.rewards.trl import arguments, is_trls
 from instep.rollout.tokens import without_end
 from instep.system import spans
@@ -261,8 +260,8 @@ def _by_rule(args: HookSettings, sample: Sample) -> Any:
         shared_pool(args.reward_num_workers).warm()  # so that a worker runs when an answer needs algebra
     if rule in ("f1", "dapo", "exact_match"):
         response = without_end(args, response)
-    graded = grade(name, response, sample.label, sample.metadata or {})
-    return _Later(partial(_algebra, args, sample, graded)) if isinstance(graded, Algebra) else graded
+    graded = text.grade(name, response, sample.label, sample.metadata or {})
+    return _Later(partial(_algebra, args, sample, graded)) if isinstance(graded, text.Algebra) else graded
 
 
 async def _code(args: HookSettings, sample: Sample, response: str) -> float:
@@ -281,7 +280,7 @@ async def _code(args: HookSettings, sample: Sample, response: str) -> float:
         raise RewardError(what, where=where, remedy=remedy) from error
 
 
-async def _algebra(args: HookSettings, sample: Sample, graded: Algebra) -> float:
+async def _algebra(args: HookSettings, sample: Sample, graded: text.Algebra) -> float:
     pool, where = shared_pool(args.reward_num_workers), f"math reward: {name_of(sample)}"
     for label in graded.labels:
         if await pool.equal(graded.answer, label, timeout=args.reward_timeout, where=where):
