@@ -1,4 +1,9 @@
-"""The KL in the reward of a response, and the estimators with an advantage for each token: REINFORCE++ and GAE."""
+"""The KL in the reward of a response, and the estimators with an advantage for each token: REINFORCE++ and GAE.
+
+Rewards are `[num_samples]`. Columns of tokens are `[num_response_tokens]`: `loss_mask`, 0 or 1 (a sample may be fully
+masked), and `kl`, of any estimator of `algorithms.kl`, old policy against reference. A `kl_coef` without it raises
+ValueError. Advantages are float64, without gradient, and 0 where the mask is 0.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +25,6 @@ def penalised_rewards(
 
     The penalty is applied before the comparison within the group, as in verl: its `apply_kl_penalty` subtracts it from
     token rewards, and its outcome advantages start with their sum over a response. Tool tokens (mask 0) cost nothing.
-
-    Args:
-        rewards: `[num_samples]`.
-        kl: `[num_response_tokens]`, any estimator of `algorithms.kl`, old policy against reference.
-        loss_mask: `[num_response_tokens]`, 0 or 1.
-        response_lengths: of each sample.
-
-    Returns:
-        `[num_samples]`, in the dtype of `rewards`.
     """
     penalty = segment_sum(kl.double(), loss_mask, response_lengths)
     return (rewards.double() - kl_coef * penalty).to(rewards.dtype)
@@ -44,9 +40,6 @@ def trained_rewards(
     Returns:
         The rewards, float64 `[num_trained_tokens]`, samples one after another; the trained tokens of each sample; and
         int64, the place of the last one of each sample that has any.
-
-    Raises:
-        ValueError: `kl_coef` is set, but there is no KL.
     """
     keep = loss_mask > 0
     lengths = [int(part.sum()) for part in keep.split(list(response_lengths))]
@@ -94,15 +87,7 @@ def reinforce_plus_plus(
     """Compute G_t = sum_{s >= t} gamma^(s - t) (1[s = last] r - kl_coef kl_s), not whitened yet (arXiv:2501.03262).
 
     Sums and steps are over the trained tokens of a response: tool tokens (mask 0) are not actions: they cost no KL and
-    do not discount. The last trained token gets the reward.
-
-    Args:
-        rewards: `[num_samples]`.
-        loss_mask: `[num_response_tokens]`, 0 or 1; a sample may be fully masked.
-        kl: `[num_response_tokens]`, old policy against reference; needed if `kl_coef` is not 0.
-
-    Returns:
-        float64 `[num_response_tokens]`, 0 where the mask is 0; the caller whitens them (`whiten`).
+    do not discount. The last trained token gets the reward. The caller whitens the advantages.
     """
     given, lengths, _ = trained_rewards(rewards, loss_mask, response_lengths, kl, kl_coef)
     out = torch.zeros(loss_mask.numel(), dtype=torch.float64, device=rewards.device)
@@ -116,13 +101,7 @@ def reinforce_plus_plus_baseline(
     """Compute A_t = (r - mean(group)) - kl_coef kl_t, not whitened yet (arXiv:2501.03262).
 
     The paper puts its KL in the loss (`--use-kl-loss --kl-loss-type k2`); `kl_coef` subtracts it token by token.
-
-    Args:
-        centred: `[num_samples]`, the rewards minus their group's mean (`dr_grpo`).
-        kl: `[num_response_tokens]`, old policy against reference; needed if `kl_coef` is not 0.
-
-    Returns:
-        float64 `[num_response_tokens]`; the caller whitens them (`whiten`).
+    `centred` are the rewards minus their group's mean (`dr_grpo`). The caller whitens the advantages.
     """
     advantages = expand(centred.detach().double(), response_lengths)
     if not kl_coef:
@@ -151,13 +130,10 @@ def gae(
         delta_k = rho_k + gamma V_{k+1} - V_k,   A_k = delta_k + gamma lambd A_{k+1},   returns_k = A_k + V_k
 
     Args:
-        rewards: `[num_samples]`, of whole responses; the reward of a response without a trained token is ignored.
-        values: `[num_response_tokens]`, V of the state in which each token was chosen.
-        loss_mask: `[num_response_tokens]`, 0 or 1.
-        kl: `[num_response_tokens]`, old policy against reference; needed if `kl_coef` is not 0.
+        values: V of the state in which each token was chosen.
 
     Returns:
-        Advantages and returns, float64 `[num_response_tokens]` without gradient; 0 where the mask is 0.
+        Advantages and returns.
     """
     given, lengths, last = trained_rewards(rewards, loss_mask, response_lengths, kl, kl_coef)
     keep = loss_mask > 0
@@ -172,14 +148,11 @@ def gae(
 
 
 def whiten(values: Tensor, mask: Tensor) -> Tensor:
-    """Compute (v - mean) / sqrt(variance + 1e-8), mean and unbiased variance over the tokens with mask 1 of all
-    samples.
+    """Compute (v - mean) / sqrt(variance + 1e-8), with mean and unbiased variance over all tokens with mask 1.
 
     Every trained token counts once, so a long response weighs more than a short one. This is the global normalization
     of REINFORCE++ (arXiv:2501.03262), and `--normalize-advantages` for the other estimators. The variance of a single
     token is 0. Masked tokens are transformed too; their weight in the loss is 0.
-
-    Args: both `[num_response_tokens]`.
 
     Raises:
         ValueError: no token with mask 1.

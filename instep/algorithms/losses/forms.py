@@ -1,7 +1,7 @@
 """The forms of the policy loss: functions of flat token columns, by the importance ratio of a token or a sequence.
 
 Columns are `[num_tokens]`. The gradient flows through `log_probs` only; where they are a factor (CISPO, DPPO), through
-that factor only.
+that factor only. An unknown divergence, and a mask or lengths that do not fit, raise ValueError.
 """
 
 from __future__ import annotations
@@ -98,9 +98,6 @@ def gspo_loss(
         mask: `[num_tokens]`, above 0 for the tokens that count in the ratio.
         response_lengths: of each sample, all of whose tokens are here.
         gradient: one of `GRADIENTS`.
-
-    Raises:
-        ValueError: mask or lengths do not fit.
     """
     log_ratio = expand(segment_mean(log_probs - old_log_probs, mask, response_lengths), response_lengths)
     if gradient == "token":
@@ -163,9 +160,6 @@ def dppo_loss(
 
     Args:
         rollout_log_probs: the engine's, not recomputed ones (section 5.2).
-
-    Raises:
-        ValueError: an unknown divergence.
     """
     log_ratio = (log_probs - rollout_log_probs).detach()
     moved = binary_divergence(log_probs.detach(), rollout_log_probs, divergence)
@@ -181,9 +175,6 @@ def binary_divergence(log_probs: Tensor, rollout_log_probs: Tensor, kind: str) -
     """Compute the divergence between a token's probability p now and q at sampling, with all other tokens as one.
 
     tv: |p - q|. kl: q log(q / p) + (1 - q) log((1 - q) / (1 - p)), in nats. Source: arXiv:2602.04879, eqs. 13 and 14.
-
-    Raises:
-        ValueError: an unknown kind.
     """
     if kind not in DIVERGENCES:
         raise ValueError(f"unknown divergence {kind!r}; known are {', '.join(DIVERGENCES)}")

@@ -1,4 +1,8 @@
-"""Corrections of the gap between the sampling engine and the scoring trainer: weights, and tokens to leave out."""
+"""Corrections of the gap between the sampling engine and the scoring trainer: weights, and tokens to leave out.
+
+Columns and masks are `[num_tokens]`, with all tokens of a sample; the results have no gradient. An unknown level or
+mode, and lengths that do not fit, raise ValueError.
+"""
 
 from __future__ import annotations
 
@@ -23,16 +27,10 @@ def importance_ratio(
     response_lengths: Sequence[int] | Tensor,
     level: str,
 ) -> Tensor:
-    """Compute exp(d), without gradient; d = train_log_probs - rollout_log_probs of each token, cut to [-20, 20].
+    """Compute exp(d), d = train_log_probs - rollout_log_probs of each token, cut to [-20, 20].
 
     token: d_t. sequence: sum_t m_t d_t of the sample (unbiased, of high variance). geometric: the mean
-    sum_t m_t d_t / sum_t m_t.
-    Source: Liu et al., "When Speed Kills Stability" (2025).
-
-    Args: columns and `mask` are `[num_tokens]`; a sample's tokens are all here.
-
-    Raises:
-        ValueError: the level is unknown, or lengths do not fit.
+    sum_t m_t d_t / sum_t m_t. Source: Liu et al., "When Speed Kills Stability" (2025).
     """
     log_ratio = (train_log_probs - rollout_log_probs).detach()
     if level == "sequence":
@@ -45,7 +43,7 @@ def importance_ratio(
 
 
 class ImportanceWeights(NamedTuple):
-    """All `[num_tokens]`, without gradients."""
+    """The result of `bounded_weights`."""
 
     weights: Tensor  # bounded
     raw: Tensor
@@ -60,12 +58,6 @@ def bounded_weights(ratio: Tensor, mode: str, *, low: float = 0.0, high: float =
     Brings You Off-Policy RL Training" (2025); Liu et al., "When Speed Kills Stability" (2025); "Small Leak Can Sink a
     Great Ship: Boost RL Training on MoE with IcePop" (2025), used for Ring-1T (arXiv:2510.18855) with bounds of 0.5 and
     5.
-
-    Args:
-        ratio: `[num_tokens]`, without gradient.
-
-    Raises:
-        ValueError: an unknown mode.
     """
     if mode == "truncate":
         weights = ratio.clamp(max=high)
@@ -89,15 +81,10 @@ def rejection_mask(
     high: float = 2.0,
     veto_threshold: float | None = None,
 ) -> Tensor:
-    """Return 1.0 for tokens to keep, whose ratio trainer / engine at `level` is inside [low, high]; `[num_tokens]`.
+    """Return 1.0 for tokens to keep, whose ratio trainer / engine at `level` is inside [low, high].
 
     `veto_threshold` rejects a whole sample if one of its tokens (with mask 1) has a ratio below it. The denominators of
     the loss do not change. Source: Liu et al., "When Speed Kills Stability" (2025).
-
-    Args: columns and `mask` are `[num_tokens]`; a sample's tokens are all here.
-
-    Raises:
-        ValueError: the level is unknown, or lengths do not fit.
     """
     ratio = importance_ratio(train_log_probs, rollout_log_probs, mask, response_lengths, level)
     keep = ((ratio >= low) & (ratio <= high)).to(ratio.dtype)
@@ -121,11 +108,6 @@ def off_policy_sequence_mask(
 
     The policy has already moved away from such samples. Lower log-probs of them make off-policy training unstable. The
     mean is over tokens with mask 1. Source: DeepSeek-V3.2, arXiv:2512.02556.
-
-    Args: columns and `mask` are `[num_tokens]`; a sample's tokens are all here. No gradient.
-
-    Raises:
-        ValueError: mask or lengths do not fit.
     """
     drift = segment_mean((old_log_probs - log_probs).detach(), mask, response_lengths)
     moved = expand(drift, response_lengths) > delta
