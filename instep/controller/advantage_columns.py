@@ -13,8 +13,7 @@ from torch import Tensor
 
 from instep.algorithms.advantages import ESTIMATORS, Estimate, Inputs
 from instep.algorithms.advantages.groups import dr_grpo
-from instep.algorithms.advantages.overlong import overlong_penalty
-from instep.algorithms.advantages.tokens import penalised_rewards, whiten
+from instep.algorithms.advantages.tokens import overlong_penalty, penalised_rewards, whiten
 from instep.algorithms.catalog import Estimator, algorithm_of
 from instep.algorithms.kl import approx_kl
 from instep.algorithms.losses.distillation import distilled_advantages

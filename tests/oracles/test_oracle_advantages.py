@@ -15,8 +15,12 @@ import pytest
 import torch
 
 from instep.algorithms.advantages.groups import dr_grpo, grpo, max_rl, rloo
-from instep.algorithms.advantages.overlong import overlong_penalty
-from instep.algorithms.advantages.tokens import discounted_sums, reinforce_plus_plus, reinforce_plus_plus_baseline
+from instep.algorithms.advantages.tokens import (
+    discounted_sums,
+    overlong_penalty,
+    reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
+)
 from instep.algorithms.catalog import ALGORITHMS
 from instep.controller.advantage_columns import add_advantages
 from instep.types import TokenBatch

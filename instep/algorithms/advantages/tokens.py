@@ -1,4 +1,4 @@
-"""The KL in the reward of a response, and the estimators with an advantage for each token: REINFORCE++ and GAE.
+"""Penalties in the reward of a response, and the estimators with an advantage for each token: REINFORCE++ and GAE.
 
 Rewards are `[num_samples]`. Columns of tokens are `[num_response_tokens]`: `loss_mask`, 0 or 1 (a sample may be fully
 masked), and `kl`, of any estimator of `algorithms.kl`, old policy against reference. A `kl_coef` without it raises
@@ -28,6 +28,23 @@ def penalised_rewards(
     """
     penalty = segment_sum(kl.double(), loss_mask, response_lengths)
     return (rewards.double() - kl_coef * penalty).to(rewards.dtype)
+
+
+def overlong_penalty(
+    response_lengths: Sequence[int] | Tensor, *, max_response_len: int, buffer_len: int, factor: float = 1.0
+) -> Tensor:
+    """Compute factor * clip((max_response_len - buffer_len - |y|) / buffer_len, -1, 0) (arXiv:2503.14476, eq. 13).
+
+    It is 0 up to the buffer, then falls linearly, and is -factor at the limit and beyond. Add it to the rewards.
+
+    Args:
+        response_lengths: `[num_samples]`, in tokens, with tool tokens, which also count for the limit.
+
+    Returns:
+        float64 `[num_samples]`.
+    """
+    lengths = torch.as_tensor(response_lengths).double()
+    return factor * ((max_response_len - buffer_len - lengths) / buffer_len).clamp(-1, 0)
 
 
 def trained_rewards(
