@@ -1,8 +1,8 @@
 """The supervisor of every subprocess that instep starts: workers, engines, routers.
 
 A child's output goes to a log file; its death is noticed and reported. It never outlives its parent: the parent has one
-end of a socket pair (the lifeline), which closes only on the parent's death or on `stop`. On Linux the kernel kills the
-child with its parent, too. In the other direction the lifeline carries a heartbeat, which shows whether a child hangs
+end of a socket pair (the lifeline), which closes only on the parent's death or on `stop`. The kernel kills the child
+with its parent, too. In the other direction the lifeline carries a heartbeat, which shows whether a child hangs
 or works. A child that is stopped (SIGSTOP) is noticed sooner, by its state in the kernel.
 """
 
@@ -14,7 +14,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -190,8 +189,7 @@ class SupervisedProcess(Ending):
         """Ask the child and its descendants to write all stacks into its log, if they called `follow_parent`."""
         if not self.alive():
             return
-        relatives = [pid for pid in family(self.pid) if catches(pid, signal.SIGUSR1)]  # others would end
-        for pid in relatives if sys.platform == "linux" else [self.pid]:
+        for pid in (pid for pid in family(self.pid) if catches(pid, signal.SIGUSR1)):  # others would end
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)
             time.sleep(0.1)  # they write into the same log
@@ -366,4 +364,4 @@ def watched(work: Callable[[], T], name: str, watch: Callable[[], None]) -> T:
 
 def num_usable_cpus() -> int:
     """Return the number of cores that this process may use (its affinity; a container's quota is not included)."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
