@@ -117,9 +117,6 @@ class WorkerGroup:
                 process, connection = joined.start(log_dir, env or {}, heartbeat)
             self._processes.append(process)
             self._connections.append(connection)
-        self._listen()
-
-    def _listen(self) -> None:
         self._inbox = Inbox()
         for rank, connection in enumerate(self._connections):
             self._inbox.read(rank, connection)

@@ -9,13 +9,12 @@ import hmac
 import socket
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from aiohttp import web
 
 from instep.errors import InstepError, SyncError
 from instep_engine.guard import EVERYONE, GENERATION_ROUTES
-
-if TYPE_CHECKING:
-    from aiohttp import web
 
 Body = dict[str, Any]
 GONE_SECONDS = 10.0  # without a connection of the trainer, while the server waits for its tensors

@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from instep.algorithms.advantages.tokens import distilled_advantages
 from instep.algorithms.kl import KL_TYPES, approx_kl
-from instep.algorithms.losses.distillation import distilled_advantages
-from instep.algorithms.losses.dpo import dpo_loss
 from instep.algorithms.losses.forms import binary_divergence, dppo_loss, gspo_loss, ppo_clip_loss
+from instep.algorithms.losses.offline import dpo_loss, sft_loss
 from instep.algorithms.losses.policy import PolicyLossConfig
-from instep.algorithms.losses.sft import sft_loss
 from instep.algorithms.reductions import loss_weights
 from instep.algorithms.segments import segment_sum
 from instep.training.backend import LossOutput, TokenOutputs

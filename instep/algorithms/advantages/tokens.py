@@ -182,3 +182,17 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
     mean = kept.sum() / count
     variance = (kept.square().sum() / count - mean.square()).clamp(min=0) * count / (count - 1).clamp(min=1)
     return ((values.double() - mean) * (variance + WHITEN_EPS).rsqrt()).to(values.dtype)
+
+
+def distilled_advantages(advantages: Tensor, log_probs: Tensor, teacher_log_probs: Tensor, coef: float) -> Tensor:
+    """Compute A_t - coef (log_probs_t - teacher_log_probs_t), without gradients.
+
+    The difference is the k1 estimate of KL(student || teacher) of each token that the student sampled. With advantages
+    of 0 it is pure on-policy distillation (Agarwal et al., arXiv:2306.13649; Lu, "On-Policy Distillation", 2025). It is
+    added before `--normalize-advantages`.
+
+    Args:
+        advantages: of any estimator.
+        log_probs: of the student under the old policy.
+    """
+    return (advantages - coef * (log_probs - teacher_log_probs)).detach()
