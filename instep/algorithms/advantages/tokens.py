@@ -12,13 +12,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from instep.algorithms.segments import expand, segment_sum
+from instep.algorithms.segments import Lengths, expand, segment_sum
 
 WHITEN_EPS = 1e-8
 
 
 def penalised_rewards(
-    rewards: Tensor, kl: Tensor, loss_mask: Tensor, response_lengths: Sequence[int] | Tensor, kl_coef: float
+    rewards: Tensor, kl: Tensor, loss_mask: Tensor, response_lengths: Lengths, kl_coef: float
 ) -> Tensor:
     """Compute rewards with a KL penalty, for estimators with one advantage per response: r_i - kl_coef * sum_t m_t
     kl_t.
@@ -31,7 +31,7 @@ def penalised_rewards(
 
 
 def overlong_penalty(
-    response_lengths: Sequence[int] | Tensor, *, max_response_len: int, buffer_len: int, factor: float = 1.0
+    response_lengths: Lengths, *, max_response_len: int, buffer_len: int, factor: float = 1.0
 ) -> Tensor:
     """Compute factor * clip((max_response_len - buffer_len - |y|) / buffer_len, -1, 0) (arXiv:2503.14476, eq. 13).
 

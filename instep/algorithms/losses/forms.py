@@ -6,13 +6,12 @@ that factor only. An unknown divergence, and a mask or lengths that do not fit, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from instep.algorithms.segments import expand, segment_mean
+from instep.algorithms.segments import Lengths, expand, segment_mean
 
 MAX_LOG_RATIO = 20.0  # the ratio is constant (4.9e8) beyond it, so no float32 overflow makes a gradient NaN
 GRADIENTS = ("token", "sequence")  # of GSPO
@@ -75,7 +74,7 @@ def gspo_loss(
     old_log_probs: Tensor,
     advantages: Tensor,
     mask: Tensor,
-    response_lengths: Sequence[int] | Tensor,
+    response_lengths: Lengths,
     *,
     eps_clip: float = 3e-4,
     eps_clip_high: float | None = 4e-4,

@@ -7,25 +7,20 @@ mode, and lengths that do not fit, raise ValueError.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from instep.algorithms.losses.forms import exp_ratio
-from instep.algorithms.segments import expand, segment_mean, segment_sum
+from instep.algorithms.segments import Lengths, expand, segment_mean, segment_sum
 
 LEVELS = ("token", "sequence", "geometric")
 MODES = ("truncate", "clip", "mask")
 
 
 def importance_ratio(
-    train_log_probs: Tensor,
-    rollout_log_probs: Tensor,
-    mask: Tensor,
-    response_lengths: Sequence[int] | Tensor,
-    level: str,
+    train_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, response_lengths: Lengths, level: str
 ) -> Tensor:
     """Compute exp(d), d = train_log_probs - rollout_log_probs of each token, cut to [-20, 20].
 
@@ -74,7 +69,7 @@ def rejection_mask(
     train_log_probs: Tensor,
     rollout_log_probs: Tensor,
     mask: Tensor,
-    response_lengths: Sequence[int] | Tensor,
+    response_lengths: Lengths,
     *,
     level: str = "token",
     low: float = 0.5,
@@ -100,7 +95,7 @@ def off_policy_sequence_mask(
     old_log_probs: Tensor,
     advantages: Tensor,
     mask: Tensor,
-    response_lengths: Sequence[int] | Tensor,
+    response_lengths: Lengths,
     *,
     delta: float = 1e-4,
 ) -> Tensor:
