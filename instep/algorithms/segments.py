@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-Lengths = Sequence[int] | Tensor  # of the responses of samples, in tokens
+Lengths: TypeAlias = Sequence[int] | Tensor  # of the responses of samples, in tokens
 
 
 def owners(response_lengths: Lengths, like: Tensor) -> Tensor:

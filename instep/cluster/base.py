@@ -29,11 +29,7 @@ class JointProcess(Ending):
 
     def __init__(self, parts: Sequence[Process]):
         self.parts = list(parts)
-        self.name, self.log_path = parts[0].name, parts[0].log_path
-
-    @property
-    def pid(self) -> int:
-        return self.parts[0].pid
+        self.name, self.log_path, self.pid = parts[0].name, parts[0].log_path, parts[0].pid
 
     def _faulty(self) -> Process:
         """Return the first dead part, else the first with a fault, else the part of the first node."""

@@ -96,8 +96,8 @@ class RunFiles:
             "remedy": state.remedy,
             "num_rollout": args.get("num_rollout"),
             "phases": [_phase(row) for row in under_way if alive or row["began"] == last],
-            "reading": self._metrics.reading,
-            "num_damaged": sum(file.num_damaged for file in (self._metrics, self._timeline, self.samples)),
+            "reading": self._metrics.offset < self._metrics.size,
+            "num_damaged": sum(tail.num_damaged for tail in (self._metrics, self._timeline.tail, self.samples.tail)),
             **self._remembered("figures", now, lambda: _figures(rows, summary, args)),
         }
 

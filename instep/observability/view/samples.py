@@ -51,14 +51,10 @@ class Samples:
     """The index of `samples.jsonl` in a run's folder."""
 
     def __init__(self, folder: Path):
-        self._folder, self._tail = folder, Tail(folder / "samples.jsonl", self._entry, without="tokens")
+        self._folder, self.tail = folder, Tail(folder / "samples.jsonl", self._entry, without="tokens")
         self._entries: list[Entry] = []
         self._lock = threading.Lock()
         self._keys: dict[str, str | None] = {}
-
-    @property
-    def num_damaged(self) -> int:
-        return self._tail.num_damaged
 
     def page(self, query: Mapping[str, str]) -> dict[str, Any]:
         """Return the samples that a query asks for, and what there is to ask for.
@@ -89,8 +85,8 @@ class Samples:
             "total": len(mine),
             "matching": len(found),
             "first": first,
-            "read": self._tail.offset,
-            "size": self._tail.size,
+            "read": self.tail.offset,
+            "size": self.tail.size,
             "rows": [self._head(entry) for entry in found[first : first + size]],
         }
 
@@ -108,11 +104,11 @@ class Samples:
             group = (entry.split, entry.rollout, entry.group)
             same = [e.offset for e in self._entries if (e.split, e.rollout, e.group) == group]
             same = same if entry.group is not None else [offset]
-        row = self._tail.at(offset)
+        row = self.tail.at(offset)
         return {**row, "offset": offset, "gaps": gaps(row), "turns": turns_of(row), "group": same}
 
     def _read_on(self) -> None:
-        anew, entries = self._tail.read(INDEX_SECONDS)
+        anew, entries = self.tail.read(INDEX_SECONDS)
         if anew:
             self._entries.clear()
         self._entries += entries
@@ -137,7 +133,7 @@ class Samples:
 
     def _head(self, entry: Entry) -> dict[str, Any]:
         """Return what a list shows of a sample."""
-        row = self._tail.at(entry.offset)
+        row = self.tail.at(entry.offset)
         more: Row = {name: row[name] for name in ("loss", "pair", "num_samples") if name in row}
         return {**asdict(entry), **more, "response": str(row.get("response") or "")[:EXCERPT]}
 
