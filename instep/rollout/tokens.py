@@ -11,11 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from instep.data.branches import Message, window
-from instep.data.byte_texts import byte_texts
 from instep.data.chat import render, special_tokens
 from instep.data.dataset import require_chat_template
 from instep.data.template import text_messages
-from instep.data.tokenizer import text_ids, tokenizer_of
+from instep.data.tokenizer import byte_texts, text_ids, tokenizer_of
 from instep.errors import DataError
 from instep.types import Sample
 
