@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-if TYPE_CHECKING:
-    from instep.arguments.settings import AlgorithmSettings
+from instep.arguments.settings import AlgorithmSettings
 
 
 @dataclass(frozen=True)

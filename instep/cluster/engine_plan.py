@@ -10,9 +10,9 @@ import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 from instep.algorithms.catalog import OFFLINE
+from instep.arguments.settings import EngineSettings, Settings
 from instep.cluster.placement import make_plan, node_size
 from instep.engines.backend_choice import planned_kind
 from instep.engines.dialect import VLLM, Parallel, dialect_of
@@ -21,9 +21,6 @@ from instep.engines.spec import KV_CONNECTORS, Addresses, EngineSpec
 from instep.engines.topology import ServerRole, group_words, model_path, policy_model, served_models
 from instep.errors import ConfigError
 from instep.weights.way import Sharing, way_meant
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import EngineSettings, Settings
 
 
 @dataclass(frozen=True)

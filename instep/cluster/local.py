@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
+from instep.arguments.settings import ClusterSettings
 from instep.errors import InstepError, RolloutError, WorkerError
 from instep.system.endings import fault_of
 from instep.system.processes import DETERMINISTIC_ENV, LOOK_SECONDS, OPENMP_ENV, Process, SupervisedProcess, stop_all
@@ -28,8 +29,6 @@ from instep.system.run_context import PerRun
 
 if TYPE_CHECKING:
     import torch
-
-    from instep.arguments.settings import ClusterSettings
 
 CONNECTION_VARIABLE = "INSTEP_WORKER_FD"
 WORKER = "instep.cluster.worker_main"

@@ -5,15 +5,13 @@ from __future__ import annotations
 import codecs
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from instep.arguments.settings import HookSettings, Settings
 from instep.checkpoints.remote_code import own_code_named
 from instep.errors import CheckpointError, ConfigError
 from instep.system.importing import first_import
 from instep.system.run_context import cached_per_run
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import HookSettings, Settings
 
 _one = threading.Lock()  # transformers imports its names on access, which two threads must not do at once
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from instep.arguments.settings import Settings
 from instep.engines import keys
 from instep.rollout.scorer import ServedScorer
 from instep.types import Sample
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import Settings
 
 
 def served_teacher(args: Settings) -> ServedScorer | None:

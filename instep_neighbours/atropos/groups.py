@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from instep.arguments.settings import HookSettings
 from instep.types import Group, Sample, Status, reward_of
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import HookSettings
 
 MIN_STD = 1e-8
 EXTRA = "atropos"  # the entry of Sample.extra for data without their own field

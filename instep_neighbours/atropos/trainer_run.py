@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from instep.arguments.settings import HookSettings
 from instep_neighbours.atropos.trainer_flags import WITH_ADAPTER
 
 if TYPE_CHECKING:
     from instep.arguments.args import Args
-    from instep.arguments.settings import HookSettings
     from instep.types import RolloutFnEvalOutput, RolloutFnTrainOutput
 
 _DEBUG = "INSTEP_ATROPOS_DEBUG"

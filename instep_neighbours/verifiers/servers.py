@@ -13,17 +13,15 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from instep.arguments.settings import HookSettings
 from instep.errors import ConfigError, EngineError
 from instep.rollout import runtime
 from instep.system.processes import SupervisedProcess, stop_all
 from instep.system.run_context import PerRun
 from instep.system.scratch import Scratch
 from instep_neighbours.verifiers.client import Client, ServerLostError, require_packages
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import HookSettings
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,9 +20,7 @@ from instep.algorithms.losses.importance import (
     off_policy_sequence_mask,
     rejection_mask,
 )
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import Settings
+from instep.arguments.settings import Settings
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ import re
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+from instep.arguments.settings import HookSettings
 from instep.data.graders import GRADERS, grader_of
 from instep.errors import ConfigError, InstepError, RewardError
 from instep.rollout import runtime
@@ -23,9 +24,6 @@ from instep.system.hooks import defined_at, load_function, raised_at, signature_
 from instep.system.hooks.user_code import is_from_outside, said
 from instep.system.run_context import cached_per_run
 from instep.types import Group, Sample, Status, as_number, name_of, reward_of
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import HookSettings
 
 T = TypeVar("T")
 BUILT_IN = "built-in"  # as a sample's custom_rm_path: use the rule of its rm_type, not --custom-rm-path
