@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from instep.errors import ConfigError, InstepError, RolloutError
 from instep.system.hooks.aliases import install_aliases, is_aliased
@@ -17,7 +17,6 @@ from instep.system.hooks.neighbours import is_own
 from instep.system.hooks.user_code import described, functions_of_run, is_from_outside, is_interrupt, ours, said
 from instep.system.run_context import cached_per_run
 
-T = TypeVar("T")
 # The errors of aiohttp, httpx, requests, urllib and openai for status 401.
 _UNAUTHORIZED = re.compile(r"\b401\b.{0,20}(?i:unauthorized)|\b401, message|Error code: 401\b|Error 401:")
 
