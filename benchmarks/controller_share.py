@@ -40,7 +40,7 @@ from instep.cluster.local import CONNECTION_VARIABLE, WorkerGroup
 from instep.controller import records
 from instep.controller import round as rounds
 from instep.controller.role import RoleTrainer
-from instep.data.byte_texts import ByteTexts
+from instep.data.tokenizer import ByteTexts
 from instep.engines import keys, wire
 from instep.rollout import execute, group_request, http
 from instep.rollout.request_gate import gate

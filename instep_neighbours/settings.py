@@ -55,12 +55,10 @@ class Row:
         return [(name, "" if value[:1] == "(" else value, h) for (name, value), h in zip(pairs, here, strict=True)]
 
 
-def _table(name: str) -> tuple[Row, ...]:
-    return tuple(Row(*row) for row in _TOML[name])
-
-
 _TOML = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-TRL, TRL_DPO, VERL, OPENRLHF = map(_table, ("TRL", "TRL_DPO", "VERL", "OPENRLHF"))
+TRL, TRL_DPO, VERL, OPENRLHF = (
+    tuple(Row(*row) for row in _TOML[name]) for name in ("TRL", "TRL_DPO", "VERL", "OPENRLHF")
+)
 # By the framework of the names; earlier ones are looked up first.
 _TABLES = {"OpenRLHF": OPENRLHF, "verl": VERL, "TRL": TRL}
 

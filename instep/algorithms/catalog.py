@@ -2,17 +2,16 @@
 
 This module imports no torch. The keys of a record lead to its formulas: `Estimator.name` in `advantages.ESTIMATORS`,
 `Loss.name` in `losses.policy.FORMS`, `Loss.type` in `training.losses.LOSSES`. A new algorithm is one record here. A new
-formula is also one file, and one line in its registry.
+formula is also one function, and one line in its registry.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-if TYPE_CHECKING:
-    from instep.arguments.settings import AlgorithmSettings
+from instep.arguments.settings import AlgorithmSettings
 
 
 @dataclass(frozen=True)

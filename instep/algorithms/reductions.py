@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from instep.algorithms.advantages.groups import executions
+from instep.algorithms.segments import Lengths
 
 
 def loss_weights(
     loss_mask: Tensor,
-    response_lengths: Sequence[int] | Tensor,
+    response_lengths: Lengths,
     step_of_sample: Sequence[int],
     execution_ids: Sequence[Hashable | None] | None = None,
     *,
@@ -67,7 +68,7 @@ def loss_weights(
 
 def loss_scales(
     loss_mask: Tensor,
-    response_lengths: Sequence[int] | Tensor,
+    response_lengths: Lengths,
     step_of_sample: Sequence[int],
     execution_ids: Sequence[Hashable | None] | None = None,
     *,

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+Lengths: TypeAlias = Sequence[int] | Tensor  # of the responses of samples, in tokens
 
-def owners(response_lengths: Sequence[int] | Tensor, like: Tensor) -> Tensor:
+
+def owners(response_lengths: Lengths, like: Tensor) -> Tensor:
     """Return int64 `[num_tokens]`: the sample of each entry of `like`.
 
     Raises:
@@ -21,7 +24,7 @@ def owners(response_lengths: Sequence[int] | Tensor, like: Tensor) -> Tensor:
     return found
 
 
-def segment_sum(values: Tensor, mask: Tensor, response_lengths: Sequence[int] | Tensor) -> Tensor:
+def segment_sum(values: Tensor, mask: Tensor, response_lengths: Lengths) -> Tensor:
     """Compute sum_t m_t x_t of each sample, summed in float64: `[num_tokens]` -> `[num_samples]` in the dtype of
     `values`.
 
@@ -37,12 +40,12 @@ def segment_sum(values: Tensor, mask: Tensor, response_lengths: Sequence[int] | 
     return kept.new_zeros(len(response_lengths)).index_add(0, owner, kept).to(values.dtype)
 
 
-def segment_mean(values: Tensor, mask: Tensor, response_lengths: Sequence[int] | Tensor) -> Tensor:
+def segment_mean(values: Tensor, mask: Tensor, response_lengths: Lengths) -> Tensor:
     """Compute sum_t m_t x_t / max(sum_t m_t, 1) of each sample; see `segment_sum`."""
     count = segment_sum((mask > 0).to(values.dtype), mask, response_lengths)
     return segment_sum(values, mask, response_lengths) / count.clamp(min=1)
 
 
-def expand(per_sample: Tensor, response_lengths: Sequence[int] | Tensor) -> Tensor:
+def expand(per_sample: Tensor, response_lengths: Lengths) -> Tensor:
     """Expand `[num_samples]` -> `[num_tokens]`: each sample's value at each of its response tokens."""
     return per_sample.repeat_interleave(torch.as_tensor(response_lengths, device=per_sample.device))

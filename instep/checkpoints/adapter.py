@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from instep.arguments.settings import LoraSettings
 from instep.checkpoints.hf_export import exporting
 from instep.checkpoints.integrity import folder_digest
 from instep.checkpoints.weight_files import opened
@@ -22,7 +23,6 @@ from instep.system.documents import read_json
 if TYPE_CHECKING:
     import torch
 
-    from instep.arguments.settings import LoraSettings
     from instep.weights.source import WeightSource
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"

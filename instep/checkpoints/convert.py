@@ -8,7 +8,6 @@ killed leaves a hidden folder; the next conversion removes it.
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import shutil
 import time
@@ -184,11 +183,11 @@ def megatron_to_hf(folder: Path, hf: Path, save: Path, shape: ModelShape, consol
         for entry in entries
         for name, size in zip(entry.names, entry.shapes, strict=True)
     ]
-    num_bytes = _num_bytes(specs)
+    num_bytes = sum(spec.nbytes for spec in specs)
     source_of, names = _Digested(checkpoint.tensors), FolderNames.of(hf)
     with (
         untrained(hf, specs, mtp=False) as images,
-        _new_folder(save, num_bytes + _num_bytes(specs_of(images))) as new,
+        _new_folder(save, num_bytes + sum(spec.nbytes for spec in specs_of(images))) as new,
     ):
         _write(specs, entries, source_of, new, console, names, images)
         copy_companions(hf, new, specs)
@@ -225,15 +224,11 @@ def _write(
                 yield tensor
                 tell(tensor.nbytes)
 
-    with _bar(console, "converting", _num_bytes(specs)) as tell:
+    with _bar(console, "converting", sum(spec.nbytes for spec in specs)) as tell:
         named = names.tensors(zip(specs, weights(tell), strict=True))
         tensors = (tensor for _, tensor in named if tensor is not None)
         more = (stored.read() for stored in images.values())
         write_weights([*names.specs(specs), *specs_of(images)], chain(tensors, more), folder)
-
-
-def _num_bytes(specs: Sequence[TensorSpec]) -> int:
-    return sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs)
 
 
 def fp8_to_bf16(source: Path, save: Path, console: Console) -> dict[str, str]:
@@ -279,7 +274,7 @@ class HuggingFace:
             for entry in self.entries
             for name, size in zip(entry.names, entry.shapes, strict=True)
         ]
-        self.num_bytes = _num_bytes(self.specs)
+        self.num_bytes = sum(spec.nbytes for spec in self.specs)
 
     def __enter__(self) -> HuggingFace:
         return self

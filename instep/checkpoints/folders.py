@@ -19,8 +19,9 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from instep.arguments.settings import AlgorithmSettings, ModelSettings, Settings
 from instep.checkpoints.integrity import (
     TRACKER,
     complete,
@@ -34,9 +35,6 @@ from instep.checkpoints.state_json import SAVABLE, from_text, to_text
 from instep.errors import CheckpointError, ConfigError
 from instep.system.atomic import free_name, write_text
 from instep.system.documents import read_text
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import AlgorithmSettings, ModelSettings, Settings
 
 CRITIC = "critic"  # the critic's folder within a checkpoint
 # What a resume needs in run_state.json. The owners of `ledger` and `data_source` check these two entries.

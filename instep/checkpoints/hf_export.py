@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 import struct
@@ -243,11 +242,11 @@ def write_weights(specs: Sequence[TensorSpec], weights: Iterable[torch.Tensor], 
     shards: list[list[TensorSpec]] = [[]]
     size = 0
     for spec in specs:
-        if shards[-1] and size + _num_bytes(spec) > MAX_SHARD_BYTES:
+        if shards[-1] and size + spec.nbytes > MAX_SHARD_BYTES:
             shards.append([])
             size = 0
         shards[-1].append(spec)
-        size += _num_bytes(spec)
+        size += spec.nbytes
     weight_map: dict[str, str] = {}
     tensors = iter(weights)
     for number, shard in enumerate(shards, 1):
@@ -259,7 +258,7 @@ def write_weights(specs: Sequence[TensorSpec], weights: Iterable[torch.Tensor], 
                 file.write(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
         weight_map.update({spec.name: name for spec in shard})
     if len(shards) > 1:
-        total = sum(map(_num_bytes, specs))
+        total = sum(spec.nbytes for spec in specs)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2))
 
@@ -269,15 +268,11 @@ def _header(shard: Sequence[TensorSpec]) -> bytes:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for spec in shard:
-        start, end = end, end + _num_bytes(spec)
+        start, end = end, end + spec.nbytes
         header[spec.name] = {"dtype": DTYPES[str(spec.dtype)], "shape": list(spec.shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # tensors start at multiples of 8
     return struct.pack("<Q", len(text)) + text
-
-
-def _num_bytes(spec: TensorSpec) -> int:
-    return math.prod(spec.shape) * spec.dtype.itemsize
 
 
 def copy_companions(src: Path, folder: Path, specs: Sequence[TensorSpec]) -> None:
@@ -291,7 +286,7 @@ def copy_companions(src: Path, folder: Path, specs: Sequence[TensorSpec]) -> Non
         shutil.copytree(templates, folder / templates.name)
     config = json.loads((src / "config.json").read_text())
     config.pop("quantization_config", None)  # it describes the weights of `src`
-    largest = max((spec for spec in specs if spec.dtype.is_floating_point), key=_num_bytes)
+    largest = max((spec for spec in specs if spec.dtype.is_floating_point), key=lambda spec: spec.nbytes)
     for part in (config, config["text_config"]) if "text_config" in config else (config,):
         if any(spec.name.endswith("lm_head.weight") for spec in specs):
             part["tie_word_embeddings"] = False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -10,14 +12,64 @@ from instep.arguments.args import Args
 from instep.arguments.roles import args_of_role
 from instep.arguments.rollout import context_of_model
 from instep.cluster.engine_plan import elsewhere, plan_engines
-from instep.cluster.joint import JointProcess
 from instep.cluster.local import WorkerGroup
 from instep.engines.engine import Engine
 from instep.engines.spec import EngineSpec
 from instep.errors import EngineError
-from instep.system.processes import Process, stop_all
+from instep.system.processes import Ending, Process, stop_all
 
 END_SECONDS = 60.0  # for a killed engine to end, perhaps on another host
+
+
+class JointProcess(Ending):
+    """The processes of an engine on several nodes as one `processes.Process`, which lives as long as all of them.
+
+    The first of `parts` runs on the engine's first node, which answers for all.
+    """
+
+    def __init__(self, parts: Sequence[Process]):
+        self.parts = list(parts)
+        self.name, self.log_path, self.pid = parts[0].name, parts[0].log_path, parts[0].pid
+
+    def _faulty(self) -> Process:
+        """Return the first dead part, else the first with a fault, else the part of the first node."""
+        dead = next((part for part in self.parts if not part.alive()), None)
+        return dead or next((part for part in self.parts if part.fault() is not None), self.parts[0])
+
+    def alive(self) -> bool:
+        return all(part.alive() for part in self.parts)
+
+    def fault(self) -> str | None:
+        part = self._faulty()
+        fault = part.fault()
+        where = f" on its node {self.parts.index(part)}" if part is not self.parts[0] else ""
+        return None if fault is None else fault + where
+
+    def describe(self) -> str:
+        return self._faulty().describe()
+
+    def remedy(self) -> str:
+        return self._faulty().remedy()
+
+    def log_tail(self, num_lines: int = 15) -> str:
+        return "\n".join(f"{part.name}:\n{part.log_tail(num_lines)}" for part in self.parts)
+
+    def dump_stacks(self) -> None:
+        for part in self.parts:
+            part.dump_stacks()
+
+    def terminate(self) -> None:
+        for part in self.parts:
+            part.terminate()
+
+    def wait(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        for part in self.parts:
+            part.wait(max(0.05, deadline - time.monotonic()))
+
+    def kill(self) -> None:
+        for part in self.parts:
+            part.kill()
 
 
 class Cluster:

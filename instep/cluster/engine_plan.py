@@ -10,9 +10,9 @@ import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 from instep.algorithms.catalog import OFFLINE
+from instep.arguments.settings import EngineSettings, Settings
 from instep.cluster.placement import make_plan, node_size
 from instep.engines.backend_choice import planned_kind
 from instep.engines.dialect import VLLM, Parallel, dialect_of
@@ -21,9 +21,6 @@ from instep.engines.spec import KV_CONNECTORS, Addresses, EngineSpec
 from instep.engines.topology import ServerRole, group_words, model_path, policy_model, served_models
 from instep.errors import ConfigError
 from instep.weights.way import Sharing, way_meant
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import EngineSettings, Settings
 
 
 @dataclass(frozen=True)
@@ -165,7 +162,8 @@ def describe_engines(args: Settings) -> Iterator[str]:
         default = ", which rollouts use by default" if router.default and len(served_models(args)) > 1 else ""
         yield f"model {router.model}{default}"
         mine = [engines[i] for i in router.engines]
-        for alike in _alike(mine):
+        for _, some in groupby(mine, lambda engine: (engine.role, engine.flags, engine.parallel)):
+            alike = list(some)  # except for place and port
             yield "  " + _summary(alike)
             one = alike[0]
             at = Addresses("HOST", one.port or "PORT", "MASTER", "MASTER_PORT", "RPC_PORT", "SIDE_CHANNEL_PORT")
@@ -177,11 +175,6 @@ def describe_engines(args: Settings) -> Iterator[str]:
         else:
             members = [(engine.role, f"URL_{engine.index}") for engine in mine]
             yield f"  router: {router.kind.program} {shlex.join(router.arguments('HOST', 'PORT', 'PORT', members))}"
-
-
-def _alike(engines: list[EngineSpec]) -> list[list[EngineSpec]]:
-    """Return runs of consecutive engines that differ only in place and port."""
-    return [list(alike) for _, alike in groupby(engines, lambda engine: (engine.role, engine.flags, engine.parallel))]
 
 
 def _summary(alike: list[EngineSpec]) -> str:

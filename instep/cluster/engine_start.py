@@ -7,8 +7,8 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from instep.arguments.settings import EngineSettings, Settings
 from instep.cluster.engine_plan import RouterSpec
 from instep.engines import keys
 from instep.engines.engine import Engine
@@ -20,9 +20,6 @@ from instep.engines.topology import ServerRole
 from instep.system.ports import LOOPBACK, choose_port, free_port, free_ports
 from instep.system.processes import Process, SupervisedProcess
 from instep_engine.guard import KEY_VARIABLE
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import EngineSettings, Settings
 
 RESTART_SECONDS = 5.0  # for the port of a dead engine to become free
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 
+from instep.arguments.settings import Settings
 from instep.system import fork_server
 from instep.system.processes import OPENMP_ENV
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import Settings
 
 
 def preload(args: Settings, *, trainer: bool = True) -> None:

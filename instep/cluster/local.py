@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
+from instep.arguments.settings import ClusterSettings
 from instep.errors import InstepError, RolloutError, WorkerError
 from instep.system.endings import fault_of
 from instep.system.processes import DETERMINISTIC_ENV, LOOK_SECONDS, OPENMP_ENV, Process, SupervisedProcess, stop_all
@@ -28,8 +29,6 @@ from instep.system.run_context import PerRun
 
 if TYPE_CHECKING:
     import torch
-
-    from instep.arguments.settings import ClusterSettings
 
 CONNECTION_VARIABLE = "INSTEP_WORKER_FD"
 WORKER = "instep.cluster.worker_main"
@@ -105,7 +104,7 @@ class WorkerGroup:
     ):
         self.role = role
         self.watch: Callable[[], None] = self.check_alive  # called again and again during a call
-        self._processes: list[Process] = []
+        self.processes: list[Process] = []
         self._connections: list[Connection] = []
         for rank in range(num_ranks):
             joined = joined_ranks().pop(rank, None) if role == "actor" else None
@@ -115,22 +114,15 @@ class WorkerGroup:
                 process, connection = start_rank(name, log, env or {}, heartbeat, module=module)
             else:
                 process, connection = joined.start(log_dir, env or {}, heartbeat)
-            self._processes.append(process)
+            self.processes.append(process)
             self._connections.append(connection)
-        self._listen()
-
-    def _listen(self) -> None:
         self._inbox = Inbox()
         for rank, connection in enumerate(self._connections):
             self._inbox.read(rank, connection)
 
     @property
     def num_ranks(self) -> int:
-        return len(self._processes)
-
-    @property
-    def processes(self) -> Sequence[Process]:
-        return tuple(self._processes)
+        return len(self.processes)
 
     def call(self, method: str, *args: Any, **how: Any) -> list[Any]:
         """Call `start`, and wait for the results."""
@@ -192,7 +184,7 @@ class WorkerGroup:
             if waiting and time.monotonic() >= next_look:
                 next_look = time.monotonic() + LOOK_SECONDS
                 for rank in sorted(waiting):
-                    if self._processes[rank].fault():
+                    if self.processes[rank].fault():
                         self._raise_death(rank, method)
                 self.watch()
             if waiting and time.monotonic() > deadline:
@@ -202,12 +194,12 @@ class WorkerGroup:
 
     def check_alive(self) -> None:
         """Raise WorkerError if a rank has ended, was stopped or hangs."""
-        for rank, process in enumerate(self._processes):
+        for rank, process in enumerate(self.processes):
             if process.fault():
                 self._raise_death(rank)
 
     def _raise_death(self, rank: int, method: str = "") -> NoReturn:
-        process = self._processes[rank]
+        process = self.processes[rank]
         fault = process.fault()
         if fault is None:  # it closed its connection, so it ends in a moment
             process.died_within(1.0)
@@ -228,26 +220,26 @@ class WorkerGroup:
         if any(sign in traceback for sign in OUT_OF_MEMORY):
             raise WorkerError(
                 f"{self.role} rank {rank} ran out of memory in '{method}'",
-                where=f"{traceback.rstrip().splitlines()[-1]} (its log: {self._processes[rank].log_path})",
+                where=f"{traceback.rstrip().splitlines()[-1]} (its log: {self.processes[rank].log_path})",
                 remedy=f"{LESS_MEMORY}; run again to resume from the last checkpoint",
             )
         deadline = time.monotonic() + 1.0  # a rank may report a lost peer before the peer's death is noticed
         while self.num_ranks > 1 and time.monotonic() < deadline:
-            for other, process in enumerate(self._processes):
+            for other, process in enumerate(self.processes):
                 if other != rank and not process.alive():
                     self._raise_death(other, method)
             time.sleep(0.05)
         raise WorkerError(
             f"{self.role} rank {rank} raised in '{method}':\n{traceback}",
-            where=str(self._processes[rank].log_path),
+            where=str(self.processes[rank].log_path),
             remedy="if this came from your hook, correct the hook; otherwise please report it with this text",
         )
 
     def _raise_timeout(self, ranks: list[int], method: str, timeout: float) -> None:
-        for process in self._processes:
+        for process in self.processes:
             process.dump_stacks()
         time.sleep(1.0)
-        stacks = "\n".join(f"--- {p.name}\n{p.log_tail(60)}" for p in self._processes)
+        stacks = "\n".join(f"--- {p.name}\n{p.log_tail(60)}" for p in self.processes)
         raise WorkerError(
             f"{self.role} rank(s) {ranks} did not answer '{method}' within {timeout:.0f} s; the stacks of all ranks:\n"
             + stacks,
@@ -257,7 +249,7 @@ class WorkerGroup:
         )
 
     def close(self, grace: float = 3.0) -> None:
-        stop_all(self._processes, grace)
+        stop_all(self.processes, grace)
         for connection in self._connections:
             connection.close()
 

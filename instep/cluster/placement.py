@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from instep.algorithms.catalog import OFFLINE, algorithm_of
+from instep.arguments.settings import EngineSettings, Settings
 from instep.engines.spec import Slot
 from instep.engines.topology import ServedModel, file_of, served_models
 from instep.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-    from instep.arguments.settings import EngineSettings, Settings
 
 
 @dataclass(frozen=True)

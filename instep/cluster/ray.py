@@ -15,11 +15,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from instep.cluster.base import Cluster
+from instep.arguments.args import Args
+from instep.cluster.base import Cluster, JointProcess
 from instep.cluster.engine_start import RESTART_SECONDS, engine_at, log_name
-from instep.cluster.joint import JointProcess
 from instep.cluster.local import worker_env
 from instep.cluster.placement import Plan, make_plan
 from instep.cluster.ray_host import Host
@@ -33,9 +33,6 @@ from instep.system.ports import LOOPBACK
 from instep.system.processes import SupervisedProcess, num_usable_cpus, stop_all
 from instep.system.scratch import Scratch
 from instep.weights.way import ON_ONE_HOST
-
-if TYPE_CHECKING:
-    from instep.arguments.args import Args
 
 STATUS_SECONDS = 15.0
 OBJECT_STORE_BYTES = 2**30  # for a Ray that instep starts: messages pass through it, and do not stay

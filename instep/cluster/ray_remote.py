@@ -30,7 +30,7 @@ class RayWorkerGroup(WorkerGroup):
     def __init__(self, role: str, processes: Sequence[RemoteProcess]):
         self.role, self.watch, self._inbox = role, self.check_alive, Inbox()
         lines: list[Any] = list(processes)
-        self._processes, self._connections = list(processes), lines
+        self.processes, self._connections = list(processes), lines
         for rank, process in enumerate(processes):
             process.deliver = partial(self._inbox.put, rank)
 

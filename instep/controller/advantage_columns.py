@@ -12,13 +12,10 @@ import torch
 from torch import Tensor
 
 from instep.algorithms.advantages import ESTIMATORS, Estimate, Inputs
-from instep.algorithms.advantages.dr_grpo import dr_grpo
-from instep.algorithms.advantages.overlong import overlong_penalty
-from instep.algorithms.advantages.tokens import penalised_rewards
-from instep.algorithms.advantages.whitening import whiten
+from instep.algorithms.advantages.groups import dr_grpo
+from instep.algorithms.advantages.tokens import distilled_advantages, overlong_penalty, penalised_rewards, whiten
 from instep.algorithms.catalog import Estimator, algorithm_of
 from instep.algorithms.kl import approx_kl
-from instep.algorithms.losses.distillation import distilled_advantages
 from instep.errors import RolloutError
 from instep.system.hooks import Hook
 from instep.types import Sample, TokenBatch, as_number, name_of

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import threading
 import time
@@ -28,6 +27,7 @@ from instep.controller.role import RoleTrainer
 from instep.controller.run_state import Beginning
 from instep.data.tokenizer import load_tokenizer
 from instep.errors import ConfigError
+from instep.system.atomic import link_or_copy
 from instep.training import lr_schedule
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ class Trainer:
         """Write a checkpoint of the critic alone, linked to the new checkpoint in `whole`."""
 
         def write(folder: Path) -> dict[str, str]:
-            shutil.copytree(whole / CRITIC, folder / CRITIC, copy_function=_link_or_copy)
+            shutil.copytree(whole / CRITIC, folder / CRITIC, copy_function=link_or_copy)
             return linked_digests(folder, whole)
 
         save_checkpoint(root, iteration, write, None, earlier)
@@ -235,11 +235,3 @@ def num_steps_of_run(args: DataSettings, num_rollouts: int) -> int:
     if num_rollouts <= 0:
         return 1
     return max(1, num_rollouts * args.rollout_batch_size * args.n_samples_per_prompt // args.global_batch_size)
-
-
-def _link_or_copy(source: str, target: str) -> None:
-    """Link a file, or copy it to another file system."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)

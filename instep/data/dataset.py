@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import xxhash
 
+from instep.arguments.settings import HookSettings, Settings
 from instep.data.index import Found, Index, is_large, num_indexed
 from instep.data.rows import BadRows, RawRow, Record, RowFormat, parse_row, read_rows
 from instep.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from instep.arguments.settings import HookSettings, Settings
 
 DEFAULT_FORMAT = RowFormat()
 logger = logging.getLogger(__name__)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from instep.algorithms.catalog import DEFAULT_ROLLOUT, DPO_ROLLOUT, SFT_ROLLOUT
+from instep.arguments.settings import HookSettings, Settings
 from instep.data.rows import RowFormat
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import HookSettings, Settings
 
 
 @dataclass(frozen=True)

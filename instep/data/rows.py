@@ -106,15 +106,12 @@ def split_files(prompt_data: str) -> list[str]:
     """The files of `a.jsonl,b.parquet@[0:100],openai/gsm8k:main:train`. A comma in a file's name separates nothing."""
     files: list[str] = []
     for part in prompt_data.split(","):
-        if files and not _is_whole(files[-1].strip()):
-            files[-1] += f",{part}"
-        else:
+        last = files[-1].strip() if files else "]"
+        if last.endswith((*ENDINGS, "]")) or (":" in last and NAMED.fullmatch(last)):
             files.append(part)
+        else:
+            files[-1] += f",{part}"
     return [file.strip() for file in files]
-
-
-def _is_whole(file: str) -> bool:
-    return file.endswith((*ENDINGS, "]")) or (":" in file and NAMED.fullmatch(file) is not None)
 
 
 def parse_path(path_spec: str) -> tuple[Path, slice]:

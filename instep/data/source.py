@@ -8,6 +8,7 @@ import threading
 from collections.abc import Sized
 from typing import TYPE_CHECKING, Any
 
+from instep.arguments.settings import DataSettings, Settings
 from instep.checkpoints.state_json import to_text
 from instep.data.dataset import check_tokens, load_dataset, options_of, tell_of_bos
 from instep.data.formats import row_format
@@ -22,8 +23,6 @@ from instep.types import Group, Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from instep.arguments.settings import DataSettings, Settings
 
 POP_FIRST = "instep.data.source.pop_first"
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from instep.models.mtp import mtp_names, num_mtp_layers
 
@@ -32,6 +33,11 @@ def named_weights(model: nn.Module) -> dict[str, Tensor]:
             seen.add(id(tensor))
             out[name] = tensor
     return out
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the layers of `model`, in their order."""
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 @dataclass

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import ParallelSettings
+from instep.arguments.settings import ParallelSettings
 
 
 def stage_layers(args: ParallelSettings, num_layers: int) -> list[int]:

@@ -18,6 +18,7 @@ import psutil
 from instep.arguments.paths import RUN_FILES
 from instep.observability.figures import duration
 from instep.system.atomic import free_name
+from instep.system.endings import end_of_log
 
 LOGS = "logs"
 TAIL, TAIL_BYTES = 12, 64 << 10  # of an error or log: its last lines, within its last bytes
@@ -66,7 +67,7 @@ def state_of(folder: Path, config: Mapping[str, Any], summary: Mapping[str, Any]
         lines = error.read_text(errors="replace").split("\n\n")[0].splitlines()
         return State("failed", "ended by an error\n" + "\n".join(lines[-TAIL:]), f"see {error} for more")
     logs = sorted((folder / LOGS).glob("*.log"), key=lambda p: p.stat().st_mtime)
-    tail = _last_lines(logs[-1]) if logs else []
+    tail = end_of_log(logs[-1], TAIL_BYTES)[-TAIL:] if logs else []
     said = f"\nthe last lines of {logs[-1]}:\n" + "\n".join(tail) if tail else ""
     remedy = "it was killed (SIGKILL), by a user or for lack of memory (see `dmesg`); --load continues it"
     return State("killed", f"pid {pid} has ended without a summary or an error{said}", remedy)
@@ -81,13 +82,6 @@ def _age(pid: int | None, started: float | None) -> float | None:
     except psutil.Error:
         return None
     return time.time() - began if abs(began - started) < 2 else None
-
-
-def _last_lines(path: Path) -> list[str]:
-    """Return the last lines of a log, which may be large."""
-    with path.open("rb") as file:
-        file.seek(max(os.fstat(file.fileno()).st_size - TAIL_BYTES, 0))
-        return file.read().decode(errors="replace").splitlines()[-TAIL:]
 
 
 def move_run_aside(folder: Path) -> Path | None:

@@ -273,17 +273,17 @@ class RunLogger:
         return self
 
     def __exit__(self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: object) -> None:
-        self._failed = exc_type is not None
-        if exc_type is not None:  # first: a tracker may take its time to close
+        self._failed = exc is not None
+        if exc is not None:  # first: a tracker may take its time to close
             _write_error(self.run_dir / "logs" / "error.txt", exc)
         self._close.close()
-        if exc_type is not None:
+        if exc is not None:
             phase = next((phase for error, phase in self._failures if error is exc), self.progress.phase)
-            print(f"stopped in phase {phase}, {self.progress.steps_text()}: {exc_type.__name__}", file=sys.stderr)
+            print(f"stopped in phase {phase}, {self.progress.steps_text()}: {type(exc).__name__}", file=sys.stderr)
 
 
-def _write_error(path: Path, error: BaseException | None) -> None:
-    text = without_credentials("".join(traceback.format_exception(error))) if error is not None else ""
+def _write_error(path: Path, error: BaseException) -> None:
+    text = without_credentials("".join(traceback.format_exception(error)))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{str(error) or type(error).__name__}\n\n{text}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import mmap
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -128,15 +129,10 @@ class JsonLines:
 def _cut_last_line(path: Path) -> None:
     """Cut a file after its last newline."""
     with path.open("a+b") as file:
-        end = file.seek(0, os.SEEK_END)
-        while end:
-            begin = max(end - (1 << 16), 0)
-            file.seek(begin)
-            if found := file.read(end - begin).rfind(b"\n") + 1:
-                end = begin + found
-                break
-            end = begin
-        file.truncate(end)
+        if os.fstat(file.fileno()).st_size:  # an empty file cannot be mapped
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                end = content.rfind(b"\n") + 1
+            file.truncate(end)
 
 
 class TensorBoard:

@@ -28,11 +28,7 @@ PARTS: dict[str, dict[str, tuple[str, ...]]] = {
         "other work of the ranks": ("train", "memory"),
     },
     "sync": {
-        name: (name,)
-        for name in (
-            *("sleep", "wake", "offload", "onload", "pause"),
-            *("start", "transfer", "finish", "reset", "resume", "proof"),
-        )
+        name: (name,) for name in "sleep wake offload onload pause start transfer finish reset resume proof".split()
     },
 }
 MOST_GAPS, LEAST_GAP = 5, 0.005  # how many gaps are listed, and their least share of the step

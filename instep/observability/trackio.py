@@ -44,15 +44,13 @@ class Trackio:
                 text=True,
                 start_new_session=True,
             )
-        self._hand_over({**options, "run_dir": str(run_dir), "offsets": dict(offsets)})
+        assert self._process.stdin is not None
+        self._input = self._process.stdin
+        # The options, with a server's token, where no other user can read them.
+        self._input.write(json.dumps({**options, "run_dir": str(run_dir), "offsets": dict(offsets)}) + "\n")
+        self._input.flush()
         self._reader = threading.Thread(target=self._read, name="trackio", daemon=True)
         self._reader.start()
-
-    def _hand_over(self, options: Mapping[str, object]) -> None:
-        """Write the options, with a server's token, where no other user can read them."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(options) + "\n")
-        self._process.stdin.flush()
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -67,8 +65,7 @@ class Trackio:
     def close(self, failed: bool = False) -> None:
         """Let the process send the last rows, and end it after `CLOSE_SECONDS` at the latest."""
         self._closing = True
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        self._input.close()
         try:
             self._process.wait(CLOSE_SECONDS)
         except subprocess.TimeoutExpired:

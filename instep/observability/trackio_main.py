@@ -14,13 +14,14 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from instep.observability.alarms import AlarmWatch, Limits
 from instep.observability.metrics import is_step
 from instep.observability.sinks import read_json
+from instep.observability.view.tail import Tail
 from instep.observability.view.turns import prompt_of, text_of
 from instep.system.private import without_credentials
 
@@ -28,26 +29,7 @@ POLL_SECONDS = 1.0
 PROBE_SECONDS = 5.0  # between two looks at the server, and for its answer
 
 
-class Growing:
-    """The rows of a JSON-lines file from an offset on, while another process appends to it."""
-
-    def __init__(self, path: Path, offset: int):
-        self._path, self._offset = path, offset
-
-    def before(self) -> Iterator[dict[str, Any]]:
-        """Yield the rows before the offset."""
-        with self._path.open("rb") as file:
-            yield from map(json.loads, file.read(self._offset).splitlines())
-
-    def new(self) -> Iterator[dict[str, Any]]:
-        """Yield the whole rows that have been added since the last call."""
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    return
-                self._offset += len(line)
-                yield json.loads(line)
+Rows = Tail[dict[str, Any]]
 
 
 class Server:
@@ -92,9 +74,9 @@ def messages(row: dict[str, Any]) -> list[dict[str, Any]]:
     return [*prompt, {"role": "assistant", "content": text_of(row["response"])}]
 
 
-def send(run: Any, trace: Callable[..., Any], rows: Growing, samples: Growing, watch: AlarmWatch) -> None:
+def send(run: Any, trace: Callable[..., Any], rows: Rows, samples: Rows, watch: AlarmWatch) -> None:
     """Send what is new: metrics by their step, samples by rollout and split, and alarms that are raised first."""
-    for row in rows.new():
+    for row in rows.read()[1]:
         step = row.pop("step")
         metrics = {name: math.nan if value is None else value for name, value in row.items() if name != "time"}
         run.log(metrics, step=step)
@@ -102,7 +84,7 @@ def send(run: Any, trace: Callable[..., Any], rows: Growing, samples: Growing, w
             title, _, more = text.partition(": ")
             run.alert(title, more, step=step)
     found: dict[tuple[int, str], list[Any]] = {}
-    for row in samples.new():
+    for row in samples.read()[1]:
         kept = {name: value for name, value in row.items() if name not in ("prompt", "response", "tokens")}
         found.setdefault((row["rollout_id"], row["split"]), []).append(trace(messages(row), metadata=kept))
     for (rollout_id, split), traces in found.items():
@@ -118,8 +100,10 @@ def follow(options: dict[str, Any], ended: threading.Event, tell: Callable[[str]
         server = url = None
     import trackio
 
-    rows, samples = (Growing(folder / f"{name}.jsonl", options["offsets"][name]) for name in ("metrics", "samples"))
-    watch = AlarmWatch(Limits.from_args(config["args"]), [row for row in rows.before() if is_step(row)])
+    rows, samples = (Rows(folder / f"{name}.jsonl", lambda _, row: row) for name in ("metrics", "samples"))
+    rows.offset, samples.offset = options["offsets"]["metrics"], options["offsets"]["samples"]
+    before = map(json.loads, rows.path.read_bytes()[: rows.offset].splitlines())
+    watch = AlarmWatch(Limits.from_args(config["args"]), [row for row in before if is_step(row)])
     run = trackio.init(
         project=options["project"],
         name=options["run_name"] or f"{folder.resolve().name}-{str(config['run_id'])[:6]}",

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from instep.arguments.settings import HookSettings
 from instep.data.sampling import note_request
 from instep.engines.kind import kind_of
 from instep.engines.wire import GENERATE, VLLM_WIRE, Completion, GenerationRequest, WireFormat
@@ -16,9 +17,6 @@ from instep.rollout.request_gate import gate
 from instep.system import spans
 from instep_engine.answers import CONTENT_TYPE
 from instep_engine.sglang_form import VLLM_NAMES
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import HookSettings
 
 MAX_RETRIES = 8  # 21 seconds: time for other engines to take over the requests of a dead one
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from instep.arguments.settings import HookSettings
 from instep.data.chat import tokenize_conversation
 from instep.data.tokenizer import text_ids
 from instep.errors import DataError, RolloutError
@@ -13,9 +14,6 @@ from instep.rollout.sft_rollout import as_completed
 from instep.rollout.tokens import tokenizer_of, where_of
 from instep.system.hooks.user_code import said
 from instep.types import Group, RolloutFnTrainOutput, Sample
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import HookSettings
 
 
 def generate_rollout(

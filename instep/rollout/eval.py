@@ -6,6 +6,7 @@ import copy
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from instep.arguments.settings import HookSettings
 from instep.data.dataset import Record, load_dataset, options_of, tell_of_bos
 from instep.data.formats import eval_row_format
 from instep.errors import ConfigError, RolloutError
@@ -19,7 +20,6 @@ from instep.system.run_context import PerRun
 from instep.types import Group, RolloutFnEvalOutput, Sample, Status, reward_of
 
 if TYPE_CHECKING:
-    from instep.arguments.settings import HookSettings
     from instep.data.formats import EvalDataset
 
 _loaded: PerRun[dict[tuple[Any, ...], list[Record]]] = PerRun(dict)

@@ -8,9 +8,10 @@ import inspect
 import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from instep.arguments.rollout import context_of_model
+from instep.arguments.settings import HookSettings
 from instep.data.sampling import Presumed, requests_noted, settle
 from instep.engines.kind import kind_of
 from instep.errors import DataError, RolloutError
@@ -25,9 +26,6 @@ from instep.system import spans
 from instep.system.hooks import Hook, load_function
 from instep.system.run_context import PerRun, cached_per_run
 from instep.types import Group, Sample, Status, name_of
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import HookSettings
 
 DEFAULT_GENERATE = "instep.rollout.vllm_rollout.generate"
 SEEDS = 2**62  # engines take 63 bits; the samples of a group have consecutive seeds

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from statistics import mean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from instep.arguments.settings import HookSettings
 from instep.rollout.outputs import flatten
 from instep.system.hooks import Hook
 from instep.types import Group, as_number, reward_of
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import HookSettings
 
 
 @dataclass

@@ -7,8 +7,9 @@ single samples, their responses are requested, read and stored together.
 from __future__ import annotations
 
 from collections.abc import Awaitable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from instep.arguments.settings import HookSettings
 from instep.data.sampling import distribution_of
 from instep.engines.stops import find_stop
 from instep.engines.wire import Completion
@@ -20,9 +21,6 @@ from instep.rollout.runtime import gather
 from instep.rollout.tokens import decode, prompt_ids
 from instep.system.hooks import Hook
 from instep.types import Group, Sample, Status
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import HookSettings
 
 _HOOK = Hook("--custom-generate-function-path", DEFAULT_GENERATE)
 GREEDY = 1e-5  # below this temperature vLLM takes the most probable token, and refuses several responses

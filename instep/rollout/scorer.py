@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from instep.arguments.settings import HookSettings, Settings
 from instep.engines.wire import VLLM_WIRE, WireFormat
 from instep.errors import EngineError, InstepError, RolloutError
 from instep.rollout import runtime
 from instep.rollout.client import get_model_url, wire_of
 from instep.rollout.http import get, post
 from instep.types import TokenBatch
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import HookSettings, Settings
 
 CHECK_SECONDS = 60.0
 CONCURRENCY = 32  # requests to the model at a time

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from instep.arguments.settings import HookSettings
 from instep.data.chat import conversation_samples
 from instep.errors import DataError
 from instep.rollout.eval import evaluate
 from instep.rollout.outputs import taken_from
 from instep.rollout.tokens import tokenizer_of, where_of
 from instep.types import Group, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, Status
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import HookSettings
 
 
 def generate_rollout(

@@ -12,8 +12,9 @@ import copy
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from instep.arguments.settings import HookSettings
 from instep.data.ledger import begin_under
 from instep.errors import RewardError, RolloutError
 from instep.rollout import runtime
@@ -22,9 +23,6 @@ from instep.rollout.group_request import generate_group
 from instep.rollout.outputs import flatten, taken_from
 from instep.rollout.vllm_rollout import GroupRollout, order_of
 from instep.types import Group, RolloutFnTrainOutput, Status
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import HookSettings
 
 
 @dataclass

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from instep.arguments.settings import Settings
 from instep.engines import keys
 from instep.rollout.scorer import ServedScorer
 from instep.types import Sample
 
-if TYPE_CHECKING:
-    from instep.arguments.settings import Settings
 
-
-class ServedTeacher(ServedScorer):
-    """A client of the teacher at `--opd-teacher-url`."""
-
-    def __init__(self, url: str, timeout: float):
-        where, instead = f"--opd-teacher-url {url}", "load the teacher with --opd-teacher-load"
-        super().__init__("the teacher", where, url, timeout, instead)
-
-
-def served_teacher(args: Settings) -> ServedTeacher | None:
-    """Return the client of the teacher; None without one, or if the workers hold it."""
+def served_teacher(args: Settings) -> ServedScorer | None:
+    """Return the client of the teacher at `--opd-teacher-url`; None without one, or if the workers hold it."""
     if not (args.use_opd and args.opd_type == "engine"):
         return None
     keys.know(str(args.opd_teacher_url), keys.given_key(args))
-    return ServedTeacher(str(args.opd_teacher_url), args.rollout_timeout)
+    return teacher_at(str(args.opd_teacher_url), args.rollout_timeout)
+
+
+def teacher_at(url: str, timeout: float) -> ServedScorer:
+    where, instead = f"--opd-teacher-url {url}", "load the teacher with --opd-teacher-load"
+    return ServedScorer("the teacher", where, url, timeout, instead)
 
 
 async def no_reward(args: Settings, target: Sample | list[Sample]) -> Any:

@@ -8,19 +8,16 @@ import dataclasses
 import functools
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from instep.arguments.settings import Settings
 from instep.data.branches import Message, window
-from instep.data.byte_texts import byte_texts
 from instep.data.chat import render, special_tokens
 from instep.data.dataset import require_chat_template
 from instep.data.template import text_messages
-from instep.data.tokenizer import text_ids, tokenizer_of
+from instep.data.tokenizer import byte_texts, text_ids, tokenizer_of
 from instep.errors import DataError
 from instep.types import Sample
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import Settings
 
 _MARK = "\ue003"  # private use: marks what follows a turn
 _OF_RESPONSE = (  # fields of a sample that belong to it alone

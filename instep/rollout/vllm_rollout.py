@@ -8,8 +8,9 @@ import logging
 import time
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from instep.arguments.settings import HookSettings
 from instep.data.sampling import record_turn
 from instep.errors import RewardError, RolloutError
 from instep.rollout import runtime
@@ -22,9 +23,6 @@ from instep.rollout.outputs import flatten, taken_from
 from instep.rollout.tokens import TOKENS_BEFORE, prompt_ids, tokenizer_of
 from instep.system.hooks import Hook
 from instep.types import Group, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, Status
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import HookSettings
 
 logger = logging.getLogger(__name__)
 

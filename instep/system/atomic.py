@@ -71,3 +71,11 @@ def free_name(folder: Path, stem: str) -> Path:
     """Return the path `folder/<stem>-<n>` with the number after the highest existing one."""
     numbers = [p.name[len(stem) + 1 :] for p in folder.glob(f"{glob.escape(stem)}-*")]
     return folder / f"{stem}-{1 + max((int(n) for n in numbers if n.isdigit()), default=0)}"
+
+
+def link_or_copy(source: str, target: str) -> None:
+    """Link a file, or copy it where links are not possible, as to another file system."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)

@@ -78,7 +78,7 @@ class Caller:
         arrived: asyncio.Queue[tuple[int, Part | asyncio.Future[Any]]] = asyncio.Queue()
         for index, item in enumerate(items):
             item.number, future = self.expect()
-            put = partial(_put, arrived, index)
+            put = partial(lambda index, answer: arrived.put_nowait((index, answer)), index)
             future.add_done_callback(put)
             self._parts[item.number] = put
         left = set(range(len(items)))
@@ -116,10 +116,6 @@ class Caller:
                 future.set_exception(answer)
             else:
                 future.set_result(answer)
-
-
-def _put(queue: asyncio.Queue[Any], index: int, answer: Any) -> None:
-    queue.put_nowait((index, answer))
 
 
 class CallQueue:

@@ -57,7 +57,8 @@ def parse_json(text: str) -> Any:
     if _HALF.search(text) or text.count("[") + text.count("{") > MAX_DEPTH:
         for key, part in value.items() if isinstance(value, dict) else [("", value)]:
             if wrong := _wrong(key, part):
-                raise ValueError(f"{wrong} (in {_printable(key)!r})" if key else wrong)
+                printable = key.encode("utf-8", "backslashreplace").decode()[:60]
+                raise ValueError(f"{wrong} (in {printable!r})" if key else wrong)
     return value
 
 
@@ -74,10 +75,6 @@ def _wrong(key: str, value: Any) -> str:
     except UnicodeEncodeError as error:
         return f"has \\u{ord(error.object[error.start]):04x}, half of a surrogate pair, not a character"
     return ""
-
-
-def _printable(text: str) -> str:
-    return text.encode("utf-8", "backslashreplace").decode()[:60]
 
 
 def parse_whole(text: str) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from instep.system.shared import shared_by_runs
@@ -49,6 +50,13 @@ def fault_of(output: str) -> Fault:
     stack = dump[2].partition("Current thread")[2].partition("\n\n")[0]
     frames = re.findall(r'^  File "(.+)", line (\d+) in (.+)$', stack, re.MULTILINE)
     return Fault(what, f"{_FATAL}{what}\nCurrent thread{stack}", frames)
+
+
+def end_of_log(path: Path, num_bytes: int) -> list[str]:
+    """Return the lines in the last bytes of a log, which may be large."""
+    with path.open("rb") as log:
+        log.seek(max(os.fstat(log.fileno()).st_size - num_bytes, 0))
+        return log.read().decode(errors="replace").splitlines()
 
 
 def cause_in(lines: Sequence[str]) -> str:

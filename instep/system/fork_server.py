@@ -154,11 +154,8 @@ current: ForkServer | None = None  # the fork server of this process
 
 @contextlib.contextmanager
 def beside() -> Iterator[None]:
-    """Run a fork server beside this process (on Linux), which must have no other thread yet."""
+    """Run a fork server beside this process, which must have no other thread yet."""
     global current
-    if sys.platform != "linux":
-        yield
-        return
     before, server = current, ForkServer.fork()
     current = server
     try:

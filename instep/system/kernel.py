@@ -8,7 +8,6 @@ import os
 import re
 import resource
 import signal
-import sys
 from pathlib import Path
 
 STOPPED_SECONDS = 3.0  # a process that stays stopped for this long is a fault; a shorter stop is only slow
@@ -25,11 +24,10 @@ def state_of(pid: int) -> str:
 
 
 def die_with_parent() -> None:
-    """End this process with the thread that started it (on Linux)."""
+    """End this process with the thread that started it."""
     parent = os.getppid()
-    if sys.platform == "linux":
-        PR_SET_PDEATHSIG = 1
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    PR_SET_PDEATHSIG = 1
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 

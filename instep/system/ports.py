@@ -8,7 +8,6 @@ import ipaddress
 import secrets
 import socket
 import struct
-import sys
 import time
 
 from instep.errors import ConfigError
@@ -48,8 +47,8 @@ def free_port(host: str = LOOPBACK) -> int:
 def free_ports(count: int, host: str = LOOPBACK) -> int:
     """Return the first of `count` consecutive ports that were free a moment ago; 0 if `count` is 0.
 
-    No outgoing connection of this host gets them before the server listens, which takes vLLM seconds. On Linux no other
-    process gets them here either, as long as this process lives (and has not got 256 more). A socket is bound to each
+    No outgoing connection of this host gets them before the server listens, which takes vLLM seconds. No other process
+    gets them here either, as long as this process lives (and has not got 256 more). A socket is bound to each
     port without listening, so that a server with SO_REUSEADDR can still bind to it.
 
     Raises:
@@ -61,7 +60,7 @@ def free_ports(count: int, host: str = LOOPBACK) -> int:
         first = PORTS.start + secrets.randbelow(len(PORTS) - count + 1)
         found = [_bound(port, host, reuse=False) for port in range(first, first + count)]
         bound = [one for one in found if one is not None]
-        if len(bound) == count and sys.platform == "linux":
+        if len(bound) == count:
             for one in bound:
                 one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             _given.extend(bound)
@@ -103,11 +102,11 @@ def _bound(port: int, host: str, reuse: bool) -> socket.socket | None:
 def users_listening(port: int, *hosts: str) -> set[int]:
     """Return the ids of the users whose sockets listen at `port` on one of these addresses, or on all addresses.
 
-    It takes a tenth of a millisecond. The result is empty if the kernel cannot report it (not Linux).
+    It takes a tenth of a millisecond. The result is empty if the kernel cannot report it.
     """
     found = set[int]()
     wanted = {"0.0.0.0", "::", *hosts}
-    for family in (socket.AF_INET, socket.AF_INET6) if sys.platform == "linux" else ():
+    for family in (socket.AF_INET, socket.AF_INET6):
         body = struct.pack("=4BIHH", family, socket.IPPROTO_TCP, 0, 0, 1 << _LISTEN, socket.htons(port), 0)
         body += struct.pack("=32xIII", 0, _NO_COOKIE, _NO_COOKIE)
         try:

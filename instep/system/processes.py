@@ -1,8 +1,8 @@
 """The supervisor of every subprocess that instep starts: workers, engines, routers.
 
 A child's output goes to a log file; its death is noticed and reported. It never outlives its parent: the parent has one
-end of a socket pair (the lifeline), which closes only on the parent's death or on `stop`. On Linux the kernel kills the
-child with its parent, too. In the other direction the lifeline carries a heartbeat, which shows whether a child hangs
+end of a socket pair (the lifeline), which closes only on the parent's death or on `stop`. The kernel kills the child
+with its parent, too. In the other direction the lifeline carries a heartbeat, which shows whether a child hangs
 or works. A child that is stopped (SIGSTOP) is noticed sooner, by its state in the kernel.
 """
 
@@ -14,7 +14,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +24,7 @@ from typing import Protocol, TypeVar
 
 from instep.errors import ConfigError, writing
 from instep.system import fork_server, kernel, locks
-from instep.system.endings import cause_in, fault_of, last_words
+from instep.system.endings import cause_in, end_of_log, fault_of, last_words
 from instep.system.kernel import allow_descriptors, catches, die_with_parent, family, state_of
 from instep.system.run_context import carried
 
@@ -152,13 +151,7 @@ class SupervisedProcess(Ending):
 
     def log_tail(self, num_lines: int = 15) -> str:
         """Return the last lines of its output."""
-        return "\n".join(self._end_of_log(20_000)[-num_lines:])
-
-    def _end_of_log(self, num_bytes: int) -> list[str]:
-        with open(self.log_path, "rb") as log:
-            log.seek(0, os.SEEK_END)
-            log.seek(max(0, log.tell() - num_bytes))
-            return log.read().decode(errors="replace").splitlines()
+        return "\n".join(end_of_log(self.log_path, 20_000)[-num_lines:])
 
     def describe(self) -> str:
         """Describe its state or how it ended, with the last lines of its output; for a fault of Python the stack."""
@@ -175,11 +168,11 @@ class SupervisedProcess(Ending):
             how = f"was ended by {signal.Signals(-code).name}"
             if code == -signal.SIGKILL:
                 how += "; if no one did so by hand, the machine may have run out of memory"
-            elif (fault := fault_of("\n".join(self._end_of_log(200_000)))).what:
+            elif (fault := fault_of("\n".join(end_of_log(self.log_path, 200_000)))).what:
                 return f"{self.name} (pid {self.pid}) {how}; in {self.log_path}:\n{fault.text}"
         else:
             how = f"exited with code {code}"
-            if (cause := cause_in(self._end_of_log(200_000))) and cause not in self.log_tail(num_lines):
+            if (cause := cause_in(end_of_log(self.log_path, 200_000))) and cause not in self.log_tail(num_lines):
                 how += f", and before that said {cause!r}"
         return f"{self.name} (pid {self.pid}) {how}; the end of {self.log_path}:\n{self.log_tail(num_lines)}"
 
@@ -196,8 +189,7 @@ class SupervisedProcess(Ending):
         """Ask the child and its descendants to write all stacks into its log, if they called `follow_parent`."""
         if not self.alive():
             return
-        relatives = [pid for pid in family(self.pid) if catches(pid, signal.SIGUSR1)]  # others would end
-        for pid in relatives if sys.platform == "linux" else [self.pid]:
+        for pid in (pid for pid in family(self.pid) if catches(pid, signal.SIGUSR1)):  # others would end
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)
             time.sleep(0.1)  # they write into the same log
@@ -372,4 +364,4 @@ def watched(work: Callable[[], T], name: str, watch: Callable[[], None]) -> T:
 
 def num_usable_cpus() -> int:
     """Return the number of cores that this process may use (its affinity; a container's quota is not included)."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from instep.algorithms.losses.dpo import dpo_loss
+from instep.algorithms.losses.offline import dpo_loss, sft_loss
 from instep.algorithms.losses.policy import PolicyLossConfig, policy_loss
-from instep.algorithms.losses.sft import sft_loss
 from instep.algorithms.losses.value import value_loss
 from instep.algorithms.segments import segment_sum
 from instep.errors import RolloutError

@@ -1,4 +1,4 @@
-"""A group from an Atropos environment: it is checked, and converted into samples for a trainer.
+"""A group from an Atropos environment: it is checked, converted into samples for a trainer, and compared as there.
 
 Its columns are aligned with the tokens of each sequence. `masks` hold -100 where a token is not trained on, otherwise
 the token. `inference_logprobs` hold 1.0 for tokens that no engine has sampled.
@@ -10,8 +10,10 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from instep.types import Group, Sample, Status
+from instep.arguments.settings import HookSettings
+from instep.types import Group, Sample, Status, reward_of
 
+MIN_STD = 1e-8
 EXTRA = "atropos"  # the entry of Sample.extra for data without their own field
 NOT_TRAINED = -100
 # Entries of a group with a number for each token, beside tokens and masks.
@@ -87,7 +89,7 @@ def refused_in(group: dict[str, Any], limits: Limits, *, takes_advantages: bool)
     """Return why this run cannot train on a group of valid form; "" if it can.
 
     Args:
-        takes_advantages: the run uses the advantages of the groups (`scores.py`).
+        takes_advantages: the run uses the advantages of the groups (`advantages`).
     """
     if _holds(group.get("distill_token_ids")) or _holds(group.get("distill_logprobs")):
         return "distill_token_ids and distill_logprobs: distillation from an environment's teacher is not supported"
@@ -209,3 +211,42 @@ def _unused(group: dict[str, Any]) -> dict[str, Any]:
     if _holds(group.get("ref_logprobs")):
         given.add("ref_logprobs")
     return {"unused": sorted(given)} if given else {}
+
+
+# ---- advantages as in Atropos' trainer, for two hooks ----------------------------------------------------------------
+
+
+def normalized_scores(args: HookSettings, samples: list[Sample]) -> tuple[list[float], list[float]]:
+    """Return the scores, and (score - mean) / max(std, 1e-8) within each group, with the std of the population.
+
+    As in Atropos' example_trainer, a group of one keeps its score. Samples with `set_advantage_to_zero` count in mean
+    and std.
+    """
+    scores = [reward_of(sample) for sample in samples]
+    members: dict[int | None, list[int]] = {}
+    for i, sample in enumerate(samples):
+        members.setdefault(sample.group_index, []).append(i)
+    out = list(scores)
+    for group in members.values():
+        if len(group) > 1:
+            mean = math.fsum(scores[i] for i in group) / len(group)
+            std = math.sqrt(math.fsum((scores[i] - mean) ** 2 for i in group) / len(group))
+            for i in group:
+                out[i] = (scores[i] - mean) / max(std, MIN_STD)
+    for i, sample in enumerate(samples):
+        if sample.extra.get(EXTRA, {}).get("zero"):
+            out[i] = 0.0
+    return scores, out
+
+
+def advantages(args: HookSettings, rollout_data: dict[str, Any]) -> None:
+    """Set `rollout_data["advantages"]`: those of a group's tokens if it has them, otherwise its normalized scores."""
+    import torch
+
+    samples, lengths = rollout_data["samples"], rollout_data["response_lengths"]
+    values = normalized_scores(args, samples)[1]
+    rows = []
+    for sample, value, length in zip(samples, values, lengths, strict=True):
+        given = None if sample.extra.get(EXTRA, {}).get("zero") else sample.extra.get(EXTRA, {}).get("advantages")
+        rows.append(torch.full((length,), value) if given is None else torch.tensor(given, dtype=torch.float32))
+    rollout_data["advantages"] = rows

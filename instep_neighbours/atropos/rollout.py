@@ -6,10 +6,11 @@ import asyncio
 import logging
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from instep.arguments.model import known_config
 from instep.arguments.rollout import context_of_model
+from instep.arguments.settings import HookSettings
 from instep.errors import RolloutError
 from instep.rollout import runtime
 from instep.rollout.eval import evaluate
@@ -19,9 +20,6 @@ from instep.types import Group, RolloutFnEvalOutput, RolloutFnTrainOutput, rewar
 from instep_neighbours.atropos.batches import Registration
 from instep_neighbours.atropos.client import LONGEST_PAUSE, ApiClient
 from instep_neighbours.atropos.groups import EXTRA, Limits, fault_of_group, refused_in, samples_of, size_of
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import HookSettings
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,9 @@ import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from instep.arguments.args import Args
 from instep.engines import keys
 from instep.errors import ConfigError
 from instep.system.options import OptionParser
@@ -22,9 +23,6 @@ from instep.system.ports import LOOPBACK, port_is_free
 from instep_engine import PARENT_VARIABLE
 from instep_engine.guard import EVERYONE, GENERATE_VARIABLE, HOSTS_VARIABLE, KEY_VARIABLE
 from instep_neighbours.atropos.trainer_flags import dashed
-
-if TYPE_CHECKING:
-    from instep.arguments.args import Args
 
 DEFAULT_PORT = 9001
 WHERE = "instep atropos-serve"

@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from instep.arguments.settings import HookSettings
+from instep.system.atomic import link_or_copy
 from instep_neighbours.atropos.trainer_flags import WITH_ADAPTER
 
 if TYPE_CHECKING:
     from instep.arguments.args import Args
-    from instep.arguments.settings import HookSettings
     from instep.types import RolloutFnEvalOutput, RolloutFnTrainOutput
 
 _DEBUG = "INSTEP_ATROPOS_DEBUG"
@@ -122,19 +123,12 @@ def _leave(flags: argparse.Namespace, model: Path, step: int) -> None:
     if not source.is_dir():
         return
     shutil.rmtree(target, ignore_errors=True)
-    shutil.copytree(source, target, copy_function=_link)
+    shutil.copytree(source, target, copy_function=link_or_copy)
     if adapter:
         (save / "tokenizer").mkdir(exist_ok=True)
         for path in model.glob("*token*"):
             shutil.copy(path, save / "tokenizer")
     print(f"  Saved {target}", flush=True)
-
-
-def _link(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # a file system without hard links
-        shutil.copy2(source, target)
 
 
 def summary(flags: argparse.Namespace, seconds: float, rows: Sequence[dict[str, float]]) -> str:

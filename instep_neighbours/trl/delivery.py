@@ -13,20 +13,18 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
+from instep.arguments.args import Args
 from instep.arguments.rollout import context_of_model
+from instep.controller.fleet import Fleet
 from instep.controller.role import RoleTrainer
 from instep.controller.sync.proof import Proof, scores_alike
 from instep.controller.sync.session import EngineGone, Session
+from instep.engines.engine import Engine
 from instep.errors import InstepError, SyncError
 from instep.rollout.request_gate import gate
 from instep_neighbours.trl.staging import Incoming, Layout, Slot
-
-if TYPE_CHECKING:
-    from instep.arguments.args import Args
-    from instep.controller.fleet import Fleet
-    from instep.engines.engine import Engine
 
 WAY = "staged"
 

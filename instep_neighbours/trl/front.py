@@ -14,11 +14,12 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import aiohttp
 from aiohttp import web
 
+from instep.arguments.args import Args
 from instep.data.tokenizer import tokenizer_of
 from instep.engines import keys
 from instep.engines.bodies import AS_THEY_COME, body_of
@@ -30,14 +31,10 @@ from instep.errors import InstepError
 from instep.rollout.request_gate import gate
 from instep_engine.guard import EVERYONE, GENERATION_ROUTES, HOSTS_VARIABLE, Guard
 from instep_neighbours.trl import forms
-from instep_neighbours.trl.access import Access
-from instep_neighbours.trl.clients import BadRequest, Body, Connection, Refused, of_type, one_line
+from instep_neighbours.trl.clients import Access, BadRequest, Body, Connection, Refused, of_type, one_line
 from instep_neighbours.trl.forms import Asked
 from instep_neighbours.trl.texts import IMAGES, Texts, template_options
 from instep_neighbours.trl.updates import Updates
-
-if TYPE_CHECKING:
-    from instep.arguments.args import Args
 
 REFUSED = {
     "POST /v1/chat/completions/render": IMAGES,

@@ -6,10 +6,11 @@ import inspect
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from instep.errors import ConfigError
-from instep.rollout.rewards.several import SUM, Function, name_of, names_of
+from instep.rollout.rewards.several import SUM, Function, name_of, names_of, settled
 from instep.types import Group, Sample, reward_of
 
 STD_EPS = 1e-4  # TRL's
@@ -64,13 +65,9 @@ def together(functions: dict[str, Function], weights: Sequence[float]) -> Functi
 
     def rewards(completions: list[Any], **columns: Any) -> Any:
         found = {name: f(completions=completions, **columns) for name, f in functions.items()}
-        return _awaited(found, weights) if any(map(inspect.isawaitable, found.values())) else _summed(found, weights)
+        return settled(found, partial(_summed, weights=weights))
 
     return rewards
-
-
-async def _awaited(found: dict[str, Any], weights: Sequence[float]) -> list[dict[str, Any]]:
-    return _summed({n: await out if inspect.isawaitable(out) else out for n, out in found.items()}, weights)
 
 
 def _summed(found: dict[str, Any], weights: Sequence[float]) -> list[dict[str, Any]]:

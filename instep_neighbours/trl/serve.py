@@ -86,7 +86,7 @@ class Port:
     def __init__(
         self, args: Args, fleet: Fleet, logs: Path, say: Callable[[str], None], serving: Serving | None = None
     ):
-        from instep_neighbours.trl.access import Access
+        from instep_neighbours.trl.clients import Access
         from instep_neighbours.trl.front import Front
         from instep_neighbours.trl.updates import Updates
 

@@ -14,9 +14,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+from aiohttp import web
+
+from instep.arguments.args import Args
 from instep.cluster.local import WorkerGroup
+from instep.controller.fleet import Fleet
 from instep.errors import EngineError, InstepError, SyncError, WorkerError
 from instep.rollout.request_gate import gate
 from instep.system.gpus import visible_gpus
@@ -24,12 +28,6 @@ from instep_neighbours.trl.clients import BadRequest, Body, Client, Connection, 
 from instep_neighbours.trl.delivery import Delivery
 from instep_neighbours.trl.receiver import PACKED_BYTES, Announced, Meeting
 from instep_neighbours.trl.staging import Incoming, Layout
-
-if TYPE_CHECKING:
-    from aiohttp import web
-
-    from instep.arguments.args import Args
-    from instep.controller.fleet import Fleet
 
 T = TypeVar("T")
 JOIN_SECONDS = 300.0  # vLLM's own limit for the store

@@ -9,12 +9,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import uuid
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from instep.errors import ConfigError, RolloutError
-
-if TYPE_CHECKING:
-    from instep.system.processes import SupervisedProcess
+from instep.system.processes import SupervisedProcess
 
 _LISTS = ("nodes", "calls", "errors")
 HEARTBEAT_SECONDS, SILENT_SECONDS = 1, 5  # of ZeroMQ itself, which answers even if the server's Python is busy

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from instep.arguments.evaluation import eval_defaults
+from instep.arguments.settings import DataSettings, HookSettings
 from instep.data.dataset import load_dataset
 from instep.data.formats import EvalDataset
 from instep.data.mixture import Mixture
@@ -23,9 +24,6 @@ from instep.rollout.vllm_rollout import GroupRollout
 from instep.types import RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, name_of
 from instep_neighbours.verifiers.servers import environment_of
 from instep_neighbours.verifiers.traces import CutError, samples_of
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import DataSettings, HookSettings
 
 MAX_CUT = 3  # episodes of a sample with requests that an engine has cut off
 _PARAMETERS = ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "stop")

@@ -13,17 +13,15 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from instep.arguments.settings import HookSettings
 from instep.errors import ConfigError, EngineError
 from instep.rollout import runtime
 from instep.system.processes import SupervisedProcess, stop_all
 from instep.system.run_context import PerRun
 from instep.system.scratch import Scratch
 from instep_neighbours.verifiers.client import Client, ServerLostError, require_packages
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import HookSettings
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +78,9 @@ class Environment:
     Args:
         name: of its logs.
         block, select, serve: verifiers' [env], [select] and [serve]; of [serve] only `max_concurrent` has an effect.
+
+    Attributes:
+        folder: for files of this process.
     """
 
     def __init__(
@@ -89,16 +90,12 @@ class Environment:
         self._settings = {"env": block, "select": select, "serve": serve}
         root = tempfile.gettempdir()
         self._scratch = Scratch("instep-env-", Path(root if len(root) < LONGEST_PATH - 40 else "/tmp"))
+        self.folder = self._scratch.path
         self._numbers = itertools.count()
         self._first: tuple[SupervisedProcess, str] | None = None  # writes the tasks, until used
         self._owned: list[SupervisedProcess] = []
         self._clients: list[Client] = []
         self._lock = asyncio.Lock()
-
-    @property
-    def folder(self) -> Path:
-        """Return a folder for files of this process."""
-        return self._scratch.path
 
     def tasks(self) -> Path:
         """Return the file of its tasks (jsonl), which a process of the environment writes. This call blocks.

@@ -10,7 +10,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from instep.arguments.parse import parse
-from instep.cluster.joint import JointProcess
+from instep.cluster.base import JointProcess
 from instep.controller import fleet as fleet_module
 from instep.controller import health
 from instep.controller.device import resolve_on_machine

@@ -14,14 +14,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from instep.algorithms.advantages.dr_grpo import dr_grpo
-from instep.algorithms.advantages.grpo import grpo
-from instep.algorithms.advantages.max_rl import max_rl
-from instep.algorithms.advantages.overlong import overlong_penalty
-from instep.algorithms.advantages.reinforce_plus_plus import reinforce_plus_plus
-from instep.algorithms.advantages.reinforce_plus_plus_baseline import reinforce_plus_plus_baseline
-from instep.algorithms.advantages.rloo import rloo
-from instep.algorithms.advantages.tokens import discounted_sums
+from instep.algorithms.advantages.groups import dr_grpo, grpo, max_rl, rloo
+from instep.algorithms.advantages.tokens import (
+    discounted_sums,
+    overlong_penalty,
+    reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
+)
 from instep.algorithms.catalog import ALGORITHMS
 from instep.controller.advantage_columns import add_advantages
 from instep.types import TokenBatch

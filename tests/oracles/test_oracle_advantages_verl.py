@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from instep.algorithms.advantages.dr_grpo import dr_grpo
-from instep.algorithms.advantages.grpo import grpo
-from instep.algorithms.advantages.reinforce_plus_plus import reinforce_plus_plus
-from instep.algorithms.advantages.reinforce_plus_plus_baseline import reinforce_plus_plus_baseline
-from instep.algorithms.advantages.rloo import rloo
-from instep.algorithms.advantages.tokens import penalised_rewards
-from instep.algorithms.advantages.whitening import whiten
+from instep.algorithms.advantages.groups import dr_grpo, grpo, rloo
+from instep.algorithms.advantages.tokens import (
+    penalised_rewards,
+    reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
+    whiten,
+)
 from instep.algorithms.segments import expand
 
 pytestmark = pytest.mark.peers

@@ -12,11 +12,13 @@ import pytest
 import torch
 
 from instep.algorithms.kl import approx_kl
-from instep.algorithms.losses.dpo import dpo_loss
-from instep.algorithms.losses.importance.levels import importance_ratio
-from instep.algorithms.losses.importance.opsm import off_policy_sequence_mask
-from instep.algorithms.losses.importance.rejection import rejection_mask
-from instep.algorithms.losses.importance.tis import bounded_weights
+from instep.algorithms.losses.importance import (
+    bounded_weights,
+    importance_ratio,
+    off_policy_sequence_mask,
+    rejection_mask,
+)
+from instep.algorithms.losses.offline import dpo_loss
 from instep.algorithms.losses.policy import PolicyLossConfig
 from instep.training.backend import TokenOutputs
 from instep.training.losses import policy_loss_fn

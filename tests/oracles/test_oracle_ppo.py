@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from instep.algorithms.advantages.gae import gae
+from instep.algorithms.advantages.tokens import gae
 from instep.algorithms.losses.value import explained_variance, value_loss
 from instep.algorithms.reductions import loss_weights
 from instep.training.backend import TokenOutputs

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from instep.algorithms.advantages.gae import gae
-from instep.algorithms.advantages.whitening import whiten
+from instep.algorithms.advantages.tokens import gae, whiten
 from instep.algorithms.losses.value import value_loss
 from instep.algorithms.reductions import loss_weights
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from instep.data.byte_texts import ByteTexts, byte_texts
+from instep.data.tokenizer import ByteTexts, byte_texts
 from tests.e2e.test_serve import Server
 from tests.real.folders import make_folder, reciting_model
 from tests.real.test_texts import ids_of

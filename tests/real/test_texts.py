@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from instep.data.byte_texts import byte_texts
+from instep.data.tokenizer import byte_texts
 from instep.rollout.tokens import decode, token_texts
 from tests.real.templates import TEXTS
 

@@ -8,12 +8,10 @@ import statistics
 import pytest
 import torch
 
-from instep.algorithms.advantages.dr_grpo import dr_grpo
-from instep.algorithms.advantages.grpo import grpo
-from instep.algorithms.advantages.tokens import penalised_rewards
-from instep.algorithms.advantages.whitening import whiten
+from instep.algorithms.advantages.groups import dr_grpo, grpo
+from instep.algorithms.advantages.tokens import penalised_rewards, whiten
 from instep.algorithms.kl import KL_TYPES, approx_kl
-from instep.algorithms.losses.ppo_clip import ppo_clip_loss
+from instep.algorithms.losses.forms import ppo_clip_loss
 from instep.algorithms.reductions import loss_weights
 from instep.algorithms.segments import expand
 from tests.ragged import IDS, LENGTHS, MASK, STEPS, TOLERANCE, numbers, tensor

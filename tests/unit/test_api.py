@@ -25,7 +25,7 @@ from instep.data.formats import row_format
 from instep.data.rows import RowFormat, split_files
 from instep.errors import ConfigError, DataError, InstepError
 from instep.preflight import inputs
-from instep.rollout.rewards.trl import arguments as rewards_of_trl
+from instep.rollout.rewards.dispatch import trl_arguments as rewards_of_trl
 from instep.system import hooks
 from instep.system.run_context import RunContext
 from instep.types import Sample

@@ -22,9 +22,8 @@ from instep.types import Sample
 from instep_neighbours.atropos import normalized_scores, rollout
 from instep_neighbours.atropos.client import ApiClient, Registration
 from instep_neighbours.atropos.env_api import EnvApi
-from instep_neighbours.atropos.groups import Limits, fault_of_group, refused_in, samples_of
+from instep_neighbours.atropos.groups import Limits, advantages, fault_of_group, refused_in, samples_of
 from instep_neighbours.atropos.rollout import _batch, registration_of
-from instep_neighbours.atropos.scores import advantages
 from tests.atropos import REGISTRATION, group, serving
 from tests.bounds import allowed
 

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from instep.data.byte_texts import byte_texts
+from instep.data.tokenizer import byte_texts
 from instep.rollout.tokens import token_texts
 
 

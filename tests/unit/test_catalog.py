@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from instep.algorithms.advantages import ESTIMATORS
-from instep.algorithms.advantages.grpo import grpo
+from instep.algorithms.advantages.groups import grpo
 from instep.algorithms.catalog import ALGORITHMS, OFFLINE, Algorithm, algorithm_of, names_where
 from instep.algorithms.losses.policy import FORMS
 from instep.arguments.algorithm.rules import COMBINATIONS

@@ -8,8 +8,7 @@ import random
 import pytest
 import torch
 
-from instep.algorithms.losses.importance.levels import importance_ratio
-from instep.algorithms.losses.importance.rejection import rejection_mask
+from instep.algorithms.losses.importance import importance_ratio, rejection_mask
 from instep.algorithms.losses.policy import PolicyLossConfig
 from instep.algorithms.reductions import loss_scales, loss_weights
 from instep.errors import RolloutError

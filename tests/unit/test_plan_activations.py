@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from instep.models.decoder_layers import decoder_layers
+from instep.models.checkpoint_names import decoder_layers
 from instep.models.sizes import Shape, shape_in, shape_of
 from instep.preflight.plan.linear import kept_by_mixers
 from instep.preflight.plan.trainer import Rank, forward_work, kept, kept_in_layer

@@ -29,12 +29,12 @@ def test_a_worker_that_hangs_is_replaced() -> None:
     async def scenario() -> tuple[set[int], set[int], bool]:
         pool = shared_pool()
         assert await pool.equal(r"\sqrt{4}", "2", timeout=20, where="")
-        first = {w.pid for w in pool._all}
+        first = {w.process.pid for w in pool._all}
         with pytest.raises(RewardError, match="took more than 0.5 s") as caught:
             await pool.equal("9^{9^{9^{9}}}", "3", timeout=0.5, where="group 1, sample 2")
         assert "group 1, sample 2" in caught.value.where
         again = await pool.equal(r"\sqrt{9}", "3", timeout=20, where="")
-        return first, {w.pid for w in pool._all}, again
+        return first, {w.process.pid for w in pool._all}, again
 
     first, second, again = runtime.run(scenario(), timeout=60)
     assert again and len(first) == 1 and not first & second
@@ -46,7 +46,7 @@ def test_the_workers_of_a_hooks_own_loop_end_with_it(capfd: pytest.CaptureFixtur
 
     async def scenario() -> set[int]:
         assert await shared_pool().equal(r"\sqrt{4}", "2", timeout=60, where="")
-        return {w.pid for w in shared_pool()._all}
+        return {w.process.pid for w in shared_pool()._all}
 
     async def rollout() -> list[set[int]]:
         return [await asyncio.to_thread(asyncio.run, scenario()) for _ in range(2)]
@@ -61,12 +61,12 @@ async def _disturbed(idle_seconds: float) -> tuple[set[int], set[int], bool]:
     """The workers before and after their death, and the answer to the job that comes `idle_seconds` later."""
     pool = shared_pool()
     assert await pool.equal(r"\sqrt{4}", "2", timeout=60, where="")
-    first = {w.pid for w in pool._all}
+    first = {w.process.pid for w in pool._all}
     for pid in first:
         os.kill(pid, signal.SIGKILL)
     await asyncio.sleep(idle_seconds)
     answer = await pool.equal(r"\sqrt{9}", "3", timeout=60, where="")
-    return first, {w.pid for w in pool._all}, answer
+    return first, {w.process.pid for w in pool._all}, answer
 
 
 @pytest.mark.parametrize("idle_seconds", [0, 0.5])
@@ -84,7 +84,7 @@ def test_a_job_that_ends_every_worker_is_an_error(monkeypatch: pytest.MonkeyPatc
 
         async def deadly(worker: Worker, job: dict[str, Any]) -> dict[str, Any]:
             if job["label"] == "deadly":
-                os.kill(worker.pid, signal.SIGKILL)
+                os.kill(worker.process.pid, signal.SIGKILL)
             return await ask(worker, job)
 
         monkeypatch.setattr(Worker, "ask", deadly)
@@ -121,7 +121,7 @@ def test_workers_are_light_and_die_with_their_parent() -> None:
         "async def main():\n"
         "    pool = RewardPool(1)\n"
         "    assert await pool.equal(r'\\sqrt{4}', '2', timeout=20, where='')\n"
-        "    print(next(iter(pool._all)).pid, flush=True)\n"
+        "    print(next(iter(pool._all)).process.pid, flush=True)\n"
         "    await asyncio.sleep(60)\n"
         "asyncio.run(main())\n"
     )

@@ -12,7 +12,7 @@ from instep.arguments.parse import parse
 from instep.engines import bodies
 from instep.system.ports import free_port
 from instep_neighbours.trl import front
-from instep_neighbours.trl.access import Access
+from instep_neighbours.trl.clients import Access
 from instep_neighbours.trl.delivery import _Unproven
 from instep_neighbours.trl.front import Front
 from instep_neighbours.trl.serve import _layout

@@ -18,8 +18,7 @@ from instep.errors import ConfigError, SyncError
 from instep.models.checkpoint_names import named_weights
 from instep_engine.manifest import digest
 from instep_neighbours.trl import forms
-from instep_neighbours.trl.access import Access, sends
-from instep_neighbours.trl.clients import BadRequest
+from instep_neighbours.trl.clients import Access, BadRequest, sends
 from instep_neighbours.trl.command_line import FLAGS, help_text, read
 from instep_neighbours.trl.forms import Asked, Scoring
 from instep_neighbours.trl.receiver import Announced, Receiver, WrongTensor, cuts

@@ -21,8 +21,7 @@ from instep.engines.engine import Engine
 from instep.errors import ConfigError
 from instep.observability.samples import sample_row
 from instep.observability.view.command import main as view
-from instep.observability.view.flags import compare
-from instep.observability.view.runs import Runs, runs_below
+from instep.observability.view.runs import Runs, compare, runs_below
 from instep.observability.view.server import HEADERS, ViewServer
 from instep.observability.view.timeline import Timeline, averaged, thinned
 from instep.observability.view.turns import turns_of

@@ -6,22 +6,15 @@ advantages of tokens from them. A hook that processes the rewards replaces `comp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from instep.algorithms.advantages.dr_grpo import dr_grpo
-from instep.algorithms.advantages.gae import gae
-from instep.algorithms.advantages.grpo import grpo
-from instep.algorithms.advantages.max_rl import max_rl
-from instep.algorithms.advantages.reinforce_plus_plus import reinforce_plus_plus
-from instep.algorithms.advantages.reinforce_plus_plus_baseline import reinforce_plus_plus_baseline
-from instep.algorithms.advantages.rloo import rloo
+from instep.algorithms.advantages.groups import Compare, dr_grpo, grpo, max_rl, rloo
+from instep.algorithms.advantages.tokens import gae, reinforce_plus_plus, reinforce_plus_plus_baseline
 from instep.algorithms.segments import expand
-
-Compare = Callable[[Tensor, Sequence[int] | Tensor, Sequence[Hashable | None] | None], Tensor]
 
 
 @dataclass(frozen=True)

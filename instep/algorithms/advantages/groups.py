@@ -1,4 +1,4 @@
-"""Comparison of the rewards of a group; fan-out siblings of one execution count once."""
+"""Advantages relative to the rewards of a group; fan-out siblings of one execution count once."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 from torch import Tensor
 
+STD_EPS = 1e-6  # of GRPO
+ExecutionIds = Sequence[Hashable | None] | None
+Compare = Callable[[Tensor, Sequence[int] | Tensor, ExecutionIds], Tensor]
 # (rewards of a group's samples `[n]`, the mean reward of each one's execution `[n]`, that of all executions `[k]`)
 Formula = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -14,7 +17,7 @@ Formula = Callable[[Tensor, Tensor, Tensor], Tensor]
 def relative_to_group(
     rewards: Tensor,
     group_index: Sequence[int] | Tensor,
-    execution_ids: Sequence[Hashable | None] | None,
+    execution_ids: ExecutionIds,
     formula: Formula,
 ) -> Tensor:
     """Apply `formula` to each group separately.
@@ -62,10 +65,61 @@ def relative_to_group(
     return out.to(rewards.dtype)
 
 
-def executions(execution_ids: Sequence[Hashable | None] | None, num_samples: int) -> list[Hashable]:
+def executions(execution_ids: ExecutionIds, num_samples: int) -> list[Hashable]:
     """Return one key per sample; a sample without an id is a separate execution."""
     if execution_ids is None:
         return list(range(num_samples))
     if len(execution_ids) != num_samples:
         raise ValueError(f"{len(execution_ids)} execution ids for {num_samples} samples")
     return [("sample", i) if e is None else ("id", e) for i, e in enumerate(execution_ids)]
+
+
+def grpo(rewards: Tensor, group_index: Sequence[int] | Tensor, execution_ids: ExecutionIds = None) -> Tensor:
+    """Compute A_i = (r_i - mean(group)) / (std(group) + 1e-6), std unbiased (arXiv:2402.03300, section 4.1.2).
+
+    GSPO, CISPO, SAPO and DAPO have this advantage, too: they differ in the loss or in the data. Arguments, result and
+    errors of all these functions are those of `relative_to_group`.
+    """
+    return relative_to_group(
+        rewards, group_index, execution_ids, lambda r, own, all_: (r - all_.mean()) / (all_.std() + STD_EPS)
+    )
+
+
+def dr_grpo(rewards: Tensor, group_index: Sequence[int] | Tensor, execution_ids: ExecutionIds = None) -> Tensor:
+    """Compute A_i = r_i - mean(group) (arXiv:2503.20783).
+
+    A division by the std would give more weight to questions that are almost always or almost never solved.
+    """
+    return relative_to_group(rewards, group_index, execution_ids, lambda r, own, all_: r - all_.mean())
+
+
+def rloo(rewards: Tensor, group_index: Sequence[int] | Tensor, execution_ids: ExecutionIds = None) -> Tensor:
+    """Compute A_i = r_i - mean(r_j, j != i, of the group), unbiased (arXiv:2402.14740).
+
+    A fan-out sample is compared with the other executions.
+    """
+    return relative_to_group(
+        rewards, group_index, execution_ids, lambda r, own, all_: r - (all_.sum() - own) / (all_.numel() - 1)
+    )
+
+
+def max_rl(rewards: Tensor, group_index: Sequence[int] | Tensor, execution_ids: ExecutionIds = None) -> Tensor:
+    """Compute A_i = (r_i - mean(group)) / mean(group), 0 if the mean is 0 (arXiv:2602.02710).
+
+    For rewards of 0 and 1 with K successes of N this is N/K - 1 for a success and -1 for a failure: the mean of the
+    score function over the successes minus its mean over all samples, a control variate. With more samples, the policy
+    gradient converges to maximum likelihood of success.
+
+    Raises:
+        ValueError: also for a negative reward: then the mean is not a success rate.
+    """
+    if bool((rewards < 0).any()):
+        row = int((rewards < 0).nonzero()[0])
+        raise ValueError(f"the reward {rewards[row].item():g} (group {int(group_index[row])}) is below 0; max_rl needs "
+                         "rewards of success, from 0 to 1")  # fmt: skip
+
+    def formula(r: Tensor, own: Tensor, all_: Tensor) -> Tensor:
+        mean = all_.mean()
+        return (r - mean) / mean if mean > 0 else torch.zeros_like(r)
+
+    return relative_to_group(rewards, group_index, execution_ids, formula)

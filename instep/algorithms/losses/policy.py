@@ -4,26 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from instep.algorithms.catalog import algorithm_of
 from instep.algorithms.kl import KL_TYPES, approx_kl
-from instep.algorithms.losses.cispo import cispo_loss
-from instep.algorithms.losses.dppo import dppo_loss
-from instep.algorithms.losses.gspo import GRADIENTS, gspo_loss
-from instep.algorithms.losses.importance.levels import LEVELS, importance_ratio
-from instep.algorithms.losses.importance.opsm import off_policy_sequence_mask
-from instep.algorithms.losses.importance.rejection import rejection_mask
-from instep.algorithms.losses.importance.tis import MODES, bounded_weights
-from instep.algorithms.losses.ppo_clip import ppo_clip_loss
-from instep.algorithms.losses.ratio import PolicyLoss, exp_ratio
-from instep.algorithms.losses.sapo import sapo_loss
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import Settings
+from instep.algorithms.losses import forms
+from instep.algorithms.losses.importance import (
+    LEVELS,
+    MODES,
+    bounded_weights,
+    importance_ratio,
+    off_policy_sequence_mask,
+    rejection_mask,
+)
+from instep.arguments.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -59,7 +56,7 @@ class PolicyLossConfig:
     def __post_init__(self) -> None:
         for name, known in (
             ("form", FORMS),
-            ("gspo_gradient", GRADIENTS),
+            ("gspo_gradient", forms.GRADIENTS),
             ("kl_loss_type", KL_TYPES),
             ("tis_level", LEVELS),
             ("rs_level", LEVELS),
@@ -85,8 +82,8 @@ class PolicyLossConfig:
 
     @property
     def bounds(self) -> dict[str, Any]:
-        """Return the bounds of a ratio, a weight or a divergence, as keyword arguments of a form."""
-        return {"eps_clip": self.eps_clip, "eps_clip_high": self.eps_clip_high}
+        """Return the bounds of a ratio or a divergence, as keyword arguments of a form."""
+        return {name: getattr(self, name) for name in ("eps_clip", "eps_clip_high", "eps_clip_c")}
 
     @classmethod
     def from_args(cls, args: Settings) -> PolicyLossConfig:
@@ -95,23 +92,17 @@ class PolicyLossConfig:
         return cls(form, **{name: getattr(args, name) for name in cls.__dataclass_fields__ if name != "form"})
 
 
-# (current log-probs, old ones, advantages, mask: all `[num_tokens]`, response lengths, config) -> PolicyLoss
-Form = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, PolicyLossConfig], PolicyLoss]
+# (config, current log-probs, old ones, advantages, mask: all `[num_tokens]`, response lengths) -> PolicyLoss
+Form = Callable[..., forms.PolicyLoss]
 FORMS: dict[str, Form] = {
-    "ppo_clip": lambda now, old, a, mask, lengths, c: ppo_clip_loss(now, old, a, **c.bounds, eps_clip_c=c.eps_clip_c),
-    "gspo": lambda now, old, a, mask, lengths, c: gspo_loss(
-        now, old, a, mask, lengths, **c.bounds, eps_clip_c=c.eps_clip_c, gradient=c.gspo_gradient
+    "ppo_clip": lambda c, now, old, a, *_: forms.ppo_clip_loss(now, old, a, **c.bounds),
+    "gspo": lambda c, *columns: forms.gspo_loss(*columns, **c.bounds, gradient=c.gspo_gradient),
+    "cispo": lambda c, now, old, a, *_: forms.cispo_loss(
+        now, old, a, eps_clip=c.eps_clip, eps_clip_high=c.eps_clip_high
     ),
-    "cispo": lambda now, old, a, mask, lengths, c: cispo_loss(now, old, a, **c.bounds),
-    "sapo": lambda now, old, a, mask, lengths, c: sapo_loss(
-        now, old, a, tau_pos=c.sapo_tau_pos, tau_neg=c.sapo_tau_neg
-    ),
-    "dppo_tv": lambda now, old, a, mask, lengths, c: dppo_loss(
-        now, old, a, divergence="tv", **c.bounds, eps_clip_c=c.eps_clip_c
-    ),
-    "dppo_kl": lambda now, old, a, mask, lengths, c: dppo_loss(
-        now, old, a, divergence="kl", **c.bounds, eps_clip_c=c.eps_clip_c
-    ),
+    "sapo": lambda c, now, old, a, *_: forms.sapo_loss(now, old, a, tau_pos=c.sapo_tau_pos, tau_neg=c.sapo_tau_neg),
+    "dppo_tv": lambda c, now, old, a, *_: forms.dppo_loss(now, old, a, divergence="tv", **c.bounds),
+    "dppo_kl": lambda c, now, old, a, *_: forms.dppo_loss(now, old, a, divergence="kl", **c.bounds),
 }
 _AROUND_ROLLOUT = ("dppo_tv", "dppo_kl")
 
@@ -194,7 +185,7 @@ def policy_loss(
     old = only(_needed(rollout_log_probs, "rollout_log_probs")) if config.use_rollout_logprobs else scored
     if older is not None and not (config.use_rollout_logprobs or config.use_tis or correct is not None):
         old = torch.where(older > 0, only(_needed(rollout_log_probs, "rollout_log_probs")), old)
-    policy = FORMS[config.form](current, old, advantages, mask, response_lengths, config)
+    policy = FORMS[config.form](config, current, old, advantages, mask, response_lengths)
     token_loss, keep = policy.loss, mask
     sums = {"log_prob": mean(current.detach()), "pg_clipfrac": mean(policy.clipped), "ppo_kl": mean(policy.ppo_kl)}
     if config.use_opsm:
@@ -273,7 +264,7 @@ def _importance(scored: Tensor, rollout_log_probs: Tensor, loss_weights: Tensor)
     """Return weighted sums of 1, w and w^2 over trained tokens with engine log-probs, w = trainer's probability /
     engine's."""
     known = (loss_weights > 0) & ~rollout_log_probs.isnan()
-    weights = exp_ratio(torch.where(known, scored - rollout_log_probs, torch.zeros_like(scored)))
+    weights = forms.exp_ratio(torch.where(known, scored - rollout_log_probs, torch.zeros_like(scored)))
     powers = (torch.ones_like(weights), weights, weights.square())
     return {f"importance_{i}": (loss_weights * known * power).sum() for i, power in enumerate(powers)}
 

@@ -6,9 +6,10 @@ import math
 import os
 import threading
 import time
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from instep.errors import ConfigError
 from instep.observability.alarms import ALARMS, Limits, advice
@@ -17,7 +18,6 @@ from instep.observability.plots import PANELS, content_of, read_history
 from instep.observability.report import headline
 from instep.observability.run_folder import config_of, state_of
 from instep.observability.sinks import read_json
-from instep.observability.view.numbers import Numbers, Packer
 from instep.observability.view.samples import Samples
 from instep.observability.view.tail import DAMAGE, Row, Tail
 from instep.observability.view.timeline import Timeline, averaged, thinned
@@ -33,6 +33,35 @@ HOLDS = (
     "config.json (arguments, versions, process), metrics.jsonl, samples.jsonl, timeline.jsonl and logs/; summary.json "
     "and report.html at its end"
 )
+_OF_THE_PLACE = {"run_dir", "notes"}  # arguments that differ between any two runs
+
+
+class Numbers(NamedTuple):
+    """The numbers of a row of metrics.jsonl in little memory: 8 bytes for one, and names once; NaN is its null."""
+
+    step: int
+    names: tuple[str, ...]
+    values: array[float]
+
+    def row(self) -> Row:
+        """Return the row as it was."""
+        values = (None if math.isnan(value) else value for value in self.values)
+        return {"step": self.step, **dict(zip(self.names, values, strict=True))}
+
+
+class Packer:
+    """Make `Numbers` of the rows of one file. Rows with the same names share them; other values are left out."""
+
+    def __init__(self) -> None:
+        self._names: dict[tuple[str, ...], tuple[str, ...]] = {}
+
+    def __call__(self, offset: int, row: Row) -> Numbers:
+        step = int(row.pop("step"))
+        row = {
+            name: math.nan if v is None else v for name, v in row.items() if v is None or isinstance(v, (int, float))
+        }
+        names = tuple(row)
+        return Numbers(step, self._names.setdefault(names, names), array("d", row.values()))
 
 
 class RunFiles:
@@ -67,8 +96,8 @@ class RunFiles:
             "remedy": state.remedy,
             "num_rollout": args.get("num_rollout"),
             "phases": [_phase(row) for row in under_way if alive or row["began"] == last],
-            "reading": self._metrics.reading,
-            "num_damaged": sum(file.num_damaged for file in (self._metrics, self._timeline, self.samples)),
+            "reading": self._metrics.offset < self._metrics.size,
+            "num_damaged": sum(tail.num_damaged for tail in (self._metrics, self._timeline.tail, self.samples.tail)),
             **self._remembered("figures", now, lambda: _figures(rows, summary, args)),
         }
 
@@ -207,6 +236,35 @@ class Runs:
         common = os.path.commonpath([folder.parent for folder in folders]) if runs else ""
         names = [os.path.relpath(folder, common) for folder in folders]
         return [{**about, "name": name} for about, name in zip(reversed(found), names, strict=True)]
+
+
+def compare(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return a row for each argument: `name` (its flag, if it has one), `help`, `values` of the runs, whether they
+    `differ`, and whether one is `changed` from the flag's default.
+
+    Args:
+        runs: `args` and `versions` of each run, as in its config.json. A value that a run does not have is null.
+    """
+    from instep.arguments.all_flags import own_flags
+
+    flags = {flag.attribute: flag for flag in own_flags().values()}
+    rows = []
+    for part in ("args", "versions"):
+        known = [run[part] for run in runs]
+        for name in sorted({name for values in known for name in values} - _OF_THE_PLACE):
+            values = [of_run.get(name) for of_run in known]
+            flag = flags.get(name) if part == "args" else None
+            rows.append(
+                {
+                    "name": flag.name if flag else name,
+                    "part": part,
+                    "help": flag.help if flag else "",
+                    "values": values,
+                    "differ": any(value != values[0] for value in values),
+                    "changed": flag is not None and any(value != flag.default for value in values),
+                }
+            )
+    return rows
 
 
 def check_runs(folders: Sequence[Path]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -45,25 +44,17 @@ _ORDERS: dict[str, Callable[[Entry], Any]] = {
     "new": lambda e: (-e.rollout, -1 if e.group is None else e.group, e.offset),
     "old": lambda e: e.offset,
 }
-_RANGES = {
-    "rollout": ("from", "to"),
-    "reward": ("min_reward", "max_reward"),
-    "length": ("min_length", "max_length"),
-}
+_RANGES = {"rollout": ("from", "to")} | {name: (f"min_{name}", f"max_{name}") for name in ("reward", "length")}
 
 
 class Samples:
     """The index of `samples.jsonl` in a run's folder."""
 
     def __init__(self, folder: Path):
-        self._folder, self._tail = folder, Tail(folder / "samples.jsonl", self._entry, without="tokens")
+        self._folder, self.tail = folder, Tail(folder / "samples.jsonl", self._entry, without="tokens")
         self._entries: list[Entry] = []
         self._lock = threading.Lock()
         self._keys: dict[str, str | None] = {}
-
-    @property
-    def num_damaged(self) -> int:
-        return self._tail.num_damaged
 
     def page(self, query: Mapping[str, str]) -> dict[str, Any]:
         """Return the samples that a query asks for, and what there is to ask for.
@@ -82,7 +73,7 @@ class Samples:
         splits = list(dict.fromkeys(entry.split for entry in entries))
         split = query.get("split") or ("train" if "train" in splits else next(iter(splits), ""))
         mine = [entry for entry in entries if entry.split == split]
-        found = [entry for entry in mine if all(test(entry) for test in _tests(query))]
+        found = list(filter(_condition(query), mine))
         found.sort(key=_ORDERS.get(query.get("order", ""), _ORDERS["new"]))
         size = min(int(query.get("size") or 50), MOST_ROWS)
         first = int(query.get("page") or 0) * size
@@ -94,8 +85,8 @@ class Samples:
             "total": len(mine),
             "matching": len(found),
             "first": first,
-            "read": self._tail.offset,
-            "size": self._tail.size,
+            "read": self.tail.offset,
+            "size": self.tail.size,
             "rows": [self._head(entry) for entry in found[first : first + size]],
         }
 
@@ -113,11 +104,11 @@ class Samples:
             group = (entry.split, entry.rollout, entry.group)
             same = [e.offset for e in self._entries if (e.split, e.rollout, e.group) == group]
             same = same if entry.group is not None else [offset]
-        row = self._tail.at(offset)
+        row = self.tail.at(offset)
         return {**row, "offset": offset, "gaps": gaps(row), "turns": turns_of(row), "group": same}
 
     def _read_on(self) -> None:
-        anew, entries = self._tail.read(INDEX_SECONDS)
+        anew, entries = self.tail.read(INDEX_SECONDS)
         if anew:
             self._entries.clear()
         self._entries += entries
@@ -142,7 +133,7 @@ class Samples:
 
     def _head(self, entry: Entry) -> dict[str, Any]:
         """Return what a list shows of a sample."""
-        row = self._tail.at(entry.offset)
+        row = self.tail.at(entry.offset)
         more: Row = {name: row[name] for name in ("loss", "pair", "num_samples") if name in row}
         return {**asdict(entry), **more, "response": str(row.get("response") or "")[:EXCERPT]}
 
@@ -151,21 +142,15 @@ def _known(kind: Callable[[Any], T], value: Any) -> T | None:
     return None if value is None else kind(value)
 
 
-def _tests(query: Mapping[str, str]) -> list[Callable[[Entry], bool]]:
-    """Return a test for each condition of a query."""
-    tests: list[Callable[[Entry], bool]] = []
-    tests += [partial(_is, name=name, text=query[name]) for name in ("status", "group") if query.get(name)]
-    for name, ends in _RANGES.items():
-        least, most = (query.get(end) for end in ends)
-        if least or most:
-            tests.append(partial(_within, name=name, low=float(least or "-inf"), high=float(most or "inf")))
-    return tests
+def _condition(query: Mapping[str, str]) -> Callable[[Entry], bool]:
+    """Return a function that says whether a query asks for a sample."""
+    texts = {name: query[name] for name in ("status", "group") if query.get(name)}
+    ends = {name: (query.get(least), query.get(most)) for name, (least, most) in _RANGES.items()}
+    ranges = {n: (float(least or "-inf"), float(most or "inf")) for n, (least, most) in ends.items() if least or most}
 
+    def fits(entry: Entry) -> bool:
+        values = {name: getattr(entry, name) for name in ranges}
+        inside = (v is not None and ranges[name][0] <= v <= ranges[name][1] for name, v in values.items())
+        return all(str(getattr(entry, name)) == text for name, text in texts.items()) and all(inside)
 
-def _is(entry: Entry, *, name: str, text: str) -> bool:
-    return str(getattr(entry, name)) == text
-
-
-def _within(entry: Entry, *, name: str, low: float, high: float) -> bool:
-    value: float | None = getattr(entry, name)
-    return value is not None and low <= value <= high
+    return fits

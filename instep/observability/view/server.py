@@ -21,8 +21,7 @@ from urllib.parse import parse_qsl, urlsplit
 from instep.errors import ConfigError
 from instep.observability.plots import COLORS, PANELS
 from instep.observability.report import STYLE
-from instep.observability.view.flags import compare
-from instep.observability.view.runs import RunFiles, Runs
+from instep.observability.view.runs import RunFiles, Runs, compare
 from instep.observability.view.tail import DAMAGE
 
 FIRST_PORT, NUM_PORTS = 8620, 20

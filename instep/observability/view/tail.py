@@ -41,11 +41,6 @@ class Tail(Generic[T]):
         """Where the last look has ended, in which file."""
         return self._inode, self.offset
 
-    @property
-    def reading(self) -> bool:
-        """Whether the file had more at the last look."""
-        return self.offset < self.size
-
     def read(self, seconds: float = math.inf) -> tuple[bool, list[T]]:
         """Return `of` the new complete rows, reading for about so many seconds.
 

@@ -22,7 +22,7 @@ class Timeline:
     """The timeline of one run. Courses and processes stay in the file, and are read where they are shown."""
 
     def __init__(self, folder: Path):
-        self._tail = Tail(folder / "timeline.jsonl", _noted)
+        self.tail = Tail(folder / "timeline.jsonl", _noted)
         self._phases: dict[tuple[str, float], Row] = {}
         self._courses: list[tuple[float, int]] = []  # time of the first point, offset
         self._steps: list[tuple[int, float, int]] = []  # rollout, end, offset
@@ -30,7 +30,7 @@ class Timeline:
 
     def read_on(self, seconds: float = math.inf) -> None:
         """Read what is new, for about so many seconds."""
-        anew, rows = self._tail.read(seconds)
+        anew, rows = self.tail.read(seconds)
         if anew:
             for known in (self._phases, self._courses, self._steps):
                 known.clear()
@@ -48,10 +48,6 @@ class Timeline:
                     self._steps.pop()
                 self._latest = max(self._latest, row["time"])
                 self._steps.append((row["rollout_id"], row["time"], row["offset"]))
-
-    @property
-    def num_damaged(self) -> int:
-        return self._tail.num_damaged
 
     def under_way(self) -> list[Row]:
         """Return the phases that have no end."""
@@ -90,7 +86,7 @@ class Timeline:
     def _requests(self, began: float, ended: float) -> list[Any]:
         firsts = [at for at, _ in self._courses]
         inside = [i for i, at in enumerate(firsts) if at <= ended and (i + 1 == len(firsts) or firsts[i + 1] >= began)]
-        points = [point for i in inside for point in self._tail.at(self._courses[i][1])["requests"]]
+        points = [point for i in inside for point in self.tail.at(self._courses[i][1])["requests"]]
         before = [number for at, number in points if at < began]
         start = [[began, before[-1]]] if before else []
         return start + [[at, number] for at, number in points if began <= at <= ended]
@@ -102,7 +98,7 @@ class Timeline:
         out: dict[str, dict[str, Any]] = {}
         before: dict[str, tuple[float, float]] = {}  # time and tokens
         for rollout, at, offset in chosen:
-            for row in self._tail.at(offset)["processes"]:
+            for row in self.tail.at(offset)["processes"]:
                 course = out.setdefault(row["name"], {"name": row["name"], "rollouts": [], "gauges": {}})
                 course["rollouts"].append(rollout)
                 values = {name: value for name, value in row.items() if name not in ("name", "num_generated")}

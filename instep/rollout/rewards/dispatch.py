@@ -8,8 +8,9 @@ import re
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+from instep.arguments.settings import HookSettings
 from instep.data.graders import GRADERS, grader_of
 from instep.errors import ConfigError, InstepError, RewardError
 from instep.rollout import runtime
@@ -17,17 +18,12 @@ from instep.rollout.http import post_within
 from instep.rollout.rewards import text
 from instep.rollout.rewards.code import LIMITS, passes_all, read_tests
 from instep.rollout.rewards.pool import shared_pool
-from instep.rollout.rewards.rules import Algebra, grade
-from instep.rollout.rewards.trl import arguments, is_trls
 from instep.rollout.tokens import without_end
 from instep.system import spans
 from instep.system.hooks import defined_at, load_function, raised_at, signature_for
 from instep.system.hooks.user_code import is_from_outside, said
 from instep.system.run_context import cached_per_run
 from instep.types import Group, Sample, Status, as_number, name_of, reward_of
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import HookSettings
 
 T = TypeVar("T")
 BUILT_IN = "built-in"  # as a sample's custom_rm_path: use the rule of its rm_type, not --custom-rm-path
@@ -95,6 +91,33 @@ def takes_lists(path: str | None) -> bool:
     return any(p.name == "samples" or re.search(r"(?i)\b(list|sequence|group)\b", str(p.annotation)) for p in second)
 
 
+@cached_per_run
+def is_trls(path: str) -> bool:
+    """Return whether it is in TRL's form: `f(prompts, completions, **columns) -> list of numbers`, sync or async."""
+    return "completions" in inspect.signature(load_function(path)).parameters
+
+
+def trl_arguments(args: HookSettings, samples: Group) -> dict[str, Any]:
+    """Return the keywords of a call in TRL's form: lists with an entry per sample.
+
+    `completions` are texts without the special tokens at their end; if prompts are conversations, lists of one message.
+    `prompts` are as the engine got them, `completion_ids` the tokens. The labels are under the name of their column
+    (`--label-key`) and under `label`. Every key of the metadata is a column.
+    """
+    texts = [without_end(args, s.response) for s in samples]
+    chats = bool(args.apply_chat_template) or not all(isinstance(s.prompt, str) for s in samples)
+    keys = sorted({key for s in samples for key in s.metadata or {}})
+    columns: dict[str, Any] = {key: [(s.metadata or {}).get(key) for s in samples] for key in keys}
+    labels = [s.label for s in samples]
+    columns = {"label": labels} | columns | ({args.label_key: labels} if args.label_key else {})
+    return {
+        **columns,
+        "prompts": [s.prompt for s in samples],
+        "completions": [[{"role": "assistant", "content": text}] for text in texts] if chats else texts,
+        "completion_ids": [s.tokens[s.prompt_length :] for s in samples],
+    }
+
+
 async def compute_reward(args: HookSettings, target: Sample | Group) -> Any:
     """Return the reward of a sample (a number or a dict), or a list of the rewards of a group.
 
@@ -144,7 +167,7 @@ def _one_each(args: HookSettings, path: str, samples: Group, out: Any) -> list[A
 async def _custom(args: HookSettings, path: str, target: Sample | Group) -> Any:
     function = partial(load_function(path), args, target)
     if is_trls(path):
-        columns = arguments(args, [target] if isinstance(target, Sample) else target)
+        columns = trl_arguments(args, [target] if isinstance(target, Sample) else target)
         function = partial(load_function(path), **columns)
     whose = name_of(target) if isinstance(target, Sample) else f"group {target[0].group_index}"
     where = f"{_named(args, path)}: {whose}"
@@ -261,8 +284,8 @@ def _by_rule(args: HookSettings, sample: Sample) -> Any:
         shared_pool(args.reward_num_workers).warm()  # so that a worker runs when an answer needs algebra
     if rule in ("f1", "dapo", "exact_match"):
         response = without_end(args, response)
-    graded = grade(name, response, sample.label, sample.metadata or {})
-    return _Later(partial(_algebra, args, sample, graded)) if isinstance(graded, Algebra) else graded
+    graded = text.grade(name, response, sample.label, sample.metadata or {})
+    return _Later(partial(_algebra, args, sample, graded)) if isinstance(graded, text.Algebra) else graded
 
 
 async def _code(args: HookSettings, sample: Sample, response: str) -> float:
@@ -281,7 +304,7 @@ async def _code(args: HookSettings, sample: Sample, response: str) -> float:
         raise RewardError(what, where=where, remedy=remedy) from error
 
 
-async def _algebra(args: HookSettings, sample: Sample, graded: Algebra) -> float:
+async def _algebra(args: HookSettings, sample: Sample, graded: text.Algebra) -> float:
     pool, where = shared_pool(args.reward_num_workers), f"math reward: {name_of(sample)}"
     for label in graded.labels:
         if await pool.equal(graded.answer, label, timeout=args.reward_timeout, where=where):

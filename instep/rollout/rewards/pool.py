@@ -57,14 +57,6 @@ class Worker:
                 raise
         return cls(process, reader, writer)
 
-    @property
-    def pid(self) -> int:
-        return self.process.pid
-
-    @property
-    def ended(self) -> bool:
-        return self.process.poll() is not None
-
     async def ask(self, job: dict[str, Any]) -> dict[str, Any]:
         """Return the answer, or {} if the worker has died."""
         try:
@@ -133,7 +125,7 @@ class RewardPool:
                     self._kill(worker)
             if result:
                 break
-            logger.warning("a reward worker (pid %d) has ended: its job is given to another one", worker.pid)
+            logger.warning("a reward worker (pid %d) has ended: its job is given to another one", worker.process.pid)
         else:
             died = f"the worker of the math reward died, {NUM_TRIES} times, with the answer {answer!r:.80}"
             raise RewardError(died, where=where, remedy="was it killed for its memory?")
@@ -153,7 +145,7 @@ class RewardPool:
                     if self._ready.empty() and len(self._all) < self._num_workers:
                         return await self._start()
                 continue
-            if not worker.ended:
+            if worker.process.poll() is None:
                 return worker
             self._kill(worker)  # it ended while it was idle
 

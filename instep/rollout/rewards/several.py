@@ -42,11 +42,16 @@ def one_of(functions: Sequence[Function], weights: Sequence[float] | None) -> Fu
     def total(found: dict[str, Any]) -> dict[str, Any]:
         return found | {SUM: sum(map(operator.mul, weights or [1.0] * len(found), found.values()))}
 
-    async def awaited(made: dict[str, Any]) -> dict[str, Any]:
-        return total({name: await out if inspect.isawaitable(out) else out for name, out in made.items()})
-
     def reward(args: Any, sample: Sample) -> Any:
-        made = {name: function(args, sample) for name, function in named.items()}
-        return awaited(made) if any(map(inspect.isawaitable, made.values())) else total(made)
+        return settled({name: function(args, sample) for name, function in named.items()}, total)
 
     return reward
+
+
+def settled(made: dict[str, Any], total: Callable[[dict[str, Any]], Any]) -> Any:
+    """Return `total(made)`; where async functions have made parts of it, an awaitable of that."""
+
+    async def awaited() -> Any:
+        return total({name: await out if inspect.isawaitable(out) else out for name, out in made.items()})
+
+    return awaited() if any(map(inspect.isawaitable, made.values())) else total(made)

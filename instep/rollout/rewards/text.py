@@ -1,4 +1,4 @@
-"""Extracting answers from responses and comparing them, as text. This module imports nothing heavy."""
+"""The built-in rewards that read text alone: answers in responses, and their comparison. It imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import re
 import string
 from collections import Counter
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
+from instep.rollout.rewards.dapo import dapo
+
+MAX_ALGEBRA_CHARS = 1000  # a longer answer is compared as text only
 _NUMBER = re.compile(r"[-+]?(\d{1,40}(\.\d{0,40})?|\.\d{1,40})(/\d{1,40})?")
 _WRAPPED = re.compile(r"\\(?:text|mathrm|mathbf|textbf|mbox)\{([^{}]*)\}")
 _BRACE = re.compile(r"\\(?:boxed|fbox)\{|\{|\}")
@@ -132,3 +135,42 @@ def gpqa(response: str, label: Any, metadata: dict[str, Any]) -> float:
         return float((stated[-1] if stated else alone[1]).upper() == wanted.upper())  # type: ignore[index]
     said = boxed if boxed is not None else (lines[-1] if lines else "")
     return float(bool(options) and normalize(said).lower() == normalize(str(options.get(wanted, ""))).lower() != "")
+
+
+class Algebra(NamedTuple):
+    """A question that text alone does not decide: whether `answer` equals one of `labels` as mathematics."""
+
+    answer: str
+    labels: list[str]
+
+
+def grade(name: str, response: str, label: Any, metadata: dict[str, Any]) -> float | dict[str, Any] | Algebra:
+    """Grade a response by the rule that `--rm-type` calls `name`, in time linear in the length of the response."""
+    if name.startswith("boxed_"):
+        name, response = name.removeprefix("boxed_"), last_boxed(response) or ""
+    if name == "exact_match":
+        return exact(response, label)
+    if name == "f1":
+        return f1(response, label)
+    if name == "gpqa":
+        return gpqa(response, label, metadata)
+    if name == "dapo":
+        return dapo(response, label)
+    if name == "deepscaler":
+        response = after_thinking(response) or ""
+    return _math(last_boxed(response), label)
+
+
+def _math(answer: str | None, label: Any) -> float | Algebra:
+    """Return 1.0 if the boxed answer equals the label (or one of several), else 0.0."""
+    if answer is None:
+        return 0.0
+    hard = []
+    for one in map(str, label if isinstance(label, list) else [label]):
+        one = last_boxed(one) or one
+        equal = quick_equal(answer, one)
+        if equal:
+            return 1.0
+        if equal is None and max(len(answer), len(one)) <= MAX_ALGEBRA_CHARS:
+            hard.append(one)
+    return Algebra(answer, hard) if hard else 0.0

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from instep.arguments.settings import HookSettings
 from instep.rollout.rewards.dispatch import compute_reward
 from instep.rollout.rm_hub.math_utils import grade_answer_verl
 from instep.types import Group, Sample
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import HookSettings
 
 __all__ = ["async_rm", "batched_async_rm", "grade_answer_verl"]
 

@@ -9,8 +9,7 @@ from typing import Any
 
 from instep.errors import RewardError
 from instep.rollout.rewards.pool import NUM_THREADS, START_SECONDS, RewardPool
-from instep.rollout.rewards.rules import MAX_ALGEBRA_CHARS
-from instep.rollout.rewards.text import last_boxed, quick_equal
+from instep.rollout.rewards.text import MAX_ALGEBRA_CHARS, last_boxed, quick_equal
 
 ALGEBRA_SECONDS = 10.0  # of a worker, for one comparison
 

@@ -9,14 +9,14 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from instep.errors import ConfigError, InstepError, RolloutError
+from instep.system.hooks.aliases import install_aliases, is_aliased
 from instep.system.hooks.neighbours import is_own
 from instep.system.hooks.user_code import described, functions_of_run, is_from_outside, is_interrupt, ours, said
 from instep.system.run_context import cached_per_run
 
-T = TypeVar("T")
 # The errors of aiohttp, httpx, requests, urllib and openai for status 401.
 _UNAUTHORIZED = re.compile(r"\b401\b.{0,20}(?i:unauthorized)|\b401, message|Error code: 401\b|Error 401:")
 
@@ -122,11 +122,6 @@ def load_function(dotted_path: str) -> Callable[..., Any]:
     if not module_name or "/" in dotted_path or ":" in dotted_path:
         remedy = "write package.module.function, without .py"
         raise ConfigError(f"{dotted_path!r} is not a dotted path", where="hook", remedy=remedy)
-    from instep.system.hooks.aliases import (  # here, because that package imports this module
-        install_aliases,
-        is_aliased,
-    )
-
     install_aliases()
     try:
         module = importlib.import_module(module_name)

@@ -21,7 +21,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from instep.checkpoints.hf_export import check_causal_lm
 from instep.errors import ConfigError
 from instep.models.attention import Unfit
-from instep.models.decoder_layers import decoder_layers
+from instep.models.checkpoint_names import decoder_layers
 from instep.models.rope import fix_rope
 from instep.models.shape import NUM_EXPERTS
 from instep.training.hf.layout import ALONE, LAYOUTS, PACKED, Layout, body_of, own_errors, run_packed, run_rows

@@ -1,1 +1,0 @@
-"""Corrections of the gap between the sampling engine and the scoring trainer."""
