@@ -100,6 +100,7 @@ def guarded(work: Callable[[], int]) -> int:
             raise
         return 128 + signal.SIGPIPE
     except InstepError as error:
+        _has_lost_reader()
         print(error, file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
