@@ -62,6 +62,7 @@ def test_the_parts_of_the_page(server: ViewServer, tmp_path: Path, part: str, sh
         assert html.escape(HOSTILE[:8], quote=False) in page
 
 
-def test_samples_name_the_run_that_they_are_of(server: ViewServer, tmp_path: Path) -> None:
-    """Without a run in the address the last one is shown, and chosen in the list of runs."""
-    assert re.search(r'<option value="\d" selected="">two</option>', dom(server, "samples", tmp_path))
+def test_samples_name_the_run_and_the_set_that_they_are_of(server: ViewServer, tmp_path: Path) -> None:
+    """Without them in the address the last run's training is shown, and chosen in both lists."""
+    chosen = re.findall(r'<option value="[^"]*" selected="">([^<]*)</option>', dom(server, "samples", tmp_path))
+    assert chosen[:2] == ["two", "train"]

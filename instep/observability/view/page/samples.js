@@ -16,7 +16,7 @@ export async function samples({ runs, query: asked }) {
   if (reading) setTimeout(() => { if (address().part === "samples" && location.hash === here) window.dispatchEvent(new HashChangeEvent("hashchange")); }, 150);
   const here = location.hash;
   return [
-    filters(runs, found, query, set),
+    filters(runs, found, { ...query, split: found.split }, set),
     h("p", { class: "dim" }, count(found, run), reading ? ` Reading the file: ${Math.round((100 * found.read) / found.size)} % of ${(found.size / 1e6).toFixed(0)} MB.` : ""),
     list(run, found), pager(found, query),
   ];
