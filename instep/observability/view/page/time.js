@@ -33,7 +33,7 @@ function sentence(means) {
   const more = [];
   if (means["perf/wait_seconds"]) more.push(`It waited ${duration(means["perf/wait_seconds"])} a step for groups or responses.`);
   if (means["perf/reward_seconds"] >= 0.1) more.push(`Of a rollout, engines were idle for ${duration(means["perf/reward_seconds"])} while rewards or tools were waited for.`);
-  if ("async/staleness_mean" in means) more.push(`Trained tokens were ${means["async/staleness_mean"].toFixed(1)} versions old in the mean.`);
+  if ("async/staleness_mean" in means) more.push(`Trained tokens were ${means["async/staleness_mean"].toFixed(1)} versions old on average.`);
   return h("p", { class: "dim" }, parts.length ? `${parts.join("; ")}. ` : "", more.join(" "));
 }
 
