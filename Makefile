@@ -38,7 +38,7 @@ install-vllm: venv  ## add vLLM's CPU variant and vllm-router to .venv (about 1.
 install-sglang: install-vllm  ## add SGLang and sglang-router to .venv, beside vLLM (about 55 MB more) [SGLANG=0.5.17]
 	@$(INSTALL) sglang$(addprefix ==,$(SGLANG)) --device cpu
 
-quickstart: venv  ## train a tiny model to a better policy in five minutes [BACKEND=hf|megatron DEVICE=cpu|cuda CLUSTER=local|ray SEED=0 OUT=]
+quickstart: venv  ## train a tiny model to a better policy (one to five minutes) [BACKEND=hf|megatron DEVICE=cpu|cuda CLUSTER=local|ray SEED=0 OUT=]
 	HF_HUB_OFFLINE=1 .venv/bin/python examples/quickstart/run.py --backend $(BACKEND) --device $(DEVICE) \
 	    --cluster $(CLUSTER) --seed $(SEED) --out $(OUT)
 

@@ -1,6 +1,6 @@
 """Make the data of a recipe: OUT/train.jsonl and OUT/eval.jsonl, a prompt (messages) and a label in each row.
 
-python recipes/make_data.py gsm8k OUT            word problems of GSM8K (pip install 'instep[datasets]')
+python recipes/make_data.py gsm8k OUT            word problems of GSM8K (instep install datasets)
 python recipes/make_data.py reasoning-gym OUT    five numeric tasks of reasoning-gym (pip install reasoning-gym)
 python recipes/make_data.py tool OUT             products for a tool
 """

@@ -34,7 +34,7 @@ number='^[0-9]+$'
 ((rank < num_nodes)) || fail "--rank $rank is not below --num-nodes $num_nodes"
 [[ $head =~ ^[^:]+:[0-9]+$ ]] || fail "--head '$head' is no HOST:PORT"
 ((rank > 0 || $# > 0)) || fail "no command" "remedy: give it after --"
-command -v ray >/dev/null || fail "no 'ray' here" "remedy: pip install 'instep[ray]', and activate its environment"
+command -v ray >/dev/null || fail "no 'ray' here" "remedy: instep install ray, and activate its environment"
 host=${head%:*} port=${head##*:}
 
 answers() { timeout 5 bash -c "exec 3<>/dev/tcp/$host/$port" 2>/dev/null; }

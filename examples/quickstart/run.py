@@ -115,11 +115,12 @@ def summarise(out: Path, seconds: float, peak_pss: float) -> None:
     table.add_row("held-out reward before GRPO", f"{summary['eval_reward_before']:.3f}")
     table.add_row("held-out reward after GRPO", f"{summary['eval_reward_after']:.3f}")
     table.add_row("optimizer steps (GRPO)", str(summary["num_steps"]))
-    table.add_row("largest trainer-engine difference at a sync", f"{summary['sync_probe_max_abs_diff']:.1e}")
+    table.add_row("largest trainer-engine difference at a sync, nats", f"{summary['sync_probe_max_abs_diff']:.1e}")
     table.add_row("seconds, all three stages", f"{seconds:.0f}")
     table.add_row("memory at its peak (PSS, all processes)", f"{summary['peak_pss_bytes'] / 1e9:.2f} GB")
     console.print(table)
     console.print(f"report: {report}\nmodel:  {out / 'hf'}")
+    console.print(f"next:   {Path(sys.executable).with_name('instep')} view {out}, then docs/quick_start.md")
 
 
 if __name__ == "__main__":

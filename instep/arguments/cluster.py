@@ -180,7 +180,7 @@ def hosts(args: Settings, given: set[str]) -> Iterator[Problem]:
         if local and name in given:
             yield Problem("has no effect without --cluster ray", flag_name(name), "give both")
     if not args.planned and not local and importlib.util.find_spec("ray") is None:
-        remedy = "pip install 'instep[ray]' on every host, or leave --cluster out on one host"
+        remedy = "`instep install ray` on every host, or leave --cluster out on one host"
         yield Problem("Ray is not installed here", "--cluster ray" if "cluster" in given else several, remedy)
 
 

@@ -345,7 +345,8 @@ class Controller:
         metrics = {**rollout.metrics, **trained.metrics, **early, **speed}
         metrics |= {"perf/pss_bytes": self._memory.current, "perf/peak_pss_bytes": self._memory.peak}
         metrics |= self.deployment.turn_seconds() | self._saves.metrics()
-        metrics |= self._idle.take(sum(early.values()) + seconds.get("train", 0.0))
+        trained_seconds = sum(early.values()) + seconds.get("train", 0.0)
+        metrics |= self._idle.take(trained_seconds, engines=bool(self.deployment.engines))
         metrics |= runtime.state().take_array_share() | self.deployment.accepted_drafts()
         if (sync := self.totals.last_sync) is not None:
             metrics |= {**sync.metrics(), **self.deployment.memory("sync")}

@@ -102,12 +102,14 @@ class IdleClock:
     def __init__(self) -> None:
         self._at, self._idle = time.monotonic(), gate().idle_seconds()
 
-    def take(self, train_seconds: float) -> dict[str, float]:
-        """Return the shares since the last call: without training, and without a request to the policy's engines."""
+    def take(self, train_seconds: float, *, engines: bool) -> dict[str, float]:
+        """Return the shares since the last call: without training, and, with engines, without a request to them."""
         at, idle = self._at, self._idle
         self._at, self._idle = time.monotonic(), gate().idle_seconds()
         seconds = max(self._at - at, 1e-9)
-        shares = {"trainer": 1 - train_seconds / seconds, "engine": (self._idle - idle) / seconds}
+        shares = {"trainer": 1 - train_seconds / seconds}
+        if engines:
+            shares["engine"] = (self._idle - idle) / seconds
         return {f"perf/{side}_idle_ratio": min(1.0, max(0.0, share)) for side, share in shares.items()}
 
 

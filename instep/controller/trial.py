@@ -13,6 +13,7 @@ import json
 import random
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -21,6 +22,7 @@ import torch
 from instep.algorithms.catalog import DEFAULT_ROLLOUT
 from instep.arguments.args import RUNTIME_ATTRIBUTES
 from instep.controller.advantage_columns import processed_rewards
+from instep.data.tokenizer import end_tokens
 from instep.errors import ConfigError, InstepError, RolloutError
 from instep.rollout import runtime
 from instep.rollout.execute import (
@@ -34,6 +36,7 @@ from instep.rollout.filters import verdict_of
 from instep.rollout.kv_budget import KVBudget
 from instep.rollout.rewards.dispatch import apply_rewards
 from instep.rollout.tokens import prompt_ids, tokenizer_of
+from instep.system.documents import read_json
 from instep.system.hooks import Hook
 from instep.types import Group, Sample, Status, VersionSpan, reward_of
 
@@ -82,6 +85,7 @@ class HookTrial:
         """
         if self._args.hook_trial and self._usual:
             self._check_source()
+            self._check_end()
         if not self._wanted or self._needs_engine:
             return
         try:
@@ -96,6 +100,17 @@ class HookTrial:
         """Try a custom generate function, the hooks that get its samples, and hooks that ask the engine."""
         if self._wanted and self._needs_engine:
             self._run(self._generated if self._args.custom_generate_function_path else self._made_up)
+
+    def _check_end(self) -> None:
+        """Note a checkpoint in which no token ends a response."""
+        args, folder = self._args, Path(self._args.hf_checkpoint)
+        config = next(path for name in ("generation_config.json", "config.json") if (path := folder / name).exists())
+        ends, _ = end_tokens(tokenizer_of(args), read_json(config).get("eos_token_id"))
+        if not (ends or args.rollout_stop or args.rollout_stop_token_ids):
+            self.notes.append(
+                f"{folder} has no end token, so every response is cut off at its longest: name one (eos_token in its "
+                "tokenizer_config.json), or give --rollout-stop"
+            )
 
     def _run(self, trial: Callable[[list[Group]], Coroutine[Any, Any, None]]) -> None:
         """Try the first groups of the source, then restore it; try nothing if it cannot be restored."""

@@ -69,7 +69,9 @@ def state_of(folder: Path, config: Mapping[str, Any], summary: Mapping[str, Any]
     logs = sorted((folder / LOGS).glob("*.log"), key=lambda p: p.stat().st_mtime)
     tail = end_of_log(logs[-1], TAIL_BYTES)[-TAIL:] if logs else []
     said = f"\nthe last lines of {logs[-1]}:\n" + "\n".join(tail) if tail else ""
-    remedy = "it was killed (SIGKILL), by a user or for lack of memory (see `dmesg`); --load continues it"
+    save = config["args"].get("save")
+    goes_on = f"--load {save} continues after its last checkpoint" if save else "nothing was saved (no --save)"
+    remedy = f"it was killed (SIGKILL), by a user or for lack of memory (see `dmesg`); {goes_on}"
     return State("killed", f"pid {pid} has ended without a summary or an error{said}", remedy)
 
 

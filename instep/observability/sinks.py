@@ -182,7 +182,7 @@ class WandB:
             raise ConfigError(
                 "wandb is not installed",
                 where="--use-wandb",
-                remedy="pip install 'instep[wandb]', or remove the flag",
+                remedy="`instep install wandb`, or remove the flag",
             ) from None
         folder = Path(options.get("dir") or run_dir)
         folder.mkdir(parents=True, exist_ok=True)

@@ -48,7 +48,7 @@ def dom(server: ViewServer, part: str, folder: Path) -> str:
         ("samples?run=0&order=old", ["48 samples are logged.", "largest gap", "0.25", "completed"]),
         ("sample?run=0&at=0", ["colour by", "log-prob", "entropy", "side by side", "t3 ", "gap mean 0.25"]),
         ("processes", ["engine 0", "3.00 GB", "tokens/s generated"]),
-        ("flags", ["1 differ", "--lr", "0.1", "0.2"]),
+        ("flags", ["Flags that differ: 1", "--lr", "0.1", "0.2"]),
     ],
 )
 def test_the_parts_of_the_page(server: ViewServer, tmp_path: Path, part: str, shown: list[str]) -> None:
@@ -60,3 +60,9 @@ def test_the_parts_of_the_page(server: ViewServer, tmp_path: Path, part: str, sh
     assert "<img" not in page and "pwned</title>" not in page  # texts of samples are text
     if part.startswith("sample"):
         assert html.escape(HOSTILE[:8], quote=False) in page
+
+
+def test_samples_name_the_run_and_the_set_that_they_are_of(server: ViewServer, tmp_path: Path) -> None:
+    """Without them in the address the last run's training is shown, and chosen in both lists."""
+    chosen = re.findall(r'<option value="[^"]*" selected="">([^<]*)</option>', dom(server, "samples", tmp_path))
+    assert chosen[:2] == ["two", "train"]

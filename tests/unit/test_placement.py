@@ -188,7 +188,7 @@ def test_without_ray_the_extra_is_named(train, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "ray" else real(name))
     with pytest.raises(ConfigError) as caught:
         train("--actor-num-gpus-per-node 1 --cluster ray")
-    assert "Ray is not installed here" in str(caught.value) and "instep[ray]" in str(caught.value)
+    assert "Ray is not installed here" in str(caught.value) and "`instep install ray`" in str(caught.value)
 
 
 def test_the_command_prints_a_table_and_starts_nothing(capsys):

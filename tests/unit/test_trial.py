@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -58,6 +60,16 @@ def folder(tmp_path_factory) -> Path:
     make_checkpoint(folder / "hf")
     make_prompts(folder / "train.jsonl", 8)
     return folder
+
+
+def test_a_checkpoint_without_an_end_token_is_noted(folder: Path, tmp_path: Path) -> None:
+    for name in ("hf", "train.jsonl"):
+        (shutil.copytree if name == "hf" else shutil.copy)(folder / name, tmp_path / name)
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        if (path := tmp_path / "hf" / name).exists():
+            path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if "eos" not in k}))
+    (note,) = notes(tmp_path, "contained")
+    assert "no end token" in note and notes(tmp_path, "contained", "--rollout-stop", "x") == []
 
 
 def trial_of(folder: Path, reward: str, *more: str) -> HookTrial:

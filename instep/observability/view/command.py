@@ -47,11 +47,11 @@ def main(words: Sequence[str]) -> int:
     check_runs(options.runs)
     root = Path("runs")
     if not options.runs and not runs_below(root):
-        raise ConfigError("there is no run below runs/", where="instep view", remedy="give the --run-dir of runs")
+        raise ConfigError("there is no run below runs/", where="instep view", remedy="name its folder: instep view DIR")
     runs = Runs(lambda: options.runs or runs_below(root))
     with ViewServer(runs, options.port) as server:
         count = f"{(n := len(runs.all()))} run{'' if n == 1 else 's'}"
-        print(f"{count}: {server.url}\nThe URL is secret: who has it may read them. Ctrl-C ends this.", flush=True)
+        print(f"{count}: {server.url}\nKeep the URL secret: it opens these runs. Ctrl-C ends the view.", flush=True)
         with contextlib.suppress(KeyboardInterrupt):
             server.serve_forever()
     return 0

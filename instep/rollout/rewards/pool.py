@@ -130,7 +130,7 @@ class RewardPool:
             died = f"the worker of the math reward died, {NUM_TRIES} times, with the answer {answer!r:.80}"
             raise RewardError(died, where=where, remedy="was it killed for its memory?")
         if "error" in result:
-            remedy = "install math-verify (pip install 'instep[rewards]')" if "math_verify" in result["error"] else ""
+            remedy = "install math-verify (instep install cpu)" if "math_verify" in result["error"] else ""
             raise RewardError(f"the math reward raised {result['error']}", where=where, remedy=remedy)
         return bool(result["is"])
 

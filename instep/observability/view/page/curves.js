@@ -38,7 +38,8 @@ function drawn(name, panel, found, runs, colors, domain, width) {
       colors: content.stack.map(([label], k) => (label.startsWith("other") ? "var(--line)" : colors[k % colors.length])),
     }));
     if (!panel.right) return stacks;
-    const beside = { ...panel, stack: null, title: Object.keys(panel.right)[0], left_range: panel.right_range, left_label: panel.right_label, right: null };
+    const [label] = Object.keys(panel.right);
+    const beside = { ...panel, stack: null, title: label[0].toUpperCase() + label.slice(1), left_range: panel.right_range, left_label: panel.right_label, right: null };
     const moved = mine.map(([, content]) => ({ panels: { [name]: { ...content, left: content.right, right: [] } }, raised: {} }));
     return [...stacks, ...drawn(name, beside, moved, mine.map(([run]) => run), colors, domain, width)];
   }

@@ -9,7 +9,7 @@ export async function flags({ runs }) {
   const body = h("div", {});
   const draw = () => body.replaceChildren(...tables(rows, runs));
   const search = h("input", { type: "search", placeholder: "part of a name or value", value: state.text, "aria-label": "filter", oninput: (event) => { state.text = event.target.value; draw(); } });
-  const all = h("label", {}, h("input", { type: "checkbox", checked: state.all, onchange: (event) => { state.all = event.target.checked; draw(); } }), " those with their default, too");
+  const all = h("label", {}, h("input", { type: "checkbox", checked: state.all, onchange: (event) => { state.all = event.target.checked; draw(); } }), " show defaults, too");
   draw();
   return [h("div", { class: "bar" }, search, all), body];
 }
@@ -21,12 +21,11 @@ function tables(rows, runs) {
   const differ = mine.filter((row) => row.differ), same = mine.filter((row) => !row.differ && row.part === "args" && (state.all || row.changed));
   const head = h("tr", {}, h("th", {}, "flag"), runs.map((run) => h("th", {}, h("i", { class: "box", style: { background: run.color } }), run.name)));
   if (runs.length > 1) {
-    parts.push(h("h2", {}, `${differ.length} differ`), differ.length
+    parts.push(h("h2", {}, `Flags that differ: ${differ.length}`), differ.length
       ? h("div", { class: "scroll" }, h("table", { class: "grid flags" }, head.cloneNode(true), differ.map((row) => line(row, row.values))))
-      : h("p", { class: "dim" }, "None differs."));
+      : h("p", { class: "dim" }, "All flags are the same."));
   }
-  const title = runs.length > 1 ? `${same.length} are the same` : `${same.length} flags`;
-  parts.push(h("h2", {}, state.all ? title : `${title}, and not the default`));
+  parts.push(h("h2", {}, `${runs.length > 1 ? "Equal flags" : "Flags"}${state.all ? "" : " other than their defaults"}: ${same.length}`));
   parts.push(h("div", { class: "scroll" }, h("table", { class: "grid flags" }, same.map((row) => line(row, [row.values[0]])))));
   return parts;
 }

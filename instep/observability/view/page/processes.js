@@ -10,7 +10,7 @@ export async function processes({ runs, colors }) {
 
 function section(run, found, colors) {
   const title = h("h2", {}, h("i", { class: "box", style: { background: run.color } }), run.name);
-  if (!found.length) return [title, h("p", { class: "dim" }, "Nothing is noted yet: the first figures come at the end of the first step.")];
+  if (!found.length) return [title, h("p", { class: "dim" }, "No figures yet: the first come at the end of the first step.")];
   const has = (name) => found.some((one) => (one.gauges[name] || []).some((v) => v !== null));
   const columns = [
     ["host_bytes", "host memory (PSS)", bytes, colors[0]],
@@ -23,7 +23,7 @@ function section(run, found, colors) {
   const head = h("tr", {}, h("th", {}, "process"), columns.map(([, text]) => h("th", { colspan: 2 }, text)));
   const rows = found.map((one) => h("tr", {}, h("td", {}, one.name), columns.map(([name, , text, color]) => cell(one, name, text, color))));
   const span = found[0].rollouts;
-  return [title, h("p", { class: "dim" }, `Rollouts ${span[0]} to ${span[span.length - 1]}; each course begins at 0, its figure is the last one.`,
+  return [title, h("p", { class: "dim" }, `Rollouts ${span[0]} to ${span[span.length - 1]}; each curve begins at 0, and the number is its last value.`,
     has("host_bytes") ? " PSS counts shared pages once." : ""), h("div", { class: "scroll" }, h("table", { class: "grid fit" }, head, rows))];
 }
 

@@ -29,11 +29,11 @@ function section(run, found, colors, width) {
 function sentence(means) {
   const share = (name) => `${Math.round(100 * means[name])} %`, parts = [];
   if ("perf/engine_idle_ratio" in means) parts.push(`Engines had no request for ${share("perf/engine_idle_ratio")} of the time`);
-  if ("perf/trainer_idle_ratio" in means) parts.push(`the trainer neither trained nor scored for ${share("perf/trainer_idle_ratio")}`);
+  if ("perf/trainer_idle_ratio" in means) parts.push(`${parts.length ? "t" : "T"}he trainer neither trained nor scored for ${share("perf/trainer_idle_ratio")}`);
   const more = [];
   if (means["perf/wait_seconds"]) more.push(`It waited ${duration(means["perf/wait_seconds"])} a step for groups or responses.`);
   if (means["perf/reward_seconds"] >= 0.1) more.push(`Of a rollout, engines were idle for ${duration(means["perf/reward_seconds"])} while rewards or tools were waited for.`);
-  if ("async/staleness_mean" in means) more.push(`Trained tokens were ${means["async/staleness_mean"].toFixed(1)} versions old in the mean.`);
+  if ("async/staleness_mean" in means) more.push(`Trained tokens were ${means["async/staleness_mean"].toFixed(1)} versions old on average.`);
   return h("p", { class: "dim" }, parts.length ? `${parts.join("; ")}. ` : "", more.join(" "));
 }
 
