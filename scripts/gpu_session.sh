@@ -153,9 +153,12 @@ item_grpo_sglang() { # 590 0.6B dimensions on SGLang, on vLLM, and TRL tuned
 item_grpo_turns() { # 300 0.6B dimensions, with the memory of both on the GPU and in turns
     python benchmarks/gpu_grpo.py --only instep-hf instep-hf-turns --steps 5 --limit 145 --logs "$R/logs" --out "$R/out.json"
 }
-item_grpo_verl() { # 600 0.6B dimensions beside verl tuned and TRL tuned
-    grpo_verl 330 --only verl-tuned
-    grpo_verl 130 --only instep-hf trl-tuned --add
+item_grpo_verl() { # 500 0.6B dimensions beside verl tuned
+    grpo_verl 150 --only instep-hf
+    grpo_verl 330 --only verl-tuned --add
+}
+item_grpo_tuned() { # 420 0.6B dimensions beside TRL tuned
+    python benchmarks/gpu_grpo.py --only instep-hf trl-tuned --steps 5 --limit 200 --logs "$R/logs" --out "$R/out.json"
 }
 grpo_verl() { # SECONDS WORDS ...
     python benchmarks/gpu_grpo.py --limit "$1" --steps 4 --logs "$R/logs" --out "$R/out.json" "${@:2}"
