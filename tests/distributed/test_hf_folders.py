@@ -57,7 +57,7 @@ def read_index(folder: Path) -> dict[str, str]:
 
 def test_a_full_disk_leaves_the_last_export_and_no_litter(tied_checkpoint, tmp_path):
     weights = AutoModelForCausalLM.from_pretrained(tied_checkpoint).state_dict()
-    specs = [SimpleNamespace(name=n, shape=tuple(w.shape), dtype=w.dtype) for n, w in weights.items()]
+    specs = [SimpleNamespace(name=n, shape=tuple(w.shape), dtype=w.dtype, nbytes=w.nbytes) for n, w in weights.items()]
 
     class Source(list):
         emits = True
