@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from instep.arguments.all_flags import own_hooks
-from instep.arguments.args import Runtime
+from instep.arguments.args import Args, Runtime
 from instep.arguments.rollout import context_of_model
+from instep.arguments.settings import HookSettings
 from instep.cluster.base import Cluster
 from instep.cluster.engine_plan import gpu_sharing
 from instep.cluster.launch import make_cluster
@@ -44,10 +45,6 @@ from instep.types import Group
 from instep.weights.bridge import shared_folder
 from instep.weights.way import LORA, SINGLE_COPY, way_meant
 from instep_engine.place import SYNC
-
-if TYPE_CHECKING:
-    from instep.arguments.args import Args
-    from instep.arguments.settings import HookSettings
 
 
 class Deployment:

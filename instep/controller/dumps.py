@@ -14,19 +14,17 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
+from instep.arguments.settings import DebugSettings, HookSettings
 from instep.checkpoints.torch_files import load_plain
 from instep.controller.round import TrainedBatch
 from instep.errors import CheckpointError, RolloutError
 from instep.system.atomic import replacing
 from instep.types import Group, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import DebugSettings, HookSettings
 
 _TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab.*", "merges.txt", "*.tiktoken", "tekken.json", "special_tokens*")
 _TEMPLATES = ("chat_template*", "added_tokens.json", "tokenization_*.py")

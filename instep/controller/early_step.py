@@ -13,18 +13,15 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING
 
 import torch
 
 from instep.algorithms.catalog import algorithm_of
+from instep.arguments.settings import Settings
 from instep.controller.role import Metrics, RoleTrainer
 from instep.errors import ConfigError, RolloutError
 from instep.system.hooks.neighbours import is_own
 from instep.types import Sample, Schedule, TokenBatch
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import Settings
 
 OF_ALL = (  # hooks that see or change all samples of a rollout at once, or a step before its gradients
     "rollout_sample_filter_path",

@@ -10,13 +10,13 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
 from instep.algorithms.catalog import algorithm_of, uses_reference
 from instep.algorithms.losses.policy import flags_that_compare
 from instep.algorithms.reductions import loss_scales, loss_weights
+from instep.arguments.settings import HookSettings, Settings
 from instep.controller.advantage_columns import add_advantages
 from instep.controller.early import Early
 from instep.controller.early_step import EarlyStep, scores_early, why_not
@@ -35,9 +35,6 @@ from instep.system.spans import span
 from instep.training.gap import COLUMN as FRESH
 from instep.training.gap import fresh_tokens
 from instep.types import Group, Sample, TokenBatch
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import HookSettings, Settings
 
 
 @dataclass

@@ -6,8 +6,10 @@ import json
 import uuid
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from instep.arguments.args import Args
+from instep.arguments.settings import ModelSettings, Settings
 from instep.checkpoints.folders import RELEASE, find_checkpoint, has_optimizer, read_state
 from instep.checkpoints.integrity import TRACKER, has_digests, others
 from instep.checkpoints.state_json import SAVABLE, to_text
@@ -15,10 +17,6 @@ from instep.data.ledger import LedgeredDataSource, group_indices
 from instep.errors import CheckpointError, ConfigError, RolloutError
 from instep.observability.run_folder import config_of
 from instep.types import Group, Sample, name_of
-
-if TYPE_CHECKING:
-    from instep.arguments.args import Args
-    from instep.arguments.settings import ModelSettings, Settings
 
 # A run cannot change these: it would train on other data, twice on the same data, or read other files.
 _FIXED = (

@@ -13,13 +13,14 @@ import json
 import random
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from instep.algorithms.catalog import DEFAULT_ROLLOUT
 from instep.arguments.args import RUNTIME_ATTRIBUTES
+from instep.arguments.settings import HookSettings, Settings
 from instep.controller.advantage_columns import processed_rewards
 from instep.errors import ConfigError, InstepError, RolloutError
 from instep.rollout import runtime
@@ -36,9 +37,6 @@ from instep.rollout.rewards.dispatch import apply_rewards
 from instep.rollout.tokens import prompt_ids, tokenizer_of
 from instep.system.hooks import Hook
 from instep.types import Group, Sample, Status, VersionSpan, reward_of
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import HookSettings, Settings
 
 T = TypeVar("T")
 NUM_PROMPTS = 4

@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from instep.arguments.settings import EngineSettings
 from instep.engines.flags import PREFIXES, Package
 from instep.errors import ConfigError
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import EngineSettings
 
 Words = Mapping[str, list[str]]  # of a command line, by field
 _KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}

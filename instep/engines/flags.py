@@ -18,14 +18,12 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+from instep.arguments.settings import EngineSettings
 from instep.errors import EngineError, writing
 from instep.system.atomic import write_text
 from instep.system.documents import parse_choice, parse_json, parse_whole
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import EngineSettings
 
 Package = Literal["vllm", "vllm-router", "sglang", "sglang-router"]
 # `--router-*` are the flags of the router that belongs to the engines.

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from instep.arguments.settings import Settings
 from instep.engines.spec import Addresses, EngineSpec
 from instep.engines.topology import ServerGroup, ServerRole
 from instep.errors import ConfigError
@@ -23,7 +24,6 @@ from instep.system.spans import Span
 from instep_engine import MISMATCH
 
 if TYPE_CHECKING:
-    from instep.arguments.settings import Settings
     from instep.engines.router import Router
     from instep.engines.wire import WireFormat  # a command line does not need it
 

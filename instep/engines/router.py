@@ -18,17 +18,15 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
+from instep.arguments.settings import Settings
 from instep.engines.flags import router_arguments
 from instep.engines.http import REFUSED, check_server, open_directly, refusal
 from instep.engines.topology import ServerRole
 from instep.errors import ConfigError, EngineError
 from instep.system.processes import Process, SupervisedProcess, stop_all
 from instep_engine.guard import KEY_VARIABLE
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import Settings
 
 CALL_SECONDS = 10.0
 START_SECONDS = 60.0  # of a restarted router, on a busy machine; it asks all engines first

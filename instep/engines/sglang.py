@@ -17,6 +17,7 @@ import urllib.error
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from instep.arguments.settings import Settings
 from instep.engines.flags import given_names
 from instep.engines.http import get_json
 from instep.engines.kind import (
@@ -37,7 +38,6 @@ from instep.weights.way import OF_ADAPTERS, SINGLE_COPY
 from instep_engine import PROTOCOL
 
 if TYPE_CHECKING:
-    from instep.arguments.settings import Settings
     from instep.engines.router import Router
     from instep.engines.wire import WireFormat
 

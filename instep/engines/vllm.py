@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from instep.arguments.settings import Settings
 from instep.engines.engine import EngineRefusal
 from instep.engines.flags import TABLES, engine_words, given_names, installed_version, merge, release
 from instep.engines.http import get_json, open_directly
@@ -44,7 +45,6 @@ from instep.weights.way import OF_ADAPTERS, SINGLE_COPY
 from instep_engine import DRAFTER_VARIABLE, LORA_VARIABLE, PROTOCOL, vllm
 
 if TYPE_CHECKING:
-    from instep.arguments.settings import Settings
     from instep.engines.wire import WireFormat
 
 OTHER_PROTOCOL = re.compile(r"instep speaks protocol \d+, this (?:plugin|instep-vllm) \d+")

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from instep.arguments.settings import ClusterSettings, Settings
 from instep.engines.kind import engine_dtype, profile_folder
 from instep.engines.spec import LONGEST_START, Addresses, EngineSpec
 from instep.system.processes import DETERMINISTIC_ENV, OPENMP_ENV
 from instep_engine import FAST_VARIABLE, PARENT_VARIABLE
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import ClusterSettings, Settings
 
 PROFILED_ITERATIONS = 1024  # steps of an engine in a profile: more would take some hundred MB, and minutes to write
 

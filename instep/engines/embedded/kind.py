@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from instep.arguments.settings import Settings
 from instep.data.messages import STARTED, clock
 from instep.engines.flags import given_names
 from instep.engines.http import get_json
@@ -19,7 +20,6 @@ from instep.system.processes import DETERMINISTIC_ENV, OPENMP_ENV
 from instep.system.spans import Span
 
 if TYPE_CHECKING:
-    from instep.arguments.settings import Settings
     from instep.engines.wire import WireFormat
 
 _FIELDS = ("max_model_len", "max_num_seqs", "dtype")  # names that it shares with vLLM's command line

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from instep.algorithms.catalog import algorithm_of
+from instep.arguments.settings import Settings
 from instep.cluster.engine_plan import planned_way
 from instep.models.sizes import Shape
 from instep.models.stages import num_chunks, stage_layers
@@ -18,9 +18,6 @@ from instep.preflight.plan.linear import kept_by_mixers
 from instep.preflight.plan.place import memory_of, of_process
 from instep.training.hf.own_copy import has_room
 from instep.weights.way import SINGLE_COPY
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import Settings
 
 LIBRARIES, BUCKETS, PARKED = "process, libraries", "sync buckets", "parked, offloaded"  # items
 PHASES = ("rollout", "log-probs", "training", "sync")

@@ -13,7 +13,7 @@ import functools
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.fsdp import FSDPModule
 from transformers import PretrainedConfig
 
+from instep.arguments.settings import Settings
 from instep.checkpoints.adapter import Base, Lora, export_adapter, write_layout
 from instep.checkpoints.dist_checkpoint import cause_of, load_tensors, read_index, refuse_others
 from instep.checkpoints.weight_files import weight_files, weight_names
@@ -44,9 +45,6 @@ from instep.types import TokenBatch
 from instep.weights.parking import Parking, give_back, local_tensors, shard
 from instep.weights.source import WeightSource
 from instep.weights.way import SINGLE_COPY
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import Settings
 
 
 class HfBackend:

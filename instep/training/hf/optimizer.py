@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +16,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.optim.adamw import adamw
 
+from instep.arguments.settings import Settings
 from instep.training.adjacent import joined, lay_out
 from instep.training.hf.eight_bits import BLOCK, Codes, code_tables, code_values, decoded, encoded
 from instep.training.hf.shards import local, part_of
 from instep.training.hf.slot import Slot
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import Settings
 
 EIGHT_BITS = "adamw_8bit"
 SMALLEST = 4096  # smaller parameters keep their moments in float32

@@ -8,15 +8,13 @@ GPU. With the distributed optimizer, each rank has the moments of its slices, an
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from instep.arguments.settings import Settings
 from instep.training.hf.optimizer import EIGHT_BITS, PiecewiseAdamW
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import Settings
 
 
 def keep_moments_as_asked(optimizer: Any, args: Settings, *, cuda: bool) -> None:
