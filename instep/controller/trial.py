@@ -24,13 +24,7 @@ from instep.arguments.settings import HookSettings, Settings
 from instep.controller.advantage_columns import processed_rewards
 from instep.errors import ConfigError, InstepError, RolloutError
 from instep.rollout import runtime
-from instep.rollout.execute import (
-    Execution,
-    new_execution,
-    run_group,
-    run_sample_hooks,
-    train_sampling_params,
-)
+from instep.rollout.execute import Execution, new_execution, run_group, run_sample_hooks, train_sampling_params
 from instep.rollout.filters import verdict_of
 from instep.rollout.kv_budget import KVBudget
 from instep.rollout.rewards.dispatch import apply_rewards

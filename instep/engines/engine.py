@@ -165,13 +165,7 @@ class Engine(Server):
         self._kind = found
 
     def post(
-        self,
-        path: str,
-        body: dict[str, Any] | None = None,
-        *,
-        timeout: float,
-        replica: int | None = None,
-        **query: Any,
+        self, path: str, body: dict[str, Any] | None = None, *, timeout: float, replica: int | None = None, **query: Any
     ) -> dict[str, Any]:
         """POST JSON to a control route, and watch the processes of the run meanwhile. Return the JSON of the answer.
 

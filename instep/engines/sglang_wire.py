@@ -54,12 +54,7 @@ class SglangWire(WireFormat):
 
     def scoring_request(self, tokens: Sequence[int]) -> dict[str, Any]:
         params = {"max_new_tokens": 0, "temperature": 1.0}
-        return {
-            "input_ids": list(tokens),
-            "sampling_params": params,
-            "return_logprob": True,
-            "logprob_start_len": 0,
-        }
+        return {"input_ids": list(tokens), "sampling_params": params, "return_logprob": True, "logprob_start_len": 0}
 
     def prompt_log_probs(self, answer: dict[str, Any], tokens: Sequence[int], where: str) -> list[float]:
         try:

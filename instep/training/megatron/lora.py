@@ -192,14 +192,7 @@ class MegatronLora:
 
     base: Base | None = None
 
-    def __init__(
-        self,
-        lora: Lora,
-        chunks: Sequence[nn.Module],
-        shape: ModelShape,
-        placement: Placement,
-        seed: int,
-    ):
+    def __init__(self, lora: Lora, chunks: Sequence[nn.Module], shape: ModelShape, placement: Placement, seed: int):
         self.lora, self._placement, self._pairs = lora, placement, pairs(shape, lora)
         device = next(chunks[0].parameters()).device
         self._where: dict[str, Any] = dict(shape=shape, placement=placement, device=device)

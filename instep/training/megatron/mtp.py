@@ -138,12 +138,7 @@ class MultiTokenPrediction(MegatronModule):
         return states
 
     def log_probs(
-        self,
-        hidden: Tensor,
-        packed: Any,
-        padding: Tensor | None,
-        embed: Callable[[Tensor], Tensor],
-        weight: Tensor,
+        self, hidden: Tensor, packed: Any, padding: Tensor | None, embed: Callable[[Tensor], Tensor], weight: Tensor
     ) -> Tensor:
         """Return the log-probs of response tokens by each layer, `[layers, num_response_tokens]`, at temperature 1.
 
