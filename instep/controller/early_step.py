@@ -88,16 +88,12 @@ class EarlyStep:
         num_groups: int,
         complete: Callable[[TokenBatch, list[Sample]], object],
     ):
-        self._actor, self._rollout_id, self._complete = actor, rollout_id, complete
+        self.actor, self._rollout_id, self._complete = actor, rollout_id, complete
         self._token = secrets.token_hex(8)  # a repeated rollout has the same id
         self._num_left = num_groups
         self._parts: list[tuple[list[Sample], TokenBatch]] = []
         self._rows: dict[int, torch.Tensor] = {}  # log-probs and entropies, by id of the sample
         self.seconds = 0.0
-
-    def has_enough(self, lengths: list[int]) -> bool:
-        """Return whether samples of these lengths are enough for one call."""
-        return self._actor.fills_ranks(lengths)
 
     def begin(self, num_groups: int, samples: list[Sample], batch: TokenBatch) -> None:
         """Compute the gradients of finished groups, unless these are the last ones."""
@@ -108,7 +104,7 @@ class EarlyStep:
         except RolloutError:
             return  # the end of the rollout raises it, unless a hook repairs the samples first
         began = time.monotonic()
-        rows = self._actor.begin_step(batch, self._actor.plan(batch, num_steps=1), self._token)()
+        rows = self.actor.begin_step(batch, self.actor.plan(batch, num_steps=1), self._token)()
         self.seconds += time.monotonic() - began
         self._num_left -= num_groups
         self._parts.append((samples, batch))
@@ -128,12 +124,12 @@ class EarlyStep:
         If early samples are no longer a part of the rollout, drop the early part and compute everything.
         """
         left = self._left(batch, samples) if len(schedule) == 1 else []
-        train, more = self._actor.train, (gap_limit, self._rollout_id)
+        train, more = self.actor.train, (gap_limit, self._rollout_id)
         if not left:
             return train(batch, schedule, num_steps_before, keep, *more)
         part = batch.select(left)
         try:
-            rest = self._actor.plan(part, num_steps=1)
+            rest = self.actor.plan(part, num_steps=1)
         except ConfigError:  # ranks cannot share it evenly, after fan-out
             return train(batch, schedule, num_steps_before, keep, *more)
         place = {i: n for n, i in enumerate(left)}

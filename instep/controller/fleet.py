@@ -37,7 +37,6 @@ MAX_RESTARTS = 3  # of one engine; a fourth death is not an accident
 ASK_SECONDS = 10.0  # to ask an engine about itself
 ROUTER_SECONDS = 5.0  # for a router to add or remove an engine: it may refuse at first
 
-
 # dead: waits for `start_dead`; planned: a sync has restarted it and not brought its weights yet
 State = Literal["serving", "starting", "ready", "lost", "dead", "planned"]
 

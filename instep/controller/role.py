@@ -62,10 +62,6 @@ class RoleTrainer:
         self._num_skipped = 0  # optimizer steps in a row
         self.rank_memory: list[dict[str, float]] = []  # of each rank, as `memory` has last read it
 
-    def watch(self) -> None:
-        """Raise if a process of the run has died."""
-        self.workers.watch()
-
     # ---- training ------------------------------------------------------------------------------------------------
 
     @property

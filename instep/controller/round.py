@@ -287,7 +287,7 @@ class TrainingRound:
 
     def _ask(self, scorer: ServedScorer, batch: TokenBatch) -> torch.Tensor:
         """Get the log-probs of a served model; if a process of the run dies meanwhile, the error names it."""
-        return watched(lambda: scorer.log_probs(batch), f"asks {scorer.name}", self._actor.watch)
+        return watched(lambda: scorer.log_probs(batch), f"asks {scorer.name}", self._actor.workers.watch)
 
     def _scored_names(self, num_steps: int) -> list[str]:
         """Return the names of the needed log-probs. With one on-policy step the old policy is the current one."""

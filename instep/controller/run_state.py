@@ -31,8 +31,6 @@ _PLACES = frozenset(
 )
 # The fields of a sample with an entry per token; they are always plain.
 _COLUMNS = frozenset("tokens loss_mask rollout_log_probs rollout_routed_experts weight_versions".split())
-
-
 # With these flags the same command would begin elsewhere.
 _NOT_AGAIN = {"--ckpt-step": "ckpt_step", "--finetune": "finetune", "--start-rollout-id": "start_rollout_id"}
 

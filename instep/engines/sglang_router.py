@@ -45,9 +45,7 @@ class SglangRouter(Router):
         "disable_retries": [],
         "disable_circuit_breaker": [],  # it would exclude an engine that is only paused for a sync
         "shutdown_grace_period_secs": ["0"],  # `drop_requests`: a hung request would hold it up
-        "worker_startup_timeout_secs": [
-            str(round(CALL_SECONDS))
-        ],  # an engine that dies as it joins does not join later
+        "worker_startup_timeout_secs": [str(round(CALL_SECONDS))],  # one that dies as it joins does not join later
         "worker_startup_check_interval": ["1"],
         "health_check_interval_secs": ["2"],
         "health_failure_threshold": ["2"],

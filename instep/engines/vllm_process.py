@@ -72,8 +72,7 @@ def vllm_env(args: Settings, num_threads: int) -> dict[str, str]:
         }
     else:
         # vLLM 0.26 imports humming for quantized layers. By default humming builds its kernels beside the start of
-        # every
-        # engine, in processes that import torch and outlive a killed engine. Here they are built on demand.
+        # every engine, in processes that import torch and outlive a killed engine. Here they are built on demand.
         env["HUMMING_DISABLE_PARALLEL_BUILD"] = os.environ.get("HUMMING_DISABLE_PARALLEL_BUILD", "1")
         if engine_dtype(args) == "float32":
             env["TRITON_F32_DEFAULT"] = "ieee"  # otherwise vLLM's attention for float32 multiplies in TF32

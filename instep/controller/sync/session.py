@@ -109,7 +109,7 @@ class Session:
             if self.args.pause_mode == "abort":  # repeatedly: a request may have been on its way to an engine
                 self.each(lambda e: e.abort_requests(timeout=self.seconds_left()))
             time.sleep(LOOK_SECONDS)
-            self.actor.watch()
+            self.actor.workers.watch()
             self.seconds_left()
 
     @contextmanager
