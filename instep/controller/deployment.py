@@ -354,9 +354,8 @@ class Deployment:
 
     def _check_call(self, engine: Engine) -> None:
         """Check while a control call to `engine` waits; the call ends as soon as the engine is known to be lost."""
-        fleet = self._fleet
         self.check()
-        fleet.check_reachable(engine)
+        self._fleet.check_reachable(engine)
 
     def check_and_rejoin(self) -> None:
         """Check while engines generate, and restart those that died.

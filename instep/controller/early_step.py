@@ -24,14 +24,10 @@ from instep.system.hooks.neighbours import is_own
 from instep.types import Sample, Schedule, TokenBatch
 
 OF_ALL = (  # hooks that see or change all samples of a rollout at once, or a step before its gradients
-    "rollout_sample_filter_path",
-    "rollout_all_samples_process_path",
-    "custom_convert_samples_to_train_data_path",
-    "custom_reward_post_process_path",
-    "custom_advantage_function_path",
-    "rollout_data_postprocess_path",
-    "custom_megatron_before_train_step_hook_path",
-)
+    "rollout_sample_filter_path rollout_all_samples_process_path custom_convert_samples_to_train_data_path "
+    "custom_reward_post_process_path custom_advantage_function_path rollout_data_postprocess_path "
+    "custom_megatron_before_train_step_hook_path"
+).split()
 
 
 def scores_early(args: Settings) -> bool:

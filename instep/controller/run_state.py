@@ -59,9 +59,8 @@ def beginning(args: Args) -> Beginning:
     folder = found[0]
     state = None if args.finetune else read_state(folder)
     run_id = uuid.uuid4().hex if state is None else _same_run(Path(args.run_dir), folder, state)
-    notes = (
-        [f"changed since the checkpoint: {line}" for line in changed_arguments(state["args"], args)] if state else []
-    )
+    changed = changed_arguments(state["args"], args) if state else []
+    notes = [f"changed since the checkpoint: {line}" for line in changed]
     if args.ckpt_step is None and not (folder.parent / TRACKER).exists():
         notes.append(f"{folder.parent / TRACKER} is missing: this is the newest complete checkpoint, {folder.name}")
     if not has_digests(folder):

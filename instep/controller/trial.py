@@ -38,14 +38,9 @@ NOT_BEGUN = "tried on 4 prompts, the run has not begun (--no-hook-trial leaves t
 NUM_NEW_TOKENS = 32  # of a trial's response, if the generate function obeys its sampling parameters
 GENERATE_SECONDS = 300.0
 _HOOKS = (
-    "custom_rm_path",
-    "custom_generate_function_path",
-    "rollout_sample_hook_path",
-    "dynamic_sampling_filter_path",
-    "rollout_sample_filter_path",
-    "buffer_filter_path",
-    "custom_reward_post_process_path",
-)
+    "custom_rm_path custom_generate_function_path rollout_sample_hook_path dynamic_sampling_filter_path "
+    "rollout_sample_filter_path buffer_filter_path custom_reward_post_process_path"
+).split()
 
 
 class HookTrial:

@@ -126,10 +126,6 @@ def _kv_transfer(role: str, words: Words) -> dict[str, list[str]]:
     return {"kv_transfer_config": ["--kv-transfer-config", json.dumps(config)]}
 
 
-def _mode(role: str, words: Words) -> dict[str, list[str]]:
-    return {"disaggregation_mode": ["--disaggregation-mode", role]}
-
-
 VLLM = Dialect(
     package="vllm",
     length="max_model_len",
@@ -147,5 +143,5 @@ SGLANG = Dialect(
         **{unit.upper() + "i": size for unit, size in _IEC.items()},
     },
     parallel=of_sglang,
-    role_words=_mode,
+    role_words=lambda role, words: {"disaggregation_mode": ["--disaggregation-mode", role]},
 )

@@ -119,10 +119,9 @@ class Router(Server):
     def words(cls, args: Settings) -> list[str]:
         """Return the flags of every router that instep starts: its own choices, which `--router-*` replace."""
         own = {**cls.own_flags, "request_timeout_secs": [str(round(args.rollout_timeout))]}
-        words = [
-            w for f, ws in own.items() if f not in args.router_overrides for w in ("--" + f.replace("_", "-"), *ws)
-        ]
-        return [*words, *router_arguments(args)]
+        left = {field: words for field, words in own.items() if field not in args.router_overrides}
+        own_words = [word for field, words in left.items() for word in ("--" + field.replace("_", "-"), *words)]
+        return [*own_words, *router_arguments(args)]
 
     @classmethod
     def disaggregated_words(cls, kv_connector: str, members: Iterable[tuple[ServerRole, str]]) -> list[str]:

@@ -94,7 +94,8 @@ class HfBackend:
         if selection is not None:
             selection.apply(dict(self.policy.model.named_parameters()))
         casts = with_optimizer and not several and not full and lora is None and not self._single_copy
-        copies = casts and has_room(args, sum(p.numel() for p in self.policy.parameters()), _memory_of(device))
+        memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else math.inf
+        copies = casts and has_room(args, sum(p.numel() for p in self.policy.parameters()), memory)
         mirrors = self._single_copy or copies
         self._sharded = several or (casts and not copies)
         rank, tp = dist.get_rank(), args.tensor_model_parallel_size
@@ -373,8 +374,3 @@ class HfBackend:
         self._weights.ready()
         if optimizer:  # they arrive during the first forward passes
             self._states.bring()
-
-
-def _memory_of(device: torch.device) -> float:
-    """Return the memory of a GPU in bytes; infinite for a CPU."""
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else math.inf
