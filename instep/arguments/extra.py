@@ -26,7 +26,6 @@ Provider = Callable[[argparse.ArgumentParser], Any]  # adds its flags to the par
 IMPORT_SECONDS = 300.0  # Megatron's command line imports all of Megatron
 ARGUMENTS = "megatron/training/arguments.py"
 _TYPES: dict[str, Any] = {"int": int, "float": float}
-
 _MARK = "flags: "  # marks the line of JSON in the output, because Megatron prints more
 
 _of_user: dict[str, Flag] = {}

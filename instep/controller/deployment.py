@@ -238,9 +238,8 @@ class Deployment:
         """End responses at the limit of the served model that scores them."""
         if (self._hook_args.rollout_max_context_len or context_of_model(self._args) or most) > most:
             self._runtime["rollout_max_context_len"] = most
-            self._log.progress.line(
-                f"prompt and response end at {most} tokens: the model that scores them takes no more"
-            )
+            ends = f"prompt and response end at {most} tokens"
+            self._log.progress.line(f"{ends}: the model that scores them takes no more")
 
     # ---- at work -------------------------------------------------------------------------------------------------
 

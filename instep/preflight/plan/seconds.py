@@ -188,7 +188,6 @@ def sync_seconds(args: Settings, card: Card, work: Work) -> float:
     if args.offload_rollout:
         sleeping = [engine for engine in plan_engines(args) if engine.sleeps]
         planned = (plan_engine(args, engine, work.shape, memory_of(args)) for engine in sleeping)
-        turns += max(
-            (SLEEP + SLEEP_BYTE * (engine.weights + max(0.0, engine.cache)) for engine in planned), default=0.0
-        )
+        moves = (SLEEP + SLEEP_BYTE * (engine.weights + max(0.0, engine.cache)) for engine in planned)
+        turns += max(moves, default=0.0)
     return SESSION + moved + turns

@@ -154,9 +154,8 @@ class Rank:
         s, stages = self.shape, self.args.pipeline_model_parallel_size
         *others, last = stage_layers(self.args, s.num_layers - s.mtp)
         layers = max([*others, last + s.mtp])
-        dense = layers * (s.layer - s.experts / s.num_layers) + (
-            s.outside if stages == 1 else max(s.embedding, s.outside / 2)
-        )  # of the first or the last
+        ends = s.outside if stages == 1 else max(s.embedding, s.outside / 2)  # of the first or the last
+        dense = layers * (s.layer - s.experts / s.num_layers) + ends
         return dense / self.tp + s.experts * layers / s.num_layers / self._expert_pieces
 
     @property
@@ -178,9 +177,8 @@ class Rank:
 def lengths(args: Settings, shape: Shape) -> tuple[int, int]:
     """Return the tokens of the longest prompt and response, from the flags or defaults. In SFT a whole conversation
     may be trained on, so it counts as a response; --rollout-max-prompt-len limits it."""
-    context = min(
-        shape.context, args.rollout_max_context_len or shape.context, args.vllm_max_model_len or shape.context
-    )
+    most = shape.context
+    context = min(most, args.rollout_max_context_len or most, args.vllm_max_model_len or most)
     if args.command == "sft":
         return 0, min(args.rollout_max_prompt_len or PROMPT, context)
     response = min(args.rollout_max_response_len or PROMPT, context)

@@ -17,7 +17,6 @@ from instep.system.hooks import Hook
 if TYPE_CHECKING:
     from instep.training.megatron.spec import PolicyModel
 
-
 T = TypeVar("T")
 MODEL_PROVIDER, SPEC = "--custom-model-provider-path", "--spec"
 
