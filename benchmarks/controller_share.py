@@ -128,7 +128,7 @@ class StandInWorkers(WorkerGroup):
         command = [sys.executable, "-m", "stand_ins", "worker"]  # may be forked, as a trainer's worker is
         fd = theirs.fileno()
         env = {CONNECTION_VARIABLE: str(fd), "PYTHONPATH": str(HERE), **OPENMP_ENV}
-        self._processes.append(SupervisedProcess("worker", command, log_dir / "worker.log", env, [fd]))
+        self.processes.append(SupervisedProcess("worker", command, log_dir / "worker.log", env, [fd]))
         theirs.close()
         self._connections.append(Connection(ours.detach()))
         self._listen()

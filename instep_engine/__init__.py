@@ -21,7 +21,6 @@ MEMORY_VARIABLE = "INSTEP_MEMORY_FOLDER"  # where it shares its weights with the
 LORA_VARIABLE = "INSTEP_LORA"  # set for engines that accept adapters
 DRAFTER_VARIABLE = "INSTEP_DRAFTER"  # set for engines whose drafter is synced: multi-token prediction
 FAST_VARIABLE = "INSTEP_FAST_LOG_PROBS"  # set for engines with the sampler of `vllm/fast/`
-PARENT_VARIABLE = (
-    "INSTEP_DIE_WITH_PARENT"  # 1, or "children": the server's processes end with it, and it outlives its own
-)
+# 1, or "children": the server's processes end with it, and it outlives its own.
+PARENT_VARIABLE = "INSTEP_DIE_WITH_PARENT"
 ROOM_VARIABLE = "INSTEP_ROOM"  # SECONDS:FILE; no GPU is used before the file exists

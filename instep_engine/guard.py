@@ -14,6 +14,8 @@ import socket
 from collections.abc import Iterable, Mapping
 from urllib.parse import urlsplit
 
+from instep_engine.asgi import App, Message, Receive, Send, reply
+
 KEY_VARIABLE = "INSTEP_API_KEY"
 GENERATE_VARIABLE = "INSTEP_GENERATE_KEY"
 HOSTS_VARIABLE = "INSTEP_ALLOWED_HOSTS"
@@ -82,6 +84,34 @@ class Guard:
             return None if generates else (403, f"this key opens generation only, not {path}")
         how = "a hook gets KEY from instep.rollout.http.api_key(url); docs/security.md lists its other places"
         return 401, f"{path} needs a key: send the header 'Authorization: Bearer KEY' ({how})"
+
+
+class Guarded:
+    """The ASGI middleware of an engine's server. A subclass may serve routes of its own (`serve`).
+
+    Raises:
+        ValueError: the environment holds no key.
+    """
+
+    def __init__(self, app: App):
+        self.app, self.guard = app, Guard.from_environment()
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        refusal = None
+        if scope["type"] != "lifespan":
+            headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+            refusal = self.guard.refusal(scope["path"], headers, (scope.get("server") or ("",))[0])
+        if refusal is None:
+            await self.serve(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008, "reason": refusal[1]})
+        else:
+            kind = "Unauthorized" if refusal[0] == 401 else "Forbidden"
+            await reply(send, refusal[0], {"error": {"message": refusal[1], "type": kind, "code": refusal[0]}})
+
+    async def serve(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Answer an accepted request."""
+        await self.app(scope, receive, send)
 
 
 def fault_of_key(key: str) -> str:

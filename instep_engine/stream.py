@@ -253,7 +253,7 @@ def receive(
         if failure is None:
             try:
                 tensors = [{**vars(t), "digest": s} for t, s in zip(bucket, texts_of(sums), strict=True)]
-                load(checked({**header, "tensors": tensors}, session, data))
+                load(views_of({**header, "tensors": tensors}, session, data).tensors)
             except Exception as error:  # noqa: BLE001 - raised below, when the stream has ended
                 failure = error
         del work, data, sums  # before the bucket after the next: there are at most two
@@ -273,11 +273,6 @@ class Views:
     packed: list[TensorRecord]
     data: torch.Tensor
     tensors: dict[str, torch.Tensor]
-
-
-def checked(header: dict[str, Any], session: dict[str, str], data: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the tensors of a bucket, which are views of `data`; see `views_of`."""
-    return views_of(header, session, data).tensors
 
 
 def views_of(header: dict[str, Any], session: dict[str, str], data: torch.Tensor, known: Views | None = None) -> Views:

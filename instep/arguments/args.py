@@ -9,7 +9,8 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from instep.arguments.all_flags import find, own_flags
-from instep.arguments.concern import HookSettings, Settings, flag_name
+from instep.arguments.concern import flag_name
+from instep.arguments.settings import HookSettings, Settings
 from instep.system.private import without_secrets
 
 # slime's names of run-time attributes. Hooks may use them.

@@ -91,15 +91,8 @@ def notes(args: Settings, given: Given) -> list[str]:
 
 
 RESOLVERS = (
-    precision,
-    cluster,
-    actor_num_gpus_per_node,
-    world_size,
-    dp_size,
-    notes,
-    rollout_num_gpus,
-    topology_num_gpus,
-    rollout_num_engines,
+    *(precision, cluster, actor_num_gpus_per_node, world_size, dp_size),
+    *(notes, rollout_num_gpus, topology_num_gpus, rollout_num_engines),
 )
 
 # ---- rules -----------------------------------------------------------------------------------------------------------

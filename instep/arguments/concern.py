@@ -10,15 +10,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from instep.arguments.settings import Settings as Settings
 from instep.errors import ConfigError
 from instep.system.documents import parse_yaml
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import HookSettings, Settings
-else:  # the stub has types only
-    Settings = HookSettings = object
 
 
 @dataclass(frozen=True)

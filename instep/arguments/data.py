@@ -123,20 +123,18 @@ def batches(args: Settings, given: set[str]) -> Iterator[Problem]:
 
 
 def _shares(args: Settings) -> Iterator[Problem]:
-    size, ranks = args.global_batch_size, args.dp_size
-    unit = ranks * args.micro_batch_size
+    size, ranks, micro = args.global_batch_size, args.dp_size, args.micro_batch_size
+    unit = ranks * micro
     if args.use_dynamic_batch_size and size < ranks:
         what = f"{size} samples per step for {ranks} data-parallel ranks"
         yield Problem(what, "--global-batch-size", f"use at least {ranks}")
     if not args.use_dynamic_batch_size and size % unit:
-        what = (
-            f"{size} samples do not divide among {ranks} data-parallel ranks x {args.micro_batch_size} of a micro-batch"
-        )
+        what = f"{size} samples do not divide among {ranks} data-parallel ranks x {micro} of a micro-batch"
         if size % ranks:
             total = args.rollout_batch_size * args.n_samples_per_prompt
             yield Problem(what, "--global-batch-size", _near(total, size, unit))
         else:
-            remedy = f"{_near(size // ranks, args.micro_batch_size)}, or --use-dynamic-batch-size instead"
+            remedy = f"{_near(size // ranks, micro)}, or --use-dynamic-batch-size instead"
             yield Problem(what, "--micro-batch-size", remedy)
 
 

@@ -28,7 +28,6 @@ def _names_and_files(words: list[str]) -> list[str]:
 
 EVAL = read_flags(__file__, names_and_files=_names_and_files)
 
-
 _FIELDS = {f.name: f for f in dataclasses.fields(EvalDataset)}
 _ALIASES = {
     "n_samples_per_prompt": "n_samples_per_eval_prompt",
@@ -45,7 +44,6 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     },
     **{"custom_rm_path": hook, "custom_generate_function_path": hook, "rm_type": rm_type},
 }
-
 
 # For each field of a data set: the attributes that give its default. The first attribute that is set counts.
 _FROM = {

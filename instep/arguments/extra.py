@@ -26,7 +26,6 @@ Provider = Callable[[argparse.ArgumentParser], Any]  # adds its flags to the par
 IMPORT_SECONDS = 300.0  # Megatron's command line imports all of Megatron
 ARGUMENTS = "megatron/training/arguments.py"
 _TYPES: dict[str, Any] = {"int": int, "float": float}
-
 _MARK = "flags: "  # marks the line of JSON in the output, because Megatron prints more
 
 _of_user: dict[str, Flag] = {}
@@ -73,12 +72,10 @@ def find_on_path(name: str) -> Flag | None:
 def _of_megatron(folder: Path) -> tuple[dict[str, dict[str, Any]], str]:
     """Return the flags of the Megatron in `folder`, by each of their names, and why they are unknown ("": known)."""
     path = os.pathsep.join([str(folder), *(p or "." for p in sys.path)])
-    environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+    env = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "instep.arguments.extra"]  # the import takes long and has side effects
     try:
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=IMPORT_SECONDS, check=False
-        )
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=IMPORT_SECONDS, check=False)
     except subprocess.TimeoutExpired:
         return {}, f"its import takes over {IMPORT_SECONDS:.0f} s"
     line = next((line for line in done.stdout.splitlines() if line.startswith(_MARK)), None)

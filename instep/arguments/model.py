@@ -20,7 +20,6 @@ from instep.system.scratch import export_folder
 
 _NOT_CAUSAL = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 
-
 MODEL = read_flags(__file__)
 
 

@@ -72,9 +72,8 @@ def scan(argv: Sequence[str], command: str = "train") -> Scan:
     while tokens:
         token = tokens.pop(0)
         if not is_flag(token):
-            stray = Problem(
-                f"{_shown(token)} belongs to no flag", "the command line", "quote values that contain spaces"
-            )
+            remedy = "quote values that contain spaces"
+            stray = Problem(f"{_shown(token)} belongs to no flag", "the command line", remedy)
             _reject(result, setting(token, command) or stray)
             continue
         name, equals, value = token.partition("=")

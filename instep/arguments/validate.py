@@ -52,13 +52,7 @@ PLAN_RULES = (
     *(commands.elsewhere, commands.sampling, engine.topology, critic_rules.size, parallel.stages),
     *(*cluster.PLANNED_RULES, *colocation.RULES, *planning.RULES),
 )
-SERVE_RULES = (
-    commands.elsewhere,
-    *model.SERVED_RULES,
-    *paths.RULES,
-    *engine.RULES,
-    *cluster.SERVED_RULES,
-)
+SERVE_RULES = (commands.elsewhere, *model.SERVED_RULES, *paths.RULES, *engine.RULES, *cluster.SERVED_RULES)
 
 
 def resolvers() -> Iterator[Resolver]:

@@ -6,7 +6,7 @@ The controller computes it: statistics cover groups and the rollout, and a group
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,12 +16,10 @@ from instep.algorithms.advantages.groups import dr_grpo
 from instep.algorithms.advantages.tokens import distilled_advantages, overlong_penalty, penalised_rewards, whiten
 from instep.algorithms.catalog import Estimator, algorithm_of
 from instep.algorithms.kl import approx_kl
+from instep.arguments.settings import AlgorithmSettings, HookSettings, Settings
 from instep.errors import RolloutError
 from instep.system.hooks import Hook
 from instep.types import Sample, TokenBatch, as_number, name_of
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import AlgorithmSettings, HookSettings, Settings
 
 _HOOK_COLUMNS = ("log_probs", "ref_log_probs", "teacher_log_probs", "rollout_log_probs", "values")
 

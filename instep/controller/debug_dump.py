@@ -28,7 +28,6 @@ from instep.system.shared import shared_by_runs
 CHILD_SECONDS = 3.0  # for all children to write their stacks
 ENGINE_SECONDS = 2.0  # for an engine to report its state
 
-
 _dumps: list[Callable[[], None]] = []  # of the open runs
 
 

@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from instep.arguments.all_flags import own_hooks
-from instep.arguments.args import Runtime
+from instep.arguments.args import Args, Runtime
 from instep.arguments.rollout import context_of_model
+from instep.arguments.settings import HookSettings
 from instep.cluster.base import Cluster
 from instep.cluster.engine_plan import gpu_sharing
 from instep.cluster.launch import make_cluster
@@ -44,10 +45,6 @@ from instep.types import Group
 from instep.weights.bridge import shared_folder
 from instep.weights.way import LORA, SINGLE_COPY, way_meant
 from instep_engine.place import SYNC
-
-if TYPE_CHECKING:
-    from instep.arguments.args import Args
-    from instep.arguments.settings import HookSettings
 
 
 class Deployment:
@@ -241,9 +238,8 @@ class Deployment:
         """End responses at the limit of the served model that scores them."""
         if (self._hook_args.rollout_max_context_len or context_of_model(self._args) or most) > most:
             self._runtime["rollout_max_context_len"] = most
-            self._log.progress.line(
-                f"prompt and response end at {most} tokens: the model that scores them takes no more"
-            )
+            ends = f"prompt and response end at {most} tokens"
+            self._log.progress.line(f"{ends}: the model that scores them takes no more")
 
     # ---- at work -------------------------------------------------------------------------------------------------
 
@@ -357,9 +353,8 @@ class Deployment:
 
     def _check_call(self, engine: Engine) -> None:
         """Check while a control call to `engine` waits; the call ends as soon as the engine is known to be lost."""
-        fleet = self._fleet
         self.check()
-        fleet.check_reachable(engine)
+        self._fleet.check_reachable(engine)
 
     def check_and_rejoin(self) -> None:
         """Check while engines generate, and restart those that died.

@@ -14,19 +14,17 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
+from instep.arguments.settings import DebugSettings, HookSettings
 from instep.checkpoints.torch_files import load_plain
 from instep.controller.round import TrainedBatch
 from instep.errors import CheckpointError, RolloutError
 from instep.system.atomic import replacing
-from instep.types import Group, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import DebugSettings, HookSettings
+from instep.types import Group, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, name_of
 
 _TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab.*", "merges.txt", "*.tiktoken", "tekken.json", "special_tokens*")
 _TEMPLATES = ("chat_template*", "added_tokens.json", "tokenization_*.py")
@@ -125,9 +123,7 @@ def _rows(flat: torch.Tensor, lengths: list[int]) -> list[torch.Tensor]:
 
 
 def _plain_sample(sample: Sample) -> dict[str, Any]:
-    return {
-        k: _plain(v, f"group {sample.group_index}, sample {sample.index}: {k}") for k, v in sample.to_dict().items()
-    }
+    return {k: _plain(v, f"{name_of(sample)}: {k}") for k, v in sample.to_dict().items()}
 
 
 def _plain(value: Any, where: str) -> Any:

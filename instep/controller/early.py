@@ -72,7 +72,7 @@ class Early:
         for n, group in enumerate(waiting, 1):
             lengths += [len(sample.tokens) for sample in flatten(group)]
             count, size = (n, len(lengths)) if len(lengths) % multiple == 0 else (count, size)
-        if self.step is not None and not self.step.has_enough(lengths[:size]):
+        if self.step is not None and not self.step.actor.fills_ranks(lengths[:size]):
             return []
         del self._waiting[:count]
         return waiting[:count]

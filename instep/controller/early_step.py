@@ -13,28 +13,21 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING
 
 import torch
 
 from instep.algorithms.catalog import algorithm_of
+from instep.arguments.settings import Settings
 from instep.controller.role import Metrics, RoleTrainer
 from instep.errors import ConfigError, RolloutError
 from instep.system.hooks.neighbours import is_own
 from instep.types import Sample, Schedule, TokenBatch
 
-if TYPE_CHECKING:
-    from instep.arguments.settings import Settings
-
 OF_ALL = (  # hooks that see or change all samples of a rollout at once, or a step before its gradients
-    "rollout_sample_filter_path",
-    "rollout_all_samples_process_path",
-    "custom_convert_samples_to_train_data_path",
-    "custom_reward_post_process_path",
-    "custom_advantage_function_path",
-    "rollout_data_postprocess_path",
-    "custom_megatron_before_train_step_hook_path",
-)
+    "rollout_sample_filter_path rollout_all_samples_process_path custom_convert_samples_to_train_data_path "
+    "custom_reward_post_process_path custom_advantage_function_path rollout_data_postprocess_path "
+    "custom_megatron_before_train_step_hook_path"
+).split()
 
 
 def scores_early(args: Settings) -> bool:
@@ -91,16 +84,12 @@ class EarlyStep:
         num_groups: int,
         complete: Callable[[TokenBatch, list[Sample]], object],
     ):
-        self._actor, self._rollout_id, self._complete = actor, rollout_id, complete
+        self.actor, self._rollout_id, self._complete = actor, rollout_id, complete
         self._token = secrets.token_hex(8)  # a repeated rollout has the same id
         self._num_left = num_groups
         self._parts: list[tuple[list[Sample], TokenBatch]] = []
         self._rows: dict[int, torch.Tensor] = {}  # log-probs and entropies, by id of the sample
         self.seconds = 0.0
-
-    def has_enough(self, lengths: list[int]) -> bool:
-        """Return whether samples of these lengths are enough for one call."""
-        return self._actor.fills_ranks(lengths)
 
     def begin(self, num_groups: int, samples: list[Sample], batch: TokenBatch) -> None:
         """Compute the gradients of finished groups, unless these are the last ones."""
@@ -111,7 +100,7 @@ class EarlyStep:
         except RolloutError:
             return  # the end of the rollout raises it, unless a hook repairs the samples first
         began = time.monotonic()
-        rows = self._actor.begin_step(batch, self._actor.plan(batch, num_steps=1), self._token)()
+        rows = self.actor.begin_step(batch, self.actor.plan(batch, num_steps=1), self._token)()
         self.seconds += time.monotonic() - began
         self._num_left -= num_groups
         self._parts.append((samples, batch))
@@ -131,12 +120,12 @@ class EarlyStep:
         If early samples are no longer a part of the rollout, drop the early part and compute everything.
         """
         left = self._left(batch, samples) if len(schedule) == 1 else []
-        train, more = self._actor.train, (gap_limit, self._rollout_id)
+        train, more = self.actor.train, (gap_limit, self._rollout_id)
         if not left:
             return train(batch, schedule, num_steps_before, keep, *more)
         part = batch.select(left)
         try:
-            rest = self._actor.plan(part, num_steps=1)
+            rest = self.actor.plan(part, num_steps=1)
         except ConfigError:  # ranks cannot share it evenly, after fan-out
             return train(batch, schedule, num_steps_before, keep, *more)
         place = {i: n for n, i in enumerate(left)}

@@ -17,10 +17,11 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import as_completed
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 from urllib.parse import urlsplit
 
 from instep.arguments.args import Runtime
+from instep.arguments.settings import Settings
 from instep.cluster.engine_plan import has_router, plan_engines, plan_routers
 from instep.cluster.engine_start import start_gate, start_router
 from instep.controller.health import unreachable, watch_health
@@ -32,13 +33,9 @@ from instep.engines.topology import policy_model, served_models
 from instep.errors import ConfigError, EngineError, InstepError
 from instep.system.processes import Process, in_thread, stop_all
 
-if TYPE_CHECKING:
-    from instep.arguments.settings import Settings
-
 MAX_RESTARTS = 3  # of one engine; a fourth death is not an accident
 ASK_SECONDS = 10.0  # to ask an engine about itself
 ROUTER_SECONDS = 5.0  # for a router to add or remove an engine: it may refuse at first
-
 
 # dead: waits for `start_dead`; planned: a sync has restarted it and not brought its weights yet
 State = Literal["serving", "starting", "ready", "lost", "dead", "planned"]

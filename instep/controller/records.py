@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING
 
 from instep.algorithms.catalog import algorithm_of
+from instep.arguments.settings import HookSettings, Settings
 from instep.controller import dumps
 from instep.controller.round import Rollout, TrainedBatch
 from instep.observability.run_logger import RunLogger
 from instep.observability.samples import to_log
 from instep.rollout.tokens import token_texts
 from instep.types import Group, RolloutFnEvalOutput
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import HookSettings, Settings
 
 
 class Records:

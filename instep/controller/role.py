@@ -10,11 +10,12 @@ import logging
 import math
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from instep.algorithms.catalog import algorithm_of
+from instep.arguments.settings import Settings
 from instep.cluster.local import WorkerGroup
 from instep.data.schedule import plan_steps, plan_whole_executions
 from instep.errors import SyncError, TrainingError
@@ -23,9 +24,6 @@ from instep.training.backend import ParallelInfo
 from instep.training.lr_schedule import LRSchedule
 from instep.types import Schedule, TokenBatch
 from instep.weights.way import Order
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import Settings
 
 logger = logging.getLogger(__name__)
 ENOUGH_TOKENS = 8192  # per rank: from here on a pass does not wait for its kernel launches
@@ -63,10 +61,6 @@ class RoleTrainer:
         self._dp_size = layout[0].dp_size
         self._num_skipped = 0  # optimizer steps in a row
         self.rank_memory: list[dict[str, float]] = []  # of each rank, as `memory` has last read it
-
-    def watch(self) -> None:
-        """Raise if a process of the run has died."""
-        self.workers.watch()
 
     # ---- training ------------------------------------------------------------------------------------------------
 

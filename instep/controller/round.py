@@ -10,13 +10,13 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
 from instep.algorithms.catalog import algorithm_of, uses_reference
 from instep.algorithms.losses.policy import flags_that_compare
 from instep.algorithms.reductions import loss_scales, loss_weights
+from instep.arguments.settings import HookSettings, Settings
 from instep.controller.advantage_columns import add_advantages
 from instep.controller.early import Early
 from instep.controller.early_step import EarlyStep, scores_early, why_not
@@ -35,9 +35,6 @@ from instep.system.spans import span
 from instep.training.gap import COLUMN as FRESH
 from instep.training.gap import fresh_tokens
 from instep.types import Group, Sample, TokenBatch
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import HookSettings, Settings
 
 
 @dataclass
@@ -290,7 +287,7 @@ class TrainingRound:
 
     def _ask(self, scorer: ServedScorer, batch: TokenBatch) -> torch.Tensor:
         """Get the log-probs of a served model; if a process of the run dies meanwhile, the error names it."""
-        return watched(lambda: scorer.log_probs(batch), f"asks {scorer.name}", self._actor.watch)
+        return watched(lambda: scorer.log_probs(batch), f"asks {scorer.name}", self._actor.workers.watch)
 
     def _scored_names(self, num_steps: int) -> list[str]:
         """Return the names of the needed log-probs. With one on-policy step the old policy is the current one."""

@@ -8,19 +8,17 @@ import sys
 import time
 from collections import Counter
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from instep.algorithms.catalog import algorithm_of
 from instep.algorithms.losses.value import explained_variance
 from instep.arguments.algorithm.distillation import NO_REWARD
+from instep.arguments.settings import HookSettings, LoggingSettings
 from instep.observability.metrics import pass_rates, rollout_metrics
 from instep.rollout.outputs import flatten
 from instep.rollout.request_gate import gate
 from instep.system.hooks import Hook
 from instep.types import RolloutFnEvalOutput, RolloutFnTrainOutput, TokenBatch, reward_of
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import HookSettings, LoggingSettings
 
 # Metrics that are not averaged over the steps of a rollout: the gap to the engine belongs to the first step. Later the
 # policy is no longer the one that sampled.

@@ -6,8 +6,10 @@ import json
 import uuid
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from instep.arguments.args import Args
+from instep.arguments.settings import ModelSettings, Settings
 from instep.checkpoints.folders import RELEASE, find_checkpoint, has_optimizer, read_state
 from instep.checkpoints.integrity import TRACKER, has_digests, others
 from instep.checkpoints.state_json import SAVABLE, to_text
@@ -15,10 +17,6 @@ from instep.data.ledger import LedgeredDataSource, group_indices
 from instep.errors import CheckpointError, ConfigError, RolloutError
 from instep.observability.run_folder import config_of
 from instep.types import Group, Sample, name_of
-
-if TYPE_CHECKING:
-    from instep.arguments.args import Args
-    from instep.arguments.settings import ModelSettings, Settings
 
 # A run cannot change these: it would train on other data, twice on the same data, or read other files.
 _FIXED = (
@@ -33,8 +31,6 @@ _PLACES = frozenset(
 )
 # The fields of a sample with an entry per token; they are always plain.
 _COLUMNS = frozenset("tokens loss_mask rollout_log_probs rollout_routed_experts weight_versions".split())
-
-
 # With these flags the same command would begin elsewhere.
 _NOT_AGAIN = {"--ckpt-step": "ckpt_step", "--finetune": "finetune", "--start-rollout-id": "start_rollout_id"}
 
@@ -63,9 +59,8 @@ def beginning(args: Args) -> Beginning:
     folder = found[0]
     state = None if args.finetune else read_state(folder)
     run_id = uuid.uuid4().hex if state is None else _same_run(Path(args.run_dir), folder, state)
-    notes = (
-        [f"changed since the checkpoint: {line}" for line in changed_arguments(state["args"], args)] if state else []
-    )
+    changed = changed_arguments(state["args"], args) if state else []
+    notes = [f"changed since the checkpoint: {line}" for line in changed]
     if args.ckpt_step is None and not (folder.parent / TRACKER).exists():
         notes.append(f"{folder.parent / TRACKER} is missing: this is the newest complete checkpoint, {folder.name}")
     if not has_digests(folder):

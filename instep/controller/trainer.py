@@ -7,10 +7,12 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from instep.algorithms.catalog import uses_reference
+from instep.arguments.args import Args
 from instep.arguments.roles import args_of_role
+from instep.arguments.settings import DataSettings, ModelSettings
 from instep.checkpoints.folders import (
     CRITIC,
     begin_checkpoint,
@@ -29,10 +31,6 @@ from instep.data.tokenizer import load_tokenizer
 from instep.errors import ConfigError
 from instep.system.atomic import link_or_copy
 from instep.training import lr_schedule
-
-if TYPE_CHECKING:
-    from instep.arguments.args import Args
-    from instep.arguments.settings import DataSettings, ModelSettings
 
 Earlier = Callable[[Path], None] | None  # see `save_checkpoint`
 

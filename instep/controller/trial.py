@@ -14,24 +14,19 @@ import random
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from instep.algorithms.catalog import DEFAULT_ROLLOUT
 from instep.arguments.args import RUNTIME_ATTRIBUTES
+from instep.arguments.settings import HookSettings, Settings
 from instep.controller.advantage_columns import processed_rewards
 from instep.data.tokenizer import end_tokens
 from instep.errors import ConfigError, InstepError, RolloutError
 from instep.rollout import runtime
-from instep.rollout.execute import (
-    Execution,
-    new_execution,
-    run_group,
-    run_sample_hooks,
-    train_sampling_params,
-)
+from instep.rollout.execute import Execution, new_execution, run_group, run_sample_hooks, train_sampling_params
 from instep.rollout.filters import verdict_of
 from instep.rollout.kv_budget import KVBudget
 from instep.rollout.rewards.dispatch import apply_rewards
@@ -40,23 +35,15 @@ from instep.system.documents import read_json
 from instep.system.hooks import Hook
 from instep.types import Group, Sample, Status, VersionSpan, reward_of
 
-if TYPE_CHECKING:
-    from instep.arguments.settings import HookSettings, Settings
-
 T = TypeVar("T")
 NUM_PROMPTS = 4
 NOT_BEGUN = "tried on 4 prompts, the run has not begun (--no-hook-trial leaves the trial out)"
 NUM_NEW_TOKENS = 32  # of a trial's response, if the generate function obeys its sampling parameters
 GENERATE_SECONDS = 300.0
 _HOOKS = (
-    "custom_rm_path",
-    "custom_generate_function_path",
-    "rollout_sample_hook_path",
-    "dynamic_sampling_filter_path",
-    "rollout_sample_filter_path",
-    "buffer_filter_path",
-    "custom_reward_post_process_path",
-)
+    "custom_rm_path custom_generate_function_path rollout_sample_hook_path dynamic_sampling_filter_path "
+    "rollout_sample_filter_path buffer_filter_path custom_reward_post_process_path"
+).split()
 
 
 class HookTrial:

@@ -16,16 +16,14 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
+from instep.arguments.settings import Settings
 from instep.controller.role import RoleTrainer
 from instep.engines.engine import KV_CACHE, WEIGHTS, Engine
 from instep.system.run_context import RunThreads
 from instep.system.spans import span
 from instep.weights.way import OF_ADAPTERS
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import Settings
 
 KEEP, DROP = 1, 2  # levels of sleep: what happens to the weights
 Part = Literal["nothing", "weights", "all"]

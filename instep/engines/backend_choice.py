@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
 
+from instep.arguments.settings import Settings
 from instep.engines.kind import AUTO, EngineKind, all_kinds, kind_of
 from instep.errors import ConfigError
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import Settings
 
 
 def named_kind(args: Settings) -> EngineKind | None:

@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from instep.arguments.settings import EngineSettings
 from instep.engines.flags import PREFIXES, Package
 from instep.errors import ConfigError
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import EngineSettings
 
 Words = Mapping[str, list[str]]  # of a command line, by field
 _KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
@@ -129,10 +126,6 @@ def _kv_transfer(role: str, words: Words) -> dict[str, list[str]]:
     return {"kv_transfer_config": ["--kv-transfer-config", json.dumps(config)]}
 
 
-def _mode(role: str, words: Words) -> dict[str, list[str]]:
-    return {"disaggregation_mode": ["--disaggregation-mode", role]}
-
-
 VLLM = Dialect(
     package="vllm",
     length="max_model_len",
@@ -150,5 +143,5 @@ SGLANG = Dialect(
         **{unit.upper() + "i": size for unit, size in _IEC.items()},
     },
     parallel=of_sglang,
-    role_words=_mode,
+    role_words=lambda role, words: {"disaggregation_mode": ["--disaggregation-mode", role]},
 )

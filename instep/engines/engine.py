@@ -13,8 +13,9 @@ import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+from instep.arguments.settings import EngineSettings
 from instep.engines import keys
 from instep.engines.held_lease import HeldLease
 from instep.engines.http import check_open, check_server, open_directly, open_without_key
@@ -26,9 +27,6 @@ from instep.system.processes import Process, watched
 from instep.system.run_context import RunThreads
 from instep.system.spans import Span, span
 from instep.weights.way import SINGLE_COPY
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import EngineSettings
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"  # vLLM's names of the memory that sleep frees
 TAGS = frozenset({WEIGHTS, KV_CACHE})
@@ -167,13 +165,7 @@ class Engine(Server):
         self._kind = found
 
     def post(
-        self,
-        path: str,
-        body: dict[str, Any] | None = None,
-        *,
-        timeout: float,
-        replica: int | None = None,
-        **query: Any,
+        self, path: str, body: dict[str, Any] | None = None, *, timeout: float, replica: int | None = None, **query: Any
     ) -> dict[str, Any]:
         """POST JSON to a control route, and watch the processes of the run meanwhile. Return the JSON of the answer.
 

@@ -18,14 +18,12 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+from instep.arguments.settings import EngineSettings
 from instep.errors import EngineError, writing
 from instep.system.atomic import write_text
 from instep.system.documents import parse_choice, parse_json, parse_whole
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import EngineSettings
 
 Package = Literal["vllm", "vllm-router", "sglang", "sglang-router"]
 # `--router-*` are the flags of the router that belongs to the engines.
@@ -95,6 +93,7 @@ class EngineFlag:
         """Return the value of `text` as the program reads it. Raises ValueError, which says what is wrong."""
         if self.optional and text == "None" or self.auto and text in ("auto", "-1"):
             return text
+        whole = "must be a whole number below 1e18"
         if self.kind in ("size", "si_size") and _DECIMAL.fullmatch(text):
             text = str(parse_whole(text))
         if self.kind in ("int", "float"):
@@ -106,11 +105,9 @@ class EngineFlag:
                 raise ValueError("must be a number of less than 2^63")
             text = str(number) if self.kind == "int" else text
         elif self.kind == "size" and not _SIZE.fullmatch(text):
-            raise ValueError("must be a whole number below 1e18, or one like 2k, 1.5g (powers of 1000) or 4G (of 1024)")
+            raise ValueError(f"{whole}, or one like 2k, 1.5g (powers of 1000) or 4G (of 1024)")
         elif self.kind == "si_size" and not _SI_SIZE.fullmatch(text):
-            raise ValueError(
-                "must be a whole number below 1e18, or one like 2k, 1.5M (powers of 1000) or 4Ki (of 1024)"
-            )
+            raise ValueError(f"{whole}, or one like 2k, 1.5M (powers of 1000) or 4Ki (of 1024)")
         elif self.kind == "json" or self.kind == "json_or_text" and re.fullmatch(r"\s*\{.*\}\s*", text, re.DOTALL):
             plain = _OUTSIDE_STRINGS.sub(lambda found: found[0] if found[0][0] == '"' else "0", text)
             parse_json(plain)

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import socket
 import time
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from instep.arguments.settings import EngineSettings
 from instep.engines.http import check_server
 from instep.engines.router import Server
 from instep.errors import EngineError
 from instep.system.processes import SupervisedProcess
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import EngineSettings
 
 
 def needs_gate(args: EngineSettings, has_router: bool) -> bool:

@@ -14,16 +14,13 @@ import os
 import secrets
 import stat
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from instep.arguments.settings import EngineSettings, Settings
 from instep.errors import ConfigError, writing
 from instep.system.ports import LOOPBACK, users_listening
 from instep.system.run_context import PerRun, cached_per_run
 from instep_engine.guard import EVERYONE, GENERATE_VARIABLE, HOSTS_VARIABLE, KEY_VARIABLE, LONGEST_KEY, fault_of_key
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import EngineSettings, Settings
 
 KEY_FILE = "api_key"  # in the run's folder
 CONTROL_FILE = "control_key"  # also in the run's folder, of `instep serve`: opens control routes, too

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import importlib.metadata
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from instep.arguments.settings import Settings
 from instep.engines.spec import Addresses, EngineSpec
 from instep.engines.topology import ServerGroup, ServerRole
 from instep.errors import ConfigError
@@ -23,14 +25,11 @@ from instep.system.spans import Span
 from instep_engine import MISMATCH
 
 if TYPE_CHECKING:
-    from instep.arguments.settings import Settings
     from instep.engines.router import Router
-    from instep.engines.wire import WireFormat  # a command line does not need it
+    from instep.engines.wire import WireFormat
 
 SHARED_MEMORY_REMEDY = "enlarge /dev/shm (docker: --shm-size), or use --weight-sync shm, which needs two buckets there"
 NO_SHARED_MEMORY = "of weights do not fit into"  # an engine's message if it finds no room there
-FIT_FRACTION = 0.4  # of a GPU's memory, if the trainer keeps its own beside the engine
-TURN_FRACTION = 0.8  # if the trainer frees its own; CUDA contexts, NCCL and the allocators keep a few GB
 AUTO = "auto"  # the value of --rollout-backend that chooses a kind
 
 
@@ -139,7 +138,10 @@ class EngineKind(Protocol):
     def capabilities(self) -> Capabilities: ...
 
     @property
-    def wire(self) -> WireFormat: ...
+    def wire(self) -> WireFormat:
+        from instep.engines.wire import VLLM_WIRE  # numpy, which a command line does not need
+
+        return VLLM_WIRE
 
     @property
     def router(self) -> type[Router]:
@@ -165,6 +167,13 @@ class EngineKind(Protocol):
     def check_installed(self, where: str) -> None:
         """Raise ConfigError if it is not installed on this host; `where` says what has chosen the kind."""
         return
+
+    def _check_plugin(self, group: str, where: str, remedy: str) -> None:
+        """Raise ConfigError unless instep has an entry point in `group`."""
+        plugins = importlib.metadata.entry_points(group=group)
+        if not any(plugin.value.startswith(f"instep_engine.{self.name}:") for plugin in plugins):
+            finds = f"{self.title} finds its plugin only by the entry point"
+            raise ConfigError(f"instep can be imported here, but is not installed: {finds}", where=where, remedy=remedy)
 
     # ---- plan and start ----------------------------------------------------------------------------------------------
 
@@ -353,6 +362,12 @@ def profile_folder(name: str) -> str:
 def engine_dtype(args: Settings) -> str:
     """Return the dtype of an engine's weights without `--vllm-dtype`: the trainer's. An `auto` of a plan is a GPU's."""
     return "float32" if args.precision == "fp32" else "bfloat16"
+
+
+def shared_fraction(args: Settings, update_weights: bool) -> str:
+    """Return the share of a GPU's memory that an engine takes beside the trainer, or in turns with it."""
+    takes_turns = update_weights and args.offload_train and args.offload_rollout
+    return "0.8" if takes_turns else "0.4"  # CUDA contexts, NCCL and the allocators of the other side keep a few GB
 
 
 def served_dtype(args: Settings) -> str:

@@ -18,17 +18,15 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
+from instep.arguments.settings import Settings
 from instep.engines.flags import router_arguments
 from instep.engines.http import REFUSED, check_server, open_directly, refusal
 from instep.engines.topology import ServerRole
 from instep.errors import ConfigError, EngineError
 from instep.system.processes import Process, SupervisedProcess, stop_all
 from instep_engine.guard import KEY_VARIABLE
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import Settings
 
 CALL_SECONDS = 10.0
 START_SECONDS = 60.0  # of a restarted router, on a busy machine; it asks all engines first
@@ -121,10 +119,9 @@ class Router(Server):
     def words(cls, args: Settings) -> list[str]:
         """Return the flags of every router that instep starts: its own choices, which `--router-*` replace."""
         own = {**cls.own_flags, "request_timeout_secs": [str(round(args.rollout_timeout))]}
-        words = [
-            w for f, ws in own.items() if f not in args.router_overrides for w in ("--" + f.replace("_", "-"), *ws)
-        ]
-        return [*words, *router_arguments(args)]
+        left = {field: words for field, words in own.items() if field not in args.router_overrides}
+        own_words = [word for field, words in left.items() for word in ("--" + field.replace("_", "-"), *words)]
+        return [*own_words, *router_arguments(args)]
 
     @classmethod
     def disaggregated_words(cls, kv_connector: str, members: Iterable[tuple[ServerRole, str]]) -> list[str]:

@@ -17,17 +17,10 @@ import urllib.error
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from instep.arguments.settings import Settings
 from instep.engines.flags import given_names
 from instep.engines.http import get_json
-from instep.engines.kind import (
-    FIT_FRACTION,
-    TURN_FRACTION,
-    Capabilities,
-    EngineKind,
-    RunningEngine,
-    config_json,
-    engine_dtype,
-)
+from instep.engines.kind import Capabilities, EngineKind, RunningEngine, config_json, engine_dtype, shared_fraction
 from instep.engines.spec import Addresses, EngineSpec
 from instep.engines.topology import ServerGroup
 from instep.errors import ConfigError
@@ -37,7 +30,6 @@ from instep.weights.way import OF_ADAPTERS, SINGLE_COPY
 from instep_engine import PROTOCOL
 
 if TYPE_CHECKING:
-    from instep.arguments.settings import Settings
     from instep.engines.router import Router
     from instep.engines.wire import WireFormat
 
@@ -129,13 +121,8 @@ class SglangKind(EngineKind):
     def check_installed(self, where: str) -> None:
         if importlib.util.find_spec("sglang") is None:
             raise ConfigError("SGLang is not installed here", where=where, remedy=f"{INSTALL}; or {READS_VLLM}")
-        plugins = importlib.metadata.entry_points(group="sglang.srt.plugins")
-        if not any(plugin.value.startswith("instep_engine.sglang:") for plugin in plugins):
-            raise ConfigError(
-                "instep can be imported here, but is not installed: SGLang finds its plugin only by the entry point",
-                where=where,
-                remedy="install this instep where the engine runs (pip install --no-deps)",
-            )
+        remedy = "install this instep where the engine runs (pip install --no-deps)"
+        self._check_plugin("sglang.srt.plugins", where, remedy)
 
     # ---- plan and start ----------------------------------------------------------------------------------------------
 
@@ -204,8 +191,7 @@ class SglangKind(EngineKind):
                 if args.weight_sync in OF_ADAPTERS:  # a sync does not bring the base back
                     own["enable_weights_cpu_backup"] = ["--enable-weights-cpu-backup"]
             if args.colocate:
-                alone = update_weights and args.offload_train and args.offload_rollout
-                own["mem_fraction_static"] = ["--mem-fraction-static", str(TURN_FRACTION if alone else FIT_FRACTION)]
+                own["mem_fraction_static"] = ["--mem-fraction-static", shared_fraction(args, update_weights)]
             if importlib.util.find_spec("flashinfer") is None:
                 own["attention_backend"] = ["--attention-backend", "fa3"]
                 own["grammar_backend"] = ["--grammar-backend", "none"]

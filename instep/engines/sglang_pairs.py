@@ -10,17 +10,15 @@ import math
 import secrets
 from collections.abc import Sequence
 from concurrent.futures import as_completed
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 from instep.engines.http import get_json
+from instep.engines.kind import RunningEngine
 from instep.engines.sglang_wire import SGLANG_WIRE
 from instep.errors import EngineError
 from instep.system.run_context import RunThreads
 from instep_engine.sglang_form import PATH
-
-if TYPE_CHECKING:
-    from instep.engines.kind import RunningEngine
 
 NOBODY = {"bootstrap_host": "2.2.2.2", "bootstrap_room": 0}  # SGLang's fake address: no engine fetches the cache
 FORCE = 1e4  # added to the logit of a token

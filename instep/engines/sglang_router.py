@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+from instep.arguments.settings import Settings
 from instep.engines.keys import key_of
 from instep.engines.router import CALL_SECONDS, NoRoute, Router
 from instep.engines.topology import ServerRole
 from instep.errors import ConfigError, EngineError
 from instep_engine.guard import KEY_VARIABLE
 from instep_engine.sglang_form import MORE_LABEL, PATH
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import Settings
 
 # What sglang-router 0.3.2 passes on of a body of SGLang's `/generate`, and of its sampling parameters.
 PASSED = frozenset(
@@ -47,9 +45,7 @@ class SglangRouter(Router):
         "disable_retries": [],
         "disable_circuit_breaker": [],  # it would exclude an engine that is only paused for a sync
         "shutdown_grace_period_secs": ["0"],  # `drop_requests`: a hung request would hold it up
-        "worker_startup_timeout_secs": [
-            str(round(CALL_SECONDS))
-        ],  # an engine that dies as it joins does not join later
+        "worker_startup_timeout_secs": [str(round(CALL_SECONDS))],  # one that dies as it joins does not join later
         "worker_startup_check_interval": ["1"],
         "health_check_interval_secs": ["2"],
         "health_failure_threshold": ["2"],

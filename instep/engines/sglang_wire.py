@@ -54,12 +54,7 @@ class SglangWire(WireFormat):
 
     def scoring_request(self, tokens: Sequence[int]) -> dict[str, Any]:
         params = {"max_new_tokens": 0, "temperature": 1.0}
-        return {
-            "input_ids": list(tokens),
-            "sampling_params": params,
-            "return_logprob": True,
-            "logprob_start_len": 0,
-        }
+        return {"input_ids": list(tokens), "sampling_params": params, "return_logprob": True, "logprob_start_len": 0}
 
     def prompt_log_probs(self, answer: dict[str, Any], tokens: Sequence[int], where: str) -> list[float]:
         try:
@@ -97,11 +92,8 @@ def to_sglang(given: dict[str, Any], where: str) -> dict[str, Any]:
         elif name == "structured_outputs" and set(value) <= set(_STRUCTURED):
             out |= {_STRUCTURED[kind]: form for kind, form in value.items()}
         elif name not in _NOT_SENT:
-            raise EngineError(
-                f"SGLang has no sampling parameter {name!r}",
-                where=where,
-                remedy="remove it, or use --rollout-backend vllm",
-            )
+            what, remedy = f"SGLang has no sampling parameter {name!r}", "remove it, or use --rollout-backend vllm"
+            raise EngineError(what, where=where, remedy=remedy)
     return out
 
 
@@ -135,5 +127,4 @@ def _completion(answer: Any, request: GenerationRequest, version: str | None) ->
 
 @functools.cache
 def _experts_per_token(model: str) -> int:
-    config = config_json(model)
-    return int(config["num_experts_per_tok"])
+    return int(config_json(model)["num_experts_per_tok"])

@@ -20,16 +20,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+from instep.arguments.settings import EngineSettings, ModelSettings, Settings
 from instep.engines.dialect import VLLM, Dialect, dialect_of
 from instep.engines.flags import TITLES, FlagTable, engine_words, flag_table, merge, nearest_name
 from instep.engines.reserved_flags import reserved
 from instep.errors import ConfigError
 from instep.system.documents import parse_yaml
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import EngineSettings, ModelSettings, Settings
 
 ServerRole = Literal["regular", "prefill", "decode", "placeholder"]
 ROLES: tuple[ServerRole, ...] = ("regular", "prefill", "decode", "placeholder")

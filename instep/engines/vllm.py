@@ -20,20 +20,13 @@ import shutil
 import urllib.error
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from instep.arguments.settings import Settings
 from instep.engines.engine import EngineRefusal
 from instep.engines.flags import TABLES, engine_words, given_names, installed_version, merge, release
 from instep.engines.http import get_json, open_directly
-from instep.engines.kind import (
-    FIT_FRACTION,
-    TURN_FRACTION,
-    Capabilities,
-    EngineKind,
-    RunningEngine,
-    config_json,
-    engine_dtype,
-)
+from instep.engines.kind import Capabilities, EngineKind, RunningEngine, config_json, engine_dtype, shared_fraction
 from instep.engines.spec import Addresses, EngineSpec
 from instep.engines.topology import ServerGroup, group_words, model_path, policy_model, served_models
 from instep.engines.vllm_process import node_environment, profiler_config, serve_arguments, vllm_env
@@ -42,10 +35,6 @@ from instep.models.images import has_language_model
 from instep.system.spans import Span, of_torch
 from instep.weights.way import OF_ADAPTERS, SINGLE_COPY
 from instep_engine import DRAFTER_VARIABLE, LORA_VARIABLE, PROTOCOL, vllm
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import Settings
-    from instep.engines.wire import WireFormat
 
 OTHER_PROTOCOL = re.compile(r"instep speaks protocol \d+, this (?:plugin|instep-vllm) \d+")
 PLUGIN_REMEDY = "install this instep where the engine runs (pip install --no-deps), and restart the engine"
@@ -85,12 +74,6 @@ class VllmKind(EngineKind):
         recent = release(version) >= (0, 32)
         return Capabilities(self.title, version, version_spans=recent, spans_in_arrays=True, stop_reasons=recent)
 
-    @functools.cached_property
-    def wire(self) -> WireFormat:
-        from instep.engines.wire import VLLM_WIRE
-
-        return VLLM_WIRE
-
     def meant_by(self, args: Settings) -> str:
         more = {"--prefill-num-servers": args.prefill_num_servers, "--vllm-config": args.vllm_config}
         more["--rollout-num-gpus-per-engine"] = args.rollout_num_gpus_per_engine > 1
@@ -116,13 +99,7 @@ class VllmKind(EngineKind):
                 where=where,
                 remedy="instep install vllm; or remove vLLM's flags, and name --rollout-backend embedded",
             )
-        plugins = importlib.metadata.entry_points(group="vllm.general_plugins")
-        if not any(plugin.value.startswith("instep_engine.vllm:") for plugin in plugins):
-            raise ConfigError(
-                "instep can be imported here, but is not installed: vLLM finds its plugin only by the entry point",
-                where=where,
-                remedy=PLUGIN_REMEDY,
-            )
+        self._check_plugin("vllm.general_plugins", where, PLUGIN_REMEDY)
 
     # ---- plan and start ----------------------------------------------------------------------------------------------
 
@@ -170,8 +147,7 @@ class VllmKind(EngineKind):
         if release(version) < (0, 32) and group.role != "regular":  # see above
             own["middleware"] = ["--middleware", "instep_engine.vllm.kv_params.Middleware", *own["middleware"]]
         if args.device != "cpu" and args.colocate:  # vLLM's default is 0.9, as if it were alone there
-            alone = update_weights and args.offload_train and args.offload_rollout
-            own["gpu_memory_utilization"] = ["--gpu-memory-utilization", str(TURN_FRACTION if alone else FIT_FRACTION)]
+            own["gpu_memory_utilization"] = ["--gpu-memory-utilization", shared_fraction(args, update_weights)]
         if sleeps:
             own["enable_sleep_mode"] = ["--enable-sleep-mode"]
         if args.device == "cpu":

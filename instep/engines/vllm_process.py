@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from instep.arguments.settings import ClusterSettings, Settings
 from instep.engines.kind import engine_dtype, profile_folder
 from instep.engines.spec import LONGEST_START, Addresses, EngineSpec
 from instep.system.processes import DETERMINISTIC_ENV, OPENMP_ENV
 from instep_engine import FAST_VARIABLE, PARENT_VARIABLE
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import ClusterSettings, Settings
 
 PROFILED_ITERATIONS = 1024  # steps of an engine in a profile: more would take some hundred MB, and minutes to write
 
@@ -74,8 +72,7 @@ def vllm_env(args: Settings, num_threads: int) -> dict[str, str]:
         }
     else:
         # vLLM 0.26 imports humming for quantized layers. By default humming builds its kernels beside the start of
-        # every
-        # engine, in processes that import torch and outlive a killed engine. Here they are built on demand.
+        # every engine, in processes that import torch and outlive a killed engine. Here they are built on demand.
         env["HUMMING_DISABLE_PARALLEL_BUILD"] = os.environ.get("HUMMING_DISABLE_PARALLEL_BUILD", "1")
         if engine_dtype(args) == "float32":
             env["TRITON_F32_DEFAULT"] = "ieee"  # otherwise vLLM's attention for float32 multiplies in TF32

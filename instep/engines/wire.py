@@ -20,8 +20,6 @@ FINAL_ONLY = 2  # vLLM's `output_kind`: whole responses only; without it 0.26 lo
 # Sends the JSON of one request. Returns the JSON of its answer and, if the engine does not say it itself, the
 # weight version of all its tokens.
 Send = Callable[[dict[str, Any]], Awaitable[tuple[Any, str | None]]]
-
-
 # The remedy for an answer in another form than vLLM's.
 _OTHER_FORM = "see the engine's log, and compare its version with docs/engines.md"
 
@@ -132,17 +130,15 @@ def _completion(choice: dict[str, Any], url: str, version: str | None) -> Comple
             ids = list(map(int, ids))
             content = (choice.get("logprobs") or {}).get("content")
             log_probs = None if content is None and ids else [float(x["logprob"]) for x in content or []]
-        spans = [
-            VersionSpan(str(s["version"]), int(s["start"]), int(s["end"])) for s in choice.get("weight_versions") or []
-        ]
+        told = choice.get("weight_versions") or []
+        spans = [VersionSpan(str(s["version"]), int(s["start"]), int(s["end"])) for s in told]
         if not spans and version is not None:
             spans = [VersionSpan(version, 0, len(ids))]
         experts = choice.get("routed_experts")
         experts = routes.decode(experts) if isinstance(experts, str) else experts
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise EngineError(
-            f"a choice of another form: {error!r}; {choice!r:.200}", where=url, remedy=_OTHER_FORM
-        ) from error
+        what = f"a choice of another form: {error!r}; {choice!r:.200}"
+        raise EngineError(what, where=url, remedy=_OTHER_FORM) from error
     if log_probs is not None and len(log_probs) != len(ids):
         raise EngineError(f"{len(ids)} tokens came with {len(log_probs)} log-probs", where=url, remedy=_OTHER_FORM)
     check_spans(spans, len(ids), url)

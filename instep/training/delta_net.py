@@ -53,7 +53,8 @@ def gated_delta_rule(
     q, k = (chunked(_unit(x.float())).repeat_interleave(per_key, dim=1) for x in (query, key))
     q = q * q.shape[-1] ** -0.5
     v, write, decay = chunked(value), chunked(beta)[..., None], chunked(g).cumsum(-1)[..., None]  # the decays so far
-    between = (decay - decay.transpose(-1, -2)).masked_fill(_after(chunk_size, q.device), -torch.inf).exp()
+    later = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=q.device).triu(1)
+    between = (decay - decay.transpose(-1, -2)).masked_fill(later, -torch.inf).exp()
     kept = decay.exp()
     # What a token writes depends on what those before it in the chunk write: (1 + strict_tril(...)) written = right.
     system, right = (write * k) @ k.transpose(-1, -2) * between, torch.cat([write * v, write * k * kept], -1)
@@ -61,9 +62,8 @@ def gated_delta_rule(
         [v.shape[-1], k.shape[-1]], -1
     )
     last = decay[:, :, -1:]
-    steps = zip(
-        *(x.split(running) for x in (written, read, q * kept, k * (last - decay).exp(), last.exp())), strict=True
-    )
+    parts = written, read, q * kept, k * (last - decay).exp(), last.exp()
+    steps = zip(*(part.split(running) for part in parts), strict=True)
     state = v.new_zeros(running[0], v.shape[1], k.shape[-1], v.shape[-1])
     values, outs = [], []
     for new, known, asked, stored, faded in steps:
@@ -110,10 +110,6 @@ def _has_kernels(x: Tensor) -> bool:
 
 def _unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _EPS)
-
-
-def _after(size: int, device: torch.device) -> Tensor:
-    return torch.ones(size, size, dtype=torch.bool, device=device).triu(1)
 
 
 def _chunks(cu_seqlens: Tensor, size: int) -> tuple[Tensor, list[int]]:

@@ -190,9 +190,8 @@ def in_chunks(
     for chunk in chunks:
         end += len(chunk[0])
         again = end > kept and torch.is_grad_enabled()
-        parts.append(
-            checkpoint(head, *chunk, with_entropy, use_reentrant=False) if again else head(*chunk, with_entropy)
-        )
+        compute = functools.partial(checkpoint, head, use_reentrant=False) if again else head
+        parts.append(compute(*chunk, with_entropy))
     entropy = torch.cat([part[1] for part in parts]) if with_entropy else None
     return torch.cat([part[0] for part in parts]), entropy
 

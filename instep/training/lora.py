@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,10 +19,8 @@ from torch import Tensor, nn
 from instep.checkpoints.adapter import CONFIG, Base, Lora, base_of, check_layout, read_adapter
 from instep.errors import CheckpointError, ConfigError
 from instep.models.shape import EXPERTS, KV_B
+from instep.training.backend import TokenOutputs
 from instep.weights.spec import TensorSpec
-
-if TYPE_CHECKING:
-    from instep.training.backend import TokenOutputs
 
 PEFT = "base_model.model."  # before the names of peft's tensors
 

@@ -8,19 +8,17 @@ by `loss_scale`: 1 / (executions of the step), or 1 / (its tokens) with `--calcu
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from instep.algorithms.losses.policy import Correct, Correction, Reduce
+from instep.arguments.args import Args
+from instep.arguments.settings import HookSettings
 from instep.system.hooks import Hook
 from instep.training.backend import LossFn, LossOutput, TokenOutputs
 from instep.types import TokenBatch
-
-if TYPE_CHECKING:
-    from instep.arguments.args import Args
-    from instep.arguments.settings import HookSettings
 
 _INTERNAL = ("fresh", "older")  # columns that no hook gets: a user's field may have this name
 _OWN = frozenset({"loss", "pg_loss", "loss_weight", "log_prob", "pg_clipfrac", "ppo_kl", "entropy", "kl_loss"})

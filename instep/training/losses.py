@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,13 +12,11 @@ from instep.algorithms.losses.offline import dpo_loss, sft_loss
 from instep.algorithms.losses.policy import PolicyLossConfig, policy_loss
 from instep.algorithms.losses.value import value_loss
 from instep.algorithms.segments import segment_sum
+from instep.arguments.settings import AlgorithmSettings
 from instep.errors import RolloutError
 from instep.training.backend import LossFn, LossOutput, ParallelInfo, TokenOutputs
 from instep.training.loss_hooks import LossHooks, custom_loss_fn
 from instep.types import TokenBatch
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import AlgorithmSettings
 
 _REMEDY = {
     "loss_weights": "the worker fills this column from the schedule (algorithms.reductions.loss_weights)",

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from instep.arguments.settings import OptimizerSettings
 from instep.errors import ConfigError
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import OptimizerSettings
 
 
 @dataclass(frozen=True)

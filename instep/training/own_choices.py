@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from instep.arguments.settings import AlgorithmSettings
 from instep.training.backend import Role
 from instep.types import TokenBatch
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import AlgorithmSettings
 
 CHOSEN = "chosen_experts"  # a sample column: layer -> the choices of this rank, `[num_tokens of the rank, top_k]`
 

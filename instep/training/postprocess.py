@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from instep.arguments.args import Args
 from instep.system.hooks import Hook
 from instep.system.hooks.user_code import said
 from instep.types import TokenBatch
-
-if TYPE_CHECKING:
-    from instep.arguments.args import Args
 
 _LENGTHS = ("total_lengths", "response_lengths")
 _INTERNAL = ("fresh", "older", "loss_weights", "loss_scale")

@@ -15,17 +15,8 @@ from instep.system.spans import Span
 from instep.training.backend import Frozen, Role, TrainBackend
 
 WORKER_CALLS = (
-    "log_probs",
-    "begin_step",
-    "train",
-    "publish",
-    "score",
-    "weight_digests",
-    "unwritten_weights",
-    "memory",
-    "offload",
-    "onload",
-)
+    "log_probs begin_step train publish score weight_digests unwritten_weights memory offload onload"
+).split()
 BACKEND_CALLS = ("forward_only", "forward_backward", "optimizer_step")
 MATRIX, VECTOR = 768, 16 << 20  # numbers in the measured operands
 

@@ -5,15 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch import nn
 
+from instep.arguments.settings import ModelSettings
 from instep.errors import ConfigError
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import ModelSettings
 
 
 @dataclass(frozen=True)

@@ -6,15 +6,13 @@ input.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from instep.arguments.settings import RolloutSettings
 from instep.training.log_probs import log_probs_and_entropy
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import RolloutSettings
 
 
 def all_gather_with_cp(tensor: Tensor, total_length: int, response_length: int) -> Tensor:

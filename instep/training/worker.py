@@ -21,6 +21,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from instep.arguments.args import Args
+from instep.arguments.settings import Settings
 from instep.checkpoints.adapter import lora_of
 from instep.checkpoints.dist_checkpoint import seed_all
 from instep.checkpoints.remote_code import load_config
@@ -43,8 +45,6 @@ from instep.weights.parking import give_back
 from instep_engine.gloo import guard_groups
 
 if TYPE_CHECKING:
-    from instep.arguments.args import Args
-    from instep.arguments.settings import Settings
     from instep.training.megatron.backend import MegatronBackend
 
 

@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from instep.arguments.args import Args
 from instep.checkpoints.dist_checkpoint import random_state, set_random_state
 from instep.errors import CheckpointError
 from instep.training.backend import TrainBackend
 from instep.weights import single_copy
 from instep.weights.source import WeightSource
 from instep.weights.way import OF_ADAPTERS, SINGLE_COPY, Order, way_named
-
-if TYPE_CHECKING:
-    from instep.arguments.args import Args
 
 
 class WorkerWeights:

@@ -304,13 +304,11 @@ def _direct(
     try:
         found = _joined(listener, opened.invitation.size - 1, look, deadline)
         for line, about in found:
-            if about["device"] not in keys:
-                reason = (
-                    f"no rank of the trainer is on a worker's GPU ({about['device']}), which --weight-sync ipc needs"
-                )
+            if (device := about["device"]) not in keys:
+                reason = f"no rank of the trainer is on a worker's GPU ({device}), which --weight-sync ipc needs"
                 line.send({"refused": reason}, deadline)
                 raise StreamBroken(reason)
-            rank = keys.index(about["device"])
+            rank = keys.index(device)
             counts[rank] += 1
             if rank == 0:
                 opened.lines.append(line)

@@ -143,9 +143,8 @@ class EngineMemory:
     def digest(self, name: str, whole: torch.Tensor) -> str:
         """Return the entries of `digests` for a weight if the workers hold `whole`, one worker after another."""
         flat, places = whole.detach().reshape(-1), self.places(name)
-        return "".join(
-            digests_of({nonce: raw_bytes(flat[at.to(flat.device)]) for nonce, at in places.items()}).values()
-        )
+        samples = {nonce: raw_bytes(flat[at.to(flat.device)]) for nonce, at in places.items()}
+        return "".join(digests_of(samples).values())
 
     def samples(self, name: str, whole: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return by the nonce of each open worker the sample bytes of this weight, if it holds `whole`."""

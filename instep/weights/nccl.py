@@ -7,7 +7,6 @@ group outlives its session while the same processes take part.
 
 from __future__ import annotations
 
-import math
 import secrets
 import socket
 import threading
@@ -260,11 +259,10 @@ def plan(specs: list[TensorSpec], bucket_bytes: int) -> list[list[TensorRecord]]
     buckets: list[list[TensorRecord]] = []
     end = 0
     for spec in specs:
-        nbytes = math.prod(spec.shape) * spec.dtype.itemsize
-        room = rows_of(nbytes) * ROW_BYTES
+        room = rows_of(spec.nbytes) * ROW_BYTES
         if not buckets or end + room > bucket_bytes:
             buckets.append([])
             end = 0
-        buckets[-1].append(TensorRecord(spec.name, tuple(spec.shape), dtype_name(spec.dtype), end, nbytes))
+        buckets[-1].append(TensorRecord(spec.name, tuple(spec.shape), dtype_name(spec.dtype), end, spec.nbytes))
         end += room
     return buckets

@@ -17,14 +17,7 @@ from instep.errors import SyncError
 from instep.system.run_context import RunThreads
 from instep.weights.source import WeightSource
 from instep.weights.way import Carriage, Order, Sent
-from instep_engine.manifest import (
-    DIGEST_KIND,
-    BucketManifest,
-    TensorRecord,
-    record_of,
-    tensor_bytes,
-    tensor_digest,
-)
+from instep_engine.manifest import DIGEST_KIND, BucketManifest, TensorRecord, record_of, tensor_bytes, tensor_digest
 
 
 class Shm:

@@ -12,8 +12,6 @@ from instep.weights.memory import EngineMemory
 from instep.weights.spec import TensorSpec
 
 Samples = dict[str, dict[str, torch.Tensor]]  # sample bytes by the nonce of a worker's memory, and by name
-
-
 Weights = Iterable[tuple[TensorSpec, torch.Tensor | None]]
 
 

@@ -66,21 +66,8 @@ def register() -> None:
 
 
 def targets() -> list[str]:
-    on_cpu = [HASH, START] if os.environ.get(FORKS) == "1" else []
-    return [
-        SERVER,
-        VALIDATE,
-        GENERATE,
-        RESOLVE,
-        SCHEDULER,
-        UPDATE,
-        ADAPTERS,
-        THREADS,
-        SEEDS,
-        SAMPLE,
-        TOKENIZER,
-        *on_cpu,
-    ]
+    always = SERVER, VALIDATE, GENERATE, RESOLVE, SCHEDULER, UPDATE, ADAPTERS, THREADS, SEEDS, SAMPLE, TOKENIZER
+    return [*always, *((HASH, START) if os.environ.get(FORKS) == "1" else ())]
 
 
 def check(*_: Any, **__: Any) -> None:

@@ -1,4 +1,4 @@
-"""instep's routes in SGLang's HTTP server, and the check of every request's key (`guarded.py`).
+"""instep's routes in SGLang's HTTP server, and the check of every request's key (`guard.py`).
 
 SGLang's own routes stay as they are. instep's are those of its other engines:
 
@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from instep_engine.guarded import Guarded
+from instep_engine.guard import Guarded
 from instep_engine.lease import Keeper, NoLease, end_server
 from instep_engine.sglang.weights import ADAPTER, FORMAT, STREAMS
 

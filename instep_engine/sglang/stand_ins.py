@@ -82,7 +82,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             names = ("top_k_renorm_probs", "top_p_renorm_probs")
             module.__dict__.update({name: functools.partial(_renormalize, f"{name}_triton") for name in names})
         elif module.__name__ == "triton":
-            module.__dict__.update(__version__="0", cdiv=_cdiv, next_power_of_2=_next_power_of_2)
+            arithmetic = {"cdiv": lambda a, b: -(-a // b), "next_power_of_2": lambda n: 1 << (n - 1).bit_length()}
+            module.__dict__.update(arithmetic, __version__="0")
 
 
 def _renormalize(name: str, probs: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
@@ -105,18 +106,15 @@ def prepare() -> None:
         _prepare_cpu()
     from transformers import AutoConfig
 
-    register = AutoConfig.register  # SGLang registers configurations that a newer transformers has
-    AutoConfig.register = staticmethod(_accepting(register))  # type: ignore[method-assign,assignment]
+    register = AutoConfig.register
+
+    def accept(name: str, config: Any, exist_ok: bool = False) -> None:
+        register(name, config, exist_ok=True)  # SGLang registers configurations that a newer transformers has
+
+    AutoConfig.register = staticmethod(accept)  # type: ignore[method-assign,assignment]
     sys.meta_path.append(_Finder(absent))
     # For a debugging aid SGLang imports all of Megatron where it is installed, in every process.
     sys.modules["megatron"] = None  # type: ignore[assignment]
-
-
-def _accepting(register: Callable[..., None]) -> Callable[..., None]:
-    def accept(name: str, config: Any, exist_ok: bool = False) -> None:
-        register(name, config, exist_ok=True)
-
-    return accept
 
 
 def _prepare_cpu() -> None:
@@ -126,12 +124,9 @@ def _prepare_cpu() -> None:
     from torch.utils import _triton
     from transformers.utils import import_utils
 
-    for cached in (
-        _triton.has_triton_package,
-        import_utils.is_torchvision_available,
-        import_utils.is_torchaudio_available,
-    ):
-        cached()
+    _triton.has_triton_package()
+    import_utils.is_torchvision_available()
+    import_utils.is_torchaudio_available()
     for name in ("empty", "zeros", "tensor", "ones"):  # torch refuses pinned memory without an accelerator
         setattr(torch, name, _unpinned(getattr(torch, name)))
     torch.Tensor.pin_memory = lambda self, *_, **__: self  # type: ignore[method-assign]
@@ -144,11 +139,3 @@ def _unpinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         return make(*args, **kwargs)
 
     return unpinned
-
-
-def _cdiv(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-def _next_power_of_2(n: int) -> int:
-    return 1 << (n - 1).bit_length()

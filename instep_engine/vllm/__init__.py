@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import importlib
 import multiprocessing
 import multiprocessing.util
 import os
@@ -45,44 +46,29 @@ def register() -> None:
 
     async_llm.install(AsyncLLM)
     guard_groups()
-    if os.environ.get(LORA_VARIABLE):
-        from instep_engine.vllm.lora import install
-
-        install()
-    if multiprocessing.parent_process() is not None:  # not in the API server
-        if os.environ.get(LORA_VARIABLE):
-            from instep_engine.vllm.fast import adapter
-
-            adapter.install()
-        if os.environ.get(DRAFTER_VARIABLE):
-            from instep_engine.vllm import drafter
-
-            drafter.install()
-        if current_platform.is_cpu():
-            from instep_engine.vllm import cpu_speculation, pipeline
-
-            pipeline.install()
-            cpu_speculation.install()
-        if os.environ.get(FAST_VARIABLE):
-            from instep_engine.vllm.fast import sampler
-
-            sampler.install()
-    if current_platform.is_cpu():
-        from instep_engine.vllm import cpu_fork
-
-        cpu_fork.install()
-    if os.environ.get(PARENT_VARIABLE):
-        from instep_engine.vllm import end_tokens
-
-        end_tokens.install()
+    on_cpu, computes = current_platform.is_cpu(), multiprocessing.parent_process() is not None  # not the API server
+    with_lora, is_ours = bool(os.environ.get(LORA_VARIABLE)), bool(os.environ.get(PARENT_VARIABLE))
+    additions = {
+        "lora": with_lora,
+        "fast.adapter": computes and with_lora,
+        "drafter": computes and bool(os.environ.get(DRAFTER_VARIABLE)),
+        "pipeline": computes and on_cpu,
+        "cpu_speculation": computes and on_cpu,
+        "fast.sampler": computes and bool(os.environ.get(FAST_VARIABLE)),
+        "cpu_fork": on_cpu,
+        "end_tokens": is_ours,
+    }
+    for name in (name for name, applies in additions.items() if applies):
+        importlib.import_module(f"instep_engine.vllm.{name}").install()
+    if is_ours:
         faulthandler.register(signal.SIGUSR1, all_threads=True)  # stacks in the log, when instep requests them
-        if os.environ[PARENT_VARIABLE] != "children" or multiprocessing.parent_process() is not None:
+        if os.environ[PARENT_VARIABLE] != "children" or computes:
             _die_with_parent()
         home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
         # Without it torch moves Triton's cache beside its compiled code, but not where it loads that code. The second
         # start of an engine would then build all kernels of vLLM's sampler again (20 s on an H100).
         os.environ.setdefault("TRITON_CACHE_DIR", os.path.join(home, ".triton", "cache"))
-    if multiprocessing.parent_process() is None:
+    if not computes:
         multiprocessing.util.register_after_fork(vllm.plugins, _forget_in_child)
     elif os.environ.get(ROOM_VARIABLE):
         _wait_for_room()

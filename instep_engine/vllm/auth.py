@@ -10,7 +10,7 @@ from __future__ import annotations
 from urllib.parse import parse_qs
 
 from instep_engine.asgi import Message, Receive, Send, reply
-from instep_engine.guarded import Guarded
+from instep_engine.guard import Guarded
 from instep_engine.vllm import sglang
 
 PAUSE, MODES = "/instep/pause", ("abort", "keep", "wait")

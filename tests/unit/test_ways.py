@@ -53,7 +53,6 @@ from instep_engine.stream import (
     StreamBroken,
     abort,
     bytes_of,
-    checked,
     open_store,
     receive,
     send_bucket,
@@ -306,12 +305,12 @@ def test_a_bucket_whose_offsets_lie_is_refused_by_name():
         ]
         header = {"version": "1", "nonce": "n", "tensors": tensors}
         if name is None:
-            assert set(checked(header, {"version": "1"}, data)) == {"a", "b"}
+            assert set(views_of(header, {"version": "1"}, data).tensors) == {"a", "b"}
             with pytest.raises(WeightMismatch, match="but its tensors take"):
-                checked(header, {"version": "1"}, data[: 3 * ROW_BYTES])
+                views_of(header, {"version": "1"}, data[: 3 * ROW_BYTES])
             continue
         with pytest.raises(WeightMismatch, match=f"{name} is at") as refused:
-            checked(header, {"version": "1"}, data)
+            views_of(header, {"version": "1"}, data)
         assert refused.value.tensor == name
 
 

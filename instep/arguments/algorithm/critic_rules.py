@@ -15,27 +15,14 @@ from instep.cluster.placement import num_critic_gpus
 from instep.models.shape import num_experts
 
 _NO_CRITIC = "there is no critic without PPO"
-_ADD_CRITIC = (
-    f"leave it out, or add --advantage-estimator {listed(names_where(lambda estimator, loss: estimator.has_critic))}"
-)
-RULES = tuple(
-    Combination(
-        flag,
-        given(flag),
-        _NO_CRITIC,
-        _ADD_CRITIC,
-        algorithms=names_where(lambda estimator, loss: not estimator.has_critic),
-    )
-    for flag in (
-        "--critic-load",
-        "--critic-save",
-        "--critic-lr",
-        "--critic-lr-warmup-iters",
-        "--num-critic-only-steps",
-        "--value-clip",
-        "--megatron-config-path",
-    )
-)
+_WITH_CRITIC = names_where(lambda estimator, loss: estimator.has_critic)
+_WITHOUT_CRITIC = names_where(lambda estimator, loss: not estimator.has_critic)
+_ADD_CRITIC = f"leave it out, or add --advantage-estimator {listed(_WITH_CRITIC)}"
+_FLAGS = (
+    "--critic-load --critic-save --critic-lr --critic-lr-warmup-iters --num-critic-only-steps --value-clip "
+    "--megatron-config-path"
+).split()
+RULES = tuple(Combination(flag, given(flag), _NO_CRITIC, _ADD_CRITIC, algorithms=_WITHOUT_CRITIC) for flag in _FLAGS)
 
 
 def size(args: Settings, given: set[str]) -> Iterator[Problem]:

@@ -54,11 +54,6 @@ def critic_load(args: Settings, given: Given) -> str | None:
 
 
 RESOLVERS = (
-    critic_load,
-    eps_clip_high,
-    rs_lower_bound,
-    rs_upper_bound,
-    tis_lower_bound,
-    tis_upper_bound,
-    tis_batch_normalize,
+    *(critic_load, eps_clip_high, rs_lower_bound, rs_upper_bound),
+    *(tis_lower_bound, tis_upper_bound, tis_batch_normalize),
 )

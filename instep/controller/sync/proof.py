@@ -10,8 +10,9 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from statistics import fmean
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from instep.arguments.settings import Settings
 from instep.checkpoints.quantization import PACKED, quantization_of
 from instep.controller.sync.probe import Difference, Probe, Text, difference
 from instep.controller.sync.session import Session
@@ -22,9 +23,6 @@ from instep.errors import SyncError
 from instep.models.config_file import read_config
 from instep.system.run_context import RunThreads
 from instep.weights.way import GOLDEN, LORA, OF_ADAPTERS, RESTART, SINGLE_COPY, Sent, golden
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import Settings
 
 ALLOWED = 3.0  # times the effect of one rounding of the embeddings on the trainer's scores; 0.4 to 1.8 were measured
 # The limit if the golden path shows that the engine has the right weights. vLLM's CPU kernels reach 11 in float32; the

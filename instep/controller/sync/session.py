@@ -21,8 +21,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+from instep.arguments.settings import Settings
 from instep.controller.role import RoleTrainer
 from instep.controller.turns import Turns
 from instep.engines.engine import Engine, EngineRefusal
@@ -33,9 +34,6 @@ from instep.system.spans import span
 from instep.weights.way import GOLDEN, OF_ADAPTERS, Order, Sent, way_named
 from instep_engine import BROKEN
 from instep_engine.stream import StreamBroken
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import Settings
 
 T = TypeVar("T")
 
@@ -111,7 +109,7 @@ class Session:
             if self.args.pause_mode == "abort":  # repeatedly: a request may have been on its way to an engine
                 self.each(lambda e: e.abort_requests(timeout=self.seconds_left()))
             time.sleep(LOOK_SECONDS)
-            self.actor.watch()
+            self.actor.workers.watch()
             self.seconds_left()
 
     @contextmanager

@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from instep.arguments.settings import Settings
 from instep.controller.role import RoleTrainer
 from instep.controller.sync.proof import Proof, Proven
 from instep.controller.sync.session import Session
@@ -30,9 +30,6 @@ from instep.engines.backend_choice import answers_in_arrays
 from instep.engines.engine import Engine
 from instep.errors import EngineError, InstepError, SyncError
 from instep.rollout.request_gate import gate
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import Settings
 
 
 @dataclass

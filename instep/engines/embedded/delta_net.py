@@ -9,14 +9,7 @@ import torch
 import torch.nn.functional as F
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from instep.models.shape import FAMILIES, Family
-
 KIND = "linear_attention"  # in `layer_types` of transformers
-
-
-def has_delta_nets(model_type: str) -> bool:
-    """Return whether layers of `KIND` are gated delta nets, in models of this type."""
-    return FAMILIES.get(model_type, Family()).delta
 
 
 class States(Cache):

@@ -6,8 +6,9 @@ import functools
 import urllib.error
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from instep.arguments.settings import Settings
 from instep.data.messages import STARTED, clock
 from instep.engines.flags import given_names
 from instep.engines.http import get_json
@@ -17,10 +18,6 @@ from instep.engines.topology import served_models
 from instep.errors import ConfigError
 from instep.system.processes import DETERMINISTIC_ENV, OPENMP_ENV
 from instep.system.spans import Span
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import Settings
-    from instep.engines.wire import WireFormat
 
 _FIELDS = ("max_model_len", "max_num_seqs", "dtype")  # names that it shares with vLLM's command line
 _DTYPES = ("float32", "bfloat16")
@@ -36,12 +33,6 @@ class EmbeddedKind(EngineKind):
     @functools.cached_property
     def capabilities(self) -> Capabilities:
         return Capabilities(self.title, digests=True, strict_requests=True, serves_nothing_unproven=True)
-
-    @functools.cached_property
-    def wire(self) -> WireFormat:
-        from instep.engines.wire import VLLM_WIRE
-
-        return VLLM_WIRE
 
     def refusals(self, args: Settings) -> Iterator[ConfigError]:
         """Yield errors about vLLM's own flags, and about parts of `--vllm-config` that this engine cannot serve."""

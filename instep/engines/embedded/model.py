@@ -28,6 +28,7 @@ from instep.errors import CheckpointError
 from instep.models.attention import Unfit, check_plain
 from instep.models.rope import fix_rope
 from instep.models.routes import as_routes
+from instep.models.shape import FAMILIES, Family
 from instep.system.processes import pulse
 
 KINDS = {"full_attention", "sliding_attention"}  # of layers, in `layer_types` of transformers
@@ -78,7 +79,7 @@ def load_model(path: str, dtype: torch.dtype, device: torch.device, max_model_le
     """Return the causal model in `path`. Raises CheckpointError: it lacks weights, or has another attention."""
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust)
     text = config.get_text_config()
-    known = KINDS | ({delta_net.KIND} if delta_net.has_delta_nets(text.model_type) else set())
+    known = KINDS | ({delta_net.KIND} if FAMILIES.get(text.model_type, Family()).delta else set())
     if other := set(getattr(text, "layer_types", None) or known) - known:
         raise _unfit(path, f"it has layers of another kind ({', '.join(sorted(other))})")
     how = {"dtype": dtype, "attn_implementation": "instep_embedded", "trust_remote_code": trust}

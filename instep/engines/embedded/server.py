@@ -71,9 +71,8 @@ class Server:
         """Answer token ids with token ids."""
         protocol.check_keys(body, {*_OWN.split(), "token_ids", "sampling_params", "cache_salt", "priority"})
         if body.get("priority") not in (None, 0):
-            raise HttpError(
-                "BadRequestError", f"priority: {body['priority']!r:.50}, but requests are served as they come"
-            )
+            what = f"priority: {body['priority']!r:.50}, but requests are served as they come"
+            raise HttpError("BadRequestError", what)
         given = body.get("sampling_params") or {}  # cache_salt separates prefix caches; none outlives its requests here
         return await self._run("generate-tokens", http, [body.get("token_ids")], body, given, "")
 

@@ -6,17 +6,14 @@ import argparse
 import itertools
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from instep.algorithms.catalog import OFFLINE, ONLINE
+from instep.arguments.args import Args
 from instep.engines.dialect import dialect_of
 from instep.errors import ConfigError
 from instep.preflight.plan.memory import MARGIN, Gpus, as_json, plan_memory, tables
 from instep.preflight.plan.place import GB
 from instep.system.options import OptionParser
-
-if TYPE_CHECKING:
-    from instep.arguments.args import Args
 
 USAGE = """\
 usage: instep plan [train|train-async|sft|dpo] [--json] [--card-profile here|measure|FILE [--mean-response-len N]]

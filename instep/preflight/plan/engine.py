@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from instep.arguments.settings import Settings
 from instep.engines.backend_choice import planned_kind
 from instep.engines.dialect import SGLANG
 from instep.engines.spec import EngineSpec
@@ -14,9 +14,6 @@ from instep.models.sizes import Shape, quantized_bytes
 from instep.preflight.plan.place import CONTEXT, GB, of_process
 from instep.preflight.plan.trainer import PHASES, Item, lengths
 from instep.weights.way import RESTART
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import Settings
 
 GRAPHS = 0.3 * GB  # CUDA graphs of all batch sizes, beyond CONTEXT
 BLOCK = 16  # tokens of a block of the KV cache

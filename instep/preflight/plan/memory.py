@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from instep.algorithms.catalog import OFFLINE, uses_reference
 from instep.arguments.args import Args
+from instep.arguments.settings import Settings
 from instep.cluster.engine_plan import plan_engines
 from instep.cluster.placement import make_plan
 from instep.engines.spec import EngineSpec, Slot
@@ -15,9 +16,6 @@ from instep.models.sizes import Shape, shape_of
 from instep.preflight.plan.engine import EnginePlan, plan_engine
 from instep.preflight.plan.place import CPU_PROCESS, GB, memory_of
 from instep.preflight.plan.trainer import BUCKETS, LIBRARIES, PHASES, Item, frozen, items, rank_of
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import Settings
 
 MARGIN = 1.1  # the estimate is good to 10 %: a plan is refused if it needs more than this times a card
 TIGHT = 0.95  # of a card; a plan that needs more is reported as close

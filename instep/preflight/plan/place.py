@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from instep.arguments.settings import Settings
 from instep.system.limits import host_memory
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import Settings
 
 GB = 1e9
 CONTEXT = 1.5 * GB  # GPU memory of a process: CUDA, NCCL, kernels, workspaces (measured on an H100)

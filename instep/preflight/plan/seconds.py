@@ -7,9 +7,9 @@ were measured on hosts with one H100. `docs/plan.md` shows the measurements; tes
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from instep.algorithms.catalog import OFFLINE, algorithm_of, uses_reference
+from instep.arguments.settings import Settings
 from instep.cluster.engine_plan import plan_engines, planned_way
 from instep.engines.backend_choice import planned_kind
 from instep.models.sizes import Shape, shape_of
@@ -19,9 +19,6 @@ from instep.preflight.plan.linear import layers_flops
 from instep.preflight.plan.place import memory_of
 from instep.preflight.plan.trainer import Rank, gradients, kept_logits, lengths, masters, moments, rank_of
 from instep.weights.way import SINGLE_COPY
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import Settings
 
 # Measured on H100s with 16 cores.
 EAGER = 0.5  # of the rate of compiled layers
@@ -191,7 +188,6 @@ def sync_seconds(args: Settings, card: Card, work: Work) -> float:
     if args.offload_rollout:
         sleeping = [engine for engine in plan_engines(args) if engine.sleeps]
         planned = (plan_engine(args, engine, work.shape, memory_of(args)) for engine in sleeping)
-        turns += max(
-            (SLEEP + SLEEP_BYTE * (engine.weights + max(0.0, engine.cache)) for engine in planned), default=0.0
-        )
+        moves = (SLEEP + SLEEP_BYTE * (engine.weights + max(0.0, engine.cache)) for engine in planned)
+        turns += max(moves, default=0.0)
     return SESSION + moved + turns

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from instep.algorithms.catalog import algorithm_of
+from instep.arguments.settings import Settings
 from instep.cluster.engine_plan import planned_way
 from instep.models.sizes import Shape
 from instep.models.stages import num_chunks, stage_layers
@@ -18,9 +18,6 @@ from instep.preflight.plan.linear import kept_by_mixers
 from instep.preflight.plan.place import memory_of, of_process
 from instep.training.hf.own_copy import has_room
 from instep.weights.way import SINGLE_COPY
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import Settings
 
 LIBRARIES, BUCKETS, PARKED = "process, libraries", "sync buckets", "parked, offloaded"  # items
 PHASES = ("rollout", "log-probs", "training", "sync")
@@ -157,9 +154,8 @@ class Rank:
         s, stages = self.shape, self.args.pipeline_model_parallel_size
         *others, last = stage_layers(self.args, s.num_layers - s.mtp)
         layers = max([*others, last + s.mtp])
-        dense = layers * (s.layer - s.experts / s.num_layers) + (
-            s.outside if stages == 1 else max(s.embedding, s.outside / 2)
-        )  # of the first or the last
+        ends = s.outside if stages == 1 else max(s.embedding, s.outside / 2)  # of the first or the last
+        dense = layers * (s.layer - s.experts / s.num_layers) + ends
         return dense / self.tp + s.experts * layers / s.num_layers / self._expert_pieces
 
     @property
@@ -181,9 +177,8 @@ class Rank:
 def lengths(args: Settings, shape: Shape) -> tuple[int, int]:
     """Return the tokens of the longest prompt and response, from the flags or defaults. In SFT a whole conversation
     may be trained on, so it counts as a response; --rollout-max-prompt-len limits it."""
-    context = min(
-        shape.context, args.rollout_max_context_len or shape.context, args.vllm_max_model_len or shape.context
-    )
+    most = shape.context
+    context = min(most, args.rollout_max_context_len or most, args.vllm_max_model_len or most)
     if args.command == "sft":
         return 0, min(args.rollout_max_prompt_len or PROMPT, context)
     response = min(args.rollout_max_response_len or PROMPT, context)

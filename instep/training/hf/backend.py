@@ -13,7 +13,7 @@ import functools
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.fsdp import FSDPModule
 from transformers import PretrainedConfig
 
+from instep.arguments.settings import Settings
 from instep.checkpoints.adapter import Base, Lora, export_adapter, write_layout
 from instep.checkpoints.dist_checkpoint import cause_of, load_tensors, read_index, refuse_others
 from instep.checkpoints.weight_files import weight_files, weight_names
@@ -44,9 +45,6 @@ from instep.types import TokenBatch
 from instep.weights.parking import Parking, give_back, local_tensors, shard
 from instep.weights.source import WeightSource
 from instep.weights.way import SINGLE_COPY
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import Settings
 
 
 class HfBackend:
@@ -96,7 +94,8 @@ class HfBackend:
         if selection is not None:
             selection.apply(dict(self.policy.model.named_parameters()))
         casts = with_optimizer and not several and not full and lora is None and not self._single_copy
-        copies = casts and has_room(args, sum(p.numel() for p in self.policy.parameters()), _memory_of(device))
+        memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else math.inf
+        copies = casts and has_room(args, sum(p.numel() for p in self.policy.parameters()), memory)
         mirrors = self._single_copy or copies
         self._sharded = several or (casts and not copies)
         rank, tp = dist.get_rank(), args.tensor_model_parallel_size
@@ -375,8 +374,3 @@ class HfBackend:
         self._weights.ready()
         if optimizer:  # they arrive during the first forward passes
             self._states.bring()
-
-
-def _memory_of(device: torch.device) -> float:
-    """Return the memory of a GPU in bytes; infinite for a CPU."""
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else math.inf

@@ -6,20 +6,18 @@ The adapted layer keeps the name of its weight. So loading, sharding and syncing
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from instep.checkpoints.adapter import Lora
 from instep.training.hf.shards import local, shard, whole
 from instep.training.lora import PEFT, Earlier, begin, chosen
 from instep.weights.source import WeightSource
 from instep.weights.spec import TensorSpec
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 class _Factor(nn.Linear):

@@ -113,7 +113,7 @@ class Mirror:
         same, cut = [], []
         for name, tensor, master in self._pairs:
             part, mine = _here(tensor), _here(master)
-            if _divided(master):
+            if isinstance(master, DTensor) and num_dp(master.device_mesh) > 1:  # each of its ranks has a shard
                 if not self._shared:
                     cut.append((name, tensor, master))
                     continue
@@ -176,7 +176,10 @@ class Mirror:
             if view is not None:
                 if self._is_one:
                     view.copy_(tensor)
-                _point(tensor, view)
+                if isinstance(tensor, DTensor):
+                    tensor._local_tensor = view
+                else:
+                    tensor.data = view
                 self._views.add(name)
         found = [self._views if memory.slices else set(names)]  # a rank beside the engine's GPU writes nothing
         if (size := dist.get_world_size()) > 1:
@@ -190,22 +193,9 @@ class Mirror:
         self.changed()
 
 
-def _divided(tensor: Tensor) -> bool:
-    """Return whether each data-parallel rank has a shard of it."""
-    return isinstance(tensor, DTensor) and num_dp(tensor.device_mesh) > 1
-
-
 def _here(tensor: Tensor) -> Tensor:
     """Return `local` without gradients: hundreds of `to_local` take longer than the writing."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def _point(tensor: Tensor, view: Tensor) -> None:
-    """Replace a parameter, or this rank's part of it, by `view`, and free the old memory."""
-    if isinstance(tensor, DTensor):
-        tensor._local_tensor = view
-    else:
-        tensor.data = view
 
 
 class MirroredSource(HfWeightSource):

@@ -295,7 +295,6 @@ def _recompute_layers(model: PreTrainedModel, **options: Any) -> None:
     layers = decoder_layers(model)
     if not layers:
         _refuse(type(model).__name__, "it has no layers to recompute: remove --recompute-granularity")
+    again = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False, **options)
     for layer in layers:
-        layer.forward = functools.partial(
-            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False, **options
-        )
+        layer.forward = functools.partial(again, layer.forward)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +16,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.optim.adamw import adamw
 
+from instep.arguments.settings import Settings
 from instep.training.adjacent import joined, lay_out
 from instep.training.hf.eight_bits import BLOCK, Codes, code_tables, code_values, decoded, encoded
 from instep.training.hf.shards import local, part_of
-from instep.training.hf.slot import Slot
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import Settings
 
 EIGHT_BITS = "adamw_8bit"
 SMALLEST = 4096  # smaller parameters keep their moments in float32
@@ -92,6 +89,37 @@ class _Run(NamedTuple):
     params: list[Tensor]
     weight: Tensor
     stored: dict[str, Tensor]
+
+
+class _Slot:
+    """Buffers on the device for the moments of `length` elements, and scales of `block` of them.
+
+    Attributes:
+        here: the moments, by name.
+    """
+
+    def __init__(self, length: int, block: int) -> None:
+        self._length, self._block = length, block
+        self.arrived, self.computed, self.left = (torch.cuda.Event() for _ in range(3))
+        self._room: dict[tuple[str, torch.dtype], Tensor] = {}  # nothing is freed in a step: it may still be copied out
+        self.here: dict[str, Tensor] = {}
+
+    def make_room(self, host: dict[str, Tensor]) -> bool:
+        """Allocate buffers for tensors like these. Return whether some are new."""
+        new = [(name, tensor.dtype) for name, tensor in host.items() if (name, tensor.dtype) not in self._room]
+        for name, dtype in new:
+            length = self._length // self._block if name.endswith("_scale") else self._length
+            self._room[name, dtype] = torch.empty(length, dtype=dtype, device="cuda")
+        return bool(new)
+
+    def copy_in(self, host: dict[str, Tensor]) -> None:
+        self.here = {name: self._room[name, tensor.dtype][: len(tensor)] for name, tensor in host.items()}
+        for name, tensor in host.items():
+            self.here[name].copy_(tensor, non_blocking=True)
+
+    def copy_out(self, host: dict[str, Tensor]) -> None:
+        for name, tensor in host.items():
+            tensor.copy_(self.here[name], non_blocking=True)
 
 
 class PiecewiseAdamW(torch.optim.AdamW):
@@ -169,10 +197,9 @@ class PiecewiseAdamW(torch.optim.AdamW):
             pieces = [piece for piece in pieces if f"{MOMENTS[0]}_scale" in piece.stored]
         for piece, stored in zip(pieces, self._brought(piece.stored for piece in pieces), strict=True):
             _step(piece._replace(stored=stored), self.compiles, self.clip)
-        if steps := [
-            self.state[p]["step"] for group in self.param_groups for p in group["params"] if p.grad is not None
-        ]:
-            torch._foreach_add_(steps, 1)
+        taken = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if taken:
+            torch._foreach_add_([self.state[p]["step"] for p in taken], 1)
 
     def _pieces(self) -> Iterator[_Piece]:
         for group in self.param_groups:
@@ -207,8 +234,8 @@ class PiecewiseAdamW(torch.optim.AdamW):
             yield from pieces
             return
         main, inward, outward = torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()
-        slots = [Slot(_PIECE, BLOCK) for _ in range(3)]
-        waiting: list[tuple[Slot, dict[str, Tensor]]] = []
+        slots = [_Slot(_PIECE, BLOCK) for _ in range(3)]
+        waiting: list[tuple[_Slot, dict[str, Tensor]]] = []
 
         def fetch(index: int, host: dict[str, Tensor]) -> None:
             slot = slots[index % 3]

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import Settings
+from instep.arguments.settings import Settings
 
 SHARE = 2 / 3  # of a GPU's memory, for weights and all their states in a step; the rest is for activations
 

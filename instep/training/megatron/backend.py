@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from instep.arguments.settings import Settings
 from instep.checkpoints.adapter import Lora, check_layout
 from instep.checkpoints.folder_names import FolderNames
 from instep.models.mtp import left_out
@@ -37,7 +38,6 @@ from instep.types import TokenBatch
 from instep.weights.parking import Parking, give_back, local_tensors
 
 if TYPE_CHECKING:
-    from instep.arguments.settings import Settings
     from instep.training.megatron.lora import MegatronLora
 
 

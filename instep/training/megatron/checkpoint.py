@@ -218,12 +218,7 @@ def save(path: Path, chunks: Sequence[Any], optimizer: Any | None, saver: Saver)
 
 
 def save_torch(
-    path: Path,
-    chunks: Sequence[Any],
-    optimizer: Any | None,
-    shape: ModelShape,
-    placement: Placement,
-    padded_vocab: int,
+    path: Path, chunks: Sequence[Any], optimizer: Any | None, shape: ModelShape, placement: Placement, padded_vocab: int
 ) -> None:
     """Write `mp_rank_TT[_PPP]/model_optim_rng.pt` (--ckpt-format torch) into the existing folder `path`, collectively.
 

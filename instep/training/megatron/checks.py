@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from instep.arguments.settings import ParallelSettings, Settings
 from instep.errors import ConfigError
 from instep.models.shape import Experts, ModelShape
 from instep.models.stages import stage_layers
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import ParallelSettings, Settings
 
 CANNOT, WHERE = "the megatron train backend cannot do", "the Megatron arguments"
 REMEDY = "choose parallel sizes that divide these numbers of the model; remove refused flags"

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from instep.arguments.settings import Settings
-    from instep.models.shape import ModelShape
+from instep.arguments.settings import Settings
+from instep.models.shape import ModelShape
 
 
 def clip(

@@ -8,20 +8,18 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+from instep.arguments.settings import ParallelSettings, Settings
 from instep.errors import ConfigError
 from instep.models.shape import DeltaNet, Experts, LatentAttention, ModelShape
 from instep.models.stages import num_chunks
 from instep.training.megatron.layout import expert_tensor_parallel_size
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import ParallelSettings, Settings
 
 
 def configs(

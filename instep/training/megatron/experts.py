@@ -1,4 +1,4 @@
-"""Megatron's experts with grouped matrix products (--moe-grouped-gemm), without Transformer Engine.
+"""Megatron's experts with grouped matrix products (--moe-grouped-gemm), without Transformer Engine, and shared experts.
 
 Imports `megatron.core`: only after `cpu_platform.install()`, see there.
 """
@@ -10,7 +10,10 @@ from typing import Any
 import torch
 from megatron.core.jit import jit_fuser
 from megatron.core.tensor_parallel import CheckpointWithoutOutput
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
 
@@ -132,3 +135,23 @@ class GroupedExperts(SequentialMLP):
         out = grouped_linear(x, ends, [layer.weight for layer in layers], adds_gradients=self.adds_gradients)
         adapters = [layer.adapter for layer in layers if "adapter" in layer._modules]
         return add_grouped(adapters, x, ends, out) if adapters else out
+
+
+class Gate(MegatronModule):
+    """Computes the logits of the gate. Its weight stays that of the shared experts, under Megatron's name."""
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        return torch.nn.functional.linear(x, weight)
+
+
+class SharedExperts(SharedExpertMLP):
+    """The experts that every token uses, with the weights of Megatron's class."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.gate = Gate(self.config)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Compute `[num_tokens, 1, hidden]` -> the same."""
+        out: Tensor = MLP.forward(self, hidden)[0]
+        return out * self.gate(hidden, self.gate_weight).sigmoid() if self.use_shared_expert_gate else out

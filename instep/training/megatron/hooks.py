@@ -10,13 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
+from instep.arguments.args import Args
+from instep.arguments.settings import HookSettings
 from instep.system.hooks import Hook
 
 if TYPE_CHECKING:
-    from instep.arguments.args import Args
-    from instep.arguments.settings import HookSettings
     from instep.training.megatron.spec import PolicyModel
-
 
 T = TypeVar("T")
 MODEL_PROVIDER, SPEC = "--custom-model-provider-path", "--spec"

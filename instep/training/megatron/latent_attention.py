@@ -68,15 +68,8 @@ class LatentAttention(MultiLatentAttention):
 
     def _up(self, inputs: int, outputs: int) -> ColumnParallelLinear:
         """Build a projection from the input of all tensor-parallel ranks to the heads of each."""
-        return ColumnParallelLinear(
-            inputs,
-            outputs,
-            config=self.config,
-            init_method=self.config.init_method,
-            bias=False,
-            gather_output=False,
-            tp_group=self.pg_collection.tp,
-        )
+        how: dict[str, Any] = dict(config=self.config, init_method=self.config.init_method, bias=False)
+        return ColumnParallelLinear(inputs, outputs, gather_output=False, tp_group=self.pg_collection.tp, **how)
 
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, key_value_states: None, position_ids: None, packed_seq_params: Any, **_: Any

@@ -5,20 +5,18 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from instep.arguments.settings import ParallelSettings, Settings
 from instep.errors import ConfigError
 from instep.models.shape import ModelShape
 from instep.models.stages import num_chunks, stage_layers
 from instep.models.weight_map import Kind, WeightEntry
 from instep.training.backend import ParallelInfo
 from instep.training.megatron import cpu_platform
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import ParallelSettings, Settings
 
 
 @dataclass

@@ -63,7 +63,8 @@ def pairs(shape: ModelShape, lora: Lora) -> list[Pair]:
     Raises:
         ConfigError: a target belongs to no linear layer.
     """
-    entries = [e for e in weight_entries(shape) if e.layer is not None and len(e.shapes[0]) == 2 and _is_linear(e)]
+    entries = [e for e in weight_entries(shape) if e.layer is not None and len(e.shapes[0]) == 2]
+    entries = [e for e in entries if not e.names[0].endswith(".mlp.gate.weight")]  # a router is no linear layer
     found = [(e, i, n.removesuffix(".weight")) for e in entries for i, n in enumerate(e.names)]
     targets = tuple(t for t in lora.targets or () if t != EXPERTS)
     names: set[str] = set()
@@ -77,10 +78,6 @@ def pairs(shape: ModelShape, lora: Lora) -> list[Pair]:
             what, where = "this model has no experts", f"--lora-target-modules {EXPERTS}"
             raise ConfigError(what, where=where, remedy="leave it out")
     return [_pair(e, i, name, lora.rank) for e, i, name in found if name in names]
-
-
-def _is_linear(entry: WeightEntry) -> bool:
-    return not entry.names[0].endswith(".mlp.gate.weight")
 
 
 def _module(base: WeightEntry) -> str:
@@ -192,14 +189,7 @@ class MegatronLora:
 
     base: Base | None = None
 
-    def __init__(
-        self,
-        lora: Lora,
-        chunks: Sequence[nn.Module],
-        shape: ModelShape,
-        placement: Placement,
-        seed: int,
-    ):
+    def __init__(self, lora: Lora, chunks: Sequence[nn.Module], shape: ModelShape, placement: Placement, seed: int):
         self.lora, self._placement, self._pairs = lora, placement, pairs(shape, lora)
         device = next(chunks[0].parameters()).device
         self._where: dict[str, Any] = dict(shape=shape, placement=placement, device=device)

@@ -8,15 +8,13 @@ GPU. With the distributed optimizer, each rank has the moments of its slices, an
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from instep.arguments.settings import Settings
 from instep.training.hf.optimizer import EIGHT_BITS, PiecewiseAdamW
-
-if TYPE_CHECKING:
-    from instep.arguments.settings import Settings
 
 
 def keep_moments_as_asked(optimizer: Any, args: Settings, *, cuda: bool) -> None:
@@ -28,9 +26,9 @@ def keep_moments_as_asked(optimizer: Any, args: Settings, *, cuda: bool) -> None
 
 def keep_moments_in_pieces(optimizer: Any, *, eight_bits: bool, offload: bool, compiles: bool = True) -> None:
     """Replace the AdamW inside each of Megatron's optimizers; see `PiecewiseAdamW` for the arguments."""
-    for part in optimizer.chained_optimizers:
-        if getattr(part, "is_stub_optimizer", False):  # it has nothing to train
-            continue
+    from instep.training.megatron.checkpoint import real_optimizers
+
+    for part in real_optimizers(optimizer):
         groups = [dict(group) for group in part.optimizer.param_groups]
         for p in (p for group in groups for p in group["params"]):
             if not p.is_leaf:  # a slice of a float32 parameter; Megatron itself sets its gradient

@@ -52,9 +52,8 @@ class PredictionLayer(MegatronModule):
     ):
         super().__init__(config)
         self.tp_group, hidden = groups.tp, config.hidden_size
-        self.enorm, self.hnorm, self.final_layernorm = (
-            norm(config, hidden, config.layernorm_epsilon) for _ in range(3)
-        )
+        norms = (norm(config, hidden, config.layernorm_epsilon) for _ in range(3))
+        self.enorm, self.hnorm, self.final_layernorm = norms
         how: dict[str, Any] = dict(config=config, init_method=config.init_method, bias=False, tp_group=groups.tp)
         self.eh_proj = ColumnParallelLinear(2 * hidden, hidden, gather_output=False, **how)
         before = get_transformer_layer_offset(config, vp_stage)  # which the layer adds to its number
@@ -138,12 +137,7 @@ class MultiTokenPrediction(MegatronModule):
         return states
 
     def log_probs(
-        self,
-        hidden: Tensor,
-        packed: Any,
-        padding: Tensor | None,
-        embed: Callable[[Tensor], Tensor],
-        weight: Tensor,
+        self, hidden: Tensor, packed: Any, padding: Tensor | None, embed: Callable[[Tensor], Tensor], weight: Tensor
     ) -> Tensor:
         """Return the log-probs of response tokens by each layer, `[layers, num_response_tokens]`, at temperature 1.
 

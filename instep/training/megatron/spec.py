@@ -34,7 +34,7 @@ from torch import Tensor
 from instep.checkpoints.megatron_files import FUSED
 from instep.training.context_parallel import share_of, shared_attention, whole
 from instep.training.log_probs import in_chunks, log_probs_and_entropy, values
-from instep.training.megatron.experts import GroupedExperts, OnOneRank
+from instep.training.megatron.experts import GroupedExperts, OnOneRank, SharedExperts
 from instep.training.megatron.gated_delta_net import GatedDeltaNet
 from instep.training.megatron.latent_attention import latent_attention
 from instep.training.megatron.mtp import MultiTokenPrediction
@@ -42,7 +42,6 @@ from instep.training.megatron.norms import HeadRMSNorm, RMSNorm
 from instep.training.megatron.replay import before_layer
 from instep.training.megatron.rotary import Rope, rotate
 from instep.training.megatron.router import Router
-from instep.training.megatron.shared_experts import SharedExperts
 from instep.training.packed_attention import packed_attention, rows
 from instep.training.packing import (
     SharedPrefixes,
