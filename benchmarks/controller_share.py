@@ -131,7 +131,7 @@ class StandInWorkers(WorkerGroup):
         self.processes.append(SupervisedProcess("worker", command, log_dir / "worker.log", env, [fd]))
         theirs.close()
         self._connections.append(Connection(ours.detach()))
-        self._listen()
+        self._inbox.read(0, self._connections[0])
 
 
 class StandInDeployment:

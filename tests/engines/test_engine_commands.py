@@ -69,6 +69,7 @@ def answers(package: str, argvs: list[list[str]]) -> list[dict | None]:
 def example(flag: EngineFlag) -> list[str]:
     """A value that it takes."""
     special = {"lora_modules": "name=path", "mm_processor_device": "auto", "mm_feature_transport": "cpu"}
+    special["speculative_algorithm"] = "EAGLE"
     if flag.field in special:
         return [special[flag.field]]
     values = {"int": "1", "float": "0.5", "size": "2k", "json": "{}", "text": "x", "json_or_text": '{"a": "b"}'}
