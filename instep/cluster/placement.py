@@ -168,13 +168,15 @@ def table(plan: Plan) -> Table:
     """Return the table for `instep plan`."""
     from rich.table import Table
 
-    nodes = len(plan.nodes)
-    out = Table(title=f"{plan.num_gpus} GPUs on {nodes} node{'s' if nodes > 1 else ''} of {plan.num_gpus_per_node}")
+    gpus, nodes = (
+        f"{n} {what}{'s' if n > 1 else ''}" for n, what in ((plan.num_gpus, "GPU"), (len(plan.nodes), "node"))
+    )
+    out = Table(title=f"{gpus} on {nodes} of {plan.num_gpus_per_node}")
     out.add_column("who")
     out.add_column("node", justify="right")
     out.add_column("GPUs", justify="right")
-    for who, node, gpus in describe(plan):
-        out.add_row(who, str(node), gpus)
+    for who, node, where in describe(plan):
+        out.add_row(who, str(node), where)
     return out
 
 

@@ -118,7 +118,7 @@ def _assumed(args: Args, words: Sequence[str]) -> list[str]:
     out = [] if args.device == "cpu" or _says_memory(words) else [assumed]
     if args.use_dynamic_batch_size and args.max_tokens_per_gpu:
         return [*out, f"micro-batches of up to {args.max_tokens_per_gpu:,} tokens (--max-tokens-per-gpu)"]
-    return [*out, f"micro-batches of {args.micro_batch_size} samples (--micro-batch-size)"]
+    return [*out, f"{args.micro_batch_size} sample(s) in a micro-batch (--micro-batch-size)"]
 
 
 def _says_memory(words: Sequence[str]) -> bool:
