@@ -48,6 +48,8 @@ def table(store: Path, columns: str, name: str) -> list[tuple]:
     if not (store / "p.db").exists():
         return []
     with contextlib.closing(sqlite3.connect(store / "p.db")) as base:
+        if not base.execute("select 1 from sqlite_master where name = ?", [name]).fetchone():
+            return []  # the server has made the file, not yet its tables
         return base.execute(f"select {columns} from {name} order by id").fetchall()
 
 
