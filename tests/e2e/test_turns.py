@@ -158,6 +158,24 @@ def test_vllm_takes_its_turns_by_its_own_routes(tmp_path, moves):
     assert all(row["train/log_prob_gap_max"] < 1e-4 for row in rows)
 
 
+@pytest.mark.vllm
+def test_vllm_waits_for_a_trainer_that_stays_and_nobody_moves_again(tmp_path, moves, monkeypatch):
+    """As side by side on a GPU: vLLM measures the free memory when the trainer has what it keeps."""
+    monkeypatch.setattr("instep.cluster.launch.can_take_turns", lambda args: True)
+    make_checkpoint(tmp_path / "hf", head_dim=32)
+    make_prompts(tmp_path / "train.jsonl", 64)
+    flags = ["--vllm-kv-cache-memory-bytes", str(128 << 20), "--num-rollout", "1"]
+    (row,) = run(tmp_path, tmp_path / "run", *flags, backend="vllm")
+    assert [m for m in moves if m and m != "engine scores"][:4] == [
+        "trainer scores",
+        "offload all",
+        "start_update",
+        "trainer scores",
+    ]
+    assert moves.count("offload all") == 1 and not any(m.startswith(("sleep", "wake", "onload")) for m in moves)
+    assert not any(name.startswith("turns/") for name in row)
+
+
 @pytest.mark.slow
 def test_an_engine_that_dies_asleep_comes_back_when_the_trainer_is_away(tiny, tmp_path, moves, monkeypatch, capsys):
     from instep.cluster.launch import LocalCluster
