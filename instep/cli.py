@@ -96,11 +96,11 @@ def guarded(work: Callable[[], int]) -> int:
             print(end="", flush=True)
             return code
     except BrokenPipeError:
-        if not _has_lost_reader():
+        if not _drop_lost_stdout():
             raise
         return 128 + signal.SIGPIPE
     except InstepError as error:
-        _has_lost_reader()
+        _drop_lost_stdout()  # else Python reports at its exit that it could not flush
         print(error, file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
@@ -110,8 +110,8 @@ def guarded(work: Callable[[], int]) -> int:
         return 130
 
 
-def _has_lost_reader() -> bool:
-    """Return whether stdout is a pipe without a reader (`| head`). What Python writes at its exit then goes nowhere."""
+def _drop_lost_stdout() -> bool:
+    """Send stdout to /dev/null if it is a pipe whose reader has ended (`| head`). Return whether it is."""
     stdout = select.poll()
     stdout.register(1, 0)  # reports only errors
     is_broken = bool(stdout.poll(0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -74,3 +75,14 @@ def make_next(name: str, folder: Path, to: Path) -> Path:
     weights[NORM[name]] = against(name, weights[NORM[name]])
     save(weights, to)
     return to
+
+
+def chi_square(counts: Counter[int], probs: torch.Tensor) -> float:
+    """Pearson's statistic for each degree of freedom. Tokens that are expected fewer than ten times are one group."""
+    num = sum(counts.values())
+    likely = [int(t) for t in (probs * num >= 10).nonzero()]
+    groups = [([t], float(probs[t])) for t in likely]
+    rest = [t for t in range(len(probs)) if t not in likely]
+    groups.append((rest, float(probs[rest].sum())))
+    off = sum((sum(counts[t] for t in ts) - num * p) ** 2 / (num * max(p, 1e-4)) for ts, p in groups)
+    return off / (len(groups) - 1)

@@ -19,6 +19,7 @@ from instep.controller.drafts import AcceptedDrafts
 from instep.engines.engine import Engine
 from instep.engines.http import open_directly
 from tests.distributed.mtp_oracle import Drafter
+from tests.drafting import chi_square
 from tests.e2e.test_families import LIMITS, stack, train_once
 
 pytestmark = pytest.mark.vllm
@@ -81,16 +82,6 @@ def expected(folder: Path) -> torch.Tensor:
     first = model(torch.tensor([PROMPT])).logits[0, -1].softmax(-1)
     every = torch.cat([torch.tensor(PROMPT).expand(VOCABULARY, -1), torch.arange(VOCABULARY)[:, None]], dim=1)
     return first @ model(every).logits[:, -1].softmax(-1)
-
-
-def chi_square(counts: Counter[int], probs: torch.Tensor) -> float:
-    """Of the likelier tokens, and of all others together."""
-    likely = [int(t) for t in (probs * NUM_SAMPLES >= 10).nonzero()]
-    groups = [([t], float(probs[t])) for t in likely]
-    rest = [t for t in range(VOCABULARY) if t not in likely]
-    groups.append((rest, float(probs[rest].sum())))
-    off = sum((sum(counts[t] for t in ts) - NUM_SAMPLES * p) ** 2 / (NUM_SAMPLES * max(p, 1e-4)) for ts, p in groups)
-    return off / (len(groups) - 1)
 
 
 @pytest.mark.slow

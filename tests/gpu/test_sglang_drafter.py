@@ -25,7 +25,7 @@ from instep.engines.engine import EngineRefusal
 from instep.errors import SyncError
 from instep.weights.way import way_named
 from tests.assets import make_prompts
-from tests.drafting import NORM, SIZES, make_next, make_policy
+from tests.drafting import NORM, SIZES, chi_square, make_next, make_policy
 from tests.e2e.commands import grpo_arguments, sync_folder
 from tests.gpu.test_ipc import Source
 
@@ -129,16 +129,6 @@ def expected(folder: Path) -> list[torch.Tensor]:
     pairs = torch.cat([every.repeat_interleave(VOCABULARY, 0), every.repeat(VOCABULARY, 1)], dim=1)
     weights = (first[:, None] * second).view(-1)
     return [p.cpu() for p in (first, first @ second, weights @ following(pairs))]
-
-
-def chi_square(counts: Counter[int], probs: torch.Tensor) -> float:
-    """Of the likelier tokens, and of all others together, for each degree of freedom."""
-    likely = [int(t) for t in (probs * NUM_SAMPLES >= 10).nonzero()]
-    groups = [([t], float(probs[t])) for t in likely]
-    rest = [t for t in range(VOCABULARY) if t not in likely]
-    groups.append((rest, float(probs[rest].sum())))
-    off = sum((sum(counts[t] for t in ts) - NUM_SAMPLES * p) ** 2 / (NUM_SAMPLES * max(p, 1e-4)) for ts, p in groups)
-    return off / (len(groups) - 1)
 
 
 @torch.no_grad()

@@ -1,20 +1,13 @@
 """Each way of the weights, without engines: what its sender announces and what its driver delivers."""
 
-import contextlib
 import errno
 import os
 import threading
 import time
-import weakref
 from dataclasses import asdict
-from datetime import timedelta
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from instep.engines.embedded.protocol import HttpError
@@ -22,15 +15,11 @@ from instep.engines.embedded.shared import SharedWeights
 from instep.engines.embedded.weights import LiveWeights
 from instep.engines.kind import kind_of
 from instep.errors import EngineError, SyncError
-from instep.system.ports import users_listening
-from instep.weights import nccl
 from instep.weights.lora_ipc import LoraIpc
 from instep.weights.single_copy import SingleCopy, Written
-from instep.weights.source import WeightSource
 from instep.weights.spec import TensorSpec
-from instep.weights.way import (
+from instep.weights.way import OF_ADAPTERS, (
     GOLDEN,
-    OF_ADAPTERS,
     ON_ONE_HOST,
     RESTART,
     SINGLE_COPY,
@@ -41,107 +30,14 @@ from instep.weights.way import (
     way_named,
     way_of_adapters,
 )
-from instep_engine import stream
-from instep_engine.bucket import read_bucket
 from instep_engine.checksums import ROW_BYTES, checksum, checksums, raw_bytes, rows_of
-from instep_engine.handles import Receiver
-from instep_engine.manifest import BucketManifest, WeightMismatch
+from instep_engine.manifest import WeightMismatch
 from instep_engine.place import SYNC
-from instep_engine.stream import (
-    Group,
-    Invitation,
-    StreamBroken,
-    abort,
-    bytes_of,
-    open_store,
-    receive,
-    send_bucket,
-    views_of,
-)
-from tests.assets import make_checkpoint
+from instep_engine.stream import Invitation, views_of
 from tests.bounds import allowed
+from tests.carriage import TENSORS, Carriage, Source, receive_buckets
 
 NAMES = sorted({*WAYS, *OF_ADAPTERS, *map(golden, WAYS)} - {SINGLE_COPY})  # which samples
-TENSORS = {f"layer.{i}.weight": torch.arange(6.0).view(2, 3) + i for i in range(5)}
-
-
-class Source(WeightSource):
-    emits, config = True, {"r": 2, "lora_alpha": 4}
-    specs = [TensorSpec(name, tuple(t.shape), t.dtype) for name, t in TENSORS.items()]
-
-    def __iter__(self):
-        return zip(self.specs, TENSORS.values(), strict=True)
-
-
-class Carriage:
-    """A session with a trainer in this process and an engine that reads what it is told to load."""
-
-    version, disk_folder, started_on = "3", None, None
-
-    def __init__(self, way, folder):
-        self.memory_folder, self._way, self._checkpoint = folder / f"{SYNC}1", way, make_checkpoint(folder / "hf")
-        self.memory_folder.mkdir(mode=0o700)
-        self.loaded = {}
-
-    def audience(self):
-        return str(self.memory_folder)
-
-    def receivers(self):
-        return self.audience(), 1
-
-    def publish(self, folder, on_event, audience="", num_receivers=0):
-        # Two tensors of 24 bytes do not fill a bucket.
-        order = Order("3", "nonce", folder, 50, self._checkpoint, 30.0, audience, num_receivers)
-        way_named(self._way).send(Source(), order, on_event)
-
-    def pause(self):
-        pass
-
-    def deliver(self, info, failed=None):
-        assert info["backend"] == self._way
-        if self._way == "nccl":
-            receive_stream(info, lambda tensors: self.loaded.update(tensors))
-            return
-        if self._way == "lora_ipc":
-            assert info["invitation"]["config"] == {"r": 2, "lora_alpha": 4, "num_tensors": len(TENSORS)}
-        if self._way in ("ipc", "lora_ipc"):
-            receive_buckets(info, lambda tensors: self.loaded.update({n: t.clone() for n, t in tensors.items()}))
-            return
-        manifest = BucketManifest.from_json(info["manifest"])
-        whole = {"r": 2, "lora_alpha": 4, "num_tensors": len(TENSORS)}
-        assert info["manifest"]["config"] == (whole if self._way == "lora" else {})
-        assert (manifest.version, manifest.nonce) == ("3", "nonce")
-        if "path" in info:
-            assert manifest.path == info["path"] == (self.started_on or manifest.path)
-            assert Path(manifest.path).name == "v3"
-            name = "adapter_model" if "lora" in self._way else "model"
-            self.loaded |= load_file(Path(info["path"]) / f"{name}.safetensors")
-        else:
-            self.loaded |= {name: t.clone() for name, t in read_bucket(manifest).items()}
-
-    def start_anew(self, checkpoint):
-        self.started_on = str(checkpoint)
-        return ["http://engine"]
-
-    def seconds_left(self):
-        return 30.0
-
-
-def receive_stream(info, load, session=None):
-    invitation = Invitation(**info["invitation"])
-    group = Group(open_store(invitation.store, 30.0), invitation, torch.device("cpu"), 30.0)
-    try:
-        receive(group, session or {"version": "3", "nonce": "nonce"}, load, time.monotonic() + 30)
-    finally:
-        group.close()
-
-
-def receive_buckets(info, load, session=None):
-    receiver = Receiver(Invitation(**info["invitation"]), torch.device("cpu"), time.monotonic() + 30)
-    try:
-        receiver.receive(session or {"version": "3", "nonce": "nonce"}, load, time.monotonic() + 30)
-    finally:
-        receiver.close()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -403,141 +299,6 @@ def test_checksums_of_a_bucket_are_those_of_its_tensors():
     for start, tensor in zip(torch.tensor([0, *rows]).cumsum(0).tolist(), tensors, strict=False):
         bucket[start * ROW_BYTES :][: tensor.nbytes] = raw_bytes(tensor)
     assert checksums(bucket, rows) == [checksum(t) for t in tensors]
-
-
-class Received:
-    """A receiver of streams, as an engine has it."""
-
-    def __init__(self, tmp_path):
-        self.carriage, self.streams, self.group = Carriage("nccl", tmp_path), [], None
-        self.carriage.deliver = self.deliver
-        self.load = lambda tensors: None
-        self.session = {"version": "3", "nonce": "nonce"}
-
-    def deliver(self, info, failed):
-        self.streams.append(invitation := Invitation(**info["invitation"]))
-        try:
-            if self.group is None or self.group.name != invitation.group:
-                self.group = Group(open_store(invitation.store, 30.0), invitation, torch.device("cpu"), 30.0)
-            receive(self.group, self.session, self.load, time.monotonic() + 30)
-        except BaseException:
-            failed()
-            raise
-
-
-def test_a_group_serves_many_sessions(tmp_path):
-    receiver = Received(tmp_path)
-    sent = [way_named("nccl").drive(receiver.carriage) for _ in range(3)]
-    assert sent[0] == sent[2] and len({i.group for i in receiver.streams}) == 1
-
-
-def test_a_refused_bucket_ends_nothing_but_its_session(tmp_path):
-    receiver, names = Received(tmp_path), []
-
-    def refuse(tensors):
-        names.extend(tensors)
-        raise ValueError("not this one")
-
-    receiver.load = refuse
-    with pytest.raises(ValueError, match="not this one"):
-        way_named("nccl").drive(receiver.carriage)
-    assert names == list(TENSORS)[:1]  # a bucket is one row here; nothing is loaded after it
-    receiver.session = {"version": "3", "nonce": "another"}
-    with pytest.raises(WeightMismatch, match="a bucket of .*'nonce': 'nonce'"):
-        way_named("nccl").drive(receiver.carriage)
-    receiver.load, receiver.session = (lambda tensors: None), {"version": "3", "nonce": "nonce"}
-    assert len(way_named("nccl").drive(receiver.carriage).tensors) == len(TENSORS)
-
-
-@pytest.mark.parametrize("side", [nccl, stream])
-def test_sender_and_receiver_hold_two_buckets_at_most(tmp_path, monkeypatch, side):
-    receiver, buckets, most = Received(tmp_path), [], []
-
-    def counted(bucket, device):
-        def held():
-            return sum(array() is not None for array in buckets)
-
-        until = time.monotonic() + 5  # gloo's thread lets go of a bucket a moment after it has said so
-        while held() > 1 and time.monotonic() < until:
-            time.sleep(0.01)
-        array = np.empty(bytes_of(bucket) + 8 * len(bucket), np.uint8)
-        buckets.append(weakref.ref(array))
-        most.append(held())
-        memory = torch.from_numpy(array)
-        return memory, memory[: bytes_of(bucket)], memory[bytes_of(bucket) :].view(torch.int64)
-
-    monkeypatch.setattr(side, "new_bucket", counted)
-    way_named("nccl").drive(receiver.carriage)
-    assert most == [1, 2, 2, 2, 2]
-
-
-@pytest.mark.parametrize(
-    "peer, words",
-    [("dies", "NCCL did not connect"), ("fails", "not all have joined: no route"), ("aborts", "was ended")],
-)
-def test_a_set_up_of_nccl_that_does_not_end_is_bounded(tmp_path, monkeypatch, peer, words):
-    """The members have come; NCCL itself waits without a bound."""
-    ended, invitation = threading.Event(), Invitation(f"file:{tmp_path / 'store'}", "group", 2)
-    store = open_store(invitation.store, 30.0)
-    dist.PrefixStore("group", store).set("all", "1")
-
-    class Backend:
-        def eager_connect_single_device(self, device):
-            if peer == "fails":
-                raise RuntimeError("no route")
-            if peer == "aborts":
-                abort(invitation, 30.0)
-            ended.wait()
-
-    monkeypatch.setattr(stream, "_nccl", lambda *args: Backend())
-    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
-    monkeypatch.setattr(stream, "CONNECT_SECONDS", 0.5 if peer == "dies" else 30.0)
-    began = time.monotonic()
-    with pytest.raises(StreamBroken, match=words):
-        Group(store, invitation, torch.device("cuda", 0), 30.0, rank=0)
-    ended.set()
-    assert time.monotonic() - began < allowed(10)
-
-
-def test_bytes_that_change_on_their_way_are_refused(tmp_path, monkeypatch):
-    receiver = Received(tmp_path)
-
-    def torn(group, memory):
-        memory[5] ^= 1
-        return send_bucket(group, memory)
-
-    monkeypatch.setattr(nccl, "send_bucket", torn)
-    with pytest.raises(WeightMismatch, match="do not have the checksum") as refusal:
-        way_named("nccl").drive(receiver.carriage)
-    assert refusal.value.tensor == "layer.0.weight"
-
-
-def test_a_receiver_that_does_not_come_ends_the_stream(tmp_path):
-    """What it raised is told, and the sender does not wait for its deadline of 30 s."""
-    receiver = Received(tmp_path)
-    way_named("nccl").drive(receiver.carriage)  # the group is open
-
-    def fail(info, failed):
-        failed()
-        raise SyncError("the engine is gone")
-
-    receiver.carriage.deliver = fail
-    started = time.monotonic()
-    with pytest.raises(SyncError, match="the engine is gone"):
-        way_named("nccl").drive(receiver.carriage)
-    assert time.monotonic() - started < allowed(10)
-    receiver.carriage.deliver = receiver.deliver
-    assert len(way_named("nccl").drive(receiver.carriage).tensors) == len(TENSORS)
-    assert receiver.streams[0].group != receiver.streams[-1].group
-
-
-def test_the_members_of_a_stream_meet_at_one_address_of_the_host():
-    """A TCPStore by itself would listen on all of them."""
-    store, place = nccl._store_at("127.0.0.2", timedelta(seconds=20))
-    port = int(place.rpartition(":")[2])
-    assert users_listening(port, "127.0.0.2") and not users_listening(port, "127.0.0.1")
-    open_store(place, 20.0).set("name", "value")
-    assert store.get("name") == b"value"
 
 
 def test_a_trainer_that_does_not_fit_leaves_the_memory_to_the_next(tmp_path):
