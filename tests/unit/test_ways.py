@@ -18,8 +18,9 @@ from instep.errors import EngineError, SyncError
 from instep.weights.lora_ipc import LoraIpc
 from instep.weights.single_copy import SingleCopy, Written
 from instep.weights.spec import TensorSpec
-from instep.weights.way import OF_ADAPTERS, (
+from instep.weights.way import (
     GOLDEN,
+    OF_ADAPTERS,
     ON_ONE_HOST,
     RESTART,
     SINGLE_COPY,
