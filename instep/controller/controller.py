@@ -184,6 +184,7 @@ class Controller:
         if not self._has_work:
             return
         self.deployment.start()
+        self._memory.sample()  # the processes are there; the next sample may be seconds away
         if (trainer := self.deployment.trainer) is not None:
             self._training = TrainingRound(args, self.hook_args, trainer.actor, trainer.critic)
         if self.deployment.engines:

@@ -24,9 +24,10 @@ def gauges(deployment: Deployment, memory: PssSampler, *, one_host: bool) -> lis
     processes = deployment.processes if one_host else []
     pids = {process.name: process.pid for process in processes}
     used = memory.by_owner(pids.values())
-    rows: dict[str, dict[str, Any]] = {}
+    rows: dict[str, dict[str, Any]] = {name: {"name": name} for name in pids}
     for name, pid in pids.items():
-        rows[name] = {"name": name, "host_bytes": used.pop(pid)}
+        if pid in used:  # else it began after the last sample
+            rows[name]["host_bytes"] = used.pop(pid)
     (own,) = used.values()
     if deployment.trainer is not None:
         actor = deployment.trainer.actor

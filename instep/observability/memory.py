@@ -90,9 +90,10 @@ class PssSampler:
 
     def by_owner(self, owners: Iterable[int]) -> dict[int, int]:
         """Return the bytes at the last sample by owner: each process counts for the nearest of `owners` (pids) that is
-        the process itself or an ancestor. This process is one of them."""
-        out = dict.fromkeys([os.getpid(), *owners], 0)
+        the process itself or an ancestor. This process is one of them. Owners that the sample has not seen are absent.
+        """
         sizes, parents = self._last  # without the lock: a sample may take long
+        out = {pid: 0 for pid in [os.getpid(), *owners] if pid in sizes}
         for pid, used in sizes.items():
             while pid not in out and pid in parents:
                 pid = parents[pid]
