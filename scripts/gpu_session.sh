@@ -201,6 +201,20 @@ item_hybrid_hf() { # 590 the same with hf
     hybrid fla out next-80b-a3b-4-layers 35b-a3b-4-layers 30b-a3b-4-layers -- hf
     hybrid plain plain next-80b-a3b-4-layers -- hf
 }
+item_profile_06b() { # 200 where a step of 0.6B dimensions goes, by kernel
+    python benchmarks/gpu_grpo.py --only instep-hf --steps 4 --limit 150 --logs "$R/logs" --out "$R/out.json" \
+        --more "--profile --profile-step-start 3 --profile-step-end 4"
+    python ~/g/kernels.py "$R"/logs/instep-hf/profile/step-*.trace.json.gz
+}
+item_attention() { # 300 FlashAttention-4 and PyTorch's kernels: tests, and steps of 0.6B dimensions
+    export CUTE=$HOME/fla:$HOME/site/nvidia_cutlass_dsl/dsl_packages
+    PYTHONPATH=$PYTHONPATH:$CUTE python -m pytest -q -p no:cacheprovider -m gpu -s tests/gpu/test_attention.py || true
+    PYTHONPATH=$PYTHONPATH:$CUTE attention_steps newest || true
+    attention_steps torch
+}
+attention_steps() { # NAME
+    python benchmarks/train_step.py --size 0.6b --max-tokens-per-gpu 16384 --kernels 40 --steps 4 --case hf --out "$R/$1.json"
+}
 item_fla() { # 120 the kernels of flash-linear-attention against the plain form
     PYTHONPATH=$PYTHONPATH:$HOME/fla python -m pytest -q -p no:cacheprovider -m gpu -s tests/unit/test_delta_net.py \
         tests/unit/test_shared_prefixes.py
@@ -316,7 +330,8 @@ gitpython
 gitdb
 smmap
 END
-    .venv/bin/python -m pip download --quiet --no-deps --dest .gpu/extra/fla flash-linear-attention fla-core einops
+    .venv/bin/python -m pip download --quiet --no-deps --dest .gpu/extra/fla flash-linear-attention fla-core einops \
+        flash-attn-4==4.0.0b19 # the newest that takes the bundle's nvidia-cutlass-dsl
     if [[ ! -e .gpu/t1 ]]; then # tilelang, without which flash-linear-attention refuses Hopper with this Triton
         .venv/bin/python -m pip download --quiet --no-deps --dest .gpu/t0 --python-version 3.12 --only-binary=:all: \
             --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 --platform any tilelang==0.1.15 \

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, library
 
+from instep.training.kernels import flash_attention_4
 from instep.training.packing import SharedPrefixes, within
 
 _MAX_PADDING = 1.25  # padded tokens per real token, within a chunk of the padded path
@@ -76,6 +78,9 @@ def attention_and_sums(
 
     On a GPU these are the logsumexp of each query's scores, float32 `[num_heads, num_queries]`; otherwise undefined.
     """
+    if (newest := _newest(q, v)) is not None:
+        out, sums = newest._flash_attn_fwd(q, k, v, return_lse=True, **_of_newest(bounds, scale, window))[:2]
+        return out, sums
     if _is_fused(q):
         causal, sides = _sides(window, bounds.max_keys)
         return torch.ops.aten._flash_attention_forward(
@@ -98,6 +103,12 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of `q`, `k`, `v` from the gradient of `out`; `out, sums` are results of
     `attention_and_sums`."""
+    if (newest := _newest(q, v)) is not None:
+        exact, words = torch.are_deterministic_algorithms_enabled(), _of_newest(bounds, scale, window)
+        grads: tuple[Tensor, Tensor, Tensor] = newest._flash_attn_bwd(
+            q, k, v, out, grad.contiguous(), sums, deterministic=exact, **words
+        )
+        return grads
     if _is_fused(q):
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
         causal, sides = _sides(window, bounds.max_keys)
@@ -120,9 +131,53 @@ def _is_fused(q: Tensor) -> bool:
     return q.device.type != "cpu" and q.dtype in (torch.bfloat16, torch.float16)
 
 
+def _newest(q: Tensor, v: Tensor) -> Any:
+    """Return FlashAttention-4's module if it is installed and has kernels for these heads and this GPU; else None."""
+    of_heads = q.is_cuda and _is_fused(q) and q.shape[-1] == v.shape[-1] in (64, 128)
+    return flash_attention_4() if of_heads and torch.cuda.get_device_capability(q.device)[0] in (9, 10) else None
+
+
+def _of_newest(bounds: Bounds, scale: float | None, window: int | None) -> dict[str, Any]:
+    causal, sides = _sides(window, bounds.max_keys)
+    return {
+        "softmax_scale": scale,
+        "causal": causal,
+        **({} if causal else sides),
+        **dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), bounds.of_kernel, strict=True)),
+    }
+
+
 def rows(x: Tensor, indices: Tensor) -> Tensor:
     """Return `x[indices]`; the gradient is deterministic and fast even if a row is taken many times."""
-    return F.embedding(indices, x.flatten(1)).unflatten(-1, x.shape[1:])
+    taken: Tensor = _Rows.apply(x, indices)
+    return taken
+
+
+class _Rows(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, indices: Tensor) -> Tensor:
+        return x.index_select(0, indices)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        x, indices = inputs
+        ctx.save_for_backward(indices)
+        ctx.num_rows = len(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (indices,) = ctx.saved_tensors
+        return _sum_copies([grad], indices, ctx.num_rows)[0], None
+
+
+def _sum_copies(grads: Sequence[Tensor], indices: Tensor, num_rows: int) -> list[Tensor]:
+    """Return the gradient of each `x` from that of `rows(x, indices)`."""
+    if indices.is_cuda:
+        from instep.training.copied_rows import sum_copies  # it imports Triton, which torch for CPUs lacks
+
+        return sum_copies(grads, indices, num_rows)
+    backward = torch.ops.aten.embedding_dense_backward
+    return [backward(x.flatten(1), indices, num_rows, -1, False).unflatten(1, x.shape[1:]) for x in grads]
 
 
 # The compiler knows attention only by the types and dimensions of its results. So the compiled code is the same for all
@@ -172,11 +227,8 @@ def _attention_backward(
     bounds = Bounds(cu_queries, max_queries, cu_keys, max_keys)
     keys, values = (rows(k, copies), rows(v, copies)) if _is_shared(copies, k) else (k, v)
     by_query, by_key, by_value = attention_backward(grad, q, keys, values, out, sums, bounds, scale, window)
-    if _is_shared(copies, k):  # like `rows`
-        by_key, by_value = (
-            torch.ops.aten.embedding_dense_backward(x.flatten(1), copies, len(k), -1, False).unflatten(1, k.shape[1:])
-            for x in (by_key, by_value)
-        )
+    if _is_shared(copies, k):
+        by_key, by_value = _sum_copies((by_key, by_value), copies, len(k))
     return by_query.contiguous(), by_key.contiguous(), by_value.contiguous()
 
 
