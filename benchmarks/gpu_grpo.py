@@ -2,20 +2,20 @@
 
     python benchmarks/gpu_grpo.py [--size 0.6b] [--new-tokens 512] [--steps 5] [--only NAME ...] [--out FILE]
 
-Random Qwen3 weights; 32 prompts of 128 tokens x 8 samples a step, `--new-tokens` tokens each (a random model ends one
-of 300 earlier), one optimizer step. `--lengths mixed` (instep only): prompts of 64 to 256 tokens, and 450 tokens end a
-response, so that lengths are geometric, cut off at `--new-tokens`. instep runs as a user runs it: fp32 masters, the
-log-prob of every sampled token, sync sessions with their proof. By name: with `instep-hf-turns` trainer and engine free
-their memory for each other, `instep-sglang` has SGLang's engine and the router in place of vLLM. `trl` has the settings
-of its own documentation, `trl-tuned` no gradient checkpointing, and the largest of 16, 8 and 4 samples a pass that
-fits. `verl` and `verl-tuned` (by name) are verl, which `gpu_session.sh prepare verl` packs, in $VERL_SITE (~/verl);
-`verl/settings.py` says what is set. They run in turn on one machine; the first step of each does not count. With two
-GPUs, by name: `instep-hf-apart` trains on one and generates on the other, `instep-hf-dp2` and `-tp2` do both on both,
-with two engines and with one of TP 2. `phases` are the seconds of a step: `generate` while requests were under way,
-`idle` in no phase. `start_s` are the seconds to the first rollout; the model lies in --models, so that a second run
-finds what vLLM has compiled for it. A run that fails is a row with its error. --add keeps the rows of --out for other
-names: of the same machine and code. With --stacks SECONDS py-spy records where each process of instep is, after the
-third step, into --logs; such a run's seconds do not count.
+Random Qwen3 weights; 32 prompts of 128 tokens x 8 samples a step (instep: --samples in all), `--new-tokens` tokens each
+(a random model ends one of 300 earlier), one optimizer step. `--lengths mixed` (instep only): prompts of 64 to 256
+tokens, and 450 tokens end a response, so that lengths are geometric, cut off at `--new-tokens`. instep runs as a user
+runs it: fp32 masters, the log-prob of every sampled token, sync sessions with their proof. By name: with `instep-hf-turns`
+trainer and engine free their memory for each other, `instep-sglang` has SGLang's engine and the router in place
+of vLLM. `trl` has the settings of its own documentation, `trl-tuned` no gradient checkpointing, and the largest of 16,
+8 and 4 samples a pass that fits. `verl` and `verl-tuned` (by name) are verl, which `gpu_session.sh prepare verl` packs,
+in $VERL_SITE (~/verl); `verl/settings.py` says what is set. They run in turn on one machine; the first step of each
+does not count. With two GPUs, by name: `instep-hf-apart` trains on one and generates on the other, `instep-hf-dp2` and
+`-tp2` do both on both, with two engines and with one of TP 2. `phases` are the seconds of a step: `generate` while
+requests were under way, `idle` in no phase. `start_s` are the seconds to the first rollout; the model lies in --models,
+so that a second run finds what vLLM has compiled for it. A run that fails is a row with its error. --add keeps the rows
+of --out for other names: of the same machine and code. With --stacks SECONDS py-spy records where each process of
+instep is, after the third step, into --logs; such a run's seconds do not count.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from benchmarks.random_model import SIZES, dimensions, prompt  # noqa: E402
 from instep.observability import floors  # noqa: E402
 from instep.observability.versions import versions  # noqa: E402
 
-SAMPLES, PROMPT = 256, 128
-INSTEP = "--input-key prompt --rollout-batch-size 32 --n-samples-per-prompt 8 --lr 1e-6"
+GROUP, PROMPT = 8, 128
+INSTEP = f"--input-key prompt --n-samples-per-prompt {GROUP} --lr 1e-6"
 # SGLang leaves the last two places of a context empty.
 SGLANG = "--rollout-backend sglang --sglang-disable-custom-all-reduce --sglang-context-length"
 SHARED = "--colocate --actor-num-gpus-per-node"
@@ -90,6 +90,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="0.6b")
     parser.add_argument("--new-tokens", type=int, default=512)
+    parser.add_argument("--samples", type=int, default=256, help="a step, of instep")
     parser.add_argument("--lengths", choices=("even", "mixed"), default="even")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--only", nargs="+", choices=RUNS | BY_NAME | ON_TWO, default=list(RUNS), metavar="NAME")
@@ -177,6 +178,7 @@ def measure(options: argparse.Namespace, name: str, model: Path, folder: Path, *
 def flags(options: argparse.Namespace, name: str, model: Path, out: Path) -> str:
     """Those of `instep train`; the plan chooses the size of micro-batches."""
     words = f"--hf-checkpoint {model} --prompt-data {model}/train.jsonl {INSTEP} {(RUNS | BY_NAME | ON_TWO)[name]} "
+    words += f"--rollout-batch-size {options.samples // GROUP} "
     words += f"--custom-rm-path benchmarks.gpu_grpo.reward --rollout-max-response-len {options.new_tokens} "
     longest = MIXED[1] + options.new_tokens
     engine = f"{SGLANG} {longest + 2}" if "sglang" in name else f"--rollout-backend vllm --vllm-max-model-len {longest}"
@@ -305,12 +307,14 @@ def report(options: argparse.Namespace, rows: list[dict[str, Any]]) -> dict[str,
         for peer in ("trl", "trl-tuned", "verl", "verl-tuned")
         if {ours, peer} <= measured.keys()
     }
+    if {"instep-hf", "instep-hf-dp2"} <= measured.keys():
+        headline["two_gpus_over_one"] = round(measured["instep-hf"] / measured["instep-hf-dp2"], 2)
     for row in rows:
         if "step_s" in row:
-            row["samples_per_s"] = round(SAMPLES / row["step_s"], 1)
+            row["samples_per_s"] = round(options.samples / row["step_s"], 1)
             if row["name"] in ON_TWO:
                 row["samples_per_s_of_a_gpu"] = round(row["samples_per_s"] / 2, 1)
-            tokens = SAMPLES * options.new_tokens
+            tokens = options.samples * options.new_tokens
             if options.lengths == "mixed" and "parts" not in row:
                 continue
             if options.lengths == "mixed":
@@ -323,7 +327,7 @@ def report(options: argparse.Namespace, rows: list[dict[str, Any]]) -> dict[str,
         "versions": versions(),
         "workload": {
             "size": options.size,
-            "samples": SAMPLES,
+            "samples": options.samples,
             "prompt": PROMPT,
             "new_tokens": options.new_tokens,
             "lengths": options.lengths,

@@ -136,6 +136,16 @@ item_mfu_06b() { # 120 the longest kernels of a step of 0.6B dimensions in 256 s
     python benchmarks/train_step.py --size 0.6b --num-samples 256 --max-tokens-per-gpu 16384 --kernels 40 --steps 3 \
         --case hf --out "$R/out.json"
 }
+item_grpo_dp2() { # 240 two GPUs: both on both, beside the rows of item grpo_tuned, and with 512 samples
+    cp "$Q/grpo_tuned/out.json" "$R/" || echo '{"rows": []}' >"$R/out.json"
+    python benchmarks/gpu_grpo.py --only instep-hf-dp2 --steps 4 --limit 120 --logs "$R/logs" --add --out "$R/out.json"
+    python benchmarks/gpu_grpo.py --only instep-hf-dp2 --steps 4 --limit 110 --logs "$R/logs-512" --samples 512 \
+        --out "$R/512.json"
+}
+item_grpo_newest() { # 120 0.6B dimensions with FlashAttention-4
+    PYTHONPATH=$PYTHONPATH:$HOME/fla:$HOME/site/nvidia_cutlass_dsl/dsl_packages python benchmarks/gpu_grpo.py \
+        --only instep-hf --steps 5 --limit 115 --logs "$R/logs" --out "$R/out.json"
+}
 item_grpo_two() { # 480 two GPUs: one trains and one generates, and both on both, with two engines and with one of TP 2
     python benchmarks/gpu_grpo.py --only instep-hf-apart instep-hf-dp2 instep-hf-tp2 --out "$R/out.json"
 }
@@ -200,11 +210,6 @@ item_hybrid_megatron() { # 590 MFU of four layers of mixtures of experts, hybrid
 item_hybrid_hf() { # 590 the same with hf
     hybrid fla out next-80b-a3b-4-layers 35b-a3b-4-layers 30b-a3b-4-layers -- hf
     hybrid plain plain next-80b-a3b-4-layers -- hf
-}
-item_profile_06b() { # 200 where a step of 0.6B dimensions goes, by kernel
-    python benchmarks/gpu_grpo.py --only instep-hf --steps 4 --limit 150 --logs "$R/logs" --out "$R/out.json" \
-        --more "--profile --profile-step-start 3 --profile-step-end 4"
-    python ~/g/kernels.py "$R"/logs/instep-hf/profile/step-*.trace.json.gz
 }
 item_attention() { # 300 FlashAttention-4 and PyTorch's kernels: tests, and steps of 0.6B dimensions
     export CUTE=$HOME/fla:$HOME/site/nvidia_cutlass_dsl/dsl_packages

@@ -28,7 +28,7 @@ def test_the_plan_fills_micro_batches_of_an_h100(tmp_path, size, tokens, name, n
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", **dimensions(size)}))
     (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     (tmp_path / "train.jsonl").write_text('{"prompt": "1"}\n')
-    options = Namespace(size=size, new_tokens=new_tokens, steps=3, lengths="even", device="cuda", more="")
+    options = Namespace(size=size, new_tokens=new_tokens, samples=256, steps=3, lengths="even", device="cuda", more="")
     words = [*flags(options, name, tmp_path, tmp_path / "run").split(), "--gpu-memory-gb", "79.65"]
     args = parse(words, "train")
     assert (args.use_dynamic_batch_size, args.max_tokens_per_gpu) == (True, tokens)
@@ -79,7 +79,7 @@ def test_two_gpus_are_planned(tmp_path, name):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", **dimensions("0.6b")}))
     (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     (tmp_path / "train.jsonl").write_text('{"prompt": "1"}\n')
-    options = Namespace(size="0.6b", new_tokens=512, steps=3, lengths="even", device="cuda", more="")
+    options = Namespace(size="0.6b", new_tokens=512, samples=256, steps=3, lengths="even", device="cuda", more="")
     args = parse([*flags(options, name, tmp_path, tmp_path / "run").split(), "--gpu-memory-gb", "79.65"], "train")
     kinds = plan_memory(args)
     assert sum(kind.count for kind in kinds) == 2 and all(kind.fits for kind in kinds)
