@@ -5,9 +5,9 @@
 Random Qwen3 weights; 32 prompts of 128 tokens x 8 samples a step (instep: --samples in all), `--new-tokens` tokens each
 (a random model ends one of 300 earlier), one optimizer step. `--lengths mixed` (instep only): prompts of 64 to 256
 tokens, and 450 tokens end a response, so that lengths are geometric, cut off at `--new-tokens`. instep runs as a user
-runs it: fp32 masters, the log-prob of every sampled token, sync sessions with their proof. By name: with `instep-hf-turns`
-trainer and engine free their memory for each other, `instep-sglang` has SGLang's engine and the router in place
-of vLLM. `trl` has the settings of its own documentation, `trl-tuned` no gradient checkpointing, and the largest of 16,
+runs it: fp32 masters, the log-prob of every sampled token, sync sessions with their proof. By name: with
+`instep-hf-turns` trainer and engine free their memory for each other, `instep-sglang` has SGLang's engine and the
+router in place of vLLM. `trl` has the settings of its own documentation, `trl-tuned` no gradient checkpointing, and the largest of 16,
 8 and 4 samples a pass that fits. `verl` and `verl-tuned` (by name) are verl, which `gpu_session.sh prepare verl` packs,
 in $VERL_SITE (~/verl); `verl/settings.py` says what is set. They run in turn on one machine; the first step of each
 does not count. With two GPUs, by name: `instep-hf-apart` trains on one and generates on the other, `instep-hf-dp2` and
