@@ -7,15 +7,15 @@ Random Qwen3 weights; 32 prompts of 128 tokens x 8 samples a step (instep: --sam
 tokens, and 450 tokens end a response, so that lengths are geometric, cut off at `--new-tokens`. instep runs as a user
 runs it: fp32 masters, the log-prob of every sampled token, sync sessions with their proof. By name: with
 `instep-hf-turns` trainer and engine free their memory for each other, `instep-sglang` has SGLang's engine and the
-router in place of vLLM. `trl` has the settings of its own documentation, `trl-tuned` no gradient checkpointing, and the largest of 16,
-8 and 4 samples a pass that fits. `verl` and `verl-tuned` (by name) are verl, which `gpu_session.sh prepare verl` packs,
-in $VERL_SITE (~/verl); `verl/settings.py` says what is set. They run in turn on one machine; the first step of each
-does not count. With two GPUs, by name: `instep-hf-apart` trains on one and generates on the other, `instep-hf-dp2` and
-`-tp2` do both on both, with two engines and with one of TP 2. `phases` are the seconds of a step: `generate` while
-requests were under way, `idle` in no phase. `start_s` are the seconds to the first rollout; the model lies in --models,
-so that a second run finds what vLLM has compiled for it. A run that fails is a row with its error. --add keeps the rows
-of --out for other names: of the same machine and code. With --stacks SECONDS py-spy records where each process of
-instep is, after the third step, into --logs; such a run's seconds do not count.
+router in place of vLLM. `trl` has the settings of its own documentation, `trl-tuned` no gradient checkpointing, and the
+largest of 16, 8 and 4 samples a pass that fits. `verl` and `verl-tuned` (by name) are verl, which `gpu_session.sh
+prepare verl` packs, in $VERL_SITE (~/verl); `verl/settings.py` says what is set. They run in turn on one machine; the
+first step of each does not count. With two GPUs, by name: `instep-hf-apart` trains on one and generates on the other,
+`instep-hf-dp2` and `-tp2` do both on both, with two engines and with one of TP 2. `phases` are the seconds of a step:
+`generate` while requests were under way, `idle` in no phase. `start_s` are the seconds to the first rollout; the model
+lies in --models, so that a second run finds what vLLM has compiled for it. A run that fails is a row with its error.
+--add keeps the rows of --out for other names: of the same machine and code. With --stacks SECONDS py-spy records where
+each process of instep is, after the third step, into --logs; such a run's seconds do not count.
 """
 
 from __future__ import annotations
