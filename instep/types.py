@@ -363,16 +363,21 @@ class TokenBatch:
         """Return the samples `indices`, in that order."""
         import torch
 
-        def pick(flat: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-            parts = flat.split(lengths.tolist())
-            return torch.cat([parts[i] for i in indices]) if len(indices) else flat[:0]
-
         where = torch.as_tensor(list(indices), dtype=torch.int64)
+
+        def entries(lengths: torch.Tensor) -> torch.Tensor:
+            """Return the places of the samples in a flat column; reads no other samples, as micro-batches are many."""
+            before, own = lengths.cumsum(0) - lengths, lengths[where]
+            total = int(own.sum())
+            first = before[where] - (own.cumsum(0) - own)
+            return torch.arange(total, device=own.device) + first.repeat_interleave(own, output_size=total)
+
+        of_tokens, of_responses = entries(self.total_lengths), entries(self.response_lengths)
         return TokenBatch(
-            tokens=pick(self.tokens, self.total_lengths),
+            tokens=self.tokens[of_tokens],
             total_lengths=self.total_lengths[where],
             response_lengths=self.response_lengths[where],
-            token_columns={k: pick(v, self.response_lengths) for k, v in self.token_columns.items()},
+            token_columns={k: v[of_responses] for k, v in self.token_columns.items()},
             sample_columns={
                 k: v[where] if isinstance(v, torch.Tensor) else [v[i] for i in indices]
                 for k, v in self.sample_columns.items()

@@ -1,4 +1,4 @@
-"""What the memory plan decides on GPUs where no flag does: the size of a micro-batch, and whether all stays there.
+"""What the memory plan decides where no flag does: the size of a micro-batch, and whether all stays on the GPUs.
 
 If the GPUs are not known, no size is chosen, and a note says what the plan does not know.
 """
@@ -18,6 +18,7 @@ from instep.preflight.plan.engine import rollout_samples
 from instep.preflight.plan.memory import Gpus, plan_memory
 
 TOKENS = (32768, 24576, 16384, 12288, 8192, 6144, 4096, 2048, 1024)  # of a micro-batch; more are not faster
+ON_CPU = (2048, 1024, 512, 256)
 EFFICIENT = 8192  # tokens of a micro-batch that are enough for a step that begins early (`controller/role.py`)
 ROOM = 0.9  # the part of a GPU that the plan may fill: estimates are good to about 10 %
 # Selected weights count as all weights: the largest case.
@@ -25,14 +26,14 @@ _ALL_TRAINED = {"only_train_params_name_list": None, "freeze_params_name_list": 
 
 
 def _plans(args: Settings) -> bool:
-    """Return whether the trainer runs on GPUs with a known model. For `instep plan`, --device auto means GPUs."""
-    on_gpus = args.device == "cuda" or (args.planned and args.device == "auto")
-    return on_gpus and not args.debug_rollout_only and shape_of(args.hf_checkpoint) is not None
+    """Return whether device and model of the trainer are known. For `instep plan`, --device auto means GPUs."""
+    is_known = args.device != "auto" or args.planned
+    return is_known and not args.debug_rollout_only and shape_of(args.hf_checkpoint) is not None
 
 
 def _knows(args: Settings, given: Given | set[str]) -> bool:
-    """Return whether the memory of the GPUs is known: measured, given, or assumed by `instep plan`."""
-    return args.planned or "gpu_memory_gb" in given
+    """Return whether the memory is known: the host's, or that of GPUs, measured, given, or assumed by `instep plan`."""
+    return args.device == "cpu" or args.planned or "gpu_memory_gb" in given
 
 
 def _chooses(args: Settings, given: Given) -> bool:
@@ -45,20 +46,20 @@ def _chooses(args: Settings, given: Given) -> bool:
 
 
 def use_dynamic_batch_size(args: Settings, given: Given) -> bool:
-    """Return the flag's value; on GPUs True by default, unless --micro-batch-size counts samples."""
+    """Return the flag's value; True by default, unless --micro-batch-size counts samples."""
     sizes = {"micro_batch_size", "max_tokens_per_gpu"}
     return args.use_dynamic_batch_size or (sizes.isdisjoint(given) and _chooses(args, given))
 
 
 def max_tokens_per_gpu(args: Settings, given: Given) -> int | None:
-    """Return the given value; by default the most tokens with which trainer and engines fit on their GPUs.
+    """Return the given value; by default the most tokens with which trainer and engines fit into the memory.
 
     If the plan does not know enough, return the smallest size: a longer sample is then its own micro-batch.
     """
     if args.max_tokens_per_gpu is not None or not args.use_dynamic_batch_size or not _plans(args):
         return args.max_tokens_per_gpu
-    sizes = TOKENS if _chooses(args, given) else ()
-    return next((size for size in sizes if _has_room(args, size)), TOKENS[-1])
+    sizes = ON_CPU if args.device == "cpu" else TOKENS
+    return next((size for size in sizes if _chooses(args, given) and _has_room(args, size)), sizes[-1])
 
 
 def _has_room(args: Settings, tokens: int) -> bool:

@@ -81,15 +81,15 @@ def test_within_the_margin_nothing_is_refused_and_a_line_says_that_it_is_close(p
     assert any("this is close" in str(line) for line in tables([close]))
 
 
-def test_the_plan_chooses_the_size_of_micro_batches_on_gpus_alone(plan):
+def test_the_plan_chooses_the_size_of_micro_batches(plan):
     chosen = {size: parse(plan(size=size), "plan").max_tokens_per_gpu for size in ("0.6b", "4b")}
     assert chosen["0.6b"] == 32768 and 1024 <= chosen["4b"] < 16384
     with_recomputation = parse(plan("--recompute-granularity full"), "plan").max_tokens_per_gpu
     assert with_recomputation > chosen["4b"]
     samples = parse(plan("--micro-batch-size 2"), "plan")
     assert not samples.use_dynamic_batch_size and samples.max_tokens_per_gpu is None
-    on_cpu = parse(plan("--device cpu"), "plan")
-    assert not on_cpu.use_dynamic_batch_size and on_cpu.max_tokens_per_gpu is None
+    assert parse(plan("--device cpu", size="0.6b"), "plan").max_tokens_per_gpu == 2048
+    assert not parse(plan("--device cpu --micro-batch-size 2"), "plan").use_dynamic_batch_size
     apart = [word for word in plan("--rollout-num-gpus 1", size="0.6b") if word != "--colocate"]
     assert parse(apart, "plan").max_tokens_per_gpu == 32768, "the engine has filled a GPU of its own"
     asked = parse(plan("--use-dynamic-batch-size"), "plan")
