@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -93,10 +93,18 @@ class Cluster:
         self.one_host = not elsewhere(args)
         self.room: Path | None = None
         self.setup_requests: dict[str, list[tuple[Any, ...]]] = {}
+        self._setups: list[Callable[[], list[Any]]] = []
 
     def start(self) -> None:
         """Start all processes."""
         raise NotImplementedError
+
+    def setups(self) -> list[Callable[[], list[Any]]]:
+        """Begin `Worker.setup` of each role, unless it has begun; return functions that wait for its results."""
+        groups, timeout = [g for g in (self.workers, self.critic) if g.num_ranks], self._args.worker_start_timeout
+        requests = self.setup_requests
+        self._setups = self._setups or [g.start("setup", timeout=timeout, per_rank=requests[g.role]) for g in groups]
+        return self._setups
 
     def _start_engine(self, spec: EngineSpec, port: int | None = None) -> Engine:
         """Start an engine; `port` is the port of a restarted engine."""

@@ -1,16 +1,19 @@
 """A process with slow imports already done; workers and engines are forked from it.
 
 Workers and engines are `python -m MODULE ...`; most of their start is the import of torch and transformers. The fork
-server imports these once, while the command that owns it prepares its run. It starts no thread and uses no GPU. Forked
-processes share the memory of the imports. Otherwise they run as in a fresh interpreter, with their own environment,
-folder, descriptors, session, signals and command line. (multiprocessing's fork server runs functions, and gives them
-none of these.)
+server imports these once, while the command that owns it prepares its run. Forked processes share the memory of the
+imports. Otherwise they run as in a fresh interpreter, with their own environment, folder, descriptors, session, signals
+and command line. (multiprocessing's fork server runs functions, and gives them none of these.)
+
+A forked process cannot use the CUDA driver or the threads of its parent. If an import leaves a GPU open or a thread at
+work, the server says so in the log of each process, and starts it in a fresh interpreter.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import fcntl
 import gc
 import importlib
@@ -27,14 +30,19 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from os import _exit  # the original function, even if a hook replaces it
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
+from instep.system.gpus import no_driver
 from instep.system.kernel import die_with_parent
 
 # Variables that act when Python starts or a library is imported: another value needs a separate interpreter.
 _EARLY = re.compile(r"(PYTHON|LD_|OMP_|GOMP_|MALLOC_|PYTORCH_|TORCH_|HF_|TRANSFORMERS_)")
+# `torch.cuda.is_available()` then asks NVML, which can be closed, and not CUDA; torch reads it at each call.
+NO_CUDA_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 # These are set after the fork; Ray sets PYTHONBREAKPOINT, which Python reads at each breakpoint().
 _IN_TIME = {"OMP_NUM_THREADS", "PYTHONBREAKPOINT", "PYTHONPATH", "PYTHONUNBUFFERED", "TORCH_COMPILE_DISABLE"}
+_IN_TIME.add(NO_CUDA_CHECK)
+_DEVICES = re.compile(r"/dev/(nvidia|nvmap|dxg|kfd|dri)")  # open while a driver of a GPU is in use
 _CHUNK = 1 << 16
 _MOST_FDS = 32  # the most descriptors for one process
 _ANSWER_SECONDS = 120.0  # for the server to import and fork, on a busy machine
@@ -91,6 +99,7 @@ class ForkServer:
     def __init__(self, control: socket.socket, pid: int):
         self._control, self.pid = control, pid
         self._early: dict[str, str] | None = None
+        self._program: str | None = None
 
     @classmethod
     def fork(cls) -> ForkServer:
@@ -103,14 +112,19 @@ class ForkServer:
         theirs.close()
         return cls(ours, pid)
 
-    def preload(self, modules: Iterable[str], env: Mapping[str, str]) -> None:
-        """Let it import `modules` with the variables `env`, without waiting for it."""
+    def preload(self, modules: Iterable[str], env: Mapping[str, str], program: str | None = None) -> None:
+        """Let it import `modules` with the variables `env`, without waiting for it.
+
+        Args:
+            program: only this module is forked; None: any.
+        """
         self._control.send(json.dumps({"modules": list(modules), "env": dict(env)}).encode())
-        self._early = _early(env)
+        self._early, self._program = _early(env), program
 
     def fits(self, argv: Sequence[str], env: Mapping[str, str]) -> bool:
         """Return whether a program can be forked from the imported modules."""
-        return list(argv[:2]) == [sys.executable, "-m"] and _early(env) == self._early
+        is_ours = list(argv[:2]) == [sys.executable, "-m"] and self._program in (None, argv[2])
+        return is_ours and _early(env) == self._early
 
     def start(
         self,
@@ -150,19 +164,22 @@ class ForkServer:
 
 
 current: ForkServer | None = None  # the fork server of this process
+of_engines: ForkServer | None = None  # another one on a GPU host, for imports of engines at the same time
 
 
 @contextlib.contextmanager
 def beside() -> Iterator[None]:
-    """Run a fork server beside this process, which must have no other thread yet."""
-    global current
-    before, server = current, ForkServer.fork()
-    current = server
+    """Run fork servers beside this process, which must have no other thread yet."""
+    global current, of_engines
+    before, current = (current, of_engines), ForkServer.fork()
+    of_engines = None if no_driver() else ForkServer.fork()
+    servers = current, of_engines
     try:
         yield
     finally:
-        server.close()
-        current = before
+        for server in filter(None, servers):
+            server.close()
+        current, of_engines = before
 
 
 def start(
@@ -174,10 +191,11 @@ def start(
 ) -> Program:
     """Run a program in a new session: a Ctrl-C in the terminal reaches only its owner. Raises: OSError.
 
-    Fork it from `current` if possible. A program that outlives this process is not forked: forked ones end with it.
+    Fork it if possible. A program that outlives this process is not forked: forked ones end with it.
     """
-    if current is not None and not outlives and current.fits(argv, env):
-        return current.start(argv, env, stdio, pass_fds)
+    for server in filter(None, () if outlives else (of_engines, current)):
+        if server.fits(argv, env):
+            return server.start(argv, env, stdio, pass_fds)
     stdin, stdout, stderr = stdio
     return subprocess.Popen(
         list(argv), stdin=stdin, stdout=stdout, stderr=stderr, env=env, pass_fds=pass_fds, start_new_session=True
@@ -207,11 +225,11 @@ def serve(control: socket.socket) -> NoReturn:
         if callable(signal.getsignal(number)):  # ignored signals stay ignored, as for any program
             signal.signal(number, signal.SIG_DFL)
     null = os.open(os.devnull, os.O_RDWR)
-    for fd in (0, 1, 2):  # otherwise pipes of the owner would stay open after its end
-        os.dup2(null, fd)
+    _set_descriptors([null, null, null, control.fileno()], [0, 1, 2, control.fileno()])  # none of the owner's
     own = [os.getcwd(), "", *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     libraries = [entry for entry in sys.path if entry not in own]
     running: dict[int, tuple[int, socket.socket]] = {}  # descriptor of a process -> its pid, and its owner's socket
+    imports = _Imports({}, "")
     poll = select.poll()
     poll.register(control, select.POLLIN)
     while True:
@@ -225,7 +243,7 @@ def serve(control: socket.socket) -> NoReturn:
             if not data:
                 _exit(0)
             if not fds:
-                _preload(**json.loads(data))
+                imports = _preload(**json.loads(data))
                 continue
             line = socket.socket(fileno=fds[0])
             try:
@@ -235,7 +253,7 @@ def serve(control: socket.socket) -> NoReturn:
                 line.close()
             else:
                 if pid == 0:
-                    _run_forked(line, fds[1:], libraries)
+                    _run_forked(line, fds[1:], libraries, imports)
                 process = os.pidfd_open(pid)
                 running[process] = pid, line
                 poll.register(process, select.POLLIN)
@@ -249,17 +267,47 @@ def _say_code(pid: int, line: socket.socket) -> None:
         line.send(str(os.waitstatus_to_exitcode(status)).encode())
 
 
-def _preload(modules: Sequence[str], env: Mapping[str, str]) -> None:
+class _Imports(NamedTuple):
+    """What imports leave behind: variables that they set, and why no process can be forked from them (or "")."""
+
+    env: dict[str, str]
+    fault: str
+
+
+def _preload(modules: Sequence[str], env: Mapping[str, str]) -> _Imports:
     os.environ.clear()
     os.environ.update(env)
     gc.disable()  # see `importing.first_import`
+    fault = ""
     for name in modules:
-        with contextlib.suppress(ImportError):  # the process that needs the module reports it
+        try:
             importlib.import_module(name)
+        except ImportError:  # the process that needs the module reports it
+            pass
+        except Exception as error:  # noqa: BLE001 - of any library; it is half imported
+            fault = f"the import of {name} raised {error!r}"
     gc.freeze()
+    changed = {name: value for name, value in os.environ.items() if env.get(name) != value}
+    return _Imports(changed, fault or _held())
 
 
-def _run_forked(line: socket.socket, fds: Sequence[int], libraries: Sequence[str]) -> NoReturn:
+def _held() -> str:
+    """Return what this process holds and a forked one could not use; "" if there is nothing."""
+    with contextlib.suppress(OSError):  # NVML is not loaded
+        nvml = ctypes.CDLL("libnvidia-ml.so.1", os.RTLD_NOLOAD | os.RTLD_LAZY)
+        while nvml.nvmlShutdown() == 0:  # torch only opens it
+            pass
+    if (pid := os.fork()) == 0:
+        _exit(0)
+    os.waitpid(pid, 0)  # OpenBLAS ends its threads at a fork
+    with os.scandir("/proc/self/fd") as entries:
+        held = [path for entry in entries if _DEVICES.match(path := os.readlink(entry))]
+    if (num := len(os.listdir("/proc/self/task"))) > 1:
+        held.append(f"{num - 1} threads")
+    return f"the imports hold {', '.join(held)}" if held else ""
+
+
+def _run_forked(line: socket.socket, fds: Sequence[int], libraries: Sequence[str], imports: _Imports) -> NoReturn:
     """Run the requested process, from here to its end."""
     code = 1
     try:
@@ -276,7 +324,10 @@ def _run_forked(line: socket.socket, fds: Sequence[int], libraries: Sequence[str
             _exit(1)
         line.send(f"pid {os.getpid()}".encode())
         _set_descriptors(fds, request["fds"])
-        _become(argv, env, request["cwd"], libraries)
+        if imports.fault:
+            os.write(2, f"instep: a fresh interpreter, because {imports.fault}\n".encode())
+            os.execve(argv[0], argv, env)
+        _become(argv, env | imports.env, request["cwd"], libraries)
         code = _exit_code(lambda: runpy.run_module(argv[2], run_name="__main__", alter_sys=True))
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
