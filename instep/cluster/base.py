@@ -100,10 +100,10 @@ class Cluster:
         raise NotImplementedError
 
     def setups(self) -> list[Callable[[], list[Any]]]:
-        """Begin `Worker.setup` of each role, unless it has begun; return functions that wait for its results."""
-        groups, timeout = [g for g in (self.workers, self.critic) if g.num_ranks], self._args.worker_start_timeout
-        requests = self.setup_requests
-        self._setups = self._setups or [g.start("setup", timeout=timeout, per_rank=requests[g.role]) for g in groups]
+        """Begin `Worker.setup` of each role, once; return functions that wait for its results."""
+        bound, all_ranks = self._args.worker_start_timeout, self.setup_requests
+        groups = [] if self._setups else [group for group in (self.workers, self.critic) if group.num_ranks]
+        self._setups += [g.start("setup", timeout=bound, per_rank=all_ranks[g.role]) for g in groups]
         return self._setups
 
     def _start_engine(self, spec: EngineSpec, port: int | None = None) -> Engine:

@@ -177,13 +177,6 @@ class EngineKind(Protocol):
 
     # ---- plan and start ----------------------------------------------------------------------------------------------
 
-    def imports(self, args: Settings) -> tuple[Sequence[str], dict[str, str]]:
-        """Return modules that engines on a GPU host import before they use a GPU, and the environment for that.
-
-        `args.device` may be unresolved. Engines without such modules are not forked from their imports.
-        """
-        return (), {}
-
     def own_words(
         self, args: Settings, group: ServerGroup, words: Mapping[str, list[str]], update_weights: bool
     ) -> dict[str, list[str]]:

@@ -47,7 +47,6 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 CPU_KV_CACHE_BYTES = 256 << 20  # vLLM's default is 4 GiB per engine
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values that --max-lora-rank accepts
 ONE_PRODUCT = {"instep_adapter": 1}  # for `vllm/fast/adapter.py`; part of vLLM's compilation key
-SERVER_IMPORTS = [f"vllm.entrypoints.cli.{name}" for name in ("main", "benchmark.main", "launch", "serve")]
 SEVERAL = ("middleware",)  # flags that may be on a command line more than once
 
 
@@ -161,9 +160,6 @@ class VllmKind(EngineKind):
             if group.num_gpus_per_engine == 1:  # saves a process and half a gigabyte
                 own["distributed_executor_backend"] = ["--distributed-executor-backend", "uni"]
         return {field: given for field, given in own.items() if field not in words or field in SEVERAL}
-
-    def imports(self, args: Settings) -> tuple[Sequence[str], dict[str, str]]:
-        return SERVER_IMPORTS, vllm_env(args, 1)
 
     def plan_line(self, spec: EngineSpec, at: Addresses, node_rank: int, node_host: str) -> str:
         env = "".join(f"{name}={value} " for name, value in node_environment(spec, at, node_host).items())

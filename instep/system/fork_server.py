@@ -3,10 +3,8 @@
 Workers and engines are `python -m MODULE ...`; most of their start is the import of torch and transformers. The fork
 server imports these once, while the command that owns it prepares its run. Forked processes share the memory of the
 imports. Otherwise they run as in a fresh interpreter, with their own environment, folder, descriptors, session, signals
-and command line. (multiprocessing's fork server runs functions, and gives them none of these.)
-
-A forked process cannot use the CUDA driver or the threads of its parent. If an import leaves a GPU open or a thread at
-work, the server says so in the log of each process, and starts it in a fresh interpreter.
+and command line. (multiprocessing's fork server runs functions, and gives them none of these.) If the imports leave a
+GPU open or a thread at work, which no forked process could use, each process gets a fresh interpreter, and says so.
 """
 
 from __future__ import annotations
@@ -30,18 +28,16 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from os import _exit  # the original function, even if a hook replaces it
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 from instep.system.gpus import no_driver
 from instep.system.kernel import die_with_parent
 
 # Variables that act when Python starts or a library is imported: another value needs a separate interpreter.
 _EARLY = re.compile(r"(PYTHON|LD_|OMP_|GOMP_|MALLOC_|PYTORCH_|TORCH_|HF_|TRANSFORMERS_)")
-# `torch.cuda.is_available()` then asks NVML, which can be closed, and not CUDA; torch reads it at each call.
-NO_CUDA_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 # These are set after the fork; Ray sets PYTHONBREAKPOINT, which Python reads at each breakpoint().
 _IN_TIME = {"OMP_NUM_THREADS", "PYTHONBREAKPOINT", "PYTHONPATH", "PYTHONUNBUFFERED", "TORCH_COMPILE_DISABLE"}
-_IN_TIME.add(NO_CUDA_CHECK)
+_IN_TIME.add("PYTORCH_NVML_BASED_CUDA_CHECK")  # torch reads it at each check
 _DEVICES = re.compile(r"/dev/(nvidia|nvmap|dxg|kfd|dri)")  # open while a driver of a GPU is in use
 _CHUNK = 1 << 16
 _MOST_FDS = 32  # the most descriptors for one process
@@ -96,10 +92,11 @@ class ForkServer:
         pid: the pid of the server, a child of this process.
     """
 
+    _early: dict[str, str] | None = None
+    _words: Sequence[str] = ()  # the beginning of command lines that it forks
+
     def __init__(self, control: socket.socket, pid: int):
         self._control, self.pid = control, pid
-        self._early: dict[str, str] | None = None
-        self._program: str | None = None
 
     @classmethod
     def fork(cls) -> ForkServer:
@@ -113,18 +110,13 @@ class ForkServer:
         return cls(ours, pid)
 
     def preload(self, modules: Iterable[str], env: Mapping[str, str], program: str | None = None) -> None:
-        """Let it import `modules` with the variables `env`, without waiting for it.
-
-        Args:
-            program: only this module is forked; None: any.
-        """
+        """Let it import `modules` with the variables `env`, without waiting for it; it forks only `program`, or any."""
         self._control.send(json.dumps({"modules": list(modules), "env": dict(env)}).encode())
-        self._early, self._program = _early(env), program
+        self._early, self._words = _early(env), [sys.executable, "-m", *filter(None, [program])]
 
     def fits(self, argv: Sequence[str], env: Mapping[str, str]) -> bool:
         """Return whether a program can be forked from the imported modules."""
-        is_ours = list(argv[:2]) == [sys.executable, "-m"] and self._program in (None, argv[2])
-        return is_ours and _early(env) == self._early
+        return list(argv[: len(self._words)]) == self._words and _early(env) == self._early
 
     def start(
         self,
@@ -173,11 +165,10 @@ def beside() -> Iterator[None]:
     global current, of_engines
     before, current = (current, of_engines), ForkServer.fork()
     of_engines = None if no_driver() else ForkServer.fork()
-    servers = current, of_engines
     try:
         yield
     finally:
-        for server in filter(None, servers):
+        for server in filter(None, (current, of_engines)):
             server.close()
         current, of_engines = before
 
@@ -229,7 +220,7 @@ def serve(control: socket.socket) -> NoReturn:
     own = [os.getcwd(), "", *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     libraries = [entry for entry in sys.path if entry not in own]
     running: dict[int, tuple[int, socket.socket]] = {}  # descriptor of a process -> its pid, and its owner's socket
-    imports = _Imports({}, "")
+    changed: dict[str, str] = {}  # variables that the imports have set
     poll = select.poll()
     poll.register(control, select.POLLIN)
     while True:
@@ -243,7 +234,7 @@ def serve(control: socket.socket) -> NoReturn:
             if not data:
                 _exit(0)
             if not fds:
-                imports = _preload(**json.loads(data))
+                changed = _preload(**json.loads(data))
                 continue
             line = socket.socket(fileno=fds[0])
             try:
@@ -253,7 +244,7 @@ def serve(control: socket.socket) -> NoReturn:
                 line.close()
             else:
                 if pid == 0:
-                    _run_forked(line, fds[1:], libraries, imports)
+                    _run_forked(line, fds[1:], libraries, changed)
                 process = os.pidfd_open(pid)
                 running[process] = pid, line
                 poll.register(process, select.POLLIN)
@@ -267,47 +258,31 @@ def _say_code(pid: int, line: socket.socket) -> None:
         line.send(str(os.waitstatus_to_exitcode(status)).encode())
 
 
-class _Imports(NamedTuple):
-    """What imports leave behind: variables that they set, and why no process can be forked from them (or "")."""
-
-    env: dict[str, str]
-    fault: str
-
-
-def _preload(modules: Sequence[str], env: Mapping[str, str]) -> _Imports:
+def _preload(modules: Sequence[str], env: Mapping[str, str]) -> dict[str, str]:
+    """Import the modules, and return the variables that they have set."""
     os.environ.clear()
     os.environ.update(env)
     gc.disable()  # see `importing.first_import`
-    fault = ""
     for name in modules:
-        try:
+        with contextlib.suppress(Exception):  # the process that needs the module reports it
             importlib.import_module(name)
-        except ImportError:  # the process that needs the module reports it
-            pass
-        except Exception as error:  # noqa: BLE001 - of any library; it is half imported
-            fault = f"the import of {name} raised {error!r}"
     gc.freeze()
-    changed = {name: value for name, value in os.environ.items() if env.get(name) != value}
-    return _Imports(changed, fault or _held())
-
-
-def _held() -> str:
-    """Return what this process holds and a forked one could not use; "" if there is nothing."""
     with contextlib.suppress(OSError):  # NVML is not loaded
         nvml = ctypes.CDLL("libnvidia-ml.so.1", os.RTLD_NOLOAD | os.RTLD_LAZY)
-        while nvml.nvmlShutdown() == 0:  # torch only opens it
+        while nvml.nvmlShutdown() == 0:  # torch only opens it, again and again
             pass
-    if (pid := os.fork()) == 0:
-        _exit(0)
-    os.waitpid(pid, 0)  # OpenBLAS ends its threads at a fork
+    return {name: value for name, value in os.environ.items() if env.get(name) != value}
+
+
+def _held() -> list[str]:
+    """Return what the server of this process holds, and no forked process can use."""
     with os.scandir("/proc/self/fd") as entries:
         held = [path for entry in entries if _DEVICES.match(path := os.readlink(entry))]
-    if (num := len(os.listdir("/proc/self/task"))) > 1:
-        held.append(f"{num - 1} threads")
-    return f"the imports hold {', '.join(held)}" if held else ""
+    num_threads = len(os.listdir(f"/proc/{os.getppid()}/task")) - 1  # OpenBLAS has ended its own before the fork
+    return [*held, f"{num_threads} threads"] if num_threads else held
 
 
-def _run_forked(line: socket.socket, fds: Sequence[int], libraries: Sequence[str], imports: _Imports) -> NoReturn:
+def _run_forked(line: socket.socket, fds: Sequence[int], libraries: Sequence[str], changed: dict[str, str]) -> NoReturn:
     """Run the requested process, from here to its end."""
     code = 1
     try:
@@ -323,11 +298,12 @@ def _run_forked(line: socket.socket, fds: Sequence[int], libraries: Sequence[str
             line.send(str(error).encode())
             _exit(1)
         line.send(f"pid {os.getpid()}".encode())
+        held = _held()
         _set_descriptors(fds, request["fds"])
-        if imports.fault:
-            os.write(2, f"instep: a fresh interpreter, because {imports.fault}\n".encode())
+        if held:
+            os.write(2, f"instep: a fresh interpreter, because the imports hold {', '.join(held)}\n".encode())
             os.execve(argv[0], argv, env)
-        _become(argv, env | imports.env, request["cwd"], libraries)
+        _become(argv, env | changed, request["cwd"], libraries)
         code = _exit_code(lambda: runpy.run_module(argv[2], run_name="__main__", alter_sys=True))
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
