@@ -14,10 +14,7 @@ from instep.system.processes import OPENMP_ENV
 
 
 def preload(args: Settings, *, trainer: bool = True) -> None:
-    """Let the fork servers of this process, if there are any, import the modules of workers and engines.
-
-    `args.device` may be unresolved.
-    """
+    """Let the fork servers of this process, if any, import modules of workers and engines; the device may be `auto`."""
     if fork_server.current is None or (args.cluster == "ray" and args.device != "cpu"):
         return
     modules = ["instep.training.worker"] if trainer else []
