@@ -136,3 +136,56 @@ def test_one_whose_server_was_killed_was_killed():
 def test_only_what_imports_would_not_change_is_forked(argv, changes, fits):
     got = SERVER.fits(argv, {**ENVIRONMENT, **changes})
     assert got == fits, (sys.executable, SERVER._early)
+
+
+HOLDERS = {
+    "device": "import re, instep.system.fork_server as s; s._DEVICES = re.compile({0!r}); opened = open({0!r})",
+    "thread": "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()",
+    "nothing": "",
+}
+START = """
+import os, sys
+import instep.system.fork_server as server
+with server.beside():
+    server.current.preload(["holder"], os.environ)
+    sys.exit(server.start([sys.executable, "-m", "program"], os.environ, (0, 1, 2)).wait(60))
+"""
+START_TWO = """
+import os, sys
+import instep.system.fork_server as server
+server.no_driver = lambda: False
+with server.beside():
+    server.current.preload(["one"], {**os.environ, "OMP_X": "1"})
+    server.of_engines.preload(["two"], os.environ, "engine")
+    for name, more in (("engine", {}), ("other", {"OMP_X": "1"}), ("other", {})):
+        server.start([sys.executable, "-m", name], {**os.environ, **more}, (0, 1, 2)).wait(60)
+"""
+
+
+def said(code, folder):
+    """What the processes of a program wrote, to stdout and to stderr; modules of `folder` can be imported."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(Path(__file__).parents[2])])}
+    done = COLD([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return done.communicate(timeout=120)
+
+
+@pytest.mark.parametrize("held", HOLDERS)
+def test_nothing_is_forked_from_imports_that_hold_a_device_or_a_thread(tmp_path, held):
+    device = tmp_path / "card0"
+    device.touch()
+    holder = f"import os; os.environ['SET_BY_IMPORT'] = 'yes'\n{HOLDERS[held].format(str(device))}"
+    (tmp_path / "holder.py").write_text(holder)
+    program = "import os, sys; print('holder' in sys.modules, os.environ.get('SET_BY_IMPORT'))"
+    (tmp_path / "program.py").write_text(program)
+    out, errors = said(START, tmp_path)
+    if held == "nothing":
+        assert (out, errors) == ("True yes\n", "")
+    else:
+        why = {"device": f"the imports hold {device}", "thread": "the imports hold 1 threads"}
+        assert (out, errors) == ("False None\n", f"instep: a fresh interpreter, because {why[held]}\n")
+
+
+def test_engines_and_all_else_are_forked_from_two_servers_of_a_gpu_host(tmp_path):
+    for name in ("one", "two", "engine", "other"):
+        (tmp_path / f"{name}.py").write_text("import sys; print(*sorted({'one', 'two'} & sys.modules.keys()))")
+    assert said(START_TWO, tmp_path) == ("two\none\n\n", "")
