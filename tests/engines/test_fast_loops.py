@@ -1,5 +1,6 @@
 """The short loops and the reused inputs of vLLM 0.26 in lockstep with vLLM's own code, without an engine."""
 
+# mypy: ignore-errors
 from __future__ import annotations
 
 import random
@@ -33,7 +34,7 @@ class Side:
 
         structured = StructuredOutputManager(config)
         self.scheduler = cls(config, kv, structured_output_manager=structured, block_size=BLOCK, log_stats=True)
-        self.worker = object.__new__(fake_vllm.Worker)  # type: ignore[attr-defined]
+        self.worker = object.__new__(fake_vllm.Worker)
         self.worker.rows, self.worker.done, self.worker.cache_config = {}, 0.0, config.cache_config
         self.steps: deque[Any] = deque()
         self.tokens: dict[str, list[int]] = {}
@@ -240,7 +241,7 @@ def test_inputs_are_those_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
             new = numbers.choice([name for name in "abcdefghij" if name not in computed])
             prompts[new], computed[new] = numbers.choice([1, 2, 9]), 0
             params = SamplingParams(temperature=numbers.random(), top_p=numbers.random(), seed=i)
-            step.scheduled_new_reqs = [new]  # type: ignore[list-item]
+            step.scheduled_new_reqs = [new]
             for side, add in ((ours, Sampler.add_request), (theirs, stock_methods[1])):
                 side.req_states.add_request(new, prompts[new], [5] * prompts[new], 0, 100)
                 side.req_states.prefill_len.copy_to_uva()
