@@ -1,13 +1,12 @@
-"""Log-probs of sampled tokens at the full speed of vLLM: parts which work independently.
+"""Log-probs of sampled tokens at the full speed of vLLM: three parts, which work independently.
 
     --middleware instep_engine.vllm.fast.api.Middleware        answers with arrays, where the client asks for them
     --scheduler-cls instep_engine.vllm.fast.scheduler.make     tokens leave the engine core in bunches; shorter loops
-    INSTEP_FAST_LOG_PROBS=1                             a kernel for the log-prob of the sampled token alone;
-                                                        steps reuse the indices of the step before
+    INSTEP_FAST_LOG_PROBS=1                             a kernel for the log-prob of the sampled token alone
 
 Besides, `adapter.py` computes base and adapter in one product, for engines with one adapter.
 
-Each part logs whether it is on, or why not. instep requests all of them for its own engines. Requests that did not come
+Each part logs whether it is on, or why not. instep requests all three for its own engines. Requests that did not come
 through the middleware are treated as in stock vLLM, even in the same batch.
 """
 

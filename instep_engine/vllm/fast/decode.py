@@ -38,7 +38,6 @@ class QuickScheduler(HoldBack, AsyncScheduler):
         self._num_quiet_steps = 0
         self._num_put_off = 0  # steps with free slots since waiting requests were last checked
         self._most_running = self.max_num_running_reqs + 1  # with so many there was no room for the next one
-        self._all_decode = False  # all running requests, since the last step
         if self._obstacles:
             logger.info("instep: vLLM's own loops, because there is %s", ", ".join(self._obstacles))
         else:
@@ -53,7 +52,7 @@ class QuickScheduler(HoldBack, AsyncScheduler):
             decoding = self._decoding()
             if decoding:
                 return self._schedule(decoding)
-        num_waiting, self._num_put_off, self._all_decode = len(self.waiting), 0, False
+        num_waiting, self._num_put_off = len(self.waiting), 0
         output = super().schedule(throttle_prefills)
         could = unpaused and output.total_num_scheduled_tokens < self.max_num_scheduled_tokens
         refused = could and 0 < num_waiting <= len(self.waiting)
@@ -74,12 +73,13 @@ class QuickScheduler(HoldBack, AsyncScheduler):
 
     def _decoding(self) -> list[Request]:
         """Return the running requests that decode one token in this step; empty if the step must do anything else."""
-        blocks, block_size, last = self._group.req_to_blocks, self._group.block_size, self.max_model_len - 1
-        decoding, num_new_blocks, is_new = [], 0, not self._all_decode
+        manager, blocks = self.kv_cache_manager, self._group.req_to_blocks
+        block_size, last = self._group.block_size, self.max_model_len - 1
+        decoding, num_new_blocks = [], 0
         for request in self.running:
-            computed = request.num_computed_tokens
-            if is_new and (
-                len(request._all_token_ids) + request.num_output_placeholders - computed != 1
+            computed, expected = request.num_computed_tokens, request.num_output_placeholders
+            if (
+                len(request._all_token_ids) + expected - computed != 1
                 or request.is_prefill_chunk
                 or request.spec_token_ids
                 or request.mm_features
@@ -88,14 +88,11 @@ class QuickScheduler(HoldBack, AsyncScheduler):
                 return []
             # The current step brings its last token, or fills the context.
             length = request.num_prompt_tokens + request.max_tokens
-            expected = request.num_output_placeholders
             if (expected and computed + 2 - expected >= length) or computed >= last:
                 continue
-            if not computed % block_size:  # otherwise its last block has room
-                num_new_blocks += computed >= len(blocks[request.request_id]) * block_size
+            num_new_blocks += computed >= len(blocks[request.request_id]) * block_size
             decoding.append(request)
-        self._all_decode = True
-        room = num_new_blocks <= self.kv_cache_manager.block_pool.get_num_free_blocks()
+        room = num_new_blocks <= manager.block_pool.get_num_free_blocks()
         return decoding if room and len(decoding) <= self.max_num_scheduled_tokens else []
 
     def _schedule(self, decoding: list[Request]) -> SchedulerOutput:
@@ -103,14 +100,16 @@ class QuickScheduler(HoldBack, AsyncScheduler):
         self.current_step += 1
         manager.new_step_starts()
         new_blocks: list[tuple[list[int], ...] | None] = []
+        for request in decoding:
+            if request.num_computed_tokens < len(blocks[request.request_id]) * block_size:
+                new_blocks.append(None)
+                continue
+            allocated = manager.allocate_slots(request, 1)
+            assert allocated is not None, "_decoding has counted the free blocks"
+            new_blocks.append(allocated.get_block_ids(allow_none=True))
         ids, num_computed, num_output = [], [], []
         for request in decoding:
-            computed, expected, new_block = request.num_computed_tokens, request.num_output_placeholders, None
-            if not computed % block_size and computed >= len(blocks[request.request_id]) * block_size:
-                # `allocate_slots` would only cache the full block before, as the next `_update` does.
-                new = self._group.allocate_new_blocks(request.request_id, computed + 1, computed + 1)
-                new_block = ([block.block_id for block in new],)
-            new_blocks.append(new_block)
+            computed, expected = request.num_computed_tokens, request.num_output_placeholders
             ids.append(request.request_id)
             num_computed.append(computed)
             num_output.append(len(request._output_token_ids) + expected)
