@@ -179,10 +179,8 @@ def arguments(command: str, words: list[str]) -> Args:
     if not {"--device", "--dump-config"} & names and no_driver():
         words = [*words, "--device", "cpu"]
     args = parse(words, command)
-    from instep.cluster.imports import preload
     from instep.preflight.inputs import check_inputs
 
-    preload(args)
     check_inputs(args)
     if args.device != "cpu":
         from instep.controller.device import device_here
@@ -204,8 +202,10 @@ def run(args: Args) -> dict[str, Any]:
     Raises:
         InstepError: the run cannot go on.
     """
+    from instep.cluster.imports import preload
     from instep.observability.output import lasting_output
 
+    preload(args)
     with lasting_output(Path(args.run_dir) / "logs"):
         with first_import("torch"):
             loop = loop_of(args)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -93,18 +93,10 @@ class Cluster:
         self.one_host = not elsewhere(args)
         self.room: Path | None = None
         self.setup_requests: dict[str, list[tuple[Any, ...]]] = {}
-        self._setups: list[Callable[[], list[Any]]] = []
 
     def start(self) -> None:
         """Start all processes."""
         raise NotImplementedError
-
-    def setups(self) -> list[Callable[[], list[Any]]]:
-        """Begin `Worker.setup` of each role, once; return functions that wait for its results."""
-        bound, all_ranks = self._args.worker_start_timeout, self.setup_requests
-        groups = [] if self._setups else [group for group in (self.workers, self.critic) if group.num_ranks]
-        self._setups += [g.start("setup", timeout=bound, per_rank=all_ranks[g.role]) for g in groups]
-        return self._setups
 
     def _start_engine(self, spec: EngineSpec, port: int | None = None) -> Engine:
         """Start an engine; `port` is the port of a restarted engine."""

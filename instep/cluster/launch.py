@@ -74,8 +74,6 @@ class LocalCluster(Cluster):
             stay = can_take_turns(args) and not args.offload_rollout
             if (args.offload_train or stay) and not self.engines:
                 self.room = self._scratch / "room" if kind_of(args.rollout_backend).waits_for_room else None
-            if self.room is not None or not args.offload_rollout:  # else engines have the GPUs first
-                self.setups()  # during the imports of engines
             self._start_engines()
 
     def _start_engine(self, spec: EngineSpec, port: int | None = None) -> Engine:

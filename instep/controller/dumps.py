@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from instep.arguments.settings import DebugSettings, HookSettings
+from instep.checkpoints.torch_files import load_plain
 from instep.controller.round import TrainedBatch
 from instep.errors import CheckpointError, RolloutError
 from instep.system.atomic import replacing
@@ -54,8 +55,6 @@ def load_rollout(path: Path, share: float | None = None) -> RolloutFnTrainOutput
     Raises:
         CheckpointError: there is no such file, or it has other content.
     """
-    from instep.checkpoints.torch_files import load_plain
-
     try:
         content = load_plain(path)
         groups: dict[int | None, Group] = {}

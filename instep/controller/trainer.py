@@ -58,7 +58,9 @@ class Trainer:
     ):
         self._args, self._scratch = args, scratch
         groups = [group for group in (cluster.workers, cluster.critic) if group.num_ranks]
-        layouts = [wait() for wait in cluster.setups()]
+        bound = args.worker_start_timeout
+        setups = [g.start("setup", timeout=bound, per_rank=cluster.setup_requests[g.role]) for g in groups]
+        layouts = [wait() for wait in setups]
         self.roles = []
         for group, layout in zip(groups, layouts, strict=True):
             own = args_of_role(args, group.role)
@@ -75,7 +77,7 @@ class Trainer:
             self._load_reference(beginning.checkpoint if beginning.state is not None else None)
         if args.use_opd and args.opd_type == "model":
             self._load_teacher()
-        remarks = [role.workers.call("remark", timeout=args.worker_start_timeout)[0] for role in self.roles]
+        remarks = [role.workers.call("remark", timeout=bound)[0] for role in self.roles]
         for line in dict.fromkeys(line for remark in remarks for line in remark.splitlines()):
             tell(line)
 

@@ -1,17 +1,16 @@
 """A process with slow imports already done; workers and engines are forked from it.
 
 Workers and engines are `python -m MODULE ...`; most of their start is the import of torch and transformers. The fork
-server imports these once, while the command that owns it prepares its run. Forked processes share the memory of the
-imports. Otherwise they run as in a fresh interpreter, with their own environment, folder, descriptors, session, signals
-and command line. (multiprocessing's fork server runs functions, and gives them none of these.) If the imports leave a
-GPU open or a thread at work, which no forked process could use, each process gets a fresh interpreter, and says so.
+server imports these once, while the command that owns it prepares its run. It starts no thread and uses no GPU. Forked
+processes share the memory of the imports. Otherwise they run as in a fresh interpreter, with their own environment,
+folder, descriptors, session, signals and command line. (multiprocessing's fork server runs functions, and gives them
+none of these.)
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import fcntl
 import gc
 import importlib
@@ -30,15 +29,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from os import _exit  # the original function, even if a hook replaces it
 from typing import NoReturn
 
-from instep.system.gpus import no_driver
 from instep.system.kernel import die_with_parent
 
 # Variables that act when Python starts or a library is imported: another value needs a separate interpreter.
 _EARLY = re.compile(r"(PYTHON|LD_|OMP_|GOMP_|MALLOC_|PYTORCH_|TORCH_|HF_|TRANSFORMERS_)")
 # These are set after the fork; Ray sets PYTHONBREAKPOINT, which Python reads at each breakpoint().
 _IN_TIME = {"OMP_NUM_THREADS", "PYTHONBREAKPOINT", "PYTHONPATH", "PYTHONUNBUFFERED", "TORCH_COMPILE_DISABLE"}
-_IN_TIME.add("PYTORCH_NVML_BASED_CUDA_CHECK")  # torch reads it at each check
-_DEVICES = re.compile(r"/dev/(nvidia|nvmap|dxg|kfd|dri)")  # open while a driver of a GPU is in use
 _CHUNK = 1 << 16
 _MOST_FDS = 32  # the most descriptors for one process
 _ANSWER_SECONDS = 120.0  # for the server to import and fork, on a busy machine
@@ -92,11 +88,9 @@ class ForkServer:
         pid: the pid of the server, a child of this process.
     """
 
-    _early: dict[str, str] | None = None
-    _words: Sequence[str] = ()  # the beginning of command lines that it forks
-
     def __init__(self, control: socket.socket, pid: int):
         self._control, self.pid = control, pid
+        self._early: dict[str, str] | None = None
 
     @classmethod
     def fork(cls) -> ForkServer:
@@ -109,14 +103,14 @@ class ForkServer:
         theirs.close()
         return cls(ours, pid)
 
-    def preload(self, modules: Iterable[str], env: Mapping[str, str], program: str | None = None) -> None:
-        """Let it import `modules` with the variables `env`, without waiting for it; it forks only `program`, or any."""
+    def preload(self, modules: Iterable[str], env: Mapping[str, str]) -> None:
+        """Let it import `modules` with the variables `env`, without waiting for it."""
         self._control.send(json.dumps({"modules": list(modules), "env": dict(env)}).encode())
-        self._early, self._words = _early(env), [sys.executable, "-m", *filter(None, [program])]
+        self._early = _early(env)
 
     def fits(self, argv: Sequence[str], env: Mapping[str, str]) -> bool:
         """Return whether a program can be forked from the imported modules."""
-        return list(argv[: len(self._words)]) == self._words and _early(env) == self._early
+        return list(argv[:2]) == [sys.executable, "-m"] and _early(env) == self._early
 
     def start(
         self,
@@ -156,21 +150,19 @@ class ForkServer:
 
 
 current: ForkServer | None = None  # the fork server of this process
-of_engines: ForkServer | None = None  # another one on a GPU host, for imports of engines at the same time
 
 
 @contextlib.contextmanager
 def beside() -> Iterator[None]:
-    """Run fork servers beside this process, which must have no other thread yet."""
-    global current, of_engines
-    before, current = (current, of_engines), ForkServer.fork()
-    of_engines = None if no_driver() else ForkServer.fork()
+    """Run a fork server beside this process, which must have no other thread yet."""
+    global current
+    before, server = current, ForkServer.fork()
+    current = server
     try:
         yield
     finally:
-        for server in filter(None, (current, of_engines)):
-            server.close()
-        current, of_engines = before
+        server.close()
+        current = before
 
 
 def start(
@@ -182,11 +174,10 @@ def start(
 ) -> Program:
     """Run a program in a new session: a Ctrl-C in the terminal reaches only its owner. Raises: OSError.
 
-    Fork it if possible. A program that outlives this process is not forked: forked ones end with it.
+    Fork it from `current` if possible. A program that outlives this process is not forked: forked ones end with it.
     """
-    for server in filter(None, () if outlives else (of_engines, current)):
-        if server.fits(argv, env):
-            return server.start(argv, env, stdio, pass_fds)
+    if current is not None and not outlives and current.fits(argv, env):
+        return current.start(argv, env, stdio, pass_fds)
     stdin, stdout, stderr = stdio
     return subprocess.Popen(
         list(argv), stdin=stdin, stdout=stdout, stderr=stderr, env=env, pass_fds=pass_fds, start_new_session=True
@@ -216,11 +207,11 @@ def serve(control: socket.socket) -> NoReturn:
         if callable(signal.getsignal(number)):  # ignored signals stay ignored, as for any program
             signal.signal(number, signal.SIG_DFL)
     null = os.open(os.devnull, os.O_RDWR)
-    _set_descriptors([null, null, null, control.fileno()], [0, 1, 2, control.fileno()])  # none of the owner's
+    for fd in (0, 1, 2):  # otherwise pipes of the owner would stay open after its end
+        os.dup2(null, fd)
     own = [os.getcwd(), "", *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     libraries = [entry for entry in sys.path if entry not in own]
     running: dict[int, tuple[int, socket.socket]] = {}  # descriptor of a process -> its pid, and its owner's socket
-    changed: dict[str, str] = {}  # variables that the imports have set
     poll = select.poll()
     poll.register(control, select.POLLIN)
     while True:
@@ -234,7 +225,7 @@ def serve(control: socket.socket) -> NoReturn:
             if not data:
                 _exit(0)
             if not fds:
-                changed = _preload(**json.loads(data))
+                _preload(**json.loads(data))
                 continue
             line = socket.socket(fileno=fds[0])
             try:
@@ -244,7 +235,7 @@ def serve(control: socket.socket) -> NoReturn:
                 line.close()
             else:
                 if pid == 0:
-                    _run_forked(line, fds[1:], libraries, changed)
+                    _run_forked(line, fds[1:], libraries)
                 process = os.pidfd_open(pid)
                 running[process] = pid, line
                 poll.register(process, select.POLLIN)
@@ -258,31 +249,17 @@ def _say_code(pid: int, line: socket.socket) -> None:
         line.send(str(os.waitstatus_to_exitcode(status)).encode())
 
 
-def _preload(modules: Sequence[str], env: Mapping[str, str]) -> dict[str, str]:
-    """Import the modules, and return the variables that they have set."""
+def _preload(modules: Sequence[str], env: Mapping[str, str]) -> None:
     os.environ.clear()
     os.environ.update(env)
     gc.disable()  # see `importing.first_import`
     for name in modules:
-        with contextlib.suppress(Exception):  # the process that needs the module reports it
+        with contextlib.suppress(ImportError):  # the process that needs the module reports it
             importlib.import_module(name)
     gc.freeze()
-    with contextlib.suppress(OSError):  # NVML is not loaded
-        nvml = ctypes.CDLL("libnvidia-ml.so.1", os.RTLD_NOLOAD | os.RTLD_LAZY)
-        while nvml.nvmlShutdown() == 0:  # torch only opens it, again and again
-            pass
-    return {name: value for name, value in os.environ.items() if env.get(name) != value}
 
 
-def _held() -> list[str]:
-    """Return what the server of this process holds, and no forked process can use."""
-    with os.scandir("/proc/self/fd") as entries:
-        held = [path for entry in entries if _DEVICES.match(path := os.readlink(entry))]
-    num_threads = len(os.listdir(f"/proc/{os.getppid()}/task")) - 1  # OpenBLAS has ended its own before the fork
-    return [*held, f"{num_threads} threads"] if num_threads else held
-
-
-def _run_forked(line: socket.socket, fds: Sequence[int], libraries: Sequence[str], changed: dict[str, str]) -> NoReturn:
+def _run_forked(line: socket.socket, fds: Sequence[int], libraries: Sequence[str]) -> NoReturn:
     """Run the requested process, from here to its end."""
     code = 1
     try:
@@ -298,12 +275,8 @@ def _run_forked(line: socket.socket, fds: Sequence[int], libraries: Sequence[str
             line.send(str(error).encode())
             _exit(1)
         line.send(f"pid {os.getpid()}".encode())
-        held = _held()
         _set_descriptors(fds, request["fds"])
-        if held:
-            os.write(2, f"instep: a fresh interpreter, because the imports hold {', '.join(held)}\n".encode())
-            os.execve(argv[0], argv, env)
-        _become(argv, env | changed, request["cwd"], libraries)
+        _become(argv, env, request["cwd"], libraries)
         code = _exit_code(lambda: runpy.run_module(argv[2], run_name="__main__", alter_sys=True))
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()

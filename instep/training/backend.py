@@ -11,15 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
+from instep.training.saving import Saver
 from instep.types import TokenBatch
 from instep.weights.source import WeightSource
-
-if TYPE_CHECKING:
-    from instep.training.saving import Saver  # torch's checkpoints, which the controller does not need
 
 
 @dataclass

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import wait
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -154,8 +153,9 @@ def test_a_rank_that_dies_in_a_save_is_named_and_the_checkpoint_before_stays(tmp
     with cold(), monkeypatch.context() as patch:
         patch.setattr("subprocess.Popen", lambda argv, **more: popen([sys.executable, "-c", RANK, flag], **more))
         workers = WorkerGroup("actor", 2, tmp_path)
-    setup = partial(workers.start, "setup", timeout=60, per_rank=[(0,), (1,)])
-    cluster: Any = SimpleNamespace(workers=workers, critic=SimpleNamespace(num_ranks=0), setups=lambda: [setup()])
+    cluster: Any = SimpleNamespace(
+        workers=workers, critic=SimpleNamespace(num_ranks=0), setup_requests={"actor": [(0,), (1,)]}
+    )
     deployment: Any = SimpleNamespace(worker_groups=[workers])
     began = time.monotonic()
     try:

@@ -297,7 +297,7 @@ def test_a_checkpoint_of_another_framework_gives_its_weights_alone(tmp_path, mon
         start=lambda *words, **more: lambda: [SimpleNamespace(dp_rank=0, dp_size=1)],
         call=lambda *words, **more: [loads.append(words) or ""],
     )
-    cluster: Any = SimpleNamespace(workers=ranks, critic=SimpleNamespace(num_ranks=0), setups=lambda: [ranks.start()])
+    cluster: Any = SimpleNamespace(workers=ranks, critic=SimpleNamespace(num_ranks=0), setup_requests={"actor": []})
     folder = tmp_path / "iter_0000003"
     Trainer(
         parse(argv(f"--load . {more}")),
