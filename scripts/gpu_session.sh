@@ -142,10 +142,6 @@ item_grpo_dp2() { # 240 two GPUs: both on both, beside the rows of item grpo_tun
     python benchmarks/gpu_grpo.py --only instep-hf-dp2 --steps 4 --limit 110 --logs "$R/logs-512" --samples 512 \
         --out "$R/512.json"
 }
-item_grpo_newest() { # 120 0.6B dimensions with FlashAttention-4
-    PYTHONPATH=$PYTHONPATH:$HOME/fla:$HOME/site/nvidia_cutlass_dsl/dsl_packages python benchmarks/gpu_grpo.py \
-        --only instep-hf --steps 5 --limit 115 --logs "$R/logs" --out "$R/out.json"
-}
 item_grpo_two() { # 480 two GPUs: one trains and one generates, and both on both, with two engines and with one of TP 2
     python benchmarks/gpu_grpo.py --only instep-hf-apart instep-hf-dp2 instep-hf-tp2 --out "$R/out.json"
 }
@@ -211,14 +207,8 @@ item_hybrid_hf() { # 590 the same with hf
     hybrid fla out next-80b-a3b-4-layers 35b-a3b-4-layers 30b-a3b-4-layers -- hf
     hybrid plain plain next-80b-a3b-4-layers -- hf
 }
-item_attention() { # 300 FlashAttention-4 and PyTorch's kernels: tests, and steps of 0.6B dimensions
-    export CUTE=$HOME/fla:$HOME/site/nvidia_cutlass_dsl/dsl_packages
-    PYTHONPATH=$PYTHONPATH:$CUTE python -m pytest -q -p no:cacheprovider -m gpu -s tests/gpu/test_attention.py || true
-    PYTHONPATH=$PYTHONPATH:$CUTE attention_steps newest || true
-    attention_steps torch
-}
-attention_steps() { # NAME
-    python benchmarks/train_step.py --size 0.6b --max-tokens-per-gpu 16384 --kernels 40 --steps 4 --case hf --out "$R/$1.json"
+item_attention() { # 90 packed attention and the sums of copied keys
+    python -m pytest -q -p no:cacheprovider -m gpu -s tests/gpu/test_attention.py
 }
 item_fla() { # 120 the kernels of flash-linear-attention against the plain form
     PYTHONPATH=$PYTHONPATH:$HOME/fla python -m pytest -q -p no:cacheprovider -m gpu -s tests/unit/test_delta_net.py \
@@ -335,8 +325,7 @@ gitpython
 gitdb
 smmap
 END
-    .venv/bin/python -m pip download --quiet --no-deps --dest .gpu/extra/fla flash-linear-attention fla-core einops \
-        flash-attn-4==4.0.0b19 # the newest that takes the bundle's nvidia-cutlass-dsl
+    .venv/bin/python -m pip download --quiet --no-deps --dest .gpu/extra/fla flash-linear-attention fla-core einops
     if [[ ! -e .gpu/t1 ]]; then # tilelang, without which flash-linear-attention refuses Hopper with this Triton
         .venv/bin/python -m pip download --quiet --no-deps --dest .gpu/t0 --python-version 3.12 --only-binary=:all: \
             --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 --platform any tilelang==0.1.15 \

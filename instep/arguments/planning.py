@@ -18,7 +18,7 @@ from instep.preflight.plan.engine import rollout_samples
 from instep.preflight.plan.memory import Gpus, plan_memory
 
 TOKENS = (32768, 24576, 16384, 12288, 8192, 6144, 4096, 2048, 1024)  # of a micro-batch; more are not faster
-ON_CPU = (2048, 1024, 512, 256)
+ON_CPU = (1024, 512, 256)
 EFFICIENT = 8192  # tokens of a micro-batch that are enough for a step that begins early (`controller/role.py`)
 ROOM = 0.9  # the part of a GPU that the plan may fill: estimates are good to about 10 %
 # Selected weights count as all weights: the largest case.

@@ -1,25 +1,11 @@
-"""Whether kernels of other packages can be used. Imports no torch: also for plans."""
+"""Whether the Triton kernels of flash-linear-attention can be used. Imports no torch: also for plans."""
 
 from __future__ import annotations
 
 import functools
 import importlib.metadata
 import importlib.util
-import os
 import re
-from typing import Any
-
-
-@functools.cache
-def flash_attention_4() -> Any:
-    """Return the module with FlashAttention-4's kernels for Hopper and Blackwell; None if it is not installed.
-
-    Its kernels are compiled when they are first called, and kept on disk.
-    """
-    if _version("flash-attn-4") < (4,):
-        return None
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-    return importlib.import_module("flash_attn.cute.interface")
 
 
 @functools.cache

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, library
 
-from instep.training.kernels import flash_attention_4
 from instep.training.packing import SharedPrefixes, within
 
 _MAX_PADDING = 1.25  # padded tokens per real token, within a chunk of the padded path
@@ -78,9 +77,6 @@ def attention_and_sums(
 
     On a GPU these are the logsumexp of each query's scores, float32 `[num_heads, num_queries]`; otherwise undefined.
     """
-    if (newest := _newest(q, v)) is not None:
-        out, sums = newest._flash_attn_fwd(q, k, v, return_lse=True, **_of_newest(bounds, scale, window))[:2]
-        return out, sums
     if _is_fused(q):
         causal, sides = _sides(window, bounds.max_keys)
         return torch.ops.aten._flash_attention_forward(
@@ -103,12 +99,6 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of `q`, `k`, `v` from the gradient of `out`; `out, sums` are results of
     `attention_and_sums`."""
-    if (newest := _newest(q, v)) is not None:
-        exact, words = torch.are_deterministic_algorithms_enabled(), _of_newest(bounds, scale, window)
-        grads: tuple[Tensor, Tensor, Tensor] = newest._flash_attn_bwd(
-            q, k, v, out, grad.contiguous(), sums, deterministic=exact, **words
-        )
-        return grads
     if _is_fused(q):
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
         causal, sides = _sides(window, bounds.max_keys)
@@ -129,22 +119,6 @@ def _sides(window: int | None, max_keys: int) -> tuple[bool, dict[str, int]]:
 
 def _is_fused(q: Tensor) -> bool:
     return q.device.type != "cpu" and q.dtype in (torch.bfloat16, torch.float16)
-
-
-def _newest(q: Tensor, v: Tensor) -> Any:
-    """Return FlashAttention-4's module if it is installed and has kernels for these heads and this GPU; else None."""
-    of_heads = q.is_cuda and _is_fused(q) and q.shape[-1] == v.shape[-1] in (64, 128)
-    return flash_attention_4() if of_heads and torch.cuda.get_device_capability(q.device)[0] in (9, 10) else None
-
-
-def _of_newest(bounds: Bounds, scale: float | None, window: int | None) -> dict[str, Any]:
-    causal, sides = _sides(window, bounds.max_keys)
-    return {
-        "softmax_scale": scale,
-        "causal": causal,
-        **({} if causal else sides),
-        **dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), bounds.of_kernel, strict=True)),
-    }
 
 
 def rows(x: Tensor, indices: Tensor) -> Tensor:

@@ -11,16 +11,11 @@ import pytest
 import torch
 
 from instep.training import packed_attention
-from instep.training.kernels import flash_attention_4
 from instep.training.packed_attention import Bounds, attention_and_sums, attention_backward, rows
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
-KERNELS = [
-    "torch",
-    pytest.param("newest", marks=pytest.mark.skipif(flash_attention_4() is None, reason="flash-attn-4")),
 ]
 
 
@@ -44,13 +39,10 @@ def run(q, k, v, grad, bounds, scale=None, window=None):
     return out, *attention_backward(grad, q, k, v, out, sums, bounds, scale, window)
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize("dim", [64, 128])
-def test_results_and_gradients_are_those_of_plain_products(kernels, window, dim, monkeypatch):
+def test_results_and_gradients_are_those_of_plain_products(window, dim):
     """The queries are the last tokens of their segments; one segment has none, one a single one."""
-    if kernels == "torch":
-        monkeypatch.setattr(packed_attention, "flash_attention_4", lambda: None)
     bounds = bounds_of([200, 0, 1, 77, 300], [200, 40, 130, 200, 500])
     q, k, v, grad = tensors(bounds, 8, 2, dim)
     got = run(q, k, v, grad, bounds, 0.2, window)
@@ -60,15 +52,12 @@ def test_results_and_gradients_are_those_of_plain_products(kernels, window, dim,
         assert (a.float() - b).abs().max() < 0.02 * b.abs().max()
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
-def test_how_long_a_layer_of_06b_takes(kernels, monkeypatch):
+def test_how_long_a_layer_of_06b_takes():
     """16,384 tokens in samples of 128 shared and 512 own tokens."""
-    if kernels == "torch":
-        monkeypatch.setattr(packed_attention, "flash_attention_4", lambda: None)
     bounds = bounds_of([512] * 32, [640] * 32)
     q, k, v, grad = tensors(bounds, 16, 8, 128)
     took = timed(lambda: run(q, k, v, grad, bounds))
-    print(f"{kernels}: forward and backward {1e6 * took:.0f} us")
+    print(f"forward and backward {1e6 * took:.0f} us")
     assert took < 0.01
 
 

@@ -14,7 +14,8 @@ from instep.preflight.plan.memory import plan_memory
 from instep.preflight.plan.seconds import predict
 from tests.memory_plans import make_folder, of
 
-SHORT = "--rollout-max-prompt-len 128 --rollout-max-response-len 64 --rollout-batch-size 2 --n-samples-per-prompt 4"
+SHORT = "--rollout-max-prompt-len 128 --rollout-max-response-len 64 --rollout-batch-size 2 --n-samples-per-prompt 4 "
+SHORT += "--micro-batch-size 1"
 
 
 @pytest.fixture
@@ -32,9 +33,9 @@ def plan(tmp_path):
 @pytest.mark.parametrize(  # PSS of all processes in runs with 0.5 B parameters on two cores; no file of them is kept
     "name, flags, seen",
     [
-        ("sft", "--rollout-max-prompt-len 251", 9.84),
+        ("sft", "--rollout-max-prompt-len 251 --micro-batch-size 1", 9.84),
         ("sft", "--rollout-max-prompt-len 251 --micro-batch-size 2 --actor-num-gpus-per-node 2", 14.27),
-        ("dpo", "--rollout-max-prompt-len 128 --vllm-max-model-len 256", 12.65),
+        ("dpo", "--rollout-max-prompt-len 128 --vllm-max-model-len 256 --micro-batch-size 1", 12.65),
         ("train", SHORT, 12.15),
         ("train", f"{SHORT} --weight-sync single-copy", 10.28),
         ("train", f"{SHORT} --rollout-backend vllm --vllm-max-model-len 256", 13.11),

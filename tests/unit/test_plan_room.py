@@ -88,7 +88,7 @@ def test_the_plan_chooses_the_size_of_micro_batches(plan):
     assert with_recomputation > chosen["4b"]
     samples = parse(plan("--micro-batch-size 2"), "plan")
     assert not samples.use_dynamic_batch_size and samples.max_tokens_per_gpu is None
-    assert parse(plan("--device cpu", size="0.6b"), "plan").max_tokens_per_gpu == 2048
+    assert parse(plan("--device cpu", size="0.6b"), "plan").max_tokens_per_gpu == 1024
     assert not parse(plan("--device cpu --micro-batch-size 2"), "plan").use_dynamic_batch_size
     apart = [word for word in plan("--rollout-num-gpus 1", size="0.6b") if word != "--colocate"]
     assert parse(apart, "plan").max_tokens_per_gpu == 32768, "the engine has filled a GPU of its own"
