@@ -138,7 +138,7 @@ FLAGS = {
     "--lr-decay-iters 5 --critic-lr-warmup-iters 5": "--critic-lr-warmup-iters|5 is not below the 5 steps",
     "--critic-load nowhere": "--critic-load|no folder nowhere",
     "--save out --critic-save out": "--critic-save|is also the folder of --critic-save",
-    "--micro-batch-size 1 --critic-num-gpus-per-node 3": "--critic-num-gpus-per-node|do not divide among the critic's 3",
+    "--micro-batch-size 1 --critic-num-gpus-per-node 3": "--critic-num-gpus-per-node|do not divide among the critic's",
     "--megatron-config-path nowhere.yaml": "--megatron-config-path nowhere.yaml|No such file",
 }
 

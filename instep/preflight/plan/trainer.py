@@ -102,14 +102,15 @@ class Rank:
     @property
     def copies(self) -> bool:
         """Whether it computes with its own second model."""
-        alone = not self.is_megatron and self._world == 1 and self.e == 2 and not self.mirrors and not self.adapter
-        return alone and (self.args.device == "cpu" or has_room(self.args, self.shape.total, memory_of(self.args)))
+        may = not self.is_megatron and self.tp == 1 and self.e == 2 and not self.mirrors and not self.adapter
+        fits = (self.args, self.shape.total, memory_of(self.args), self._world)
+        return may and (self.args.device == "cpu" or has_room(*fits))
 
     @property
     def gathers(self) -> bool:
         """Whether FSDP2 gathers layers from shards, or converts fp32 to bf16."""
-        casts = self.e == 2 and not self.adapter and not self.copies
-        return not self.is_megatron and (self._world > 1 or casts) and not self.mirrors
+        casts = self.e == 2 and not self.adapter
+        return not (self.is_megatron or self.mirrors or self.copies) and (self._world > 1 or casts)
 
     @property
     def adapter(self) -> int:
@@ -338,7 +339,7 @@ def masters(r: Rank) -> float:
 
 
 def gradients(r: Rank) -> float:
-    if r.mirrors and not r.selects:
+    if (r.mirrors or r.copies) and not r.selects:
         return 4.0 * r.shape.total / r.tp  # whole on each rank, until the micro-batches of a step are summed
     return 4.0 * r.trained
 

@@ -2,9 +2,10 @@
 
 Precision: master weights, gradients and moments are float32. On several ranks FSDP2 shards them, casts each layer to
 `dtype` for computing, and reduces gradients in float32. On one float32 rank the masters are the model's own parameters.
-On one bf16 rank, forward and backward passes use a second model in `dtype`. It is written once per step, and the
-masters get its gradients (`mirror.py`). The same holds for `--weight-sync single-copy`, where an engine computes with
-it, too. If that model has no room (`own_copy.py`), FSDP2 casts each layer for each pass.
+On bf16 ranks with room for it (`own_copy.py`), forward and backward passes use a second model in `dtype`, whole on each
+rank. It is written once per step, and the masters get its gradients, summed over the ranks (`mirror.py`). The same
+holds for `--weight-sync single-copy`, where an engine computes with it, too. Without room FSDP2 casts each layer for
+each pass.
 """
 
 from __future__ import annotations
@@ -93,12 +94,13 @@ class HfBackend:
             attach(self.policy.model, lora, args.seed)
         if selection is not None:
             selection.apply(dict(self.policy.model.named_parameters()))
-        casts = with_optimizer and not several and not full and lora is None and not self._single_copy
+        rank, tp = dist.get_rank(), args.tensor_model_parallel_size
+        casts = with_optimizer and not full and lora is None and not self._single_copy
         memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else math.inf
-        copies = casts and has_room(args, sum(p.numel() for p in self.policy.parameters()), memory)
+        num_parameters = sum(p.numel() for p in self.policy.parameters())
+        copies = casts and tp == 1 and has_room(args, num_parameters, memory, dist.get_world_size())
         mirrors = self._single_copy or copies
         self._sharded = several or (casts and not copies)
-        rank, tp = dist.get_rank(), args.tensor_model_parallel_size
         mesh = mesh_of(device.type, tp)
         if tp > 1:
             self.policy.parallelize(mesh[TP])

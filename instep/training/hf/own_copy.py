@@ -1,4 +1,4 @@
-"""Whether one bf16 rank of `hf` has room for a separate model to compute with; also for the plan, without torch."""
+"""Whether bf16 ranks of `hf` have room for a separate model to compute with; also for the plan, without torch."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from instep.arguments.settings import Settings
 SHARE = 2 / 3  # of a GPU's memory, for weights and all their states in a step; the rest is for activations
 
 
-def has_room(args: Settings, num_parameters: float, memory: float) -> bool:
+def has_room(args: Settings, num_parameters: float, memory: float, world_size: int) -> bool:
     """Return whether masters, gradients, moments and a bf16 copy of so many parameters leave a third of `memory` bytes.
-    If engines stay on the GPU, they must leave half of the rest, too."""
+
+    If engines stay on the GPU, they must leave half of the rest, too. So must they on several ranks, where FSDP2 needs
+    much less memory, and hides its communication behind the layers of a large model.
+    """
     moments = 0 if args.optimizer_cpu_offload else 2 if args.optimizer == "adamw_8bit" else 8
     beside_engines = args.colocate and not args.offload_train
-    return num_parameters * (4 + 4 + moments + 2) <= SHARE * memory / (2 if beside_engines else 1)
+    share = SHARE / 2 if beside_engines or world_size > 1 else SHARE
+    return num_parameters * (4 + 4 + moments + 2) <= share * memory
