@@ -52,6 +52,8 @@ def render(
         roles = ", ".join(str(m.get("role")) for m in messages)
         what = f"the chat template refuses the messages (roles {roles}): {error}"
         remedy = "fix the row, or use a checkpoint whose template knows these roles"
+        if tokenizer.chat_template is None:
+            what, remedy = "the checkpoint has no chat template for messages", "give one: --chat-template FILE"
         raise DataError(what, where=where, remedy=remedy) from error
     return str(text)
 
