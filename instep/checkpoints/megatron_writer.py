@@ -56,11 +56,7 @@ class TorchDistWriter:
         return self
 
     def add(self, entry: WeightEntry, tensors: Sequence[Tensor]) -> int:
-        """Write the parameter made of the Hugging Face tensors. Return their bytes.
-
-        Raises:
-            CheckpointError: the tensors have different types.
-        """
+        """Write the parameter made of the Hugging Face tensors; return their bytes. Raises CheckpointError."""
         dtypes = {tensor.dtype for tensor in tensors}
         if len(dtypes) > 1:
             raise CheckpointError(
