@@ -26,6 +26,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from instep_engine.mapped import cuda_record, file_record, new_file
+from instep_engine.place import process_mark
 
 ALIGNMENT = 64  # bytes, of each parameter
 LENGTH = 4096  # elements of a sample, approximately
@@ -302,6 +303,7 @@ def write_manifest(
         for name, parts in slices.items()
     }
     own = {"rank": rank, "nonce": nonce, "memories": [m.record for m in memories], "tensors": tensors}
+    own["process"] = process_mark(os.getpid())
     if rank == 0:
         meet()
     write_private(folder / f"memory-{rank}.json", json.dumps({**about, **own}))

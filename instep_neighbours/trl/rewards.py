@@ -102,8 +102,7 @@ def normalize_then_sum(reward_funcs: Any, weights: Sequence[float] | None) -> Fu
 
 
 def scaled_by_batch(args: Any, samples: list[Sample]) -> tuple[list[float], list[float]]:
-    """Apply TRL's `scale_rewards="batch"`: A_i = (r_i - mean_G) / (std + 1e-4), std unbiased, over the whole
-    rollout."""
+    """Apply TRL's `scale_rewards="batch"`: A_i = (r_i - mean_G) / (std + 1e-4), std unbiased, over the rollout."""
     raw = _raw(args, samples)
     std, advantages = _std(raw), [0.0] * len(raw)
     for members in _groups(samples).values():

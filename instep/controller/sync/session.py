@@ -219,7 +219,7 @@ class Session:
         return ",".join(f"{e.url}#{e.process.pid if e.process is not None else ''}" for e in self.engines)
 
     def receivers(self) -> tuple[str, int]:
-        counts = self.each(lambda e: e.num_workers(self.seconds_left()))
+        counts = self.each(lambda e: e.kind.num_workers(e, self.seconds_left()))
         self._receiving = len(self.engines)
         return self.audience(), sum(counts.values())
 

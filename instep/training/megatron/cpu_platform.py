@@ -134,6 +134,5 @@ def _gather_any_sizes(mappings: Any) -> None:
 
 
 def scope() -> contextlib.AbstractContextManager[Any]:
-    """Return the context for calls into Megatron: inside it `device="cuda"` means the CPU; no-op unless `install`
-    ran."""
+    """Return the context for calls into Megatron, in which `device="cuda"` is the CPU; no-op unless `install` ran."""
     return _CudaIsCpu() if _installed else contextlib.nullcontext()
