@@ -26,7 +26,11 @@ NOT_HONOURED = "a flag of Megatron that instep's trainer does not support"
 
 
 def layer_pattern(text: str) -> int | tuple[int, ...]:
-    """Return `N` (each N-th layer has experts), or the 0 and 1 of `[0]*3+[1]*58` or `[0,1,1]`. Raises ValueError."""
+    """Return `N` (each N-th layer has experts), or a list of 0 and 1 in Python's form: `[0]*3+[1]*58`, `[0,1,1]`.
+
+    Raises:
+        ValueError: the text is neither.
+    """
     if text.isdecimal() and 0 < int(text) <= 10**4:
         return int(text)
     pattern: list[int] = []

@@ -56,7 +56,11 @@ class TorchDistWriter:
         return self
 
     def add(self, entry: WeightEntry, tensors: Sequence[Tensor]) -> int:
-        """Write the parameter made of the Hugging Face tensors; return their bytes. Raises CheckpointError."""
+        """Write the parameter made of the Hugging Face tensors. Return their bytes.
+
+        Raises:
+            CheckpointError: the tensors have different types.
+        """
         dtypes = {tensor.dtype for tensor in tensors}
         if len(dtypes) > 1:
             raise CheckpointError(

@@ -376,7 +376,8 @@ def served_dtype(args: Settings) -> str:
 
 
 def config_json(folder: str) -> dict[str, Any]:
-    """Return a model's config.json with the entries of its `text_config`; {} if it cannot be read (others report it)."""
+    """Return the config.json of a model, with the entries of its `text_config`; empty if it cannot be read, which
+    other code reports."""
     with contextlib.suppress(OSError, ValueError):
         return with_text(json.loads((Path(folder) / "config.json").read_text()))
     return {}

@@ -177,7 +177,7 @@ class Router(Server):
         return set(self._call("GET", "/list_workers")["urls"])
 
     def set_members(self, urls: Sequence[str]) -> None:
-        """Send requests to exactly these engines, and those that others added. Raises EngineError if it refuses one."""
+        """Route to exactly these engines, and those that others added. Raises EngineError if the router refuses one."""
         with self._lock:
             known = self.listed()
             ours = known if self.process is not None else known & self._members
