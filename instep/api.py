@@ -191,8 +191,7 @@ class Run:
             yield
 
     def _repr_html_(self) -> str:
-        """Return the run's figures and curves as they are now; `display(run, display_id=True).update(run)` renews
-        them."""
+        """Return the run's figures and curves as of now; `display(run, display_id=True).update(run)` renews them."""
         from instep.observability.report import fragment
 
         return fragment(Path(self.args.run_dir))

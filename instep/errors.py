@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from instep.system.private import without_credentials
@@ -32,11 +33,7 @@ class InstepError(Exception):
         return "\n".join([f"{type(self).__name__}: {self.what}", *(name + text for name, text in rest if text)])
 
     def __reduce__(self):
-        return _rebuild, (type(self), self.what, self.where, self.remedy)
-
-
-def _rebuild(cls: type[InstepError], what: str, where: str, remedy: str) -> InstepError:
-    return cls(what, where=where, remedy=remedy)
+        return partial(type(self), where=self.where, remedy=self.remedy), (self.what,)
 
 
 class ConfigError(InstepError):

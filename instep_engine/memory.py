@@ -26,6 +26,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from instep_engine.mapped import cuda_record, file_record, new_file
+from instep_engine.place import process_mark
 
 ALIGNMENT = 64  # bytes, of each parameter
 LENGTH = 4096  # elements of a sample, approximately
@@ -46,11 +47,7 @@ class Memory:
 
 
 def file_memory(folder: Path, rank: int, num_bytes: int) -> tuple[Memory, torch.Tensor]:
-    """Return a new file in `folder`, mapped by all its users, and its bytes as a uint8 tensor.
-
-    Raises:
-        CannotShare: there is no room for it.
-    """
+    """Return a new file in `folder`, mapped by all its users, and its bytes, uint8. Raises CannotShare without room."""
     for left in folder.glob(f"memory-{rank}-*.bin"):
         left.unlink()  # of an engine that has ended; processes that map it keep it
     path = folder / f"memory-{rank}-{secrets.token_hex(8)}.bin"
@@ -306,6 +303,7 @@ def write_manifest(
         for name, parts in slices.items()
     }
     own = {"rank": rank, "nonce": nonce, "memories": [m.record for m in memories], "tensors": tensors}
+    own["process"] = process_mark(os.getpid())
     if rank == 0:
         meet()
     write_private(folder / f"memory-{rank}.json", json.dumps({**about, **own}))

@@ -283,8 +283,7 @@ class HuggingFace:
         self._stack.close()
 
     def tensors(self, entry: WeightEntry) -> list[Tensor]:
-        """Return the tensors of `entry`, in the order of its names. The kernel starts to read the first one's file
-        ahead."""
+        """Return the tensors of `entry`, in the order of its names. The kernel reads the first one's file ahead."""
         path = self._stored[entry.names[0]].path
         if path not in self._advised:
             self._advised.add(path)

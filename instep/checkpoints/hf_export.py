@@ -276,8 +276,7 @@ def _header(shard: Sequence[TensorSpec]) -> bytes:
 
 
 def copy_companions(src: Path, folder: Path, specs: Sequence[TensorSpec]) -> None:
-    """Copy the configuration (with the type of the weights), tokenizer and templates of `src` beside the weights in
-    `folder`."""
+    """Copy the configuration (with the weights' type), tokenizer and templates of `src` beside weights in `folder`."""
     for file in sorted(src.iterdir()):
         if file.is_file() and file.suffix in _COPIED and not file.name.endswith(_OF_WEIGHTS):
             shutil.copyfile(file, folder / file.name)

@@ -35,8 +35,7 @@ _TYPES = {name: getattr(torch, of_torch.removeprefix("torch.")) for of_torch, na
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of an open checkpoint. `dtype` is the type that it is read as; None: a type that instep does not
-    write."""
+    """A tensor of an open checkpoint. `dtype` is the type that it is read as; None: one that instep does not write."""
 
     name: str
     path: Path

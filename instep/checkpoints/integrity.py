@@ -79,15 +79,13 @@ def _listed(folder: Path, known: Mapping[str, str]) -> dict[str, Path]:
 
 
 def digests_of_rank(folder: Path, rank: int) -> dict[str, str]:
-    """Return the digests by name of the files that `rank` has written into `folder`, and flush these files to the
-    disk."""
+    """Return the digests by name of the files of `rank` in `folder`, and flush these files to the disk."""
     paths = [p for pattern in (f"__{rank}_*.distcp", f"rng_{rank}.pt") for p in sorted(folder.glob(pattern))]
     return {p.name: digest for p, digest in zip(paths, _read_digests(paths, sync=True), strict=True)}
 
 
 def linked_digests(folder: Path, whole: Path) -> dict[str, str]:
-    """Return the digests by name of the files of `folder` that are links to files of the complete checkpoint
-    `whole`."""
+    """Return the digests by name of the files of `folder` that are links into the complete checkpoint `whole`."""
     there = {name: digest for name, (_, digest) in _read_manifest(whole)[1].items() if (folder / name).exists()}
     return {name: d for name, d in there.items() if d is not None and os.path.samefile(folder / name, whole / name)}
 
@@ -216,8 +214,7 @@ def _problem(folder: Path) -> tuple[Path, str] | None:
 
 
 def _read_manifest(folder: Path) -> tuple[str, dict[str, tuple[int, str | None]]]:
-    """Return the kind, and size and digest by name; an earlier instep listed only sizes. Raises: OSError,
-    ValueError."""
+    """Return the kind, and size and digest by name; an earlier instep listed sizes. Raises: OSError, ValueError."""
     content = read_json(folder / MANIFEST)
     if not isinstance(content, dict):
         raise ValueError("it is not a JSON object")

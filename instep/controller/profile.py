@@ -96,7 +96,7 @@ class StepProfile:
         engines = []
         for engine in self._deployment.engines:
             try:
-                engine.start_profile(timeout=self._args.train_timeout)
+                engine.kind.start_profile(engine, timeout=self._args.train_timeout)
                 engines.append(engine)
             except EngineError as error:  # an engine of the user may have no profiler
                 self._log.progress.line(f"{engine.name} is not in the profile: {error.what}")
@@ -112,7 +112,8 @@ class StepProfile:
         timeout = min(STOP_TIMEOUT, timeout)
         for engine in engines:
             try:
-                of_engine = engine.stop_profile(self._folder / profile_folder(engine.name), timeout=timeout)
+                folder = self._folder / profile_folder(engine.name)
+                of_engine = engine.kind.stop_profile(engine, folder, timeout=timeout)
             except (EngineError, OSError, ValueError) as error:  # also for a trace file that a full disk cut
                 what = error.what if isinstance(error, EngineError) else error
                 self._log.progress.line(f"{engine.name} is not in the profile: {what}")

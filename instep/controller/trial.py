@@ -65,11 +65,7 @@ class HookTrial:
         self.notes: list[str] = []
 
     def before_start(self) -> None:
-        """Try the hooks that need no engine.
-
-        Raises:
-            InstepError: a hook failed; the error names hook, row and remedy.
-        """
+        """Try the hooks that need no engine. Raises InstepError, which names the hook, the row and the remedy."""
         if self._args.hook_trial and self._usual:
             self._check_source()
             self._check_end()

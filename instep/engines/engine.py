@@ -12,7 +12,6 @@ import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 from instep.arguments.settings import EngineSettings
@@ -25,7 +24,7 @@ from instep.engines.topology import POLICY, ServerRole
 from instep.errors import EngineError
 from instep.system.processes import Process, watched
 from instep.system.run_context import RunThreads
-from instep.system.spans import Span, span
+from instep.system.spans import span
 from instep.weights.way import SINGLE_COPY
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"  # vLLM's names of the memory that sleep frees
@@ -296,10 +295,6 @@ class Engine(Server):
         self.lease.check(timeout)
         self.kind.update(self, info, timeout=timeout)
 
-    def num_workers(self, timeout: float) -> int:
-        """Return the number of processes that hold its weights, whole or in part."""
-        return self.kind.num_workers(self, timeout)
-
     def finish_update(self, version: str, names: Sequence[str], *, timeout: float) -> None:
         self.lease.check(timeout)
         self.kind.finish_update(self, version, names, timeout=timeout)
@@ -324,12 +319,6 @@ class Engine(Server):
         with RunThreads(1) as pool:  # in a notebook this thread already runs a loop
             made = pool.submit(asyncio.run, self.kind.wire.complete_n(request, num, send)).result()
         return [one.token_ids for one in made]
-
-    def start_profile(self, *, timeout: float) -> None:
-        self.kind.start_profile(self, timeout=timeout)
-
-    def stop_profile(self, folder: Path, *, timeout: float) -> list[Span]:
-        return self.kind.stop_profile(self, folder, timeout=timeout)
 
     def stop(self) -> None:
         """End its process. An external engine resumes, or ends, as when this process dies."""

@@ -106,8 +106,7 @@ class CheckpointNames:
                 self.groups.append(group)
 
     def _place(self, name: str, found: dict[str, Group]) -> bool:
-        """Put a tensor of the checkpoint into the group of the first weight made from it. Return False if there is
-        none."""
+        """Put a tensor of the checkpoint into the group of the first weight made from it. Return False without one."""
         prefix = self._model.base_model_prefix
         renamed, pattern = rename_source_key(name, self._renamings, self._converters, prefix, self._shapes)
         if renamed not in self._shapes:  # perhaps it has the model's own name already

@@ -15,8 +15,7 @@ QUANTIZATION = "hf_quant_config.json"
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """Return the config.json of a Hugging Face folder, with the entries of its `text_config`. Raises: OSError,
-    ValueError."""
+    """Return a folder's config.json with the entries of its `text_config`. Raises: OSError, ValueError."""
     config = read_json(Path(folder) / "config.json")
     if not isinstance(config, dict):
         raise ValueError("is JSON, but not an object like '{\"key\": 1}'")

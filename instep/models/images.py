@@ -20,8 +20,7 @@ def with_text(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def has_language_model(config: Mapping[str, Any]) -> bool:
-    """Return whether config.json (of `with_text`) is that of a model with images whose language model can be
-    trained."""
+    """Return whether config.json (of `with_text`) is of a model with images whose language model can be trained."""
     return "text_config" in config and config.get("model_type") in LANGUAGE_MODELS
 
 

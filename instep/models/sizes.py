@@ -166,8 +166,7 @@ def shape_of(folder: str | None) -> Shape | None:
 
 @lru_cache(maxsize=16)
 def quantized_bytes(folder: str | None) -> int | None:
-    """Return the bytes of the weights of a model that is stored quantized; None for other models, or without its
-    files."""
+    """Return the bytes of the weights of a quantized checkpoint; None for other models, or without its files."""
     if folder is None:
         return None
     try:

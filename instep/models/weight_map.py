@@ -81,8 +81,7 @@ class Part(NamedTuple):
 
 
 def weight_entries(shape: ModelShape) -> list[WeightEntry]:
-    """Return every parameter of the model, in the order of the forward pass. A tied output layer has no separate
-    entry."""
+    """Return every parameter in the order of the forward pass. A tied output layer has no separate entry."""
     hidden = shape.hidden_size
     vocab = (shape.vocab_size, hidden)
     entries = [WeightEntry(EMBEDDING, ("model.embed_tokens.weight",), (vocab,), Kind.VOCAB)]
@@ -303,8 +302,7 @@ def unfuse(entry: WeightEntry, local: Tensor, shape: ModelShape) -> list[Tensor]
 
 
 def join(entry: WeightEntry, locals_: Sequence[Tensor], shape: ModelShape) -> list[Tensor]:
-    """Return the full Hugging Face tensors from all tensor-parallel ranks' parameters (a replicated one: from any
-    rank)."""
+    """Return the full Hugging Face tensors from all tensor-parallel ranks' parameters (replicated: any rank's)."""
     per_rank = [unfuse(entry, local, shape) for local in locals_]
     full = []
     for index, want in enumerate(entry.shapes):

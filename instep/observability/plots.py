@@ -40,7 +40,8 @@ class History:
     def column(self, name: str) -> tuple[list[int], list[float]]:
         """Return x and values of a metric, where the value is finite."""
         source = self.evals if name.startswith("eval/") else self.steps
-        points = [(x, float(row[name])) for x, row in source if _finite(row.get(name))]
+        known = ((x, v) for x, row in source if isinstance(v := row.get(name), (int, float)))
+        points = [(x, float(v)) for x, v in known if math.isfinite(v)]
         return [x for x, _ in points], [y for _, y in points]
 
     def names(self, prefix: str, suffix: str = "") -> list[str]:
@@ -48,10 +49,6 @@ class History:
         rows = self.evals if prefix == "eval/" else self.steps
         found = dict.fromkeys(name for _, row in rows for name in row)
         return [name for name in found if name.startswith(prefix) and name.endswith(suffix)]
-
-
-def _finite(value: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 def read_history(rows: Iterable[dict[str, Any]]) -> History:

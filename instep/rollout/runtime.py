@@ -296,12 +296,6 @@ async def cancel_tasks(tasks: Sequence[asyncio.Task[Any]], timeout: float = 5.0)
             task.exception()  # marks it as seen; the first failure is raised
 
 
-def report_kept(group: Group) -> None:
-    """Call the run's `kept_listener` on the loop's thread: a group is done that a rollout will return."""
-    if (listener := state().kept_listener) is not None:
-        listener(group)
-
-
 def report_progress(done: int, total: int, **extra: Any) -> None:
     """Store the progress of this rollout or evaluation, and call the run's listener, on the loop's thread."""
     of_run = state()

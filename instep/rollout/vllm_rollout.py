@@ -201,7 +201,8 @@ class GroupRollout:
         enough = len(self.kept) + len(self.pending) >= self.target  # without this group
         if verdict.keep or (verdict.keep_when_insufficient and not enough):
             self.kept.append(group)
-            runtime.report_kept(group)
+            if (listener := runtime.state().kept_listener) is not None:
+                listener(group)
             return
         self._reject(group, verdict)
         self._check_waste()

@@ -62,8 +62,7 @@ class FreshGap:
 
 
 def measured(gap: FreshGap | None, batch: TokenBatch, loss_fn: LossFn) -> LossFn:
-    """Return a loss that also adds to the gap. For a `batch` with scores, add its gap now and return the loss
-    unchanged."""
+    """Return a loss that also adds to the gap. For a `batch` with scores, add its gap now; the loss stays as it is."""
     if gap is None:
         return loss_fn
     if (scored := batch.token_columns.get("log_probs")) is not None:

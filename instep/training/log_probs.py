@@ -37,8 +37,7 @@ def _grad_of_logits(
     of_entropy: Tensor | None,
     entropy: Tensor,
 ) -> Tensor:
-    """Return the gradient of logits, in their dtype, from those of log-probs (`g`) and of entropies, `[num_tokens,
-    1]`."""
+    """Return the gradient of logits, in their dtype, from those of log-probs (`g`) and entropies, `[num_tokens, 1]`."""
     log_p = logits.float() * scale - log_sum
     hit = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
     per_nat = g if of_entropy is None else g + of_entropy * (log_p + entropy[:, None])

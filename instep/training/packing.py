@@ -99,8 +99,7 @@ def response_targets(batch: TokenBatch) -> Tensor:
 
 
 def cu_seqlens(batch: TokenBatch) -> tuple[Tensor, int]:
-    """Return int32 `[num_samples + 1]`, where each sample starts (and the last ends), and the longest sample's
-    length."""
+    """Return int32 `[num_samples + 1]`: the starts of the samples and the last end; and the longest one's length."""
     lengths = batch.on_host.total_lengths
     bounds = torch.nn.functional.pad(lengths.cumsum(0).to(torch.int32), (1, 0))
     return _moved(bounds, batch), int(lengths.max()) if batch.num_samples else 0

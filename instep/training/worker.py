@@ -68,8 +68,7 @@ class Worker(Profiled, WorkerWeights):
     # ---- start ---------------------------------------------------------------------------------------------------
 
     def prepare(self, args: Settings) -> None:
-        """Import what the model needs. With GPUs shared in turns this runs while engines start: it must not touch a
-        GPU."""
+        """Import what the model needs. With GPUs shared in turns, engines start meanwhile: it must not touch a GPU."""
         name = "instep.training.hf.backend"
         if args.train_backend == "megatron":
             require_megatron()
@@ -128,8 +127,7 @@ class Worker(Profiled, WorkerWeights):
         return replace(self.backend.parallel, dp_group=None)
 
     def _build(self, *, with_optimizer: bool, like: Path | None = None) -> TrainBackend:
-        """Build a model, without weights, with the shape of the Hugging Face folder `like` (default:
-        --hf-checkpoint)."""
+        """Build a model, without weights, in the shape of the Hugging Face folder `like` (default: --hf-checkpoint)."""
         config = load_config(str(like or self.args.hf_checkpoint), self.args.trust_remote_code)
         vars(config).pop("quantization_config", None)  # `load_hf` reads FP8 weights as `dtype`
         options: dict[str, Any] = {

@@ -209,7 +209,8 @@ def _workers(folder: Path, locks: list[int] | None) -> list[dict[str, Any]]:
     """Return the manifests of the workers of all live engines; `locks` gets the lock of each engine."""
     workers, ended = list[dict[str, Any]](), list[tuple[str, str]]()
     for place in _places(folder):
-        about = {"engine": _engine(place, folder), "place": str(place)}
+        number = place.name.removeprefix(SYNC) if place != folder else 0  # a run numbers its own; an external one is 0
+        about = {"engine": f"engine {number}", "place": str(place)}
         with _explained(**about):
             check_memory_folder(str(place))
             first = json.loads((place / "memory-0.json").read_text())
@@ -237,11 +238,6 @@ def _explained(engine: str, place: str) -> Iterator[None]:
             where=place,
             remedy="see the engine's log; --weight-sync shm needs no such memory",
         ) from error
-
-
-def _engine(place: Path, folder: Path) -> str:
-    """Return the name of the engine that shares its weights in `place`. A run numbers its own; an external one is 0."""
-    return f"engine {place.name.removeprefix(SYNC) if place != folder else 0}"
 
 
 def _places(folder: Path) -> list[Path]:

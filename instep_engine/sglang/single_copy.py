@@ -12,7 +12,7 @@ import torch
 from instep_engine import MEMORY_VARIABLE
 from instep_engine.in_place import InPlace
 from instep_engine.memory import CannotShare, Recorder, Sample, check_record, cuda_memories, move, write_manifest
-from instep_engine.place import check_memory_folder, process_mark
+from instep_engine.place import check_memory_folder
 from instep_engine.sglang.weights import Weights
 
 
@@ -41,7 +41,6 @@ class Shared(InPlace, Weights):
             "architecture": config.hf_config.architectures[0],
             "dtype": str(config.dtype).removeprefix("torch."),
             "num_ranks": ranks.world_size,
-            "process": process_mark(os.getpid()),
         }
         shapes = {name: tuple(recorder.sources[name].shape) for name in self.slices}
         self.nonce = write_manifest(folder, updater.tp_rank, about, memories, self.slices, shapes, ranks.barrier)

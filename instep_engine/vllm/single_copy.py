@@ -37,7 +37,7 @@ from instep_engine.memory import (
     file_memory,
     write_manifest,
 )
-from instep_engine.place import check_memory_folder, process_mark
+from instep_engine.place import check_memory_folder
 from instep_engine.vllm.bridge import Bridge
 from instep_engine.vllm.engine import ShmWeightTransferEngine
 
@@ -64,7 +64,6 @@ class SingleCopyWeightTransferEngine(InPlace, ShmWeightTransferEngine):
             "architecture": self.model_config.hf_config.architectures[0],
             "dtype": str(self.model_config.dtype).removeprefix("torch."),
             "num_ranks": parallel.tensor_parallel_size,
-            "process": process_mark(os.getpid()),
         }
         meet = get_world_group().barrier
         self.nonce = write_manifest(folder, self._rank, about, memories, self.slices, shapes, meet)

@@ -191,8 +191,7 @@ class Scoring:
         return self._arrays(rows) if self.binary else _columns(rows)
 
     def _arrays(self, rows: list[list[list[tuple[int, float]]]]) -> Body:
-        """Return arrays in base64, padded with -inf: of float32 [sequences, places, top], and of each place's own
-        token."""
+        """Return base64 of arrays padded with -inf: float32 [sequences, places, top], and of each place's own token."""
         shape = len(rows), max(map(len, rows), default=0), self.top
         scores, ids = np.full(shape, -np.inf, np.float32), np.zeros(shape, np.int32)
         own_scores, own_ids = np.full((*shape[:2], 1), -np.inf, np.float32), np.zeros((*shape[:2], 1), np.int32)
@@ -219,8 +218,7 @@ def ranked(entry: Body | None) -> list[tuple[int, float]]:
 
 
 def is_translated(body: Body) -> bool:
-    """Return whether a request to OpenAI's routes needs ids or scores, as TRL's do; others go to an engine
-    unchanged."""
+    """Return whether a request to OpenAI's routes needs ids or scores, as TRL's do; others go on unchanged."""
     return not body.get("stream") and bool(body.get("return_token_ids") or body.get("prompt_logprobs") is not None)
 
 

@@ -133,8 +133,7 @@ class Receiver:
             ) from error
 
     def alive(self) -> bool:
-        """Return whether the store of the group answers; if the trainer owns it and it does not answer, the trainer has
-        left."""
+        """Return whether the group's store answers; if the trainer owns it and it is silent, the trainer has left."""
         try:
             return self._store is not None and self._store.num_keys() >= 0
         except (OSError, RuntimeError):
@@ -306,8 +305,7 @@ def careful_group(store: dist.Store, rank: int) -> Any:
 
 
 def _id_or_text(data: bytes, kind: type[ctypes.Structure]) -> Any:
-    """Return what vLLM has pickled: an `ncclUniqueId` (`kind`), a text or bytes. Raises RuntimeError for anything
-    else."""
+    """Return what vLLM has pickled: an `ncclUniqueId` (`kind`), a text or bytes. Raises RuntimeError otherwise."""
     try:
         value = read(data)
         if isinstance(value, (str, bytes)):

@@ -18,11 +18,7 @@ _ABSENT = ("trainer_state", "log_extra", "log_metric", "environments")  # furthe
 
 
 def flags_of(reward_funcs: Any, weights: Sequence[float] | None) -> dict[str, Any]:
-    """Return the flags of one function or several.
-
-    Raises:
-        ConfigError: they are not functions in TRL's form, or the number of weights differs.
-    """
+    """Return the flags of one function or several. Raises ConfigError: no function in TRL's form, or wrong weights."""
     given = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
     functions = [_function(each) for each in given]
     if not functions:
@@ -106,8 +102,7 @@ def normalize_then_sum(reward_funcs: Any, weights: Sequence[float] | None) -> Fu
 
 
 def scaled_by_batch(args: Any, samples: list[Sample]) -> tuple[list[float], list[float]]:
-    """Apply TRL's `scale_rewards="batch"`: A_i = (r_i - mean_G) / (std + 1e-4), std unbiased, over the whole
-    rollout."""
+    """Apply TRL's `scale_rewards="batch"`: A_i = (r_i - mean_G) / (std + 1e-4), std unbiased, over the rollout."""
     raw = _raw(args, samples)
     std, advantages = _std(raw), [0.0] * len(raw)
     for members in _groups(samples).values():

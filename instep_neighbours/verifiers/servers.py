@@ -57,8 +57,7 @@ def environment_of(args: HookSettings, *, evaluation: bool = False) -> Environme
 
 
 def settings_of(args: HookSettings, *, evaluation: bool) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Return verifiers' [env], [select] and [serve] of training, or of evaluations (`--env-eval-args` over
-    `--env-args`)."""
+    """Return verifiers' [env], [select] and [serve]; evaluations take `--env-eval-args` over `--env-args`."""
     given = _merged(args.env_args, (args.env_eval_args or {}) if evaluation else {})
     select, serve = given.pop("select", {}), given.pop("serve", {})
     return _merged(given, {"taskset": {"id": args.env}}), select, serve

@@ -5,7 +5,6 @@ key heads that several ranks hold, rows of a vocabulary that is filled up to a m
 """
 
 import json
-import os
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +20,7 @@ from instep.training.hf.backend import HfBackend
 from instep.weights.memory import attach, digests_of
 from instep.weights.parking import shard
 from instep_engine import memory as plugin
-from instep_engine.place import SYNC, process_mark
+from instep_engine.place import SYNC
 from tests.distributed.hf_runs import ARGS, make_checkpoint, oracle_training, train, weights_of
 
 HEAD = 8
@@ -65,7 +64,7 @@ class Worker:
         with recorder:
             for name, weight in recorder.seen(weights.items()):
                 self.slices[name].copy_(weight.narrow(*self.places[name]))
-        about = {"architecture": "Some", "num_ranks": size, "process": process_mark(os.getpid())}
+        about = {"architecture": "Some", "num_ranks": size}
         about["dtype"] = str(dtype).removeprefix("torch.")
         whole = {n: w.shape for n, w in weights.items()}
         plugin.write_manifest(folder, rank, about, [memory], recorder.slices, whole, lambda: None)

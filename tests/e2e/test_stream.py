@@ -144,7 +144,7 @@ def test_both_workers_of_an_engine_get_what_disk_brings(small, tmp_path, kind):
     stack = Stack(small, tmp_path, "nccl", "vllm", flags)
     try:
         (engine,) = stack.engines
-        assert engine.num_workers(60) == 2
+        assert engine.kind.num_workers(engine, 60) == 2
         for way in ("nccl", "ipc", "shm", "nccl", "ipc"):
             result = stack.syncs.run([engine], way)
             assert result.proven.last.largest <= 1e-5 and result.num_bytes > 300_000

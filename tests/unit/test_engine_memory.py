@@ -98,7 +98,6 @@ class Rank:
             "architecture": "Some",
             "dtype": str(self.dtype).removeprefix("torch."),
             "num_ranks": self.size,
-            "process": process_mark(os.getpid()),
         }
         plugin.write_manifest(folder, self.rank, about, [self.memory], self.recorder.slices, SHAPES, meet)
 
@@ -267,7 +266,7 @@ def test_slices_that_follow_each_other_are_one_piece(folder) -> None:
                 to = sum(sizes[n] for n in order[: order.index(name)])
                 p[to : to + sizes[name]].copy_(weight[begin : begin + sizes[name]])
                 begin += sizes[name]
-        about = {"architecture": "Some", "dtype": "float32", "num_ranks": 1, "process": process_mark(os.getpid())}
+        about = {"architecture": "Some", "dtype": "float32", "num_ranks": 1}
         about_it = (about, [rank.memory], rank.recorder.slices, {"qkv.weight": fused.shape})
         plugin.write_manifest(folder, 0, *about_it, lambda: None)
         whole = attach(folder, lock=False).whole("qkv.weight")

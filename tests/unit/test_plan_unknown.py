@@ -197,11 +197,11 @@ def test_an_odd_trace_ends_no_run(tmp_path):
     waits, lines = [], []
 
     def engine(name, stop):
-        def stop_profile(folder, timeout):
+        def stop_profile(engine, folder, timeout):
             waits.append(timeout)
             return stop()
 
-        return SimpleNamespace(name=name, stop_profile=stop_profile)
+        return SimpleNamespace(name=name, kind=SimpleNamespace(stop_profile=stop_profile))
 
     def refuses():
         raise EngineError("it is gone")

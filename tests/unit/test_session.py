@@ -33,8 +33,8 @@ class Scripted(Engine):
         self.dead, self.updates, self.nonces, self.waited = False, list(updates), list[str](), 0.0
         options: Any = {"died_within": self.died_within, "describe": lambda: name, "remedy": lambda: "see its log"}
         self.process = SimpleNamespace(pid=1, **options)
-        self._kind = SimpleNamespace(dying_seconds=DYING_SECONDS)  # type: ignore[assignment]
-        self.num_workers = lambda timeout: 1  # type: ignore[method-assign]
+        kind = SimpleNamespace(dying_seconds=DYING_SECONDS, num_workers=lambda engine, timeout: 1)
+        self._kind = kind  # type: ignore[assignment]
         for call in ("pause", "reset_cache", "resume", "finish_update"):
             setattr(self, call, lambda *given, **options: None)
 

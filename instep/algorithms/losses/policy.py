@@ -115,8 +115,7 @@ def flags_that_compare(form: str, settings: PolicyLossConfig | Settings) -> tupl
 
 
 class LossTerms(NamedTuple):
-    """The loss to differentiate; detached metrics of a step to sum (`sums`) or of which to take the maximum
-    (`maxes`)."""
+    """The loss to differentiate; detached metrics of a step to sum (`sums`) or to take the maximum of (`maxes`)."""
 
     loss: Tensor
     sums: dict[str, Tensor]
@@ -247,8 +246,7 @@ def _built_in_correction(config: PolicyLossConfig, response_lengths: Tensor) -> 
 
 
 def _gap(scored: Tensor, rollout_log_probs: Tensor, loss_weights: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """Return weighted sums of the gap between trainer and engine, over trained tokens with engine log-probs, and its
-    maximum."""
+    """Return weighted sums, and the maximum, of the gap to the engine over trained tokens with engine log-probs."""
     covered = (loss_weights > 0) & ~rollout_log_probs.isnan()
     engine = torch.where(covered, rollout_log_probs, scored)
     gap = (scored - engine).abs()

@@ -14,11 +14,6 @@ _REWARD_HOOKS = "--custom-reward-post-process-path or --custom-convert-samples-t
 _UNCOMPARED = names_where(lambda estimator, loss: not estimator.compares_group)
 
 
-def _compares(args: Settings) -> bool:
-    """Return whether the estimator compares the rewards of a group; else a hook may do it, or it is off."""
-    return args.rewards_normalization and not _makes_rewards(args)
-
-
 def _makes_rewards(args: Settings) -> bool:
     """Return whether a hook returns the final rewards, from which advantages are made."""
     hooks = args.custom_reward_post_process_path, args.custom_convert_samples_to_train_data_path
@@ -37,7 +32,7 @@ def _only_with_kl(flag: str) -> Combination:
 RULES = (
     Combination(
         "--n-samples-per-prompt 1",
-        lambda a, given: a.n_samples_per_prompt == 1 and _compares(a),
+        lambda a, given: a.n_samples_per_prompt == 1 and a.rewards_normalization and not _makes_rewards(a),
         "a group of one has no advantage: every sample equals its group's mean",
         f"use at least 2 (the default is 8), or {listed(_UNCOMPARED)}",
         algorithms=names_where(lambda estimator, loss: estimator.compares_group),

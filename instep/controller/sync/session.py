@@ -89,11 +89,7 @@ class Session:
         self._deadline = time.monotonic() + self.args.sync_timeout
 
     def seconds_left(self) -> float:
-        """Return the seconds until the deadline.
-
-        Raises:
-            SyncError: the deadline has passed.
-        """
+        """Return the seconds until the deadline. Raises SyncError if it has passed."""
         left = self._deadline - time.monotonic()
         if left <= 0:
             raise SyncError(
@@ -223,7 +219,7 @@ class Session:
         return ",".join(f"{e.url}#{e.process.pid if e.process is not None else ''}" for e in self.engines)
 
     def receivers(self) -> tuple[str, int]:
-        counts = self.each(lambda e: e.num_workers(self.seconds_left()))
+        counts = self.each(lambda e: e.kind.num_workers(e, self.seconds_left()))
         self._receiving = len(self.engines)
         return self.audience(), sum(counts.values())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from instep.system.processes import pulse
 from instep.weights.memory import sample_digest
 from instep_engine.manifest import WeightMismatch, dtype_name
 from instep_engine.memory import CannotShare, Slice, move, write_manifest
-from instep_engine.place import check_memory_folder, process_mark
+from instep_engine.place import check_memory_folder
 
 
 class SharedWeights(LiveWeights):
@@ -44,12 +43,7 @@ class SharedWeights(LiveWeights):
             raise EngineError(str(error), where=str(folder), remedy=SHARED_MEMORY_REMEDY) from error
         slices = {name: [Slice(p.detach(), 0, p.stride())] for name, p in self.shared.items()}
         shapes = {name: p.shape for name, p in self.shared.items()}
-        about = {
-            "architecture": type(model).__name__,
-            "dtype": dtype_name(next(model.parameters()).dtype),
-            "num_ranks": 1,
-            "process": process_mark(os.getpid()),
-        }
+        about = {"architecture": type(model).__name__, "dtype": dtype_name(model.dtype), "num_ranks": 1}
         self.nonce = write_manifest(folder, 0, about, [memory], slices, shapes, lambda: None)
 
     def compare_samples(self, told: Mapping[str, str]) -> None:

@@ -109,8 +109,7 @@ class RunFiles:
         return self._remembered("curves", now, lambda: _curves(rows))
 
     def _remembered(self, name: str, now: Any, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return `make()`, again only where `now`, the state of the files, has changed: the page asks every few
-        seconds."""
+        """Return `make()`, again only where `now`, the files' state, has changed: the page asks every few seconds."""
         if name not in self._made or self._made[name][0] != now:
             self._made[name] = now, make()
         return self._made[name][1]

@@ -19,16 +19,12 @@ _BOXES = ("\\boxed{", "\\fbox{")
 _FRACTION = re.compile(r"([-+]?)\\[dt]?frac\{(\d+)\}\{(\d+)\}")
 
 
-def first_box(text: str) -> int:
-    """Return where the first `\\boxed{` (or `\\fbox{`) begins; the end of the text without one."""
-    return min((at for at in map(text.find, _BOXES) if at >= 0), default=len(text))
-
-
 def last_boxed(text: str) -> str | None:
     """Return the content of the last `\\boxed{...}` (or `\\fbox{...}`) whose braces close; None without one."""
     open_braces: list[tuple[bool, int]] = []
     best: tuple[int, int] | None = None
-    for token in _BRACE.finditer(text, first_box(text)):  # text before it does not matter
+    first = min((at for at in map(text.find, _BOXES) if at >= 0), default=len(text))  # text before it does not matter
+    for token in _BRACE.finditer(text, first):
         if token[0] != "}":
             open_braces.append((len(token[0]) > 1, token.end()))
         elif open_braces:

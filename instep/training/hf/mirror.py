@@ -229,8 +229,7 @@ def blank(policy: Policy, device: torch.device) -> Policy:
 
 
 def like_sharded(copy: Policy, masters: Policy, dtype: torch.dtype) -> None:
-    """Make the copy compute as under FSDP2: with the masters' buffers, which are not rounded, and weights in
-    `dtype`."""
+    """Make the copy compute as under FSDP2: with the masters' unrounded buffers, and weights in `dtype`."""
     for module, twin in zip(copy.modules(), masters.modules(), strict=True):
         module._buffers.update(twin._buffers)
     for parameter in copy.parameters():

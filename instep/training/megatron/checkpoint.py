@@ -63,8 +63,7 @@ class Master:
         return whole.reshape(-1)[self.start : self.stop].view(self.tensor.shape)
 
     def moment(self, name: str) -> Tensor | None:
-        """Return a moment in float32, from any storage; None before the first step of optimizers that create it
-        later."""
+        """Return a moment in float32, from any storage; None before the step in which the optimizer creates it."""
         if isinstance(self.optimizer, PiecewiseAdamW):
             return self.optimizer.moment(self.tensor, name)
         return self.state.get(name)

@@ -62,11 +62,7 @@ class _Stream:
 
 
 def install() -> None:
-    """Install the replacements; once per process, later calls do nothing.
-
-    Raises:
-        ConfigError: CUDA is available.
-    """
+    """Install the replacements; once per process, later calls do nothing. Raises ConfigError if CUDA is available."""
     global _installed
     if _installed:
         return
@@ -138,6 +134,5 @@ def _gather_any_sizes(mappings: Any) -> None:
 
 
 def scope() -> contextlib.AbstractContextManager[Any]:
-    """Return the context for calls into Megatron: inside it `device="cuda"` means the CPU; no-op unless `install`
-    ran."""
+    """Return the context for calls into Megatron, in which `device="cuda"` is the CPU; no-op unless `install` ran."""
     return _CudaIsCpu() if _installed else contextlib.nullcontext()
