@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, cast
 
 from instep.algorithms.catalog import OFFLINE, uses_reference
@@ -105,9 +106,10 @@ def plan_memory(args: Settings, *, shares: bool = True) -> list[Gpus]:
     for same in alike.values():
         parts: list[Item] = []
         planned: list[EnginePlan] = []
-        for holder in holders[same[0]]:
+        for holder, alike_here in groupby(holders[same[0]]):  # on a CPU all ranks of a role are on one host
             if isinstance(holder, str):
-                parts += _trainer(args, shape, holder, shares, _is_viewed(args, holders[same[0]]))
+                count = len(list(alike_here))
+                parts += count * _trainer(args, shape, holder, shares, _is_viewed(args, holders[same[0]]))
             elif (served := shape_of(holder.path)) is not None:
                 planned.append(plan_engine(args, holder, served, size))
                 parts += planned[-1].items()
