@@ -41,7 +41,7 @@ from benchmarks.random_model import SIZES, dimensions, prompt  # noqa: E402
 from instep.observability import floors  # noqa: E402
 from instep.observability.versions import versions  # noqa: E402
 
-GROUP, PROMPT = 8, 128
+GROUP, SAMPLES, PROMPT = 8, 256, 128
 INSTEP = f"--input-key prompt --n-samples-per-prompt {GROUP} --lr 1e-6"
 # SGLang leaves the last two places of a context empty.
 SGLANG = "--rollout-backend sglang --sglang-disable-custom-all-reduce --sglang-context-length"
@@ -90,7 +90,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="0.6b")
     parser.add_argument("--new-tokens", type=int, default=512)
-    parser.add_argument("--samples", type=int, default=256, help="a step, of instep")
+    parser.add_argument("--samples", type=int, default=SAMPLES, help="a step, of instep")
     parser.add_argument("--lengths", choices=("even", "mixed"), default="even")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--only", nargs="+", choices=RUNS | BY_NAME | ON_TWO, default=list(RUNS), metavar="NAME")
@@ -105,6 +105,10 @@ def main() -> None:
     parser.add_argument("--add", action="store_true", help="to the rows that --out has")
     parser.add_argument("--out", type=Path, help="write the result as JSON")
     options = parser.parse_args()
+    if options.samples % GROUP or (
+        options.samples != SAMPLES and not all(n.startswith("instep") for n in options.only)
+    ):
+        parser.error(f"--samples must be a multiple of {GROUP}, and {SAMPLES} for TRL and verl")
     with tempfile.TemporaryDirectory(prefix="instep-bench-") as scratch:
         folder = options.logs.absolute() if options.logs else Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
@@ -171,6 +175,7 @@ def measure(options: argparse.Namespace, name: str, model: Path, folder: Path, *
         return {"error": errors or [str(error)], "log": lines[-30 if verl else -3 :]}
     return {
         "whole_s": round(time.time() - began, 1),
+        **({"samples": options.samples} if ours else {}),
         **(of_instep(out, began) if ours else of_verl(out) if verl else of_trl(folder / f"{name}.json")),
     }
 
@@ -285,10 +290,16 @@ def add_rooflines(result: dict[str, Any]) -> None:
         assert model is not None
         num, prompt, new = of["samples"], of["prompt"], of["new_tokens"]
         samples, parts = [(prompt, new)] * num, row["parts"]
-        train = floors.training(model, samples, peak, 1) + floors.optimizer(model, peak, 1)
+        gpus = 2 if of["name"] in ON_TWO and not of["name"].endswith("apart") else 1  # of each phase
+        split = 2 if of["name"].endswith("tp2") else 1
+        train = floors.training(model, samples, peak, gpus) + floors.optimizer(model, peak, gpus)
         took = parts["perf/train_seconds"] + parts.get("perf/early_train_seconds", 0.0)
         phases = {
-            "rollout": (num * new, floors.decoding(model, samples, peak, 1, 1), parts["perf/rollout_seconds"]),
+            "rollout": (
+                num * new,
+                floors.decoding(model, samples, peak, gpus // split, split),
+                parts["perf/rollout_seconds"],
+            ),
             "train": (num * (prompt + new), train, took),
         }
         row["roofline"] = {
@@ -311,10 +322,10 @@ def report(options: argparse.Namespace, rows: list[dict[str, Any]]) -> dict[str,
         headline["two_gpus_over_one"] = round(measured["instep-hf"] / measured["instep-hf-dp2"], 2)
     for row in rows:
         if "step_s" in row:
-            row["samples_per_s"] = round(options.samples / row["step_s"], 1)
+            row["samples_per_s"] = round(row.get("samples", SAMPLES) / row["step_s"], 1)
             if row["name"] in ON_TWO:
                 row["samples_per_s_of_a_gpu"] = round(row["samples_per_s"] / 2, 1)
-            tokens = options.samples * options.new_tokens
+            tokens = row.get("samples", SAMPLES) * options.new_tokens
             if options.lengths == "mixed" and "parts" not in row:
                 continue
             if options.lengths == "mixed":

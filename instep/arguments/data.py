@@ -150,7 +150,7 @@ def _near(total: int, wanted: int, unit: int = 1) -> str:
 
 
 def dynamic_batches(args: Settings, given: set[str]) -> Iterator[Problem]:
-    chosen = args.device == "auto"  # the plan chooses the size on a GPU
+    chosen = args.device == "auto"  # the plan will choose the size
     if args.use_dynamic_batch_size and args.max_tokens_per_gpu is None and not chosen:
         yield Problem("needs --max-tokens-per-gpu", "--use-dynamic-batch-size", "give the tokens per micro-batch")
     if args.use_dynamic_batch_size and "micro_batch_size" in given:

@@ -214,7 +214,7 @@ def _problem(folder: Path) -> tuple[Path, str] | None:
 
 
 def _read_manifest(folder: Path) -> tuple[str, dict[str, tuple[int, str | None]]]:
-    """Return the kind, and size and digest by name; an earlier instep listed sizes. Raises: OSError, ValueError."""
+    """Return the kind, and size and digest by name (of an earlier instep only sizes). Raises: OSError, ValueError."""
     content = read_json(folder / MANIFEST)
     if not isinstance(content, dict):
         raise ValueError("it is not a JSON object")

@@ -26,7 +26,7 @@ from instep.types import Schedule, TokenBatch
 from instep.weights.way import Order
 
 logger = logging.getLogger(__name__)
-ENOUGH_TOKENS = 8192  # per rank: from here on a pass does not wait for its kernel launches
+ENOUGH_TOKENS, ENOUGH_ON_CPU = 8192, 256  # per rank: from here on a pass does not wait for its launches
 MAX_SKIPPED_STEPS = 3  # in a row: then a run whose gradients are not finite ends
 
 Metrics = dict[str, float]
@@ -74,7 +74,8 @@ class RoleTrainer:
         args, unit = self.args, self.samples_multiple
         if not args.use_dynamic_batch_size:
             return len(lengths) >= unit * (args.micro_batch_size or 1)
-        return sum(lengths) >= unit * min(args.max_tokens_per_gpu or 0, ENOUGH_TOKENS) * self._layout[0].cp_size
+        enough = ENOUGH_ON_CPU if args.device == "cpu" else ENOUGH_TOKENS
+        return sum(lengths) >= unit * min(args.max_tokens_per_gpu or 0, enough) * self._layout[0].cp_size
 
     def plan(self, batch: TokenBatch, num_steps: int | None = None) -> Schedule:
         """Plan the optimizer steps, the same for every role, and their micro-batches on this role's ranks.

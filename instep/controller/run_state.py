@@ -24,6 +24,7 @@ _FIXED = (
     "apply_chat_template chat_template_text add_bos_token rollout_max_prompt_len "
     "rollout_seed rollout_shuffle n_samples_per_prompt train_backend"
 ).split()
+_ORDER = ("num_threads", "use_dynamic_batch_size", "max_tokens_per_gpu", "micro_batch_size")  # the order of sums
 # These do not identify a run: the places where it reads and writes, and values derived from other arguments.
 _PLACES = frozenset(
     "load save save_hf chat_template critic_load critic_save megatron_config_path run_dir data_cache_path "
@@ -129,8 +130,7 @@ def changed_arguments(before: dict[str, Any], args: Args) -> list[str]:
         for name in sorted(before.keys() | now.keys())
         if name not in _PLACES and before.get(name) != now.get(name) and (name in before or now[name])  # of a new flag
     }
-    # Another number of threads changes the order of sums.
-    fixed = (*_FIXED, "num_threads") if args.deterministic_mode else _FIXED
+    fixed = (*_FIXED, *_ORDER) if args.deterministic_mode else _FIXED
     refused = [line for name, line in changed.items() if name in fixed]
     if refused:
         raise ConfigError(

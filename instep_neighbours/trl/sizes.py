@@ -58,7 +58,7 @@ def sizes_of(config: Config, num_prompts: int | None) -> Sizes:
     config.put("n_samples_per_prompt", group, "num_generations")
     config.put("rollout_batch_size", completions // group, *batching, "generation_batch_size", "steps_per_generation")
     config.put("global_batch_size", per_step * accumulation, *batching)
-    if batching[0] in config.given or config.flags.get("device") == "cpu":
+    if batching[0] in config.given:
         config.put("micro_batch_size", per_device)
     prompts, steps = completions // group, slices // accumulation
     per_epoch = None if num_prompts is None else num_prompts // prompts

@@ -119,13 +119,15 @@ def test_a_resume_shows_what_changed():
     assert changed_arguments({**now.to_dict(), "lr": 0.1}, now) == ["--lr was 0.1 and is 0.5"]
 
 
-def test_a_deterministic_run_keeps_its_number_of_threads():
-    """Threads share out sums: another number gives other bits."""
+def test_a_deterministic_run_keeps_what_gives_the_order_of_sums():
+    """Threads and micro-batches share out sums: another number gives other bits."""
     now = arguments(num_threads=2)
     assert changed_arguments({**now.to_dict(), "num_threads": 4}, now) == ["--num-threads was 4 and is 2"]
     now = arguments(num_threads=2, deterministic_mode=True)
     with pytest.raises(ConfigError, match="--num-threads was 4 and is 2"):
         changed_arguments({**now.to_dict(), "num_threads": 4}, now)
+    with pytest.raises(ConfigError, match="--max-tokens-per-gpu was 512"):
+        changed_arguments({**now.to_dict(), "max_tokens_per_gpu": 512}, now)
 
 
 def test_a_data_source_in_the_seeds_style_keeps_its_own_state():

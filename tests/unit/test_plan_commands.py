@@ -126,3 +126,16 @@ def test_a_plan_takes_the_flags_of_its_command(plan):
         refused()
     with pytest.raises(ConfigError, match="instep plan dpo"):
         plan("dpo", "--n-samples-per-prompt 4 --apply-chat-template")
+
+
+def test_all_ranks_of_an_engine_count_on_a_cpu(plan):
+    """Tensor parallelism shares out the weights of an engine, and each rank has a process."""
+    one, two = (
+        plan("train", f"--device cpu {SHORT} --rollout-backend vllm --vllm-max-model-len 256 --rollout-num-gpus {n} "
+             f"--rollout-num-gpus-per-engine {n}")[1]
+        for n in (1, 2)
+    )  # fmt: skip
+    weights = [
+        [i.gpu["training"] for i in kind.items if i.owner != "actor" and i.name == "weights"] for kind in (one, two)
+    ]
+    assert weights[0] == pytest.approx(weights[1], rel=0.02) and weights[0][0] > 1.8e9

@@ -8,7 +8,7 @@ from instep.arguments.parse import parse
 from instep.cli import main
 from instep.errors import ConfigError
 from instep.models.sizes import shape_of
-from instep.preflight.plan import command
+from instep.preflight.plan import command, place
 from instep.preflight.plan.engine import plan_engine
 from instep.preflight.plan.memory import plan_engines, tables
 from instep.preflight.plan.trainer import rank_of, work
@@ -81,7 +81,7 @@ def test_within_the_margin_nothing_is_refused_and_a_line_says_that_it_is_close(p
     assert any("this is close" in str(line) for line in tables([close]))
 
 
-def test_the_plan_chooses_the_size_of_micro_batches(plan):
+def test_the_plan_chooses_the_size_of_micro_batches(plan, monkeypatch):
     chosen = {size: parse(plan(size=size), "plan").max_tokens_per_gpu for size in ("0.6b", "4b")}
     assert chosen["0.6b"] == 32768 and 1024 <= chosen["4b"] < 16384
     with_recomputation = parse(plan("--recompute-granularity full"), "plan").max_tokens_per_gpu
@@ -90,6 +90,11 @@ def test_the_plan_chooses_the_size_of_micro_batches(plan):
     assert not samples.use_dynamic_batch_size and samples.max_tokens_per_gpu is None
     assert parse(plan("--device cpu", size="0.6b"), "plan").max_tokens_per_gpu == 1024
     assert not parse(plan("--device cpu --micro-batch-size 2"), "plan").use_dynamic_batch_size
+    short = "--rollout-max-response-len 64 --vllm-max-model-len 256 --rollout-max-prompt-len 128"
+    for size, tokens in ((22.5, 1024), (20.5, 512), (5, 256)):
+        monkeypatch.setattr(place, "host_memory", lambda size=size: size * 1e9)
+        args = parse(plan(f"--device cpu --precision fp32 {short}", size="0.6b"), "plan")
+        assert args.max_tokens_per_gpu == tokens, size
     apart = [word for word in plan("--rollout-num-gpus 1", size="0.6b") if word != "--colocate"]
     assert parse(apart, "plan").max_tokens_per_gpu == 32768, "the engine has filled a GPU of its own"
     asked = parse(plan("--use-dynamic-batch-size"), "plan")

@@ -106,13 +106,13 @@ def plan_memory(args: Settings, *, shares: bool = True) -> list[Gpus]:
     for same in alike.values():
         parts: list[Item] = []
         planned: list[EnginePlan] = []
-        for holder, alike_here in groupby(holders[same[0]]):  # on a CPU all ranks of a role are on one host
+        for holder, its_ranks in groupby(holders[same[0]]):  # on a CPU all those of a host
+            count = len(list(its_ranks))
             if isinstance(holder, str):
-                count = len(list(alike_here))
                 parts += count * _trainer(args, shape, holder, shares, _is_viewed(args, holders[same[0]]))
             elif (served := shape_of(holder.path)) is not None:
                 planned.append(plan_engine(args, holder, served, size))
-                parts += planned[-1].items()
+                parts += count * planned[-1].items()
         where, what = (_where(same), "GPU") if not on_cpu else (f"node {_listed(s.node for s in same)}", "host")
         parts = _on_host(parts) if on_cpu else parts
         out.append(Gpus(size, where, len(same), tuple(parts), tuple(planned), _phases(args), what))

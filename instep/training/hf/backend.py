@@ -48,6 +48,15 @@ from instep.weights.source import WeightSource
 from instep.weights.way import SINGLE_COPY
 
 
+def _smallest_memory(device: torch.device) -> float:
+    """Return the bytes of the smallest GPU of all ranks (collective); on a CPU no limit for one rank, 0 for several."""
+    if device.type != "cuda":
+        return math.inf if dist.get_world_size() == 1 else 0.0
+    memory = torch.tensor(torch.cuda.get_device_properties(device).total_memory, device=device)
+    dist.all_reduce(memory, dist.ReduceOp.MIN)
+    return float(memory)
+
+
 class HfBackend:
     """A `TrainBackend` over transformers. The caller has initialised `torch.distributed`, also for one rank.
 
@@ -96,7 +105,7 @@ class HfBackend:
             selection.apply(dict(self.policy.model.named_parameters()))
         rank, tp = dist.get_rank(), args.tensor_model_parallel_size
         casts = with_optimizer and not full and lora is None and not self._single_copy
-        memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else math.inf
+        memory = _smallest_memory(device)
         num_parameters = sum(p.numel() for p in self.policy.parameters())
         copies = casts and tp == 1 and has_room(args, num_parameters, memory, dist.get_world_size())
         mirrors = self._single_copy or copies

@@ -8,10 +8,10 @@ SHARE = 2 / 3  # of a GPU's memory, for weights and all their states in a step; 
 
 
 def has_room(args: Settings, num_parameters: float, memory: float, world_size: int) -> bool:
-    """Return whether masters, gradients, moments and a bf16 copy of so many parameters leave a third of `memory` bytes.
+    """Return whether masters, gradients, moments and a bf16 copy of so many parameters fill at most two thirds of
+    `memory` bytes; one third beside engines that stay on the GPU, or on several ranks.
 
-    If engines stay on the GPU, they must leave half of the rest, too. So must they on several ranks, where FSDP2 needs
-    much less memory, and hides its communication behind the layers of a large model.
+    There FSDP2 needs much less memory, and hides its communication behind the layers of a large model.
     """
     moments = 0 if args.optimizer_cpu_offload else 2 if args.optimizer == "adamw_8bit" else 8
     beside_engines = args.colocate and not args.offload_train
