@@ -22,7 +22,7 @@ from tests.command_line import argv, make_folder
 from tests.unit.test_role import Ranks, args_of, role, scores
 
 EARLY: dict[str, Any] = dict(
-    offload_train=False, offload_rollout=False, deterministic_mode=False, use_routing_replay=False,
+    device="cpu", offload_train=False, offload_rollout=False, deterministic_mode=False, use_routing_replay=False,
     custom_megatron_before_log_prob_hook_path=None, num_steps_per_rollout=2, rollout_batch_size=3,
     moe_aux_loss_coeff=0.0, moe_z_loss_coeff=None, moe_router_bias_update_rate=0.0, megatron_overrides={},
     **dict.fromkeys(OF_ALL), rollout_function_path=DEFAULT_ROLLOUT,

@@ -104,7 +104,7 @@ def test_the_defaults_are_those_of_trl(checkpoint: Path) -> None:
     run = instep.Run(model=checkpoint, reward_funcs=right, train_dataset=CHATS, use_cpu=True)
     args = run.args
     assert (args.rollout_batch_size, args.n_samples_per_prompt, args.global_batch_size) == (1, 8, 8)
-    assert (args.micro_batch_size, args.num_rollout, args.rollout_max_response_len) == (8, 192, 512)  # 3 epochs of 64
+    assert (args.max_tokens_per_gpu, args.num_rollout, args.rollout_max_response_len) == (1024, 192, 512)  # 3 epochs
     assert (args.lr, args.lr_decay_style, args.lr_warmup_iters, args.weight_decay) == (1e-6, "linear", 0, 0)
     assert args.calculate_per_token_loss and not args.use_kl_loss and not args.use_tis and args.rollout_shuffle
     assert args.apply_chat_template and (args.input_key, args.label_key) == ("prompt", "label") and args.group_rm
