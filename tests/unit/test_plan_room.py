@@ -88,7 +88,6 @@ def test_the_plan_chooses_the_size_of_micro_batches(plan, monkeypatch):
     assert with_recomputation > chosen["4b"]
     samples = parse(plan("--micro-batch-size 2"), "plan")
     assert not samples.use_dynamic_batch_size and samples.max_tokens_per_gpu is None
-    assert parse(plan("--device cpu", size="0.6b"), "plan").max_tokens_per_gpu == 1024
     assert not parse(plan("--device cpu --micro-batch-size 2"), "plan").use_dynamic_batch_size
     short = "--rollout-max-response-len 64 --vllm-max-model-len 256 --rollout-max-prompt-len 128"
     for size, tokens in ((22.5, 1024), (20.5, 512), (5, 256)):
