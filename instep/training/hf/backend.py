@@ -50,10 +50,12 @@ from instep.weights.way import SINGLE_COPY
 
 def _smallest_memory(device: torch.device) -> float:
     """Return the bytes of the smallest GPU of all ranks (collective); on a CPU no limit for one rank, 0 for several."""
+    several = dist.get_world_size() > 1
     if device.type != "cuda":
-        return math.inf if dist.get_world_size() == 1 else 0.0
+        return 0.0 if several else math.inf
     memory = torch.tensor(torch.cuda.get_device_properties(device).total_memory, device=device)
-    dist.all_reduce(memory, dist.ReduceOp.MIN)
+    if several:
+        dist.all_reduce(memory, dist.ReduceOp.MIN)
     return float(memory)
 
 
