@@ -197,7 +197,11 @@ def arguments(command: str, words: list[str]) -> Args:
 
 
 def run(args: Args) -> dict[str, Any]:
-    """Train as `args.command` says, and return the run's summary. Raises InstepError if the run cannot go on."""
+    """Train as `args.command` says, and return the run's summary.
+
+    Raises:
+        InstepError: the run cannot go on.
+    """
     from instep.cluster.imports import preload
     from instep.observability.output import lasting_output
 

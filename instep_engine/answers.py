@@ -46,7 +46,11 @@ def encode(choices: Sequence[dict[str, Any]]) -> bytes:
 
 
 def decode(body: bytes) -> dict[str, Any]:
-    """Return the answer as vLLM's JSON, with `log_probs` in place of `logprobs`. Raises ValueError for another form."""
+    """Return the answer in the form of vLLM's JSON. Each choice has a list `log_probs` instead of `logprobs`.
+
+    Raises:
+        ValueError: it has another form.
+    """
     try:
         (length,) = _LENGTH.unpack_from(body)
         at = _LENGTH.size + length

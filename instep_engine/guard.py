@@ -87,7 +87,11 @@ class Guard:
 
 
 class Guarded:
-    """The ASGI middleware of an engine's server; subclasses may `serve` own routes. Raises ValueError without a key."""
+    """The ASGI middleware of an engine's server. A subclass may serve routes of its own (`serve`).
+
+    Raises:
+        ValueError: the environment holds no key.
+    """
 
     def __init__(self, app: App):
         self.app, self.guard = app, Guard.from_environment()

@@ -47,7 +47,11 @@ class Memory:
 
 
 def file_memory(folder: Path, rank: int, num_bytes: int) -> tuple[Memory, torch.Tensor]:
-    """Return a new file in `folder`, mapped by all its users, and its bytes, uint8. Raises CannotShare without room."""
+    """Return a new file in `folder`, mapped by all its users, and its bytes as a uint8 tensor.
+
+    Raises:
+        CannotShare: there is no room for it.
+    """
     for left in folder.glob(f"memory-{rank}-*.bin"):
         left.unlink()  # of an engine that has ended; processes that map it keep it
     path = folder / f"memory-{rank}-{secrets.token_hex(8)}.bin"

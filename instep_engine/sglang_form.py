@@ -48,7 +48,11 @@ class Asked:
 
     @classmethod
     def read(cls, body: Any, header: str | None = None) -> Asked:
-        """Read a request from its JSON and the header `HEADER`. Raises ValueError for what is not supported."""
+        """Read a request from its JSON, and from the header `HEADER`.
+
+        Raises:
+            ValueError: it asks for something that is not supported.
+        """
         if header and isinstance(body, dict) and isinstance(more := json.loads(header), dict):
             both = [x.get("sampling_params") or {} for x in (body, more)]
             body = {**body, **more, "sampling_params": {**both[0], **both[1]}}

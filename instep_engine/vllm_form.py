@@ -53,7 +53,11 @@ class Asked:
 
     @classmethod
     def read(cls, body: Mapping[str, Any], header: str | None = None) -> Asked:
-        """Read a request from its JSON, and the header of a router. Raises ValueError for what is not supported."""
+        """Read a request from its JSON, and from the header if it came through a router.
+
+        Raises:
+            ValueError: it asks for something that is not supported.
+        """
         if "prompt" in body:
             prompt, params = body["prompt"], {name: value for name, value in body.items() if name != "prompt"}
         else:

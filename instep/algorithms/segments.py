@@ -12,7 +12,11 @@ Lengths: TypeAlias = Sequence[int] | Tensor  # of the responses of samples, in t
 
 
 def owners(response_lengths: Lengths, like: Tensor) -> Tensor:
-    """Return int64 `[num_tokens]`: the sample of each entry of `like`. Raises ValueError if the lengths do not fit."""
+    """Return int64 `[num_tokens]`: the sample of each entry of `like`.
+
+    Raises:
+        ValueError: the sum of the lengths differs from the entries of `like`.
+    """
     lengths = torch.as_tensor(response_lengths, device=like.device)
     found = torch.arange(lengths.numel(), device=like.device).repeat_interleave(lengths)
     if found.numel() != like.numel():

@@ -110,7 +110,11 @@ def write_layout(folder: Path, lora: Lora, modules: list[str], base: Base) -> No
 
 
 def read_layout(folder: Path) -> dict[str, Any] | None:
-    """Return what a checkpoint says of its adapter; None if it has all weights. Raises CheckpointError: unreadable."""
+    """Return what a checkpoint says about its adapter; None if it holds all weights.
+
+    Raises:
+        CheckpointError: the file cannot be read.
+    """
     path = folder / LAYOUT
     if not path.exists():
         return None

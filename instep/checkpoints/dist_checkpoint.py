@@ -236,7 +236,11 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(path: Path) -> None:
-    """Restore the result of `random_state` from its file. Raises CheckpointError if the file holds something else."""
+    """Restore the result of `random_state` from its file.
+
+    Raises:
+        CheckpointError: the file holds something else.
+    """
     state = load_data(path)
     try:
         version, words, gauss = state["python"]

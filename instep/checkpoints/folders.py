@@ -248,7 +248,11 @@ def read_state(folder: Path) -> dict[str, Any] | None:
 
 
 def has_optimizer(folder: Path) -> bool:
-    """Return whether a Megatron checkpoint holds an optimizer state. Raises CheckpointError if it cannot be read."""
+    """Return whether a Megatron checkpoint holds an optimizer state.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
     from instep.checkpoints.dist_checkpoint import METADATA, read_index  # torch is imported only here
     from instep.checkpoints.torch_files import load_data
 

@@ -37,7 +37,11 @@ class RoundsAhead:
             self._next.set_result(controller.rollout_of(first, output, 0, {}))
 
     def take(self, rollout_id: int) -> Rollout:
-        """Wait for the rollout of a round, and start the next one. Raises InstepError: it failed, or a process died."""
+        """Wait for the rollout of a round, and start the next one.
+
+        Raises:
+            InstepError: the rollout function failed, or a process died.
+        """
         if self._next is None:
             self._begin(rollout_id)
         rollout = self._result()

@@ -246,7 +246,11 @@ class Fleet:
             self.admit(held)
 
     def check(self) -> None:
-        """Notice engines that died. Raises EngineError: a router died, or the last engine of a model or of a role."""
+        """Notice engines that died.
+
+        Raises:
+            EngineError: a router died, or the last engine of a model (or of a role in it).
+        """
         if self._closed.is_set():
             return
         with self._lock:

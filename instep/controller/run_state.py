@@ -123,7 +123,11 @@ def start_rollout_id(args: ModelSettings, checkpoint: tuple[Path, int] | None, s
 
 
 def changed_arguments(before: dict[str, Any], args: Args) -> list[str]:
-    """Return a line for each argument that differs from the checkpoint's. Raises ConfigError if one must not change."""
+    """Return a line for each argument whose value has changed since the checkpoint.
+
+    Raises:
+        ConfigError: one of them cannot change during a run.
+    """
     now = json.loads(json.dumps(args.to_dict()))
     changed = {
         name: f"--{name.replace('_', '-')} was {_shown(before.get(name))} and is {_shown(now.get(name))}"

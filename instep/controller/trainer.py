@@ -133,7 +133,11 @@ class Trainer:
         self.actor.workers.call("refresh_reference", self._refreshed, timeout=self._args.train_timeout)
 
     def _load_teacher(self) -> None:
-        """Load the model of `--opd-teacher-load`. Raises ConfigError: there is none, or it has another tokenizer."""
+        """Load the model of `--opd-teacher-load`.
+
+        Raises:
+            ConfigError: there is no such model, or its tokenizer is not the student's.
+        """
         path = teacher_folder(self._args)
         if (path / "config.json").exists():
             trusted = self._args.trust_remote_code

@@ -65,7 +65,11 @@ class HookTrial:
         self.notes: list[str] = []
 
     def before_start(self) -> None:
-        """Try the hooks that need no engine. Raises InstepError, which names the hook, the row and the remedy."""
+        """Try the hooks that need no engine.
+
+        Raises:
+            InstepError: a hook failed; the error names hook, row and remedy.
+        """
         if self._args.hook_trial and self._usual:
             self._check_source()
             self._check_end()

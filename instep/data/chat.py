@@ -110,7 +110,11 @@ def conversation_samples(
 def tokenize_conversation(
     messages: list[Message], tokenizer: PreTrainedTokenizerBase, tools: Any = None, *, where: str = "", **how: Any
 ) -> Tokens:
-    """Return the only sample of a conversation, as in `conversation_samples`. Raises DataError, also for several."""
+    """Return the only sample of a conversation, as in `conversation_samples`.
+
+    Raises:
+        DataError: as there, or there are several.
+    """
     samples = conversation_samples(messages, tokenizer, tools, where=where, **how)
     if len(samples) > 1:
         raise DataError(

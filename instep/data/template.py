@@ -91,7 +91,11 @@ def _bounded(tokenizer: Any, messages: list[Message], given: Mapping[str, Any]) 
 
 
 def text_messages(tokenizer: Any, messages: Sequence[Any], where: str = "") -> list[Message]:
-    """Return the messages with all content as text, without keys that are null. Raises DataError for other content."""
+    """Return the messages with all content as text, without keys that are null.
+
+    Raises:
+        DataError: a content is not text.
+    """
     bad = functools.partial(DataError, where=where, remedy="give text or text parts")
     checked = [checked_message(message, i, bad) for i, message in enumerate(messages)]
     for message in checked:

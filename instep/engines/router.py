@@ -102,7 +102,11 @@ class Router(Server):
 
     @classmethod
     def command(cls, arguments: Sequence[str]) -> list[str]:
-        """Return the Python interpreter's arguments that run it with `arguments`. Raises ConfigError: not installed."""
+        """Return the arguments of the Python interpreter that run it with `arguments`.
+
+        Raises:
+            ConfigError: it is not installed.
+        """
         if importlib.util.find_spec(cls.package) is None:
             raise ConfigError(
                 f"{cls.program} is not installed here",
@@ -177,7 +181,11 @@ class Router(Server):
         return set(self._call("GET", "/list_workers")["urls"])
 
     def set_members(self, urls: Sequence[str]) -> None:
-        """Route to exactly these engines, and those that others added. Raises EngineError if the router refuses one."""
+        """Send requests to exactly these engines, and to those that other processes added.
+
+        Raises:
+            EngineError: the router did not accept one of them.
+        """
         with self._lock:
             known = self.listed()
             ours = known if self.process is not None else known & self._members

@@ -82,7 +82,11 @@ class ServedModel:
 
 
 def served_models(args: Settings) -> tuple[ServedModel, ...]:
-    """Return the models of a run: the file's, or the one of the flags. Raises ConfigError: the file's first error."""
+    """Return the models of a run: those of the file, or the one that the flags describe.
+
+    Raises:
+        ConfigError: the first error in the file.
+    """
     size = args.rollout_num_gpus_per_engine
     if args.vllm_topology is not None:
         models, errors = parse(args.vllm_topology, file_of(args), size, args.hf_checkpoint, dialect_of(args))
@@ -120,7 +124,11 @@ def entries(args: EngineSettings) -> list[tuple[str, dict[str, Any]]]:
 
 
 def read(path: str, where: str) -> Any:
-    """Return the content of the YAML file. Raises ConfigError if it cannot be read, or is not YAML."""
+    """Return the content of the YAML file.
+
+    Raises:
+        ConfigError: it cannot be read, or is not YAML.
+    """
     try:
         return parse_yaml(Path(path).read_text(encoding="utf-8"))
     except OSError as error:

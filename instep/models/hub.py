@@ -42,7 +42,11 @@ def at_commit(given: str, folder: str | None) -> str:
 
 
 def folder_of(given: str, flag: str, *, weights: bool = True) -> str:
-    """Return the folder for `given`, a name or a folder; a name is downloaded. Raises ConfigError if that fails."""
+    """Return the folder for `given`: a name is downloaded, anything else is already a folder.
+
+    Raises:
+        ConfigError: the download failed.
+    """
     folder = snapshot(given, flag) if is_name(given) else given
     if weights:
         fetch_weights(folder, flag)

@@ -95,7 +95,11 @@ def parse_choice(text: str, choices: Sequence[Any]) -> Any:
 
 
 def parse_yaml(text: str) -> Any:
-    """Return the value of a YAML text. Raises ValueError if it is not YAML, or a value that Python cannot represent."""
+    """Return the value of a YAML text.
+
+    Raises:
+        ValueError: not YAML, or a value that Python cannot represent.
+    """
     import yaml
 
     try:

@@ -51,7 +51,11 @@ _of_process = RunContext()  # of a command, and of the processes that it starts:
 
 
 def current() -> RunContext:
-    """Return the run that this code works for. Raises ConfigError: this thread has none, and several are open."""
+    """Return the run that this code works for.
+
+    Raises:
+        ConfigError: this thread belongs to no run, and several are open.
+    """
     run = _current.get()
     if run is not None:
         return run

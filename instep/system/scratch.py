@@ -29,7 +29,11 @@ def memory_root() -> Path:
 
 
 def memory_scratch(prefix: str) -> Scratch:
-    """Return a scratch folder in shared memory, to pass data between processes. Raises ConfigError if that fails."""
+    """Return a scratch folder in shared memory, for data that processes pass to each other.
+
+    Raises:
+        ConfigError: no folder can be made there.
+    """
     root = memory_root()
     try:
         return Scratch(prefix, root)

@@ -81,7 +81,11 @@ def _forget_in_child(plugins: ModuleType) -> None:
 
 
 def _wait_for_room() -> None:
-    """Wait until the trainer, which loads its models during our imports, has left the GPU. Raises TimeoutError."""
+    """Wait until the trainer has left the GPU. It loads its models while this process imports vLLM.
+
+    Raises:
+        TimeoutError: it has not left in time.
+    """
     seconds, _, path = os.environ[ROOM_VARIABLE].partition(":")
     deadline = time.monotonic() + float(seconds)
     if not os.path.exists(path):

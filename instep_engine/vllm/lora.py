@@ -272,7 +272,11 @@ class Receiver:
         return copies
 
     def load(self) -> None:
-        """Let requests use the adapter that has come. Raises WeightMismatch: it is incomplete, or vLLM refuses it."""
+        """Let requests use the adapter that has arrived.
+
+        Raises:
+            WeightMismatch: it is incomplete, or vLLM cannot load it.
+        """
         global _base_stays, _held
         if len(self.tensors) != self._adapter["num_tensors"]:
             total = self._adapter["num_tensors"]

@@ -117,7 +117,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(words: Sequence[str]) -> int:
-    """Serve until SIGINT or SIGTERM, and return the exit code. Raises ConfigError: a wrong flag, or a taken port."""
+    """Serve until SIGINT or SIGTERM, and return the exit code.
+
+    Raises:
+        ConfigError: a flag is wrong, or the port is taken.
+    """
     options = parser().parse_args(words)
     if not 0 < options.port < 65536 or not 0 < options.max_queue_gb < 1e6:
         raise ConfigError(

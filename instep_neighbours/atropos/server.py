@@ -61,7 +61,11 @@ def key_file(port: int) -> Path:
 
 
 def main(words: Sequence[str]) -> int:
-    """Become the server. Return only after `--help`. Raises ConfigError: a wrong flag, a taken port, or no vLLM."""
+    """Become the server. Return only after `--help`.
+
+    Raises:
+        ConfigError: a flag is unknown or refused, the port is taken, or vLLM is not installed.
+    """
     if "-h" in words or "--help" in words:
         print(HELP)
         return 0

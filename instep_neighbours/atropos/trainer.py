@@ -33,7 +33,11 @@ NEIGHBOUR_SECONDS = 10.0  # until each neighbour must answer; the original waits
 
 
 def main(words: Sequence[str]) -> int:
-    """Train, and return 0. Raises InstepError: a wrong flag, a neighbour that does not answer, or a run that fails."""
+    """Train. Returns 0.
+
+    Raises:
+        InstepError: a flag is wrong or refused, a neighbour does not answer, or the run fails.
+    """
     if "-h" in words or "--help" in words:
         print(parser().format_help(), end="")
         return 0
@@ -170,7 +174,11 @@ def check_readable(model: str) -> None:
 
 
 def target_modules(flags: argparse.Namespace) -> list[str]:
-    """Return `--lora-target-modules` in the layers of `--lora-layer-indices`. Raises ConfigError if there are none."""
+    """Return `--lora-target-modules` in the layers of `--lora-layer-indices`, as names of modules.
+
+    Raises:
+        ConfigError: there are no such modules.
+    """
     if not flags.lora_layer_indices:
         return list(flags.lora_target_modules)
     from instep.checkpoints.weight_files import weight_files, weight_names

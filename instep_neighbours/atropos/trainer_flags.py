@@ -50,7 +50,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def read(words: Sequence[str]) -> argparse.Namespace:
-    """Return the flags with their defaults, without refused ones. Raises ConfigError: a flag is unknown, or refused."""
+    """Return the flags with their defaults, without those that are refused.
+
+    Raises:
+        ConfigError: a flag is unknown, or refused.
+    """
     made = parser()
     flags, unknown = made.parse_known_args([dashed(word) for word in words])
     if unknown:

@@ -18,7 +18,11 @@ _ABSENT = ("trainer_state", "log_extra", "log_metric", "environments")  # furthe
 
 
 def flags_of(reward_funcs: Any, weights: Sequence[float] | None) -> dict[str, Any]:
-    """Return the flags of one function or several. Raises ConfigError: not functions of TRL, or not as many weights."""
+    """Return the flags of one function or several.
+
+    Raises:
+        ConfigError: they are not functions in TRL's form, or the number of weights differs.
+    """
     given = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
     functions = [_function(each) for each in given]
     if not functions:

@@ -89,7 +89,11 @@ class Session:
         self._deadline = time.monotonic() + self.args.sync_timeout
 
     def seconds_left(self) -> float:
-        """Return the seconds until the deadline. Raises SyncError if it has passed."""
+        """Return the seconds until the deadline.
+
+        Raises:
+            SyncError: the deadline has passed.
+        """
         left = self._deadline - time.monotonic()
         if left <= 0:
             raise SyncError(

@@ -64,7 +64,11 @@ class ViewServer(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_port}/{self.token}/"
 
     def answer(self, path: str, query: Query) -> tuple[str, bytes]:
-        """Return type and content of what is below the token. Raises LookupError: nothing; ValueError: a bad query."""
+        """Return the type and content of what lies below the token.
+
+        Raises:
+            LookupError: there is nothing. ValueError: the query is wrong.
+        """
         if path.startswith("api/"):
             return "application/json", json.dumps(self._data(path[4:], query), ensure_ascii=False).encode()
         name = path or "index.html"

@@ -60,7 +60,11 @@ def main(words: list[str]) -> None:
 
 
 def plan(words: Sequence[str]) -> None:
-    """Print the plan of a command line. Raises ConfigError: it is wrong, or needs more memory than a GPU has."""
+    """Print the plan of a command line.
+
+    Raises:
+        ConfigError: the command line is wrong, or needs more memory than a GPU has.
+    """
     command, words = (f"plan {words[0]}", words[1:]) if words and words[0] in COMMANDS else ("plan", words)
     options, flags = own_options(words)
     from rich.console import Console

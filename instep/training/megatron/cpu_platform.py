@@ -62,7 +62,11 @@ class _Stream:
 
 
 def install() -> None:
-    """Install the replacements; once per process, later calls do nothing. Raises ConfigError if CUDA is available."""
+    """Install the replacements; once per process, later calls do nothing.
+
+    Raises:
+        ConfigError: CUDA is available.
+    """
     global _installed
     if _installed:
         return
