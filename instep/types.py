@@ -365,24 +365,19 @@ class TokenBatch:
 
         where = torch.as_tensor(list(indices), dtype=torch.int64)
 
-        def entries(lengths: torch.Tensor) -> torch.Tensor:
-            """Return the places of the samples in a flat column; reads no other samples, as micro-batches are many."""
-            before, own = lengths.cumsum(0) - lengths, lengths[where]
-            total = int(own.sum())
-            first = before[where] - (own.cumsum(0) - own)
-            return torch.arange(total, device=own.device) + first.repeat_interleave(own, output_size=total)
+        def places_of(lengths: torch.Tensor) -> torch.Tensor:  # in a flat column
+            own = lengths[where]
+            shift = lengths.cumsum(0)[where] - own.cumsum(0)
+            return shift.repeat_interleave(own) + torch.arange(int(own.sum()), device=own.device)
 
-        of_tokens, of_responses = entries(self.total_lengths), entries(self.response_lengths)
-        return TokenBatch(
-            tokens=self.tokens[of_tokens],
-            total_lengths=self.total_lengths[where],
-            response_lengths=self.response_lengths[where],
-            token_columns={k: v[of_responses] for k, v in self.token_columns.items()},
-            sample_columns={
-                k: v[where] if isinstance(v, torch.Tensor) else [v[i] for i in indices]
-                for k, v in self.sample_columns.items()
-            },
-        )
+        places = places_of(self.response_lengths)
+        of_tokens = {k: v[places] for k, v in self.token_columns.items()}
+        of_samples = {
+            k: v[where] if isinstance(v, torch.Tensor) else [v[i] for i in indices]
+            for k, v in self.sample_columns.items()
+        }
+        lengths = self.total_lengths[where], self.response_lengths[where]
+        return TokenBatch(self.tokens[places_of(self.total_lengths)], *lengths, of_tokens, of_samples)
 
     def without_routes(self) -> TokenBatch:
         """Return the batch without routed experts, for a model that chooses its own experts."""

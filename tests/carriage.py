@@ -28,7 +28,7 @@ class Source(WeightSource):
 
 
 class Carriage:
-    """A session with a trainer in this process and an engine that reads what it is told to load."""
+    """A weight sync from this process to an engine that reads the tensors it is asked to load."""
 
     version, disk_folder, started_on = "3", None, None
 

@@ -59,7 +59,9 @@ def max_tokens_per_gpu(args: Settings, given: Given) -> int | None:
     if args.max_tokens_per_gpu is not None or not args.use_dynamic_batch_size or not _plans(args):
         return args.max_tokens_per_gpu
     sizes = ON_CPU if args.device == "cpu" else TOKENS
-    return next((size for size in sizes if _chooses(args, given) and _has_room(args, size)), sizes[-1])
+    if not _chooses(args, given):
+        return sizes[-1]
+    return next((size for size in sizes if _has_room(args, size)), sizes[-1])
 
 
 def _has_room(args: Settings, tokens: int) -> bool:

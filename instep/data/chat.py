@@ -32,7 +32,7 @@ def render(
 
     Raises:
         DataError: the template refuses the messages, or the content of one is not text.
-        CheckpointError: it computes too much (`template.py`).
+        CheckpointError: there is no template, or it computes too much (`template.py`).
     """
     clean = [{k: v for k, v in message.items() if k != "step_loss_mask"} for message in messages]
     try:
@@ -49,11 +49,12 @@ def render(
         remedy = "check its chat_template before you use this checkpoint: it computes without end"
         raise CheckpointError(str(error), where=where, remedy=remedy) from error
     except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
+        if tokenizer.chat_template is None:
+            remedy = "give one: --chat-template FILE"
+            raise CheckpointError("the tokenizer has no chat template", where=where, remedy=remedy) from error
         roles = ", ".join(str(m.get("role")) for m in messages)
         what = f"the chat template refuses the messages (roles {roles}): {error}"
         remedy = "fix the row, or use a checkpoint whose template knows these roles"
-        if tokenizer.chat_template is None:
-            what, remedy = "the checkpoint has no chat template for messages", "give one: --chat-template FILE"
         raise DataError(what, where=where, remedy=remedy) from error
     return str(text)
 

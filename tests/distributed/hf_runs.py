@@ -15,6 +15,7 @@ from instep.training.selection import Selection
 from instep.types import TokenBatch
 
 ARGS = SimpleNamespace(
+    device="cpu",
     weight_sync="auto",
     colocate=False,
     offload_train=False,

@@ -1,5 +1,6 @@
 """bf16 ranks of `hf` that compute with a model of their own: on one rank it gives the bits of FSDP2."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -157,7 +158,9 @@ def test_one_rank_of_an_adapter_is_not_sharded_and_has_float32_gradients(run_ran
 def test_a_copy_is_made_where_a_third_of_the_gpu_is_left():
     """12 bytes a parameter with moments in 8 bits, 18 with float32, 10 with moments on the host."""
     for optimizer, offload, most in (("adamw_8bit", False, 4.7), ("adam", False, 3.1), ("adam", True, 5.7)):
-        args = SimpleNamespace(optimizer=optimizer, optimizer_cpu_offload=offload, colocate=True, offload_train=True)
+        args = SimpleNamespace(
+            device="cuda", optimizer=optimizer, optimizer_cpu_offload=offload, colocate=True, offload_train=True
+        )
 
         def largest(world_size, args=args):
             sizes = (n * 0.05e9 for n in range(1, 200))
@@ -167,3 +170,5 @@ def test_a_copy_is_made_where_a_third_of_the_gpu_is_left():
         assert largest(2) == pytest.approx(most * 0.5e9, abs=0.1e9)
         args.offload_train = False  # engines stay beside it
         assert largest(1) == largest(2) == pytest.approx(most * 0.5e9, abs=0.1e9)
+        args.device = "cpu"
+        assert has_room(args, 1e12, math.inf, 1) and not has_room(args, 1, math.inf, 2)

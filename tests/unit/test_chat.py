@@ -61,6 +61,13 @@ def test_a_template_with_a_clock_has_the_date_of_the_runs_start(tokenizer, monke
     assert render([USER], tokenizer, generation_prompt=True).startswith(datetime.now().strftime("%d %b %Y"))
 
 
+def test_a_checkpoint_without_a_template_is_named_and_not_the_row(tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    with pytest.raises(CheckpointError, match="the tokenizer has no chat template") as caught:
+        render(TALK, tokenizer, generation_prompt=True)
+    assert "--chat-template" in caught.value.remedy
+
+
 @pytest.mark.parametrize(
     "wrong,what", [("{% if %}", "line 7: Expected an expression"), ("{{ 1 | nope }}", "line 7: No f")]
 )

@@ -103,8 +103,6 @@ class Rank:
     def copies(self) -> bool:
         """Whether it computes with its own second model."""
         may = not self.is_megatron and self.tp == 1 and self.e == 2 and not self.mirrors and not self.adapter
-        if self.args.device == "cpu":
-            return may and self._world == 1
         return may and has_room(self.args, self.shape.total, memory_of(self.args), self._world)
 
     @property

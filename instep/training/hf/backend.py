@@ -49,12 +49,11 @@ from instep.weights.way import SINGLE_COPY
 
 
 def _smallest_memory(device: torch.device) -> float:
-    """Return the bytes of the smallest GPU of all ranks (collective); on a CPU no limit for one rank, 0 for several."""
-    several = dist.get_world_size() > 1
+    """Return the bytes of the smallest GPU of all ranks (collective): they must decide alike. On a CPU infinity."""
     if device.type != "cuda":
-        return 0.0 if several else math.inf
+        return math.inf
     memory = torch.tensor(torch.cuda.get_device_properties(device).total_memory, device=device)
-    if several:
+    if dist.get_world_size() > 1:
         dist.all_reduce(memory, dist.ReduceOp.MIN)
     return float(memory)
 
