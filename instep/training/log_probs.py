@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 _BLOCKS = 32  # of a chunk's rows; float32 copies exist of one block at a time
 _FEW_LOGITS = 2**18  # form one block
+_ORDINARY_MEMORY = 2**35  # bytes of a GPU; a larger one keeps more logits
 
 
 def _scores(logits: Tensor, targets: Tensor, scale: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -177,13 +178,15 @@ def in_chunks(
     """Compute log-probs and entropy by `head(hidden, targets, temperature, with_entropy)` for chunks of rows.
 
     A chunk has `num_logits` logits. The first chunks keep their logits for the backward pass, in the type of `hidden`,
-    at most 8 bytes for each of `num_logits`. Later chunks are computed again. If the head is not `plain`, it may keep
-    more than the logits; then only the first chunk keeps them.
+    at most 8 bytes for each of `num_logits`, and on a GPU of more than 32 GiB as many times more. Later chunks are
+    computed again. If the head is not `plain`, it may keep more than the logits; then only the first chunk keeps them.
 
     The logits of a chunk, their gradients and float32 copies need as much; a sixteenth is for copies.
     """
     size = max(1, num_logits * 15 // (16 * vocab_size))
-    kept = max(size, 8 * num_logits // (hidden.element_size() * vocab_size)) if plain else size
+    memory = torch.cuda.get_device_properties(hidden.device).total_memory if hidden.is_cuda else 0
+    most = int(8 * num_logits * max(1.0, memory / _ORDINARY_MEMORY))
+    kept = max(size, most // (hidden.element_size() * vocab_size)) if plain else size
     chunks = list(zip(hidden.split(size), targets.split(size), temperature.split(size), strict=True))
     parts, end = [], 0
     for chunk in chunks:

@@ -55,6 +55,7 @@ def register() -> None:
         "pipeline": computes and on_cpu,
         "cpu_speculation": computes and on_cpu,
         "fast.sampler": computes and bool(os.environ.get(FAST_VARIABLE)),
+        "fast.attention": computes and bool(os.environ.get(FAST_VARIABLE)),
         "cpu_fork": on_cpu,
         "end_tokens": is_ours,
     }

@@ -271,7 +271,8 @@ def _ends(r: Rank) -> float:
 
 def kept_logits(r: Rank) -> int:
     """Return the response tokens whose logits are kept for the backward pass; see `log_probs.in_chunks`."""
-    kept, chunk = 8 * HEAD_LOGITS * r.tp // (r.e * r.shape.vocab), _chunk(r)
+    more = 1.0 if r.args.device == "cpu" else max(1.0, r.args.gpu_memory_gb / 32)
+    kept, chunk = int(8 * HEAD_LOGITS * more) * r.tp // (r.e * r.shape.vocab), _chunk(r)
     return r.responses if r.responses <= max(chunk, kept) else max(chunk, kept // chunk * chunk)
 
 

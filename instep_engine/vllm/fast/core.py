@@ -3,11 +3,14 @@
 `abort` does so before the requests end, so that they end with all their tokens. `keep` and `wait` do so after the last
 step; a preempted request outlives a `wait`, too. vLLM 0.32 writes its weight version into each message, and so does
 this module; for older versions there is `versions.py`.
+
+Besides, a core that has nothing to do waits for the rest of a rollout's requests, so that one step begins all of them.
 """
 
 from __future__ import annotations
 
 import functools
+import time
 from concurrent.futures import Future
 from typing import Any
 
@@ -16,9 +19,12 @@ from vllm.v1.engine.core import EngineCoreProc
 
 from instep_engine.vllm.fast import versions
 
+SILENCE = 0.003  # seconds without a new request after which the first step begins
+LONGEST = 0.03  # seconds after which it begins in any case
+
 
 def install() -> None:
-    """Let pauses flush, once in an engine core."""
+    """Let pauses flush, and first steps wait, once in an engine core."""
     stock = EngineCoreProc.pause_scheduler
     if hasattr(stock, "__wrapped__"):
         return
@@ -34,7 +40,19 @@ def install() -> None:
             paused.add_done_callback(lambda _: flush(self))  # before the callback that answers the caller
         return paused
 
-    EngineCoreProc.pause_scheduler = pause_scheduler
+    stock_input = EngineCoreProc._process_input_queue
+
+    @functools.wraps(stock_input)
+    def process_input_queue(self: EngineCoreProc) -> None:
+        stock_input(self)
+        end = time.monotonic() + LONGEST
+        while self.scheduler.waiting and not self.scheduler.running and time.monotonic() < end:
+            time.sleep(SILENCE)
+            if self.input_queue.empty():
+                break
+            stock_input(self)
+
+    EngineCoreProc.pause_scheduler, EngineCoreProc._process_input_queue = pause_scheduler, process_input_queue
     versions.install(EngineCoreProc)
 
 

@@ -1,7 +1,8 @@
-"""On the GPU: only the log-probs of the sampled tokens, if no request of a step needs more (`logprobs: 0`).
+"""On the GPU: the choice of tokens, and only their log-probs if no request of a step needs more (`logprobs: 0`).
 
 vLLM's sampler reads all logits three times with one program per row: for the maximum, for the sum, and for the token's
-rank, which its server never shows. Here many programs read them once, and the rank is set to 0.
+rank, which its server never shows. Here many programs read them once, and the rank is set to 0. A token is sampled by
+half of vLLM's arithmetic (`kernels.sample`): from the same distribution, but another one for the same seed.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def install() -> None:
     from vllm.v1.outputs import LogprobsTensors
     from vllm.v1.worker.gpu.sample import sampler
 
-    from instep_engine.vllm.fast.kernels import token_log_probs
+    from instep_engine.vllm.fast.kernels import sample, token_log_probs
 
     stock = sampler.compute_topk_scores
     if hasattr(stock, "__wrapped__"):
@@ -46,5 +47,13 @@ def install() -> None:
         ranks = torch.zeros(len(log_probs), dtype=torch.int64)  # on the CPU: nothing to copy
         return LogprobsTensors(sampled_token_ids.unsqueeze(1), log_probs.unsqueeze(1), ranks)
 
-    sampler.compute_topk_scores = compute_topk_scores
-    logger.info("instep: one kernel for the log-probs of sampled tokens (model runner V2)")
+    stock_sample = sampler.gumbel_sample
+
+    @functools.wraps(stock_sample)
+    def gumbel_sample(logits: torch.Tensor, *where: torch.Tensor, apply_temperature: bool, **more: Any) -> torch.Tensor:
+        if apply_temperature or any(value not in (None, False) for value in more.values()):
+            return stock_sample(logits, *where, apply_temperature=apply_temperature, **more)
+        return sample(logits, *where)
+
+    sampler.compute_topk_scores, sampler.gumbel_sample = compute_topk_scores, gumbel_sample
+    logger.info("instep: own kernels to sample tokens and for their log-probs (model runner V2)")

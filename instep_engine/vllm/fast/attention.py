@@ -1,0 +1,61 @@
+"""On the GPU: attention of steps in which every request decodes one token of a short context.
+
+FlashAttention-3 computes tiles of 64 query rows, of which such a step fills one or two, and a tile ends after a few
+hundred keys. Here a small program computes each request and key-value head, and several of them share a multiprocessor.
+Long contexts and few requests stay with FlashAttention, which splits them over the multiprocessors.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from vllm.logger import init_logger
+from vllm.triton_utils import HAS_TRITON
+
+from instep_engine.vllm.fast import is_known
+
+logger = init_logger("vllm.instep")
+LONGEST = 2048  # tokens of a context; a longer one would keep its program busy after all others have ended
+PROGRAMS = 4  # for each multiprocessor, at least
+
+
+def install() -> None:
+    """Use the kernel in vLLM 0.26's backend FLASH_ATTN. Once in each process that computes."""
+    if not is_known() or not HAS_TRITON:
+        return
+    from vllm.v1.attention.backends import flash_attn
+
+    from instep_engine.vllm.fast.kernels import attend
+
+    stock = flash_attn.flash_attn_varlen_func
+    if hasattr(stock, "__wrapped__"):
+        return
+
+    @functools.wraps(stock)
+    def flash_attn_varlen_func(*, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **more: Any) -> Any:
+        if not _fits(q, k, **more):
+            return stock(q=q, k=k, v=v, **more)
+        attend(more["out"], q, k, v, more["block_table"], more["seqused_k"], more["softmax_scale"])
+        return more["out"]
+
+    flash_attn.flash_attn_varlen_func = flash_attn_varlen_func
+    logger.info("instep: a kernel for the attention of steps that decode short contexts")
+
+
+def _fits(q: torch.Tensor, k: torch.Tensor, **more: Any) -> bool:
+    """Return whether the kernel computes this call. A CUDA graph keeps the decision of its capture."""
+    table, window = more.get("block_table"), more.get("window_size")
+    plain = not any(more.get(name) is not None for name in ("alibi_slopes", "s_aux", "mask_mod"))
+    if table is None or more.get("out") is None or more["max_seqlen_q"] != 1 or len(q) != len(table) or not plain:
+        return False
+    short = table.shape[1] * k.shape[1] <= LONGEST
+    enough = len(q) * k.shape[2] >= PROGRAMS * _multiprocessors(q.device)
+    usual = q.dtype == k.dtype and q.shape[2] in (64, 128) and not more.get("softcap") and not more.get("cp_world_size")
+    return short and enough and usual and window in (None, [-1, -1], (-1, -1))
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
