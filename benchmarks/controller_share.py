@@ -40,6 +40,7 @@ from instep.cluster.local import CONNECTION_VARIABLE, WorkerGroup
 from instep.controller import records
 from instep.controller import round as rounds
 from instep.controller.role import RoleTrainer
+from instep.controller.turns import Turns
 from instep.data.tokenizer import ByteTexts
 from instep.engines import keys, wire
 from instep.rollout import execute, group_request, http
@@ -145,7 +146,7 @@ class StandInDeployment:
     url = ""
 
     def __init__(self, args: Any, hook_args: Any, runtime: Any, *_: Any, **__: Any):
-        self._args, self._runtime = args, runtime
+        self._args, self._runtime, self.turns = args, runtime, Turns(args)
 
     def start(self) -> None:
         host, port = self.url.removeprefix("http://").split(":")
@@ -177,9 +178,6 @@ class StandInDeployment:
         return None
 
     def memory(self, phase: str) -> dict[str, float]:
-        return {}
-
-    def turn_seconds(self) -> dict[str, float]:
         return {}
 
     def accepted_drafts(self) -> dict[str, float]:

@@ -116,9 +116,8 @@ class Run:
             _refuse_both("reward", reward, "reward_funcs", reward_funcs)
             if not (found := added("call")):
                 what = "TRL's arguments are read by the package instep_neighbours, which is not installed here"
-                raise ConfigError(
-                    what, where="instep", remedy="pip install instep: a clone on PYTHONPATH is not enough"
-                )
+                remedy = "pip install instep: a clone on PYTHONPATH is not enough"
+                raise ConfigError(what, where="instep", remedy=remedy)
             as_flags = found[0]
             flags, rows, evaluations, notes = as_flags(command, args, reward_funcs, train_dataset, eval_dataset, flags)
             prompts = prompts if rows is None else rows

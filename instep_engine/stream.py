@@ -294,8 +294,7 @@ def views_of(header: dict[str, Any], session: dict[str, str], data: torch.Tensor
     found = checksums(data, [rows_of(t.nbytes) for t in known.packed])
     for t, sum_ in zip(header["tensors"], found, strict=True):
         if sum_ != t["digest"]:
-            what = f"{t['name']}: the bytes received do not have the checksum of those sent"
-            raise WeightMismatch(what, t["name"])
+            raise WeightMismatch(f"{t['name']}: the bytes received do not have the checksum of those sent", t["name"])
     return known
 
 

@@ -37,9 +37,9 @@ APART = [*FED, *NAMES, "--middleware", AUTH]  # of an engine that prefills or de
 ENDS = [*NAMES, "--middleware", FAST, "--middleware", AUTH, "--scheduler-cls", "instep_engine.vllm.fast.scheduler.make"]
 COMMON, FED = COMMON + ENDS, FED + ENDS
 ROUTED = [
-    *("--disable-retries", "--disable-circuit-breaker", "--max-concurrent-requests", "32768", "--queue-size", "32768"),
-    *("--worker-startup-check-interval", "1", "--health-check-interval-secs", "2", "--health-failure-threshold", "2"),
-    *("--health-success-threshold", "1", "--log-level", "warning"),
+    *("--max-concurrent-requests", "32768", "--queue-size", "32768", "--log-level", "warning"),
+    *("--disable-retries", "--disable-circuit-breaker", "--worker-startup-check-interval", "1"),
+    *("--health-check-interval-secs", "2", "--health-failure-threshold", "2", "--health-success-threshold", "1"),
     *("--cors-allowed-origins", "http://127.0.0.1", "--request-timeout-secs", "3600"),
 ]
 STICKY = ["--policy", "sticky_least_loaded", *ROUTED]

@@ -118,8 +118,7 @@ def _from_yaml(args: Settings) -> Iterator[Problem]:
     body = found if isinstance(found := config.get("eval"), dict) else {}
     entries, shared = body.get("datasets"), body.get("defaults") or {}
     if not isinstance(entries, list) or not entries or not all(isinstance(e, dict) for e in [*entries, shared]):
-        remedy = "write eval: {datasets: [{name: NAME, path: FILE}]}"
-        yield Problem("has no list eval.datasets", where, remedy)
+        yield Problem("has no list eval.datasets", where, "write eval: {datasets: [{name: NAME, path: FILE}]}")
         return
     for key in [*(config.keys() - {"eval"}), *(body.keys() - {"defaults", "datasets"})]:
         yield Problem(f"unknown key '{key}'", where, "known: eval, defaults, datasets")

@@ -65,8 +65,7 @@ def remote(args: Settings, given: set[str]) -> Iterator[Problem]:
 
 def both(args: Settings, given: set[str]) -> Iterator[Problem]:
     if args.rm_type is not None and args.custom_rm_path is not None:
-        what = "is not used: --custom-rm-path computes the reward"
-        yield Problem(what, f"--rm-type {args.rm_type}", refused=False)
+        yield Problem("is not used: --custom-rm-path computes the reward", f"--rm-type {args.rm_type}", refused=False)
 
 
 def possible(args: Settings, given: set[str]) -> Iterator[Problem]:

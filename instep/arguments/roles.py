@@ -21,12 +21,7 @@ from instep.cluster.placement import num_critic_gpus
 
 ROLES = ("actor", "critic")
 # Attributes with a separate flag for the critic.
-CRITIC_FLAGS = {
-    "lr": "critic_lr",
-    "lr_warmup_iters": "critic_lr_warmup_iters",
-    "load": "critic_load",
-    "save": "critic_save",
-}
+CRITIC_FLAGS = {name: f"critic_{name}" for name in ("lr", "lr_warmup_iters", "load", "save")}
 _MORE = ("--load", "--save", "--recompute-granularity", "--recompute-method", "--recompute-num-layers")
 
 

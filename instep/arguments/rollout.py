@@ -21,8 +21,7 @@ def context_of_model(args: Settings) -> int | None:
 
     The limit comes from flags, groups of `--vllm-config` and config.json; None if they have no limit.
     """
-    found = _contexts(args)
-    return min((length for length in found if length is not None), default=None)
+    return min((length for length in _contexts(args) if length is not None), default=None)
 
 
 def _contexts(args: Settings) -> list[int | None]:

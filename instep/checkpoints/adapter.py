@@ -126,9 +126,8 @@ def read_layout(folder: Path) -> dict[str, Any] | None:
             raise TypeError("names of modules, and the base, are texts")
         return found
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"it does not say what its adapter is: {error!r}", where=str(path), remedy="take another checkpoint"
-        ) from error
+        what = f"it does not say what its adapter is: {error!r}"
+        raise CheckpointError(what, where=str(path), remedy="take another checkpoint") from error
 
 
 def check_layout(folder: Path, lora: Lora | None, modules: list[str], base: Base | None) -> bool:

@@ -178,11 +178,7 @@ def megatron_to_hf(folder: Path, hf: Path, save: Path, shape: ModelShape, consol
     """
     checkpoint = MegatronCheckpoint(folder, shape)
     entries = checkpoint.entries
-    specs = [
-        TensorSpec(name, size, checkpoint.dtype(entry))
-        for entry in entries
-        for name, size in zip(entry.names, entry.shapes, strict=True)
-    ]
+    specs = [TensorSpec(name, size, checkpoint.dtype(e)) for e in entries for name, size in e.tensors.items()]
     num_bytes = sum(spec.nbytes for spec in specs)
     source_of, names = _Digested(checkpoint.tensors), FolderNames.of(hf)
     with (
@@ -243,8 +239,7 @@ def fp8_to_bf16(source: Path, save: Path, console: Console) -> dict[str, str]:
         copy_companions(source, new, weights.specs)
         with _on_disk(new), HuggingFace(new) as written, _bar(console, "comparing", weights.num_bytes) as tell:
             _compare(weights.entries, source_of.digests, written.tensors, tell)
-    figures = _figures(source, save, weights.entries, weights.num_bytes)
-    return figures | {"tensors": f"{len(weights.entries):,}"}
+    return _figures(source, save, weights.entries, weights.num_bytes) | {"tensors": f"{len(weights.entries):,}"}
 
 
 class HuggingFace:
@@ -269,11 +264,7 @@ class HuggingFace:
             self._stack = self._stack.pop_all()
         alone = (WeightEntry(n, (n,), (t.shape,), Kind.REPLICATED) for n, t in self._stored.items())
         self.entries = [entry for entry in weight_entries(shape) if not entry.repeats] if shape else list(alone)
-        self.specs = [
-            TensorSpec(name, size, self._dtype(name))
-            for entry in self.entries
-            for name, size in zip(entry.names, entry.shapes, strict=True)
-        ]
+        self.specs = [TensorSpec(n, size, self._dtype(n)) for e in self.entries for n, size in e.tensors.items()]
         self.num_bytes = sum(spec.nbytes for spec in self.specs)
 
     def __enter__(self) -> HuggingFace:

@@ -58,9 +58,8 @@ def read_index(folder: Path) -> Metadata:
                 raise NoData(f"it has {size:,} bytes, more than {MAX_BYTES:,}")
             found = _metadata(read(file.read()))
     except OSError as error:
-        raise CheckpointError(
-            f"{METADATA} cannot be read: {error.strerror or error}", where=str(index), remedy="use another checkpoint"
-        ) from error
+        what = f"{METADATA} cannot be read: {error.strerror or error}"
+        raise CheckpointError(what, where=str(index), remedy="use another checkpoint") from error
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{METADATA} is not the index of a checkpoint: {error!s:.200}",

@@ -58,8 +58,7 @@ def latest_iteration(root: Path | None) -> int | None:
     if root is None or not root.is_dir():
         return None
     if not (root / TRACKER).exists():
-        there = [p for p in root.glob("iter_*") if p.is_dir()]
-        if there and not complete(root):
+        if any(p.is_dir() for p in root.glob("iter_*")) and not complete(root):
             raise CheckpointError(
                 f"{TRACKER} is missing, and no complete checkpoint of instep is there, but {contents(root)}",
                 where=str(root),
@@ -120,22 +119,6 @@ def finish_renames(root: Path) -> None:
     for replaced in root.glob(".iter_*.old"):
         if not (place := root / replaced.name[1:-4]).exists():
             os.rename(replaced, place)
-
-
-def save_checkpoint(
-    root: Path,
-    iteration: int,
-    write: Callable[[Path], Mapping[str, str]],
-    state: dict[str, Any] | None,
-    earlier: Callable[[Path], None] | None = None,
-) -> Path:
-    """Write one checkpoint atomically and return its folder; see `begin_checkpoint`, whose `begin` finishes at once."""
-
-    def write_now(folder: Path) -> Callable[[], Mapping[str, str]]:
-        known = write(folder)
-        return lambda: known
-
-    return begin_checkpoint(root, iteration, write_now, state, earlier)()
 
 
 def begin_checkpoint(
@@ -241,9 +224,8 @@ def read_state(folder: Path) -> dict[str, Any] | None:
         if not all(isinstance(row, dict) and "rollout_id" in row for row in state["evaluations"]):
             raise ValueError("an entry of evaluations has no rollout_id")
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"run_state.json cannot be read: {error}", where=str(path), remedy=others(folder)
-        ) from error
+        what = f"run_state.json cannot be read: {error}"
+        raise CheckpointError(what, where=str(path), remedy=others(folder)) from error
     return state
 
 

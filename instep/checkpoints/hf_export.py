@@ -227,9 +227,8 @@ def new_export(dst: Path, kind: Kind = "export") -> Iterator[Path]:
             share(new)
             put_in_place(new, dst, dst.with_name(f".{dst.name}.{uuid.uuid4().hex[:8]}.old"), kind)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"cannot write the checkpoint: {error}", where=str(dst), remedy="free space, or write elsewhere"
-        ) from error
+        what = f"cannot write the checkpoint: {error}"
+        raise CheckpointError(what, where=str(dst), remedy="free space, or write elsewhere") from error
 
 
 def write_weights(specs: Sequence[TensorSpec], weights: Iterable[torch.Tensor], folder: Path) -> None:
@@ -258,8 +257,7 @@ def write_weights(specs: Sequence[TensorSpec], weights: Iterable[torch.Tensor], 
                 file.write(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
         weight_map.update({spec.name: name for spec in shard})
     if len(shards) > 1:
-        total = sum(spec.nbytes for spec in specs)
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        index = {"metadata": {"total_size": sum(spec.nbytes for spec in specs)}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2))
 
 

@@ -66,8 +66,7 @@ class Part:
         """Read the box at `offsets` with `sizes`. Raises LookupError if the chunks do not cover it."""
         if not math.prod(sizes):  # a rank whose rows of the vocabulary are padding
             return torch.empty(tuple(sizes), dtype=self.stored.dtype)
-        lead = len(self.index)
-        start, size = (*self.index, *offsets), ((1,) * lead + tuple(sizes))
+        start, size = (*self.index, *offsets), ((1,) * len(self.index) + tuple(sizes))
         out, missing, seen = None, math.prod(sizes), set()
         for chunk in self.stored.at(self.index):
             low = [max(a, b) for a, b in zip(chunk.offsets, start, strict=True)]

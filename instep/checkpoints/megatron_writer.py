@@ -147,12 +147,7 @@ class TorchDistWriter:
 def megatron_arguments(shape: ModelShape, **others: Any) -> argparse.Namespace:
     """Return the Megatron arguments that its loader compares; `others` replace those of `instep convert`."""
     own = dict(
-        num_layers=shape.num_layers,
-        hidden_size=shape.hidden_size,
-        ffn_hidden_size=shape.ffn_hidden_size,
-        num_attention_heads=shape.num_attention_heads,
-        num_query_groups=shape.num_query_groups,
-        kv_channels=shape.kv_channels,
+        **shape.sizes,
         num_experts=shape.experts.num if shape.experts else None,
         max_position_embeddings=shape.max_position_embeddings,
         untie_embeddings_and_output_weights=not shape.tied,

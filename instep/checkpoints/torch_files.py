@@ -58,8 +58,7 @@ def load_data(path: Path) -> dict[Any, Any]:
     """
     try:
         open_regular(path).close()
-        names = get_unsafe_globals_in_checkpoint(path)
-        classes = [(_FILLED.get(name) or class_for(name), name) for name in names]
+        classes = [(_FILLED.get(name) or class_for(name), name) for name in get_unsafe_globals_in_checkpoint(path)]
     except _DAMAGED:
         classes = []  # the except below reports what is wrong with it
     with safe_globals(classes):  # type: ignore[arg-type]

@@ -235,8 +235,7 @@ class Ray:
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        counts = [len(used) for used in plan.nodes]
-        bundles = [{"CPU": n, "GPU": n} if gpus else {"CPU": n} for n in counts]
+        bundles = [{"CPU": n, "GPU": n} if gpus else {"CPU": n} for n in map(len, plan.nodes)]
         here = next(node["Resources"] for node in ray.nodes() if node["NodeID"] == self._node_id)
         pins: list[dict[str, str]] = [{} for _ in bundles]
         if all(here.get(kind, 0) >= amount for kind, amount in bundles[0].items()):

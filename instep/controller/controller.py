@@ -345,7 +345,7 @@ class Controller:
         speed = speed_metrics(seconds, generated, trained.num_tokens, early.get("perf/early_train_seconds", 0.0))
         metrics = {**rollout.metrics, **trained.metrics, **early, **speed}
         metrics |= {"perf/pss_bytes": self._memory.current, "perf/peak_pss_bytes": self._memory.peak}
-        metrics |= self.deployment.turn_seconds() | self._saves.metrics()
+        metrics |= self.deployment.turns.take_seconds() | self._saves.metrics()
         trained_seconds = sum(early.values()) + seconds.get("train", 0.0)
         metrics |= self._idle.take(trained_seconds, engines=bool(self.deployment.engines))
         metrics |= runtime.state().take_array_share() | self.deployment.accepted_drafts()

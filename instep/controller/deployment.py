@@ -84,7 +84,7 @@ class Deployment:
         self._sync: WeightSync | None = None
         self._thread = threading.current_thread()  # which drives the workers
         self._has_stepped = False
-        self._turns, self._drafts = Turns(args), AcceptedDrafts()
+        self.turns, self._drafts = Turns(args), AcceptedDrafts()
         sweep(log.run_dir)
         self._scratch = Scratch("instep-run-")
         self._memory = memory_scratch(f"{SYNC}{os.getpid()}-")
@@ -95,8 +95,7 @@ class Deployment:
         """Start all processes, load the models, and let the engines serve the weights of `--hf-checkpoint`."""
         self._check_servers()
         cluster = self._start_processes()
-        proof = self._load_models(cluster)
-        self._serve(cluster, proof)
+        self._serve(cluster, self._load_models(cluster))
 
     def _check_servers(self) -> None:
         """Report servers that do not work or do not fit, before anything starts."""
@@ -128,7 +127,7 @@ class Deployment:
             restart=cluster.restart_engine,
             log_dir=self._log.run_dir / "logs",
             status=self._log.progress.line,
-            takes_turns=self._turns.are_taken,
+            takes_turns=self.turns.are_taken,
         )
         return cluster
 
@@ -137,7 +136,7 @@ class Deployment:
 
         Engines measure the free memory, which must not change meanwhile.
         """
-        args, turns = self._args, self._turns
+        args, turns = self._args, self.turns
         if cluster.room is not None:  # engines only import until the trainer has left the GPUs, or has its memory there
             self._load_trainer(cluster)
             if self.trainer is not None:  # compile its layers while the engines start
@@ -160,7 +159,7 @@ class Deployment:
 
     def _serve(self, cluster: Cluster, proof: Proof | None) -> None:
         """Admit requests to the engines. They have the weights of --hf-checkpoint: a trial keeps no samples."""
-        args, fleet, turns = self._args, self._fleet, self._turns
+        args, fleet, turns = self._args, self._fleet, self.turns
         if args.rollout_top_p < 1 or args.rollout_top_k > 0:
             self._log.status(
                 "top-p/top-k: the engine's log-probs are of the truncated distribution, the gap shows the difference"
@@ -193,7 +192,7 @@ class Deployment:
             scratch=self._scratch.path,
             tell=self._log.progress.line,
         )
-        self._turns.roles = self.trainer.roles
+        self.turns.roles = self.trainer.roles
         if (checkpoint := self._beginning.checkpoint) is not None:
             self._log.status(f"continuing from {checkpoint} at rollout {self._beginning.rollout_id}")
 
@@ -288,7 +287,7 @@ class Deployment:
 
     def hold_engines(self) -> None:
         """Pause the engines while the trainer writes into their memory (single-copy), or give their GPUs to it."""
-        if self._sync is not None and (self._sync.way == SINGLE_COPY or self._turns.are_taken):
+        if self._sync is not None and (self._sync.way == SINGLE_COPY or self.turns.are_taken):
             with self._log.phase("sync"):
                 self._wait_for_starts()
                 self._sync.hold(self._fleet.available())
@@ -296,7 +295,7 @@ class Deployment:
     @contextmanager
     def trainer_at_work(self) -> Iterator[None]:
         """Give the trainer its memory after a sync, when it has left the GPUs to the engines."""
-        if self._sync is None or not self._turns.parks:
+        if self._sync is None or not self.turns.parks:
             yield
             return
         self._wait_for_starts()
@@ -310,7 +309,7 @@ class Deployment:
             EngineError: an engine did not become ready within --engine-start-timeout.
         """
         deadline = time.monotonic() + 1.1 * self._args.engine_start_timeout  # a late engine is ended first
-        while self._turns.are_taken and self._fleet.is_starting:
+        while self.turns.are_taken and self._fleet.is_starting:
             self.check()
             if time.monotonic() > deadline:
                 raise EngineError(
@@ -325,10 +324,6 @@ class Deployment:
         if self.trainer is None:
             return {}
         return {f"memory/{phase}/{name}": value for name, value in self.trainer.actor.memory().items()}
-
-    def turn_seconds(self) -> dict[str, float]:
-        """See `Turns.take_seconds`."""
-        return self._turns.take_seconds()
 
     def accepted_drafts(self) -> dict[str, float]:
         """See `AcceptedDrafts.take`; nothing where no flag asks for speculative decoding."""
@@ -367,7 +362,7 @@ class Deployment:
             return
         fleet = self._fleet
         for engine in fleet.waiting():
-            if self._turns.parks and engine.update_weights:
+            if self.turns.parks and engine.update_weights:
                 continue  # the trainer's weights are offloaded: the next sync brings them
             held = [engine]
             if self._sync is not None and engine.update_weights:

@@ -159,7 +159,6 @@ def _save(path: Path, content: dict[str, Any]) -> Path:
         with replacing(path) as part:
             torch.save(content, part)
     except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError on a full disk
-        raise CheckpointError(
-            f"a dump could not be written: {error}", where=str(path), remedy="free space or fix permissions"
-        ) from error
+        what = f"a dump could not be written: {error}"
+        raise CheckpointError(what, where=str(path), remedy="free space or fix permissions") from error
     return path

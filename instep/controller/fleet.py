@@ -85,8 +85,7 @@ class Fleet:
             if routed := has_router(args, len(mine)):
                 self.routers[spec.model] = start_router(args, spec, mine, log_dir, f"router{suffix}")
             if with_gates and needs_gate(args, routed):
-                url = self._inner_url(spec.model)
-                self.gates[spec.model] = start_gate(args, spec, url, log_dir, f"gate{suffix}")
+                self.gates[spec.model] = start_gate(args, spec, self._inner_url(spec.model), log_dir, f"gate{suffix}")
         self._key_file: Path | None = None
         shown = self.engines and with_gates and not args.no_api_key
         if shown and (key := keys.key_of(self._client_url(self._default))):

@@ -18,7 +18,6 @@ from instep.checkpoints.folders import (
     begin_checkpoint,
     critic_folder,
     reference_folder,
-    save_checkpoint,
     teacher_folder,
     weights_folder,
 )
@@ -32,7 +31,7 @@ from instep.errors import ConfigError
 from instep.system.atomic import link_or_copy
 from instep.training import lr_schedule
 
-Earlier = Callable[[Path], None] | None  # see `save_checkpoint`
+Earlier = Callable[[Path], None] | None  # see `begin_checkpoint`
 
 
 class Trainer:
@@ -187,11 +186,12 @@ class Trainer:
     def link_critic(self, root: Path, iteration: int, whole: Path, earlier: Earlier) -> None:
         """Write a checkpoint of the critic alone, linked to the new checkpoint in `whole`."""
 
-        def write(folder: Path) -> dict[str, str]:
+        def begin(folder: Path) -> Callable[[], dict[str, str]]:
             shutil.copytree(whole / CRITIC, folder / CRITIC, copy_function=link_or_copy)
-            return linked_digests(folder, whole)
+            digests = linked_digests(folder, whole)
+            return lambda: digests
 
-        save_checkpoint(root, iteration, write, None, earlier)
+        begin_checkpoint(root, iteration, begin, None, earlier)()
 
     def _save_roles(
         self, roles: list[RoleTrainer], folder: Path, ended: threading.Event

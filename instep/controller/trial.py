@@ -180,8 +180,7 @@ class HookTrial:
         if path := args.dynamic_sampling_filter_path:
             hook = Hook("--dynamic-sampling-filter-path", path)
             for group in copy.deepcopy(groups):
-                row = _row(group[0])
-                await self._bounded(str(hook), group[0], verdict_of(hook, self._hook_args, group, row))
+                await self._bounded(str(hook), group[0], verdict_of(hook, self._hook_args, group, _row(group[0])))
         if path := args.rollout_sample_filter_path:
             await self._call(Hook("--rollout-sample-filter-path", path), samples[0], copy.deepcopy(groups))
         if path := args.buffer_filter_path:
@@ -194,8 +193,7 @@ class HookTrial:
             processed_rewards(hook, await self._call(hook, samples[0], copy.deepcopy(samples)), samples)
 
     async def _call(self, hook: Hook, sample: Sample, *arguments: Any) -> Any:
-        call = hook.acall(self._hook_args, *arguments, where=_row(sample))
-        return await self._bounded(str(hook), sample, call)
+        return await self._bounded(str(hook), sample, hook.acall(self._hook_args, *arguments, where=_row(sample)))
 
     async def _bounded(self, path: str, sample: Sample, coro: Coroutine[Any, Any, T]) -> T:
         limit = self._args.reward_timeout

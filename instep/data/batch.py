@@ -181,8 +181,7 @@ def _mend_log_probs(samples: Sequence[Sample], mask: np.ndarray, out: np.ndarray
 
 def _temperature(sample: Sample, default: float, compares: str) -> float:
     """Return the temperature of all trained tokens of a sample, and check its sampling parameters."""
-    params = sample.sampling_params
-    turns = sample.sampling_turns or [distribution_of({"temperature": default, **params})]
+    turns = sample.sampling_turns or [distribution_of({"temperature": default, **sample.sampling_params})]
     value: Any = turns[0]["temperature"]
     if any(turn["temperature"] != value for turn in turns):
         raise _error(

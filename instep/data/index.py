@@ -165,8 +165,7 @@ def _build(path: Path, folder: Path, chunks: Chunks) -> Found:
 def _keep(folder: Path, found: Found) -> None:
     """Make the index valid, and remove those of earlier states of the file."""
     errors = [[e.what, e.where, e.remedy] for e in found.bad_rows.errors]
-    record = {**vars(found), "bad_rows": {"num": found.bad_rows.num, "errors": errors}}
-    text = json.dumps(record)
+    text = json.dumps({**vars(found), "bad_rows": {"num": found.bad_rows.num, "errors": errors}})
     write_text(folder / INDEX, f"{xxhash.xxh3_64_hexdigest(text.encode())}\n{text}")
     path, content, *_ = folder.name.split("-")
     for old in folder.parent.glob(f"{path}-*"):

@@ -171,8 +171,7 @@ class UserSource:
         place = self.hook.place(where)
         groups = [checked_group(group, place) for group in groups]
         if any(sample.group_index is None for group in groups for sample in group):
-            remedy = "give each group a distinct number"
-            raise RolloutError("a sample has no group_index", where=place, remedy=remedy)
+            raise RolloutError("a sample has no group_index", where=place, remedy="give each group a distinct number")
         return groups
 
     def __len__(self) -> int:

@@ -37,9 +37,8 @@ def load_tokenizer(path: str, trust_remote_code: bool, chat_template: str | None
 
             tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"no tokenizer could be loaded: {error}", where=path, remedy="set --hf-checkpoint to one with a tokenizer"
-        ) from error
+        what = f"no tokenizer could be loaded: {error}"
+        raise CheckpointError(what, where=path, remedy="set --hf-checkpoint to one with a tokenizer") from error
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     return tokenizer

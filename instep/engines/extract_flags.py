@@ -1,66 +1,45 @@
 """Ask an installed engine or router for its flags: `python extract_flags.py PACKAGE VERSION > TABLE.json`.
 
-PACKAGE is one of PARSERS. This program imports nothing of instep, only its stand-ins for packages that SGLang imports.
-It runs in a separate process, because importing the package has costs and side effects. It reads the actions of the
-package's own argparse parser.
+PACKAGE is vllm, or one of CLASSES. This program imports nothing of instep, only its stand-ins for packages that SGLang
+imports. It runs in a separate process, because importing the package has costs and side effects. It reads the actions
+of the package's own argparse parser.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import inspect
 import json
 import os
 import sys
 from typing import Any
 
-
-def vllm_parser() -> argparse.ArgumentParser:
-    """Return the parser of `vllm serve`."""
-    from vllm.entrypoints.cli.serve import ServeSubcommand  # type: ignore[import-not-found]
-    from vllm.utils.argparse_utils import FlexibleArgumentParser  # type: ignore[import-not-found]
-
-    return ServeSubcommand().subparser_init(FlexibleArgumentParser().add_subparsers())
-
-
-def router_parser() -> argparse.ArgumentParser:
-    """Return the parser of `vllm-router`."""
-    from vllm_router.router_args import RouterArgs  # type: ignore[import-not-found]
-
-    parser = argparse.ArgumentParser()
-    RouterArgs.add_cli_args(parser)
-    return parser
-
-
-def sglang_parser() -> argparse.ArgumentParser:
-    """Return the parser of `sglang.launch_server`."""
-    with contextlib.suppress(ImportError):  # without them SGLang needs CUDA's packages
-        from instep_engine.sglang.stand_ins import prepare
-
-        prepare()
-    from sglang.srt.server_args import ServerArgs  # type: ignore[import-not-found]
-
-    parser = argparse.ArgumentParser()
-    ServerArgs.add_cli_args(parser)
-    return parser
-
-
-def sglang_router_parser() -> argparse.ArgumentParser:
-    """Return the parser of sglang-router."""
-    from sglang_router.router_args import RouterArgs  # type: ignore[import-not-found]
-
-    parser = argparse.ArgumentParser()
-    RouterArgs.add_cli_args(parser)
-    return parser
-
-
-PARSERS = {
-    "vllm": vllm_parser,
-    "vllm-router": router_parser,
-    "sglang": sglang_parser,
-    "sglang-router": sglang_router_parser,
+# The class of each package that adds its flags to a parser. vLLM builds its parser by a subcommand.
+CLASSES = {
+    "vllm-router": ("vllm_router.router_args", "RouterArgs"),
+    "sglang": ("sglang.srt.server_args", "ServerArgs"),
+    "sglang-router": ("sglang_router.router_args", "RouterArgs"),
 }
+
+
+def parser_of(package: str) -> argparse.ArgumentParser:
+    """Return the parser of `vllm serve`, `vllm-router`, `sglang.launch_server` or sglang-router."""
+    if package == "vllm":
+        from vllm.entrypoints.cli.serve import ServeSubcommand  # type: ignore[import-not-found]
+        from vllm.utils.argparse_utils import FlexibleArgumentParser  # type: ignore[import-not-found]
+
+        return ServeSubcommand().subparser_init(FlexibleArgumentParser().add_subparsers())
+    if package == "sglang":
+        with contextlib.suppress(ImportError):  # without them SGLang needs CUDA's packages
+            from instep_engine.sglang.stand_ins import prepare
+
+            prepare()
+    module, name = CLASSES[package]
+    parser = argparse.ArgumentParser()
+    getattr(importlib.import_module(module), name).add_cli_args(parser)
+    return parser
 
 
 def rows(parser: argparse.ArgumentParser) -> list[dict[str, Any]]:
@@ -131,7 +110,7 @@ if __name__ == "__main__":
     sys.argv = [package]
     out, sys.stdout = sys.stdout, sys.stderr  # the package's own output does not belong into the table
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    found = rows(PARSERS[package]())
+    found = rows(parser_of(package))
     if package.startswith("sglang"):  # some of its choices come from sets, in another order in each process
         found = [row | {"choices": sorted(row["choices"])} if "choices" in row else row for row in found]
     flags = ",\n  ".join(json.dumps(row, sort_keys=True) for row in found)

@@ -25,10 +25,9 @@ from instep_engine.guard import EVERYONE, GENERATE_VARIABLE, HOSTS_VARIABLE, KEY
 KEY_FILE = "api_key"  # in the run's folder
 CONTROL_FILE = "control_key"  # also in the run's folder, of `instep serve`: opens control routes, too
 _MAKE = "python -c 'import secrets; print(secrets.token_hex(32))'"
-_by_address: PerRun[dict[tuple[str, int], str]] = PerRun(dict)
-_users: PerRun[dict[tuple[str, int], int]] = PerRun(
-    dict
-)  # address of this run's server on this host -> the user that runs it
+# By address of a server: its key and, for a server of this run on this host, the user that runs it.
+_known: PerRun[dict[tuple[str, int], tuple[str, int | None]]] = PerRun(dict)
+_STRANGER = "", None
 
 
 @cached_per_run
@@ -86,20 +85,17 @@ def know(url: str, key: str, *, user: int | None = None) -> None:
         user: the user that runs the server, if it belongs to this run and is on this host. No other user's server gets
             the key.
     """
-    _by_address()[_address(url)] = key
-    _users().pop(_address(url), None)
-    if user is not None:
-        _users()[_address(url)] = user
+    _known()[_address(url)] = key, user
 
 
 def user_at(url: str) -> int | None:
     """Return the `user` that `know` got for the server."""
-    return _users().get(_address(url))
+    return _known().get(_address(url), _STRANGER)[1]
 
 
 def key_of(url: str) -> str:
     """Return the key that requests to `url` need, as far as this run knows; "" if it knows none."""
-    return _by_address().get(_address(url), "")
+    return _known().get(_address(url), _STRANGER)[0]
 
 
 def api_key(url: str) -> str:
@@ -121,7 +117,7 @@ def headers_for(url: str) -> dict[str, str]:
 def check_listener(host: str, port: int) -> None:
     """Raise ConnectionError if another user of this host listens at the port of a server of this run."""
     host = _name(host)
-    user = _users().get((host, port))
+    _, user = _known().get((host, port), _STRANGER)
     if user is not None and (strangers := users_listening(port, host, "::1") - {user}):
         what = f"user {min(strangers)} of this host listens at {host}:{port}, where a server of this run should"
         raise ConnectionRefusedError(errno.ECONNREFUSED, what)

@@ -114,6 +114,8 @@ class EngineKind(Protocol):
         renormalizes: whether its log-probs under a top-p or top-k are of the kept tokens only; else of all tokens.
         dying_seconds: how long its server may live after the computing process has died.
         core_route: a GET that only the computing process can answer, not the HTTP server alone.
+        lease_route: a POST that begins or renews a lease; "" without one.
+        compares_names: whether it must hear the names of all tensors before the end of a session.
         state_routes: GETs that report the engine's activity, for a dump.
         capabilities: those of its engines; for the kind of a running engine, those of that engine.
         wire: the wire format of its requests and answers.
@@ -132,6 +134,8 @@ class EngineKind(Protocol):
     renormalizes: bool = True
     dying_seconds: float = 0.0
     core_route: str = "/is_paused"
+    lease_route: str = ""
+    compares_names: bool = False
     state_routes: tuple[str, ...] = ("/is_paused", "/weight_info")
 
     @property
@@ -246,7 +250,7 @@ class EngineKind(Protocol):
         Args:
             about: the request, as `instep_engine/lease.py` reads it.
         """
-        return None
+        return (self.lease_route, about) if self.lease_route else None
 
     def reset_cache(self, engine: RunningEngine, *, timeout: float) -> bool | None:
         """Drop the cached keys and values of old weights. Return False if some are still in use."""
@@ -317,6 +321,8 @@ class EngineKind(Protocol):
 
     def finish_update(self, engine: RunningEngine, version: str, names: Sequence[str], *, timeout: float) -> None:
         """End the session. The engine refuses if one of `names`, or another weight of the model, was not delivered."""
+        if self.compares_names:
+            self.update(engine, {"backend": "complete", "names": list(names)}, timeout=timeout)
         engine.post("/finish_weight_update", {"weight_version": version}, timeout=timeout)
 
 

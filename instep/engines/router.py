@@ -30,21 +30,16 @@ from instep_engine.guard import KEY_VARIABLE
 
 CALL_SECONDS = 10.0
 START_SECONDS = 60.0  # of a restarted router, on a busy machine; it asks all engines first
-_DEFAULTS = {
-    "policy": ["sticky_least_loaded"],  # a group's samples share their prompt, so they stay with one engine
+# Of both routers.
+COMMON_FLAGS: Mapping[str, Sequence[str]] = {
     "disable_retries": [],
     "disable_circuit_breaker": [],  # it would exclude an engine that is only paused for a sync
-    "max_concurrent_requests": ["32768"],
-    "queue_size": ["32768"],
     "worker_startup_check_interval": ["1"],
     "health_check_interval_secs": ["2"],
     "health_failure_threshold": ["2"],
     "health_success_threshold": ["1"],
-    "log_level": ["warning"],
     "cors_allowed_origins": ["http://127.0.0.1"],  # an empty list would mean all
 }
-
-
 Start = Callable[[Sequence[str]], SupervisedProcess]
 
 
@@ -89,7 +84,13 @@ class Router(Server):
     program, package, main = "vllm-router", "vllm_router", "instep.engines.router_main"
     external_flags, remove_route = "--vllm-router-ip and --vllm-router-port", "POST /remove_worker?url=..."
     how_to_install = "instep install router"
-    own_flags: ClassVar[Mapping[str, Sequence[str]]] = _DEFAULTS
+    own_flags: ClassVar[Mapping[str, Sequence[str]]] = {
+        "policy": ["sticky_least_loaded"],  # a group's samples share their prompt, so they stay with one engine
+        "max_concurrent_requests": ["32768"],
+        "queue_size": ["32768"],
+        "log_level": ["warning"],
+        **COMMON_FLAGS,
+    }
     _starts_empty = True
 
     def __init__(self, url: str, start: Start | None = None, engines: Iterable[Member] = ()):

@@ -68,11 +68,11 @@ class SglangKind(EngineKind):
     """Engines of the installed SGLang, or of `version` ("0.5.17")."""
 
     name, title = "sglang", "SGLang"
-    own_gpus = needs_router = True
+    own_gpus = needs_router = compares_names = True
     renormalizes = False
     memory_flags = "--sglang-mem-fraction-static"
     sends_heartbeats = False  # its server sends them, but does not notice a scheduler that hangs
-    core_route = "/instep/alive"
+    core_route, lease_route = "/instep/alive", "/lease"
     dying_seconds = 10.0
 
     def __init__(self, version: str = ""):
@@ -270,12 +270,8 @@ class SglangKind(EngineKind):
     def core_patience(self, heartbeat_timeout: float) -> float | None:
         return SILENT_HEARTBEATS * heartbeat_timeout
 
-    def lease(self, about: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        return "/lease", about
-
     def num_workers(self, engine: RunningEngine, timeout: float) -> int:
-        about = get_json(engine.url + "/server_info", timeout)
-        return int(about["tp_size"])
+        return int(get_json(engine.url + "/server_info", timeout)["tp_size"])
 
     def drafts(self, engine: RunningEngine, timeout: float) -> tuple[float, float]:
         found = get_json(engine.url + "/instep/drafts", timeout)
@@ -302,10 +298,6 @@ class SglangKind(EngineKind):
     def start_update(self, engine: RunningEngine, version: str, nonce: str, *, timeout: float) -> None:
         body = {"protocol": PROTOCOL, "version": version, "nonce": nonce}
         engine.post("/start_weight_update", body, timeout=timeout)
-
-    def finish_update(self, engine: RunningEngine, version: str, names: Any, *, timeout: float) -> None:
-        self.update(engine, {"backend": "complete", "names": list(names)}, timeout=timeout)
-        super().finish_update(engine, version, names, timeout=timeout)
 
 
 KIND = SglangKind()

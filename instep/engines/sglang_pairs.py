@@ -93,9 +93,8 @@ def scores_by_decode(engine: RunningEngine, tokens: Sequence[int], timeout: floa
     for end, answer in zip(ends, answers, strict=True):
         if (got := answer["output_ids"][0]) != tokens[end]:
             what = f"SGLang did not apply logit_bias: {prefill.name} chose token {got}, not {tokens[end]}"
-            raise EngineError(
-                what, where=prefill.url, remedy="use a version of SGLang that docs/engines_sglang.md names"
-            )
+            remedy = "use a version of SGLang that docs/engines_sglang.md names"
+            raise EngineError(what, where=prefill.url, remedy=remedy)
         found = answer["meta_info"]["output_token_ids_logprobs"][0][0][0]
         difference = (math.nan if found is None else found) - scores[end]  # JSON has no NaN
         scores[end : end + EVERY] = [score + difference for score in scores[end : end + EVERY]]

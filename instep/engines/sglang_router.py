@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from instep.arguments.settings import Settings
 from instep.engines.keys import key_of
-from instep.engines.router import CALL_SECONDS, NoRoute, Router
+from instep.engines.router import CALL_SECONDS, COMMON_FLAGS, NoRoute, Router
 from instep.engines.topology import ServerRole
 from instep.errors import ConfigError, EngineError
 from instep_engine.guard import KEY_VARIABLE
@@ -38,19 +38,13 @@ class SglangRouter(Router):
     remove_route = "DELETE /workers/ID, with the ID in GET /workers"
     how_to_install = "pip install sglang-router"
     own_flags: ClassVar[Mapping[str, Sequence[str]]] = {
-        "policy": ["cache_aware"],  # this and the next three are slime's
+        "policy": ["cache_aware"],  # this and the next two are slime's
         "balance_abs_threshold": ["10"],
         "balance_rel_threshold": ["1.2"],
         "log_level": ["warn"],
-        "disable_retries": [],
-        "disable_circuit_breaker": [],  # it would exclude an engine that is only paused for a sync
         "shutdown_grace_period_secs": ["0"],  # `drop_requests`: a hung request would hold it up
         "worker_startup_timeout_secs": [str(round(CALL_SECONDS))],  # one that dies as it joins does not join later
-        "worker_startup_check_interval": ["1"],
-        "health_check_interval_secs": ["2"],
-        "health_failure_threshold": ["2"],
-        "health_success_threshold": ["1"],
-        "cors_allowed_origins": ["http://127.0.0.1"],  # an empty list would mean all
+        **COMMON_FLAGS,
     }
 
     _has_ids = False  # older routers do not have them: they have the routes of vllm-router

@@ -18,7 +18,7 @@ import re
 import shlex
 import shutil
 import urllib.error
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ class VllmKind(EngineKind):
     """Engines of the installed vLLM, or of `version` ("0.32.0", "0.32.0+cpu")."""
 
     name, title, auto_device = "vllm", "vLLM", "cuda"
-    own_gpus = waits_for_room = needs_router = True
+    own_gpus = waits_for_room = needs_router = compares_names = True
     sends_heartbeats = False  # its server sends them, but does not notice a core that hangs
     dying_seconds = 6.0  # the server checks every 5 s whether its core has died, and answers 500 until then
 
@@ -295,10 +295,6 @@ class VllmKind(EngineKind):
                 engine.post("/finish_weight_update", timeout=timeout)
             engine.post("/init_weight_transfer_engine", announced, timeout=timeout)
         engine.post("/start_weight_update", timeout=timeout)
-
-    def finish_update(self, engine: RunningEngine, version: str, names: Sequence[str], *, timeout: float) -> None:
-        self.update(engine, {"backend": "complete", "names": list(names)}, timeout=timeout)
-        super().finish_update(engine, version, names, timeout=timeout)
 
 
 KIND = VllmKind()

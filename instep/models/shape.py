@@ -165,6 +165,12 @@ class ModelShape:
             return self.latent.rotary_dim
         return int(self.kv_channels * self.rope.get("partial_rotary_factor", 1.0))
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes that a run of Megatron and its checkpoints have under the same names."""
+        names = "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels"
+        return {name: getattr(self, name) for name in names.split()}
+
     def as_critic(self) -> ModelShape:
         """Return the same transformer with a value head."""
         return replace(self, tied=False, value_head=True)

@@ -191,10 +191,8 @@ def _of_config(config: Mapping[str, Any]) -> Shape:
     experts, name = num_experts(config), str(config.get("model_type", ""))
     chosen = int(config.get("num_experts_per_tok") or 1) if experts > 1 else 1
     ffn = int((config.get("moe_intermediate_size") if experts > 1 else None) or config["intermediate_size"])
-    family, tied = (
-        FAMILIES.get(name) or FAMILIES.get(name.removesuffix("_moe")),
-        bool(config.get("tie_word_embeddings")),
-    )
+    family = FAMILIES.get(name) or FAMILIES.get(name.removesuffix("_moe"))
+    tied = bool(config.get("tie_word_embeddings"))
     queries, keys = heads * head_dim, kv_heads * head_dim
     qk_norm = family is not None and family.qk_norm
     small = 2 * hidden + 2 * head_dim * qk_norm

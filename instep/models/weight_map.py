@@ -58,6 +58,11 @@ class WeightEntry:
     repeats: bool = False
 
     @property
+    def tensors(self) -> Tensors:
+        """The shapes of the Hugging Face tensors, by name."""
+        return dict(zip(self.names, self.shapes, strict=True))
+
+    @property
     def prefix(self) -> str:
         """The start of Megatron's names of all parameters of its transformer layer; empty outside of layers."""
         match = _IN_LAYER.match(self.megatron)

@@ -160,8 +160,7 @@ class RunLogger:
         head = {"rollout_id": rollout_id, "split": split, "num_samples": sum(map(len, groups))}
         for sample in to_log(groups, limit, reward_key):
             known = ((column or {}).get(id(sample)) for column in (log_probs, entropies))
-            row = sample_row(sample, texts, *known, rewarded=rewarded)
-            self._samples.write({**head, **row})
+            self._samples.write({**head, **sample_row(sample, texts, *known, rewarded=rewarded)})
 
     def note(self, row: Mapping[str, Any]) -> None:
         """Write a row to timeline.jsonl, from any thread. Its times are Unix seconds."""

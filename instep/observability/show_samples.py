@@ -129,8 +129,7 @@ def render(row: dict[str, Any], *, with_tokens: bool, marks: bool) -> Iterator[T
     """
     differences = gaps(row)
     known = [g for g in differences if g is not None]
-    head = Text(f"== {row['split']} {row['rollout_id']}, group {row['group_index']}, sample {row['index']}", "bold")
-    yield head
+    yield Text(f"== {row['split']} {row['rollout_id']}, group {row['group_index']}, sample {row['index']}", "bold")
     facts = _facts_of_data(row) if "loss" in row else _facts(row, known)
     yield Text.assemble(*(part for name, text, style in facts for part in ((f"{name} ", "dim"), (text + "  ", style))))
     yield Text.assemble(("prompt    ", "dim"), _prompt(row.get("prompt")))
@@ -219,8 +218,7 @@ def _badness(row: dict[str, Any], by: str, key: str | None) -> float:
     if by == "length":
         return float(row.get("response_length") or 0)
     if by == "gap":
-        known = [g for g in gaps(row) if g is not None]
-        return max(known, default=-1.0)
+        return max([g for g in gaps(row) if g is not None], default=-1.0)
     value = row.get("loss") if by == "loss" else reward_number(row.get("reward"), key)
     return float("-inf") if value is None else value if by == "loss" else -value
 

@@ -40,9 +40,8 @@ def check_inputs(args: Settings) -> None:
         _check_inputs(args)
     except OSError as error:  # for example a name that is too long, or a disk that does not answer
         path = str(error.filename or "")[-200:]
-        raise ConfigError(
-            f"cannot be read: {error.strerror or error}", where=path, remedy="name another file"
-        ) from error
+        what = f"cannot be read: {error.strerror or error}"
+        raise ConfigError(what, where=path, remedy="name another file") from error
 
 
 def _check_inputs(args: Settings) -> None:
@@ -50,8 +49,7 @@ def _check_inputs(args: Settings) -> None:
     own_source = args.data_source_path != defaults["data_source_path"]
     if args.prompt_data is not None and args.rollout_global_dataset and not own_source:
         for file in split_files(args.prompt_data):
-            rows = row_format(args)
-            check_file(file, rows, skip_bad_rows=args.skip_bad_rows, cache_path=args.data_cache_path)
+            check_file(file, row_format(args), skip_bad_rows=args.skip_bad_rows, cache_path=args.data_cache_path)
     if args.eval_function_path == defaults["rollout_function_path"]:
         for dataset in args.eval_datasets:
             _check_eval_file(args, dataset)

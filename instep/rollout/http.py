@@ -118,9 +118,8 @@ async def _ask(
         except (aiohttp.ClientError, ConnectionError) as error:
             problem = f"{type(error).__name__}: {error}"
         except TimeoutError:
-            raise EngineError(
-                f"no answer within {seconds:.0f} s", where=url, remedy="see the server's log; is it overloaded?"
-            ) from None
+            what = f"no answer within {seconds:.0f} s"
+            raise EngineError(what, where=url, remedy="see the server's log; is it overloaded?") from None
         pause = min(FIRST_PAUSE * 2 ** min(attempt - 1, 9), LONGEST_PAUSE)
         if max_retries is None:
             left = end - time.monotonic()

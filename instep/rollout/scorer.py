@@ -70,9 +70,8 @@ class ServedScorer:
         try:
             return int(models["data"][0]["max_model_len"]) - 1  # one token has to follow
         except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise self._error(
-                f"{self.name} does not say its length: {error!r}", "it needs vLLM's /v1/models"
-            ) from error
+            what = f"{self.name} does not say its length: {error!r}"
+            raise self._error(what, "it needs vLLM's /v1/models") from error
 
     def log_probs(self, batch: TokenBatch) -> Tensor:
         """Return log-probs of the responses, float32 `[num_response_tokens]`, at temperature 1.
@@ -111,9 +110,8 @@ class ServedScorer:
         answer = await post(self.url + wire.generate_route, wire.scoring_request(tokens), timeout=self.timeout)
         out = wire.prompt_log_probs(answer, tokens, self.url)[-length:]
         if not all(map(math.isfinite, out)):
-            raise EngineError(
-                "a log-prob of a sample's tokens that is not finite", remedy="see its log", where=self.where
-            )
+            what = "a log-prob of a sample's tokens that is not finite"
+            raise EngineError(what, remedy="see its log", where=self.where)
         return out
 
     def _run(self, coro: Any, timeout: float) -> Any:

@@ -96,8 +96,7 @@ def next_turn(args: Settings, sample: Sample, messages: list[dict[str, Any]]) ->
     kept, earlier = window([*known, {"role": "assistant"}], len(known))
     if any(m["role"] != "tool" for m in messages):  # they may change all turns since the last user's message
         earlier = next((i + 1 for i in reversed(range(len(known))) if known[i]["role"] == "user"), 0)
-    before = [*kept, *known[earlier:]]
-    talk = _Talk(args, before, sample.metadata.get("tools"), where_of(sample))
+    talk = _Talk(args, [*kept, *known[earlier:]], sample.metadata.get("tools"), where_of(sample))
     ids = sample.tokens[sample.prompt_length + at :]
     turn = tokenizer_of(args).decode(ids, skip_special_tokens=False)
     said = said or {"role": "assistant", "content": talk.opening + _without_ends(turn, talk.ends)}

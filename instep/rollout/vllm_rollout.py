@@ -138,8 +138,7 @@ class GroupRollout:
 
     def _refill(self) -> None:
         while len(self.kept) + len(self.pending) < self.target:
-            wanted = self.args.over_sampling_batch_size or self.target
-            for group in taken_from(self.data_source, wanted):
+            for group in taken_from(self.data_source, self.args.over_sampling_batch_size or self.target):
                 task = asyncio.create_task(run_group(self.execution, group, dict(self.params), generate_group))
                 task.add_done_callback(self.over.put_nowait)  # `asyncio.wait` would check each task at each wake
                 self.pending[task] = group
@@ -247,12 +246,14 @@ class GroupRollout:
             done, _ = await asyncio.wait(self.pending, timeout=0.2)
             for task in sorted(done, key=lambda task: order_of(self.pending[task])):
                 await self._finish(task)
-        if self.pending:
-            await runtime.cancel_tasks(list(self.pending))
-            for group in self.pending.values():
-                self.counts["cancelled"] += 1
-                self.data_source.drop([group], "aborted")
-            self.pending.clear()
+        await self._cancel_pending()
+
+    async def _cancel_pending(self) -> None:
+        await runtime.cancel_tasks(list(self.pending))
+        for group in self.pending.values():
+            self.counts["cancelled"] += 1
+            self.data_source.drop([group], "aborted")
+        self.pending.clear()
 
     def _report(self) -> None:
         runtime.report_progress(

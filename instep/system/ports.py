@@ -132,8 +132,7 @@ def choose_port(port: int | None, host: str, patience: float = 0.0) -> int:
     deadline = time.monotonic() + patience
     while port is not None and not port_is_free(port, host):
         if time.monotonic() > deadline:
-            raise ConfigError(
-                f"port {port} is taken", where="--engine-port", remedy="name a free port, or remove the flag"
-            )
+            remedy = "name a free port, or remove the flag"
+            raise ConfigError(f"port {port} is taken", where="--engine-port", remedy=remedy)
         time.sleep(0.05)
     return port or free_port(host)

@@ -134,8 +134,7 @@ def _lane() -> Lane:
         task = None
     if task is not None:
         return id(task)
-    thread = threading.current_thread()
-    return MAIN if thread is threading.main_thread() else threading.get_ident()
+    return MAIN if threading.current_thread() is threading.main_thread() else threading.get_ident()
 
 
 def of_torch(path: Path, track: str) -> list[Span]:

@@ -119,8 +119,7 @@ def _chunks(cu_seqlens: Tensor, size: int) -> tuple[Tensor, list[int]]:
     """
     lengths = cu_seqlens.diff().long()
     counts = (lengths + size - 1) // size
-    order = counts.argsort(descending=True, stable=True)
-    rank = order.argsort()
+    rank = counts.argsort(descending=True, stable=True).argsort()
     numbers = torch.arange(int(counts.max()), device=lengths.device)
     running = (counts[:, None] > numbers).sum(0)
     inside = within(lengths)

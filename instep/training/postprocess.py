@@ -81,5 +81,4 @@ def _rollout_data(batch: TokenBatch) -> dict[str, Any]:
 
 def _are_rows(values: Any, lengths: list[int]) -> bool:
     """Return whether there is a tensor `[response_length]` for each sample."""
-    pairs = zip(values, lengths, strict=True)
-    return all(isinstance(v, Tensor) and v.shape == (n,) for v, n in pairs)
+    return all(isinstance(v, Tensor) and v.shape == (n,) for v, n in zip(values, lengths, strict=True))

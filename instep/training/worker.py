@@ -250,8 +250,7 @@ class Worker(Profiled, WorkerWeights):
         keeping = self._loss_that_keeps(micro_batches, range(batch.num_samples), kept)
         loss_fn = measured(self._begun.gap, batch, keeping)
         parts = [batch.select(indices).to(self.device) for indices in micro_batches]
-        outputs = self.backend.forward_backward(parts, loss_fn, more=True)
-        self._begun.outputs += outputs or []
+        self._begun.outputs += self.backend.forward_backward(parts, loss_fn, more=True) or []
         return {i: row.cpu() for i, row in kept.items()} if self.backend.parallel.is_output_rank else None
 
     def _forget_begun(self) -> None:

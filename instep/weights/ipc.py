@@ -70,7 +70,7 @@ class Ipc(Nccl):
         """
         stream, kept = _Stream(self, source.specs, order, emit), self._kept
         same = kept is not None and (kept.audience, kept.num_bytes) == (order.audience, stream.num_bytes)
-        if not all(_gathered(same and kept is not None and not _is_aborted(kept))):
+        if not all(_gathered(same and kept is not None and not _abort_file(kept.invitation).exists())):
             self.close()
         if _place()[0] == 0:
             stream.buckets  # noqa: B018 - allocate their memory before anything waits
@@ -118,7 +118,7 @@ class Ipc(Nccl):
         opened = _Open(order.audience, invitation, stream.num_bytes)
 
         def look() -> None:
-            if _is_aborted(opened):
+            if _abort_file(invitation).exists():
                 raise StreamBroken("it was ended because another peer has failed")
 
         try:
@@ -345,10 +345,6 @@ def _from_first(values: list[Any]) -> list[Any]:
 def _abort_file(invitation: Invitation) -> Path:
     """Return the file that ends the stream of an invitation."""
     return Path(invitation.store.removeprefix(KIND)).with_name(f"{invitation.group}.abort")
-
-
-def _is_aborted(opened: _Open) -> bool:
-    return _abort_file(opened.invitation).exists()
 
 
 def _refuse_expandable(device: torch.device) -> None:

@@ -124,9 +124,8 @@ def main(words: Sequence[str]) -> int:
     """
     options = parser().parse_args(words)
     if not 0 < options.port < 65536 or not 0 < options.max_queue_gb < 1e6:
-        raise ConfigError(
-            "--port or --max-queue-gb is out of range", where="instep env-api", remedy="use another value"
-        )
+        what = "--port or --max-queue-gb is out of range"
+        raise ConfigError(what, where="instep env-api", remedy="use another value")
     if not port_is_free(options.port, options.host):
         raise ConfigError(f"port {options.port} is taken", where="--port", remedy="use a free port")
     api = EnvApi(int(options.max_queue_gb * (1 << 30)), options.allowed_hosts)

@@ -116,8 +116,7 @@ class State:
         assert self.registration is not None
         self.started = True
         if not self.ready:
-            envs = self.envs.items()
-            shares = {i: e.share for i, e in envs if e.connected and e.share is not None}
+            shares = {i: e.share for i, e in self.envs.items() if e.connected and e.share is not None}
             while (chosen := cut(self.queue, self.registration["batch_size"], shares)) is not None:
                 self.ready.append([self.queue[i] for i in chosen])
                 taken = set(chosen)

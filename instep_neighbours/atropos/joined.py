@@ -136,9 +136,8 @@ def meet(flags: argparse.Namespace) -> dict[int, JoinedRank]:
                 fault = f"trainer rank {rank} joins twice"
             if fault:
                 _say(connection, {"fault": fault})
-                raise ConfigError(
-                    fault, where=where, remedy="start all ranks with the same flags except `--trainer-rank`"
-                )
+                remedy = "start all ranks with the same flags except `--trainer-rank`"
+                raise ConfigError(fault, where=where, remedy=remedy)
             found[rank], gpus[rank] = JoinedRank(rank, connection), hello["gpus"]
     _see_all(gpus, where)
     return found
@@ -169,8 +168,7 @@ def join(flags: argparse.Namespace) -> None:
     _say(line, _hello(flags))
     print(f"[Setup] trainer rank {flags.trainer_rank} has joined rank 0", flush=True)
     if fault := _hear(line, START_SECONDS, "rank 0").get("fault"):
-        where = f"{COMMAND} --trainer-rank {flags.trainer_rank}"
-        raise ConfigError(fault, where=where, remedy="use the same flags")
+        raise ConfigError(fault, where=f"{COMMAND} --trainer-rank {flags.trainer_rank}", remedy="use the same flags")
     with contextlib.suppress(EOFError, OSError):
         line.recv_bytes()
     print("rank 0 has ended, and this rank with it", flush=True)

@@ -200,9 +200,8 @@ def choose_gpus(flags: argparse.Namespace) -> None:
     if not number and flags.vllm_gpu is None:
         return
     if not number.isdigit() and number:
-        raise ConfigError(
-            f"{flags.device!r} is not a device", where=f"{COMMAND} --device", remedy="cpu, cuda or cuda:0"
-        )
+        what = f"{flags.device!r} is not a device"
+        raise ConfigError(what, where=f"{COMMAND} --device", remedy="cpu, cuda or cuda:0")
     visible = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
     if number and visible and int(number) >= len(visible):
         what = f"CUDA_VISIBLE_DEVICES has {len(visible)}"

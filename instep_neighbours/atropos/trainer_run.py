@@ -47,8 +47,7 @@ def _begun(args: HookSettings, rollout_id: int) -> list[str]:
     if args.weight_sync == "single-copy":
         from instep.weights.bridge import shared_folder
 
-        folder = shared_folder(args.vllm_config_path)
-        tensors = json.loads((folder / "memory-0.json").read_text())["tensors"]
+        tensors = json.loads((shared_folder(args.vllm_config_path) / "memory-0.json").read_text())["tensors"]
         if os.environ.get(_DEBUG):
             out += [f"[Debug] {name}: {about['shape']} {about['dtype']}" for name, about in tensors.items()]
         out += [f"[Setup] ✓ Attached {len(tensors)} tensors to vLLM's shared memory"]

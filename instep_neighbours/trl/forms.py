@@ -232,8 +232,7 @@ def completion_asked(body: Body) -> Asked:
     """Read the parameters. Raises BadRequest."""
     if body.get("echo"):
         raise BadRequest("echo: an answer with token ids does not repeat its prompt, whose ids are in prompt_token_ids")
-    given = {name: value for name, value in body.items() if name not in ANSWER}
-    return Asked.of({"max_tokens": 16} | given)
+    return Asked.of({"max_tokens": 16} | {name: value for name, value in body.items() if name not in ANSWER})
 
 
 def chat_asked(body: Body) -> Asked:

@@ -211,9 +211,8 @@ class Front:
     async def _ask(self, payloads: Sequence[Body]) -> list[Body]:
         """Return the engines' answers, in order. If one refuses, all others are cancelled."""
         if self._kind.wire.generate_route != GENERATE:
-            raise Refused(
-                f"{self._kind.title} cannot answer TRL's requests: use --rollout-backend vllm or embedded", 501
-            )
+            what = f"{self._kind.title} cannot answer TRL's requests: use --rollout-backend vllm or embedded"
+            raise Refused(what, 501)
         self._check_whole()
         try:
             async with asyncio.TaskGroup() as group:
@@ -229,10 +228,8 @@ class Front:
                 try:
                     if not self._serves():
                         raise ConnectionError("no engine has the current weights")
-                    headers = keys.headers_for(url)
-                    async with self._http.post(url, json=payload, headers=headers) as answer:
-                        text = await answer.text()
-                        status = answer.status
+                    async with self._http.post(url, json=payload, headers=keys.headers_for(url)) as answer:
+                        status, text = answer.status, await answer.text()
                 except (aiohttp.ClientError, ConnectionError) as error:
                     status, text = 503, f"no engine answers: {error}"
                 except TimeoutError:
@@ -326,9 +323,7 @@ class Front:
                 **{"update_count": delivery.version, "last_update_time": delivery.brought_at},
             },
             "/bridge/state_dict_info": {**about, "shared_weights_enabled": False},
-            "/bridge/debug": {
-                **{"engine_type": args.rollout_backend, "patches_applied": False, "model_config": about},
-            },
+            "/bridge/debug": {"engine_type": args.rollout_backend, "patches_applied": False, "model_config": about},
         }
         return facts[http.path]
 

@@ -83,8 +83,7 @@ class Updates:
             raise Refused(
                 f"the trainer's GPU {uuid} is one of the server's: give each its own GPUs with CUDA_VISIBLE_DEVICES"
             )
-        client = await self._admit(Connection.of(http), legacy=True)
-        self._begin(client, self._join, self._host, port, 0)
+        self._begin(await self._admit(Connection.of(http), legacy=True), self._join, self._host, port, 0)
         return {"message": "Request received, initializing communicator"}
 
     async def init(self, http: web.Request, body: Body) -> Body:
@@ -357,8 +356,7 @@ class Updates:
         self._end_group()
         env = {"OMP_NUM_THREADS": "1"}
         self._group = WorkerGroup("receiver", 1, self._logs, env, self._args.heartbeat_timeout, RECEIVER)
-        meeting = Meeting(host, port, rank, self._args.device, JOIN_SECONDS)
-        self._call(client, "join", meeting, seconds=JOIN_SECONDS)
+        self._call(client, "join", Meeting(host, port, rank, self._args.device, JOIN_SECONDS), seconds=JOIN_SECONDS)
         self._say(f"the trainer at {client.peer} has the weight group")
 
     def _receive(self, client: Client, incoming: Incoming, what: list[Announced], packed_bytes: int | None) -> None:

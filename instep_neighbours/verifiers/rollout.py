@@ -64,9 +64,8 @@ async def generate(
             continue
         return samples if len(samples) > 1 else samples[0]
     what = f"{MAX_CUT} episodes were cut off by engines that have ended their requests"
-    raise RolloutError(
-        what, where=name_of(sample), remedy="see the engines' logs, and check whether another process aborts requests"
-    )
+    remedy = "see the engines' logs, and check whether another process aborts requests"
+    raise RolloutError(what, where=name_of(sample), remedy=remedy)
 
 
 def client_config(args: HookSettings) -> dict[str, Any]:
@@ -103,14 +102,10 @@ class EpisodeRollout(GroupRollout):
 
     async def _end_the_rest(self) -> None:
         self.execution.aborted = True
-        if not self.pending:
-            return
-        await runtime.cancel_tasks(list(self.pending))  # each cancels its episode, and waits for its end
-        await abort_all(self.args.rollout_engine_urls, wire_of(self.args))  # an agent's program may still send requests
-        for group in self.pending.values():
-            self.counts["cancelled"] += 1
-            self.data_source.drop([group], "aborted")
-        self.pending.clear()
+        if self.pending:
+            await self._cancel_pending()  # each task cancels its episode, and waits for its end
+            # An agent's program may still send requests.
+            await abort_all(self.args.rollout_engine_urls, wire_of(self.args))
 
     async def _output(self) -> RolloutFnTrainOutput:
         output = await super()._output()
@@ -140,8 +135,7 @@ def _evaluate(args: HookSettings, rollout_id: int) -> RolloutFnEvalOutput:
         [Sample(group_index=row, index=row * n + i, prompt=r.prompt, metadata=dict(r.metadata)) for i in range(n)]
         for row, r in enumerate(rows)
     ]
-    output = runtime.run(run_sets(args, rollout_id, [(dataset, groups)]), timeout=args.rollout_timeout)
-    found = output.data[name]
+    found = runtime.run(run_sets(args, rollout_id, [(dataset, groups)]), timeout=args.rollout_timeout).data[name]
     first = [i for i, s in enumerate(found["samples"]) if s.metadata["env"]["first_of_trace"]]  # one for each trace
     metrics = {k.replace("rollout/env/", f"eval/{name}/"): v for k, v in metrics_of(found["samples"]).items()}
     return RolloutFnEvalOutput({name: {key: [values[i] for i in first] for key, values in found.items()}}, metrics)

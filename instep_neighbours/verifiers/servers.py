@@ -110,8 +110,7 @@ class Environment:
                 if (fault := process.fault()) is not None and not path.exists():
                     raise self._no_start(f"its process {fault}", process)
                 if time.monotonic() > deadline:
-                    what = f"there are no tasks after {self._args.engine_start_timeout:.0f} s"
-                    raise self._no_start(what, process)
+                    raise self._no_start(f"there are no tasks after {self._args.engine_start_timeout:.0f} s", process)
                 time.sleep(0.05)
             self._first = (process, address) if address else None
         return path

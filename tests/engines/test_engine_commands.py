@@ -42,7 +42,7 @@ import extract_flags
 out, sys.stdout, argvs = sys.stdout, sys.stderr, json.load(sys.stdin)
 sys.argv = ["vllm"]
 answers = []
-parser = extract_flags.{package}_parser()
+parser = extract_flags.parser_of({package!r})
 for argv in argvs:
     try:
         answers.append({{k: str(v) for k, v in vars(parser.parse_args(argv)).items()}})
@@ -90,7 +90,7 @@ def test_the_routers_table_and_commands():
     argvs.append(spec.arguments("127.0.0.1", 3000, 3001, [("prefill", "http://p:1"), ("decode", "http://d:1")]))
     (spec,) = plan_routers(*planned("--rollout-num-gpus 2 --router-balance-abs-threshold 0"))
     argvs.append(spec.arguments("127.0.0.1", 3000, 3001))
-    *singles, disaggregated, regular = answers("router", argvs)
+    *singles, disaggregated, regular = answers("vllm-router", argvs)
     assert [flag.name for flag, answer in zip(known, singles, strict=True) if answer is None] == []
     assert len(routers) == 1
     assert disaggregated["vllm_pd_disaggregation"] == "True" and disaggregated["policy"] == "random"
@@ -211,28 +211,28 @@ def planned(words: str):
 @needs("sglang-router", "sglang_router")
 def test_sglangs_router_takes_every_flag():
     words = "--rollout-backend=sglang"
-    assert refused_flags("sglang-router", "sglang_router", "--router-", words, router_arguments) == []
+    assert refused_flags("sglang-router", "--router-", words, router_arguments) == []
 
 
 @pytest.mark.slow
 @needs("sglang", "sglang")
 def test_sglang_takes_every_flag():
     more = "--sglang-enable-dp-attention"
-    assert refused_flags("sglang", "sglang", "--sglang-", more, words_of_engine) == []
+    assert refused_flags("sglang", "--sglang-", more, words_of_engine) == []
 
 
 def words_of_engine(args: Any) -> list[str]:
     return ["--model-path", "model", *(word for words in engine_words(args).values() for word in words)]
 
 
-def refused_flags(package: Package, module: str, prefix: str, more: str, read: Callable[[Any], list[str]]) -> list[str]:
+def refused_flags(package: Package, prefix: str, more: str, read: Callable[[Any], list[str]]) -> list[str]:
     """The flags that instep takes and the installed package does not; before that, its table is compared with it."""
     if installed_version(package) in TABLES[package]:
         assert extracted(package) == read_table(package, installed_version(package)).flags
     refused = {field for field, _, _ in reserved(package)}
     known = [flag for flag in flag_table(package).flags if flag.field not in refused]
     given = [[prefix + flag.name.removeprefix("--"), *example(flag)] for flag in known]
-    found = answers(module, [read(parse([*words, more], "plan")) for words in given])
+    found = answers(package, [read(parse([*words, more], "plan")) for words in given])
     return [flag.name for flag, answer in zip(known, found, strict=True) if answer is None]
 
 

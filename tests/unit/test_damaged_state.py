@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 from instep.arguments.args import Args
-from instep.checkpoints.folders import read_state, save_checkpoint
+from instep.checkpoints.folders import read_state
 from instep.checkpoints.integrity import check_whole
 from instep.controller.round_metrics import evaluation_summary
 from instep.controller.run_state import beginning, data_state, restore_data
 from instep.data.ledger import Ledger, LedgeredDataSource
 from instep.errors import CheckpointError, InstepError
 from instep.types import VersionSpan
+from tests.checkpoints import save_checkpoint
 from tests.unit.test_data import rows, write
 from tests.unit.test_data_source import source
 

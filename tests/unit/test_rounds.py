@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 import torch
 
-from instep.checkpoints.folders import read_state, save_checkpoint
+from instep.checkpoints.folders import read_state
 from instep.checkpoints.state_json import from_text
 from instep.controller.round import Rollout
 from instep.controller.run_state import check_savable, data_state, restore_data
 from instep.data.ledger import Ledger, LedgeredDataSource
 from instep.errors import RolloutError
 from instep.types import Group, Sample, Status, VersionSpan
+from tests.checkpoints import save_checkpoint
 from tests.unit.test_data import rows, write
 from tests.unit.test_data_source import source
 

@@ -127,7 +127,7 @@ def test_the_state_of_a_run_is_its_own() -> None:
         runtime.state,
         clock,
         keys.run_key,
-        keys._by_address,
+        keys._known,
         execute._last,
         eval._loaded,
         pool._pools,

@@ -10,13 +10,13 @@ from instep.checkpoints.folders import (
     find_checkpoint,
     latest_iteration,
     read_state,
-    save_checkpoint,
     weights_folder,
 )
 from instep.checkpoints.hf_export import check_export_folder
 from instep.checkpoints.integrity import check_whole, has_digests, write_manifest
 from instep.controller.run_state import how_to_go_on
 from instep.errors import CheckpointError, ConfigError
+from tests.checkpoints import save_checkpoint
 
 STATE = {"rollout_id": 3, "num_steps": 4, "version": 5, "ledger": {}, "evaluations": [], "args": {}}
 

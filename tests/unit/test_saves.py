@@ -25,7 +25,6 @@ from instep.checkpoints.folders import (
     finish_renames,
     has_optimizer,
     read_state,
-    save_checkpoint,
 )
 from instep.checkpoints.integrity import check_whole, digests_of_rank, linked_digests
 from instep.controller.controller import Controller
@@ -33,6 +32,7 @@ from instep.controller.run_state import Beginning, beginning
 from instep.controller.trainer import Trainer
 from instep.errors import CheckpointError, ConfigError
 from instep.system.processes import FolderLock
+from tests.checkpoints import save_checkpoint
 from tests.command_line import argv, make_folder
 from tests.logged_run import run
 

@@ -112,7 +112,7 @@ def test_a_trainer_that_stays_gives_back_what_its_passes_needed() -> None:
 
 def test_the_trainer_waits_for_an_engine_that_is_started_anew() -> None:
     deployment, fleet = Deployment.__new__(Deployment), SimpleNamespace(is_starting=True, check=lambda: None)
-    deployment._turns, deployment.worker_groups = make([]), []
+    deployment.turns, deployment.worker_groups = make([]), []
     deployment._fleet = fleet  # type: ignore[assignment]
     deployment._args = SimpleNamespace(engine_start_timeout=0.3)  # type: ignore[assignment]
     with pytest.raises(EngineError, match="the trainer waits for its GPU"):

@@ -6,7 +6,6 @@ import functools
 import urllib.error
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from instep.arguments.settings import Settings
 from instep.data.messages import STARTED, clock
@@ -28,7 +27,7 @@ class EmbeddedKind(EngineKind):
     """Engines of two processes: one computes and sends heartbeats, the other answers HTTP. They end together."""
 
     name, title, auto_device = "embedded", "the embedded engine", "cpu"
-    max_num_gpus, dequantizes = 1, True
+    max_num_gpus, dequantizes, lease_route = 1, True, "/lease"
 
     @functools.cached_property
     def capabilities(self) -> Capabilities:
@@ -69,15 +68,11 @@ class EmbeddedKind(EngineKind):
         env |= {STARTED: started} if (started := clock().started) else {}
         return env | (DETERMINISTIC_ENV if args.deterministic_mode else {})
 
-    def lease(self, about: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        return "/lease", about
-
     def num_generated(self, engine: RunningEngine, timeout: float) -> float | None:
         return float(get_json(engine.url + "/num_generated", timeout)["num_generated"])
 
     def stop_profile(self, engine: RunningEngine, folder: Path, *, timeout: float) -> list[Span]:
-        answer = engine.post("/stop_profile", timeout=timeout)
-        return [Span(*s)._replace(track=engine.name) for s in answer["spans"]]
+        return [Span(*s)._replace(track=engine.name) for s in engine.post("/stop_profile", timeout=timeout)["spans"]]
 
     def identify(self, engine: RunningEngine) -> EngineKind | None:
         try:

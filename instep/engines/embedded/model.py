@@ -140,8 +140,7 @@ class Recorder:
 
     def rows(self) -> np.ndarray:
         """Return the experts of the last forward pass, `[num_tokens, num_layers, top_k]`; zeros in dense layers."""
-        some = next(iter(self._noted.values()))
-        none = torch.zeros_like(some)
+        none = torch.zeros_like(next(iter(self._noted.values())))
         return as_routes(torch.stack([self._noted.get(i, none) for i in range(self.num_layers)], dim=1).cpu().numpy())
 
 

@@ -139,8 +139,7 @@ def adds_special(body: dict[str, Any], default: bool) -> bool:
 _MAX = 2**63 - 1
 _RANGES: dict[str, Any] = dict(max_tokens=(int, 1, _MAX), min_tokens=(int, 0, _MAX), top_k=(int, -1, _MAX))
 _RANGES |= dict(n=(int, 1, 4096), seed=(int, -_MAX, _MAX), logprobs=(int, 0, _MAX), prompt_logprobs=(int, 0, _MAX))
-_RANGES |= dict(routed_experts_prompt_start=(int, 0, _MAX))
-_RANGES |= dict(temperature=(float, 0, 1e9), top_p=(float, 1e-6, 1))
+_RANGES |= dict(routed_experts_prompt_start=(int, 0, _MAX), temperature=(float, 0, 1e9), top_p=(float, 1e-6, 1))
 _ACTING = {*_RANGES, "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens", "detokenize"}
 # vLLM's parameters that change nothing at this value or null. Any other value is refused.
 _NEUTRAL: dict[str, Any] = dict(presence_penalty=0, frequency_penalty=0, repetition_penalty=1, min_p=0)

@@ -38,10 +38,9 @@ class Server:
         self.max_model_len, self.vocab_size = max_model_len, vocab_size
         self.guard = Guard.from_environment()
         self.routes: dict[str, Handler] = {"POST /inference/v1/generate": self.generate, "POST /pause": self.pause}
-        self.routes |= {f"POST {sglang_form.PATH}": self.sglang, "POST /sleep": self.sleep}
-        self.routes |= {"POST /wake_up": self.wake_up}
+        self.routes |= {f"POST {sglang_form.PATH}": self.sglang, "POST /lease": self.lease, "POST /resume": self.resume}
         self.routes |= {"POST /v1/completions": self.completions, "POST /v1/chat/completions": self.chat}
-        self.routes |= {"GET /v1/models": self.models, "POST /lease": self.lease, "POST /resume": self.resume}
+        self.routes |= {"GET /v1/models": self.models, "POST /sleep": self.sleep, "POST /wake_up": self.wake_up}
         sessions = "start_weight_update update_weights finish_weight_update".split()
         self.routes |= {f"POST /{step}": self.session for step in sessions}
         self._lease = Lease(self._expired)

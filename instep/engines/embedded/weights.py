@@ -13,6 +13,7 @@ from instep.engines.embedded.protocol import HttpError
 from instep.models.checkpoint_names import CheckpointNames, named_weights
 from instep.models.images import IMAGES
 from instep.system.processes import pulse
+from instep.weights.memory import unlike
 from instep.weights.way import OF_ADAPTERS
 from instep_engine.manifest import WeightMismatch, digest, dtype_name, tensor_bytes
 from instep_engine.receiving import Receiving
@@ -108,7 +109,8 @@ class LiveWeights(Receiving):
             live = self.names.to_checkpoint(group, {name: self.weights[name].detach() for name in group.model})
             for name, weight in zip(group.checkpoint, live, strict=True):
                 pulse()
-                if name in tensors and not same_bits(weight, tensors[name].to(weight.device, weight.dtype)):
+                told = tensors.get(name)
+                if told is not None and (told.shape != weight.shape or unlike(weight, told.to(weight.device))):
                     raise WeightMismatch(f"{name} of the checkpoint is not what this engine holds", name)
 
     def _own(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -142,9 +144,3 @@ class LiveWeights(Receiving):
     def _of_model(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the tensors without layers of multi-token prediction: this engine does not draft."""
         return {name: tensor for name, tensor in tensors.items() if name not in self.names.mtp}
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether two tensors of one dtype are equal bit for bit, NaN too."""
-    bits = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b)]
-    return a.shape == b.shape and torch.equal(*bits)

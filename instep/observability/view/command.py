@@ -31,8 +31,7 @@ A run logs 8 samples of each rollout; --num-logged-samples N logs more. docs/vie
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    how = argparse.RawDescriptionHelpFormatter
-    out = OptionParser("instep view", description=DESCRIPTION, formatter_class=how)
+    out = OptionParser("instep view", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     out.add_argument("runs", type=Path, nargs="*", metavar="RUN", help="--run-dir of a run; default: all below runs/")
     first = f"default: the first free one from {FIRST_PORT} on; 0: any free one"
     out.add_argument("--port", type=int, metavar="PORT", help=first)

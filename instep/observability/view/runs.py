@@ -83,7 +83,7 @@ class RunFiles:
         args = config.get("args") or {}
         state = state_of(self.folder, config, summary or None)
         with self._lock:
-            self._read_on(seconds)
+            self._metrics.read_into(self._rows, seconds)
             self._timeline.read_on(seconds)
             rows, under_way, now = list(self._rows), self._timeline.under_way(), (self._metrics.place, len(summary))
         alive = state.name in ("running", "elsewhere")
@@ -104,7 +104,7 @@ class RunFiles:
     def curves(self) -> dict[str, Any]:
         """Return the content of each panel (`plots.py`) by its name, and the steps at which each alarm was raised."""
         with self._lock:
-            self._read_on()
+            self._metrics.read_into(self._rows)
             rows, now = list(self._rows), self._metrics.place
         return self._remembered("curves", now, lambda: _curves(rows))
 
@@ -119,7 +119,7 @@ class RunFiles:
         alive = state_of(self.folder, self._config(), self._summary() or None).name == "running"
         last = query.get("last")
         with self._lock:
-            self._read_on()
+            self._metrics.read_into(self._rows)
             self._timeline.read_on()
             now = time.time() if alive else None
             window = self._timeline.window(int(query.get("steps") or 4), int(last) if last else None, now)
@@ -150,12 +150,6 @@ class RunFiles:
         if not isinstance(summary, dict):
             raise ValueError("summary.json is damaged: it is not a JSON object")
         return summary
-
-    def _read_on(self, seconds: float = math.inf) -> None:
-        anew, rows = self._metrics.read(seconds)
-        if anew:
-            self._rows.clear()
-        self._rows += rows
 
 
 def _figures(rows: Sequence[Numbers], summary: dict[str, Any], args: Mapping[str, Any]) -> dict[str, Any]:

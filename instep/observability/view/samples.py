@@ -68,7 +68,7 @@ class Samples:
             ValueError: a value is no number.
         """
         with self._lock:
-            self._read_on()
+            self.tail.read_into(self._entries, INDEX_SECONDS)
             entries = list(self._entries)
         splits = list(dict.fromkeys(entry.split for entry in entries))
         split = query.get("split") or ("train" if "train" in splits else next(iter(splits), ""))
@@ -97,7 +97,7 @@ class Samples:
             LookupError: no sample begins there.
         """
         with self._lock:
-            self._read_on()
+            self.tail.read_into(self._entries, INDEX_SECONDS)
             entry = next((e for e in self._entries if e.offset == offset), None)
             if entry is None:
                 raise LookupError(f"no sample begins at byte {offset} of samples.jsonl")
@@ -106,12 +106,6 @@ class Samples:
             same = same if entry.group is not None else [offset]
         row = self.tail.at(offset)
         return {**row, "offset": offset, "gaps": gaps(row), "turns": turns_of(row), "group": same}
-
-    def _read_on(self) -> None:
-        anew, entries = self.tail.read(INDEX_SECONDS)
-        if anew:
-            self._entries.clear()
-        self._entries += entries
 
     def _entry(self, offset: int, row: Row) -> Entry:
         split = str(row.get("split"))

@@ -58,6 +58,13 @@ class Tail(Generic[T]):
         except FileNotFoundError:
             return False, []
 
+    def read_into(self, rows: list[T], seconds: float = math.inf) -> None:
+        """Add what `read` returns to `rows`, without those of another file."""
+        anew, new = self.read(seconds)
+        if anew:
+            rows.clear()
+        rows += new
+
     def _rows(self, file: Any, deadline: float) -> list[T]:
         rows = []
         for line in file:

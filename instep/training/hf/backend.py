@@ -330,9 +330,8 @@ class HfBackend:
             if self.lora is not None and self._base is not None and self.parallel.rank == 0:
                 write_layout(Path(path), self.lora, list(adapted(self.policy.model)), self._base)
         except (OSError, CheckpointException) as error:
-            raise CheckpointError(
-                f"cannot write: {cause_of(error)}", where=str(path), remedy="free space, or --save to another disk"
-            ) from error
+            what = f"cannot write: {cause_of(error)}"
+            raise CheckpointError(what, where=str(path), remedy="free space, or --save to another disk") from error
 
     def load(self, path: Path, *, optimizer: bool = True, fresh_head: bool = False) -> None:
         if (Path(path) / "metadata.json").exists() or any(Path(path).glob("mp_rank_*")):

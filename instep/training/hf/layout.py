@@ -175,8 +175,7 @@ def run_rows(
         at = torch.arange(max(sizes[i] for i in chunk), device=tokens.device)
         real = at < lengths[which, None]
         place = starts[which, None] + at.where(real, 0)
-        output = body(input_ids=tokens[place], use_cache=False)
-        states.append(output.last_hidden_state[real])
+        states.append(body(input_ids=tokens[place], use_cache=False).last_hidden_state[real])
         places.append(place[real])
     stream = torch.cat(states)[torch.cat(places).argsort()]
     for _ in range(num_idle):

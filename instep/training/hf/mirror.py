@@ -18,7 +18,7 @@ from instep.training.hf.samples import Sampler
 from instep.training.hf.shards import DP, box, local, num_dp, over_dp, whole
 from instep.training.hf.weights import HfWeightSource
 from instep.weights.memory import EngineMemory, unlike
-from instep.weights.parking import give_back
+from instep.weights.parking import give_back, shard
 from instep.weights.source import Samples, Weights, names_of
 
 Piece = tuple[str, Tensor, Tensor]  # a name, the model's tensor, and its masters
@@ -112,7 +112,7 @@ class Mirror:
             return self._pairs, []
         same, cut = [], []
         for name, tensor, master in self._pairs:
-            part, mine = _here(tensor), _here(master)
+            part, mine = shard(tensor), shard(master)
             if isinstance(master, DTensor) and num_dp(master.device_mesh) > 1:  # each of its ranks has a shard
                 if not self._shared:
                     cut.append((name, tensor, master))
@@ -191,11 +191,6 @@ class Mirror:
         self._same, self._cut = self._pieces()
         give_back(next(self.compute.parameters()).device)  # free the former parameters
         self.changed()
-
-
-def _here(tensor: Tensor) -> Tensor:
-    """Return `local` without gradients: hundreds of `to_local` take longer than the writing."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 class MirroredSource(HfWeightSource):

@@ -218,8 +218,7 @@ class PiecewiseAdamW(torch.optim.AdamW):
                 if len(own) == len(run.params) and (gradient := joined([piece.grad for piece in own])) is not None:
                     for p in run.params[1:]:
                         del wholes[id(p)]
-                    first = own[0]._replace(weight=run.weight, grad=gradient, stored=run.stored)
-                    wholes[id(run.params[0])] = first
+                    wholes[id(run.params[0])] = own[0]._replace(weight=run.weight, grad=gradient, stored=run.stored)
             length = _PIECE * (_RESIDENT if self.compiles and not self.offload else 1)
             for whole in wholes.values():
                 for start in range(0, len(whole.weight), length):

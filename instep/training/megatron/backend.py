@@ -327,8 +327,7 @@ class MegatronBackend:
 
     def load_hf(self, path: Path) -> None:
         parameters = local_parameters(self.chunks, self.placement)
-        unread = load_hf(Path(path), self.shape, self.placement, parameters, self.padded_vocab)
-        self.left_out = left_out(unread)
+        self.left_out = left_out(load_hf(Path(path), self.shape, self.placement, parameters, self.padded_vocab))
         if self.adapter is not None:
             self.adapter.base = base_for_all(Path(path))
         if self.optimizer is not None:

@@ -68,12 +68,7 @@ def _model(args: Settings, shape: ModelShape, device: torch.device, dtype: torch
     cuda, pipeline = device.type == "cuda", args.pipeline_model_parallel_size > 1
     chunks = num_chunks(args, shape.num_layers)
     return dict(
-        num_layers=shape.num_layers,
-        hidden_size=shape.hidden_size,
-        ffn_hidden_size=shape.ffn_hidden_size,
-        num_attention_heads=shape.num_attention_heads,
-        num_query_groups=shape.num_query_groups,
-        kv_channels=shape.kv_channels,
+        **shape.sizes,
         normalization="RMSNorm",
         layernorm_epsilon=shape.norm_epsilon,
         gated_linear_unit=True,

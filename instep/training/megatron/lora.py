@@ -119,7 +119,7 @@ class Adapter(nn.Module):
         self.lora_A, self.lora_B = nn.ParameterDict(), nn.ParameterDict()
         self.scaling, self.enabled = scaling, True
         self._kind, pieces = base.kind, size if base.split_dim == 0 else 1
-        self._rows = {n.split(".")[-2]: rows // pieces for n, (rows, _) in zip(base.names, base.shapes, strict=True)}
+        self._rows = {n.split(".")[-2]: rows // pieces for n, (rows, _) in base.tensors.items()}
         order = torch.arange(sum(self._rows.values()), device=device)
         fused = fuse(base, order.split([*self._rows.values()]), shape, len(order))
         self._order = None if torch.equal(fused, order) else fused  # of the rows of B

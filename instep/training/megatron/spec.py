@@ -256,8 +256,7 @@ def _layer_spec(config: TransformerConfig, has_experts: bool, delta: bool) -> Mo
     # Checkpoints have Transformer Engine's names, which join a norm with the linear layer after it.
     qkv, mlp, *latent = FUSED
     attention_norms = [] if delta else latent if config.multi_latent_attention else [qkv]
-    fused = [*attention_norms, *([] if has_experts else [mlp])]
-    layer.submodules.sharded_state_dict_keys_map = dict(fused)
+    layer.submodules.sharded_state_dict_keys_map = dict([*attention_norms, *([] if has_experts else [mlp])])
     return layer
 
 

@@ -124,7 +124,7 @@ class MegatronWeightSource(WeightSource):
         return torch.float32 if entry.keep_fp32 else self.dtype
 
     def _specs(self, entry: WeightEntry) -> list[TensorSpec]:
-        return [TensorSpec(n, s, self._dtype(entry)) for n, s in zip(entry.names, entry.shapes, strict=True)]
+        return [TensorSpec(n, s, self._dtype(entry)) for n, s in entry.tensors.items()]
 
     def __iter__(self) -> Iterator[tuple[TensorSpec, Tensor | None]]:
         return self.names.tensors(self._gathered())
@@ -234,12 +234,7 @@ def check_tensors(path: Path, shape: ModelShape, tensors: Mapping[str, StoredTen
     behind = shape.num_mtp_layers if shape.latent else 0
     unread = [] if shape.mtp else mtp_names(tensors, shape.num_layers, behind)
     entries = [entry for entry in weight_entries(shape) if not (shape.value_head and entry.megatron == HEAD)]
-    wanted = {
-        n: s
-        for entry in entries
-        for n, s in zip(entry.names, entry.shapes, strict=True)
-        if not (entry.repeats and n not in tensors)
-    }
+    wanted = {n: s for e in entries for n, s in e.tensors.items() if not (e.repeats and n not in tensors)}
     ignored = {*unread, *(["lm_head.weight"] if shape.tied or shape.value_head else [])}
     found = {name for name in tensors if not name.endswith("rotary_emb.inv_freq")} - ignored
     problems = [f"{name} is missing" for name in wanted if name not in found]
