@@ -21,12 +21,12 @@ from instep.preflight.plan.seconds import predict  # noqa: E402
 
 # Measured: products and copies. The rate of compiled layers that are trained is fitted: `train_step.py` alone shows
 # 298e12, whole steps of `gpu_grpo.py`, whose training has the round's own work in it, less.
-H100 = Card("NVIDIA H100 80GB HBM3", 798e12, 3.0e12, 50e9, 50e9, 4e-6, {1024: 250e12}, {1024: 235e12})
+H100 = Card("NVIDIA H100 80GB HBM3", 798e12, 3.0e12, 50e9, 50e9, 4e-6, {1024: 250e12}, {1024: 230e12})
 H200 = read(ROOT / "benchmarks" / "results" / "card-nvidia-h200.json")  # by `instep plan --card-profile measure`
 FLAGS = "--colocate --actor-num-gpus-per-node 1 --rollout-backend vllm --precision bf16 --use-dynamic-batch-size"
 GIB = {H100.device: 79.2, H200.device: 139.8}
 STEPS = [f"gpu-grpo-h100{which}" for which in ("", "-10-steps", "-tuned", "-mixed")]
-STEPS += [f"gpu-grpo-h200-{which}" for which in ("hf", "megatron", "long", "turns")]
+STEPS += [f"gpu-grpo-h200-{which}" for which in ("megatron", "long", "tuned")]
 PHASES = {"generate": "rollout", "train": "train", "sync": "sync"}  # those of the plan, and their metrics
 
 

@@ -85,5 +85,12 @@ def test_the_items_of_a_session_name_what_there_is_and_end_before_their_limit(tm
         else:
             continue
         assert int(values["--limit"][0]) < limits[name], name
-    own_item = {"test_atropos_guide", "test_attention", "test_megatron_parallel", "test_sglang_drafter", "test_trl"}
+    own_item = {
+        "test_atropos_guide",
+        "test_attention",
+        "test_decode_kernels",
+        "test_megatron_parallel",
+        "test_sglang_drafter",
+        "test_trl",
+    }
     assert {job.name for job in gpu_main.tests([], tmp_path)} == tested | own_item

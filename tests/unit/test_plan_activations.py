@@ -47,6 +47,7 @@ def rank(folder, config, *, precision="bf16", recompute=None, compiled=False, to
         device="cuda" if compiled else "cpu",
         precision=precision, tensor_model_parallel_size=1, sequence_parallel=False, train_backend="hf",
         no_torch_compile=not compiled, recompute_granularity=recompute, lora_rank=0, weight_sync="ipc", world_size=1,
+        gpu_memory_gb=80.0,
     )  # fmt: skip
     return Rank(args, shape, tokens, tokens, responses)
 
