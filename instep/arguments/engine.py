@@ -21,8 +21,8 @@ from instep.weights.way import WAYS
 
 ENGINE = read_flags(__file__, kinds=(AUTO, *kind_names()), ways=(AUTO_WAY, *WAYS))
 
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-_DTYPES: dict[str, Dtype] = {"auto": "auto", "float32": "float32", "bfloat16": "bfloat16", "float16": "float16"}
+_Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+_DTYPES: dict[str, _Dtype] = {"auto": "auto", "float32": "float32", "bfloat16": "bfloat16", "float16": "float16"}
 _DTYPES |= {"float": "float32", "half": "float16"}  # SGLang's other names
 _HOST_NAME = re.compile(r"[A-Za-z0-9_](?:[\w.-]*\w)?", re.ASCII)
 
@@ -51,7 +51,7 @@ def vllm_max_model_len(args: Settings, given: Given) -> int | None:
     return num_tokens(words[-1], dialect_of(args).units) if words else args.vllm_max_model_len
 
 
-def vllm_dtype(args: Settings, given: Given) -> Dtype:
+def vllm_dtype(args: Settings, given: Given) -> Literal["auto", "float32", "bfloat16", "float16"]:
     """Return the dtype by the flag of the engine, vLLM's or SGLang's, under vLLM's name."""
     return _DTYPES.get(args.sglang_overrides.get("dtype", [""])[-1], args.vllm_dtype)
 
