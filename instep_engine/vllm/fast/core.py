@@ -2,9 +2,8 @@
 
 `abort` does so before the requests end, so that they end with all their tokens. `keep` and `wait` do so after the last
 step; a preempted request outlives a `wait`, too. vLLM 0.32 writes its weight version into each message, and so does
-this module; for older versions there is `versions.py`.
-
-Besides, a core that has nothing to do waits for the rest of a rollout's requests, so that one step begins all of them.
+this module; for older versions there is `versions.py`. Besides, a core that has nothing to do waits for the rest of a
+rollout's requests, so that one step begins all of them.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import time
 from concurrent.futures import Future
 from typing import Any
 
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.core import EngineCoreProc
 
@@ -45,8 +45,9 @@ def install() -> None:
     @functools.wraps(stock_input)
     def process_input_queue(self: EngineCoreProc) -> None:
         stock_input(self)
-        end = time.monotonic() + LONGEST
-        while self.scheduler.waiting and not self.scheduler.running and time.monotonic() < end:
+        end, scheduler = time.monotonic() + LONGEST, self.scheduler
+        may_begin = scheduler.pause_state is PauseState.UNPAUSED  # otherwise utility calls of a sync must not wait
+        while may_begin and scheduler.waiting and not scheduler.running and time.monotonic() < end:
             time.sleep(SILENCE)
             if self.input_queue.empty():
                 break
