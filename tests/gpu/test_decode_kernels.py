@@ -42,6 +42,34 @@ def test_attention_is_that_of_plain_products(heads: int, kv_heads: int, dim: int
         assert (out[row].float() - torch.einsum("hn,nhd->hd", weights, v)).abs().max() < 0.02
 
 
+CHANGES = {
+    "a prompt": {"max_seqlen_q": 2},
+    "a window": {"window_size": [127, 0]},
+    "also the sums": {"return_softmax_lse": True},
+    "sinks": {"s_aux": torch.zeros(16)},
+    "a cap": {"softcap": 30.0},
+    "no table": {"block_table": None},
+    "a long context": {"block_table": torch.zeros(256, 2048 // PAGE + 1, dtype=torch.int32)},
+    "few requests": {"q": torch.zeros(8, 16, 128), "block_table": torch.zeros(8, 40, dtype=torch.int32)},
+}
+
+
+@pytest.mark.parametrize("change", ["none", *CHANGES])
+def test_other_attention_stays_with_vllm(change: str) -> None:
+    from instep_engine.vllm.fast.attention import _fits
+
+    shapes = {"q": torch.zeros(256, 16, 128), "k": torch.zeros(4, PAGE, 8, 128), "out": torch.zeros(256, 16, 128)}
+    call = {
+        **shapes,
+        "block_table": torch.zeros(256, 40, dtype=torch.int32),
+        "max_seqlen_q": 1,
+        "window_size": [-1, -1],
+    }
+    call |= {"softcap": 0.0, "alibi_slopes": None, "s_aux": None, "mask_mod": None} | CHANGES.get(change, {})
+    on_gpu = {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in call.items()}
+    assert _fits(**on_gpu) == (change == "none")
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_tokens_are_sampled_from_their_distribution(dtype: torch.dtype) -> None:
     from instep_engine.vllm.fast.kernels import sample

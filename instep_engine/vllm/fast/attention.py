@@ -51,11 +51,7 @@ def _fits(q: torch.Tensor, k: torch.Tensor, **more: Any) -> bool:
     if table is None or more.get("out") is None or more["max_seqlen_q"] != 1 or len(q) != len(table) or not plain:
         return False
     short = table.shape[1] * k.shape[1] <= LONGEST
-    enough = len(q) * k.shape[2] >= PROGRAMS * _multiprocessors(q.device)
-    usual = q.dtype == k.dtype and q.shape[2] in (64, 128) and not more.get("softcap") and not more.get("cp_world_size")
-    return short and enough and usual and window in (None, [-1, -1], (-1, -1))
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    enough = len(q) * k.shape[2] >= PROGRAMS * torch.cuda.get_device_properties(q.device).multi_processor_count
+    usual = q.dtype == k.dtype and q.shape[2] in (64, 128) and not more.get("softcap")
+    only_result = not more.get("return_softmax_lse")  # context parallelism and common prefixes need the sums, too
+    return short and enough and usual and only_result and window in (None, [-1, -1], (-1, -1))
