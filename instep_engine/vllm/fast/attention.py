@@ -11,6 +11,7 @@ import functools
 from typing import Any
 
 import torch
+from vllm import envs
 from vllm.logger import init_logger
 from vllm.triton_utils import HAS_TRITON
 
@@ -23,8 +24,9 @@ PROGRAMS = 4  # for each multiprocessor, at least
 
 def install() -> None:
     """Use the kernel in vLLM 0.26's backend FLASH_ATTN. Once in each process that computes."""
-    if not is_known() or not HAS_TRITON:
+    if not is_known() or not HAS_TRITON or envs.VLLM_BATCH_INVARIANT:
         return
+    from vllm.config import CUDAGraphMode
     from vllm.v1.attention.backends import flash_attn
 
     from instep_engine.vllm.fast.kernels import attend
@@ -40,7 +42,16 @@ def install() -> None:
         attend(more["out"], q, k, v, more["block_table"], more["seqused_k"], more["softmax_scale"])
         return more["out"]
 
-    flash_attn.flash_attn_varlen_func = flash_attn_varlen_func
+    builder = flash_attn.FlashAttentionMetadataBuilder
+    stock_init = builder.__init__
+
+    @functools.wraps(stock_init)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        stock_init(self, *args, **kwargs)
+        if self.compilation_config.cudagraph_mode.mixed_mode() == CUDAGraphMode.FULL:
+            flash_attn.flash_attn_varlen_func = stock  # its graphs are captured as decoding, but also run prompts
+
+    flash_attn.flash_attn_varlen_func, builder.__init__ = flash_attn_varlen_func, init
     logger.info("instep: a kernel for the attention of steps that decode short contexts")
 
 
@@ -52,6 +63,6 @@ def _fits(q: torch.Tensor, k: torch.Tensor, **more: Any) -> bool:
         return False
     short = table.shape[1] * k.shape[1] <= LONGEST
     enough = len(q) * k.shape[2] >= PROGRAMS * torch.cuda.get_device_properties(q.device).multi_processor_count
-    usual = q.dtype == k.dtype and q.shape[2] in (64, 128) and not more.get("softcap")
+    usual = q.dtype == k.dtype == more["out"].dtype and q.shape[2] in (64, 128) and not more.get("softcap")
     only_result = not more.get("return_softmax_lse")  # context parallelism and common prefixes need the sums, too
     return short and enough and usual and only_result and window in (None, [-1, -1], (-1, -1))

@@ -44,9 +44,10 @@ def install() -> None:
 
     @functools.wraps(stock_input)
     def process_input_queue(self: EngineCoreProc) -> None:
+        idle = not self.has_work()
         stock_input(self)
         end, scheduler = time.monotonic() + LONGEST, self.scheduler
-        may_begin = scheduler.pause_state is PauseState.UNPAUSED  # otherwise utility calls of a sync must not wait
+        may_begin = idle and scheduler.pause_state is PauseState.UNPAUSED
         while may_begin and scheduler.waiting and not scheduler.running and time.monotonic() < end:
             time.sleep(SILENCE)
             if self.input_queue.empty():
