@@ -25,6 +25,7 @@ H100 = Card("NVIDIA H100 80GB HBM3", 798e12, 3.0e12, 50e9, 50e9, 4e-6, {1024: 25
 H200 = read(ROOT / "benchmarks" / "results" / "card-nvidia-h200.json")  # by `instep plan --card-profile measure`
 FLAGS = "--colocate --actor-num-gpus-per-node 1 --rollout-backend vllm --precision bf16 --use-dynamic-batch-size"
 GIB = {H100.device: 79.2, H200.device: 139.8}
+# The newest file of each workload; those of an H100 are of older code, which kept 2 GiB of logits.
 STEPS = [f"gpu-grpo-h100{which}" for which in ("", "-10-steps", "-tuned", "-mixed")]
 STEPS += [f"gpu-grpo-h200-{which}" for which in ("megatron", "long", "tuned")]
 PHASES = {"generate": "rollout", "train": "train", "sync": "sync"}  # those of the plan, and their metrics

@@ -49,7 +49,8 @@ def serve(args: Args, before: Callable[[Args, Fleet, Path, Callable[[str], None]
     logs = Path(args.run_dir) / "logs"
     args = resolve_on_machine(args, with_engines=True)
     preload(args, trainer=False)
-    for port in range(args.port, args.port + len(served_models(args))) if args.vllm_router_ip is None else ():
+    num_routers = len(served_models(args)) if args.vllm_router_ip is None else 0
+    for port in range(args.port, args.port + num_routers):
         if not port_is_free(port):
             raise ConfigError(f"port {port} is taken", where="--port", remedy="give a free port")
     with ExitStack() as ends:

@@ -144,7 +144,7 @@ class Deployment:
             turns.leave()
             cluster.room.touch()
             return self._wait_ready()
-        if turns.sleeps:
+        if args.offload_rollout:
             timeout = args.worker_start_timeout + args.engine_start_timeout
             setup = cluster.setup_requests
             imports = [g.start("prepare", setup[g.role][0][0], timeout=timeout) for g in self.worker_groups]
@@ -295,7 +295,7 @@ class Deployment:
     @contextmanager
     def trainer_at_work(self) -> Iterator[None]:
         """Give the trainer its memory after a sync, when it has left the GPUs to the engines."""
-        if self._sync is None or not self.turns.parks:
+        if self._sync is None or not self._args.offload_train:
             yield
             return
         self._wait_for_starts()
@@ -362,7 +362,7 @@ class Deployment:
             return
         fleet = self._fleet
         for engine in fleet.waiting():
-            if self.turns.parks and engine.update_weights:
+            if self._args.offload_train and engine.update_weights:
                 continue  # the trainer's weights are offloaded: the next sync brings them
             held = [engine]
             if self._sync is not None and engine.update_weights:

@@ -42,14 +42,11 @@ class Turns:
 
     Attributes:
         roles: actor and critic; empty until they are loaded.
-        parks: whether the trainer frees its memory.
-        sleeps: whether engines free theirs.
         seconds: the time of the moves since `take_seconds`, by name.
     """
 
     def __init__(self, args: Settings):
         self._args = args
-        self.parks, self.sleeps = args.offload_train, args.offload_rollout
         self._level = KEEP if args.weight_sync in OF_ADAPTERS else DROP  # else a sync brings every weight
         self.roles: Sequence[RoleTrainer] = ()
         self.seconds: dict[str, float] = {}
@@ -58,7 +55,7 @@ class Turns:
     @property
     def are_taken(self) -> bool:
         """Whether a side moves."""
-        return self.parks or self.sleeps
+        return self._args.offload_train or self._args.offload_rollout
 
     def take_seconds(self) -> dict[str, float]:
         """Return the seconds of the moves since the last call, as metrics."""
@@ -119,12 +116,12 @@ class Turns:
     # ---- moves -------------------------------------------------------------------------------------------------------
 
     def _sleep(self, session: Session, level: int) -> None:
-        if self.sleeps:
+        if self._args.offload_rollout:
             with self._timed("sleep"):
                 session.each(lambda e: e.sleep(level, timeout=session.seconds_left()))
 
     def _wake(self, session: Session, tag: str) -> None:
-        if self.sleeps:
+        if self._args.offload_rollout:
             with self._timed("wake"):
                 session.each(lambda e: e.wake(tag, timeout=session.seconds_left()))
 
@@ -135,11 +132,11 @@ class Turns:
         with self._timed("offload"):
             for finish in [role.offload(weights=weights) for role in self.roles]:
                 finish()
-        if self.parks:
+        if self._args.offload_train:
             self._has = "nothing" if weights else "weights"
 
     def _onload(self, *, optimizer: bool) -> None:
-        if not self.parks or self._has == "all" or (self._has == "weights" and not optimizer):
+        if not self._args.offload_train or self._has == "all" or (self._has == "weights" and not optimizer):
             return
         self._has = "all" if optimizer else "weights"
         with self._timed("onload"):

@@ -38,7 +38,7 @@ class SglangRouter(Router):
     remove_route = "DELETE /workers/ID, with the ID in GET /workers"
     how_to_install = "pip install sglang-router"
     own_flags: ClassVar[Mapping[str, Sequence[str]]] = {
-        "policy": ["cache_aware"],  # this and the next two are slime's
+        "policy": ["cache_aware"],  # this and the next three are slime's
         "balance_abs_threshold": ["10"],
         "balance_rel_threshold": ["1.2"],
         "log_level": ["warn"],

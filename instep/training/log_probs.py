@@ -180,6 +180,7 @@ def in_chunks(
     A chunk has `num_logits` logits. The first chunks keep their logits for the backward pass, in the type of `hidden`,
     at most 8 bytes for each of `num_logits`, and on a GPU of more than 32 GiB as many times more. Later chunks are
     computed again. If the head is not `plain`, it may keep more than the logits; then only the first chunk keeps them.
+    Ranks that share the vocabulary need GPUs of one size.
 
     The logits of a chunk, their gradients and float32 copies need as much; a sixteenth is for copies.
     """

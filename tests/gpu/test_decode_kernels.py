@@ -47,6 +47,10 @@ CHANGES = {
     "a window": {"window_size": [127, 0]},
     "also the sums": {"return_softmax_lse": True},
     "sinks": {"s_aux": torch.zeros(16)},
+    "a quantized cache": {
+        "q": torch.zeros(256, 16, 128, dtype=torch.float8_e4m3fn),
+        "k": torch.zeros(4, PAGE, 8, 128, dtype=torch.float8_e4m3fn),
+    },
     "a cap": {"softcap": 30.0},
     "no table": {"block_table": None},
     "a long context": {"block_table": torch.zeros(256, 2048 // PAGE + 1, dtype=torch.int32)},

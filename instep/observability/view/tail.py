@@ -49,21 +49,22 @@ class Tail(Generic[T]):
         try:
             with self.path.open("rb") as file:
                 status = os.fstat(file.fileno())  # of the file that is read: a resume may replace it meanwhile
-                self.size, anew = status.st_size, self._inode not in (-1, status.st_ino) or status.st_size < self.offset
+                self.size = status.st_size
+                replaced = self._inode not in (-1, status.st_ino) or status.st_size < self.offset
                 self._inode = status.st_ino
-                if anew:
+                if replaced:
                     self.offset = self.num_damaged = 0
                 file.seek(self.offset)
-                return anew, self._rows(file, time.monotonic() + seconds)
+                return replaced, self._rows(file, time.monotonic() + seconds)
         except FileNotFoundError:
             return False, []
 
     def read_into(self, rows: list[T], seconds: float = math.inf) -> None:
         """Add what `read` returns to `rows`, without those of another file."""
-        anew, new = self.read(seconds)
-        if anew:
+        replaced, added = self.read(seconds)
+        if replaced:
             rows.clear()
-        rows += new
+        rows += added
 
     def _rows(self, file: Any, deadline: float) -> list[T]:
         rows = []

@@ -30,8 +30,8 @@ class Timeline:
 
     def read_on(self, seconds: float = math.inf) -> None:
         """Read what is new, for about so many seconds."""
-        anew, rows = self.tail.read(seconds)
-        if anew:
+        replaced, rows = self.tail.read(seconds)
+        if replaced:
             for known in (self._phases, self._courses, self._steps):
                 known.clear()
         for row in rows:

@@ -266,7 +266,8 @@ def _copied(r: Rank, recompute: str | None) -> float:
 def _ends(r: Rank) -> float:
     """Return the bytes of the last norm, the scored hidden states and the kept logits."""
     hidden = r.tokens * r.shape.hidden * (4 + r.e) + r.responses * r.shape.hidden * r.e
-    return hidden + (0.0 if r.shape.value_head else kept_logits(r) * (r.shape.vocab / r.tp) * r.e)
+    heads = 0 if r.shape.value_head else 1 + r.shape.mtp  # each draft of multi-token prediction keeps its own
+    return hidden + heads * kept_logits(r) * (r.shape.vocab / r.tp) * r.e
 
 
 def kept_logits(r: Rank) -> int:
@@ -369,15 +370,15 @@ def _gathered(r: Rank) -> float:
 def frozen(r: Rank, shape: Shape, name: str) -> Item:
     """Return the item of a model that only scores. It is on the GPU while it scores; without offload, always."""
     size = r.e * r.held(shape)
-    parks = r.args.offload_train
-    phases = ("log-probs",) if parks else PHASES
-    return Item(r.role, name, dict.fromkeys(phases, size), size if parks else 0.0)
+    offloads = r.args.offload_train
+    phases = ("log-probs",) if offloads else PHASES
+    return Item(r.role, name, dict.fromkeys(phases, size), size if offloads else 0.0)
 
 
 def items(r: Rank) -> list[Item]:
     """Return all items of a rank, except models that only score."""
     args, there = r.args, PHASES[1:] if r.args.offload_train else PHASES
-    computes, parks = PHASES[1:], args.offload_train
+    computes, offloads = PHASES[1:], args.offload_train
     on_host = bool(args.optimizer_cpu_offload)
     held: list[tuple[str, float, tuple[str, ...]]] = [
         ("weights", weights(r), computes if r.gathers else there),
@@ -392,5 +393,5 @@ def items(r: Rank) -> list[Item]:
     context, process = of_process(args)
     out.append(Item(r.role, LIBRARIES, dict.fromkeys(PHASES, context), process))
     stored = masters(r) + (weights(r) if r.is_megatron or r.adapter or r.e == 4 else 0.0)
-    host = (stored if parks else 0.0) + (moments(r) if parks or on_host else 0.0)
+    host = (stored if offloads else 0.0) + (moments(r) if offloads or on_host else 0.0)
     return [*out, Item(r.role, PARKED, {}, host)]

@@ -159,7 +159,7 @@ class MultiTokenPrediction(MegatronModule):
             if self.config.sequence_parallel:
                 states = gather_from_sequence_parallel_region(states, tensor_parallel_output_grad=False)
             drafting, ones = rows(states, (packed.positions - ahead).clamp(min=0)), torch.ones_like(packed.temperature)
-            sizes: dict[str, Any] = dict(num_logits=self.num_logits, vocab_size=self.vocab[1], plain=False)
+            sizes: dict[str, Any] = dict(num_logits=self.num_logits, vocab_size=self.vocab[1])
             found.append(in_chunks(head, drafting, packed.targets, ones, False, **sizes)[0])
         return torch.stack(found)
 

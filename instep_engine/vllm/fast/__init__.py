@@ -1,13 +1,13 @@
-"""Log-probs of sampled tokens at the full speed of vLLM: three parts, which work independently.
+"""Log-probs of sampled tokens at the full speed of vLLM. Its parts work independently.
 
     --middleware instep_engine.vllm.fast.api.Middleware        answers with arrays, where the client asks for them
     --scheduler-cls instep_engine.vllm.fast.scheduler.make     tokens leave the engine core in bunches; shorter loops
-    INSTEP_FAST_LOG_PROBS=1                             a kernel for the log-prob of the sampled token alone
+    INSTEP_FAST_LOG_PROBS=1                             kernels for the choice of tokens, their log-probs, attention
 
 Besides, `adapter.py` computes base and adapter in one product, for engines with one adapter.
 
-Each part logs whether it is on, or why not. instep requests all three for its own engines. Requests that did not come
-through the middleware are treated as in stock vLLM, even in the same batch.
+Each part logs when it is on. instep requests all three for its own engines. Requests that did not come through the
+middleware are scheduled and answered as in stock vLLM, even in the same batch; the kernels serve all requests.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def minor_version() -> int:
 
 
 def is_known() -> bool:
-    """Return whether the loops and the sampler of this vLLM version are known here."""
+    """Return whether the loops, the sampler and the attention of this vLLM version are known here."""
     return minor_version() == 26
 
 

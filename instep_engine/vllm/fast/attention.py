@@ -1,30 +1,31 @@
-"""On the GPU: attention of steps in which every request decodes one token of a short context.
+"""On the GPU: attention of steps in which every request decodes one token, in engines with short contexts.
 
-FlashAttention-3 computes tiles of 64 query rows, of which such a step fills one or two, and a tile ends after a few
-hundred keys. Here a small program computes each request and key-value head, and several of them share a multiprocessor.
-Long contexts and few requests stay with FlashAttention, which splits them over the multiprocessors.
+FlashAttention-3 computes tiles of 64 query rows, of which such a step fills only one for each query head. Here a small
+program computes each request and key-value head, and several of them share a multiprocessor. Long contexts and few
+requests stay with FlashAttention, which splits them over the multiprocessors.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from vllm import envs
 from vllm.logger import init_logger
-from vllm.triton_utils import HAS_TRITON
+from vllm.platforms import current_platform
 
 from instep_engine.vllm.fast import is_known
 
 logger = init_logger("vllm.instep")
-LONGEST = 2048  # tokens of a context; a longer one would keep its program busy after all others have ended
+LONGEST = 2048  # of --max-model-len; a longer context would keep its program busy after all others have ended
 PROGRAMS = 4  # for each multiprocessor, at least
 
 
 def install() -> None:
     """Use the kernel in vLLM 0.26's backend FLASH_ATTN. Once in each process that computes."""
-    if not is_known() or not HAS_TRITON or envs.VLLM_BATCH_INVARIANT:
+    if not is_known() or not current_platform.is_cuda() or envs.VLLM_BATCH_INVARIANT:
         return
     from vllm.config import CUDAGraphMode
     from vllm.v1.attention.backends import flash_attn
@@ -52,17 +53,27 @@ def install() -> None:
             flash_attn.flash_attn_varlen_func = stock  # its graphs are captured as decoding, but also run prompts
 
     flash_attn.flash_attn_varlen_func, builder.__init__ = flash_attn_varlen_func, init
-    logger.info("instep: a kernel for the attention of steps that decode short contexts")
+    logger.info("instep: a kernel for decode attention, if --max-model-len is at most %d", LONGEST)
 
 
-def _fits(q: torch.Tensor, k: torch.Tensor, **more: Any) -> bool:
+def _fits(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    *,
+    max_seqlen_q: int,
+    block_table: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    window_size: Sequence[int] | None = None,
+    softcap: float = 0.0,
+    return_softmax_lse: bool = False,
+    **more: Any,
+) -> bool:
     """Return whether the kernel computes this call. A CUDA graph keeps the decision of its capture."""
-    table, window = more.get("block_table"), more.get("window_size")
-    plain = not any(more.get(name) is not None for name in ("alibi_slopes", "s_aux", "mask_mod"))
-    if table is None or more.get("out") is None or more["max_seqlen_q"] != 1 or len(q) != len(table) or not plain:
+    whole = window_size is None or tuple(window_size) == (-1, -1)
+    plain = whole and not softcap and all(more.get(name) is None for name in ("alibi_slopes", "s_aux", "mask_mod"))
+    if max_seqlen_q != 1 or block_table is None or out is None or return_softmax_lse or not plain:
         return False
-    short = table.shape[1] * k.shape[1] <= LONGEST
+    short = block_table.shape[1] * k.shape[1] <= LONGEST
     enough = len(q) * k.shape[2] >= PROGRAMS * torch.cuda.get_device_properties(q.device).multi_processor_count
-    usual = q.dtype == k.dtype == more["out"].dtype and q.shape[2] in (64, 128) and not more.get("softcap")
-    only_result = not more.get("return_softmax_lse")  # context parallelism and common prefixes need the sums, too
-    return short and enough and usual and only_result and window in (None, [-1, -1], (-1, -1))
+    usual = q.dtype == k.dtype == out.dtype and q.shape[2] in (64, 128)
+    return short and enough and usual and len(q) == len(block_table)

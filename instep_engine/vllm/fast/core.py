@@ -47,8 +47,7 @@ def install() -> None:
         idle = not self.has_work()
         stock_input(self)
         end, scheduler = time.monotonic() + LONGEST, self.scheduler
-        may_begin = idle and scheduler.pause_state is PauseState.UNPAUSED
-        while may_begin and scheduler.waiting and not scheduler.running and time.monotonic() < end:
+        while idle and scheduler.waiting and scheduler.pause_state is PauseState.UNPAUSED and time.monotonic() < end:
             time.sleep(SILENCE)
             if self.input_queue.empty():
                 break

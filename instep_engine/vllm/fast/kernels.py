@@ -62,8 +62,7 @@ def token_log_probs(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tens
 @triton.jit
 def _attend(
     out, q, keys, values, table, lengths, scale, out_stride, q_stride, table_stride, page_stride, token_stride,
-    head_stride, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr
+    head_stride, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Compute the GROUP queries of a request that share a key-value head, over blocks of BLOCK keys."""
     row = tl.program_id(0).to(tl.int64)
@@ -118,8 +117,7 @@ def attend(
 
 @triton.jit
 def _best_of_part(
-    best, tokens, logits, row_stride, requests, temperatures, seeds, places, vocab_size, num_parts,
-    SIZE: tl.constexpr
+    best, tokens, logits, row_stride, requests, temperatures, seeds, places, vocab_size, num_parts, SIZE: tl.constexpr
 ):  # fmt: skip
     """Write the token of the highest score in a part of a row's logits, and that score (logarithm; see `sample`)."""
     row = tl.program_id(0).to(tl.int64)
@@ -143,8 +141,7 @@ def _best_of_part(
 
 
 def sample(
-    logits: torch.Tensor, requests: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor,
-    places: torch.Tensor
+    logits: torch.Tensor, requests: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, places: torch.Tensor
 ) -> torch.Tensor:  # fmt: skip
     """Sample a token of each row: argmax_t exp(x_t) / E_t, where the E_t are exponential (the Gumbel-max trick).
 

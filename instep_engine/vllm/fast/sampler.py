@@ -1,8 +1,8 @@
 """On the GPU: the choice of tokens, and only their log-probs if no request of a step needs more (`logprobs: 0`).
 
 vLLM's sampler reads all logits three times with one program per row: for the maximum, for the sum, and for the token's
-rank, which its server never shows. Here many programs read them once, and the rank is set to 0. A token is sampled by
-half of vLLM's arithmetic (`kernels.sample`): from the same distribution, but another one for the same seed.
+rank, which its server never shows. Here many programs read them once, and the rank is set to 0. `kernels.sample` needs
+fewer logarithms and random numbers than vLLM. The distribution is the same, but a seed gives other tokens.
 """
 
 from __future__ import annotations
@@ -50,10 +50,8 @@ def install() -> None:
     stock_sample = sampler.gumbel_sample
 
     @functools.wraps(stock_sample)
-    def gumbel_sample(logits: torch.Tensor, *where: torch.Tensor, apply_temperature: bool, **more: Any) -> torch.Tensor:
-        if apply_temperature or any(value not in (None, False) for value in more.values()):
-            return stock_sample(logits, *where, apply_temperature=apply_temperature, **more)
-        return sample(logits, *where)
+    def gumbel_sample(logits: torch.Tensor, *where: torch.Tensor, use_fp64: bool, **more: Any) -> torch.Tensor:
+        return stock_sample(logits, *where, use_fp64=True, **more) if use_fp64 else sample(logits, *where)
 
     sampler.compute_topk_scores, sampler.gumbel_sample = compute_topk_scores, gumbel_sample
     logger.info("instep: own kernels to sample tokens and for their log-probs (model runner V2)")
