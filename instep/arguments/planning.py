@@ -12,9 +12,9 @@ from instep.arguments.args import Draft
 from instep.arguments.colocation import OFFLOAD, can_take_turns, wanted
 from instep.arguments.concern import Given, Problem, Settings
 from instep.engines.backend_choice import planned_kind
+from instep.engines.kind import rollout_samples
 from instep.errors import ConfigError
 from instep.models.sizes import shape_of
-from instep.preflight.plan.engine import rollout_samples
 from instep.preflight.plan.memory import Gpus, plan_memory
 
 TOKENS = (32768, 24576, 16384, 12288, 8192, 6144, 4096, 2048, 1024)  # of a micro-batch; more are not faster

@@ -376,6 +376,11 @@ def shared_fraction(args: Settings, update_weights: bool) -> str:
     return "0.8" if takes_turns else "0.4"  # CUDA contexts, NCCL and the allocators of the other side keep a few GB
 
 
+def rollout_samples(args: Settings) -> int:
+    """Return the samples that an engine generates at once if all samples of a rollout start together."""
+    return -(-(args.rollout_batch_size or 1) * args.n_samples_per_prompt // max(1, args.rollout_num_engines))
+
+
 def served_dtype(args: Settings) -> str:
     """Return the dtype of an engine's weights, with `--vllm-dtype`."""
     return engine_dtype(args) if args.vllm_dtype == "auto" else str(args.vllm_dtype)

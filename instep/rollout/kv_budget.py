@@ -12,7 +12,9 @@ import math
 from collections import deque
 from typing import NamedTuple
 
-SAMPLES_PER_ENGINE = 512  # at once; an engine queues the requests that it cannot run
+SAMPLES_PER_ENGINE = (
+    1024  # at once, as many as vLLM runs on a large GPU; an engine queues the requests that it cannot run
+)
 
 
 class _Turn(NamedTuple):

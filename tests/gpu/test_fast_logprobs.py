@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3Config
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, Qwen3Config
 
 from instep.engines.wire import GENERATE
 from instep.rollout import runtime
@@ -131,6 +131,42 @@ def test_throughput(engine: Engine, engines: dict[str, tuple[Engine, Path]]) -> 
     print(f"512 x (64..256 + 32..512): {measure(mixed, True):,.0f} tokens/s in arrays")
     print(f"wanted on an idle card: {WANTED:,}; {'reached' if fast >= WANTED else 'NOT reached'}")
     assert fast > 1.5 * stock
+
+
+def test_windows_decode_in_short_loops(tmp_path: Path) -> None:
+    """Six groups of layers share their blocks, five of which forget those before the window."""
+    kinds = (["sliding_attention"] * 5 + ["full_attention"]) * 2
+    config = Gemma3TextConfig(
+        vocab_size=300, hidden_size=64, intermediate_size=128, num_hidden_layers=12, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, layer_types=kinds, sliding_window=40, max_position_embeddings=512,
+        eos_token_id=1, pad_token_id=0, bos_token_id=2, query_pre_attn_scalar=64,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Gemma3ForCausalLM(config).eval()
+    model.save_pretrained(tmp_path / "model")
+    train_tokenizer().save_pretrained(tmp_path / "model")
+    more = ["--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(1 << 28), "--max-model-len", "512"]
+    numbers, log = random.Random(0), tmp_path / "log"
+    with run_engine("vllm", tmp_path / "model", model, log, *more, "--enforce-eager") as engine:
+        url = keys.knowing(engine.url) + GENERATE
+
+        async def one(num_prompt: int, num_response: int) -> tuple[list[int], Any]:
+            prompt = [numbers.randrange(3, 250) for _ in range(num_prompt)]
+            params = {"temperature": 1.0, "ignore_eos": True, "max_tokens": num_response, "seed": num_prompt}
+            return prompt, await complete(url, "", prompt, params)
+
+        async def everything() -> list[tuple[list[int], Any]]:
+            return await asyncio.gather(*(one(20 + i, 300 - 3 * i) for i in range(64)))
+
+        answers = runtime.run(everything(), timeout=120)
+    runtime.shutdown()
+    assert "short loops for steps that decode only" in log.read_text()
+    for prompt, answer in answers[::7]:
+        tokens = torch.tensor([prompt + answer.token_ids])
+        with torch.no_grad():
+            want = model(tokens).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        want = want.gather(1, tokens[0, len(prompt) :, None])[:, 0]
+        assert (torch.tensor(answer.log_probs) - want).abs().max() < 2e-3
 
 
 # The same tests as on a CPU, here with `engine` of this file.

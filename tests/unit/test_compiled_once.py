@@ -12,8 +12,10 @@ from transformers import Qwen3Config
 
 from instep.training import log_probs, packing
 from instep.training.hf import model as hf
+from instep.training.hf.layout import PACKED
 from instep.training.hf.model import Policy
 from instep.types import TokenBatch
+from tests.architectures import tiny_config
 
 VOCAB, HIDDEN, HEAD_DIM = 96, 64, 16
 LONGEST = 1000  # tokens of a micro-batch: for more of them a CPU's code, and no GPU's, adds up in another way
@@ -97,6 +99,23 @@ def compilations(recompute: str | None) -> tuple[int, int, set[bool], float]:
             score_and_train(policy, batch, check=False)
     eager = torch.cat([p.grad.flatten() for p in policy.parameters()])
     return first, later, kinds, float((torch.cat([g.flatten() for g in grads]) - eager).norm() / eager.norm())
+
+
+@pytest.mark.parametrize("model_type", ["gemma3_text", "mistral"])
+def test_a_layer_with_a_window_is_one_graph(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    compile = torch.compile
+    with_one = lambda f, **how: compile(f, backend="eager", dynamic=how["dynamic"])  # noqa: E731
+    monkeypatch.setattr(torch, "compile", with_one)
+    torch.manual_seed(0)
+    config = tiny_config(model_type, window=4)
+    policy = Policy(config, torch.float32, compiles=True)
+    for parameter in policy.parameters():
+        torch.nn.init.normal_(parameter, mean=float(parameter.ndim == 1), std=0.05)
+    stats, batch = torch._dynamo.utils.counters["stats"], coincidences(random.Random(0))
+    before = stats["unique_graphs"]
+    score_and_train(policy, batch, check=True)
+    assert policy.layout == PACKED and stats["unique_graphs"] - before == 2  # with and without gradients
+    torch._dynamo.reset()
 
 
 @pytest.mark.slow

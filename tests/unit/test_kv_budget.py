@@ -97,7 +97,7 @@ def test_a_rollout_expects_the_lengths_of_the_last_one() -> None:
         assert second.expected_tokens == second.tokens_of_group(1) == 20.0 and second.tokens_of_group(4) == 14.0
         assert execute.new_execution(args, 1, is_trial=True).expected_tokens == 0.0  # nothing came of the second yet
         assert execute.new_execution(args, 2).expected_tokens == 0.0  # nothing came of the second
-        assert second.kv_budget._num_tokens == 5000.0 and second.kv_budget._num_samples == 1024
+        assert second.kv_budget._num_tokens == 5000.0 and second.kv_budget._num_samples == 2048
     finally:
         gate().reset()
         execute._last().clear()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from instep.arguments.settings import Settings
 from instep.engines.backend_choice import planned_kind
 from instep.engines.dialect import SGLANG
+from instep.engines.kind import rollout_samples
 from instep.engines.spec import EngineSpec
 from instep.engines.topology import num_tokens
 from instep.models.sizes import Shape, quantized_bytes
@@ -108,11 +109,6 @@ def _weights(spec: EngineSpec, shape: Shape, per_number: float, stored: int | No
     per_number = per_number if stored is None else stored / shape.total
     spread = max(p.expert, p.tensor * p.data)
     return per_number * ((shape.total - shape.experts) / p.tensor + shape.experts / spread) / p.pipeline
-
-
-def rollout_samples(args: Settings) -> int:
-    """Return the samples that an engine generates at once if all samples of a rollout start together."""
-    return -(-(args.rollout_batch_size or 1) * args.n_samples_per_prompt // max(1, args.rollout_num_engines))
 
 
 def _last(words: dict[str, list[str]] | dict[str, Sequence[str]], name: str, default: object) -> str:

@@ -68,9 +68,9 @@ def _packed(
         raise Unfit("its layers do not pass the packed segments to their attention")
     check_plain(other)
     if attention_mask is not None:
-        if attention_mask.ndim:
+        if attention_mask.numel():
             raise Unfit("its attention uses its own mask")
-        sliding_window = int(attention_mask)  # see `_window`
+        sliding_window = attention_mask.shape[0]  # see `_window`
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     width = v.shape[-1]
     if width < q.shape[-1]:  # latent attention
@@ -89,10 +89,17 @@ def _packed(
 
 
 def _window(*, local_size: int | None = None, config: Any = None, use_vmap: bool = False, **_: Any) -> Tensor | None:
-    """Return transformers' mask of a layer: None, or the size of its window. Not all models give it twice."""
+    """Return transformers' mask of a layer: None, or an empty tensor `[window, 0]`. Not all models give it twice.
+
+    The compiler knows its shape, but would read a number in it at each layer, between two graphs.
+    """
     if use_vmap or (local_size is not None and local_size != getattr(config, "sliding_window", None)):
         raise Unfit("its attention uses its own mask")
-    return None if local_size is None else torch.tensor(local_size)
+    if local_size is None:
+        return None
+    mask = torch.empty(local_size, 0)
+    torch._dynamo.mark_static(mask)
+    return mask
 
 
 def _rows(

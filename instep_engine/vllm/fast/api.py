@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
-from collections.abc import Sequence
 from typing import Any
 
 from vllm.logger import init_logger
@@ -57,8 +56,8 @@ def _accepted(scope: Message) -> bool:
     return any(name == b"accept" and answers.CONTENT_TYPE.encode() in value for name, value in scope["headers"])
 
 
-def _take(scope: Message, body: bytes) -> tuple[list[int], list[Any]] | None:
-    """Return the prompt of a request and the sampling parameters of its samples; None for one that is not for here."""
+def _take(scope: Message, body: bytes) -> tuple[list[int], Any] | None:
+    """Return the prompt and the sampling parameters of a request; None for one that is not for here."""
     import msgspec
     from vllm import SamplingParams, envs
 
@@ -79,48 +78,44 @@ def _take(scope: Message, body: bytes) -> tuple[list[int], list[Any]] | None:
             or not all(type(token) is int for token in prompt)
         ):
             return None
-        n, seed = given.pop("n", 1), given.pop("seed", None)
+        n = given.pop("n", 1)
         if type(n) is not int or not 1 <= n <= envs.VLLM_MAX_N_SEQUENCES:
             return None
-        # Flat lists instead of an object for each token; one message with the whole response.
-        given |= {"output_kind": 2, "flat_logprobs": True, "extra_args": {KEY: 1}}
-        seeds = [{} if seed is None else {"seed": seed + i} for i in range(n)]
-        return prompt, [msgspec.convert(given | own, SamplingParams) for own in seeds]
+        # Flat lists instead of an object for each token; one message with the whole response; no deep copies.
+        given |= {"output_kind": 2, "flat_logprobs": True, "extra_args": {KEY: 1}, "skip_clone": True}
+        params = msgspec.convert(given, SamplingParams)
+        params.n = n  # here, because vLLM refuses several greedy samples
+        return prompt, params
     except (ValueError, KeyError, TypeError, AttributeError, msgspec.ValidationError):
         return None  # vLLM reports what is wrong
 
 
-async def _answer(scope: Message, prompt: list[int], params: Sequence[Any]) -> bytes | None:
-    """Return the body of the answer; None if vLLM refuses the request or its core has died (its route reports it)."""
+async def _answer(scope: Message, prompt: list[int], params: Any) -> bytes | None:
+    """Return the body of the answer; None if vLLM refuses the request or its core has died (its route reports it).
+
+    vLLM checks the request once, and makes of it a request for each sample, with `seed + i`. If this is cancelled, it
+    aborts them.
+    """
+    from vllm.inputs import tokens_input
     from vllm.v1.engine.exceptions import EngineDeadError
 
     rank = next((int(value) for name, value in scope["headers"] if name == RANK and value.isdigit()), None)
-    name = f"instep-{uuid.uuid4().hex}"
-    engine = scope["app"].state.engine_client
-    work = [asyncio.ensure_future(_sample(engine, prompt, p, f"{name}-{i}", rank)) for i, p in enumerate(params)]
+    engine, name = scope["app"].state.engine_client, f"instep-{uuid.uuid4().hex}"
     try:
-        choices = await asyncio.gather(*work)
+        async for final in engine.generate(tokens_input(prompt), params, name, data_parallel_rank=rank):
+            results = final.outputs
     except (ValueError, TypeError, EngineDeadError):
         return None
-    finally:
-        for task in work:
-            task.cancel()
-        await asyncio.gather(*work, return_exceptions=True)
-    return answers.encode([{"index": i, **choice} for i, choice in enumerate(choices)])
+    return answers.encode([_choice(result, name) for result in results])
 
 
-async def _sample(engine: Any, prompt: list[int], params: Any, request_id: str, rank: int | None) -> dict[str, Any]:
-    """Return one response, as a choice of `answers.py`. If it is cancelled, vLLM aborts the request."""
-    from vllm.inputs import tokens_input
-
-    inputs = tokens_input(prompt_token_ids=prompt)
-    async for final in engine.generate(inputs, params, request_id, data_parallel_rank=rank):
-        result = final.outputs[0]
+def _choice(result: Any, name: str) -> dict[str, Any]:
+    """Return one response, as a choice of `answers.py`."""
     if result.finish_reason == "error":
-        raise RuntimeError(f"vLLM has ended request {request_id} with an error")
+        raise RuntimeError(f"vLLM has ended request {name} with an error")
     flat = result.logprobs  # it may also hold those of other tokens, for other requests
     log_probs = [flat.logprobs[start] for start in flat.start_indices]
-    choice = {"token_ids": result.token_ids, "log_probs": log_probs}
+    choice = {"index": result.index, "token_ids": result.token_ids, "log_probs": log_probs}
     told = getattr(result, "weight_versions", None)  # from 0.32 on
     if told:
         choice["weight_versions"] = [{"version": s.version, "start": s.start, "end": s.end} for s in told]

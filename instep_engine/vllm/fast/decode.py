@@ -18,7 +18,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.core.sched.utils import check_stop, remove_all
-from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SlidingWindowManager
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
 
@@ -73,9 +73,9 @@ class QuickScheduler(HoldBack, AsyncScheduler):
 
     def _decoding(self) -> list[Request]:
         """Return the running requests that decode one token in this step; empty if the step must do anything else."""
-        manager, blocks = self.kv_cache_manager, self._group.req_to_blocks
-        block_size, last = self._group.block_size, self.max_model_len - 1
-        decoding, num_new_blocks = [], 0
+        manager, group, last = self.kv_cache_manager, self._groups[0], self.max_model_len - 1
+        blocks, block_size = group.req_to_blocks, group.block_size
+        decoding, num_growing = [], 0
         for request in self.running:
             computed, expected = request.num_computed_tokens, request.num_output_placeholders
             if (
@@ -90,13 +90,13 @@ class QuickScheduler(HoldBack, AsyncScheduler):
             length = request.num_prompt_tokens + request.max_tokens
             if (expected and computed + 2 - expected >= length) or computed >= last:
                 continue
-            num_new_blocks += computed >= len(blocks[request.request_id]) * block_size
+            num_growing += computed >= len(blocks[request.request_id]) * block_size
             decoding.append(request)
-        room = num_new_blocks <= manager.block_pool.get_num_free_blocks()
+        room = num_growing * len(self._groups) <= manager.block_pool.get_num_free_blocks()
         return decoding if room and len(decoding) <= self.max_num_scheduled_tokens else []
 
     def _schedule(self, decoding: list[Request]) -> SchedulerOutput:
-        manager, blocks, block_size = self.kv_cache_manager, self._group.req_to_blocks, self._group.block_size
+        manager, blocks, block_size = self.kv_cache_manager, self._groups[0].req_to_blocks, self._groups[0].block_size
         self.current_step += 1
         manager.new_step_starts()
         new_blocks: list[tuple[list[int], ...] | None] = []
@@ -198,7 +198,7 @@ class QuickScheduler(HoldBack, AsyncScheduler):
         self, scheduler_output: SchedulerOutput, result: Any
     ) -> tuple[dict[int, list[EngineCoreOutput]], set[Request]]:
         """Add the sampled tokens to their requests. Return what leaves, by client, and which requests have ended."""
-        manager, hash_size, block_size = self.kv_cache_manager, self.hash_block_size, self._group.block_size
+        manager, hash_size, block_size = self.kv_cache_manager, self.hash_block_size, self._groups[0].block_size
         sampled, rows = result.sampled_token_ids, result.req_id_to_index
         log_probs = result.logprobs.logprobs[:, 0].tolist()
         outputs: dict[int, list[EngineCoreOutput]] = {}
@@ -247,18 +247,19 @@ class QuickScheduler(HoldBack, AsyncScheduler):
         return output
 
     @property
-    def _group(self) -> Any:
-        """Return the only group of layers that share their blocks."""
-        return self.kv_cache_manager.coordinator.single_type_managers[0]
+    def _groups(self) -> Any:
+        """Return the groups of layers that share their blocks. A request has as many blocks in each of them."""
+        return self.kv_cache_manager.coordinator.single_type_managers
 
 
 def obstacles(scheduler: AsyncScheduler) -> list[str]:
     """Return the features of this scheduler that the short loops lack."""
     managers, parallel = scheduler.kv_cache_manager.coordinator.single_type_managers, scheduler.parallel_config
-    one_kind = len(managers) == 1 and type(managers[0]) is FullAttentionManager
+    known = {type(manager) for manager in managers} <= {FullAttentionManager, SlidingWindowManager}
+    alike = known and len({manager.block_size for manager in managers}) == 1
     found = {
         "model runner V1": not scheduler.use_v2_model_runner,
-        "another cache than that of full attention": not one_kind or scheduler.has_mamba_layers,
+        "another cache than those of full attention and windows": not alike or scheduler.has_mamba_layers,
         "a connector": scheduler.connector is not None or scheduler.ec_connector is not None,
         "speculation": bool(scheduler.num_spec_tokens or scheduler.num_lookahead_tokens or scheduler.dynamic_sd_lookup),
         "pipeline parallelism": scheduler.use_pp,
