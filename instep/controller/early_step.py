@@ -142,27 +142,22 @@ class EarlyStep:
     def _left(self, batch: TokenBatch, samples: list[Sample]) -> list[int]:
         """Return the samples that are not computed yet; none if an early sample is gone or has changed."""
         place = {id(sample): i for i, sample in enumerate(samples)}
-        begun = [place.get(id(sample), -1) for ours, _ in self._parts for sample in ours]
-        if not begun or -1 in begun:
+        begun = [[place.get(id(sample), -1) for sample in ours] for ours, _ in self._parts]
+        if not begun or any(-1 in part for part in begun):
             return []
         scale = float(batch.sample_columns["loss_scale"][0])
-        before, after = _columns([part for _, part in self._parts], scale), _columns([batch.select(begun)], 1.0)
-        return sorted({*range(len(samples))} - {*begun}) if _same(before, after) else []
+        for found, (_, part) in zip(begun, self._parts, strict=True):
+            if not _same(_columns(part, scale), _columns(batch.select(found), 1.0)):
+                return []
+        return sorted({*range(len(samples))}.difference(*begun))
 
 
-def _columns(parts: list[TokenBatch], scale: float) -> dict[str, torch.Tensor]:
-    """Return all columns that the loss of the samples depends on, by name; empty if the parts have other columns."""
-    found = []
-    for part in parts:
-        own = {"tokens": part.tokens, "lengths": part.response_lengths, "total": part.total_lengths}
-        own |= {
-            "temperature": part.sample_columns["temperature"],
-            "older": torch.zeros_like(part.token_columns["loss_mask"]),
-        }
-        found.append(own | part.token_columns | {"loss_weights": part.token_columns["loss_weights"] * scale})
-    if any(columns.keys() != found[0].keys() for columns in found):
-        return {}
-    return {name: torch.cat([columns[name] for columns in found]) for name in found[0]}
+def _columns(batch: TokenBatch, scale: float) -> dict[str, torch.Tensor]:
+    """Return all columns that the loss of the samples depends on, by name."""
+    own = {"tokens": batch.tokens, "lengths": batch.response_lengths, "total": batch.total_lengths}
+    own["temperature"] = batch.sample_columns["temperature"]
+    own["older"] = torch.zeros_like(batch.token_columns["loss_mask"])
+    return own | batch.token_columns | {"loss_weights": batch.token_columns["loss_weights"] * scale}
 
 
 def _same(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> bool:
