@@ -3,9 +3,10 @@
     python benchmarks/room.py [--out FILE]
 
 The engine decodes a token of every sample that it runs in 4 ms + 12 us a sample, and throws out the last sample when
-its KV cache is full. 512 groups of 8 samples come in as `rollout/kv_budget.py` lets them, 1,024 samples at most. A sample
-leaves when it ends (`alone`), with its group (`kept`), or with its group but for `Execution.num_short`, which leave at
-once (`short`, what rollouts do). Seconds are simulated ones of the rollout; `recomputed` is a share of its tokens.
+its KV cache is full. 512 groups of 8 samples come in as `rollout/kv_budget.py` lets them, 1,024 samples at most. A
+sample leaves when it ends (`alone`), with its group (`kept`), or with its group but for `Execution.num_short`, which
+leave at once (`short`, what rollouts do). Seconds are simulated ones of the rollout; `recomputed` is a share of its
+tokens.
 """
 
 from __future__ import annotations

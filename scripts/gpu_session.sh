@@ -116,7 +116,7 @@ item_tests_two() { # 600 the tests that need two GPUs
 }
 item_tests_rest() { # 600 all other files of tests/gpu
     python scripts/gpu_main.py --tests async compiled conversion families fast faults grouped host latent optimizer plan \
-        profile quantized routing --side-by-side 4 --limit 580 --out "$R/out"
+        profile quantized routing short_loops --side-by-side 4 --limit 580 --out "$R/out"
 }
 item_grpo() { # 600 0.6B dimensions, hf beside TRL as it is and tuned
     python benchmarks/gpu_grpo.py --only instep-hf trl trl-tuned --steps 4 --limit 230 --out "$R/out.json"
