@@ -63,11 +63,8 @@ class TorchDistWriter:
         """
         dtypes = {tensor.dtype for tensor in tensors}
         if len(dtypes) > 1:
-            raise CheckpointError(
-                f"{', '.join(entry.names)} are one tensor in Megatron, but have different types: {dtypes}",
-                where=str(self.folder),
-                remedy="save the Hugging Face checkpoint in one type",
-            )
+            what = f"{', '.join(entry.names)} are one tensor in Megatron, but have different types: {dtypes}"
+            raise CheckpointError(what, where=str(self.folder), remedy="save the Hugging Face checkpoint in one type")
         size = full_shape(entry)
         rows = size[0] if entry.kind is not Kind.VOCAB else -(-size[0] // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
         key, place, count = self._key(entry)
