@@ -71,8 +71,7 @@ class TorchDistWriter:
         chunk = torch.Size((*[1] * len(place), rows, *size[1:]))
         offsets = torch.Size((*place, *[0] * len(size)))
         about = self._tensors.setdefault(
-            key,
-            TensorStorageMetadata(TensorProperties(dtype=dtypes.pop()), torch.Size((*count, rows, *size[1:])), []),
+            key, TensorStorageMetadata(TensorProperties(dtype=dtypes.pop()), torch.Size((*count, rows, *size[1:])), [])
         )
         about.chunks.append(ChunkStorageMetadata(offsets, chunk))
         self._write(MetadataIndex(key, offsets), pieces(entry, tensors, self.shape, rows), chunk)
