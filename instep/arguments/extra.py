@@ -100,11 +100,8 @@ def _flag(record: dict[str, Any]) -> Flag:
     if kind in ("_StoreTrueAction", "_StoreFalseAction", "_StoreConstAction"):
         return Flag(name, bool, aliases=tuple(aliases), constant=record["const"], **common)
     if kind not in ("_StoreAction", "_AppendAction") or nargs not in (None, "+", "*") or record["required"]:
-        raise ConfigError(
-            "has a form that instep cannot read (a custom action, nargs other than '+' and '*', or required)",
-            where=f"the flag {name}",
-            remedy="give it one value or a list of values, and a default",
-        )
+        what = "has a form that instep cannot read (a custom action, nargs other than '+' and '*', or required)"
+        raise ConfigError(what, where=f"the flag {name}", remedy="give it one value or a list of values, and a default")
 
     def convert(value: str) -> Any:
         try:

@@ -87,11 +87,8 @@ def find_checkpoint(root: Path | None, step: int | None) -> tuple[Path, int] | N
     """
     if root is not None and is_checkpoint(root):
         number = "" if root.name == "release" else ", and its number by --ckpt-step (--ref-ckpt-step for --ref-load)"
-        raise CheckpointError(
-            f"{root.name} is a checkpoint itself, not a folder of checkpoints",
-            where=str(root),
-            remedy=f"name {root.parent}{number}",
-        )
+        what = f"{root.name} is a checkpoint itself, not a folder of checkpoints"
+        raise CheckpointError(what, where=str(root), remedy=f"name {root.parent}{number}")
     iteration = step if step is not None else latest_iteration(root)
     if root is None or iteration is None:
         return None

@@ -141,12 +141,9 @@ def check_whole(*folders: Path, digests: bool = True, tell: Callable[[str], None
             raise _damaged(folder, path, f"{path.relative_to(folder)} has different content than was written")
 
 
-def _damaged(folder: Path, where: Path, what: str) -> CheckpointError:
-    return CheckpointError(
-        f"the checkpoint {folder.name} is damaged: {what}",
-        where=str(where),
-        remedy="restore the file, or " + others(folder),
-    )
+def _damaged(folder: Path, where: Path, how: str) -> CheckpointError:
+    what = f"the checkpoint {folder.name} is damaged: {how}"
+    return CheckpointError(what, where=str(where), remedy="restore the file, or " + others(folder))
 
 
 def is_checkpoint(folder: Path) -> bool:

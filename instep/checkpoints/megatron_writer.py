@@ -63,19 +63,15 @@ class TorchDistWriter:
         """
         dtypes = {tensor.dtype for tensor in tensors}
         if len(dtypes) > 1:
-            raise CheckpointError(
-                f"{', '.join(entry.names)} are one tensor in Megatron, but have different types: {dtypes}",
-                where=str(self.folder),
-                remedy="save the Hugging Face checkpoint in one type",
-            )
+            what = f"{', '.join(entry.names)} are one tensor in Megatron, but have different types: {dtypes}"
+            raise CheckpointError(what, where=str(self.folder), remedy="save the Hugging Face checkpoint in one type")
         size = full_shape(entry)
         rows = size[0] if entry.kind is not Kind.VOCAB else -(-size[0] // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
         key, place, count = self._key(entry)
         chunk = torch.Size((*[1] * len(place), rows, *size[1:]))
         offsets = torch.Size((*place, *[0] * len(size)))
         about = self._tensors.setdefault(
-            key,
-            TensorStorageMetadata(TensorProperties(dtype=dtypes.pop()), torch.Size((*count, rows, *size[1:])), []),
+            key, TensorStorageMetadata(TensorProperties(dtype=dtypes.pop()), torch.Size((*count, rows, *size[1:])), [])
         )
         about.chunks.append(ChunkStorageMetadata(offsets, chunk))
         self._write(MetadataIndex(key, offsets), pieces(entry, tensors, self.shape, rows), chunk)

@@ -117,11 +117,8 @@ def _check_engines(model: ServedModel, per_node: int, *, colocate: bool) -> None
     for group in (g for g in model.groups if g.role != "placeholder"):
         size, total = group.num_gpus_per_engine, group.num_gpus
         if total and size > per_node and size % per_node:
-            raise ConfigError(
-                f"an engine of {size} GPUs does not fill whole nodes of {per_node}",
-                where=model.where,
-                remedy=f"use a multiple of {per_node}, or at most {per_node}",
-            )
+            what = f"an engine of {size} GPUs does not fill whole nodes of {per_node}"
+            raise ConfigError(what, where=model.where, remedy=f"use a multiple of {per_node}, or at most {per_node}")
         if total % size:
             whose = "GPUs of the trainer (--colocate)" if colocate else "GPUs of --rollout-num-gpus"
             raise ConfigError(
@@ -144,11 +141,8 @@ def _check_colocated(args: EngineSettings, models: tuple[ServedModel, ...], num_
         for group in model.groups:
             size = group.num_gpus_per_engine
             if group.num_engines and size < per_node < total and per_node % size:
-                raise ConfigError(
-                    f"engines of {size} GPUs on the trainer's would cross the boundaries of nodes of {per_node}",
-                    where=f"{model.where} with --colocate",
-                    remedy=f"use a divisor of {per_node}",
-                )
+                what = f"engines of {size} GPUs on the trainer's would cross the boundaries of nodes of {per_node}"
+                raise ConfigError(what, where=f"{model.where} with --colocate", remedy=f"use a divisor of {per_node}")
 
 
 def describe(plan: Plan) -> list[tuple[str, int, str]]:

@@ -312,11 +312,8 @@ class Deployment:
         while self.turns.are_taken and self._fleet.is_starting:
             self.check()
             if time.monotonic() > deadline:
-                raise EngineError(
-                    "a restarted engine is not ready, and the trainer waits for its GPU",
-                    where="--engine-start-timeout",
-                    remedy="see the engine's log",
-                )
+                what = "a restarted engine is not ready, and the trainer waits for its GPU"
+                raise EngineError(what, where="--engine-start-timeout", remedy="see the engine's log")
             time.sleep(LOOK_SECONDS)
 
     def memory(self, phase: str) -> dict[str, float]:

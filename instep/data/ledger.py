@@ -168,11 +168,7 @@ class Ledger:
     def counts(self) -> dict[str, Any]:
         """Return how many groups were issued and consumed, and how many dropped by reason."""
         with self._lock:
-            return {
-                "num_issued": self.num_issued,
-                "num_consumed": self.num_consumed,
-                "dropped": dict(self.dropped),
-            }
+            return {"num_issued": self.num_issued, "num_consumed": self.num_consumed, "dropped": dict(self.dropped)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole ledger. A checkpoint can hold its values if it can hold those of the samples.

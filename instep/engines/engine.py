@@ -105,11 +105,8 @@ class Engine(Server):
                 check_open(self.url + "/health", timeout=2.0)
             time.sleep(0.05)
         tail = self.process.log_tail() if self.process is not None else ""
-        raise EngineError(
-            f"{self.name} was not ready after {timeout:.0f} s",
-            where=f"{self.url}\n{tail}",
-            remedy="raise --engine-start-timeout if it is only slow",
-        )
+        what = f"{self.name} was not ready after {timeout:.0f} s"
+        raise EngineError(what, where=f"{self.url}\n{tail}", remedy="raise --engine-start-timeout if it is only slow")
 
     def healthy(self, timeout: float) -> bool:
         """Return whether `/health` answers 200 now."""
@@ -219,11 +216,8 @@ class Engine(Server):
             if self.process is not None and not isinstance(error, TimeoutError):
                 self.process.died_within(1.0)
             self.check_alive()
-            raise EngineError(
-                f"{self.name} did not answer {path} within {timeout:.0f} s: {error}",
-                where=url,
-                remedy="see its log; raise --sync-timeout if it is only slow",
-            ) from error
+            what = f"{self.name} did not answer {path} within {timeout:.0f} s: {error}"
+            raise EngineError(what, where=url, remedy="see its log; raise --sync-timeout if it is only slow") from error
 
     # ---- control calls, as its kind makes them (see EngineKind) ------------------------------------------------------
 
@@ -271,11 +265,8 @@ class Engine(Server):
         deadline = time.monotonic() + min(timeout, RESET_SECONDS)
         while self.kind.reset_cache(self, timeout=timeout) is False:
             if time.monotonic() > deadline:
-                raise EngineRefusal(
-                    f"{self.name} keeps cached keys and values of old weights",
-                    where=self.url,
-                    remedy="see its log for requests that do not end",
-                )
+                what = f"{self.name} keeps cached keys and values of old weights"
+                raise EngineRefusal(what, where=self.url, remedy="see its log for requests that do not end")
             time.sleep(0.05)
 
     def resume(self, *, timeout: float) -> None:

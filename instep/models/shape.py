@@ -204,11 +204,8 @@ def model_shape(hf_config: Any) -> ModelShape:
     why, family = unsupported(c), FAMILIES.get(hf_config.model_type, Family())
     experts = None if why else _experts(c, family)
     if why := why or _listed(_unsupported_experts(c, experts)):
-        raise ConfigError(
-            f"the megatron train backend {why}",
-            where="--hf-checkpoint, config.json",
-            remedy=f"use --train-backend hf; or {KNOWN}",
-        )
+        what = f"the megatron train backend {why}"
+        raise ConfigError(what, where="--hf-checkpoint, config.json", remedy=f"use --train-backend hf; or {KNOWN}")
     return _shape(c, family)
 
 

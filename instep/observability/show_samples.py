@@ -94,11 +94,8 @@ def select(
     """
     rows = read_json_lines(run_dir / "samples.jsonl")
     if not rows:
-        raise ConfigError(
-            "no samples are logged" if run_dir.is_dir() else "no such folder",
-            where=str(run_dir / "samples.jsonl"),
-            remedy="give the --run-dir of a run",
-        )
+        what = "no samples are logged" if run_dir.is_dir() else "no such folder"
+        raise ConfigError(what, where=str(run_dir / "samples.jsonl"), remedy="give the --run-dir of a run")
     splits = list(dict.fromkeys(row["split"] for row in rows))
     split = split or ("train" if "train" in splits else splits[0])
     rows = [row for row in rows if row["split"] == split]

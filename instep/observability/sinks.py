@@ -179,11 +179,8 @@ class WandB:
         try:
             import wandb
         except ImportError:
-            raise ConfigError(
-                "wandb is not installed",
-                where="--use-wandb",
-                remedy="`instep install wandb`, or remove the flag",
-            ) from None
+            what = "wandb is not installed"
+            raise ConfigError(what, where="--use-wandb", remedy="`instep install wandb`, or remove the flag") from None
         folder = Path(options.get("dir") or run_dir)
         folder.mkdir(parents=True, exist_ok=True)
         # console="off": wandb must not wrap stdout, which the progress panel uses. Every wait has a limit.

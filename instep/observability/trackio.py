@@ -23,11 +23,7 @@ class Trackio:
     """
 
     def __init__(
-        self,
-        run_dir: Path,
-        options: Mapping[str, str | None],
-        offsets: Mapping[str, int],
-        tell: Callable[[str], None],
+        self, run_dir: Path, options: Mapping[str, str | None], offsets: Mapping[str, int], tell: Callable[[str], None]
     ):
         self._tell, self._closing = tell, False
         log = run_dir / "logs" / "trackio.log"

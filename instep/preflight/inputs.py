@@ -78,11 +78,8 @@ def _check_run_dir(folder: Path) -> None:
     if config_of(folder) is not None:
         return
     if there := [name for name in RUN_FILES if (folder / name).is_file()]:
-        raise ConfigError(
-            f"{folder} holds {', '.join(there)}, and is not the folder of a run",
-            where="--run-dir",
-            remedy="name another folder, for this run only",
-        )
+        what = f"{folder} holds {', '.join(there)}, and is not the folder of a run"
+        raise ConfigError(what, where="--run-dir", remedy="name another folder, for this run only")
 
 
 def _check_eval_file(args: Settings, dataset: EvalDataset) -> None:

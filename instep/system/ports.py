@@ -69,11 +69,8 @@ def free_ports(count: int, host: str = LOOPBACK) -> int:
             one.close()
         if None not in found:
             return first
-    raise ConfigError(
-        f"found no {count} free ports in a row from {PORTS.start} to {PORTS.stop - 1}",
-        where=host,
-        remedy="end the servers that listen there, or name ports with --engine-port",
-    )
+    what = f"found no {count} free ports in a row from {PORTS.start} to {PORTS.stop - 1}"
+    raise ConfigError(what, where=host, remedy="end the servers that listen there, or name ports with --engine-port")
 
 
 def port_is_free(port: int, host: str = LOOPBACK) -> bool:

@@ -315,11 +315,8 @@ class FolderLock:
         except BlockingIOError:
             holder = os.read(self._fd, 100).decode(errors="replace").strip()
             self.release()
-            raise ConfigError(
-                f"another run is at work in {folder}: {holder or 'its process is not known'}",
-                where=flag,
-                remedy="wait for its end (or end it), or name another folder",
-            ) from None
+            what = f"another run is at work in {folder}: {holder or 'its process is not known'}"
+            raise ConfigError(what, where=flag, remedy="wait for its end (or end it), or name another folder") from None
         with writing(folder, flag):
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)

@@ -39,11 +39,8 @@ def chosen(linear: Sequence[str], lora: Lora, model: str, *, also: Sequence[str]
     wanted = lora.targets or tuple(n for n in linear if n.rpartition(".")[2] != KV_B)
     found = {name: [n for n in linear if n == name or n.endswith(f".{name}")] for name in wanted}
     if not linear:
-        raise ConfigError(
-            f"{model} has no linear layers for an adapter",
-            where="--lora-rank",
-            remedy="remove it, or use another model (docs/lora.md)",
-        )
+        what = f"{model} has no linear layers for an adapter"
+        raise ConfigError(what, where="--lora-rank", remedy="remove it, or use another model (docs/lora.md)")
     if missing := [name for name, layers in found.items() if not layers]:
         known = ", ".join([*sorted({n.rpartition(".")[2] for n in linear}), *also])
         raise ConfigError(

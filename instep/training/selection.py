@@ -44,11 +44,8 @@ class Selection:
         found = [mine] * dist.get_world_size()
         dist.all_gather_object(found, mine)
         if idle := [p for p in self.patterns if not any(p in of_rank for of_rank, _, _ in found)]:
-            raise ConfigError(
-                f"{idle[0]!r} matches no weight name; names are like {', '.join(found[0][2])}",
-                where=self.flag,
-                remedy="give regular expressions that match parts of weight names",
-            )
+            what = f"{idle[0]!r} matches no weight name; names are like {', '.join(found[0][2])}"
+            raise ConfigError(what, where=self.flag, remedy="give regular expressions that match parts of weight names")
         if not all(trains for _, trains, _ in found):
             raise ConfigError(
                 "a rank has nothing left to train",

@@ -201,11 +201,8 @@ def host_memory(size: int, device: torch.device, flag: str, without: str) -> Ten
     memory = torch.frombuffer(pages, dtype=torch.uint8).zero_()  # all threads touch it; CUDA would use one
     runtime = torch.cuda.cudart()
     if code := int(runtime.cudaHostRegister(memory.data_ptr(), size, 1)):
-        raise TrainingError(
-            f"CUDA cannot pin {size / 1e9:.1f} GB of host memory (error {code})",
-            where=flag,
-            remedy=f"raise the memory of the container, or use {without}",
-        )
+        what = f"CUDA cannot pin {size / 1e9:.1f} GB of host memory (error {code})"
+        raise TrainingError(what, where=flag, remedy=f"raise the memory of the container, or use {without}")
     weakref.finalize(pages, runtime.cudaHostUnregister, memory.data_ptr()).atexit = False  # the process' end frees it
     return memory
 

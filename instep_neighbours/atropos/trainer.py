@@ -152,11 +152,8 @@ def _config(model: str) -> dict[str, Any]:
         folder = folder_of(model, f"{COMMAND} --model-name", weights=False)
         found: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text())
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{model} is not a folder of a Hugging Face checkpoint: {error}",
-            where=f"{COMMAND} --model-name",
-            remedy=HOW,
-        ) from error
+        what = f"{model} is not a folder of a Hugging Face checkpoint: {error}"
+        raise ConfigError(what, where=f"{COMMAND} --model-name", remedy=HOW) from error
     return found
 
 

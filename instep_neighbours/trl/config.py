@@ -53,12 +53,7 @@ class Translation(NamedTuple):
 
 
 def as_flags(
-    command: str,
-    args: Any,
-    reward_funcs: Any,
-    train_dataset: Any,
-    eval_dataset: Any,
-    keywords: Mapping[str, Any],
+    command: str, args: Any, reward_funcs: Any, train_dataset: Any, eval_dataset: Any, keywords: Mapping[str, Any]
 ) -> Translation:
     """Translate the arguments of `GRPOTrainer`.
 

@@ -15,10 +15,7 @@ Formula = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def relative_to_group(
-    rewards: Tensor,
-    group_index: Sequence[int] | Tensor,
-    execution_ids: ExecutionIds,
-    formula: Formula,
+    rewards: Tensor, group_index: Sequence[int] | Tensor, execution_ids: ExecutionIds, formula: Formula
 ) -> Tensor:
     """Apply `formula` to each group separately.
 

@@ -265,11 +265,8 @@ class Session:
         """Restart the engines of the session on `checkpoint`. This thread starts their processes: the kernel ends
         them together with it (`follow_parent`)."""
         if self._start_on is None or any(engine.process is None for engine in self.engines):
-            raise SyncError(
-                f"{self.engines[0].name} was not started by this run, so the run cannot restart it",
-                where=self.engines[0].url,
-                remedy=f"use --weight-sync {GOLDEN}",
-            )
+            what = f"{self.engines[0].name} was not started by this run, so the run cannot restart it"
+            raise SyncError(what, where=self.engines[0].url, remedy=f"use --weight-sync {GOLDEN}")
         self._start_on(self.engines, checkpoint)
         self._began |= {engine.url: engine.process for engine in self.engines}
         bound = min(self.args.engine_start_timeout, self.seconds_left())

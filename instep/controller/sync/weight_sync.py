@@ -185,11 +185,8 @@ class WeightSync:
         try:
             session = self._session(engines)
             if lost := [e.name for e in engines if not e.has_weights]:
-                raise EngineError(
-                    f"{', '.join(lost)} dropped the weights when the trainer's turn began",
-                    where=where,
-                    remedy="run once with --no-offload-rollout",
-                )
+                what = f"{', '.join(lost)} dropped the weights when the trainer's turn began"
+                raise EngineError(what, where=where, remedy="run once with --no-offload-rollout")
             if self._held and not self._turns.are_taken:  # no step has changed a weight yet
                 session.each(lambda e: e.resume(timeout=session.seconds_left()))
             wrong = self.proof.differing(session)

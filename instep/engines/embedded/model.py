@@ -88,11 +88,8 @@ def load_model(path: str, dtype: torch.dtype, device: torch.device, max_model_le
     else:
         model, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **how)
     if info["missing_keys"]:
-        raise CheckpointError(
-            f"the checkpoint lacks {sorted(info['missing_keys'])[:3]}",
-            where=path,
-            remedy="copy or download the checkpoint again",
-        )
+        what = f"the checkpoint lacks {sorted(info['missing_keys'])[:3]}"
+        raise CheckpointError(what, where=path, remedy="copy or download the checkpoint again")
     fix_rope(model, max_model_len)
     model.to(device).eval().requires_grad_(False)
     try:

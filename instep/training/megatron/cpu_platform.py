@@ -71,11 +71,8 @@ def install() -> None:
     if _installed:
         return
     if torch.cuda.is_available():
-        raise ConfigError(
-            "the megatron train backend cannot run on the CPU of a machine with CUDA",
-            where="--device cpu",
-            remedy="train on the GPU, or set CUDA_VISIBLE_DEVICES= (empty)",
-        )
+        what = "the megatron train backend cannot run on the CPU of a machine with CUDA"
+        raise ConfigError(what, where="--device cpu", remedy="train on the GPU, or set CUDA_VISIBLE_DEVICES= (empty)")
     assert "megatron.core" not in sys.modules, "it has already imported the original functions"
     stream, cuda = _Stream(), torch.cuda
     cuda.current_device = lambda: _CPU
