@@ -9,7 +9,8 @@ once over HTTP (in arrays, as vLLM with instep's plugin does; with `--json` as a
 batch and answers at once (`stand_ins.py`). Nothing is synced. Seconds are CPU seconds of the controller's process, all
 its threads; a part's are those of the thread that it ran in, without other parts within. The first step, which opens
 connections and imports, does not count; from the second on the lengths of responses are known. No prompt comes twice.
-Clocks for the parts cost a fifth more, so every second step is without them; the sums are of those.
+Clocks for the parts cost a tenth more, so only every second step has them; "cpu" and "wall" are of the others, and "all
+else" is what the parts leave of that.
 """
 
 from __future__ import annotations

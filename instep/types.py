@@ -361,12 +361,11 @@ class TokenBatch:
         return self if self.host is None else self.host
 
     def select(self, indices: Sequence[int]) -> TokenBatch:
-        """Return the samples `indices`, in that order."""
+        """Return the samples `indices`, in that order; those side by side are copied as whole pieces."""
         import torch
 
         where = torch.as_tensor(list(indices), dtype=torch.int64)
-        aside = groupby(enumerate(where.tolist()), lambda pair: pair[1] - pair[0])  # whole pieces are copied fast
-        runs = [[i for _, i in run] for _, run in aside]
+        runs = [[i for _, i in run] for _, run in groupby(enumerate(where.tolist()), lambda pair: pair[1] - pair[0])]
 
         def taken(lengths: torch.Tensor, columns: Iterable[torch.Tensor]) -> list[torch.Tensor]:
             ends = [0, *lengths.cumsum(0).tolist()]
@@ -374,13 +373,12 @@ class TokenBatch:
             return [torch.cat([x[piece] for piece in pieces]) for x in columns]
 
         (tokens,) = taken(self.total_lengths, [self.tokens])
-        rows = taken(self.response_lengths, self.token_columns.values())
+        columns = dict(zip(self.token_columns, taken(self.response_lengths, self.token_columns.values()), strict=True))
         of_samples = {
             k: v[where] if isinstance(v, torch.Tensor) else [v[i] for i in indices]
             for k, v in self.sample_columns.items()
         }
-        lengths, of_tokens = self.total_lengths[where], dict(zip(self.token_columns, rows, strict=True))
-        return TokenBatch(tokens, lengths, self.response_lengths[where], of_tokens, of_samples)
+        return TokenBatch(tokens, self.total_lengths[where], self.response_lengths[where], columns, of_samples)
 
     def without_routes(self) -> TokenBatch:
         """Return the batch without routed experts, for a model that chooses its own experts."""

@@ -308,7 +308,7 @@ prepare() {
         tar c -C .gpu/verl . | xz -6 >.gpu/v0/verl.tar.xz && rm -r .gpu/verl
     fi
     if [[ ${1:-} == real && ! -e .gpu/m6 ]]; then
-        .venv/bin/python examples/real/make_model.py .gpu/gemma
+        rm -rf .gpu/m? && .venv/bin/python examples/real/make_model.py .gpu/gemma
         tar c -C .gpu gemma | xz -1 -T0 >.gpu/all
         split -n 7 -d -a 1 .gpu/all .gpu/gemma_ && rm -r .gpu/all .gpu/gemma
         for n in 0 1 2 3 4 5 6; do mkdir -p ".gpu/m$n" && mv ".gpu/gemma_$n" ".gpu/m$n/"; done

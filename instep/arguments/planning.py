@@ -16,10 +16,8 @@ from instep.engines.kind import rollout_samples
 from instep.errors import ConfigError
 from instep.models.sizes import shape_of
 from instep.preflight.plan.memory import Gpus, plan_memory
-from instep.preflight.plan.trainer import rank_of
 
-TOKENS = (131072, 65536, 32768, 24576, 16384, 12288, 8192, 6144, 4096, 2048, 1024)  # of a micro-batch
-MOST_COMPUTED = 32768  # of them, without those of common prompts; more are not faster
+TOKENS = (32768, 24576, 16384, 12288, 8192, 6144, 4096, 2048, 1024)  # of a micro-batch; more are not faster
 ON_CPU = (1024, 512, 256)
 EFFICIENT = 8192  # tokens of a micro-batch that are enough for a step that begins early (`controller/role.py`)
 ROOM = 0.9  # the part of a GPU that the plan may fill: estimates are good to about 10 %
@@ -63,13 +61,7 @@ def max_tokens_per_gpu(args: Settings, given: Given) -> int | None:
     sizes = ON_CPU if args.device == "cpu" else TOKENS
     if not _chooses(args, given):
         return sizes[-1]
-    return next((size for size in sizes if _is_useful(args, size) and _has_room(args, size)), sizes[-1])
-
-
-def _is_useful(args: Settings, tokens: int) -> bool:
-    changed = cast(Draft, args).replace(use_dynamic_batch_size=True, max_tokens_per_gpu=tokens)
-    shape = shape_of(args.hf_checkpoint)
-    return tokens <= MOST_COMPUTED or (shape is not None and rank_of(changed, shape).tokens <= MOST_COMPUTED)
+    return next((size for size in sizes if _has_room(args, size)), sizes[-1])
 
 
 def _has_room(args: Settings, tokens: int) -> bool:

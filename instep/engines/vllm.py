@@ -40,6 +40,7 @@ from instep.engines.topology import ServerGroup, group_words, model_path, num_to
 from instep.engines.vllm_process import node_environment, profiler_config, serve_arguments, vllm_env
 from instep.errors import ConfigError, EngineError
 from instep.models.images import has_language_model
+from instep.rollout.kv_budget import SAMPLES_PER_ENGINE
 from instep.system.spans import Span, of_torch
 from instep.weights.way import OF_ADAPTERS, SINGLE_COPY
 from instep_engine import DRAFTER_VARIABLE, LORA_VARIABLE, PROTOCOL, vllm
@@ -53,9 +54,12 @@ INFO_SECONDS = 60.0  # for /server_info, which examines the host first
 SILENT_HEARTBEATS = 5
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 CPU_KV_CACHE_BYTES = 256 << 20  # vLLM's default is 4 GiB per engine
-GRAPH_ROWS = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))  # of vLLM's own CUDA graphs
-MOST_GRAPH_ROWS = "1024"  # vLLM's default of --max-num-seqs on a large GPU
-SET_GRAPHS = {"cudagraph_capture_sizes", "max_cudagraph_capture_size", "compilation_config", "enforce_eager"}
+# The same for all runs: they are part of vLLM's compilation key.
+GRAPH_ROWS = (1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), *range(512, SAMPLES_PER_ENGINE + 1, 64))
+OF_GRAPHS = {  # flags that set them, or make steps of more tokens than requests
+    *("cudagraph_capture_sizes", "max_cudagraph_capture_size", "compilation_config", "enforce_eager"),
+    "speculative_config",
+}
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values that --max-lora-rank accepts
 ONE_PRODUCT = {"instep_adapter": 1}  # for `vllm/fast/adapter.py`; part of vLLM's compilation key
 SEVERAL = ("middleware",)  # flags that may be on a command line more than once
@@ -159,13 +163,11 @@ class VllmKind(EngineKind):
             own["middleware"] = ["--middleware", "instep_engine.vllm.kv_params.Middleware", *own["middleware"]]
         if args.device != "cpu" and args.colocate:  # vLLM's default is 0.9, as if it were alone there
             own["gpu_memory_utilization"] = ["--gpu-memory-utilization", shared_fraction(args, update_weights)]
-        if update_weights and args.device != "cpu" and not {f.partition(".")[0] for f in words} & SET_GRAPHS:
-            most = min(rollout_samples(args), num_tokens(words.get("max_num_seqs", [MOST_GRAPH_ROWS])[-1]) or 0)
-            if most > GRAPH_ROWS[-1]:  # vLLM has CUDA graphs up to there; steps of more requests take twice as long
-                sizes = [*GRAPH_ROWS, *range(GRAPH_ROWS[-1] + 64, most, 64), most]
-                own["cudagraph_capture_sizes"] = ["--cudagraph-capture-sizes", *map(str, sizes)]
-        if args.device != "cpu" and _windows_hold_all(args, words):  # a cache for each kind of layer costs time
-            own["disable_hybrid_kv_cache_manager"] = ["--disable-hybrid-kv-cache-manager"]
+        given = {field.partition(".")[0] for field in words}
+        if update_weights and args.device != "cpu" and given.isdisjoint(OF_GRAPHS):
+            most = num_tokens(words.get("max_num_seqs", [""])[-1]) or SAMPLES_PER_ENGINE
+            if min(rollout_samples(args), most) > 512:  # vLLM's own graphs end there; other steps take twice as long
+                own["cudagraph_capture_sizes"] = ["--cudagraph-capture-sizes", *map(str, GRAPH_ROWS)]
         if sleeps:
             own["enable_sleep_mode"] = ["--enable-sleep-mode"]
         if args.device == "cpu":
@@ -337,14 +339,6 @@ def tokens_of_caches(metrics: str) -> float:
     if not sizes or not all(blocks.isdigit() and size.isdigit() for blocks, size in sizes):
         return math.inf  # with --disable-log-stats, or in another version
     return float(max(int(blocks) * int(size) for blocks, size in sizes))  # each line counts the blocks of all
-
-
-def _windows_hold_all(args: Settings, words: Mapping[str, list[str]]) -> bool:
-    """Return whether layers with a sliding window save at most half of their KV cache."""
-    config = config_json(str(args.hf_checkpoint))
-    plain = {*(config.get("layer_types") or ())} == {"full_attention", "sliding_attention"}
-    longest = num_tokens(words.get("max_model_len", [""])[-1])
-    return plain and longest is not None and longest <= 2 * (config.get("sliding_window") or 0)
 
 
 @functools.lru_cache

@@ -12,9 +12,8 @@ import math
 from collections import deque
 from typing import NamedTuple
 
-SAMPLES_PER_ENGINE = (
-    1024  # at once, as many as vLLM runs on a large GPU; an engine queues the requests that it cannot run
-)
+# At once: as many as vLLM runs by default on a large GPU. An engine queues the requests that it cannot run.
+SAMPLES_PER_ENGINE = 1024
 
 
 class _Turn(NamedTuple):

@@ -203,10 +203,13 @@ class GroupRollout:
             if (listener := runtime.state().kept_listener) is not None:
                 listener(group)
             return
+        self._reject(group, verdict)
+        self._check_waste()
+
+    def _reject(self, group: Group, verdict: DynamicFilterOutput) -> None:
         self.counts["filtered"] += 1
         self.counts[f"filtered/{verdict.reason}"] += 1
         self.data_source.drop([group], f"filtered:{verdict.reason}")
-        self._check_waste()
 
     def _check_waste(self) -> None:
         wasted = self.counts["filtered"] + self.counts["aborted"]

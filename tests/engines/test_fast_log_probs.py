@@ -87,6 +87,14 @@ def test_arrays_say_what_json_says(engine: Engine, params: dict[str, Any]) -> No
     assert gap(engine, fast(engine, PROMPT, seed=7, **params), stock(engine, PROMPT, seed=7, **params)) < TOLERANCE
 
 
+def test_greedy_samples_are_alike(engine: Engine) -> None:
+    """vLLM's own route refuses several."""
+    (one,) = fast(engine, PROMPT, max_tokens=40, temperature=0.0)
+    three = fast(engine, PROMPT, max_tokens=40, temperature=0.0, n=3)
+    assert [choice["index"] for choice in three] == [0, 1, 2]
+    assert [choice["token_ids"] for choice in three] == [one["token_ids"]] * 3
+
+
 def test_the_client_takes_arrays(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     url, bodies = keys.knowing(engine.url) + GENERATE, list[bytes]()
     monkeypatch.setattr("instep.rollout.http.decode", lambda body: [bodies.append(body), decode(body)][1])
@@ -234,6 +242,19 @@ def test_an_abort_returns_a_beginning(engine: Engine, route: str, most_lost: int
         beginning = {**entire, **{name: entire[name][:n] for name in ("token_ids", "log_probs")}}
         assert gap(engine, [{**choice, "finish_reason": "length"}], [beginning], versions=False) < TOLERANCE
     assert min(len(choice["token_ids"]) for choice in choices) >= len(theirs["token_ids"]) - most_lost
+
+
+@pytest.mark.parametrize("route", ["/pause?mode=abort", "/abort_requests"])
+def test_an_abort_ends_all_samples_of_a_group(engine: Engine, route: str) -> None:
+    whole = fast(engine, PROMPT, **LONG, seed=3, n=3)
+    asked = engine.pool.submit(fast, engine, PROMPT, **LONG, seed=3, n=3)
+    time.sleep(0.3)
+    engine.ok(route)
+    choices = asked.result(timeout=60)
+    engine.ok("/resume")
+    assert [choice["finish_reason"] for choice in choices] == ["abort"] * 3
+    for choice, entire in zip(choices, whole, strict=True):
+        assert choice["token_ids"] == entire["token_ids"][: len(choice["token_ids"])]
 
 
 def test_a_client_that_leaves_is_forgotten(engine: Engine) -> None:

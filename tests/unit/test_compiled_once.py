@@ -101,20 +101,29 @@ def compilations(recompute: str | None) -> tuple[int, int, set[bool], float]:
     return first, later, kinds, float((torch.cat([g.flatten() for g in grads]) - eager).norm() / eager.norm())
 
 
-@pytest.mark.parametrize("model_type", ["gemma3_text", "mistral"])
-def test_a_layer_with_a_window_is_one_graph(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("model_type", "kinds"), [
+    ("mistral", None),
+    ("gemma3_text", ["sliding_attention"] * 2),
+    ("gemma3_text", ["sliding_attention", "full_attention"]),
+])  # fmt: skip
+def test_a_layer_with_a_window_is_one_graph(
+    model_type: str, kinds: list[str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compile = torch.compile
-    with_one = lambda f, **how: compile(f, backend="eager", dynamic=how["dynamic"])  # noqa: E731
-    monkeypatch.setattr(torch, "compile", with_one)
+    eagerly = lambda f, **how: compile(f, backend="eager", dynamic=how["dynamic"])  # noqa: E731
+    monkeypatch.setattr(torch, "compile", eagerly)
     torch.manual_seed(0)
     config = tiny_config(model_type, window=4)
+    if kinds is not None:
+        config.layer_types = kinds
     policy = Policy(config, torch.float32, compiles=True)
     for parameter in policy.parameters():
         torch.nn.init.normal_(parameter, mean=float(parameter.ndim == 1), std=0.05)
     stats, batch = torch._dynamo.utils.counters["stats"], coincidences(random.Random(0))
     before = stats["unique_graphs"]
     score_and_train(policy, batch, check=True)
-    assert policy.layout == PACKED and stats["unique_graphs"] - before == 2  # with and without gradients
+    graphs = 2 * len({*(kinds or [""])})  # with and without gradients
+    assert policy.layout == PACKED and stats["unique_graphs"] - before == graphs
     torch._dynamo.reset()
 
 

@@ -94,9 +94,6 @@ def test_the_plan_chooses_the_size_of_micro_batches(plan, monkeypatch):
         monkeypatch.setattr(place, "host_memory", lambda size=size: size * 1e9)
         args = parse(plan(f"--device cpu --precision fp32 {short}", size="0.6b"), "plan")
         assert args.max_tokens_per_gpu == tokens, size
-    for group, tokens in ((1, 32768), (16, 65536)):  # prompts of 1,024 tokens are computed once for a group
-        brief = f"--gpu-memory-gb 139 --rollout-max-response-len 16 --n-samples-per-prompt {group}"
-        assert parse(plan(brief, size="0.6b"), "plan").max_tokens_per_gpu == tokens
     apart = [word for word in plan("--rollout-num-gpus 1", size="0.6b") if word != "--colocate"]
     assert parse(apart, "plan").max_tokens_per_gpu == 32768, "the engine has filled a GPU of its own"
     asked = parse(plan("--use-dynamic-batch-size"), "plan")

@@ -95,11 +95,7 @@ def _window(*, local_size: int | None = None, config: Any = None, use_vmap: bool
     """
     if use_vmap or (local_size is not None and local_size != getattr(config, "sliding_window", None)):
         raise Unfit("its attention uses its own mask")
-    if local_size is None:
-        return None
-    mask = torch.empty(local_size, 0)
-    torch._dynamo.mark_static(mask)
-    return mask
+    return None if local_size is None else torch.empty(local_size, 0, dtype=torch.bool)  # FSDP2 would cast a float
 
 
 def _rows(

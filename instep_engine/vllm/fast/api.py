@@ -93,8 +93,8 @@ def _take(scope: Message, body: bytes) -> tuple[list[int], Any] | None:
 async def _answer(scope: Message, prompt: list[int], params: Any) -> bytes | None:
     """Return the body of the answer; None if vLLM refuses the request or its core has died (its route reports it).
 
-    vLLM checks the request once, and makes of it a request for each sample, with `seed + i`. If this is cancelled, it
-    aborts them.
+    vLLM checks the request once, and makes of it a request for each sample, with `seed + i`. It aborts them if this is
+    cancelled.
     """
     from vllm.inputs import tokens_input
     from vllm.v1.engine.exceptions import EngineDeadError
