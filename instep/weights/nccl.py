@@ -139,8 +139,7 @@ class Nccl:
             if not ended.is_set():
                 ended.set()
                 for invitation in invited:
-                    with suppress(RuntimeError, dist.DistError):  # the sender is gone, too
-                        abort(invitation, ABORT_SECONDS)
+                    self._end(invitation)
 
         def deliver(info: dict[str, Any]) -> None:
             try:
@@ -180,6 +179,11 @@ class Nccl:
                 remedy="resume from the last checkpoint, and try --weight-sync disk if it happens again",
             ) from StreamBroken(broken[0])
         return Sent(tuple(tensors), self.digest_kind, {**seconds, "load": time.monotonic() - sent})
+
+    def _end(self, invitation: Invitation) -> None:
+        """End the stream for all that wait in it."""
+        with suppress(RuntimeError, dist.DistError):  # the sender is gone, too
+            abort(invitation, ABORT_SECONDS)
 
 
 WAY = Nccl()

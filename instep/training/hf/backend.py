@@ -233,17 +233,19 @@ class HfBackend:
         skipped = not math.isfinite(norm)
         if not skipped:
             clips = self.args.clip_grad > 0 and norm > self.args.clip_grad
-            factor = self.args.clip_grad / (norm + 1e-6) if clips else 1.0
-            if isinstance(self.optimizer, PiecewiseAdamW):
-                self.optimizer.clip = factor  # applied in the optimizer's own pass over the gradients
-            elif factor != 1:
-                torch._foreach_mul_(grads, factor)
+            self._clip(grads, self.args.clip_grad / (norm + 1e-6) if clips else 1.0)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
         self.optimizer.zero_grad()
         self._changed()
         return StepResult(norm, skipped)
+
+    def _clip(self, grads: list[Tensor], factor: float) -> None:
+        if isinstance(self.optimizer, PiecewiseAdamW):
+            self.optimizer.clip = factor  # applied in the optimizer's own pass over the gradients
+        elif factor != 1:
+            torch._foreach_mul_(grads, factor)
 
     def _global_norm(self, trained: list[nn.Parameter]) -> float:
         """Return the norm over the whole model. A parameter that all tensor-parallel ranks hold whole counts once."""

@@ -37,10 +37,13 @@ class HfWeightSource(WeightSource):
         self.emits = dist.get_rank() == 0
         self._groups = []
         for group in names.groups:
-            weight, named = self._weights[group.model[0]], zip(group.checkpoint, group.shapes, strict=True)
-            kind = dtype if isinstance(weight, nn.Parameter) and weight.is_floating_point() else weight.dtype
+            kind, named = self._dtype(group, dtype), zip(group.checkpoint, group.shapes, strict=True)
             self._groups.append((group, [TensorSpec(name, shape, kind) for name, shape in named]))
         self.specs = [spec for _, specs in self._groups for spec in specs]
+
+    def _dtype(self, group: Group, dtype: torch.dtype) -> torch.dtype:
+        weight = self._weights[group.model[0]]
+        return dtype if isinstance(weight, nn.Parameter) and weight.is_floating_point() else weight.dtype
 
     def __iter__(self) -> Iterator[tuple[TensorSpec, Tensor | None]]:
         return self._gathered(self._groups)
