@@ -374,10 +374,8 @@ class TokenBatch:
 
         (tokens,) = taken(self.total_lengths, [self.tokens])
         columns = dict(zip(self.token_columns, taken(self.response_lengths, self.token_columns.values()), strict=True))
-        of_samples = {
-            k: v[where] if isinstance(v, torch.Tensor) else [v[i] for i in indices]
-            for k, v in self.sample_columns.items()
-        }
+        given = self.sample_columns.items()
+        of_samples = {k: v[where] if isinstance(v, torch.Tensor) else [v[i] for i in indices] for k, v in given}
         return TokenBatch(tokens, self.total_lengths[where], self.response_lengths[where], columns, of_samples)
 
     def without_routes(self) -> TokenBatch:

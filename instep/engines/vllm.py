@@ -166,7 +166,7 @@ class VllmKind(EngineKind):
         given = {field.partition(".")[0] for field in words}
         if update_weights and args.device != "cpu" and given.isdisjoint(OF_GRAPHS):
             most = num_tokens(words.get("max_num_seqs", [""])[-1]) or SAMPLES_PER_ENGINE
-            if min(rollout_samples(args), most) > 512:  # vLLM's own graphs end there; other steps take twice as long
+            if min(rollout_samples(args), most) > 512:  # vLLM's own graphs end there
                 own["cudagraph_capture_sizes"] = ["--cudagraph-capture-sizes", *map(str, GRAPH_ROWS)]
         if sleeps:
             own["enable_sleep_mode"] = ["--enable-sleep-mode"]

@@ -41,7 +41,7 @@ def scheduler(folder: Path, kind: type, windows: list[int | None], blocks: int, 
     )  # fmt: skip
     shape: dict[str, Any] = dict(block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.bfloat16)
     specs = [
-        FullAttentionSpec(**shape) if window is None else SlidingWindowSpec(**shape, sliding_window=window)
+        SlidingWindowSpec(**shape, sliding_window=window) if window else FullAttentionSpec(**shape)
         for window in windows
     ]
     groups = [KVCacheGroupSpec([f"layer {i}"], spec) for i, spec in enumerate(specs)]
@@ -94,7 +94,7 @@ def simulate(made: Any, windows: list[int | None], seed: int) -> tuple[dict[str,
             end = made.requests[name].num_computed_tokens
             managers = made.kv_cache_manager.coordinator.single_type_managers
             for window, manager, table in zip(windows, managers, tables[name], strict=True):
-                first = 0 if window is None else max(0, end - number - window + 1)
+                first = max(0, end - number - (window or CONTEXT) + 1)
                 own = [block.block_id for block in manager.req_to_blocks[name]]
                 for place in range(first // BLOCK, -(-end // BLOCK)):  # that the step reads or writes
                     assert table[place] == own[place] != 0

@@ -91,11 +91,13 @@ def _packed(
 def _window(*, local_size: int | None = None, config: Any = None, use_vmap: bool = False, **_: Any) -> Tensor | None:
     """Return transformers' mask of a layer: None, or an empty tensor `[window, 0]`. Not all models give it twice.
 
-    The compiler knows its shape, but would read a number in it at each layer, between two graphs.
+    A compiled layer knows the shape of a tensor. To read a number from it, it would end its graph.
     """
     if use_vmap or (local_size is not None and local_size != getattr(config, "sliding_window", None)):
         raise Unfit("its attention uses its own mask")
-    return None if local_size is None else torch.empty(local_size, 0, dtype=torch.bool)  # FSDP2 would cast a float
+    if local_size is None:
+        return None
+    return torch.empty(local_size, 0, dtype=torch.bool)  # FSDP2 casts floats
 
 
 def _rows(

@@ -21,6 +21,8 @@ from instep_engine.vllm.fast import is_known
 logger = init_logger("vllm.instep")
 LONGEST = 2048  # of --max-model-len; a longer context would keep its program busy after all others have ended
 PROGRAMS = 4  # for each multiprocessor, at least
+WHOLE = (-1, -1)  # no window
+EXTRAS = ("alibi_slopes", "s_aux", "mask_mod")  # s_aux: sinks
 
 
 def install() -> None:
@@ -69,9 +71,9 @@ def _fits(
     **more: Any,
 ) -> bool:
     """Return whether the kernel computes this call. A CUDA graph keeps the decision of its capture."""
-    whole = window_size is None or tuple(window_size) == (-1, -1)
-    plain = whole and not softcap and all(more.get(name) is None for name in ("alibi_slopes", "s_aux", "mask_mod"))
-    if max_seqlen_q != 1 or block_table is None or out is None or return_softmax_lse or not plain:
+    if softcap or tuple(window_size or WHOLE) != WHOLE or any(more.get(name) is not None for name in EXTRAS):
+        return False
+    if max_seqlen_q != 1 or block_table is None or out is None or return_softmax_lse:
         return False
     short = block_table.shape[1] * k.shape[1] <= LONGEST
     enough = len(q) * k.shape[2] >= PROGRAMS * torch.cuda.get_device_properties(q.device).multi_processor_count
